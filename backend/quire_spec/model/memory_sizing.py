@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory sizing: bytes of weights, KV blocks and adapter slots of a model. Pure arithmetic on integers.
+"""Memory sizing: compute how many bytes the weights, the KV blocks and the adapter slots of a model take.
 
-The planner calls this module before an engine exists, and the engine calls it to divide its memory. Both log the
+Pure arithmetic on integers.
+
+The planner calls these functions before an engine exists. The engine calls them to divide its memory. Both log the
 results.
 """
 
@@ -15,20 +17,20 @@ def kv_block_bytes(
     scale_bytes: int = 0,
     num_layers: int | None = None,
 ) -> int:
-    """Return the bytes of one KV block: keys and values of `block_size` tokens.
+    """Return the size of a KV block in bytes. A block contains the keys and values of `block_size` tokens.
 
-    `scale_bytes` is the size of the scale of a key or value; 0 means that keys and values have no scales. `num_layers`
-    is the number of layers in the block; the default is all layers of the model.
+    `scale_bytes` is the size of the scale that belongs to each key and each value. 0 means that there are no scales.
+    `num_layers` is the number of layers for which the block has room. The default is all layers of the model.
     """
     row_bytes = model_config.head_dim * element_bytes + scale_bytes
     return 2 * (num_layers or model_config.num_layers) * block_size * model_config.num_kv_heads * row_bytes
 
 
 def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int) -> int:
-    """Return the bytes of one adapter slot at the largest LoRA rank.
+    """Return the size of one adapter slot in bytes. It has room for an adapter of the largest LoRA rank.
 
-    A slot contains LoRA matrices A and B for the embedding, the output projection, and every linear of every layer.
-    LoRA ranks are padded to even numbers, and every matrix starts at a multiple of 32 elements.
+    A slot contains the LoRA matrices A and B of the embedding, of the output projection, and of every linear in every
+    layer. A LoRA rank that is odd is padded to an even number. Every matrix starts at a multiple of 32 elements.
     """
     rank = max_rank + max_rank % 2
     by_path = linear_sizes(model_config)
@@ -38,8 +40,10 @@ def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int
 
 
 def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
-    """Return the bytes of a checkpoint's weights with all experts, but without biases and norms, which are at most 0.2
-    %."""
+    """Return the size of a checkpoint's weights in bytes.
+
+    All experts are counted. Biases and norms are not counted, because they are at most 0.2 % of the weights.
+    """
     elements = {path: d_in * d_out for path, (d_in, d_out) in linear_sizes(model_config).items()}
     layers = sum(
         sum(elements[path] for path in model_config.layer_linears(layer)) + _expert_elements(model_config, layer)
@@ -56,7 +60,8 @@ def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
 
 
 def _expert_elements(model_config: ModelConfig, layer: int) -> int:
-    """Return the number of elements in a layer's experts (gate, up and down of each expert) and router."""
+    """Return how many elements the experts and the router of a layer have. An expert has three matrices: gate, up and
+    down."""
     moe, hidden = model_config.moe, model_config.hidden_size
     if moe is None or not moe.layers[layer]:
         return 0
@@ -64,15 +69,17 @@ def _expert_elements(model_config: ModelConfig, layer: int) -> int:
 
 
 def vocab_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the input and output size of each module outside the layers that adapters can change, by the module's
-    name."""
+    """Return the input size and the output size of each module that adapters can change outside the layers.
+
+    The key is the name of the module.
+    """
     hidden, tokens = model_config.embedding_size, model_config.vocab_size
     return {"embed_tokens": (tokens, hidden), "lm_head": (hidden, tokens)}
 
 
 def linear_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the input and output size of each linear in a layer. The keys are the linears' paths within the layer in a
-    checkpoint."""
+    """Return the input size and the output size of each linear in a layer. The key is the path that the linear has
+    within the layer of a checkpoint."""
     q, kv = model_config.num_heads * model_config.head_dim, model_config.num_kv_heads * model_config.head_dim
     inner = model_config.intermediate_size
     sizes = {

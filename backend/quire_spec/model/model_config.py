@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model configuration from config.json: the values that memory sizing and the model definitions need."""
+"""Configuration of a model, which is read from config.json.
+
+It contains the values that memory sizing and the model definitions need.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,66 +38,71 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     embedding_size: int
-    """Width of the embedding and of the output projection's input; differs from hidden_size only in some OPT models."""
+    """Number of elements of an embedding, which is also the input size of the output projection. It differs from
+    hidden_size only in some OPT models."""
     max_position_embeddings: int
     num_learned_positions: int
-    """Number of rows in the table of learned positions; 0 if positions are rotary."""
+    """Number of rows that the table of learned positions has; 0 if positions are rotary."""
     ropes: tuple[RopeConfig, ...]
-    """Rotary settings of each layer; empty if positions are learned."""
+    """The rotary settings of each layer. Empty if positions are learned."""
     sliding_windows: tuple[int | None, ...]
-    """For each layer, the maximum number of keys that a token attends to, including its own key; None: no limit."""
+    """For each layer, the maximum number of keys to which a token attends, including its own key. None: the number is
+    not limited."""
     attention_scale: float
-    """Factor by which attention scores are multiplied."""
+    """Attention scores are multiplied by this factor."""
     attention_softcap: float | None
-    """Soft cap of the attention scores: cap * tanh(score / cap); None: no soft cap."""
+    """A score of attention becomes cap * tanh(score / cap), where cap is this value. None: scores are not capped."""
     logits_softcap: float | None
-    """Soft cap of the logits: cap * tanh(logit / cap); None: no soft cap."""
+    """A logit becomes cap * tanh(logit / cap), where cap is this value. None: logits are not capped."""
     norm_eps: float
     activation: str
-    """Activation of the MLP; one of capabilities.ACTIVATIONS."""
+    """Activation function of the MLP. It is one of capabilities.ACTIVATIONS."""
     tie_word_embeddings: bool
     attention_bias: bool
-    """Whether the projections of q, k and v have biases."""
+    """Whether the projections to q, k and v have biases."""
     output_bias: bool
     """Whether the output projection of attention has a bias."""
     mlp_bias: bool
     flags: Mapping[str, bool]
-    """Values of the boolean keys of config.json that only this architecture has."""
+    """Boolean keys of config.json that only this architecture has, with their values."""
     factors: Mapping[str, float]
-    """Values of the numeric keys of config.json that only this architecture has; all are positive."""
+    """Numeric keys of config.json that only this architecture has, with their values. All values are positive."""
     moe: MoEConfig | None
-    """Experts that replace the MLP of some layers; None: no layer has experts."""
+    """Describes the experts that some layers have instead of an MLP. None: no layer has experts."""
     dtype: str
-    """Type of activations and of weights that are not quantized."""
+    """Data type of the activations, and of the weights that are not quantized."""
     quantization: QuantizationScheme | None
-    """Quantization of the linear layers' weights in the checkpoint; None: the weights are not quantized."""
+    """Describes how the weights of linear layers are quantized in the checkpoint. None: they are not quantized."""
     eos_token_ids: tuple[int, ...]
 
     @property
     def architecture_info(self) -> Architecture:
-        """Row of this model's architecture in the table of architectures."""
+        """The row for this model's architecture in the table of architectures."""
         return ARCHITECTURES[self.architecture]
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a layer has a mixture of experts in place of its MLP."""
+        """Return whether a layer has a mixture of experts instead of an MLP."""
         return self.moe is not None and self.moe.layers[layer]
 
     def layer_linears(self, layer: int) -> tuple[str, ...]:
-        """Return the paths of the linears of a layer that adapters can change. Adapters cannot change experts and
-        routers."""
+        """Return the paths of the linears in a layer. Adapters can change each of these linears. Experts and routers
+        are not included, because adapters cannot change them."""
         paths = self.architecture_info.linears
         return tuple(path for path in paths if not (self.has_experts(layer) and path.startswith("mlp.")))
 
     @property
     def max_sliding_window(self) -> int | None:
-        """Maximum number of keys that a token attends to in any layer, including its own key; None: no limit."""
+        """The largest number of keys to which a token attends in any layer, including its own key. None: the number is
+        not limited."""
         windows = [window for window in self.sliding_windows if window is not None]
         return max(windows) if len(windows) == self.num_layers else None
 
     @property
     def tied_embedding_name(self) -> str | None:
-        """Name of the embedding tensor if it is also the output projection; None if the output projection is a separate
-        tensor."""
+        """Name of the embedding tensor if the model also uses it as the output projection.
+
+        None if the output projection has its own tensor.
+        """
         return (
             f"{self.architecture_info.layers_path.removesuffix('layers')}embed_tokens.weight"
             if self.tie_word_embeddings
@@ -103,7 +111,7 @@ class ModelConfig:
 
     @property
     def long_rope_threshold(self) -> int | None:
-        """Sequence length above which all keys of a sequence use `long_factor`; None: the model has no longrope."""
+        """If a sequence is longer than this, all of its keys use `long_factor`. None: the rope type is not longrope."""
         return next((rope.long_threshold for rope in self.ropes if rope.long_threshold is not None), None)
 
     @classmethod
@@ -194,7 +202,7 @@ class ModelConfig:
 
 
 def _text_config(config: Mapping[str, Any], architecture_info: Architecture) -> tuple[dict[str, Any], Architecture]:
-    """Return the config of a multimodal model's language model, and the row of its architecture."""
+    """Return the config of the language model inside a multimodal model, and the row for its architecture."""
     text_config = config.get("text_config")
     text_type = text_config.get("model_type") if isinstance(text_config, Mapping) else None
     if not isinstance(text_config, Mapping) or text_type not in architecture_info.text_types:
@@ -207,7 +215,7 @@ def _text_config(config: Mapping[str, Any], architecture_info: Architecture) -> 
 
 
 def _reject_unsupported(config: HFConfigReader) -> None:
-    """Reject settings that transformers supports for every architecture but this engine does not support."""
+    """Reject settings that transformers supports for every architecture, but this engine does not."""
     if not config.get_section("per_layer_config").is_empty:
         raise ConfigError("config.json: per_layer_config: a separate configuration for each layer is not supported")
     for key, required in (("is_causal", True), ("use_bidirectional_attention", False)):
@@ -242,7 +250,7 @@ def _sliding_windows(
 def _ropes(
     config: HFConfigReader, architecture_info: Architecture, head_dim: int, max_positions: int, num_layers: int
 ) -> tuple[RopeConfig, ...]:
-    """Return the rotary settings of each layer."""
+    """Return the rotary settings for each layer."""
     scaling = config.get_section("rope_scaling", "rope_parameters")
     is_by_type = "full_attention" in scaling or "sliding_attention" in scaling
     if is_by_type and architecture_info.local_rope_theta is None:
@@ -268,7 +276,8 @@ def _ropes(
 
 
 def _get_declared_float(config: HFConfigReader, architecture_info: Architecture, key: str) -> float | None:
-    """Return the number at `key`; None if `defaults` of the architecture does not contain `key`."""
+    """Return the number at `key` of config.json. Return None if the `defaults` of the architecture do not contain
+    `key`."""
     return config.get_float(key) if key in architecture_info.defaults and key in config else None
 
 

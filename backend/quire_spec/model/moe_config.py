@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture-of-experts settings of a checkpoint: layers with experts, number of experts, and the routing of tokens."""
+"""Settings for the mixture of experts of a checkpoint.
+
+They define which layers have experts, how many experts there are, and how tokens are routed to them.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,17 +16,17 @@ _MAX_EXPERTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """Configuration of the experts that replace the MLP in some layers."""
+    """Configuration of the experts that some layers have instead of an MLP."""
 
     layers: tuple[bool, ...]
-    """For each layer, True if it has experts in place of an MLP."""
+    """For each layer, whether it has experts instead of an MLP."""
     num_experts: int
     top_k: int
-    """num_experts_per_tok: number of experts that compute each token."""
+    """num_experts_per_tok: each token is computed by this number of experts."""
     intermediate_size: int
-    """Number of intermediate features of one expert."""
+    """Number of intermediate features that one expert has."""
     normalize: bool
-    """norm_topk_prob: divide the router's weights of a token's experts by their sum."""
+    """norm_topk_prob: the router's weights for the experts of a token are divided by their sum."""
 
     @classmethod
     def from_hf_config(

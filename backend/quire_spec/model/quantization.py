@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization of a checkpoint, from `quantization_config` of config.json. This module does not import torch.
+"""Describes how a checkpoint is quantized.
 
-The engine's package `weights/quantized/` reads the tensors. The planner compares `spec.engine.quantization` with the
-method. Methods, formats and keys have the names that programs write into quantized checkpoints.
+It is read from `quantization_config` of config.json. This module does not import torch.
+
+The package `weights/quantized/` of the engine reads the tensors. The planner checks that `spec.engine.quantization`
+matches the method. The methods, formats and keys have the names that quantization tools write into checkpoints.
 """
 
 import re
@@ -14,7 +16,8 @@ from quire_spec.model import capabilities
 from quire_spec.model.hf_config import HFConfigReader
 
 FP8_BLOCK = (128, 128)
-"""Number of output and input features in a block of float8_e4m3fn weights; kernels support only this block size."""
+"""Size of a block of float8_e4m3fn weights, as a number of output features and a number of input features. The kernels
+support only this block size."""
 LAYOUT_BY_FORMAT = {
     ("naive-quantized", "float", 8): "fp8",
     ("float-quantized", "float", 8): "fp8",
@@ -23,7 +26,8 @@ LAYOUT_BY_FORMAT = {
     ("pack-quantized", "int", 4): "packed",
     ("pack-quantized", "int", 8): "packed",
 }
-"""Maps the format, type and number of bits of a compressed-tensors group to the layout of the group's tensors."""
+"""Maps the format, the type and the number of bits of a compressed-tensors group to the layout that its tensors
+have."""
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _MAX_PATTERN_LENGTH = 1000
 _LINEAR_CLASS = "Linear"
@@ -31,28 +35,29 @@ _LINEAR_CLASS = "Linear"
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """Storage of the quantized weights of some linear layers."""
+    """Describes how the quantized weights of some linear layers are stored."""
 
     layout: str
-    """Format that defines the names and arrangement of the tensors: fp8, int8, packed, awq, gptq or mxfp4."""
+    """Format that defines which tensors there are and how they are arranged: fp8, int8, packed, awq, gptq or mxfp4."""
     num_bits: int
     strategy: str
-    """Which weights share one scale: those of a tensor, a channel (output feature), a group (of input features), or a
-    block."""
+    """Which weights share a scale. tensor: all weights of the tensor. channel: the weights of an output feature. group:
+    the weights of an output feature for a group of input features. block: the weights of a block."""
     block: tuple[int, int] | None = None
-    """Number of output and input features that share a scale, if the strategy is group or block."""
+    """A scale is shared by this number of output features and this number of input features. Set only for the
+    strategies group and block."""
     has_zeros: bool = False
     """Whether the checkpoint contains zero points."""
     has_act_order: bool = False
     """Whether a group can contain input features that are not adjacent."""
     has_quantized_inputs: bool = False
-    """Whether config.json of the checkpoint requests quantized inputs of the layers."""
+    """Whether config.json of the checkpoint requires that the inputs of the layers are quantized, too."""
     zeros_minus_one: bool = False
-    """Whether the checkpoint stores each zero point minus 1, as in the first version of GPTQ."""
+    """Whether the checkpoint stores every zero point minus 1, as the first version of GPTQ did."""
 
     @property
     def has_kernel(self) -> bool:
-        """Whether these weights stay quantized in memory on a device that has kernels for quantized weights."""
+        """Whether a device that has kernels for quantized weights can keep these weights quantized in its memory."""
         if self.layout == "fp8":
             return self.block in (None, FP8_BLOCK)
         if self.layout == "int8":
@@ -67,15 +72,16 @@ class QuantizationScheme:
     method: str
     """quant_method of config.json."""
     groups: tuple[tuple[tuple[str, ...], WeightScheme], ...]
-    """Pairs of targets and their scheme. A target is the name of a module, an `re:` pattern, or the class `Linear`."""
+    """Each pair consists of targets and the scheme of the modules that they select. A target is the name of a module, a
+    pattern that starts with `re:`, or the class `Linear`."""
     ignore: tuple[str, ...]
-    """Modules that are not quantized, as names or `re:` patterns."""
+    """Modules that are not quantized. Each item is a name or a pattern that starts with `re:`."""
     ignore_key: str
-    """Key of config.json that contains `ignore`."""
+    """The key of config.json from which `ignore` was read."""
 
     @classmethod
     def from_hf_config(cls, config: HFConfigReader) -> Self | None:
-        """Read `quantization_config`, a section of config.json; None if the section is empty.
+        """Read the section `quantization_config` of config.json. Return None if the section is empty.
 
         Raises:
             ConfigError: the method, or a value of a key, is not supported; the message names key and supported values.
@@ -97,16 +103,16 @@ class QuantizationScheme:
         return cls(method, groups, ignore, ignore_key)
 
     def has_kernels(self, tensor_parallel_size: int, has_experts: bool = False) -> bool:
-        """Return whether all weights stay quantized in memory on a device that has kernels for quantized weights.
+        """Return whether a device that has kernels for quantized weights can keep all weights quantized in its memory.
 
-        With act order, a rank's input features belong to many incomplete groups, which the kernels do not support. The
-        kernels also do not reorder the inputs of each expert.
+        With act order, the input features of a rank belong to many groups, none of which is complete. The kernels do
+        not support this. The kernels also cannot reorder the inputs separately for each expert.
         """
         needs_order = tensor_parallel_size > 1 or has_experts
         return all(scheme.has_kernel and not (scheme.has_act_order and needs_order) for _, scheme in self.groups)
 
     def scheme_of(self, module: str) -> WeightScheme:
-        """Return the scheme of `module`, the name of a module with quantized tensors in the checkpoint.
+        """Return the scheme of `module`. This is the name of a module that has quantized tensors in the checkpoint.
 
         Raises:
             ConfigError: according to config.json, the module is not quantized.
@@ -123,8 +129,8 @@ class QuantizationScheme:
             if _LINEAR_CLASS in targets:
                 return scheme
         raise ConfigError(
-            f"config.json: quantization_config: config_groups: {module} is not a target of any group, but the checkpoint "
-            "has quantized tensors of this module; add it to the targets of its group"
+            f"config.json: quantization_config: config_groups: {module} is not a target of any group, but the "
+            "checkpoint has quantized tensors of this module; add it to the targets of its group"
         )
 
 
@@ -132,8 +138,8 @@ _IGNORE_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
 
 
 def _matches(pattern: str, module: str, *, is_exact: bool) -> bool:
-    """Return whether a name or an `re:` pattern selects `module`. If `is_exact` is False, a part of the module's name
-    is sufficient."""
+    """Return whether `pattern` selects `module`. `pattern` is a name, or starts with `re:`. If `is_exact` is False, the
+    name can also be a part of the module's name."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     return module == pattern or (not is_exact and f".{pattern}." in f".{module}.")
@@ -160,7 +166,10 @@ def _for_all(scheme: WeightScheme) -> tuple[tuple[tuple[str, ...], WeightScheme]
 
 
 def _group_block(config: HFConfigReader, key: str) -> tuple[str, tuple[int, int] | None]:
-    """Return the strategy and the block for a group size; -1 means one group per output feature."""
+    """Return the strategy and the block that belong to a group size.
+
+    -1 means that each output feature has one group.
+    """
     if config.get_raw(key) == -1:
         return "channel", None
     return "group", (1, config.get_int(key))
@@ -225,7 +234,7 @@ def _parse_compressed_tensors(config: HFConfigReader) -> tuple[tuple[tuple[str, 
 
 
 def _parse_group(config: HFConfigReader, group: HFConfigReader) -> tuple[tuple[str, ...], WeightScheme]:
-    """Read one entry of `config_groups`."""
+    """Read one item of `config_groups`."""
     format_name = group.get_str("format", config.get_str("format", "mixed-precision"))
     weights = group.get_section("weights")
     if not group.get_section("output_activations").is_empty:
@@ -276,7 +285,9 @@ assert tuple(_PARSERS) == capabilities.CHECKPOINT_QUANTIZATIONS
 
 
 def resolve_quantization(quantization: str | None, scheme: QuantizationScheme | None) -> str | None:
-    """Return the format to which the engine must quantize the weights when it loads them; None: no quantization.
+    """Return the format to which the engine must quantize the weights while it loads them.
+
+    None: it does not quantize them.
 
     Args:
         quantization: see EngineConfig.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position settings of a checkpoint, in both formats of transformers. The engine computes the angles.
+"""Rotary position settings of a checkpoint. Both formats of transformers are supported. The engine computes the angles.
 
-transformers 5 writes one object, `rope_parameters`. Earlier versions of transformers write `rope_theta` and
-`rope_scaling`. Phi-3 has some of these values at the top level of config.json.
+transformers 5 writes a single object, `rope_parameters`. Earlier versions write two keys, `rope_theta` and
+`rope_scaling`. In Phi-3, some of these values are at the top level of config.json.
 """
 
 import math
@@ -19,41 +19,44 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Type and parameters of a model's rotary embedding."""
+    """The type of a model's rotary embedding, and its parameters."""
 
     rope_type: str
-    """One of ROPE_TYPES, or "none": no rotation."""
+    """One of ROPE_TYPES, or "none" if positions are not rotated."""
     theta: float
     dim: int
-    """Number of elements at the start of each head that are rotated; the rotation leaves the other elements
-    unchanged."""
+    """Number of elements that are rotated, counted from the start of each head. The other elements are not changed."""
     factor: float = 1.0
-    """Context extension factor. The type `dynamic` uses this factor only for positions after max_position_embeddings,
-    which the engine rejects."""
+    """Context extension factor. The type `dynamic` applies it only to positions after max_position_embeddings. The
+    engine rejects such positions, so the factor has no effect."""
     original_max_position: int = 0
-    """original_max_position_embeddings: context length before the extension."""
+    """original_max_position_embeddings: the context length that the model had before it was extended."""
     attention_factor: float = 1.0
-    """Factor by which cosines and sines are multiplied."""
+    """Cosines and sines are multiplied by this factor."""
     low_freq_factor: float = 1.0
-    """For llama3: scaling is interpolated between the wavelengths original_max_position / low_freq_factor and
-    original_max_position / high_freq_factor."""
+    """For llama3: wavelengths between two bounds are scaled by an interpolated factor. The bounds are
+    original_max_position / low_freq_factor and original_max_position / high_freq_factor."""
     high_freq_factor: float = 1.0
     beta_fast: float = 32.0
-    """For yarn: scaling is interpolated between beta_fast and beta_slow rotations within original_max_position."""
+    """For yarn: frequencies between two bounds are scaled by an interpolated factor. The bounds are frequencies that
+    make beta_fast and beta_slow rotations within original_max_position."""
     beta_slow: float = 1.0
     truncate: bool = True
-    """For yarn: round the bounds of the interpolation to whole pairs of elements."""
+    """For yarn: whether the bounds of the interpolation are rounded to whole pairs of elements."""
     short_factor: tuple[float, ...] = ()
-    """For longrope: dim / 2 divisors of the frequencies, for sequences of at most original_max_position tokens."""
+    """For longrope: the frequencies are divided by these dim / 2 numbers if a sequence has at most
+    original_max_position tokens."""
     long_factor: tuple[float, ...] = ()
-    """For longrope: dim / 2 divisors of the frequencies, for sequences of more than original_max_position tokens."""
+    """For longrope: the frequencies are divided by these dim / 2 numbers if a sequence has more than
+    original_max_position tokens."""
     query_scaling_beta: float = 0.0
-    """llama_4_scaling_beta: a query at position p is multiplied by
-    1 + beta * ln(1 + floor(p / original_max_position)). Only Ministral 3 has this parameter."""
+    """llama_4_scaling_beta: the query at position p is multiplied by
+    1 + beta * ln(1 + floor(p / original_max_position)). Only Ministral 3 sets this parameter."""
 
     @property
     def long_threshold(self) -> int | None:
-        """Sequence length above which all tokens of a sequence use `long_factor`. None: the type is not longrope."""
+        """If a sequence is longer than this, all of its tokens use `long_factor`. None: the rope type is not
+        longrope."""
         return self.original_max_position if self.rope_type == "longrope" else None
 
     @classmethod
@@ -106,7 +109,8 @@ class RopeConfig:
 
     @classmethod
     def _read_scaling(cls, config: HFConfigReader, scaling: HFConfigReader, rope: Self, max_positions: int) -> Self:
-        """Return a copy of `rope` with the parameters of its type; `rope` itself has only type, base and dimension."""
+        """Return a copy of `rope` that also has the parameters of its type. `rope` has only the type, the base and the
+        dimension."""
         rope_type, theta, dim = rope.rope_type, rope.theta, rope.dim
         if rope_type == "default":
             return rope

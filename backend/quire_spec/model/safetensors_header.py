@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the expected length of a safetensors file from its header. The operator's image lacks the safetensors
-library.
+"""Compute how long a safetensors file must be, from the header of the file.
 
-A file consists of the header's length in 8 bytes, the header as JSON, and the tensors.
+This module exists because the operator's image does not contain the safetensors library.
+
+A safetensors file starts with the length of its header in 8 bytes. After that come the header as JSON, and the tensors.
 """
 
 import json
@@ -14,11 +15,11 @@ from quire_spec.errors import ConfigError
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""Maximum length of a header in the safetensors format."""
+"""Maximum length that the safetensors format allows for a header."""
 
 
 def header_length(start: bytes) -> int:
-    """Return the header's length from the first 8 bytes of the file; raises ConfigError if it is not valid."""
+    """Return the length of the header from the first 8 bytes of the file. Raises ConfigError if it is not valid."""
     length = int.from_bytes(start, "little")
     if len(start) != LENGTH_BYTES or not 2 <= length <= MAX_HEADER_BYTES:
         raise ConfigError("does not begin like a safetensors file; save the weights as safetensors")
@@ -26,7 +27,7 @@ def header_length(start: bytes) -> int:
 
 
 def tensor_bytes(header: object) -> int:
-    """Return the bytes of all tensors together: the end offset of the last tensor.
+    """Return the size of all tensors together in bytes. This is the offset at which the last tensor ends.
 
     Args:
         header: the parsed header.
@@ -42,9 +43,11 @@ def tensor_bytes(header: object) -> int:
 
 
 def expected_file_bytes(path: Path) -> int | None:
-    """Return the file's length according to its header; a lower bound if the header is truncated.
+    """Return the length that the file should have according to its header.
 
-    Return None if the file is not a safetensors file.
+    If the header is truncated, the result is a lower bound.
+
+    The result is None if the file is not a safetensors file.
 
     Raises:
         OSError: the file cannot be read.

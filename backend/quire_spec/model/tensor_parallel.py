@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel partition of a model: the part of each layer that a rank stores. Pure arithmetic.
+"""Tensor-parallel split of a model. It defines which part of each layer a rank stores. Pure arithmetic.
 
-Attention heads and the intermediate features of the MLP, or of every expert, are split over the ranks. The linears q,
-k, v, gate and up are column-parallel: each rank stores a part of the output features. The linears o and down are
-row-parallel: each rank stores a part of the input features, and an all-reduce sums the outputs. With more ranks than KV
-heads, each rank stores one KV head, so that several ranks have copies of the same head. Embedding and output projection
-are split by vocabulary.
+The attention heads are divided between the ranks. So are the intermediate features of the MLP, or of every expert. The
+linears q, k, v, gate and up are column-parallel: each rank stores some of the output features. The linears o and down
+are row-parallel: each rank stores some of the input features, and an all-reduce adds up the outputs. If there are more
+ranks than KV heads, each rank stores one KV head. Several ranks then store a copy of the same head. The embedding and
+the output projection are divided by vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 def unsupported_reason(model_config: ModelConfig, size: int) -> str:
-    """Return the reason why a model cannot be split over `size` ranks; empty if a split is possible."""
+    """Return the reason why a model cannot be split over `size` ranks. The result is empty if it can be split."""
     if model_config.num_heads % size:
         return f"the number of attention heads, {model_config.num_heads}, is not a multiple of {size}"
     if model_config.num_kv_heads % size and size % model_config.num_kv_heads:
@@ -29,7 +29,7 @@ def unsupported_reason(model_config: ModelConfig, size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelShard:
-    """Part of a model that one tensor-parallel rank stores."""
+    """The part of a model that one tensor-parallel rank stores."""
 
     model_config: ModelConfig
     """Configuration of the whole model."""
@@ -50,8 +50,10 @@ class TensorParallelShard:
 
     @property
     def local_config(self) -> ModelConfig:
-        """Configuration of the rank's part of the model, with fewer heads and intermediate features but the whole
-        vocabulary."""
+        """Configuration of the part that the rank stores.
+
+        It has fewer heads and fewer intermediate features than the model, but the same vocabulary.
+        """
         if self.size == 1:
             return self.model_config
         moe = self.model_config.moe
@@ -65,36 +67,41 @@ class TensorParallelShard:
 
     @property
     def vocab_rows_per_rank(self) -> int:
-        """Number of rows of embedding and output projection on each rank; the last ranks can use fewer rows."""
+        """Number of rows that each rank has of the embedding and of the output projection. The last ranks may not use
+        all of them."""
         return -(-self.model_config.vocab_size // self.size)
 
     @property
     def vocab_range(self) -> range:
-        """Token ids whose embedding rows the rank stores."""
+        """The rank stores the embedding rows of these token ids."""
         start = min(self.rank * self.vocab_rows_per_rank, self.model_config.vocab_size)
         return range(start, min(start + self.vocab_rows_per_rank, self.model_config.vocab_size))
 
     @property
     def expert_range(self) -> range:
-        """Indices of the intermediate features that the rank stores, the same for each expert."""
+        """Indices of the intermediate features that the rank stores. They are the same for every expert."""
         moe = self.local_config.moe
         assert moe is not None
         return range(self.rank * moe.intermediate_size, (self.rank + 1) * moe.intermediate_size)
 
     def output_ranges(self, path: str) -> tuple[range, ...]:
-        """Return which output features of a layer's linear `path` the rank stores, in storage order."""
+        """For the linear `path`, return the output features that the rank stores, in the order in which it stores
+        them."""
         return self._ranges(self.model_config.architecture_info.linears[path][1])
 
     def input_ranges(self, path: str) -> tuple[range, ...]:
-        """Return which input features of a layer's linear `path` the rank stores, in storage order."""
+        """For the linear `path`, return the input features that the rank stores, in the order in which it stores
+        them."""
         return self._ranges(self.model_config.architecture_info.linears[path][0])
 
     def needs_all_reduce(self, path: str) -> bool:
-        """Return True if the linear `path` is row-parallel: an all-reduce must sum the outputs of the ranks."""
+        """Return whether the linear `path` is row-parallel. If it is, an all-reduce must add up the outputs of the
+        ranks."""
         return self.size > 1 and self.model_config.architecture_info.linears[path][0] != "hidden"
 
     def _ranges(self, kind: str) -> tuple[range, ...]:
-        """Return the ranges of features that the rank stores, for one kind of features in `Architecture.linears`."""
+        """Return which features of one kind the rank stores, as ranges. The kinds are those of
+        `Architecture.linears`."""
         local_config, rank = self.local_config, self.rank
         heads, kv_heads, inner = local_config.num_heads, local_config.num_kv_heads, local_config.intermediate_size
         all_q, all_kv = self.model_config.num_heads, self.model_config.num_kv_heads

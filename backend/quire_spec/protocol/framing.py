@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Framing of messages on the Unix sockets between a pod's processes: length, version, one JSON message. This module
-does no I/O.
+"""Framing of messages on the Unix sockets between the processes of a pod.
+
+A frame consists of a length, a version, and one message as JSON. This module does no I/O.
 
     frontend --GenerateRequest, CancelRequests, RequestRejected--> text --SequenceRequest, AbortSequences--> core
              <----------------- OutputDeltas ---------------------      <----------- StepResult ------------
     supervisor <--ControlRequest, ControlResponse--> text, core
 
-Threads and asyncio readers pass received bytes to the decoder. All processes of a pod come from one image, so a frame
-of another version is an error.
+Threads and asyncio readers pass received bytes to the decoder. All processes of a pod come from one image. Therefore, a
+frame that has another version is an error.
 """
 
 import json
@@ -19,10 +20,12 @@ from quire_spec.protocol.messages import IpcMessage, decode_message, encode_mess
 
 VERSION = 3
 MAX_FRAME_BYTES = 256 * 2**20
-"""Maximum length of a frame; every accepted prompt is shorter. A larger length means that the stream is corrupt."""
+"""Maximum length of a frame. Every prompt that is accepted is shorter than this. If the length is larger, the stream is
+corrupt."""
 
 HEAD_BYTES = 256
-"""Number of bytes of an oversize frame that `on_oversize` gets: enough for the message's type and id."""
+"""`on_oversize` gets this number of bytes of an oversize frame. They are enough for the type and the id of the
+message."""
 
 _HEADER = struct.Struct("<IB")
 
@@ -34,10 +37,11 @@ def encode_frame(message: IpcMessage) -> bytes:
 
 
 class FrameDecoder:
-    """Decoder that converts received chunks of bytes to messages.
+    """Decoder that receives bytes in chunks and converts them to messages.
 
-    A frame longer than `max_bytes` is oversize. The decoder passes the first HEAD_BYTES and the length of an oversize
-    frame to `on_oversize`, and drops the rest. Without `on_oversize`, an oversize frame is an error.
+    A frame is oversize if it is longer than `max_bytes`. The decoder passes the first HEAD_BYTES bytes of an oversize
+    frame and its length to `on_oversize`. It drops the rest of the frame. If `on_oversize` is not given, an oversize
+    frame is an error.
     """
 
     def __init__(
@@ -47,10 +51,10 @@ class FrameDecoder:
         self._max_bytes = max_bytes if on_oversize else MAX_FRAME_BYTES
         self._on_oversize = on_oversize
         self._num_to_drop = 0
-        """Bytes of an oversize frame that the decoder has not received yet."""
+        """Number of bytes of an oversize frame that are still to be received and dropped."""
 
     def feed(self, data: bytes) -> Iterator[IpcMessage]:
-        """Yield every message that `data` completes.
+        """Add received bytes. Yield every message that is now complete.
 
         Raises:
             Internal: the stream is corrupt or has another version; the connection must be closed.

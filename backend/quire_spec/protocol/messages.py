@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a pod's processes, as frozen dataclasses. framing.py encodes them.
+"""Messages between the processes of a pod. Each is a frozen dataclass, and framing.py encodes it.
 
-The sender of a GenerateRequest or SequenceRequest chooses its id, which is unique on the connection. The first message
-of a connection is Hello. When a connection ends, the remaining process cancels or fails all open requests on it.
+The sender of a GenerateRequest or SequenceRequest chooses an id that is unique on the connection. The first message on
+a connection is Hello. If a process closes a connection, the other process cancels or fails all requests that are open
+on it.
 """
 
 import dataclasses
@@ -17,67 +18,75 @@ from quire_spec.errors import Internal
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a connection: identifies the client."""
+    """First message on a connection. It identifies the client."""
 
     role: str
     """frontend, text or supervisor."""
     model: str = ""
-    """Name of the server model, if the client is a frontend."""
+    """Name of the server model if the client is a frontend."""
     pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """frontend -> text: run this request. The text process answers with OutputDeltas; the last delta is final."""
+    """frontend -> text: asks the text process to run a request. The text process answers with OutputDeltas. The last
+    delta is final."""
 
     id: int
     model: str
-    """Model name of the request: the served name or an adapter name."""
+    """The model name that the client sent. It is the served name or the name of an adapter."""
     prompt: str | None
     prompt_token_ids: list[int] | None
     params: dict[str, Any]
     """SamplingParams.to_mapping()."""
     stream: bool
-    """False: one final delta with the complete output."""
+    """If false, the text process sends a single delta, which contains the complete output."""
     cache_salt: str | None = None
     priority: int = 0
-    """Priority; a lower number runs first. It must be 0 unless scheduling_policy is priority."""
+    """A request with a lower number runs first. The number must be 0 unless scheduling_policy is priority."""
     add_special_tokens: bool = True
-    """Whether the tokenizer adds its special tokens, such as the beginning of a sequence, to a text prompt."""
+    """Whether the tokenizer adds its special tokens to a text prompt. An example is the token that begins a
+    sequence."""
     return_prompt_token_ids: bool = False
-    """Return the token ids of the prompt in the first delta."""
+    """Whether the first delta contains the token ids of the prompt."""
     return_token_bytes: bool = False
-    """Add the exact bytes to each entry of logprobs whose text is not valid UTF-8."""
+    """Whether an entry of logprobs also contains the exact bytes of its token if the text is not valid UTF-8."""
     chat: dict[str, Any] | None = None
-    """Conversation in place of a prompt: {messages, tools, documents, add_generation_prompt, continue_final_message,
-    template_kwargs}. The text process renders it with the chat template of the checkpoint."""
+    """A conversation that replaces the prompt: {messages, tools, documents, add_generation_prompt,
+    continue_final_message, template_kwargs}.
+
+    The text process converts it to a prompt with the chat template of the checkpoint.
+    """
     api_key_name: str = ""
-    """Name of the API key that the client used, for the metrics; empty without keys."""
+    """Name of the API key that the client used. Metrics report it. Empty if no keys are configured."""
     parsing: dict[str, Any] | None = None
-    """OutputParsing as JSON: the deltas then contain parsed events instead of text. None: the deltas contain text."""
+    """OutputParsing as JSON. If it is set, the deltas contain parsed events instead of text. If it is None, the deltas
+    contain text."""
     stream_interval: int = 1
-    """Number of output tokens in a delta of a stream. The first token and the end of the output are sent at once."""
+    """In a stream, a delta contains this number of output tokens. The first token and the end of the output are sent
+    without waiting for more tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRequests:
-    """frontend -> text: the client disconnected; send no more deltas for these ids."""
+    """frontend -> text: the client disconnected, and the text process must not send any more deltas for these ids."""
 
     ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRejected:
-    """frontend -> text: the frontend rejected an invalid request. The text process counts the rejection in a metric."""
+    """frontend -> text: the frontend rejected a request that was invalid. The text process counts these rejections in a
+    metric."""
 
     code: str
 
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """New content of one output of a request.
+    """New part of one output of a request.
 
-    The last delta of a request has an error code, or a finish_reason and other_outputs_pending False.
+    The last delta of a request has either an error code, or a finish_reason while other_outputs_pending is False.
     """
 
     id: int
@@ -87,40 +96,40 @@ class OutputDelta:
     """stop or length."""
     cumulative_logprob: float | None = None
     logprobs: list[dict[str, dict[str, Any]]] | None = None
-    """For each new token: token id -> {logprob, rank, decoded_token}, in vLLM's form."""
+    """For each new token, a mapping in vLLM's form: token id -> {logprob, rank, decoded_token}."""
     num_input_tokens: int = 0
     num_output_tokens: int = 0
-    """Number of output tokens so far, including the tokens of this delta."""
+    """Number of output tokens so far. The tokens of this delta are counted, too."""
     error_code: str | None = None
     error: str = ""
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
-    """For each token of the prompt, an entry in the form of logprobs; null for the first token. Only one delta of a
-    request contains the entries."""
+    """For each token of the prompt, an entry in the form that logprobs has. The entry of the first token is null. Only
+    one delta of a request contains this list."""
     index: int = 0
-    """Index of the output within the request."""
+    """Index of this output among the outputs of the request."""
     other_outputs_pending: bool = False
-    """True while other outputs of the request are not finished."""
+    """True while the request has other outputs that are not finished."""
     stop_reason: int | str | None = None
-    """Stop string or stop token that ended the output; None for an end-of-sequence token."""
+    """The stop string or stop token that ended the output. None if it ended with an end-of-sequence token."""
     num_cached_tokens: int = 0
-    """Number of prompt tokens found in the prefix cache."""
+    """Number of prompt tokens that were found in the prefix cache."""
     prompt_token_ids: list[int] | None = None
-    """Token ids of the prompt. Only one delta of a request with return_prompt_token_ids contains the ids."""
+    """Token ids of the prompt. Only requests with return_prompt_token_ids have them, and only in one delta."""
     retry_after_s: float | None = None
-    """Seconds after which a request that was rejected by a limit can succeed; None for other errors."""
+    """If a limit rejected the request, it can succeed after this number of seconds. None for other errors."""
     parsed: list[list[Any]] | None = None
-    """Result of parsed_output.encode_events, which replaces the text if the request has `parsing`."""
+    """Events from parsed_output.encode_events. They replace the text if the request has `parsing`."""
     num_reasoning_tokens: int = 0
-    """Number of reasoning tokens in the output so far, if the request has `parsing`."""
+    """Number of reasoning tokens in the output so far. It is counted only if the request has `parsing`."""
 
     @property
     def final(self) -> bool:
-        """True for the last delta of a request."""
+        """True if this is the last delta of a request."""
         return (self.finish_reason is not None and not self.other_outputs_pending) or self.error_code is not None
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """Merge successive deltas of one output into one delta."""
+    """Combine successive deltas of one output into a single delta."""
     last = deltas[-1]
     if len(deltas) == 1:
         return last
@@ -138,14 +147,14 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
 
 @dataclass(frozen=True, slots=True)
 class OutputDeltas:
-    """text -> frontend: new output of one or more requests."""
+    """text -> frontend: new parts of the outputs of one or more requests."""
 
     deltas: list[OutputDelta]
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """text -> core: run this sequence."""
+    """text -> core: asks the core to run a sequence."""
 
     id: int
     prompt_token_ids: list[int]
@@ -153,71 +162,80 @@ class SequenceRequest:
     adapter_digest: AdapterDigest | None = None
     cache_salt: str | None = None
     bad_word_ids: list[list[int]] = field(default_factory=list)
-    """params.bad_words as lists of token ids."""
+    """The words of params.bad_words, each as a list of token ids."""
     parent_id: int | None = None
-    """Id of the parent: an earlier SequenceRequest with the same prompt, adapter and salt. This sequence waits for the
-    parent's prefill and shares its KV blocks. If the parent ends before its prefill is complete, this sequence computes
-    the prompt itself."""
+    """Id of the parent.
+
+    This is an earlier SequenceRequest that has the same prompt, adapter and salt. This sequence waits until the parent
+    is prefilled, and then shares the parent's KV blocks. If the parent ends before it is completely prefilled, this
+    sequence computes the prompt itself.
+    """
     priority: int = 0
-    """Priority; a lower number runs first. It must be 0 unless scheduling_policy is priority."""
+    """A sequence with a lower number runs first. The number must be 0 unless scheduling_policy is priority."""
     grammar: str | None = None
-    """Grammar of the output, which the text process has compiled without an error; None allows any output."""
+    """Grammar that the output must match. The text process has already compiled it successfully. None allows any
+    output."""
     begin_after_token_ids: list[int] = field(default_factory=list)
-    """Output tokens after which the grammar begins; empty: the grammar begins with the output."""
+    """The grammar begins after these output tokens. If the list is empty, it applies from the first output token."""
     reasoning_marks: list[list[int]] = field(default_factory=list)
-    """Token ids of the start mark and the end mark of the reasoning, for params.thinking_token_budget. The start mark
-    is empty if the output begins inside the reasoning. Without a budget the list is empty."""
+    """Token ids of the start mark and of the end mark of the reasoning.
+
+    They are needed for params.thinking_token_budget. The start mark is empty if the output already begins inside the
+    reasoning. The list is empty if the request has no budget.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class AbortSequences:
-    """text -> core: stop these sequences and send no more results for them."""
+    """text -> core: the core must stop these sequences and must not send any more results for them."""
 
     ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
-    """New tokens of one sequence. The last delta of a sequence has a finish_reason or an error_code."""
+    """New tokens of a sequence. The last delta of a sequence has a finish_reason or an error_code."""
 
     id: int
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: list[list[list[float]]] | None = None
-    """For each new token: [token id, logprob, rank] of the sampled token, then of the most likely tokens."""
+    """For each new token, a list of [token id, logprob, rank]. The first item is the sampled token, and the others are
+    the most likely tokens."""
     error_code: str | None = None
     error: str = ""
     prompt_logprobs: list[list[list[float]]] | None = None
-    """For each prompt token except the first: entries in the form of logprobs. Only the first delta of a request
-    contains the entries."""
+    """For each prompt token except the first, a list in the form that logprobs has. Only the first delta of a request
+    contains these lists."""
     num_cached_tokens: int | None = None
-    """Number of prompt tokens found in the prefix cache; only the first delta of a sequence contains it."""
+    """Number of prompt tokens that were found in the prefix cache. Only the first delta of a sequence contains it."""
     cumulative_logprob: float | None = None
-    """Sum of the log probabilities of all tokens; only for beam search, which returns each output in one delta."""
+    """Sum of the log probabilities of all tokens. It is set only for a beam search, which returns each output in one
+    delta."""
     num_drafts: int = 0
-    """Number of drafts of the sequence that steps have verified."""
+    """Number of drafts that were verified for this sequence."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """State of the scheduler after a step; counters start at zero when the core starts."""
+    """State of the scheduler after a step. The counters start at zero when the core starts."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
     num_used_blocks: int = 0
-    """Number of KV blocks that sequences reference. Cached blocks without a reference are free blocks."""
+    """Number of KV blocks that are in use by sequences. A cached block that no sequence uses counts as free."""
     prefix_cache_queries: int = 0
     """Number of prompt tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
     """Number of prompt tokens that were found in the prefix cache."""
     num_preemptions: int = 0
     num_block_copies: int = 0
-    """Number of copy-on-write copies of KV blocks."""
+    """Number of KV blocks that were copied because of copy-on-write."""
     num_swapped: int = 0
-    """Number of waiting sequences whose KV blocks are in host memory."""
+    """Number of sequences that wait while their KV blocks are in host memory."""
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0
     num_swapped_out_blocks: int = 0
@@ -225,46 +243,48 @@ class SchedulerStats:
     num_steps: int = 0
     num_adapter_evictions: int = 0
     slot_adapters: list[AdapterDigest] = field(default_factory=list)
-    """Digests of the adapters in adapter slots."""
+    """Digests of the adapters that are in adapter slots."""
     num_host_adapters: int = 0
-    """Number of adapters in host memory."""
+    """Number of adapters that are in host memory."""
     host_adapter_bytes: int = 0
     num_drafts: int = 0
-    """Number of drafts that steps have verified."""
+    """Number of drafts that were verified in steps."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     accepted_draft_tokens_per_position: list[int] = field(default_factory=list)
-    """Number of accepted draft tokens at each position of a draft; empty without speculative decoding."""
+    """For each position in a draft, how many draft tokens were accepted there. Empty if speculative decoding is not
+    used."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterEvent:
-    """An adapter was loaded to host memory or to an adapter slot, or was evicted from its slot."""
+    """Reports that an adapter was loaded to host memory or to an adapter slot, or was evicted from its slot."""
 
     kind: str
-    """host: loaded to host memory; slot: loaded to an adapter slot; evicted: removed from its adapter slot."""
+    """host: the adapter was loaded to host memory. slot: it was loaded to an adapter slot. evicted: it was removed from
+    its adapter slot."""
     digest: AdapterDigest
     duration_s: float = 0.0
-    """Duration of the load in seconds, including the time in the queue."""
+    """Number of seconds that the load took, including the time that it waited in the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """core -> text: results of one step."""
+    """core -> text: the results of one step."""
 
     results: list[SequenceDelta]
     started: list[tuple[int, float]]
-    """For each sequence that ran for the first time in this step: its id, and the seconds that it waited in the
-    core."""
+    """For each sequence that ran in this step for the first time, its id and the number of seconds that it waited in
+    the core."""
     stats: SchedulerStats
     adapter_events: list[AdapterEvent] = field(default_factory=list)
-    """Adapter events since the previous step."""
+    """The adapter events that happened since the previous step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """supervisor -> text or core, frontend -> text, text -> core: call `method`. The receiver answers with one
-    ControlResponse that has the same id."""
+    """supervisor -> text or core, frontend -> text, text -> core: asks the receiver to call `method`. The receiver
+    answers with one ControlResponse, which has the same id."""
 
     id: int
     method: str
@@ -273,7 +293,7 @@ class ControlRequest:
 
 @dataclass(frozen=True, slots=True)
 class ControlResponse:
-    """Result or error of a ControlRequest."""
+    """The result of a ControlRequest, or its error."""
 
     id: int
     result: Any = None
@@ -314,7 +334,7 @@ _NESTED_TYPES = (OutputDelta, SequenceDelta, SchedulerStats, AdapterEvent)
 
 
 def _field_getter(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that reads the fields of a message in order."""
+    """Return a function that returns the values of a message's fields in order."""
     first_name, *other_names = (field.name for field in dataclasses.fields(cls))
     # With a single name, attrgetter does not return a tuple.
     return attrgetter(first_name, *other_names) if other_names else lambda message: (getattr(message, first_name),)
@@ -327,8 +347,8 @@ _SEQUENCE_DELTA_DEFAULTS = tuple(field.default for field in dataclasses.fields(S
 
 
 def encode_message(message: IpcMessage) -> list[Any]:
-    """Return the JSON form of a message: a list of the type name and the fields, in order. A list is parsed faster than
-    an object."""
+    """Convert a message to JSON. The result is a list that contains the name of the type and then the fields in order.
+    A list is used because it can be parsed faster than an object."""
     if isinstance(message, OutputDeltas):
         return ["OutputDeltas", list(map(_FIELD_GETTERS[OutputDelta], message.deltas))]
     if isinstance(message, StepResult):
@@ -347,7 +367,7 @@ def encode_message(message: IpcMessage) -> list[Any]:
 
 
 def decode_message(payload: Any) -> IpcMessage:
-    """Decode the result of `encode_message`.
+    """Decode a list that `encode_message` returned.
 
     Raises:
         Internal: `payload` is not a message.
@@ -368,6 +388,6 @@ def decode_message(payload: Any) -> IpcMessage:
 
 
 def _encode_sequence_delta(result: SequenceDelta) -> tuple[Any, ...]:
-    """Encode a delta; default values at its end are omitted, because nearly all deltas contain only token ids."""
+    """Encode a delta without the default values at its end. Nearly all deltas contain only token ids."""
     values = _FIELD_GETTERS[SequenceDelta](result)
     return values if values[2:] != _SEQUENCE_DELTA_DEFAULTS else values[:2]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events that a parser finds in the output of a chat: increments of content, reasoning and tool calls.
+"""Events that a parser finds in the output of a chat.
 
-The text process parses the outputs of requests that have OutputParsing. An OutputDelta contains the events as lists.
-The OpenAI front converts the events to chunks of its API.
+An event is a new part of the content, of the reasoning or of a tool call.
+
+If a request has an OutputParsing, the text process parses its outputs. An OutputDelta contains the events, encoded as
+lists. The OpenAI front converts them to chunks of its API.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,46 +17,47 @@ from quire_spec.errors import Internal
 
 @dataclass(frozen=True, slots=True)
 class OutputParsing:
-    """Settings for parsing the output of a chat request."""
+    """Settings for how the output of a chat request is parsed."""
 
     tool_choice: str = "none"
-    """none: tool calls stay in the text; auto: the model decides; required: at least one tool call; function: a call of
-    the function in the field `function`."""
+    """none: tool calls are left in the text. auto: the model decides whether it calls tools. required: the output
+    contains at least one tool call. function: the output contains a call of the function that the field `function`
+    names."""
     function: str | None = None
     parallel_tool_calls: bool = True
-    """False: all tool calls except the first are dropped."""
+    """If false, only the first tool call is kept."""
     separate_reasoning: bool = True
-    """False: the reasoning stays in the text."""
+    """If false, the reasoning is left in the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """Increment of the answer's text."""
+    """New part of the text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Increment of the reasoning before the answer."""
+    """New part of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """Start of a tool call, with its complete name."""
+    """Start of a tool call. It contains the complete name of the function."""
 
     index: int
-    """Index of the tool call within its output, from 0."""
+    """Index of the tool call within its output, counted from 0."""
     name: str
     id: str = field(default="", compare=False)
-    """Random id of the tool call, in a form that the chat template of the model accepts."""
+    """Random id of the tool call. It has a form that the chat template of the model accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """Increment of a tool call's arguments, as a part of their JSON text."""
+    """New part of the arguments of a tool call, as a part of their JSON text."""
 
     index: int
     text: str
@@ -81,7 +84,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """Content, reasoning and tool calls of a complete output."""
+    """The content, the reasoning and the tool calls of a complete output."""
 
     content: str
     reasoning: str
@@ -89,7 +92,7 @@ class ParsedOutput:
 
 
 def merge_events(events: Iterable[Event]) -> ParsedOutput:
-    """Merge the events of an output into the complete output."""
+    """Combine all events of an output into the complete output."""
     content, reasoning = [], []
     calls: list[tuple[ToolCallStart, list[str]]] = []
     for event in events:
@@ -107,7 +110,7 @@ def merge_events(events: Iterable[Event]) -> ParsedOutput:
 
 
 def join_neighbours(events: Iterable[Event]) -> list[Event]:
-    """Join adjacent events of the same kind, so that a delta has few events."""
+    """Combine adjacent events of the same kind, so that a delta contains fewer events."""
     joined: list[Event] = []
     for _, group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
         run: list[Any] = list(group)
@@ -117,12 +120,12 @@ def join_neighbours(events: Iterable[Event]) -> list[Event]:
 
 
 def encode_events(events: Iterable[Event]) -> list[list[Any]]:
-    """Return the events as lists, for a message."""
+    """Encode the events as lists, so that a message can contain them."""
     return [_encode_event(event) for event in events]
 
 
 def decode_events(lists: Sequence[Sequence[Any]]) -> list[Event]:
-    """Decode the result of `encode_events`, and join adjacent events of the same kind; raises Internal."""
+    """Decode lists that `encode_events` returned, and combine adjacent events of the same kind. Raises Internal."""
     try:
         return join_neighbours(_KINDS[kind](*values) for kind, *values in lists)
     except (KeyError, TypeError, ValueError) as error:
