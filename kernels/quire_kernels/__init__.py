@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensor operations of a step. One dispatcher selects the implementations of all operations. Each operation has a
-plain torch reference, which defines its result.
+"""The tensor operations of which a step consists.
 
-This package handles tensors, not requests: quire_engine prepares the arguments once a step and calls the operations
-from its layers.
+One dispatcher selects an implementation for each operation. Each operation has a reference in plain torch, which
+defines its result.
+
+This package knows tensors, not requests. In each step, quire_engine prepares the arguments once and then calls the
+operations from its layers.
 """
 
 from quire_kernels.activation import ACTIVATIONS, gelu_mul, gelu_tanh_mul, get_gated_op, relu_mul, silu_mul

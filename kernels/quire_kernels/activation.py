@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations of MLPs, by their names in Hugging Face checkpoints."""
+"""Activation functions of MLPs. They have the names that Hugging Face checkpoints use."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @Op
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up of a merged projection.
+    """Return silu(gate) * up. A merged projection has computed both, gate and up.
 
     Args:
         gate_up: [num_tokens, 2 * intermediate_size], gate first, any float dtype.
@@ -73,5 +73,5 @@ _GATED_OPS = {
 
 
 def get_gated_op(name: str) -> Op[[], Tensor]:
-    """Return the operation activation(gate) * up for the name of an activation; for its tensors see `silu_mul`."""
+    """Return the operation that computes activation(gate) * up for an activation. `silu_mul` describes its tensors."""
     return _GATED_OPS[name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention of a mixed batch: whole prompts, prompt chunks and decoding sequences in one call."""
+"""Paged attention of a mixed batch: one call computes whole prompts, chunks of prompts and decoding sequences."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -33,38 +33,46 @@ _MASKING_IMPLEMENTATIONS = ("own", "fused")
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Spans of the same length, which the gathering implementation computes in one call."""
+    """Spans of the same length. The gathering implementation computes them in one call."""
 
     rows: slice | Tensor
-    """Rows in the batch of the tokens of all spans, span after span; a slice if the rows are contiguous."""
+    """Rows that the tokens of these spans have in the batch. They are ordered by span, and are a slice if the rows are
+    contiguous."""
     num_spans: int
     length: int
     """Tokens of each span."""
     blocks: Tensor
-    """[num_spans * blocks per span] int64: KV blocks of the spans, padded with a block of the same span."""
+    """[num_spans * blocks per span] int64: the KV blocks of all spans. A span with fewer blocks is padded with one of
+    its own blocks."""
     num_keys: int
-    """Number of keys that are read for each span: whole blocks for decoding spans, the exact length for prompts."""
+    """Number of keys that are read for each span. A decoding span reads whole blocks; a prompt reads exactly its
+    keys."""
     positions: Tensor
-    """[num_spans or 1, length] int64: each token's position in its sequence. The prompts of a group share one row."""
+    """[num_spans or 1, length] int64: the position of each token in its sequence. The prompts of a group all use the
+    same row."""
     first_position: int
-    """The smallest position of a token in the group."""
+    """The smallest position that a token of the group has."""
     masks: dict[int | None, Tensor]
-    """Results of `get_mask` for this step, by window."""
+    """Results that `get_mask` has computed in this step. The key is the window."""
 
     @property
     def is_prompts(self) -> bool:
-        """Whether the spans are whole prompts or first chunks, whose tokens attend only to tokens of the same span."""
+        """Whether the spans are whole prompts or first chunks. The tokens of these attend only to tokens of the same
+        span."""
         return 1 < self.length == self.num_keys
 
     def num_skipped_keys(self, window: int | None, block_size: int) -> int:
-        """Return the number of keys in the blocks that are completely outside the windows of all tokens."""
+        """Return the number of keys in blocks that no token needs, because they are completely outside the windows of
+        all tokens."""
         return 0 if window is None else max(self.first_position - window + 1, 0) // block_size * block_size
 
     def get_mask(self, window: int | None, block_size: int, dtype: torch.dtype) -> Tensor:
-        """Return the mask [num_spans or 1, 1, length, num_keys - num_skipped] in `dtype`: 0 where a token attends to a
-        key, else -inf.
+        """Return the mask in `dtype`.
 
-        Computed once a step for all layers with the same window.
+        Its shape is [num_spans or 1, 1, length, num_keys - num_skipped]. It is 0 where a token attends to a key, and
+        -inf elsewhere.
+
+        The mask is computed once per step, and all layers with the same window use it.
         """
         if window not in self.masks:
             first = self.num_skipped_keys(window, block_size)
@@ -79,43 +87,47 @@ class AttentionGroup:
 
 
 class PrefillSpan(NamedTuple):
-    """A span of a prompt. If the span begins its sequence, its tokens attend only to each other."""
+    """A span that consists of tokens of a prompt. If it is the first span of its sequence, its tokens attend only to
+    each other."""
 
     span_index: int
     first_row: int
-    """Row of its first token in the batch."""
+    """Row of the span's first token in the batch."""
     length: int
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """The spans of one step, which the attention of every layer uses; `build_attention_metadata` builds them once per
-    step."""
+    """Describes the spans of a step.
+
+    The attention of every layer uses it; `build_attention_metadata` builds it once per step.
+    """
 
     query_starts: Tensor
-    """[num_spans + 1] int32: span i has tokens [query_starts[i], query_starts[i + 1])."""
+    """[num_spans + 1] int32: span i consists of the tokens [query_starts[i], query_starts[i + 1])."""
     context_lengths: Tensor
-    """[num_spans] int32: keys that the last token of a span attends to, including its own."""
+    """[num_spans] int32: number of keys to which the last token of a span attends. Its own key is counted."""
     block_tables: Tensor
-    """[num_spans, max_blocks] int64, padded with a block of the same span."""
+    """[num_spans, max_blocks] int64: the KV blocks of each span. A span with fewer blocks is padded with one of its own
+    blocks."""
     build_groups: Callable[[], tuple[AttentionGroup, ...]]
-    """Builds `groups` at first use."""
+    """Builds `groups` when they are used for the first time."""
     lengths: Sequence[int]
     """Tokens of each span."""
     prefill_spans: tuple[PrefillSpan, ...] = ()
-    """Spans that begin their sequences: whole prompts, or first chunks. Empty in a captured step."""
+    """Spans that begin their sequences. They are whole prompts or first chunks. In a captured step, this is empty."""
     chunk_spans: tuple[PrefillSpan, ...] = ()
-    """Spans of several tokens that continue their sequences; empty in a captured step."""
+    """Spans that continue their sequences and have more than one token. In a captured step, this is empty."""
     separate_prefill_min_tokens: int | None = None
-    """Minimum tokens of a prefill span that another kernel computes; this kernel skips such spans."""
+    """Another kernel computes the prefill spans that have at least this number of tokens. This kernel skips them."""
     separate_chunk_min_tokens: int | None = None
-    """Minimum tokens of a chunk span that another kernel computes; this kernel skips such spans."""
+    """Another kernel computes the chunk spans that have at least this number of tokens. This kernel skips them."""
     work_plans: dict[object, Tensor] = field(default_factory=dict)
-    """Work plans on the device, which an implementation keeps for all layers of the step."""
+    """Work plans on the device. An implementation stores its plan here, so that all layers of the step can use it."""
 
     @functools.cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:
-        """The spans, divided into groups for the gathering implementation."""
+        """The spans in groups, as the gathering implementation needs them."""
         return self.build_groups()
 
     @functools.cached_property
@@ -125,7 +137,7 @@ class AttentionMetadata:
 
     @functools.cached_property
     def max_query_len(self) -> int:
-        """Number of tokens of the longest span that this kernel computes; 0 if it computes no span."""
+        """Number of tokens in the longest span that this kernel computes. It is 0 if the kernel computes no span."""
         separate_spans = {
             span.span_index
             for spans, min_tokens in (
@@ -141,7 +153,7 @@ class AttentionMetadata:
 def build_attention_metadata(
     starts: list[int], lengths: list[int], block_tables: Tensor, cache: Tensor, device: torch.device
 ) -> AttentionMetadata:
-    """Build the metadata of a step's spans for `paged_attention`.
+    """Build the metadata that `paged_attention` needs for the spans of a step.
 
     Args:
         starts: for each span, the tokens of its sequence that come before it.
@@ -173,8 +185,8 @@ def build_attention_metadata(
 
 
 def _group_spans(starts: list[int], lengths: list[int], cache: Tensor) -> list[list[int]]:
-    """Divide the spans into groups: decoding spans of similar context length, or prompts of the same shape. Return the
-    span indices of each group."""
+    """Divide the spans into groups. A group consists of decoding spans with similar context lengths, or of prompts with
+    the same shape. Return the indices of the spans in each group."""
     max_keys = GATHER_BYTES // (cache.shape[3] * cache.shape[4] * cache.element_size())
     prompts: dict[tuple[int, int], list[int]] = {}
     decodes: list[tuple[int, int]] = []
@@ -233,8 +245,9 @@ def _build_group(
 
 
 def reads_whole_blocks(cache: Tensor, num_heads: int) -> bool:
-    """Return whether `paged_attention` may read a sequence's last block beyond its context. In this case the values in
-    the unused part of a block must be finite.
+    """Return whether `paged_attention` may read the part of a sequence's last block that is after its context.
+
+    If it may, the values in that part must be finite.
 
     Args:
         cache: see `paged_attention`.
@@ -257,7 +270,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each span over its own context.
+    """Compute causal attention of each span over its own context.
 
     Args:
         queries: [num_tokens, num_heads, head_dim]; head h reads KV head h // (num_heads / num_kv_heads).
@@ -302,7 +315,7 @@ def _paged_attention_cpu(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Read keys and values in place, without a gather; see csrc/attention.cpp."""
+    """Read keys and values where they are, without gathering them; see csrc/attention.cpp."""
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = cache.shape[3]
     has_kernel = cpu_native.supports(queries) and (is_quantized(cache) or queries.dtype == cache.dtype)
@@ -350,7 +363,7 @@ def _paged_attention_gathered(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """For each group, gather the blocks and run one batched attention, without Python code per token."""
+    """For each group, gather the blocks and compute one batched attention. No Python code runs for single tokens."""
     out = torch.empty_like(queries)
     for group in batch.groups:
         effective_window = window if window is not None and window < group.num_keys else None
@@ -395,8 +408,9 @@ def _unfused_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention with scores in memory, in float32, because torch's fused attention has no soft cap and no
-    sinks.
+    """Compute attention in float32, with the scores in memory.
+
+    torch's fused attention supports neither a soft cap nor sinks.
     """
     num_spans, length, _, head_dim = q.shape
     heads = q.view(num_spans, length, keys.shape[1], -1, head_dim).permute(0, 2, 3, 1, 4)
@@ -414,11 +428,13 @@ def _unfused_attention(
 
 
 def _prefers_single_gemm(q: Tensor, keys: Tensor) -> bool:
-    """Return whether one GEMM over all heads, although its operand is mostly zeros, is faster than torch's fused
-    attention.
+    """Return whether a single GEMM over all heads is faster than torch's fused attention.
 
-    On a CPU, each bf16 GEMM of fused attention contains only one KV head's queries. A single GEMM is faster if there
-    are enough keys and, in addition, few heads or only one query head per KV head.
+    Most elements of the operand of the single GEMM are zeros.
+
+    On a CPU, fused attention uses one bf16 GEMM for each KV head, which contains only the queries of that head. A
+    single GEMM is faster if there are enough keys. There must also be few heads, or only one query head for each KV
+    head.
     """
     if q.device.type != "cpu" or q.dtype != torch.bfloat16 or keys.shape[0] * keys.shape[2] < MIN_SINGLE_GEMM_KEYS:
         return False
@@ -426,12 +442,15 @@ def _prefers_single_gemm(q: Tensor, keys: Tensor) -> bool:
 
 
 def _single_gemm_decode(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Compute the scores of all heads as one GEMM per sequence: each query is zero outside the columns of its KV head.
+    """Compute the scores of all heads with one GEMM per sequence.
 
-    The GEMM rounds scores to bf16. Therefore the GEMM runs twice. In the second run, the row's maximum is subtracted
-    before rounding. Scores that matter to the softmax are then near zero and as accurate as in fused attention. For 64
-    sequences of 128 tokens, this takes 0.5 ms instead of 1.0 ms. Both times exclude the gather (bf16, 9 heads on 3 KV
-    heads, one Zen 5 core).
+    The operand has a row for each query. The query is in the columns of its KV head, and all other columns are zero.
+
+    The GEMM rounds the scores to bf16, and therefore it runs twice. The first run finds the maximum of each row. The
+    second run subtracts this maximum before it rounds. The scores that matter to the softmax are then near zero, and
+    are as accurate as those of fused attention. For 64 sequences of 128 tokens, this takes 0.5 ms; fused attention
+    takes 1.0 ms. These times were measured without the gather, on one Zen 5 core, with bf16, 9 query heads and 3 KV
+    heads.
     """
     num_spans, num_kv_heads, _, head_dim = keys.shape
     heads = q.view(num_spans, num_kv_heads, -1, head_dim)
@@ -448,9 +467,8 @@ def _single_gemm_decode(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, s
 
 
 def _gather_kv(cache: Tensor, group: AttentionGroup, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the keys and the values of a group in `dtype`, without the skipped keys. Both are strided, [num_spans,
-    num_kv_heads, num_keys, head_dim].
-    """
+    """Return the keys and the values of a group in `dtype`. The skipped keys are left out. Both tensors are strided and
+    have the shape [num_spans, num_kv_heads, num_keys, head_dim]."""
     block_size, num_kv_heads, size = cache.shape[2:]
     rows, blocks = cache.flatten(2), group.blocks
     num_skipped = group.num_skipped_keys(window, block_size)

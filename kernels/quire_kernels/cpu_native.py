@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled kernels for bfloat16 on x86 CPUs: built once per machine, bound with ctypes.
+"""Compiled bfloat16 kernels for x86 CPUs. They are built once on each machine, and called with ctypes.
 
-The same sources have two builds. The AVX-512 build is for processors with AVX-512 BF16, VBMI and VNNI. The AVX2 build
-is for all other processors with AVX2, FMA and F16C.
+Two libraries are built from the same sources. The AVX-512 build is for processors that support AVX-512 BF16, VBMI and
+VNNI. The AVX2 build is for all other processors that support AVX2, FMA and F16C.
 
-The kernels are optional: without such a processor or a C++ compiler, or with QUIRE_NATIVE=0, `load_library` returns
-None and torch computes instead. The sources under csrc/ include only standard headers. On two cores, the AVX-512 build
-takes about five seconds, and the AVX2 build about thirty. The library is stored in QUIRE_NATIVE_CACHE, by default in
-the user's cache folder; a new build removes libraries of other versions that have not been loaded for a month. For
-images without a compiler, `python -m quire_kernels.cpu_native` makes both builds in advance.
+The kernels are optional. `load_library` returns None if the processor supports neither build, if there is no C++
+compiler, or if QUIRE_NATIVE=0 is set. In this case, torch computes instead. The sources below csrc/ include only
+standard headers. On two cores, it takes about five seconds to compile the AVX-512 build, and about thirty to compile
+the AVX2 build. The library is stored in the folder QUIRE_NATIVE_CACHE, which by default is in the user's cache folder.
+A new build removes the libraries of other versions if they were not loaded for a month. For an image without a
+compiler, the command `python -m quire_kernels.cpu_native` makes both builds in advance.
 """
 
 import ctypes
@@ -38,21 +39,20 @@ logger = logging.getLogger(__name__)
 
 _SOURCE_DIR = Path(__file__).parent / "csrc"
 _BUILD_RETENTION_S = 30 * 24 * 3600.0
-"""Seconds for which an unused build is kept, so that the library need not be built again after a return to an older
-version."""
+"""A build that is not used is kept for this number of seconds. If an older version is installed again in this time, it
+does not have to build its library again."""
 _COMPILER_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
 _MAX_INT8_ROW = row_size(256, torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """The processor instructions that a build uses."""
+    """The processor instructions that one of the builds uses."""
 
     name: str
     cpu_flags: frozenset[str]
-    """Flags of processors with these instructions, named as in /proc/cpuinfo. The compiler's options have the same
-    names without underscores.
-    """
+    """Flags that /proc/cpuinfo shows for processors with these instructions. The options of the compiler have the same
+    names, but without underscores."""
 
 
 AVX512 = InstructionSet(
@@ -61,16 +61,17 @@ AVX512 = InstructionSet(
 )
 AVX2 = InstructionSet("AVX2", frozenset({"avx2", "fma", "f16c"}))
 _INSTRUCTION_SETS = (AVX512, AVX2)
-"""Instruction sets, the fastest one first."""
+"""The instruction sets for which there are builds. The fastest one comes first."""
 
 
 class BuildError(Exception):
-    """The compiled kernels are not available; the message contains the reason and the fix."""
+    """The compiled kernels are not available. The message contains the reason and the fix."""
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Return the library, building it if necessary; None if it is not available. The reason is logged once."""
+    """Return the library, and build it first if necessary. Return None if it is not available. The reason for this is
+    logged once."""
     if os.environ.get("QUIRE_NATIVE") == "0":
         return None
     try:
@@ -85,39 +86,44 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def supports(*tensors: Tensor) -> bool:
-    """Return whether compiled kernels are available and accept these tensors: bfloat16, on the CPU, last stride 1."""
+    """Return whether compiled kernels are available and accept these tensors.
+
+    The tensors must be bfloat16, on the CPU, with a last stride of 1.
+    """
     if any(t.dtype != torch.bfloat16 or t.device.type != "cpu" or t.stride(-1) != 1 for t in tensors):
         return False
     return load_library() is not None
 
 
 def supports_cache(cache: Tensor) -> bool:
-    """Return whether compiled kernels are available and accept a KV cache: bfloat16, or int8 with a head_dim of at most
-    256."""
+    """Return whether compiled kernels are available and accept this KV cache.
+
+    It must be bfloat16, or int8 with a head_dim of at most 256.
+    """
     is_int8 = cache.dtype == torch.int8 and cache.device.type == "cpu" and cache.shape[-1] <= _MAX_INT8_ROW
     return load_library() is not None if is_int8 else supports(cache)
 
 
 def has_fast_gemm() -> bool:
-    """Return whether the compiled GEMM is the fastest GEMM on this processor. If the processor has AMX, oneDNN is
-    several times faster."""
+    """Return whether the compiled GEMM is the fastest one on this processor. On a processor with AMX it is not, because
+    oneDNN is several times faster there."""
     return "amx_bf16" not in _cpu_flags()
 
 
 def get_library() -> ctypes.CDLL:
-    """Return the library. Call this only for tensors that `supports` accepts."""
+    """Return the library. Call this function only if `supports` accepts the tensors."""
     native_library = load_library()
     assert native_library is not None
     return native_library
 
 
 def supported_instructions() -> InstructionSet | None:
-    """Return the fastest instruction set that has a build and that this processor supports; None if there is none."""
+    """Return the fastest instruction set that has a build and is supported by this processor. None if there is none."""
     return next((each for each in _INSTRUCTION_SETS if each.cpu_flags <= _cpu_flags()), None)
 
 
 def build(instructions: InstructionSet) -> Path:
-    """Build the library for an instruction set if it does not exist, and return its file. Works on any processor.
+    """Build the library for an instruction set, unless it already exists. Return its file. Works on any processor.
 
     Raises:
         BuildError: there is no compiler, or the compiler failed.
@@ -143,7 +149,8 @@ def build(instructions: InstructionSet) -> Path:
 
 
 def _remove_stale_builds(library: Path) -> None:
-    """Remove builds of other versions that have not been loaded for a month, and temporary folders of killed builds."""
+    """Remove builds of other versions that were not loaded for a month, and temporary folders that killed builds left
+    behind."""
     oldest = time.time() - _BUILD_RETENTION_S
     for path in library.parent.glob("native-*"):
         with suppress(OSError):
@@ -213,7 +220,7 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 
 def _cache_folder() -> Path:
-    """Return a build folder that only this user can write to, because its files are loaded as code."""
+    """Return the folder for builds. Only this user can write to it, because the files in it are loaded as code."""
     configured = os.environ.get("QUIRE_NATIVE_CACHE")
     home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     for folder in (
@@ -227,16 +234,18 @@ def _cache_folder() -> Path:
         is_private = status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if is_private and os.access(folder, os.R_OK | os.X_OK):
             return folder
-    raise BuildError("found no build folder that only this user can write to; set QUIRE_NATIVE_CACHE to one")
+    raise BuildError("found no build folder that only this user can write to; set QUIRE_NATIVE_CACHE to such a folder")
 
 
 @contextmanager
 def _file_lock(path: Path) -> Iterator[None]:
-    """Let one process build while other processes wait for it."""
+    """Hold a lock, so that only one process builds while the others wait for it."""
     try:
         file = path.open("w")
     except OSError as error:
-        raise BuildError(f"{path}: {error}; build ahead with `python -m quire_kernels.cpu_native`") from error
+        raise BuildError(
+            f"{path}: {error}; build the kernels in advance with `python -m quire_kernels.cpu_native`"
+        ) from error
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -244,7 +253,7 @@ def _file_lock(path: Path) -> Iterator[None]:
 
 @functools.cache
 def _cpu_flags() -> frozenset[str]:
-    """Return the processor's flags from /proc/cpuinfo; empty if it cannot be read."""
+    """Return the flags of the processor from /proc/cpuinfo. The result is empty if the file cannot be read."""
     try:
         return frozenset(Path("/proc/cpuinfo").read_text().split())
     except OSError:
@@ -252,7 +261,7 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def main() -> int:
-    """Build the library for each instruction set in advance, and print the paths."""
+    """Build the library for every instruction set in advance, and print the paths."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         for instructions in _INSTRUCTION_SETS:

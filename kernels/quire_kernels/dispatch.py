@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dispatcher of operations: each operation has a reference, and implementations for each device type.
+"""The dispatcher of operations.
 
-The reference is plain torch, written for reading, and defines the result: tests compare every implementation with it.
-The dispatcher tries the implementations of a device type in the order of registration and takes the first whose library
-can be imported. So a kernel of another library can be added by one more registration, and callers do not change.
+Each operation has a reference, and can have implementations for each type of device.
 
-QUIRE_KERNELS overrides the choice, to compare implementations and to isolate a fault. `QUIRE_KERNELS=torch` selects
-the torch implementation for every operation that has one. `QUIRE_KERNELS=paged_attention=torch,rms_norm=reference`
-selects implementations for two operations.
+The reference is written in plain torch, so that it is easy to read. It defines the result: tests compare every
+implementation with it. For a type of device, the dispatcher tries the implementations in the order in which they were
+registered. It takes the first one whose library can be imported. To add a kernel of another library, it is enough to
+register one more implementation; callers do not change.
+
+QUIRE_KERNELS overrides this choice. It can be used to compare implementations, or to find the one that has a fault.
+`QUIRE_KERNELS=torch` selects the torch implementation of every operation that has one.
+`QUIRE_KERNELS=paged_attention=torch,rms_norm=reference` selects the implementation of two operations.
 """
 
 import functools
@@ -39,29 +42,32 @@ _FORMER_OPS = {
     "rotate_and_write": "rope_and_cache",
     "route": "route_tokens",
 }
-"""Maps the names of operations before version 0.2 to their new names. QUIRE_FORMS, the old name of QUIRE_KERNELS,
-accepts both names."""
+"""Maps the name that an operation had before version 0.2 to its new name. QUIRE_FORMS is the old name of QUIRE_KERNELS.
+Both old and new names of operations are accepted."""
 
 
 class Op(Generic[P, R]):
-    """A callable operation. The device of its first argument, a tensor, selects the implementation."""
+    """A callable operation. Its first argument is a tensor, and the device of this tensor decides which implementation
+    runs."""
 
     def __init__(self, reference: Callable[Concatenate[Tensor, P], R], name: str | None = None) -> None:
-        """`name` is the name of the operation; if None, it has the name of the reference."""
+        """`name` is the name of the operation. If it is None, the operation has the name of its reference."""
         self.reference = reference
         self.name = name or reference.__name__
         self.dispatch_table: dict[str, Callable[Concatenate[Tensor, P], R]] = {}
-        """Selected implementation by device type; filled by the first call, or by a test."""
+        """Maps a device type to the selected implementation. The first call on a device fills it in; tests can also do
+        this."""
         self._preferred: dict[str, str] = {}
-        """Name of the selected implementation by device type."""
+        """Maps a device type to the name of the selected implementation."""
         self._registry: dict[str, dict[str, Callable[[], Callable[Concatenate[Tensor, P], R]]]] = {}
-        """Loaders by device type and name. A loader raises ImportError if the implementation's library is missing."""
+        """Maps a device type and a name to a function that loads the implementation. The function raises ImportError if
+        the library of the implementation is missing."""
         functools.update_wrapper(self, reference)
 
     def register(
         self, *device_types: str, name: str = "torch"
     ) -> Callable[[Callable[Concatenate[Tensor, P], R]], Callable[Concatenate[Tensor, P], R]]:
-        """Register the decorated function for these device types ("cpu", "cuda")."""
+        """Register the decorated function as the implementation for these device types ("cpu", "cuda")."""
 
         def decorator(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
             for device_type in device_types:
@@ -71,9 +77,8 @@ class Op(Generic[P, R]):
         return decorator
 
     def register_lazy(self, device_type: str, name: str, module: str) -> None:
-        """Register the function `module`.`self.name`, which is imported at first use. So Triton, for example, is
-        required only on machines where the implementation runs.
-        """
+        """Register the function `module`.`self.name`. It is imported only when it is used for the first time. For
+        example, Triton is then required only on machines that run such an implementation."""
 
         def load() -> Callable[Concatenate[Tensor, P], R]:
             implementation: Callable[Concatenate[Tensor, P], R] = getattr(importlib.import_module(module), self.name)
@@ -82,7 +87,8 @@ class Op(Generic[P, R]):
         self._registry.setdefault(device_type, {})[name] = load
 
     def implementations(self, device_type: str) -> tuple[str, ...]:
-        """Return the names of the implementations for a device type in order of preference; the reference is last."""
+        """Return the names of the implementations for a device type, in order of preference. The last one is the
+        reference."""
         return (*self._registry.get(device_type, {}), REFERENCE)
 
     def get(self, device_type: str, name: str) -> Callable[Concatenate[Tensor, P], R]:
@@ -108,7 +114,8 @@ class Op(Generic[P, R]):
 
     @contextmanager
     def run_on(self, device_type: str, source_type: str, name: str) -> Iterator[None]:
-        """While the context is active, run an implementation of `source_type` for tensors on `device_type`."""
+        """While the context is active, tensors on `device_type` use an implementation that is registered for
+        `source_type`."""
         function, preferred = self.dispatch_table.get(device_type), self._preferred.get(device_type)
         self.dispatch_table[device_type] = self.get(source_type, name)
         self._preferred[device_type] = name
@@ -123,8 +130,9 @@ class Op(Generic[P, R]):
 
     @property
     def override(self) -> str | None:
-        """Name of the implementation that QUIRE_KERNELS selects for this operation or for all operations; None if the
-        dispatcher selects it.
+        """Name of the implementation that QUIRE_KERNELS selects, for this operation or for all operations.
+
+        None if QUIRE_KERNELS does not select one, so that the dispatcher does.
         """
         return overrides().get(self.name) or overrides().get("")
 
@@ -159,9 +167,8 @@ class Op(Generic[P, R]):
 
 @functools.cache
 def overrides() -> dict[str, str]:
-    """Return the implementations that QUIRE_KERNELS selects, by operation. The key "" applies to all other
-    operations.
-    """
+    """Return a dict that maps the name of an operation to the implementation that QUIRE_KERNELS selects. The entry with
+    the key "" applies to all operations that have no entry."""
     names_by_op = {}
     value = os.environ.get("QUIRE_KERNELS") or os.environ.get("QUIRE_FORMS", "")
     for item in filter(None, value.split(",")):
@@ -172,7 +179,8 @@ def overrides() -> dict[str, str]:
 
 
 def validate_overrides(operations: Iterable[Op[Any, Any]], device_type: str) -> str | None:
-    """Return an error message with the valid names if QUIRE_KERNELS is wrong; None if all its names exist."""
+    """Check the names in QUIRE_KERNELS. Return an error message that contains the valid names, or None if all names are
+    valid."""
     names_by_op = {operation.name: operation.implementations(device_type) for operation in operations}
     for operation, implementation in overrides().items():
         if operation and operation not in names_by_op:
@@ -190,5 +198,5 @@ def validate_overrides(operations: Iterable[Op[Any, Any]], device_type: str) -> 
 
 
 def collect_ops(namespace: dict[str, Any]) -> list[Op[Any, Any]]:
-    """Return the operations among the objects in a module's namespace."""
+    """Return all operations that a module's namespace contains."""
     return [value for value in namespace.values() if isinstance(value, Op)]

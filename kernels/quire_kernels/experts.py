@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture of experts: the choice of experts for each token by the router, and the outputs of the chosen experts."""
+"""Mixture of experts.
+
+The router chooses experts for each token, and the chosen experts compute their outputs.
+"""
 
 import ctypes
 from collections.abc import Callable
@@ -23,38 +26,45 @@ from quire_kernels.quantized_linear import (
 )
 
 CHUNK_ROWS = 4096
-"""Number of (token, expert) pairs that the compiled kernel computes at a time; this limits the memory that it needs."""
+"""The compiled kernel computes at most this number of (token, expert) pairs at a time, so that it needs less memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwiGLU:
-    """Clamped activation of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), where gate is at most `limit` and up is
-    in [-limit, limit]. Gate and up features alternate: feature 2 i is gate i, and feature 2 i + 1 is up i."""
+    """The clamped activation of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1).
+
+    Before that, gate is limited to at most `limit`, and up is limited to the range [-limit, limit]. Gate and up
+    features alternate: feature 2 * i belongs to gate, and feature 2 * i + 1 belongs to up.
+    """
 
     alpha: float
     limit: float
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """Return the gated features [num_rows, intermediate_size] of gate and up features [num_rows, 2 *
-        intermediate_size]."""
+        """Compute the gated features.
+
+        `gate_up` contains the gate and up features, [num_rows, 2 * intermediate_size]. The result is [num_rows,
+        intermediate_size].
+        """
         gate, up = gate_up[:, ::2].clamp(max=self.limit), gate_up[:, 1::2].clamp(-self.limit, self.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
 ExpertActivation: TypeAlias = str | SwiGLU
-"""SwiGLU, or a name that `get_gated_op` accepts. For a name, all gate features precede the up features."""
+"""Either SwiGLU, or a name that `get_gated_op` accepts. If it is a name, all gate features come before the up
+features."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Weights of all experts of a layer."""
+    """Weights of all experts in a layer."""
 
     gate_up: LinearWeight
-    """[num_experts, 2 * intermediate_size, hidden_size], or packed by `pack_experts`. A quantized weight has the shape
-    [num_experts * 2 * intermediate_size, hidden_size]."""
+    """[num_experts, 2 * intermediate_size, hidden_size], unless `pack_experts` has packed the weight. If the weight is
+    quantized, its shape is [num_experts * 2 * intermediate_size, hidden_size]."""
     down: LinearWeight
-    """[num_experts, hidden_size, intermediate_size], or packed. If `gate_up` is quantized, this weight is quantized
-    too, with the shape [num_experts * hidden_size, intermediate_size]."""
+    """[num_experts, hidden_size, intermediate_size], unless the weight is packed. If `gate_up` is quantized, this
+    weight is also quantized, and its shape is [num_experts * hidden_size, intermediate_size]."""
     gate_up_bias: Tensor | None
     """[num_experts, 2 * intermediate_size]."""
     down_bias: Tensor | None
@@ -77,19 +87,20 @@ class ExpertWeights:
 
     @property
     def intermediate_size(self) -> int:
-        """Intermediate features of an expert."""
+        """Number of intermediate features that an expert has."""
         if isinstance(self.down, QuantizedWeight):
             return self.down.shape[1]
         return self.down.shape[1] * 2 if is_panel_packed(self.down) else self.down.shape[2]
 
     @property
     def activate(self) -> Callable[[Tensor], Tensor]:
-        """The activation as a function of one tensor that contains gate and up, [num_rows, 2 * intermediate_size]."""
+        """The activation as a function. Its argument is one tensor that contains gate and up, [num_rows, 2 *
+        intermediate_size]."""
         return get_gated_op(self.activation) if isinstance(self.activation, str) else self.activation
 
     @property
     def activation_name(self) -> str:
-        """Name of the activation in compiled kernels: "silu", "relu", "gelu", "gelu_tanh" or "swiglu"."""
+        """The name that compiled kernels have for the activation: "silu", "relu", "gelu", "gelu_tanh" or "swiglu"."""
         if isinstance(self.activation, SwiGLU):
             return "swiglu"
         return get_gated_op(self.activation).name.removesuffix("_mul")
@@ -97,7 +108,9 @@ class ExpertWeights:
 
 @Op
 def topk_softmax(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Return the experts of each token and their weights: the largest probabilities of a softmax.
+    """Choose the experts of each token: those with the largest probabilities in a softmax.
+
+    Return the experts, and their probabilities as weights.
 
     Args:
         logits: [num_tokens, num_experts], any float dtype.
@@ -115,7 +128,7 @@ def topk_softmax(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, T
 def fused_experts(
     x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, residual: Tensor | None = None
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, or add it to a residual stream.
+    """For each token, compute the weighted sum of its experts' outputs. Return the sum, or add it to a residual stream.
 
     Args:
         x: [num_tokens, hidden_size].
@@ -187,7 +200,7 @@ def _fused_experts_cpu(
 def _fused_experts_sorted(
     x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, residual: Tensor | None = None
 ) -> Tensor:
-    """Sort the (token, expert) pairs by expert, and compute all tokens of an expert at once."""
+    """Sort the (token, expert) pairs by expert, and compute all tokens of an expert together."""
     top_k = ids.shape[1]
     flat_ids = ids.flatten()
     order = flat_ids.argsort(stable=True)
@@ -203,7 +216,7 @@ def _fused_experts_sorted(
 
 
 def _compute_expert(x: Tensor, expert: int, experts: ExpertWeights) -> Tensor:
-    """Return the output [num_rows, hidden_size] of one expert for inputs [num_rows, hidden_size]."""
+    """Compute one expert. The inputs have the shape [num_rows, hidden_size], and so does the result."""
     gate_up_bias, down_bias = (
         None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias)
     )
@@ -218,8 +231,10 @@ def _multiply(x: Tensor, weight: LinearWeight, expert: int, num_experts: int, bi
 
 
 def pack_experts(experts: ExpertWeights, arena: HugePageArena | None = None) -> ExpertWeights:
-    """Return weights for `fused_experts` in panels (see `pack_weight`) that are allocated from `arena`. Weights that
-    the compiled kernel does not support are returned unchanged.
+    """Pack the weights of the experts into panels for `fused_experts`.
+
+    `pack_weight` describes the panels. Their memory comes from `arena`. If the compiled kernel does not support the
+    weights, they are returned unchanged.
     """
     assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
     hidden, inner = experts.down.shape[1:]
@@ -236,8 +251,8 @@ def pack_experts(experts: ExpertWeights, arena: HugePageArena | None = None) -> 
 
 
 def quantize_experts(experts: ExpertWeights, quantization: str, arena: HugePageArena | None = None) -> ExpertWeights:
-    """Quantize weights for `fused_experts`, see `quantize_weight`. On a CPU with compiled kernels, weights that no
-    kernel supports are packed and not quantized."""
+    """Quantize the weights of the experts for `fused_experts`; see `quantize_weight`. If a CPU has compiled kernels,
+    but none of them supports the quantized weights, the weights are packed instead of quantized."""
     assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
     sizes, (dtype, device) = (experts.hidden_size, experts.intermediate_size), (experts.down.dtype, experts.down.device)
     if cpu_native.supports(experts.down) and not has_experts_kernel(*sizes, experts.activation, dtype, device):
@@ -250,7 +265,7 @@ def has_experts_kernel(
     hidden_size: int, intermediate_size: int, activation: ExpertActivation, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Return whether `fused_experts` has a kernel for quantized weights of these sizes on this device. On a CPU, the
-    weights of an expert must consist of whole panels."""
+    weights of an expert must fill whole panels."""
     if device.type != "cpu" or not has_quantized_kernel(dtype, device):
         return has_quantized_kernel(dtype, device)
     has_shapes = has_kernel_for_shape(2 * intermediate_size, hidden_size) and has_kernel_for_shape(
@@ -270,7 +285,8 @@ class _ExpertStack(ctypes.Structure):
 
     @classmethod
     def of(cls, weight: LinearWeight, num_experts: int) -> Self:
-        """Return the panels of a weight; the weight must live as long as the result."""
+        """Return a struct that points to the panels of a weight. The weight must live at least as long as the
+        struct."""
         if not isinstance(weight, QuantizedWeight):
             return cls(weight.data_ptr(), None, weight.nbytes // num_experts, False)
         codes = None if weight.struct is None else weight.address

@@ -383,7 +383,7 @@ def decode_message(payload: Any) -> IpcMessage:
             return StepResult(deltas, [(i, s) for i, s in started], SchedulerStats(*stats), adapter_events)
         message: IpcMessage = _MESSAGE_TYPES[name](*values)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise Internal(f"not a message: {str(payload)[:80]!r}") from error
+        raise Internal(f"the decoder expected a message, got {str(payload)[:80]!r}") from error
     return message
 
 

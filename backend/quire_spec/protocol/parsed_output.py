@@ -129,7 +129,7 @@ def decode_events(lists: Sequence[Sequence[Any]]) -> list[Event]:
     try:
         return join_neighbours(_KINDS[kind](*values) for kind, *values in lists)
     except (KeyError, TypeError, ValueError) as error:
-        raise Internal(f"not events of an output: {str(lists)[:80]!r}") from error
+        raise Internal(f"expected a list of encoded output events, got {str(lists)[:80]!r}") from error
 
 
 def _encode_event(event: Event) -> list[Any]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton implementations of the operations, for CUDA devices. dispatch.py imports them at the first CUDA tensor.
+"""Triton implementations of the operations, for CUDA devices.
 
-Modules and functions have the names of their references. The functions take the same arguments, allocate their results,
-launch on the current stream and never synchronize. So all of them can be captured in a CUDA graph. Triton's interpreter
-(TRITON_INTERPRET=1) runs them on a CPU, in float32 and float16.
+dispatch.py imports them when it gets the first CUDA tensor. The modules and functions have the same names as their
+references. The functions also take the same arguments. They allocate their results, launch kernels on the current
+stream, and never synchronize. Therefore, all of them can be captured in a CUDA graph. With TRITON_INTERPRET=1, Triton's
+interpreter runs them on a CPU, in float32 and float16.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated activations in one pass: activation(gate) * up of a merged projection."""
+"""Gated activations in one pass: compute activation(gate) * up, where a merged projection has computed gate and up."""
 
 import triton
 import triton.language as tl
@@ -11,9 +11,8 @@ _BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See activation.silu_mul. Moves 3 * num_tokens * intermediate_size elements: it reads gate and up, and writes the
-    product.
-    """
+    """See activation.silu_mul. It moves 3 * num_tokens * intermediate_size elements, because it reads gate and up and
+    writes their product."""
     return _launch_gated(gate_up, "silu")
 
 
@@ -54,7 +53,7 @@ def _gated(gate_up, out, stride, width, NAME: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def activate(x, NAME: tl.constexpr):
-    """Return the activation of float32 numbers; NAME is "silu", "relu", "gelu" or "gelu_tanh"."""
+    """Apply the activation NAME to float32 numbers. NAME is "silu", "relu", "gelu" or "gelu_tanh"."""
     if NAME == "silu":
         y = x * tl.sigmoid(x)
     elif NAME == "relu":

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention of a mixed batch: split-KV for short spans, query tiles for long spans, each in its own launch.
+"""Paged attention of a mixed batch.
 
-A program multiplies all query heads of a KV head at once (packed GQA), so that a key is read once for all heads. Row m
-of its tile is query head m % group of token m // group.
+Short spans are computed with split-KV, and long spans with tiles of queries. Each of the two has its own launch.
 
-Short spans (decoding, or a few tokens) are limited by the bandwidth of reading keys and values. The key tiles of short
-spans, ordered by span and then by head, are divided into equal shares, one per worker (Stream-K). The number of workers
-is fixed, so that a captured graph fits every batch. The number of workers of one span depends on its context length. A
-worker that has only a part of a (span, KV head) pair writes a partial result. A worker has at most two such parts, at
-the start and at the end of its share. `_combine` merges the partial results of a pair. There are no atomics: the result
-of a batch is deterministic.
+A program multiplies a key by all query heads that share the key's KV head (packed GQA). Therefore, it reads the key
+only once for all of them. Row m of its tile is query head m % group of token m // group.
 
-Long spans (prompts and chunks) are limited by compute. A program processes a tile of queries. The tiles of the last
-queries are processed first, because these have the most keys. Only key tiles on the diagonal are masked.
+For short spans (decoding, or a few tokens), the limit is the bandwidth with which keys and values are read. The key
+tiles of all short spans are put in order, by span and then by head. They are divided into equal shares, one for each
+worker (Stream-K). The number of workers is fixed. Therefore, a captured graph can be used for every batch. How many
+workers process a span depends on the length of its context. A worker that processes only a part of a (span, KV head)
+pair writes a partial result. A worker has at most two such parts: one at the start of its share, and one at the end.
+`_combine` merges the partial results of each pair. The kernels do not use atomics, so the result of a batch is
+deterministic.
 
-Short and long spans have separate kernels, because a kernel with two branches takes the registers and the shared memory
-of the larger one. One program of the kernel for long spans fills a multiprocessor. So a common kernel would have only
-one worker per multiprocessor for short spans, instead of three.
+For long spans (prompts and chunks), the limit is compute. Each program processes one tile of queries. The tiles that
+contain the last queries are processed first, because they have the most keys. Only key tiles on the diagonal are
+masked.
 
-Source: the equal shares are Stream-K's (Osama et al. 2023, arXiv 2301.03598), applied to the split of keys of
-Flash-Decoding (Dao et al. 2023); packed GQA as in vLLM's triton_unified_attention.py.
+Short and long spans have separate kernels. A kernel with a branch for each would take the registers and the shared
+memory of the larger branch. One program of the kernel for long spans already fills a multiprocessor. Therefore, a
+common kernel would have only one worker per multiprocessor for short spans, instead of three.
+
+Sources: the equal shares are those of Stream-K (Osama et al. 2023, arXiv 2301.03598). Here they divide the keys, which
+Flash-Decoding (Dao et al. 2023) splits. Packed GQA works as in vLLM's triton_unified_attention.py.
 """
 
 import functools
@@ -40,41 +44,45 @@ from quire_kernels.gpu.pdl import supports_pdl
 logger = logging.getLogger(__name__)
 
 WORKERS_PER_SM = 3
-"""Planned workers per multiprocessor: while one worker starts a pair, the other workers read. The shared memory is
-enough for three workers of 73 KB, with heads of 128 in bfloat16 (compiled for sm_90).
-"""
+"""Planned number of workers per multiprocessor. While one worker starts a pair, the others read. A worker needs 73 KB
+of shared memory with a head size of 128 in bfloat16 (compiled for sm_90). There is enough for three workers."""
 _checked_kernels: set[str] = set()
-"""Hashes of the compiled kernels whose occupancy has been checked."""
+"""Hashes of the compiled kernels for which `_check_occupancy` has run."""
 _measured_workers_per_sm: dict[tuple[torch.device, int, int], int] = {}
-"""Workers that fit on a multiprocessor if these are fewer than planned, by device, head size and element size."""
+"""Measured number of workers that fit on a multiprocessor. A number is stored only if it is lower than planned. The key
+is the device, the head size and the element size."""
 MIN_SHARE = 2
-"""Minimum number of key tiles in a worker's share. Smaller shares would not pay for writing, reading and merging a
-partial result."""
+"""A worker's share has at least this number of key tiles. With a smaller share, it would cost more than it gains to
+write, read and merge a partial result."""
 NUM_INTERPRETED_WORKERS = 5
 _NO_LENGTH = (1 << 31) - 1
-"""A length that is greater than the length of any span."""
+"""A number of tokens that is greater than the length of any span."""
 _PARTIALS_PER_ROUND = 16
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """Tile sizes of a launch; tests/bench/gpu.py finds the best sizes for a GPU."""
+    """Sizes of the tiles of a launch. tests/bench/gpu.py finds the best sizes for a GPU."""
 
     short_keys: int
-    """Keys per iteration of a worker."""
+    """Number of keys that a worker processes in each iteration."""
     long_rows: int
-    """Rows of a tile of a long span: queries times query heads per KV head."""
+    """Number of rows in a tile of a long span. It is the number of queries times the number of query heads per KV
+    head."""
     long_keys: int
     num_warps: int
     num_stages: int
-    """Stages of the compiler's pipeline. The number is odd, because reading addresses from the block table takes the
-    same number of stages as reading keys and values. With 3 stages, a tile is requested at the end of an iteration, and
-    the start of the next iteration waits for it. With 5 stages, the request can take as long as one iteration; 4 stages
-    behave like 3. Shared memory contains one or two tiles for short spans. For long spans, it contains one tile more,
-    which wgmma still reads (compiled for sm_90).
+    """Number of stages in the pipeline that the compiler builds.
+
+    It is odd, because reading addresses from the block table takes as many stages as reading keys and values. With 3
+    stages, a tile is requested at the end of an iteration, and the next iteration waits for it when it starts. With 5
+    stages, a request can take as long as one iteration. 4 stages behave like 3.
+
+    For short spans, shared memory contains one or two tiles. For long spans, it contains one more tile, because wgmma
+    is still reading that one (compiled for sm_90).
     """
     max_registers: int | None = None
-    """Maximum registers per thread; None if the compiler decides."""
+    """Maximum number of registers per thread. None: the compiler decides."""
 
 
 def paged_attention(
@@ -88,9 +96,9 @@ def paged_attention(
 ) -> Tensor:
     """See attention.paged_attention.
 
-    A short span moves 2 * context * num_kv_heads * head_dim elements of the cache; queries, output and partial results
-    are small in comparison. A long span takes 4 * num_heads * head_dim operations for each pair of a token and a key
-    that it attends to.
+    A short span moves 2 * context * num_kv_heads * head_dim elements of the cache. In comparison, the queries, the
+    output and the partial results are small. A long span takes 4 * num_heads * head_dim operations for each pair of a
+    token and a key to which the token attends.
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_spans, (block_size, num_kv_heads) = len(batch.context_lengths), cache.shape[2:4]
@@ -136,7 +144,8 @@ def _attend_short_spans(
     rows: int,
     num_rows: int,
 ) -> None:
-    """Launch `_split_kv_decode` and `_combine`. A tile has `rows` rows; at most the first `num_rows` are in use."""
+    """Launch `_split_kv_decode` and `_combine`. A tile has `rows` rows, of which at most the first `num_rows` are
+    used."""
     queries, _, out, query_starts, _, _, work, num_spans = arguments[:8]
     head_dim, element_size = sizes["HEAD_DIM"], queries.element_size()
     workers = num_workers(queries.device, head_dim, element_size)
@@ -172,8 +181,11 @@ def _attend_short_spans(
 
 @functools.cache
 def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 1) -> AttentionTiles:
-    """Return tile sizes for which the shared memory of a multiprocessor is enough for the queries, and for the keys and
-    values of each stage."""
+    """Return the sizes of the tiles.
+
+    They are chosen so that the queries, and the keys and values of all stages, fit into the shared memory of a
+    multiprocessor.
+    """
     is_wide, is_float32 = next_power_of_2(head_dim) > 128, element_size > 2
     short_keys = 32 if is_wide or is_float32 else 64
     rows = max(32 if is_wide and is_float32 else 64 if is_wide or is_float32 else 128, next_power_of_2(group))
@@ -200,8 +212,10 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
 
 
 def num_workers(device: torch.device, head_dim: int, element_size: int) -> int:
-    """Return the number of workers for short spans: the measured number that fits, or, if it was not measured, the
-    planned number."""
+    """Return the number of workers for short spans.
+
+    If the number that fits was measured, the result is that number. Otherwise, it is the planned number.
+    """
     if device.type != "cuda":
         return NUM_INTERPRETED_WORKERS
     return _measured_workers_per_sm.get((device, head_dim, element_size), WORKERS_PER_SM) * _num_sms(device)
@@ -213,11 +227,11 @@ def _num_sms(device: torch.device) -> int:
 
 
 def _check_occupancy(kernel: Any, device: torch.device, head_dim: int, element_size: int) -> None:
-    """Reduce the number of workers of later launches to the number that a compiled kernel can run at the same time.
+    """Check how many workers a compiled kernel can run at the same time. Later launches use no more than that.
 
-    All shares are equal, so the time would double if some workers had to wait for a multiprocessor. Registers and
-    shared memory depend on the compiler's version. The warm-up launches each kernel, so the check costs later launches
-    one look-up.
+    All shares are equal. If some workers had to wait for a multiprocessor, the launch would take twice as long. How
+    many registers and how much shared memory a kernel uses depends on the version of the compiler. The warm-up launches
+    each kernel, which runs this check. In later launches, the check is only a look-up.
     """
     _checked_kernels.add(kernel.hash)
     found = max(programs_per_sm(kernel, device), 1)
@@ -235,9 +249,11 @@ def _check_occupancy(kernel: Any, device: torch.device, head_dim: int, element_s
 
 
 def _get_work_plan(batch: AttentionMetadata, window: int, max_short: int, short_keys: int, long_tokens: int) -> Tensor:
-    """Return where the work of each span begins, [2, num_spans + 1] int32: in key tiles for short spans, in query tiles
-    for long spans. The first layer of a step computes this plan on the device, because the lengths may be known only
-    there."""
+    """Return where the work of each span begins, as [2, num_spans + 1] int32.
+
+    The first row counts key tiles, for short spans. The second row counts query tiles, for long spans. The first layer
+    of a step computes this plan. It does so on the device, because the lengths may be known only there.
+    """
     separate_from = batch.separate_prefill_min_tokens, batch.separate_chunk_min_tokens
     key = window, max_short, short_keys, long_tokens, separate_from
     work = batch.work_plans.get(key)
@@ -261,8 +277,10 @@ def _get_work_plan(batch: AttentionMetadata, window: int, max_short: int, short_
 
 
 def _allocate_partials(queries: Tensor, workers: int, rows: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Allocate two partial results per worker, in float32: sums [2 * workers, rows, dim], and maxima and weights
-    [2, 2 * workers, rows]."""
+    """Allocate float32 memory for two partial results per worker.
+
+    The sums have the shape [2 * workers, rows, dim]. The maxima and the weights have the shape [2, 2 * workers, rows].
+    """
     like = {"dtype": torch.float32, "device": queries.device}
     return torch.empty(2 * workers, rows, dim, **like), torch.empty(2, 2 * workers, rows, **like)
 
@@ -305,7 +323,7 @@ def _build_work_plan(
 
 @triton.jit
 def _span_of(starts, num_spans, value):
-    """Return the span that contains work item `value`: the last span that begins at or before this item."""
+    """Return the span that contains work item `value`. This is the last span that begins at or before the item."""
     low = 0
     high = num_spans
     while high - low > 1:
@@ -318,7 +336,7 @@ def _span_of(starts, num_spans, value):
 
 @triton.jit
 def _tiles_per_worker(total, WORKERS: tl.constexpr, MIN_SHARE: tl.constexpr):
-    """Return the number of key tiles per worker."""
+    """Return the number of key tiles in a worker's share."""
     return tl.maximum((total + WORKERS - 1) // WORKERS, MIN_SHARE)
 
 
@@ -400,7 +418,7 @@ def _prefill(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Process one tile of queries of one KV head."""
+    """Process one tile of queries for one KV head."""
     TOKENS: tl.constexpr = ROWS // GROUP
     pid = tl.program_id(0)
     blocks = work + num_spans + 1
@@ -450,9 +468,8 @@ def _prefill(
 
 @triton.jit
 def _start_softmax(sinks, heads, has_sink, ROWS: tl.constexpr):
-    """Return the maximum and the sum with which the online softmax of each row starts, before the first key. These
-    values contain the sink of the row's head if there are sinks and this part of the keys includes the sink.
-    """
+    """Return the values with which the online softmax of each row starts: the maximum, and the sum of the weights. If
+    there are sinks, and the sink belongs to this part of the keys, the values include the sink of the row's head."""
     row_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
     if sinks is not None:
@@ -467,8 +484,11 @@ def _accumulate(
     TOKEN_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add key tiles [first, last) to an online softmax. `acc` is the sum of values weighted by 2^(score - row_max), and
-    `row_sum` is the sum of the weights. Scores and their maximum `row_max` are base-2 logarithms."""
+    """Add the key tiles [first, last) to an online softmax.
+
+    `acc` is the sum of the values, each multiplied by its weight 2^(score - row_max). `row_sum` is the sum of these
+    weights. The scores and their maximum `row_max` are logarithms to base 2.
+    """
     dims = tl.arange(0, DIM)
     # The default, tf32, rounds float32 inputs to 10 bits. Three tf32 products are as exact as one float32 product and
     # use the tensor cores. "ieee" uses no tensor cores, spills kilobytes of registers, and takes a minute to compile.
@@ -530,8 +550,11 @@ def _combine(
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Merge one row of the (span, KV head) pair that workers `program_id(0) - 1` and `program_id(0)` share, if these
-    are the first two workers of the pair."""
+    """Merge the partial results of one row of a (span, KV head) pair.
+
+    The pair is the one that workers `program_id(0) - 1` and `program_id(0)` share. A program does nothing if these are
+    not the first two workers of the pair.
+    """
     worker = tl.program_id(0)
     row = tl.program_id(1)
     total = tl.load(work + num_spans) * NUM_KV_HEADS

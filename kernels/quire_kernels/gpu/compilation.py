@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation of kernels for a GPU that this machine does not have.
+"""Compile kernels for a GPU that this machine does not have.
 
-In `compile_only`, each launch compiles its kernel for the requested compute capability, in Triton's cache folder, and
-runs nothing. In this context, tensors on torch's meta device, which have no memory, use a GPU's kernels, so a whole
-model can run its steps. `compile_step_ops` launches the kernels that such steps omit, because the host reads their
-results.
+In the context `compile_only`, a launch does not run its kernel. Instead, it compiles the kernel for the requested
+compute capability and writes it to Triton's cache folder. In this context, tensors on torch's meta device use the
+kernels of a GPU. These tensors have no memory, so a whole model can run its steps. Such steps leave out kernels whose
+results the host reads. `compile_step_ops` launches those kernels.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,14 +23,14 @@ from quire_kernels.dispatch import Op, collect_ops
 from quire_kernels.gpu import attention, kernel_cache, lora, small_batch_linear
 
 ON_REQUEST = ((ops.rms_norm_linear, "small"), (ops.linear, "small"), (ops.sample, "histogram"))
-"""Implementations that run only if QUIRE_KERNELS selects them; an image has their kernels, too."""
+"""Implementations that run only if QUIRE_KERNELS selects them. An image nevertheless contains their kernels."""
 _NUM_SMS = 132
-"""Number of multiprocessors of an H100 SXM or an H200. The number of attention workers, a constant of kernels, depends
-on it."""
+"""Number of multiprocessors that an H100 SXM and an H200 have. The number of attention workers depends on it, and that
+number is a constant in kernels."""
 
 
 class _CompileOnlyDriver:
-    """The part of a Triton driver that compilation uses."""
+    """The part of a Triton driver that is needed to compile."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         major, minor = capability
@@ -48,11 +48,12 @@ class _CompileOnlyDriver:
 
 @contextmanager
 def compile_only(capability: tuple[int, int], on_kernel: Callable[[Any], None] = lambda kernel: None) -> Iterator[None]:
-    """While the context is active, each launch in any thread compiles its kernel for `capability` instead of running
-    it.
+    """While the context is active, a launch compiles its kernel for `capability` and does not run it.
 
-    `on_kernel` gets the compiled kernel of each launch. Use this context in a separate process: Triton's driver is not
-    restored afterwards, because a machine without a GPU has no driver.
+    This applies to the launches of all threads.
+
+    `on_kernel` is called with the compiled kernel of each launch. Use this context only in a separate process. The
+    driver of Triton is not restored afterwards, because a machine without a GPU has no driver.
     """
     run, workers, supports_pdl = JITFunction.run, attention.num_workers, attention.supports_pdl
 
@@ -85,8 +86,10 @@ def on_request() -> Iterator[None]:
 
 
 def fill_cache(call_kernels: Callable[[], None], capability: tuple[int, int], folder: Path) -> set[str]:
-    """Compile all kernels that `call_kernels` launches into a folder, write the key of the folder, and return the
-    hashes of the kernels."""
+    """Compile all kernels that `call_kernels` launches, and store them in a folder.
+
+    Also write the key of the folder. Return the hashes of the kernels.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     knobs.cache.dir = str(folder.absolute())
     hashes: set[str] = set()
@@ -97,7 +100,10 @@ def fill_cache(call_kernels: Callable[[], None], capability: tuple[int, int], fo
 
 
 def compile_step_ops(vocab_size: int, block_size: int, dtype: torch.dtype) -> None:
-    """Launch the kernels of the sampler and of the inputs of a captured step, for several numbers of tokens."""
+    """Launch the kernels of the sampler, and those that prepare the inputs of a captured step.
+
+    Each is launched for several numbers of tokens.
+    """
     for num_tokens in (1, 5, 16):
         _call_input_ops(num_tokens, block_size)
         _call_samplers(num_tokens, vocab_size, dtype)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a mixed batch: cuDNN computes long chunks, and reads their keys and values from the KV blocks.
+"""Attention of a mixed batch, in which cuDNN computes long chunks.
 
-A chunk continues its sequence: its tokens attend to a context that earlier steps wrote, which PyTorch's fused attention
-cannot read in place. The package nvidia-cudnn-frontend describes such attention to cuDNN 9.7 or later as a graph, and
-cuDNN compiles a kernel for it. gpu/fused_attention.py computes all other spans. Only
-`QUIRE_KERNELS=paged_attention=cudnn` selects this implementation, and `prefill_attention.py` prepares it at start. This
-implementation has never run on a device.
+cuDNN reads the keys and values of a chunk from the KV blocks.
+
+A chunk continues its sequence, so its tokens attend to a context that earlier steps wrote. PyTorch's fused attention
+cannot read this context in place. The package nvidia-cudnn-frontend describes this attention as a graph, and cuDNN 9.7
+or later compiles a kernel for the graph. gpu/fused_attention.py computes all other spans. This implementation is used
+only if `QUIRE_KERNELS=paged_attention=cudnn` selects it. `prefill_attention.py` prepares it at start. It has never run
+on a device.
 """
 
 from dataclasses import dataclass, replace
@@ -20,37 +22,38 @@ from quire_kernels.gpu.launch_math import next_power_of_2
 from quire_kernels.host_device_copy import to_device_async
 
 MIN_TOKENS = 1024
-"""Minimum tokens of a chunk. A shorter chunk does not justify a separate launch."""
+"""Minimum number of tokens in a chunk that cuDNN computes. For a shorter chunk, a separate launch does not pay off."""
 MIN_CUDNN_VERSION = 90700
-"""cuDNN reads paged keys and values since 9.5; since 9.7, queries can also have ragged offsets."""
+"""The oldest version of cuDNN that can be used. Since 9.5, cuDNN can read paged keys and values. Since 9.7, it also
+accepts ragged offsets for queries."""
 _QUERIES, _KEYS, _VALUES, _OUT, _KEY_PAGES, _VALUE_PAGES, _OFFSETS, _QUERY_LENGTH, _KEY_LENGTH = range(1, 10)
-"""Names of the tensors in a graph."""
+"""Numbers that identify the tensors in a graph."""
 _ALIGNMENT = 4
-"""Each part of the int32 numbers of a chunk begins at a multiple of 16 bytes."""
+"""The int32 numbers of a chunk are in one tensor, in several parts. Each part begins at a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """The sizes and dtypes on which a plan depends."""
+    """The sizes and dtypes that a plan depends on."""
 
     max_tokens: int
-    """Maximum tokens of a chunk, a power of two."""
+    """Maximum number of tokens in a chunk. It is a power of two."""
     num_heads: int
     num_blocks: int
     block_size: int
     num_kv_heads: int
     head_dim: int
     table_width: int
-    """Number of blocks of the longest context."""
+    """Number of blocks that the longest context has."""
     scale: float
     dtype: torch.dtype
 
 
 class ChunkPlans:
-    """The plans that cuDNN has for one device and one KV cache."""
+    """The plans that cuDNN has made for one device and one KV cache."""
 
     def __init__(self, cudnn: Any, table_width: int, handle: Any, **graph_options: Any) -> None:
-        """`handle` is cuDNN's handle. `graph_options` are passed to each graph."""
+        """`handle` is cuDNN's handle. `graph_options` are passed to every graph."""
         self._cudnn = cudnn
         self._handle = handle
         self._table_width = table_width
@@ -60,7 +63,8 @@ class ChunkPlans:
     def attend(
         self, queries: Tensor, cache: Tensor, batch: AttentionMetadata, chunk: PrefillSpan, scale: float, out: Tensor
     ) -> None:
-        """Write the attention of a chunk into its rows of out [num_tokens, num_heads, head_dim]."""
+        """Compute the attention of a chunk. Write it to the rows of the chunk in out [num_tokens, num_heads,
+        head_dim]."""
         shape = ChunkShape(
             max(next_power_of_2(chunk.length), MIN_TOKENS),
             queries.shape[1],
@@ -94,7 +98,7 @@ class ChunkPlans:
         )
 
     def build(self, shape: ChunkShape) -> Any:
-        """Return the graph of one chunk with its plan, which takes cuDNN about a second."""
+        """Return the graph for one chunk, together with its plan. cuDNN takes about a second to make the plan."""
         graph = self.describe(shape)
         graph.validate()
         graph.build_operation_graph()
@@ -104,10 +108,11 @@ class ChunkPlans:
         return graph
 
     def describe(self, shape: ChunkShape) -> Any:
-        """Return the graph of one chunk.
+        """Return the graph for one chunk, without a plan.
 
-        Queries and output have ragged offsets, so that cuDNN does not write the rows behind the chunk. The last query
-        attends to all keys; each earlier query attends to one key less than the query after it.
+        The queries and the output are described to cuDNN as ragged tensors. Otherwise, cuDNN would also write the rows
+        after the end of the chunk. The last query attends to all keys. Every other query attends to one key less than
+        the query after it.
         """
         cudnn = self._cudnn
         dtype = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[shape.dtype]
@@ -155,7 +160,7 @@ class ChunkPlans:
 
 
 _plans: dict[torch.device, ChunkPlans] = {}
-"""Plans by device, filled by `rehearse`."""
+"""Maps a device to its plans. `rehearse` fills it."""
 
 
 def paged_attention(
@@ -167,8 +172,8 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See attention.paged_attention. Each pair of a token and a key that it attends to takes 4 * num_heads * head_dim
-    operations; nothing is copied."""
+    """See attention.paged_attention. It takes 4 * num_heads * head_dim operations for each pair of a token and a key to
+    which the token attends. Keys and values are not copied."""
     plans = _plans.get(queries.device)
     chunks = [span for span in batch.chunk_spans if span.length >= MIN_TOKENS]
     has_options = window is not None or softcap is not None or sinks is not None
@@ -182,8 +187,9 @@ def paged_attention(
 
 
 def rehearse(cache: Tensor, num_heads: int, scale: float, dtype: torch.dtype, max_tokens: int, max_blocks: int) -> int:
-    """Build and run the plans of all chunks of up to `max_tokens` tokens over this cache; plans for another cache are
-    dropped.
+    """Build and run the plans for all chunks over this cache that have up to `max_tokens` tokens.
+
+    Plans for another cache of the device are dropped.
 
     Args:
         cache: one layer's cache; see attention.paged_attention. The rehearsal reads block 0.
@@ -236,8 +242,8 @@ def _import_cudnn() -> Any:
 
 
 def _get_numbers(batch: AttentionMetadata, chunk: PrefillSpan, shape: ChunkShape) -> Tensor:
-    """Return the offsets of rows, the lengths of queries and keys, and the pages, all as int32. The first layer of a
-    step computes these numbers."""
+    """Return the row offsets, the lengths of the queries and of the keys, and the pages. All are int32. The first layer
+    of a step computes these numbers, and the other layers use them."""
     key = "cudnn", chunk, shape.table_width
     numbers = batch.work_plans.get(key)
     if numbers is None:

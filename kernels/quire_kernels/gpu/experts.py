@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture of experts in two grouped GEMMs: gate and up with the activation, then down with the router's weights.
+"""Mixture of experts in two grouped GEMMs.
 
-The (token, expert) pairs are grouped by expert on the device (lora_routing.py), so a captured step stays valid for any
-choice of experts. A program multiplies a tile of tokens of one expert with a block of the expert's columns. Tiles
-without tokens exit at once. Nothing is padded or sorted in memory: programs gather rows. No atomics are used, and the
-result is deterministic.
+The first GEMM computes gate and up, and applies the activation. The second GEMM computes down, and multiplies the
+result by the router's weights.
 
-Weights of 4 or 8 bits are dequantized in registers, in the layout and by the code of gpu/quantized_linear.py. The codes
-of a byte belong to neighbouring inputs, which are multiplied one after the other. Inputs are not quantized.
+The (token, expert) pairs are grouped by expert on the device (lora_routing.py). Therefore, a captured step is valid for
+every choice of experts. A program multiplies a tile of tokens, which all use the same expert, by a block of that
+expert's columns. A program whose tile has no tokens exits at once. Nothing is padded or sorted in memory, because
+programs gather the rows that they need. The kernels do not use atomics, so the result is deterministic.
 
-Source of the grouping by tiles: the fused MoE kernel of vLLM.
+Weights of 4 or 8 bits are dequantized in registers. The layout of the weights and the code for this are those of
+gpu/quantized_linear.py. If a byte contains several codes, they belong to adjacent inputs. The kernel multiplies these
+inputs one after the other. Inputs are not quantized.
+
+Source: the fused MoE kernel of vLLM also groups pairs by tiles.
 """
 
 from typing import Any
@@ -27,20 +31,25 @@ from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.quantized_linear import QuantizedWeight
 
 _FEW_ROWS = 16
-"""Rows of a tile if experts have few tokens (for example in decoding): the minimum of a matrix instruction."""
+"""Number of rows in a tile if each expert has few tokens, for example in decoding. It is the smallest number that a
+matrix instruction supports."""
 _MANY_ROWS = 64
-"""Rows of a tile if experts have many tokens: weights are read once for all rows of a tile."""
+"""Number of rows in a tile if each expert has many tokens. The weights are read once for all rows of a tile."""
 _COLUMNS = 64
 _INPUTS = 64
-"""Number of columns of a program, and number of inputs per iteration if weights are not quantized."""
+"""Number of columns that a program computes. If the weights are not quantized, it is also the number of inputs in an
+iteration."""
 
 
 def fused_experts(
     x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, residual: Tensor | None = None
 ) -> Tensor:
-    """See experts.fused_experts. An expert's weights are read once for each tile of its tokens; only the first read is
-    from memory. The gated features [num_tokens * top_k, intermediate_size] and the outputs of the experts [num_tokens *
-    top_k, hidden_size] are written and read once."""
+    """See experts.fused_experts.
+
+    An expert's weights are read once for each tile of its tokens, but only the first time from memory. Two intermediate
+    tensors are written once and read once: the gated features [num_tokens * top_k, intermediate_size], and the outputs
+    of the experts [num_tokens * top_k, hidden_size].
+    """
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
     num_experts, inner = experts.num_experts, experts.intermediate_size
     num_copies = num_tokens * top_k
@@ -89,8 +98,8 @@ def fused_experts(
 
 
 def _arguments(weight: LinearWeight) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """Return the tensors of a weight that the kernels read, and the constants with which they are compiled for this
-    weight. The constant CODES is empty if the weight is not quantized."""
+    """Return two things: the tensors of a weight that the kernels read, and the constants with which the kernels are
+    compiled for this weight. If the weight is not quantized, the constant CODES is empty."""
     if isinstance(weight, QuantizedWeight):
         tensors, constants = arguments_of(weight)
         return tensors, constants | {"INPUTS": BYTES}

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a mixed batch: PyTorch's fused attention computes long prompts, and gpu/attention.py computes all other
-spans.
+"""Attention of a mixed batch, in which PyTorch's fused attention computes long prompts.
 
-On Hopper, PyTorch selects cuDNN, which uses the copy engine (TMA) and specialized warps; the Triton kernel uses
-neither. `prefill_attention.py` selects this implementation on Hopper; tests/bench/gpu.py measures both implementations.
-Published figures for an H100, 16 heads of 128 and 8,192 tokens: 582 TFLOP/s for cuDNN, and 469 for the attention of
-Triton's tutorial, which resembles ours (https://github.com/meta-pytorch/tritonbench/issues/141).
+gpu/attention.py computes all other spans.
+
+On Hopper, PyTorch selects cuDNN. cuDNN uses the copy engine (TMA) and specialized warps; the Triton kernel does not use
+them. `prefill_attention.py` selects this implementation on Hopper. tests/bench/gpu.py measures both implementations.
+Published figures for an H100 with 16 heads, a head size of 128 and 8,192 tokens are 582 TFLOP/s for cuDNN, and 469
+TFLOP/s for the attention of Triton's tutorial, which resembles ours
+(https://github.com/meta-pytorch/tritonbench/issues/141).
 """
 
 from collections.abc import Sequence
@@ -21,11 +23,10 @@ from quire_kernels.gpu.attention import paged_attention as triton_paged_attentio
 from quire_kernels.kv_cache_write import as_indexable
 
 MIN_TOKENS = 1024
-"""Minimum tokens of a prompt. For a shorter prompt, three more launches and the copies of keys, values and output cost
-more than they gain.
-"""
+"""Minimum number of tokens in a prompt that PyTorch's attention computes. A shorter prompt does not gain enough to pay
+for three more launches and for copying the keys, the values and the output."""
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""Backends in order of preference: the first one that supports the dtypes and shapes is used."""
+"""Backends in order of preference. The first one that supports the dtypes and shapes is used."""
 
 
 def paged_attention(
@@ -39,9 +40,10 @@ def paged_attention(
 ) -> Tensor:
     """See attention.paged_attention.
 
-    The queries, keys, values and output of a long prompt are read and written once more than necessary. For 8,192
-    tokens, 32 heads on 8 KV heads of 128 and bfloat16, this moves 340 MB: 0.08 ms at 4.3 TB/s, compared with 0.95 ms of
-    GEMM at 580 TFLOP/s.
+    For a long prompt, the queries, keys, values and output are read and written one more time than necessary. An
+    example is a prompt of 8,192 tokens in bfloat16, with 32 query heads, 8 KV heads and a head size of 128. For this
+    prompt, the additional reads and writes move 340 MB, which takes 0.08 ms at 4.3 TB/s. The GEMMs of its attention
+    take 0.95 ms at 580 TFLOP/s.
     """
     sdpa_spans = [span for span in batch.prefill_spans if span.length >= MIN_TOKENS]
     is_unsupported = softcap is not None or sinks is not None or (window is not None and window < batch.max_query_len)
@@ -63,7 +65,7 @@ def paged_attention(
 def _prefill_with_sdpa(
     queries: Tensor, cache: Tensor, batch: AttentionMetadata, span: PrefillSpan, scale: float
 ) -> Tensor:
-    """Return the causal attention of a prefill span over its own keys, [length, num_heads, head_dim]."""
+    """Compute the causal attention of a prefill span over its own keys. The result is [length, num_heads, head_dim]."""
     block_size, num_kv_heads, head_dim = cache.shape[2:]
     rows, blocks = as_indexable(cache.flatten(2)), batch.block_tables[span.span_index, : -(-span.length // block_size)]
 
@@ -78,8 +80,10 @@ def _prefill_with_sdpa(
 
 
 def _causal_sdpa(q: Tensor, keys: Tensor, values: Tensor, scale: float, backends: Sequence[SDPBackend]) -> Tensor:
-    """Compute attention with the first backend that supports these inputs; inputs and result are [length, num_heads,
-    head_dim]."""
+    """Compute attention with the first backend that supports these inputs.
+
+    The inputs and the result have the shape [length, num_heads, head_dim].
+    """
     q, keys, values = (x[None].transpose(1, 2) for x in (q, keys, values))
     with sdpa_kernel(list(backends), set_priority=True):
         output = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale, enable_gqa=True)
@@ -87,10 +91,9 @@ def _causal_sdpa(q: Tensor, keys: Tensor, values: Tensor, scale: float, backends
 
 
 def rehearse(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, max_tokens: int) -> int:
-    """Compute one prompt of each planned length up to `max_tokens` with the preferred backend, cuDNN.
+    """Compute one prompt for each planned length up to `max_tokens`. The preferred backend, cuDNN, computes them.
 
-    Call this function in the thread that runs the steps, because PyTorch keeps cuDNN's plans separately for each
-    thread.
+    Call this function in the thread that runs the steps, because PyTorch keeps separate plans of cuDNN for each thread.
 
     Args:
         shape: query heads, KV heads, head size.
@@ -115,13 +118,17 @@ def rehearse(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devi
 
 
 def _pad_to_planned_length(x: Tensor) -> Tensor:
-    """Pad x [num_tokens, heads, head_dim] with zeros to a planned length. No token attends to the padding."""
+    """Pad x [num_tokens, heads, head_dim] with zeros, so that its length is a planned length. No token attends to the
+    padding."""
     missing = planned_length(len(x)) - len(x)
     return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
 
 
 def planned_length(length: int) -> int:
-    """Round `length` up to one of eight lengths between two powers of two: cuDNN takes some tens of milliseconds to
-    plan for each new length."""
+    """Round `length` up to a planned length.
+
+    Between two powers of two, there are eight planned lengths. cuDNN takes some tens of milliseconds to plan for a new
+    length, so there should not be many of them.
+    """
     step = max(1 << (length - 1).bit_length() - 4, 1)
     return -(-length // step) * step

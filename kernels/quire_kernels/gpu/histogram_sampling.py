@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token sampling in which several programs share a row and histograms replace the bisection of sampling.py.
+"""Token sampling with histograms.
 
-A row of 128,256 logits has 32 programs, so few rows use the whole GPU. The thresholds of top-k and top-p are weights,
-float32 numbers from 0 to 1, whose 30 bits are found 10 at a time. A pass counts the tokens and adds their weights in
-1,024 bins. Top-k and top-p share their first histogram: each of them alone needs three passes, and both together need
-five. The bisection needs 13 passes for top-k and 13 for top-p.
+Several programs share a row of logits. Histograms replace the bisection of sampling.py.
 
-Weights are added as integers, in units of 2^-40. Sums of integers do not depend on the order of the atomic additions,
-so a row gives the same token each time.
+A row of 128,256 logits has 32 programs. Therefore, a few rows are enough to use the whole GPU. Top-k and top-p each
+have a threshold for the weights of tokens. A threshold is a float32 number from 0 to 1, which has 30 bits. A pass finds
+10 of these bits. To do so, it divides the tokens into 1,024 bins. For each bin, it counts the tokens and adds up their
+weights. Top-k and top-p share their first histogram. Each of them alone needs three passes, and both together need
+five. The bisection needs 13 passes for top-k, and another 13 for top-p.
 
-Used only if QUIRE_KERNELS selects `sample=histogram`, because the cost of the atomic additions has not been measured.
+Weights are converted to integers in units of 2^-40 before they are added. The sum of integers does not depend on the
+order of the atomic additions. Therefore, a row gives the same token each time.
+
+This implementation is used only if QUIRE_KERNELS selects `sample=histogram`, because it has not been measured how much
+the atomic additions cost.
 """
 
 import torch
@@ -23,7 +27,7 @@ from quire_kernels.gpu.sampling import _row_argmax, _softmax_weights, _uniform
 
 _BINS = 1024
 _NUM_HISTOGRAMS = 5
-"""Number of histograms: the first histogram, two that refine it for top-k, and two that refine it for top-p."""
+"""Number of histograms. The first one is shared; two more refine it for top-k, and another two refine it for top-p."""
 _NUM_STAGES = 6
 _WARPS = 8
 
@@ -39,7 +43,8 @@ def sample(
     any_filtered: bool = True,
     any_greedy: bool = True,
 ) -> Tensor:
-    """See sampling.sample. Reads each row three times; with filters, up to five more times."""
+    """See sampling.sample. It reads each row three times. If there are filters, it reads the row up to five more
+    times."""
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     block = sampling._block(vocab_size)
@@ -117,8 +122,11 @@ def _row_max(maxima, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _select_bin(values, others, base, other_base, target, BINS: tl.constexpr):
-    """Return the lowest bin above which `values` sum to less than `target`. Also return the sums of `values` and of
-    `others` above this bin. `base` and `other_base` are the sums of what lies above all bins."""
+    """Find the lowest bin for which the `values` of all higher bins add up to less than `target`.
+
+    Return this bin. Also return the sum of `values` and the sum of `others` in the higher bins. `base` and `other_base`
+    are added to these sums. They belong to tokens that are above all bins.
+    """
     bins = tl.arange(0, BINS)
     above = base + tl.sum(values, axis=0) - tl.cumsum(values, axis=0)
     selected = tl.min(tl.where(above.to(tl.float64) < target, bins, BINS - 1), axis=0)
@@ -137,8 +145,11 @@ def _filter(
     STAGE: tl.constexpr, CUTS: tl.constexpr, HISTOGRAMS: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Select a bin of the previous histogram. Then add the tokens of this part that are in the bin to the next
-    histogram, or, in the last stage, add up the weights of the tokens that are kept."""
+    """Select a bin of the histogram that the previous stage filled.
+
+    Then add to the next histogram the tokens of this part that are in the selected bin. The last stage fills no
+    histogram. It adds up the weights of the tokens that are kept.
+    """
     row = tl.program_id(0)
     part = tl.program_id(1)
     temperature = tl.load(temperatures + row)

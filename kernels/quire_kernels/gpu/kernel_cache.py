@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache of compiled kernels that an image can contain: its key, and its installation into Triton's cache folder.
+"""Cache of compiled kernels that an image can contain.
 
-`python -m quire_engine compile` fills a folder and writes its key. At start, `install_shipped_cache` copies a folder
-whose key matches to Triton's own cache, which must be writable. A kernel that the folder lacks is compiled at its first
-use.
+This module computes the key of the cache, and copies the cache into Triton's cache folder.
+
+`python -m quire_engine compile` fills a folder with kernels and writes its key. At start, `install_shipped_cache`
+compares the key. If it matches, the function copies the folder to Triton's own cache, which must be writable. A kernel
+that is not in the folder is compiled when it is used for the first time.
 """
 
 import functools
@@ -19,16 +21,18 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SHIPPED_CACHE_VARIABLE = "QUIRE_KERNEL_CACHE"
-"""Environment variable that contains the folder of the cache in the image."""
+"""Environment variable that contains the path of the cache in the image."""
 _KEY_NAME = "key.json"
 _GROUP_PREFIX = "__grp__"
-"""Prefix of the Triton files that contain the absolute paths of a kernel's other files."""
+"""Triton writes files that contain the absolute paths of a kernel's other files. The names of these files begin with
+this prefix."""
 
 
 @functools.cache
 def cache_key(capability: tuple[int, int]) -> dict[str, str]:
-    """Return the values that compiled kernels depend on: the sources in this folder, Triton's version and the compute
-    capability.
+    """Return the values that compiled kernels depend on.
+
+    They are the sources in this folder, the version of Triton, and the compute capability.
     """
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
@@ -41,14 +45,14 @@ def cache_key(capability: tuple[int, int]) -> dict[str, str]:
 
 
 def write_key(folder: Path, capability: tuple[int, int]) -> None:
-    """Write the key of a folder, which marks the folder as complete."""
+    """Write the key of a folder. A folder that has a key is complete."""
     (folder / _KEY_NAME).write_text(json.dumps(cache_key(capability), indent=1) + "\n")
 
 
 def install_shipped_cache(capability: tuple[int, int], cache: Path | None = None) -> int:
-    """Copy the kernels of the folder that QUIRE_KERNEL_CACHE names to Triton's cache.
+    """Copy kernels to Triton's cache from the folder that QUIRE_KERNEL_CACHE names.
 
-    A folder with another key is ignored, and one log line names the difference.
+    If the folder has another key, it is ignored, and one log line names the difference.
 
     Args:
         capability: compute capability of the device.
@@ -88,8 +92,8 @@ def install_shipped_cache(capability: tuple[int, int], cache: Path | None = None
 
 
 def _copy_entry(source: Path, destination: Path) -> bool:
-    """Copy a kernel's folder unless the copy exists, and change the paths in its files to those of the copy. Return
-    whether it was copied."""
+    """Copy the folder of a kernel, unless a copy already exists. In the copy, replace the paths in its files with the
+    new paths. Return whether the folder was copied."""
     if destination.exists():
         return False
     temporary = destination.with_name(f".{destination.name}.{uuid.uuid4().hex}")
