@@ -12,8 +12,8 @@ maximum, a long outage would raise OverflowError."""
 def backoff(attempt: int, first: float, cap: float, jitter: float = 0.0) -> float:
     """Return the seconds to wait before retry `attempt`, counted from 0: min(cap, first * 2**attempt).
 
-    A random part of the result is then subtracted: at most the fraction `jitter`. Because of this, clients that failed
-    at the same time retry at different times.
+    With `jitter`, a random fraction of the result is then subtracted. The fraction is at most `jitter`. Because of
+    this, clients that failed at the same time retry at different times.
     """
     delay = min(first * 2.0 ** min(attempt, _MAX_DOUBLINGS), cap)
     return delay * random.uniform(1.0 - jitter, 1.0) if jitter else delay

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that one process reports to another. Each has the code that clients of the server receive.
 
-Code that raises an error chooses its class. Each process passes the error code on unchanged (protocol/messages.py). The
-message of an error names the field or object, the problem, and the fix.
+The code that raises an error chooses the class of the error. Each process passes the error code on unchanged
+(protocol/messages.py). The message of an error names the field or object, the problem, and the fix.
 
     QuireError
     +-- InvalidArgument     the request or document is wrong; a retry does not help

@@ -4,7 +4,7 @@
 One dispatcher selects an implementation for each operation. Each operation has a reference in plain torch, which
 defines its result.
 
-This package knows tensors, not requests. In each step, quire_engine prepares the arguments once and then calls the
+This package handles tensors, not requests. In each step, quire_engine prepares the arguments once and then calls the
 operations from its layers.
 """
 

@@ -36,8 +36,8 @@ class AttentionGroup:
     """Spans of the same length. The gathering implementation computes them in one call."""
 
     rows: slice | Tensor
-    """Rows that the tokens of these spans have in the batch. They are ordered by span, and are a slice if the rows are
-    contiguous."""
+    """The rows in the batch that contain the tokens of these spans. They are ordered by span, and are a slice if the
+    rows are contiguous."""
     num_spans: int
     length: int
     """Tokens of each span."""
@@ -62,8 +62,7 @@ class AttentionGroup:
         return 1 < self.length == self.num_keys
 
     def num_skipped_keys(self, window: int | None, block_size: int) -> int:
-        """Return the number of keys in blocks that no token needs, because they are completely outside the windows of
-        all tokens."""
+        """Count the keys in blocks that are completely outside the windows of all tokens. No token needs these keys."""
         return 0 if window is None else max(self.first_position - window + 1, 0) // block_size * block_size
 
     def get_mask(self, window: int | None, block_size: int, dtype: torch.dtype) -> Tensor:
@@ -430,7 +429,7 @@ def _unfused_attention(
 def _prefers_single_gemm(q: Tensor, keys: Tensor) -> bool:
     """Return whether a single GEMM over all heads is faster than torch's fused attention.
 
-    Most elements of the operand of the single GEMM are zeros.
+    One operand of the single GEMM consists mostly of zeros.
 
     On a CPU, fused attention uses one bf16 GEMM for each KV head, which contains only the queries of that head. A
     single GEMM is faster if there are enough keys. There must also be few heads, or only one query head for each KV

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter catalog (adapters.json).
 
-It lists the adapters that a pod should serve, and where the files of each come from.
+It lists the adapters that a pod should serve, and the source of each adapter's files.
 
 The operator and `quire serve` write the catalog; the supervisor applies it. The catalog is the complete desired state:
 the supervisor removes an adapter that is not in the catalog. A name is an alias of an adapter; a digest identifies the
@@ -212,8 +212,8 @@ class AdapterCatalog:
     def exposed_names(self) -> frozenset[str]:
         """Return the names of the adapters that get a server model.
 
-        These are all adapters with `Model`, and then, in order, adapters whose `expose` is None, until there are 64
-        names.
+        All adapters with `Model` get one. Adapters whose `expose` is None also get one, in the order of the catalog,
+        until there are 64 in total.
         """
         explicit_names = [a.name for a in self.adapters if a.expose is Expose.MODEL]
         default_names = [a.name for a in self.adapters if a.expose is None]

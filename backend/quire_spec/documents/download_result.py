@@ -26,7 +26,7 @@ class DownloadReason(StrEnum):
     NO_SPACE = "NoSpace"
     """The volume is full."""
     DIGEST_MISMATCH = "DigestMismatch"
-    """The content has another digest than the one that the source announces."""
+    """The digest of the content is not the one that the source announces."""
     SOURCE_INVALID = "SourceInvalid"
     """The files are not a model that Quire can serve, or Quire does not support this kind of source."""
     UNREACHABLE = "Unreachable"

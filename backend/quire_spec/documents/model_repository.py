@@ -16,7 +16,7 @@ from quire_spec import constants
 from quire_spec.errors import ConfigError, InvalidArgument
 
 MODEL_FILE = "model.json"
-"""File with vLLM's engine arguments. It is in the folder of a version of the model."""
+"""File with vLLM's engine arguments. The folder of every version of the model contains this file."""
 CONFIG_FILE = "config.pbtxt"
 
 
@@ -31,7 +31,7 @@ class VllmModelFolder:
     other_versions: tuple[int, ...]
     """The other versions of the model in ascending order. They are not served."""
     other_models: tuple[str, ...]
-    """Names of the models in the repository that use other backends."""
+    """Names of the other models in the repository, which use other backends."""
 
     @property
     def name(self) -> str:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine configuration (engine.json): one frozen dataclass that contains all arguments of an engine.
 
-`quire render` and the operator write engine.json, and every process of a pod reads it. A field has the name of vLLM's
-engine argument if vLLM has an argument with the same meaning. No other setting overrides the file. The environment
-variables in docs/gpu-design.md exist only for debugging.
+`quire render` and the operator write engine.json, and every process of a pod reads it. If vLLM has an engine argument
+with the same meaning as a field, the field has the name of that argument. No other setting overrides the file. The
+environment variables in docs/gpu-design.md exist only for debugging.
 """
 
 import math
@@ -34,16 +34,16 @@ class EngineConfig:
     generation_config: str = "auto"
     """Where `LLM` and the OpenAI API get their default sampling parameters.
 
-    auto: the file generation_config.json of the checkpoint. vllm: vLLM's own defaults. Any other value is a folder that
-    contains a generation_config.json.
+    With auto, they come from the file generation_config.json of the checkpoint. With vllm, they are vLLM's own
+    defaults. Any other value is a folder that contains a generation_config.json.
     """
 
     device: str = "cpu"
     """Device that holds the tensors: cpu or cuda. The engine never chooses a different device on its own."""
 
     dtype: str = "auto"
-    """Data type of the weights and activations. auto: the dtype of the checkpoint, or float32 on a CPU without kernels
-    for bf16."""
+    """Data type of the weights and activations. With auto, it is the dtype of the checkpoint, or float32 on a CPU
+    without kernels for bf16."""
 
     max_model_len: int | None = None
     """Maximum number of tokens of a request; the prompt and the output both count. None: the checkpoint's
@@ -53,8 +53,8 @@ class EngineConfig:
     """Fraction of the GPU's memory that the weights, the activations and the KV cache may use together."""
 
     kv_cache_memory_bytes: int | None = None
-    """Size of the KV cache in bytes. None: on a GPU, the engine measures memory at startup and derives the size from
-    that; on a CPU, it uses a bounded share of the free memory."""
+    """Size of the KV cache in bytes. If it is None on a GPU, the engine measures memory at startup and derives the size
+    from that. If it is None on a CPU, the engine uses a bounded share of the free memory."""
 
     block_size: int = 16
     """Tokens per KV block. With smaller blocks, more tokens of a common prefix can be shared; with larger blocks, the
@@ -75,8 +75,11 @@ class EngineConfig:
     vocabulary."""
 
     scheduling_policy: str = "fcfs"
-    """Order in which requests are scheduled. fcfs: the request that arrived first. priority: the request with the
-    lowest `priority`, and among equals the one that arrived first."""
+    """Order in which requests are scheduled.
+
+    With fcfs, the request that arrived first is scheduled first. With priority, the request with the lowest `priority`
+    is scheduled first; among equal requests, it is the one that arrived first.
+    """
 
     enable_prefix_caching: bool = True
     """If two prompts start with the same tokens, use the same KV blocks for these tokens."""
@@ -92,8 +95,8 @@ class EngineConfig:
     async_scheduling: bool | None = None
     """Schedule and launch the next step while the current step still computes.
 
-    The device then does not wait for the host. The cost: if a request ends with a stop token, one more token of it is
-    computed and then discarded. None: async scheduling is enabled on a GPU, unless speculative_config is set.
+    The device then does not wait for the host. There is a cost: after a request ends with a stop token, one more token
+    is computed for it and discarded. None: async scheduling is enabled on a GPU, unless speculative_config is set.
     """
 
     enable_lora: bool = False
@@ -111,7 +114,7 @@ class EngineConfig:
 
     cpu_lora_memory_bytes: int | None = None
     """Host memory for adapters, in bytes. None: only the number of adapters is limited, by max_cpu_loras. An adapter
-    with a small LoRA rank needs less memory. Therefore, a limit in bytes admits more adapters of a small rank."""
+    with a small LoRA rank needs less memory. Therefore, more adapters fit into the limit if their rank is small."""
 
     swap_space: float = 0.0
     """Host memory in GiB to which the KV blocks of preempted requests can be swapped.
@@ -122,34 +125,39 @@ class EngineConfig:
     """
 
     kv_cache_dtype: str = "auto"
-    """Data type of the KV cache. auto: the same type as `dtype`.
+    """Data type of the KV cache. With auto, it is the same type as `dtype`.
 
-    fp8 and fp8_e4m3 store twice as many tokens as a 16-bit type, with a precision of 4 bits. With these two types, the
-    output of attention has an error of about 3 % if keys and values are normally distributed.
+    With fp8 and fp8_e4m3, the cache stores twice as many tokens as with a 16-bit type, but numbers have a precision of
+    only 4 bits. The output of attention then has an error of about 3 % if keys and values are normally distributed.
 
-    int8_per_token_head stores 8-bit integers, with one scale for each token and KV head. It is supported only on CPUs.
-    It is fast only if the dtype is bfloat16 and the CPU has compiled kernels.
+    With int8_per_token_head, the cache stores 8-bit integers, and one scale for each token and KV head. This type is
+    supported only on CPUs. It is fast only if the dtype is bfloat16 and the CPU has compiled kernels.
     """
 
     quantization: str | None = None
     """Quantization of the weights.
 
-    None: the weights of the checkpoint are used unchanged. int8, int4 and fp8 quantize the weights of all linear layers
-    when a model is loaded. int8 and fp8 have a scale for each row; int4 has a scale and a zero point for each 32
-    inputs. int8 on a CPU and fp8 on a GPU also quantize the inputs of linear layers. On a CPU, a quantized model is
-    fast only if the dtype is bfloat16 and the kernels are compiled. If the checkpoint is already quantized, use None or
-    the name of its quant_method.
+    With None, the weights of the checkpoint are used unchanged. With int8, int4 and fp8, the weights of all linear
+    layers are quantized when a model is loaded. With int8 and fp8, there is a scale for each row. With int4, there is a
+    scale and a zero point for each 32 inputs. With int8 on a CPU and fp8 on a GPU, the inputs of linear layers are also
+    quantized.
+
+    On a CPU, a quantized model is fast only if the dtype is bfloat16 and the kernels are compiled. If the checkpoint is
+    already quantized, use None or the name of its quant_method.
     """
 
     speculative_config: SpeculativeConfig | None = None
-    """Settings of speculative decoding. A step then also verifies draft tokens, and can return several tokens of a
-    sequence. The distribution of the output does not change. async_scheduling must not be true at the same time."""
+    """Settings of speculative decoding.
+
+    If it is set, a step also verifies draft tokens, and can return several tokens of a sequence. The distribution of
+    the output does not change. async_scheduling must not be true at the same time.
+    """
 
     tool_call_parser: str = "auto"
     """Format in which the model writes tool calls.
 
-    The values are those of vLLM's --tool-call-parser. auto: the engine detects the format from the chat template and
-    the tokens of the checkpoint. none: tool calls are left in the text.
+    The values are those of vLLM's --tool-call-parser. With auto, the engine detects the format from the chat template
+    and the tokens of the checkpoint. With none, tool calls are left in the text.
     """
 
     reasoning_parser: str = "auto"
@@ -260,7 +268,7 @@ class EngineConfig:
         if not 0.0 <= self.swap_space < math.inf:
             raise ConfigError(f"swap_space: must be a size in GiB, got {self.swap_space}; use 0 for no swap space")
         if not self.model:
-            raise ConfigError("model: empty; give a folder or a hub id such as org/name")
+            raise ConfigError("model: must not be empty; give a folder or a hub id such as org/name")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens: must be at least max_num_seqs {self.max_num_seqs}, got "

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling parameters of one request. They have the same names and meanings as in vLLM.
 
-The process that receives a request first validates its parameters. This is the frontend, the text process or the
+The first process that receives a request validates its parameters. This is the frontend, the text process or the
 offline LLM. Later code does not validate them again. An unknown name is rejected. Otherwise, a parameter that is
 misspelt or not supported would be ignored silently.
 """
@@ -25,7 +25,7 @@ MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 65536
 MAX_LOGPROB_TOKENS = 128
 MAX_BIAS = 100.0
-"""Largest absolute value of a logit bias. A larger value is clamped, as vLLM and OpenAI's API do."""
+"""Largest absolute value of a logit bias. Larger values are clamped, as in vLLM and OpenAI's API."""
 MAX_PROMPT_LOGPROBS = 2**20
 """Maximum number of log probabilities that are returned for one prompt in total. They take about 100 MB in the
 response."""
@@ -38,9 +38,9 @@ _MAX_COUNT = 2**31 - 1
 class SamplingParams:
     """Sampling parameters of one request. All of them are keyword arguments.
 
-    The class is not frozen, because scripts for vLLM assign to fields (`params.max_tokens = 64`). Each assignment
-    checks the new value. The constructor checks that the values are consistent with each other; this check is repeated
-    when the parameters are used.
+    The class is not frozen, because scripts for vLLM assign to fields (`params.max_tokens = 64`). Whenever a value is
+    assigned to a field, it is checked. The constructor checks that the values are consistent with each other; this
+    check is repeated when the parameters are used.
 
     Raises:
         InvalidArgument: a value has the wrong type or is out of range; the message names the parameter.
@@ -54,7 +54,7 @@ class SamplingParams:
     value."""
 
     top_k: int = field(default=0, metadata=in_range(-1, _MAX_COUNT))
-    """Sample only from this number of most likely tokens. 0 or -1: all tokens can be sampled."""
+    """Sample only from this number of most likely tokens. With 0 or -1, all tokens can be sampled."""
 
     min_p: float = field(default=0.0, metadata=in_range(0.0, 1.0))
     """Exclude a token if its probability is less than min_p times the probability of the most likely token."""
@@ -103,16 +103,19 @@ class SamplingParams:
     """Do not end the output at an end-of-sequence token."""
 
     logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """At each position, return the log probabilities of this number of most likely tokens, and that of the sampled
-    token. -1: all tokens. The engine's max_logprobs is the largest value that is allowed."""
+    """Number of the most likely tokens whose log probabilities are returned at each position.
+
+    The log probability of the sampled token is returned, too. With -1, those of all tokens are returned. The engine's
+    max_logprobs is the largest value that is allowed.
+    """
 
     logprob_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_LOGPROB_TOKENS))
     """If logprobs is set, return the log probabilities of these token ids instead of those of the most likely
     tokens."""
 
     prompt_logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """At each prompt position except the first, return the log probabilities of this number of most likely tokens. The
-    whole prompt is then computed, even if the prefix cache contains a part of it."""
+    """Number of the most likely tokens whose log probabilities are returned at each prompt position except the first.
+    The whole prompt is then computed, even if the prefix cache contains a part of it."""
 
     detokenize: bool = True
     """Convert the output to text. If false, only token ids are returned."""
@@ -149,14 +152,14 @@ class SamplingParams:
     returned."""
 
     length_penalty: float = field(default=1.0, metadata=in_range(-10.0, 10.0))
-    """An exponent. The score of a beam is sum of log probabilities / length ** length_penalty."""
+    """An exponent. The score of a beam is (sum of its log probabilities) / length ** length_penalty."""
 
     early_stopping: bool | str = False
-    """When a beam search ends.
+    """Decides when a beam search ends.
 
-    True: when best_of outputs are complete. False: when best_of outputs are complete and it is unlikely that another
-    beam gets a higher score. "never": when best_of outputs are complete and it is impossible that another beam gets a
-    higher score.
+    With True, it ends when best_of outputs are complete. With False, it ends when best_of outputs are complete and it
+    is unlikely that another beam gets a higher score. With "never", it ends when best_of outputs are complete and it is
+    impossible that another beam gets a higher score.
     """
 
     structured_outputs: StructuredOutputsParams | None = None
@@ -249,7 +252,7 @@ class SamplingParams:
     def from_mapping(cls, values: Mapping[str, Any], extra_names: Sequence[str] = ()) -> Self:
         """Build an instance from the parameters that a client sent.
 
-        `param_fields.parse_text` describes in which forms a client can send a value.
+        `param_fields.parse_text` describes the forms in which a client can send a value.
 
         `extra_names` are the names of other parameters that a request can have. If a name is unknown, the error can
         suggest one of them.
@@ -264,8 +267,8 @@ class SamplingParams:
         return cls(**{name: parse_text(known[name], value) for name, value in values.items()})
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the parameters that differ from their defaults, in a form that is JSON and that `from_mapping`
-        accepts."""
+        """Return the parameters that differ from their defaults. The result can be written as JSON, and `from_mapping`
+        can read it."""
         pairs = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
         return {name: _to_json(v) for name, v, default in pairs if v != default}
 

@@ -20,10 +20,11 @@ class SpeculativeConfig:
     method: str
     """How draft tokens are found.
 
-    ngram: search the sequence for an earlier copy of its last tokens, and propose the tokens after that copy. suffix:
-    propose the most frequent continuation in the sequence itself and in past outputs that had the same adapter and
-    cache salt. draft_model: run a smaller model. eagle3: run an EAGLE-3 head, which reads the hidden states of the main
-    model. medusa: run Medusa heads, one for each draft token.
+    With ngram, the sequence is searched for an earlier copy of its last tokens, and the tokens after that copy are
+    proposed. With suffix, the most frequent continuation is proposed; it is searched for in the sequence itself, and in
+    past outputs that had the same adapter and cache salt. With draft_model, a smaller model is run. With eagle3, an
+    EAGLE-3 head is run, which reads the hidden states of the main model. With medusa, Medusa heads are run, one for
+    each draft token.
     """
 
     num_speculative_tokens: int
@@ -42,8 +43,8 @@ class SpeculativeConfig:
     value of prompt_lookup_max, or 5 if prompt_lookup_max is also None."""
 
     prompt_lookup_max: int | None = None
-    """Maximum number of last tokens that are compared with an earlier part of the sequence. The longest match is used.
-    None: the value of prompt_lookup_min, or 5 if prompt_lookup_min is also None."""
+    """At most this number of the last tokens are compared with an earlier part of the sequence. The longest match is
+    used. None: the value of prompt_lookup_min, or 5 if prompt_lookup_min is also None."""
 
     suffix_decoding_max_tree_depth: int = 24
     """A match and the draft tokens after it have at most this number of tokens together."""
@@ -61,7 +62,7 @@ class SpeculativeConfig:
 
     @property
     def lookup_lengths(self) -> range:
-        """The numbers of last tokens to search for, in ascending order."""
+        """Lengths of the token sequences to search for, in ascending order."""
         smallest = self.prompt_lookup_min or self.prompt_lookup_max or _DEFAULT_PROMPT_LOOKUP
         return range(smallest, (self.prompt_lookup_max or smallest) + 1)
 

@@ -94,7 +94,8 @@ class StructuredOutputsParams:
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, in a form that is JSON and that `from_mapping` accepts."""
+        """Return the fields that differ from their defaults. The result can be written as JSON, and `from_mapping` can
+        read it."""
         pairs = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
         return {name: list(v) if isinstance(v, tuple) else v for name, v, default in pairs if v != default}
 

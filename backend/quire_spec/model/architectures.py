@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of the supported architectures.
 
-The table is data, so the planner can read it without the code of the models.
+The table contains only data, so that the planner can read it without loading the code of the models.
 
-A row describes two things: the linears of a layer, and every difference in the meaning of config.json from Llama's.
-These differences are taken from transformers. The module of quire_engine/models that a row names contains the model
+A row describes the linears of a layer. It also describes which keys of config.json have another meaning than in Llama.
+These differences are taken from transformers. Each row names a module of quire_engine/models, which contains the model
 code.
 """
 
@@ -93,8 +93,8 @@ class Architecture:
     unless positions are learned."""
 
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
-    """Some rope types in config.json have another meaning in this architecture. Maps such a type to the type that it
-    means."""
+    """Some rope types in config.json have another meaning in this architecture. Maps the name of such a type to the
+    rope type that it means."""
 
     local_rope_theta: str | None = None
     """Key of config.json that contains the rope base of the layers with a sliding window. None: all layers have the

@@ -12,7 +12,7 @@ from quire_spec.model.architectures import ARCHITECTURES
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 ACTIVATION_ALIASES = {"swish": "silu"}
-"""Maps other names that transformers has for an activation to the name in ACTIVATIONS."""
+"""Maps names of activations in transformers that are not in ACTIVATIONS to the names in ACTIVATIONS."""
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)

@@ -42,7 +42,7 @@ class HFConfigReader:
         return self._values.get(key) is not None
 
     def get_raw(self, key: str) -> object:
-        """Return the value of a key with any type. None means that the key is absent."""
+        """Return the value of a key. It can have any type. The result is None if the key is absent."""
         return self._values.get(key)
 
     def get_int(self, key: str, default: int | None = None, maximum: int = _MAX_INTEGER, minimum: int = 1) -> int:
@@ -109,9 +109,9 @@ class HFConfigReader:
         return tuple(items)
 
     def get_section(self, *keys: str) -> "HFConfigReader":
-        """Return a reader for an object inside this one: the first of `keys` that has a non-empty object.
+        """Return a reader for the value of the first key in `keys` that contains a non-empty object.
 
-        If none of `keys` has one, return an empty reader.
+        If none of `keys` contains one, return an empty reader.
         """
         key = next((key for key in keys if self._values.get(key) not in (None, {})), keys[-1])
         value = self._values.get(key)

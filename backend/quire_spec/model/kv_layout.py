@@ -74,7 +74,8 @@ class KVLayout:
 
     @property
     def total_layers(self) -> int:
-        """Number of layers for which one block of every group has room together, including places that are not used."""
+        """Number of layers for which one block of each group has room, added over all groups. Places that are not used
+        are counted, too."""
         return self.num_layers * self.num_groups
 
     def num_tokens(self, pool_tokens: int, max_model_len: int, block_size: int) -> int:
@@ -114,15 +115,16 @@ class KVLayout:
         return 0 if self.window is None else max(num_tokens - self.window + 1, 0) // block_size
 
     def split_entries(self, entries: Sequence[Block]) -> tuple[list[Block], list[Block]]:
-        """Split the entries of a block table in two lists: blocks of groups without a window, and blocks of groups with
-        a window. `entries` must start with an entry of group 0."""
+        """Split the entries of a block table into two lists: the blocks of groups without a window, and the blocks of
+        groups with a window. `entries` must start with an entry of group 0."""
         size = self.num_groups
         full = [block for i, block in enumerate(entries) if i % size < self.num_full_groups]
         return full, [block for i, block in enumerate(entries) if i % size >= self.num_full_groups]
 
     def without_freed(self, entries: Sequence[Block]) -> list[Block]:
-        """Return the entries without freed blocks. Each freed block is replaced with another block of the sequence if
-        there is one.
+        """Return the entries without freed blocks.
+
+        Each freed block is replaced with another block of the sequence if there is one.
 
         Attention ignores what these blocks contain, but it may read them. If another sequence wrote NaN values there,
         they would spread.

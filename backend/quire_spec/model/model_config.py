@@ -51,7 +51,7 @@ class ModelConfig:
     attention_scale: float
     """Attention scores are multiplied by this factor."""
     attention_softcap: float | None
-    """A score of attention becomes cap * tanh(score / cap), where cap is this value. None: scores are not capped."""
+    """An attention score becomes cap * tanh(score / cap), where cap is this value. None: scores are not capped."""
     logits_softcap: float | None
     """A logit becomes cap * tanh(logit / cap), where cap is this value. None: logits are not capped."""
     norm_eps: float

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes how a checkpoint is quantized.
 
-It is read from `quantization_config` of config.json. This module does not import torch.
+The description is read from `quantization_config` of config.json. This module does not import torch.
 
 The package `weights/quantized/` of the engine reads the tensors. The planner checks that `spec.engine.quantization`
 matches the method. The methods, formats and keys have the names that quantization tools write into checkpoints.
@@ -26,8 +26,8 @@ LAYOUT_BY_FORMAT = {
     ("pack-quantized", "int", 4): "packed",
     ("pack-quantized", "int", 8): "packed",
 }
-"""Maps the format, the type and the number of bits of a compressed-tensors group to the layout that its tensors
-have."""
+"""The key is the format, the type and the number of bits of a compressed-tensors group. The value is the layout of the
+group's tensors."""
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _MAX_PATTERN_LENGTH = 1000
 _LINEAR_CLASS = "Linear"
@@ -41,8 +41,12 @@ class WeightScheme:
     """Format that defines which tensors there are and how they are arranged: fp8, int8, packed, awq, gptq or mxfp4."""
     num_bits: int
     strategy: str
-    """Which weights share a scale. tensor: all weights of the tensor. channel: the weights of an output feature. group:
-    the weights of an output feature for a group of input features. block: the weights of a block."""
+    """Which weights share a scale.
+
+    With tensor, all weights of a tensor share a scale. With channel, the weights of an output feature share one. With
+    group, the weights of an output feature for a group of input features share one. With block, the weights of a block
+    share one.
+    """
     block: tuple[int, int] | None = None
     """A scale is shared by this number of output features and this number of input features. Set only for the
     strategies group and block."""
@@ -301,7 +305,7 @@ def resolve_quantization(quantization: str | None, scheme: QuantizationScheme | 
     if scheme is None:
         raise ConfigError(
             f"quantization: is {quantization!r}, but config.json of the checkpoint has no quantization_config; remove "
-            f"quantization, or use {' or '.join(capabilities.QUANTIZATIONS)} to quantize the weights at loading"
+            f"quantization, or use {' or '.join(capabilities.QUANTIZATIONS)} to quantize weights when they are loaded"
         )
     if quantization not in (None, scheme.method):
         raise ConfigError(

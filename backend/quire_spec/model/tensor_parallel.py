@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel split of a model. It defines which part of each layer a rank stores. Pure arithmetic.
 
-The attention heads are divided between the ranks. So are the intermediate features of the MLP, or of every expert. The
-linears q, k, v, gate and up are column-parallel: each rank stores some of the output features. The linears o and down
-are row-parallel: each rank stores some of the input features, and an all-reduce adds up the outputs. If there are more
-ranks than KV heads, each rank stores one KV head. Several ranks then store a copy of the same head. The embedding and
-the output projection are divided by vocabulary.
+The attention heads are divided between the ranks, and so are the intermediate features of the MLP or of every expert.
+The linears q, k, v, gate and up are column-parallel: each rank stores some of the output features. The linears o and
+down are row-parallel: each rank stores some of the input features, and an all-reduce adds up the outputs. If there are
+more ranks than KV heads, each rank stores one KV head. Several ranks then store a copy of the same head. The embedding
+and the output projection are divided by vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -67,8 +67,8 @@ class TensorParallelShard:
 
     @property
     def vocab_rows_per_rank(self) -> int:
-        """Number of rows that each rank has of the embedding and of the output projection. The last ranks may not use
-        all of them."""
+        """Number of rows of the embedding and of the output projection that each rank stores. The last ranks may not
+        use all of them."""
         return -(-self.model_config.vocab_size // self.size)
 
     @property

@@ -11,7 +11,7 @@ _ANY_ADDRESS_V6 = "::"
 
 
 def listen_address(host: str, environment: Mapping[str, str]) -> str:
-    """Return the address on which a process must listen if its option is `host`.
+    """Return the address on which a process must listen if its option `host` has this value.
 
     In a pod that has an IPv6 address, 0.0.0.0 becomes ::.
 

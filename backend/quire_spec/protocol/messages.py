@@ -261,8 +261,11 @@ class AdapterEvent:
     """Reports that an adapter was loaded to host memory or to an adapter slot, or was evicted from its slot."""
 
     kind: str
-    """host: the adapter was loaded to host memory. slot: it was loaded to an adapter slot. evicted: it was removed from
-    its adapter slot."""
+    """Kind of the event: host, slot or evicted.
+
+    The kind host means that the adapter was loaded to host memory. The kind slot means that it was loaded to an adapter
+    slot. The kind evicted means that it was removed from its adapter slot.
+    """
     digest: AdapterDigest
     duration_s: float = 0.0
     """Number of seconds that the load took, including the time that it waited in the queue."""

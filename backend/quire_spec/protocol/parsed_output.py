@@ -20,9 +20,12 @@ class OutputParsing:
     """Settings for how the output of a chat request is parsed."""
 
     tool_choice: str = "none"
-    """none: tool calls are left in the text. auto: the model decides whether it calls tools. required: the output
-    contains at least one tool call. function: the output contains a call of the function that the field `function`
-    names."""
+    """Decides how tool calls are treated.
+
+    With none, tool calls are left in the text. With auto, the model decides whether it calls tools. With required, the
+    output contains at least one tool call. With function, the output contains a call of the function that the field
+    `function` names.
+    """
     function: str | None = None
     parallel_tool_calls: bool = True
     """If false, only the first tool call is kept."""
@@ -57,7 +60,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """New part of the arguments of a tool call, as a part of their JSON text."""
+    """New part of the JSON text with the arguments of a tool call."""
 
     index: int
     text: str

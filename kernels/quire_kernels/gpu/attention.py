@@ -22,8 +22,8 @@ Short and long spans have separate kernels. A kernel with a branch for each woul
 memory of the larger branch. One program of the kernel for long spans already fills a multiprocessor. Therefore, a
 common kernel would have only one worker per multiprocessor for short spans, instead of three.
 
-Sources: the equal shares are those of Stream-K (Osama et al. 2023, arXiv 2301.03598). Here they divide the keys, which
-Flash-Decoding (Dao et al. 2023) splits. Packed GQA works as in vLLM's triton_unified_attention.py.
+Sources: the equal shares are those of Stream-K (Osama et al. 2023, arXiv 2301.03598). Here they are applied to the
+split of the keys in Flash-Decoding (Dao et al. 2023). Packed GQA works as in vLLM's triton_unified_attention.py.
 """
 
 import functools
@@ -214,7 +214,8 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
 def num_workers(device: torch.device, head_dim: int, element_size: int) -> int:
     """Return the number of workers for short spans.
 
-    If the number that fits was measured, the result is that number. Otherwise, it is the planned number.
+    The result is the number that was measured to fit on the device. If it was not measured, the result is the planned
+    number.
     """
     if device.type != "cuda":
         return NUM_INTERPRETED_WORKERS

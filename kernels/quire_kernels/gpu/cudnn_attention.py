@@ -187,7 +187,7 @@ def paged_attention(
 
 
 def rehearse(cache: Tensor, num_heads: int, scale: float, dtype: torch.dtype, max_tokens: int, max_blocks: int) -> int:
-    """Build and run the plans for all chunks over this cache that have up to `max_tokens` tokens.
+    """Build and run the plans for this cache, for chunks of up to `max_tokens` tokens.
 
     Plans for another cache of the device are dropped.
 

@@ -46,9 +46,9 @@ def fused_experts(
 ) -> Tensor:
     """See experts.fused_experts.
 
-    An expert's weights are read once for each tile of its tokens, but only the first time from memory. Two intermediate
-    tensors are written once and read once: the gated features [num_tokens * top_k, intermediate_size], and the outputs
-    of the experts [num_tokens * top_k, hidden_size].
+    An expert's weights are read once for each tile of its tokens. Only the first of these reads is from memory. Two
+    intermediate tensors are written once and read once: the gated features [num_tokens * top_k, intermediate_size], and
+    the outputs of the experts [num_tokens * top_k, hidden_size].
     """
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
     num_experts, inner = experts.num_experts, experts.intermediate_size

@@ -5,8 +5,8 @@ gpu/attention.py computes all other spans.
 
 On Hopper, PyTorch selects cuDNN. cuDNN uses the copy engine (TMA) and specialized warps; the Triton kernel does not use
 them. `prefill_attention.py` selects this implementation on Hopper. tests/bench/gpu.py measures both implementations.
-Published figures for an H100 with 16 heads, a head size of 128 and 8,192 tokens are 582 TFLOP/s for cuDNN, and 469
-TFLOP/s for the attention of Triton's tutorial, which resembles ours
+Published figures for an H100 with 16 heads, a head size of 128 and 8,192 tokens: cuDNN reaches 582 TFLOP/s. The
+attention of Triton's tutorial, which resembles ours, reaches 469 TFLOP/s
 (https://github.com/meta-pytorch/tritonbench/issues/141).
 """
 

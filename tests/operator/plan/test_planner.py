@@ -240,7 +240,7 @@ def test_unplannable_messages_have_field_value_and_fix():
     assert unplannable("8b", H100, "lora: {maxLoaded: 0}\nengine: {quantization: awq}") == (
         UnplannableReason.UNSUPPORTED_BY_ENGINE,
         "spec.engine.quantization: is 'awq', but config.json of the checkpoint has no quantization_config; remove "
-        "quantization, or use int8 or int4 or fp8 to quantize the weights at loading",
+        "quantization, or use int8 or int4 or fp8 to quantize weights when they are loaded",
     )
     assert unplannable("8b", "NVIDIA-A100-SXM4-80GB", "lora: {maxLoaded: 0}\nengine: {kvCacheDtype: fp8}") == (
         UnplannableReason.UNSUPPORTED_DTYPE,

@@ -21,7 +21,7 @@ def test_engine_config_round_trip(tmp_path):
     ("document", "message"),
     [
         ({}, "model: missing"),
-        ({"model": ""}, "model: empty"),
+        ({"model": ""}, "model: must not be empty"),
         ({"model": 3}, "model: expected a string, got an integer 3"),
         ({"model": "m", "blocksize": 16}, "blocksize: unknown field"),
         ({"model": "m", "block_size": 17}, "block_size: must be one of 8, 16, 32, 64, 128, got 17"),
