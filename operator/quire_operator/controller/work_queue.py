@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work queue of keys with delays and backoff, modelled on client-go's workqueue. No I/O; the clock is an argument.
+"""Work queue of keys with delays and backoff, modelled on client-go's workqueue. The queue does no I/O, and the caller
+can pass the clock.
 
-Only one worker at a time gets a key. Used by the controller.
+The queue never gives a key to two workers at the same time. Used by the controller.
 """
 
 import asyncio
@@ -15,19 +16,22 @@ from quire_spec.backoff import backoff
 K = TypeVar("K", bound=Hashable)
 
 BASE_DELAY_S, MAX_DELAY_S = 1.0, 300.0
-"""Seconds of delay after the first failure, and maximum delay. Each further failure doubles the delay."""
+"""After its first failure, a key is delayed by the first number of seconds. Each further failure doubles the delay, up
+to the second number."""
 MIN_INTERVAL_S = 0.1
-"""Minimum seconds between two passes over a key, because events come in bursts and another writer can undo changes."""
+"""Minimum number of seconds between two passes over a key. Without it, a burst of events would start many passes, and
+so would another writer that always undoes the operator's changes."""
 MIN_RETRY_S = 2.0
-"""Minimum seconds of delay after a failure, even if the key is added again."""
+"""After a failure, a key is delayed by at least this number of seconds, even if it is added again."""
 
 
 class WorkQueue(Generic[K]):
-    """Queue of unique keys. A key that is added several times is worked on once. A key that is added while a worker has
-    it is worked on once more."""
+    """Queue of unique keys. If a key is added several times before a worker takes it, it is processed once. If it is
+    added while a worker processes it, it is processed once more afterwards."""
 
     def __init__(self, clock: Callable[[], float] | None = None, jitter: Callable[[], float] = random.random) -> None:
-        """`clock` returns seconds, by default those of the event loop; `jitter` returns a number from 0 to 1."""
+        """`clock` returns the time in seconds; by default, it is the clock of the event loop. `jitter` returns a number
+        from 0 to 1."""
         self._clock = clock or asyncio.get_running_loop().time
         self._jitter = jitter
         self._due_at: dict[K, float] = {}
@@ -40,19 +44,21 @@ class WorkQueue(Generic[K]):
 
     @property
     def depth(self) -> int:
-        """Number of keys that are due and wait for a worker."""
+        """Number of keys that are due but that no worker has taken yet."""
         now = self._clock()
         return sum(1 for key, due in self._due_at.items() if due <= now and key not in self._running)
 
     @property
     def oldest_age_s(self) -> float:
-        """Seconds for which the oldest key has been due or worked on; 0 if there is no such key."""
+        """Age in seconds of the oldest key that is due or being processed; 0 if there is no such key. The age counts
+        from the time at which the key became due, or at which a worker took it."""
         now = self._clock()
         waiting = (due for key, due in self._due_at.items() if key not in self._running)
         return max(0.0, now - min((*waiting, *self._running.values()), default=now))
 
     def add(self, key: K, delay_s: float = 0.0) -> None:
-        """Make a key due after `delay_s` seconds; an earlier due time is kept."""
+        """Schedule a key to be processed in `delay_s` seconds. If the key is already scheduled for an earlier time,
+        that time is kept."""
         due = max(self._clock() + delay_s, self._not_before.get(key, 0.0))
         if key in self._due_at and self._due_at[key] <= due:
             return
@@ -60,13 +66,13 @@ class WorkQueue(Generic[K]):
         self._push(key, due)
 
     def add_after(self, key: K, delay_s: float) -> None:
-        """Make a key due after `delay_s` seconds, in place of an earlier due time. A later add() can shorten the
-        delay."""
+        """Schedule a key to be processed in `delay_s` seconds. This replaces any time for which the key was scheduled
+        before. A later call of add() can shorten the delay."""
         self._due_at.pop(key, None)
         self.add(key, delay_s)
 
     async def get(self) -> K:
-        """Wait for the next due key; the caller must call done() or add_rate_limited() afterwards."""
+        """Wait until a key is due, and return the key. The caller must call done() or add_rate_limited() afterwards."""
         while True:
             now = self._clock()
             while self._heap:
@@ -90,7 +96,8 @@ class WorkQueue(Generic[K]):
                 pass
 
     def done(self, key: K, requeue_after_s: float | None = None) -> None:
-        """Record success, and make the key due again after at most `requeue_after_s` seconds."""
+        """Record that a pass over the key succeeded. If `requeue_after_s` is set, schedule the next pass in at most
+        that number of seconds."""
         self._failures.pop(key, None)
         self._not_before[key] = self._clock() + MIN_INTERVAL_S
         if key in self._due_at:
@@ -102,10 +109,12 @@ class WorkQueue(Generic[K]):
     def add_rate_limited(
         self, key: K, min_delay_s: float = 0.0, reset_backoff: bool = False, max_delay_s: float = MAX_DELAY_S
     ) -> float:
-        """Record failure, and return the delay until the retry. `reset_backoff` starts again with the first delay.
+        """Record that a pass over the key failed, schedule a retry, and return the delay until the retry. With
+        `reset_backoff`, the delays start again with the first one.
 
-        Adding the key shortens the delay, but not below `min_delay_s` or MIN_RETRY_S. A failed pass can have changed
-        objects, and their events must not start the next pass immediately.
+        A call of add() for the key shortens the delay, but not below `min_delay_s` or MIN_RETRY_S. This limit exists
+        because a failed pass may have changed objects already: the events of those changes must not start the next pass
+        immediately.
         """
         failures = self._failures[key] = 1 if reset_backoff else self._failures.get(key, 0) + 1
         delay_s = backoff(failures - 1, BASE_DELAY_S, max_delay_s) * (0.8 + 0.4 * self._jitter())
@@ -116,7 +125,7 @@ class WorkQueue(Generic[K]):
         return delay_s
 
     def forget(self, key: K) -> None:
-        """Drop a key and its failures."""
+        """Remove a key from the schedule, and forget how often it failed."""
         self._due_at.pop(key, None)
         self._failures.pop(key, None)
         self._not_before.pop(key, None)

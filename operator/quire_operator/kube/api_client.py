@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client of the API server: get, list, watch, apply and delete objects by resource. Raises ApiError.
 
-`apply` is a forced server-side apply by one field manager: the operator owns the fields that it sets and does not
-change other fields. The client is independent of LLMServices. Called by the controller.
+`apply` sends a forced server-side apply, always with the same field manager. Therefore, the operator owns the fields
+that it sets, and it does not change other fields. The client works with objects of any kind; nothing in it is specific
+to LLMServices. Called by the controller.
 """
 
 import contextlib
@@ -32,12 +33,12 @@ _PAGE_SIZE = 500
 
 @dataclass(frozen=True, slots=True)
 class ObjectList:
-    """The objects of a resource at one moment."""
+    """The result of a list request: the objects of one resource at one point in time."""
 
     items: tuple[Body, ...]
-    """The objects without apiVersion and kind, because the API server omits these in lists."""
+    """The objects. They have no apiVersion and no kind, because the API server omits these fields in lists."""
     resource_version: str
-    """resourceVersion from which a watch continues."""
+    """A watch must continue from this resourceVersion."""
 
 
 class ApiClient(ApiSession):
@@ -46,7 +47,7 @@ class ApiClient(ApiSession):
     def __init__(self, cluster_config: ClusterConfig) -> None:
         super().__init__(cluster_config)
         self.unsupported_fields: defaultdict[Resource, frozenset[FieldPath]] = defaultdict(frozenset)
-        """Fields that were omitted from manifests, because the API server does not support them, by kind."""
+        """For each kind, the fields that the API server does not support. `apply` leaves them out of the manifests."""
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
         """Return one object; raises ObjectNotFound."""
@@ -60,8 +61,8 @@ class ApiClient(ApiSession):
             return None
 
     async def list_one(self, resource: Resource, namespace: str, name: str) -> Body | None:
-        """Return one object or None. This method needs only the right to list. The object does not contain apiVersion
-        and kind."""
+        """Return one object, or None if it does not exist. This method needs only the permission to list, not the
+        permission to get. The object does not contain apiVersion and kind."""
         object_list = await self.list(resource, namespace, field_selector=f"metadata.name={name}")
         return object_list.items[0] if object_list.items else None
 
@@ -73,7 +74,8 @@ class ApiClient(ApiSession):
         metadata_only: bool = False,
         field_selector: str = "",
     ) -> ObjectList:
-        """List all objects of a resource in a namespace (None: in all namespaces), in pages."""
+        """List all objects of a resource in one namespace, or in all namespaces if `namespace` is None. The list is
+        requested page by page."""
         params = {"limit": str(_PAGE_SIZE), "labelSelector": label_selector, "fieldSelector": field_selector}
         accept = f"{_METADATA_LIST},{_JSON}" if metadata_only else _JSON
         items: list[Body] = []
@@ -87,7 +89,8 @@ class ApiClient(ApiSession):
     async def apply(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
         """Apply a manifest and return the object.
 
-        metadata.uid in the manifest is a precondition: the method raises WriteConflict if another object has the name.
+        If the manifest contains metadata.uid, the object must have this uid. If another object has taken the name, the
+        method raises WriteConflict.
         """
         meta = manifest["metadata"]
         path = resource.path(meta.get("namespace"), meta["name"])
@@ -107,8 +110,8 @@ class ApiClient(ApiSession):
     async def set_status(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
         """Replace the whole status of an object and return the object.
 
-        uid, generation and resourceVersion of metadata are preconditions: the method raises WriteConflict if one of
-        them differs.
+        The object must still have the uid, the generation and the resourceVersion that the manifest's metadata
+        contains. If one of them differs, the method raises WriteConflict.
         """
         meta = manifest["metadata"]
         path = resource.path(meta.get("namespace"), meta["name"], "status")
@@ -127,7 +130,8 @@ class ApiClient(ApiSession):
         return await self.request("POST", path, manifest, params={"fieldManager": _FIELD_MANAGER})
 
     async def delete(self, resource: Resource, namespace: str | None, name: str, uid: str) -> None:
-        """Delete the object with this uid, if it exists; the garbage collector deletes the objects that it owns.
+        """Delete the object with this uid, if it exists. The garbage collector then deletes the objects that belong to
+        it.
 
         Raises:
             WriteConflict: another object has the name.

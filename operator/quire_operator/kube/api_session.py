@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP requests to one API server, with the credentials of a cluster config. Independent of resources.
 
-Errors are ApiErrors; the type states whether a retry can help. A request whose response was lost is sent again if that
-is safe. ApiSession is the base class of api_client.ApiClient.
+A request that fails raises an ApiError; the class of the error shows whether a retry can help. If no response arrives,
+the session sends the request again, but only if that is safe. ApiSession is the base class of api_client.ApiClient.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ _MAX_CONNECTIONS = 32
 _CLOSE_TIMEOUT_S = 5.0
 """Maximum seconds to wait until connections are closed; normally a few iterations of the event loop are enough."""
 _RETRIABLE_METHODS = ("GET", "PATCH", "DELETE")
-"""Methods of requests that are safe to send again, because patches are applies or have preconditions, and deletes have
-a uid."""
+"""Requests with these methods are safe to send again. A patch is either a server-side apply or has preconditions, and a
+delete request contains the uid of the object."""
 _RETRY_DELAYS_S = (0.2, 1.0)
 _MAX_RETRY_AFTER_S = 2.0
-"""Maximum seconds that a request waits for a Retry-After. With a longer Retry-After the request fails, and the work
-queue retries it."""
+"""If a response has a Retry-After of at most this number of seconds, the session waits and then sends the request
+again. If the Retry-After is longer, the request fails, and the work queue schedules a retry."""
 
 Body = dict[str, Any]
 
 
 class ApiSession:
-    """Requests to one API server. An asynchronous context manager."""
+    """Sends requests to one API server. It is an asynchronous context manager."""
 
     def __init__(self, cluster_config: ClusterConfig) -> None:
         self.cluster_config = cluster_config
@@ -86,8 +86,8 @@ class ApiSession:
         content_type: str = _JSON,
         accept: str = _JSON,
     ) -> Body:
-        """Send a request and return the parsed response. After a missing response or a server error, the request is
-        sent again if that is safe."""
+        """Send a request and return the parsed response. If no response arrives or the server has an error, the request
+        is sent again, but only if that is safe."""
         data = None if body is None else orjson.dumps(body)
         headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
         for delay_s in (*_RETRY_DELAYS_S, None):
@@ -143,7 +143,9 @@ class ApiSession:
     async def stream(
         self, path: str, params: Mapping[str, str], response_timeout_s: float = 30.0
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Yield the lines of a long response, whose headers must arrive within `response_timeout_s`.
+        """Send a request with a long response, such as a watch, and yield an iterator over its lines.
+
+        The headers of the response must arrive within `response_timeout_s` seconds.
 
         Raises:
             ApiError: the API server rejected the request. Later errors are raised by the iterator; they are aiohttp's
@@ -193,7 +195,8 @@ def _parse_response(request_line: str, response: aiohttp.ClientResponse, content
 
 
 async def _iter_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield lines of any length; StreamReader rejects lines over 128 KiB, and objects can have 1.5 MiB."""
+    """Yield the lines of a response, which can have any length. StreamReader itself rejects lines of more than 128 KiB,
+    but an object can have 1.5 MiB."""
     remainder = b""
     async for chunk in content.iter_any():
         *lines, remainder = (remainder + chunk).split(b"\n")

@@ -2,8 +2,9 @@
 """Address and credentials of the API server, from a kubeconfig or from the ServiceAccount of this pod.
 
 A kubeconfig can contain a client certificate, token, token file, password or exec plugin. Kubernetes 1.26 removed
-auth-provider plugins. kubernetes.config of the official client is not used: it runs plugins without a timeout in the
-calling thread and hides their errors. The official client also adds 46 MB of memory and 126 MB to the image.
+auth-provider plugins. The operator does not use kubernetes.config of the official client: that module runs plugins in
+the calling thread, without a timeout, and hides their errors. The official client would also need 46 MB of memory, and
+it would make the image 126 MB larger.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TOKEN_REREAD_S = 60
 """Seconds after which a token file is read again; the kubelet writes a new token long before the old one expires."""
 _EXPIRY_MARGIN_S = 60
-"""A plugin's token is replaced this number of seconds before it expires."""
+"""The operator requests a new token from a plugin this number of seconds before the old one expires."""
 
 
 @dataclass(slots=True)
@@ -41,22 +42,23 @@ class ClusterConfig:
     namespace: str = "default"
     """Namespace of the kubeconfig's context, or of this pod."""
     static_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Headers that never change: the token or password of the kubeconfig."""
+    """Headers with the token or the password from the kubeconfig. They never change."""
     token_file: Path | None = None
     exec_plugin: ExecPlugin | None = field(default=None, repr=False)
-    """Exec entry of the kubeconfig."""
+    """The plugin that the kubeconfig's exec entry describes."""
     tls_server_name: str | None = None
-    """Name that the server's certificate must have (tls-server-name); None: the host of the URL."""
+    """The server's certificate must be valid for this name (tls-server-name). If it is None, the certificate must be
+    valid for the host in the URL."""
     proxy_url: str | None = field(default=None, repr=False)
     """URL of the proxy to the server (proxy-url); it can contain a password."""
     _token: str = field(default="", repr=False)
     _token_read_at: float = field(default=float("-inf"), repr=False)
     _token_expires_at: float = field(default=float("inf"), repr=False)
     _plugin_task: "asyncio.Task[ExecCredential] | None" = field(default=None, init=False, repr=False, compare=False)
-    """Running plugin, whose result all waiting requests share."""
+    """The task that runs the plugin now. All requests that wait for a token share its result."""
 
     async def auth_headers(self) -> Mapping[str, str]:
-        """Return the headers of a request, with a valid token.
+        """Return the headers that authenticate a request.
 
         Raises:
             Unavailable: no valid token is available now.
@@ -75,13 +77,14 @@ class ClusterConfig:
     def invalidate_token(self, rejected_headers: Mapping[str, str] | None = None) -> None:
         """Drop the token in `rejected_headers`, so that the next request gets a new token.
 
-        A newer token that a concurrent request received is kept. None drops any token.
+        If a concurrent request has already received a newer token, that token is kept. None drops any token.
         """
         if rejected_headers is None or rejected_headers.get("Authorization") == f"Bearer {self._token}":
             self._token, self._token_read_at, self._token_expires_at = "", float("-inf"), float("-inf")
 
     async def _get_credential(self, exec_plugin: ExecPlugin) -> ExecCredential:
-        """Run the plugin; concurrent requests share one run and its result or error."""
+        """Run the plugin and return its token. Concurrent requests share one run of the plugin, and also its error if
+        it fails."""
         if self._plugin_task is None:
             self._plugin_task = asyncio.create_task(exec_plugin.get_credential(), name="exec plugin")
             self._plugin_task.add_done_callback(self._on_plugin_done)
@@ -94,8 +97,8 @@ class ClusterConfig:
 
     @classmethod
     def from_environment(cls, kubeconfig: str | None = None, context: str | None = None) -> "ClusterConfig":
-        """Read the first of these sources that exists: `kubeconfig`, the file in KUBECONFIG, this pod's ServiceAccount,
-        ~/.kube/config.
+        """Read the configuration from the first of these sources that exists: the file `kubeconfig`, the file in the
+        variable KUBECONFIG, the ServiceAccount of this pod, and ~/.kube/config.
 
         Raises: ConfigError: none of these sources exists, or the first existing source is invalid.
         """

@@ -11,10 +11,10 @@ from quire_operator.kube.resources import OPTIONAL_RESOURCES, Resource
 logger = logging.getLogger(__name__)
 
 REFRESH_INTERVAL_S = 240.0
-"""Seconds between refreshes. A kind that is installed later is used after at most five minutes, including its first
-list and apply."""
+"""Seconds between refreshes. If a kind is installed later, the operator uses it after at most five minutes. This time
+includes the first list and the first apply."""
 _RETRY_S = 30.0
-"""Seconds before a refresh is repeated if some API groups did not respond."""
+"""If some API groups did not respond, the refresh is repeated after this number of seconds."""
 
 
 class Discovery:
@@ -57,7 +57,7 @@ class Discovery:
 
 
 async def is_served(client: ApiClient, resource: Resource) -> bool:
-    """Whether the API server serves a kind now, and lists it at both discovery paths that clients use.
+    """Return whether the API server serves a kind now. Clients use two discovery paths, and both must list the kind.
 
     Raises:
         ApiError: the API server does not respond.

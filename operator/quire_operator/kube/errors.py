@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of API server requests. The type states whether a retry can help.
+"""Errors that requests to the API server raise. The class of an error shows whether a retry can help.
 
 ApiError
 +-- InvalidObject           400, 405, 413, 415, 422: the object is invalid, and will be rejected again
@@ -19,10 +19,12 @@ from quire_spec.errors import QuireError
 
 
 class ApiError(QuireError):
-    """The API server rejected a request or did not respond; the message starts with the request."""
+    """The API server rejected a request or did not respond. The message begins with the method and the path of the
+    request."""
 
     def __init__(self, message: str, status: int = 0, retry_after_s: float | None = None) -> None:
-        """`status` is the HTTP status, 0 without a response; `retry_after_s` is the response's Retry-After."""
+        """`status` is the HTTP status, or 0 if there was no response. `retry_after_s` is the value of the header
+        Retry-After."""
         self.status = status
         self.retry_after_s = retry_after_s
         super().__init__(message)
@@ -33,7 +35,7 @@ class InvalidObject(ApiError):
 
 
 class Forbidden(ApiError):
-    """The operator lacks a right or a quota."""
+    """The operator lacks a permission, or a quota is used up."""
 
 
 class ObjectNotFound(ApiError):
@@ -49,11 +51,11 @@ class ResourceVersionExpired(ApiError):
 
 
 class ApiServerUnavailable(ApiError):
-    """The API server is overloaded, failed or did not respond; a retry can succeed."""
+    """The API server is overloaded, has failed or did not respond. A retry can succeed."""
 
 
 class UnknownField(InvalidObject):
-    """The API server is too old for a field of the object; `field` is the field's path."""
+    """The API server is too old to support a field of the object. `field` is the path of this field."""
 
     def __init__(self, message: str, field: tuple[str, ...]) -> None:
         super().__init__(message, 500)
@@ -70,7 +72,8 @@ _BY_STATUS: Mapping[int, type[ApiError]] = {
 
 
 def error_from_response(request_line: str, status: int, body: Any, retry_after: str | None = None) -> ApiError:
-    """Return the error of a response; `body` is the parsed Status object, or the text of another response."""
+    """Convert a response to an error. `body` is the parsed Status object, or the text of the response if it is not a
+    Status."""
     reason = body.get("message") if isinstance(body, Mapping) else body
     message = f"{request_line}: {status} {reason or 'no reason given'}"
     retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
@@ -82,6 +85,6 @@ def error_from_response(request_line: str, status: int, body: Any, retry_after: 
 
 
 def error_from_event(event: Mapping[str, Any], request_line: str) -> ApiError:
-    """Return the error of a watch event of type ERROR."""
+    """Convert a watch event of type ERROR to an error."""
     status = event["object"]
     return error_from_response(request_line, int(status.get("code") or 500), status)

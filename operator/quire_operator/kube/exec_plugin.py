@@ -28,7 +28,7 @@ class ExecCredential:
 
     token: str
     expires_at: float
-    """Expiry as Unix time; infinite if the plugin gives none."""
+    """Unix time at which the token expires; infinite if the plugin does not return a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ExecPlugin:
     env: Mapping[str, str]
     """Environment variables of the plugin in addition to the operator's variables."""
     install_hint: str
-    """Text of the kubeconfig about the installation of the plugin; often empty."""
+    """The kubeconfig's explanation of how to install the plugin; often empty."""
 
     @classmethod
     def from_kubeconfig(cls, entry: Any, kubeconfig: Path) -> Self:

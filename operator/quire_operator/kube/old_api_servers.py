@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compatibility with API servers that are older than the current Kubernetes. Called by api_client.py and errors.py.
 
-Unknown fields, Kubernetes 1.25 and older: server-side apply rejects a manifest with an unknown field with the internal
-error "field not declared in schema". For example, 1.25 lacks unhealthyPodEvictionPolicy of a PodDisruptionBudget, and
-a podTemplate of a user can contain any newer field.
+In Kubernetes 1.25 and older, server-side apply rejects every manifest that contains an unknown field. The API server
+returns the internal error "field not declared in schema". For example, Kubernetes 1.25 does not know the field
+unhealthyPodEvictionPolicy of a PodDisruptionBudget, and a user's podTemplate can contain any newer field.
 
-Status by JSON patch, Kubernetes 1.20: if an object inside the status was removed, server-side apply writes null, and
-the API server rejects that null. Since 1.21 server-side apply of the status works.
+The operator writes the status with a JSON patch because of Kubernetes 1.20. If an object inside the status was removed,
+server-side apply in 1.20 writes null in its place, and the API server then rejects the null. Since 1.21, server-side
+apply works for the status too.
 """
 
 import re
@@ -14,7 +15,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 FieldPath = tuple[str, ...]
-"""Names of the fields from the root of an object to a field, without list indexes."""
+"""Path from the root of an object to a field. It consists of the names of the fields on the way, without list
+indexes."""
 
 _UNKNOWN_FIELD = re.compile(r"\.([A-Za-z0-9.]+): field not declared in schema")
 _PRECONDITIONS = ("uid", "generation", "resourceVersion")
@@ -49,7 +51,7 @@ def status_patch(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def meets_preconditions(manifest: Mapping[str, Any], current: Mapping[str, Any] | None) -> bool:
-    """Whether the preconditions of status_patch() are satisfied for the object `current`; None means that it does not
-    exist."""
+    """Return whether the object `current` satisfies the preconditions of status_patch(). `current` is None if the
+    object does not exist."""
     meta = manifest["metadata"]
     return current is not None and all(current["metadata"].get(name) == meta[name] for name in _PRECONDITIONS)

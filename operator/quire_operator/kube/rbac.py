@@ -20,7 +20,8 @@ class PolicyRule:
     verbs: tuple[str, ...]
     subresource: str = ""
     optional: str = ""
-    """Effect if an administrator removes this rule; empty if the operator cannot run without the rule."""
+    """The effect on the operator if an administrator removes this rule. It is empty if the operator cannot run without
+    the rule."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the rule in the form of a Role's `rules` entry."""

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reflector: keeps a copy of all objects of one kind current across lost connections and API server restarts.
+"""Reflector: keeps a local copy of all objects of one kind up to date, even if a connection is lost or the server
+restarts.
 
-A reflector lists, then watches. After a lost connection it continues from the last resourceVersion; if that is
-compacted (410), it lists again. It closes a watch that gets no data for too long: an API server sends a bookmark every
-minute, a dead connection sends nothing. The controller runs a reflector for each child kind and namespace.
+A reflector first lists the objects and then watches them. If it loses the connection, it continues the watch from the
+last resourceVersion. If the API server has compacted this version (410), the reflector lists the objects again. The
+reflector closes a watch that has not received data for too long. An API server sends a bookmark every minute, so such a
+connection is dead. The controller runs a reflector for each child kind and namespace.
 
-kopf does not watch child kinds, for four reasons (measured with 1.45.2). kopf needs 0.7 ms of CPU for an event, the
-reflector 0.1 ms. A watch error, a 404 or a lasting 403 of one kind ends kopf and thus the operator. kopf sends no
-DELETED event for an object that was deleted before kopf lists again. kopf does not signal the end of the first list.
+The operator does not use kopf to watch child kinds, for four reasons, which were tested with kopf 1.45.2. First, kopf
+needs 0.7 ms of CPU time for an event, but the reflector needs only 0.1 ms. Second, kopf ends, and thus the operator
+ends, if the watch of one kind has an error, a 404 or a lasting 403. Third, if an object is deleted while kopf does not
+watch, kopf lists the objects again, but does not send a DELETED event. Fourth, kopf does not signal when it has
+finished the first list.
 """
 
 import asyncio
@@ -34,10 +38,10 @@ _FIRST_BACKOFF_S = 0.5
 
 
 class ObjectStore(Protocol):
-    """Store that receives the objects of a reflector."""
+    """A store to which a reflector writes the objects."""
 
     def replace(self, resource: Resource, namespace: str | None, bodies: tuple[dict[str, Any], ...]) -> None:
-        """Replace all objects of a kind in the namespace; None: in all namespaces."""
+        """Replace all objects of a kind in one namespace, or in all namespaces if `namespace` is None."""
         ...
 
     def upsert(self, resource: Resource, body: dict[str, Any]) -> object:
@@ -54,16 +58,18 @@ class WatchTimeouts:
     """Timeouts of a watch."""
 
     inactivity_s: float = 90.0
-    """Seconds without data after which a connection is closed as dead; bookmarks arrive every 60 to 75 s."""
+    """If a connection delivers no data for this number of seconds, the reflector closes it as dead. Bookmarks arrive
+    every 60 to 75 s."""
     server_timeout_s: float = 300.0
-    """Seconds after which the API server ends a watch, plus up to 10 % at random, so that not all watches restart at
-    once."""
+    """The API server ends a watch after this number of seconds. The reflector adds a random part of up to 10 %, so that
+    not all watches restart at the same time."""
     max_backoff_s: float = 30.0
-    """Maximum seconds between failed attempts."""
+    """Maximum number of seconds between a failed attempt and the next attempt."""
 
     @property
     def stale_after_s(self) -> float:
-        """Seconds without a response after which a watch is stale; several new connections have then failed."""
+        """A watch is stale if the API server has not responded for this number of seconds. By then, the reflector has
+        tried several new connections, and all have failed."""
         return 3 * self.inactivity_s
 
 
@@ -85,7 +91,7 @@ class Reflector:
         self.heartbeat = WatchHeartbeat(resource, namespace)
         self._client, self._store, self._timeouts = client, store, timeouts or WatchTimeouts()
         self._resource_version = ""
-        """resourceVersion from which the watch continues; empty: list first."""
+        """The watch continues from this resourceVersion. If it is empty, the reflector must list the objects first."""
 
     async def run(self) -> None:
         """Run until cancellation."""
@@ -155,7 +161,7 @@ class Reflector:
 
 
 async def _with_inactivity_timeout(lines: AsyncIterator[bytes], inactivity_s: float) -> AsyncGenerator[bytes, None]:
-    """Yield the lines; raise TimeoutError if no line arrives for `inactivity_s` seconds."""
+    """Yield the lines. If no line arrives for `inactivity_s` seconds, raise TimeoutError."""
     while True:
         try:
             async with asyncio.timeout(inactivity_s):

@@ -65,7 +65,7 @@ CHILD_RESOURCES = (
 """Kinds that the operator creates for an LLMService."""
 
 OPTIONAL_RESOURCES = (POD_DISRUPTION_BUDGET, HORIZONTAL_POD_AUTOSCALER, POD_MONITOR, SCALED_OBJECT, INFERENCE_POOL)
-"""Kinds that an API server can lack, because it is too old or their CRD is not installed."""
+"""Kinds that are not available on every API server: the server can be too old, or the kind's CRD is not installed."""
 
 WATCHED_RESOURCES = (*(resource for resource in CHILD_RESOURCES if resource is not SECRET), REPLICA_SET, POD)
 """Kinds that the operator watches. The operator does not watch Secrets, because the right to list Secrets includes the
@@ -77,5 +77,5 @@ _BY_API_VERSION_AND_KIND: Mapping[tuple[str, str], Resource] = {
 
 
 def resource_for(manifest: Mapping[str, Any]) -> Resource:
-    """Return the resource of a rendered manifest; raises KeyError if this module lacks it."""
+    """Return the resource of a rendered manifest. Raises KeyError if CHILD_RESOURCES does not contain the resource."""
     return _BY_API_VERSION_AND_KIND[manifest["apiVersion"], manifest["kind"]]

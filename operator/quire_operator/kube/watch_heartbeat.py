@@ -7,14 +7,14 @@ from quire_operator.kube.resources import Resource
 
 
 class WatchHeartbeat:
-    """Times of the last data and the last response of one watch. A watch is for one kind, in one namespace or in all
-    namespaces."""
+    """Records when one watch last received data, and when it last received any response. A watch is for one kind, in
+    one namespace or in all namespaces."""
 
     def __init__(self, resource: Resource, namespace: str | None = None) -> None:
         """`namespace` is None for all namespaces."""
         self.resource, self.namespace = resource, namespace
         self.ever_beat = False
-        """Whether the API server has sent data or accepted a watch since the start."""
+        """Whether the API server has sent data or accepted the watch at least once since this object was created."""
         self._last_beat_at = self._last_response_at = time.monotonic()
 
     def beat(self) -> None:
@@ -23,11 +23,12 @@ class WatchHeartbeat:
         self.ever_beat = True
 
     def record_error(self) -> None:
-        """Record that the API server responded with an error. The watch is tried again; a restart would not help."""
+        """Record that the API server responded with an error. The watcher then tries again. A restart of the operator
+        would not help."""
         self._last_response_at = time.monotonic()
 
     def reset(self) -> None:
-        """Set both ages to 0, because no watch was possible until now."""
+        """Set both ages to 0. The operator calls this method if no watch was possible until now."""
         self._last_beat_at = self._last_response_at = time.monotonic()
 
     @property
@@ -37,5 +38,5 @@ class WatchHeartbeat:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last response, including errors. A dead connection has no responses."""
+        """Seconds since the last response. An error is also a response, but a dead connection does not respond."""
         return time.monotonic() - self._last_response_at

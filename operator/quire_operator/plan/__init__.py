@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner: computes the engine's settings from a model, a GPU and a spec. Pure, except for reading files."""
+"""The planner: computes the engine's settings from a model, a GPU and a spec. The functions are pure, except those that
+read files."""

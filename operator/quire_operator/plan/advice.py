@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice for plans with little KV cache and for models that do not fit: tried candidates, larger GPUs, other settings.
+"""Advice for a plan with little KV cache, and for a model that does not fit.
 
-Pure. This module makes a plan with every setting before it recommends the setting, so the engine accepts each
-recommendation. Called by planner.py and build_plan.py.
+The advice lists the candidates that were tried, larger GPUs and other settings. Before this module recommends a
+setting, it makes a plan with it. Therefore, the engine accepts every recommendation. The functions are pure. Called by
+planner.py and build_plan.py.
 """
 
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ from quire_spec.model import capabilities
 from quire_spec.model.tensor_parallel import unsupported_reason
 
 MIN_FULL_LENGTH_REQUESTS = 4
-"""Number of requests of maxModelLen tokens that must fit into the KV cache. A plan with space for fewer requests gets
-LowConcurrency."""
+"""The KV cache should have space for this number of requests with maxModelLen tokens each. If it has space for fewer
+requests, the plan gets the reason LowConcurrency."""
 _LARGE_LORA_DIVISOR = 4
 """The advice suggests fewer adapter slots if the slots use more than 1/4 of the KV cache's size."""
 _RELAXABLE_FIELDS = (
@@ -33,7 +34,8 @@ _RELAXABLE_FIELDS = (
 
 
 def assess_fit(inputs: PlannerInputs, candidate: Candidate) -> tuple[FitReason, str]:
-    """Return the reason of the condition Planned for the candidate, and the advice ("" if there is none)."""
+    """Return two texts for the candidate: the reason for the condition Planned, and the advice ("" if there is
+    none)."""
     fits: list[tuple[FitReason, str]] = []
     if text := _utilization_risk(inputs, candidate):
         fits.append((FitReason.UTILIZATION_RISK, text))
@@ -49,8 +51,8 @@ def assess_fit(inputs: PlannerInputs, candidate: Candidate) -> tuple[FitReason, 
 
 
 def explain_no_fit(inputs: PlannerInputs, attempts: list[Candidate]) -> str:
-    """Return the message of the reason DoesNotFit: a sentence, the table of attempts, and the smallest GPUs that
-    fit."""
+    """Return the message for the reason DoesNotFit. It consists of a summary, a table of the attempts, and the smallest
+    GPUs on which the model fits."""
     if inputs.gpu is None:
         return _explain_no_fit_on_cpu(inputs, attempts)
     gpu, context = inputs.gpu, limits.min_context(inputs)
@@ -62,8 +64,8 @@ def explain_no_fit(inputs: PlannerInputs, attempts: list[Candidate]) -> str:
 
 
 def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
-    """For each number of GPUs that engine and model support, yield the number and the smallest product on which the
-    model fits."""
+    """For each number of GPUs, yield the number and the smallest product on which the model fits with it. Numbers that
+    the engine or the model does not support are omitted."""
     for count in limits.TP_SIZES:
         if count not in capabilities.TENSOR_PARALLEL_SIZES or unsupported_reason(inputs.model.shape, count):
             continue
@@ -75,8 +77,8 @@ def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
 
 
 def _attempts_table(inputs: PlannerInputs, attempts: list[Candidate]) -> Iterator[str]:
-    """Yield one table row for each number of GPUs: the best candidate, or the reason why the planner tried no
-    candidate."""
+    """Yield the lines of a table with one row for each number of GPUs. A row shows the best candidate, or the reason
+    why the planner did not try this number."""
     columns = ("GPUs", "share", "weights", "step", "other", "adapters", "left", "short by")
     yield "  " + " ".join(f"{name:>8}" for name in columns) + "   (GiB on each)"
     for tp in limits.TP_SIZES:
@@ -120,7 +122,7 @@ def _sufficient_gpus(inputs: PlannerInputs) -> str:
 
 
 def _reduction_options(inputs: PlannerInputs) -> str:
-    """Return the changes of the spec that reduce memory: lower values, and fields to omit."""
+    """Return changes of the spec with which the model needs less memory: values to lower, and fields to omit."""
     engine, options = inputs.engine, ["a smaller model"]
     if inputs.lora.maxLoaded:
         options.append(f"lower spec.lora.maxLoaded ({inputs.lora.maxLoaded}) or maxRank ({inputs.lora.maxRank})")
@@ -227,7 +229,7 @@ def _fewer_adapter_slots_options(inputs: PlannerInputs, candidate: Candidate) ->
 
 
 def _best_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | None:
-    """Return the best candidate with these changes; None if no candidate fits."""
+    """Return the best candidate after these changes of the inputs; None if no candidate fits."""
     changed = replace(inputs, **changes)
     if changed.gpu is not None and limits.dtype_error(changed, changed.gpu):
         return None
@@ -235,7 +237,8 @@ def _best_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | N
 
 
 def _sufficient_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | None:
-    """Return the best candidate with these changes; None if its KV cache has no space for MIN_FULL_LENGTH_REQUESTS."""
+    """Return the best candidate after these changes of the inputs. If its KV cache does not have space for
+    MIN_FULL_LENGTH_REQUESTS requests, return None."""
     best = _best_candidate_with(inputs, **changes)
     return best if best and best.kv_tokens >= MIN_FULL_LENGTH_REQUESTS * best.max_model_len else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the chosen candidate to a Plan: values with origins and reasons, memory in whole MiB. Pure.
+"""Converts the chosen candidate to a Plan, in which each value has an origin and a reason. Pure.
 
 Called by planner.py.
 """
@@ -27,7 +27,7 @@ from quire_operator.plan.plan import (
 
 
 def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str, str]) -> Plan:
-    """Return the plan of the candidate. `images` maps each device to the image of this release."""
+    """Convert the candidate to a plan. `images` maps each device to the image of this release."""
     engine, gpu = inputs.engine, inputs.gpu
     device_memory = _device_memory(inputs, candidate)
     fit, text = advice.assess_fit(inputs, candidate)

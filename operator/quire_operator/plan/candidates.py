@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates for a plan: number of GPUs, token budget and maximum sequences, with memory costs and context length.
+"""Candidates for a plan: combinations of a number of GPUs, a token budget and a maximum number of sequences.
 
-Pure. Candidates have one fixed order, and every candidate that fits also fits into more memory. Therefore more memory
-never results in a worse plan. planner.py uses the best candidate; advice.py evaluates other candidates.
+This module computes the memory costs and the context length of each candidate. The order of the candidates is fixed,
+and a candidate that fits also fits if there is more memory. Therefore, more memory never results in a worse plan. The
+functions are pure. planner.py uses the best candidate; advice.py evaluates other candidates.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_spec.model import capabilities
 
 MEAN_SEQUENCE_LEN = 2048
-"""Assumed average length of a sequence in tokens, from which the planner chooses maxNumSeqs."""
+"""The planner assumes that an average sequence has this number of tokens, and chooses maxNumSeqs accordingly."""
 CONTEXT_STEP = 1024
 MAX_BLOCK_SIZE = 128
 """Largest KV block in tokens. The planner counts in blocks of this size, so a smaller blockSize never shortens the
@@ -25,7 +26,8 @@ context."""
 GPU_MAX_NUM_SEQS = (512, 256, 128, 64, 32, 16)
 CPU_MAX_NUM_SEQS = (64, 32, 16, 8, 4, 2, 1)
 GPU_TOKEN_BUDGETS = ((70 * GIB, 8192), (32 * GIB, 4096), (0, 2048))
-"""Pairs of minimum GPU memory and token budget: a larger GPU needs more tokens in a step for full utilization."""
+"""Pairs of a minimum GPU memory and the token budget for it. A larger GPU is fully utilized only if a step has more
+tokens."""
 CPU_TOKEN_BUDGET = 512
 """Token budget of a step on a CPU. With 2048 tokens, one long prompt would delay running requests by seconds."""
 MAX_KV_TOKENS = 2**63 - 1
@@ -36,7 +38,7 @@ MAX_CPU_KV_BYTES = 4 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One combination of settings, and its memory costs on each device."""
+    """One combination of settings, and the memory that it needs on each device."""
 
     tp: int
     max_num_batched_tokens: int
@@ -65,11 +67,13 @@ def best_candidate(inputs: PlannerInputs, candidates: Iterable[Candidate]) -> Ca
 
 
 def sort_key(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, int, int, int]:
-    """Return the sort key of a candidate: longest context for minConcurrency requests, then fewest GPUs, then most
-    sequences, then largest token budget.
+    """Return the sort key of a candidate; the best candidate has the highest key.
 
-    More sequences are better only while each has MEAN_SEQUENCE_LEN tokens of KV cache; further sequences would often
-    wait for KV blocks.
+    The longest context for minConcurrency requests is best. Among candidates with the same context, fewer GPUs are
+    better, then more sequences, and then a larger token budget.
+
+    More sequences are better only as long as the KV cache has MEAN_SEQUENCE_LEN tokens for each of them. Further
+    sequences would often wait for KV blocks.
     """
     context = min(candidate.max_model_len, candidate.kv_tokens // inputs.engine.minConcurrency)
     mean = min(MEAN_SEQUENCE_LEN, limits.max_context(inputs))
@@ -79,7 +83,7 @@ def sort_key(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, int, int
 
 
 def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidate:
-    """Return the candidate with these settings, its costs and its context length."""
+    """Compute the memory costs and the context length of these settings, and return them as a candidate."""
     shape, dtype_bytes = inputs.model.shape, limits.element_bytes(inputs)
     costs = DeviceCosts(
         weights=device_memory.weights_bytes(limits.loaded_weights_bytes(inputs, tp), tp),
@@ -101,8 +105,11 @@ def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidat
 
 
 def choose_block_size(inputs: PlannerInputs, candidate: Candidate) -> int:
-    """Return the block size: 16 tokens, 32 for many long sequences, or less if 16 would waste over 2 % of the KV
-    cache in partly filled blocks."""
+    """Return the number of tokens in a KV block.
+
+    Blocks have 32 tokens for many long sequences, and otherwise 16. Smaller blocks are chosen if partly filled blocks
+    would waste more than 2 % of the KV cache.
+    """
     if inputs.engine.blockSize is not None:
         return inputs.engine.blockSize
     target = 32 if candidate.max_num_seqs >= 256 and candidate.max_model_len >= limits.MAX_DEFAULT_CONTEXT else 16
@@ -119,7 +126,7 @@ def _utilization(inputs: PlannerInputs, tp: int) -> int:
 
 
 def _kv_bytes(inputs: PlannerInputs, tp: int, costs: DeviceCosts, utilization: int, seqs: int, per_token: int) -> int:
-    """Return the bytes for the KV cache on each GPU, or for each process on a CPU.
+    """Return the number of bytes for the KV cache on each GPU, or for each process on a CPU.
 
     If the spec sets a size that fits, return this size. If the size does not fit, return the missing bytes as a
     negative number.
@@ -138,8 +145,11 @@ def _kv_bytes(inputs: PlannerInputs, tp: int, costs: DeviceCosts, utilization: i
 
 
 def _cpu_kv_bytes(inputs: PlannerInputs, tp: int, seqs: int, per_token: int) -> int:
-    """Return the KV cache size on a CPU without a memory limit: space for all sequences, at most MAX_CPU_KV_BYTES and
-    at least space for one sequence."""
+    """Return the size of the KV cache on a CPU if the container has no memory limit.
+
+    The cache has space for all sequences, but it has at most MAX_CPU_KV_BYTES. It is larger only if the minimum context
+    of the plan needs more.
+    """
     length = round_up_to_blocks(limits.max_context(inputs))
     target = max(length * inputs.engine.minConcurrency, seqs * min(MEAN_SEQUENCE_LEN, length)) * per_token
     shortest = round_up_to_blocks(limits.min_context(inputs))

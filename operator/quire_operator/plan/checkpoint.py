@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about a model that the planner needs: its config.json and the size of its weights.
 
-Pure; checkpoint_files.py reads the files. The source of the size is the safetensors index, or the header of the single
-weights file. Without these files, the size is estimated from config.json.
+Pure; checkpoint_files.py reads the files. The size is read from the safetensors index, or from the header if the
+weights are a single file. If neither exists, the size is estimated from config.json.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class CheckpointInfo:
 
     shape: ModelConfig
     weights_bytes: int
-    """Bytes of all tensors in the weights' files."""
+    """Number of bytes of all tensors in the files with the weights."""
     size_source: SizeSource
     config_digest: str
     """Digest (sha256:...) of the values in config.json; the formatting of the file does not change the digest."""
@@ -65,7 +65,7 @@ class CheckpointInfo:
 
 
 def index_total_bytes(index: object) -> int:
-    """Return the bytes of all tensors from a parsed model.safetensors.index.json.
+    """Return the number of bytes of all tensors, which a parsed model.safetensors.index.json contains.
 
     Raises:
         ConfigError: the index does not contain a valid total size.

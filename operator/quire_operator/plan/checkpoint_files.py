@@ -21,8 +21,8 @@ from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length
 
 T = TypeVar("T")
 Parser: TypeAlias = Callable[[object, object, object], T]
-"""Function that takes config.json, and the index or the header: `CheckpointInfo.from_files`, or its equivalent for a
-draft model."""
+"""A function that takes the parsed config.json, index and header. It is `CheckpointInfo.from_files`, or its equivalent
+for a draft model."""
 
 MAX_JSON_BYTES = 64 * 2**20
 """Maximum size of config.json or an index; the largest indexes have about 10 MB."""
@@ -35,7 +35,8 @@ async def read_source_checkpoint(source: Source, read_secret: SecretValues, pars
 
 
 async def read_local_checkpoint(path: Path, parse: Parser[T]) -> T:
-    """Read a model's folder, or a single config.json. The size of the weights is then estimated from config.json.
+    """Read the folder of a model, or a single config.json. If there is only a config.json, the size of the weights is
+    estimated from it.
 
     Raises:
         ConfigError, Unavailable: see `read_checkpoint`.
@@ -50,7 +51,7 @@ async def read_local_checkpoint(path: Path, parse: Parser[T]) -> T:
 
 
 async def read_checkpoint(reader: SourceReader, parse: Parser[T]) -> T:
-    """Read the files of the model that a plan needs, and return the result of `parse` for them.
+    """Read those files of a model that a plan needs, pass them to `parse`, and return its result.
 
     Raises:
         ConfigError: config.json does not exist, or a file has invalid content.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory costs on one device: weights, the peak of a step, adapter slots, KV bytes of a token, and the reserve.
 
-Formulas and constants are fitted to five startup logs of vLLM with Llama 3.1 8B, which
-tests/operator/plan/test_plan_tables.py lists. For this engine they are estimates. The engine measures its memory at
-startup; status.plan.measured contains the result. Called by candidates.py and host_memory.py.
+The formulas and constants are fitted to five startup logs of vLLM, which served Llama 3.1 8B.
+tests/operator/plan/test_plan_tables.py lists the values of these logs. For Quire's own engine, the results are
+estimates. The engine measures its memory at startup; status.plan.measured contains the result. Called by candidates.py
+and host_memory.py.
 """
 
 import math
@@ -18,16 +19,18 @@ GIB = 2**30
 _NON_TORCH = GIB // 2
 """Memory of the CUDA context and the libraries of the engine process."""
 _COMMUNICATION = GIB // 2
-"""Memory of NCCL buffers, only with tensor parallelism."""
+"""Memory of the NCCL buffers, which exist only with tensor parallelism."""
 _SERVER = GIB // 2
 """Memory of the CUDA context of the server process; gpuMemoryUtilization does not include it."""
 _SHARED_MARGIN = 3 * GIB // 10
 _FRAGMENTATION_PERCENT = 2
 _WEIGHTS_PERCENT = 101
-"""Bytes that torch allocates for 100 bytes of tensors: 15.1 GiB measured for 14.96 GiB of files."""
+"""torch allocates this number of bytes for 100 bytes of tensors. In a measurement, it allocated 15.1 GiB for 14.96 GiB
+of files."""
 _ACTIVATIONS_PERCENT = 115
 _SAMPLING_BYTES = 20
-"""Bytes of sampling for each sequence and vocabulary entry: logits, copies for sorting and softmax, penalty counts."""
+"""Sampling needs this number of bytes for each sequence and each entry of the vocabulary. They are used for the logits,
+for copies that sorting and softmax make, and for the counts of penalties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class DeviceCosts:
 
     weights: int
     activations: int
-    """Peak of the activations in the largest step."""
+    """Peak memory of the activations during the largest step."""
     non_torch: int
     lora: int
     """Memory of all adapter slots."""
@@ -50,7 +53,8 @@ class DeviceCosts:
 
     @property
     def rounded_total(self) -> int:
-        """Sum of all costs. Each cost is rounded up to whole MiB, because a plan contains whole MiB."""
+        """Sum of all costs. Each cost is rounded up to whole MiB before it is added, because a plan contains only whole
+        MiB."""
         return sum(map(round_up_mib, astuple(self)))
 
 
@@ -62,9 +66,10 @@ def round_up_mib(size: int) -> int:
 def kv_bytes_per_token(
     shape: ModelConfig, element_bytes: int, tp: int, scale_bytes: int = 0, num_layers: int | None = None
 ) -> int:
-    """Return the KV bytes of one token on each of `tp` devices. KV heads are replicated if there are fewer than `tp`.
+    """Return the number of bytes that one token needs in the KV cache of each of `tp` devices.
 
-    `num_layers`: by default all layers.
+    If the model has fewer than `tp` KV heads, the heads are replicated. By default, all layers are counted;
+    `num_layers` sets another number of layers.
     """
     heads = max(1, shape.num_kv_heads // tp)
     return memory_sizing.kv_block_bytes(shape, 1, element_bytes, scale_bytes, num_layers) // shape.num_kv_heads * heads
@@ -82,8 +87,11 @@ def lora_bytes(shape: ModelConfig, num_slots: int, max_rank: int, element_bytes:
 
 
 def activation_bytes(shape: ModelConfig, num_tokens: int, num_seqs: int, element_bytes: int, tp: int) -> int:
-    """Return the peak bytes of activations: max(forward pass of `num_tokens` tokens, sampling of `num_seqs`
-    sequences)."""
+    """Return the peak number of bytes of the activations.
+
+    It is the larger of two values: the forward pass of a step with `num_tokens` tokens, and sampling for `num_seqs`
+    sequences.
+    """
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     layer = num_tokens * element_bytes * (4 * shape.hidden_size + (3 * shape.intermediate_size + heads) // tp)
     if shape.moe is not None:
@@ -100,7 +108,7 @@ def non_torch_bytes(tp: int) -> int:
 
 
 def graph_bytes(shape: ModelConfig) -> int:
-    """Return the bytes of captured CUDA graphs, which gpuMemoryUtilization does not include.
+    """Return the number of bytes that captured CUDA graphs need. gpuMemoryUtilization does not include them.
 
     The result is 0.5 GiB for 32 layers, and 1 GiB for 64 layers or more.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about a draft model, an EAGLE-3 head or Medusa heads that a plan needs: their memory, and whether they fit the
-model.
+"""Facts that a plan needs about a draft model, an EAGLE-3 head or Medusa heads.
 
-Pure; checkpoint_files.py reads the files.
+The facts are the memory that they need, and whether they match the served model. The functions are pure;
+checkpoint_files.py reads the files.
 """
 
 import hashlib
@@ -29,11 +29,13 @@ class DraftInfo:
     checkpoint: CheckpointInfo | None
     """The draft model; None for heads."""
     num_elements: int
-    """Weights of the heads, with an embedding in their files; 0 for a draft model."""
+    """Number of weights of the heads; 0 for a draft model. If the files of the heads contain an embedding, its weights
+    are included."""
     kv_shape: ModelConfig | None
     """Shape of the KV cache; None if there is no KV cache."""
     has_embedding: bool = False
-    """Whether the files of the heads contain an embedding. If it equals the model's, the engine does not keep it."""
+    """Whether the files of the heads contain an embedding. If it is equal to the embedding of the model, the engine
+    does not keep it."""
 
     @classmethod
     def from_files(
@@ -81,11 +83,11 @@ class DraftInfo:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the weights' files; for heads, the number is estimated as 2 bytes for each weight."""
+        """Number of bytes of the files with the weights. For heads, it is estimated as 2 bytes for each weight."""
         return self.checkpoint.weights_bytes if self.checkpoint is not None else 2 * self.num_elements
 
 
 def _has_tensor(name: str, index: object, header: object) -> bool:
-    """Return whether the files contain a tensor with this name, perhaps after `model.`."""
+    """Return whether the files contain a tensor with this name. In the files, the name can have the prefix `model.`."""
     names = index.get("weight_map") if isinstance(index, Mapping) else header
     return isinstance(names, Mapping) and any(f"{prefix}{name}" in names for prefix in ("", "model."))
