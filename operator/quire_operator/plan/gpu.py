@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU products and their memory, from the spec, node labels, or the table of products.
 
-NVIDIA's GPU feature discovery sets the node labels. Pure: cli/plan.py and the controller read the nodes.
+NVIDIA's GPU feature discovery sets the node labels. This module does not read the nodes itself; cli/plan.py and the
+controller do this.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,16 +44,18 @@ class GpuInfo:
     compute_capability: tuple[int, int] | None = None
     """CUDA compute capability; None if unknown."""
     gpus_per_node: int | None = None
-    """Number of GPUs of a node; None if unknown. All GPUs of a replica are on one node."""
+    """Number of GPUs on a node; None if unknown. All GPUs of a replica must be on the same node."""
     larger_products: tuple[str, ...] = ()
-    """Products with more memory on which the same pods can run."""
+    """Products that have more memory and on which the same pods can also run."""
 
     @property
     def visible_bytes(self) -> int:
-        """Estimate of the memory that CUDA reports: memory_mib minus the larger of 640 MiB and 1.1 %.
+        """Estimate of the memory that CUDA reports. It is memory_mib minus 640 MiB or minus 1.1 %; the larger reduction
+        counts.
 
-        Label (MiB) and CUDA's value (GiB): L4 23034, 22.03; A10G 23028, 22.06; A100 40960, 39.4 to 39.6; A100 81920,
-        79.14 to 79.25; H100 81559, 79.1; H200 143771, 139.7 to 139.8. The estimate is less than each of these values.
+        These products have the following labels (in MiB) and the following values in CUDA (in GiB): L4 23034 and 22.03;
+        A10G 23028 and 22.06; A100 40960 and 39.4 to 39.6; A100 81920 and 79.14 to 79.25; H100 81559 and 79.1; H200
+        143771 and 139.7 to 139.8. For each of them, the estimate is lower than the value in CUDA.
         """
         label = self.memory_mib * MIB
         return max(label - max(640 * MIB, label * 11 // 1000), MIB)
@@ -124,7 +127,7 @@ def resolve_gpu(gpu_spec: GpuSpec | None, nodes: Iterable[Labels] = (), product:
 
 
 def _int_label(labels: Labels, name: str) -> int | None:
-    """Return the number in a label; None if the label is not a number, because users can edit labels."""
+    """Return the number in a label. Users can edit labels, so the result is None if the label is not a number."""
     text = labels.get(name, "")
     return int(text) if text.isdecimal() else None
 
@@ -181,7 +184,8 @@ PRODUCTS: Mapping[str, tuple[int, tuple[int, int]]] = {
     "NVIDIA-H200": (143771, (9, 0)),
     "NVIDIA-B200": (183359, (10, 0)),
 }
-"""Memory label (MiB) and compute capability by product label, sorted by memory. Labels of nodes take precedence."""
+"""Maps each product label to the memory of the product (in MiB, as in the memory label) and its compute capability. The
+products are sorted by memory. If a node has labels, they take precedence over this table."""
 
 
 def node_labels(node_list: Any) -> list[dict[str, str]]:

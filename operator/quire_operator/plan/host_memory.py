@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory and shared memory of a pod, and the time that it can take to start.
 
-Proportional set sizes in MiB, measured with `quire serve -f examples/llmservice.yaml` (two cores, Python 3.11): stub
-22, supervisor 54, text 31, server 34, core 235 with a model of 2.8 million parameters, OpenAI front 21, template
-renderer 16, grammar checker 20. Users can add adapters without a restart, so the plan has memory for the maximum number
-of stubs.
+The constants are based on measurements with `quire serve -f examples/llmservice.yaml` on two cores, with Python 3.11.
+The processes had these proportional set sizes in MiB: stub 22, supervisor 54, text 31, server 34, core 235 with a model
+of 2.8 million parameters, OpenAI front 21, template renderer 16, grammar checker 20. Users can add adapters without a
+restart, so the plan has memory for the maximum number of stubs.
 """
 
 import math
@@ -24,19 +24,22 @@ _PROCESSES_CPU = GIB
 """Memory of the pod's processes on a CPU: supervisor, server, text process with a large vocabulary, and core process.
 Memory of the model is not included."""
 _PROCESSES_FURTHER_CPU = 256 * MIB
-"""Memory of each additional tensor-parallel rank on a CPU, without the model; 200 MiB were measured."""
+"""Memory of each additional tensor-parallel rank on a CPU. It does not include the model. In a measurement, a rank
+needed 200 MiB."""
 _PROCESSES_GPU = 8 * GIB
-"""Estimated memory of the pod's processes on a GPU, with CUDA libraries, pinned buffers and loading of weights."""
+"""Estimated host memory of the processes of a pod with a GPU. It includes CUDA libraries, pinned buffers, and the
+memory that is needed while the weights are loaded."""
 _PROCESSES_FURTHER_GPU = 2 * GIB
 
 _OPENAI_FRONT = 64 * MIB
-"""Memory of an OpenAI front: 21 MiB measured without requests. The rest is for connections (20 kB each) and request
-bodies."""
+"""Memory of an OpenAI front. Without requests, a front needed 21 MiB in a measurement. The rest is for connections (20
+kB each) and for the bodies of requests."""
 _TEMPLATE_RENDERERS = 64 * MIB
-"""Memory of two template renderers: 32 MiB measured without requests. The rest is for long conversations."""
+"""Memory of two template renderers. Without requests, they needed 32 MiB in a measurement. The rest is for long
+conversations."""
 _GRAMMARS = 384 * MIB
-"""Memory of structured outputs: two grammar checkers (40 MiB measured without requests), and the bounded caches of the
-text process (64 MiB) and of the core process (256 MiB)."""
+"""Memory for structured outputs. Two grammar checkers needed 40 MiB without requests in a measurement. The text process
+has a cache of at most 64 MiB, and the core process has a cache of at most 256 MiB."""
 
 _NETWORK_BYTES_S = 200_000_000
 _VOLUME_BYTES_S = 1_000_000_000
@@ -51,7 +54,7 @@ class HostCosts:
     processes: int
     stubs: int
     lora_copies: int
-    """Memory of the copies of adapters in host memory."""
+    """Memory of the copies of adapters that the engine keeps in host memory."""
     shared_memory: int
     """Memory that files in /dev/shm use; it is part of the pod's memory."""
     swap: int = 0
@@ -64,7 +67,8 @@ class HostCosts:
 
     @property
     def rounded_total(self) -> int:
-        """Sum of all costs. Each cost is rounded up to whole MiB, because a plan contains whole MiB."""
+        """Sum of all costs. Each cost is rounded up to whole MiB before it is added, because a plan contains only whole
+        MiB."""
         return sum(map(round_up_mib, astuple(self)))
 
 
@@ -75,7 +79,8 @@ def shared_memory(num_gpus: int) -> int:
 
 
 def start_seconds(model_bytes: int, downloads: bool, gpu: bool) -> int:
-    """Return the maximum seconds until a pod is ready: twice the expected time, including a download.
+    """Return the maximum number of seconds until a pod is ready. This is twice the expected time, which includes a
+    download.
 
     The estimate assumes 0.2 GB/s from the network, 1 GB/s from a volume, and two minutes for CUDA graphs.
     """
@@ -102,7 +107,7 @@ def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
 
 
 def _lora_copy_bytes(inputs: PlannerInputs) -> int:
-    """Return the maximum bytes of adapter copies in host memory."""
+    """Return the maximum number of bytes that copies of adapters need in host memory."""
     lora = inputs.lora
     if not lora.maxLoaded:
         return 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of the planner, and their hash. A stored plan is valid while the hash of its inputs is the same.
 
-The hash covers values that a user or a cluster sets. The hash covers no value that a release of Quire sets, because an
-upgrade of the operator must not restart pods. Unset fields are not part of the hash, so a new optional field does not
-change existing hashes.
+The hash includes only values that a user or the cluster sets. It does not include values that a release of Quire sets,
+because an upgrade of the operator must not restart pods. It also does not include fields that are not set. Therefore, a
+new optional field does not change existing hashes.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class PlannerInputs:
     gpu: GpuInfo | None
     """GPU of the pods; None on a CPU."""
     max_gpus: int = 1
-    """Maximum number of GPUs of a replica."""
+    """A replica can use at most this number of GPUs."""
     memory_limit: int | None = None
     """Memory limit of the container in bytes; None: the planner chooses it."""
     shared_memory: int | None = None
@@ -45,7 +45,7 @@ class PlannerInputs:
     num_openai_fronts: int = 1
     """Number of processes that serve the OpenAI API; 0: the API is turned off."""
     draft: DraftInfo | None = None
-    """The draft model or the heads of spec.engine.speculativeConfig; None if the method uses neither."""
+    """The draft model or the heads that spec.engine.speculativeConfig selects; None if its method uses neither."""
 
     @classmethod
     def from_service(
@@ -71,7 +71,7 @@ class PlannerInputs:
 
     @property
     def inputs_hash(self) -> str:
-        """Hash (sha256:...) of the fields that are set; status.plan contains it as inputsHash."""
+        """Hash (sha256:...) of the fields that are set. The field inputsHash of status.plan contains it."""
         text = json.dumps(drop_nulls(self._hashed_fields()), sort_keys=True, separators=(",", ":"))
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 

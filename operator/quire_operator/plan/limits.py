@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of the model, the GPU and the engine: allowed numbers of GPUs, dtypes and context lengths. Pure.
+"""Limits that the model, the GPU and the engine set for the number of GPUs, the dtypes and the context length. Pure.
 
 Called by planner.py, candidates.py and advice.py.
 """
@@ -26,8 +26,8 @@ MIN_DEFAULT_CONTEXT = 4096
 """Smallest maxModelLen that the planner chooses, unless the model's limit is smaller."""
 
 _QUANTIZED_PERCENT = 104
-"""Bytes in memory for 100 bytes of quantized files. Memory contains more scales: one for each row of a float8_e4m3fn
-block instead of one for the block."""
+"""Quantized weights need this number of bytes in memory for 100 bytes in the files. The engine stores more scales than
+the files contain: a float8_e4m3fn block has one scale in the files, but one scale for each of its rows in memory."""
 
 
 def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
@@ -59,8 +59,8 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
 
 
 def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
-    """Return why the planner does not try `tp` GPUs if the spec sets no number of GPUs; "" if the planner tries
-    them."""
+    """Return the reason why the planner does not try `tp` GPUs; "" if it tries them. The spec does not set
+    tensorParallelSize."""
     if reason := unsupported_reason(inputs.model.shape, tp):
         return f"not possible: {reason}"
     if tp > inputs.max_gpus:
@@ -91,7 +91,8 @@ def check_dtypes(inputs: PlannerInputs) -> None:
 
 
 def dtype_error(inputs: PlannerInputs, gpu: GpuInfo) -> str:
-    """Return the reason why a GPU does not support the dtypes; "" if it supports them or its capability is unknown."""
+    """Return the reason why a GPU does not support the dtypes. The reason is "" if the GPU supports them, or if its
+    compute capability is unknown."""
     if gpu.compute_capability is None:
         return ""
     capability_text = f"{gpu.name} has compute capability {gpu.compute_capability[0]}.{gpu.compute_capability[1]}"
@@ -171,7 +172,8 @@ def check_lora_cache(inputs: PlannerInputs) -> None:
 
 
 def element_bytes(inputs: PlannerInputs) -> int:
-    """Return the bytes of an element in the engine's dtype; on a CPU, float32 is assumed if the spec sets no dtype."""
+    """Return the number of bytes of an element in the engine's dtype. If the spec does not set a dtype, float32 is
+    assumed on a CPU."""
     if inputs.engine.dtype is None and inputs.gpu is None:
         return capabilities.DTYPE_BYTES["float32"]
     return capabilities.DTYPE_BYTES[inputs.engine.dtype or inputs.model.dtype]
@@ -183,13 +185,13 @@ def kv_element_bytes(inputs: PlannerInputs) -> int:
 
 
 def kv_layout(inputs: PlannerInputs) -> KVLayout:
-    """Return which layers share KV blocks in a plan with the longest possible context."""
+    """Return which layers share KV blocks. The plan is assumed to have the longest possible context."""
     return KVLayout.from_model(inputs.model.shape, max_context(inputs), has_drafter=inputs.draft is not None)
 
 
 def kv_bytes_per_token(inputs: PlannerInputs, tp: int) -> int:
-    """Return the KV bytes of one token on each of `tp` devices. With a draft model, the result is for the first device,
-    which also stores the draft model's KV cache."""
+    """Return the number of bytes that one token needs in the KV cache of each of `tp` devices. If there is a draft
+    model, the result is for the first device, which also stores the KV cache of the draft model."""
     scale_bytes = capabilities.KV_SCALE_BYTES.get(inputs.engine.kvCacheDtype or "auto", 0)
     element, draft = kv_element_bytes(inputs), inputs.draft
     num_layers = kv_layout(inputs).total_layers
@@ -200,7 +202,8 @@ def kv_bytes_per_token(inputs: PlannerInputs, tp: int) -> int:
 
 
 def draft_bytes(inputs: PlannerInputs, tp: int) -> int:
-    """Return the bytes of the draft model or of its heads. With tensor parallelism, the first rank has all of them."""
+    """Return the number of bytes of the draft model or of the heads. With tensor parallelism, only the first rank loads
+    them."""
     draft = inputs.draft
     if draft is None:
         return 0
@@ -219,9 +222,10 @@ def draft_bytes(inputs: PlannerInputs, tp: int) -> int:
 
 
 def loaded_weights_bytes(inputs: PlannerInputs, tp: int) -> int:
-    """Return the bytes of all weights as the engine loads them: in its dtype, unless they stay quantized.
+    """Return the number of bytes of all weights after the engine has loaded them. The engine converts them to its
+    dtype, unless they stay quantized.
 
-    On a CPU, weights stay quantized only with dtype bfloat16, because no other dtype has CPU kernels.
+    On a CPU, weights stay quantized only if the dtype is bfloat16, because the CPU kernels support no other dtype.
     """
     quantization, device = inputs.model.shape.quantization, "cpu" if inputs.gpu is None else "cuda"
     if quantization is not None:

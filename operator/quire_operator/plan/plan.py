@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan: the settings with which a pod starts, each with its origin and reason. Its JSON form is status.plan.
+"""The plan: the settings with which a pod starts, each with its origin and reason. The field status.plan contains its
+JSON form.
 
-A plan is made once for its inputs and later read from the status. Memory is in whole MiB, so that the JSON form is
-lossless. planner.py makes plans; the renderer, the commands and the status read them.
+The planner makes a plan once for the same inputs. Later, the operator reads the plan from the status. All sizes of
+memory are whole MiB, so that the JSON form is exact. planner.py makes plans; the renderer, the commands and the status
+read them.
 """
 
 from collections.abc import Mapping
@@ -59,14 +61,14 @@ class PlannedGpu:
 
     product: str
     visibleMiB: int
-    """Memory of one GPU that CUDA reports."""
+    """Memory of one GPU, as CUDA reports it."""
     count: int
     memory_source: MemorySource
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one GPU, or of the CPU, by purpose; whole MiB."""
+    """How the memory of one GPU, or of the CPU, is divided. The sizes are whole MiB."""
 
     weights: int
     activations: int
@@ -86,7 +88,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory of the container, by purpose; whole MiB."""
+    """How the memory of the container is divided. The sizes are whole MiB."""
 
     processes: int
     stubs: int
@@ -95,7 +97,8 @@ class HostMemory:
     model: int
     """On a CPU, this is the total of DeviceMemory, because the model is in host memory."""
     total: int
-    """Memory request of the container: the value in the spec, else the sum of all uses."""
+    """Memory request of the container. It is the value in the spec, or the sum of all uses if the spec does not set
+    it."""
     swap: int = 0
     """Memory for KV blocks of preempted requests."""
 
@@ -116,10 +119,10 @@ class Plan:
     dtype: PlannedValue[str]
     tensorParallelSize: PlannedValue[int]
     gpuMemoryUtilization: PlannedValue[str] | None
-    """Fraction of the GPU's memory for the engine; None on a CPU."""
+    """Fraction of the GPU's memory that the engine may use; None on a CPU."""
     kvCacheMemory: PlannedValue[str] | None
-    """Size of the KV cache. On a GPU, the value is None unless the spec contains it, because the engine measures the
-    free memory."""
+    """Size of the KV cache. On a GPU, it is None if the spec does not set it: the engine then measures the free
+    memory."""
     blockSize: PlannedValue[int]
     maxModelLen: PlannedValue[int]
     maxNumSeqs: PlannedValue[int]
@@ -128,7 +131,8 @@ class Plan:
     hostBytes: HostMemory
     sharedMemory: PlannedValue[str]
     image: PlannedValue[str]
-    """Image of the pods. The plan contains the image, so that an upgrade of the operator does not change it."""
+    """Image of the pods. It is part of the plan, so that an upgrade of the operator does not change the image of
+    existing pods."""
     modelBytes: int
     """Size of the weights' files, including those of a draft model, in whole MiB."""
     kvTokens: int
@@ -138,7 +142,7 @@ class Plan:
 
     @property
     def concurrency(self) -> float:
-        """Number of requests of length maxModelLen that fit into the KV cache."""
+        """Number of requests with maxModelLen tokens each that fit into the KV cache."""
         return self.kvTokens / self.maxModelLen.value
 
     def to_json(self) -> dict[str, Any]:
@@ -160,7 +164,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Self:
-        """Read status.plan. `measured` is ignored, because the planner does not write it.
+        """Read status.plan. The field `measured` is ignored, because the planner does not write it.
 
         Raises:
             ConfigError: `body` does not have the form that `to_json` writes.
@@ -189,7 +193,8 @@ class Plan:
 
 
 def to_quantity(size: int) -> str:
-    """Format a size in whole MiB as a Kubernetes quantity; 0 has no unit."""
+    """Format a size in bytes as a Kubernetes quantity in MiB; 0 is formatted without a unit. The size must be whole
+    MiB."""
     assert size % MIB == 0, size
     return f"{size // MIB}Mi" if size else "0"
 

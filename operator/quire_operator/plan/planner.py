@@ -14,8 +14,8 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.plan import VERSION, Plan
 
 DEFAULT_IMAGES = {"GPU": "quire:gpu", "CPU": "quire:cpu"}
-"""Default images: the tags of the targets in backend/Dockerfile. The chart passes the images of its own release to the
-operator."""
+"""Default images. The tag of an image is the name of the target in backend/Dockerfile that builds it. In a cluster, the
+chart passes the images of its own release to the operator."""
 
 
 def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES) -> Plan:
@@ -41,8 +41,8 @@ def reuse_or_make_plan(
 ) -> Plan:
     """Return the stored plan if its inputs are the same, else a new plan. Raises the errors of `make_plan`.
 
-    A new release of the operator keeps the values and the image of the stored plan. With `replan`
-    (rollout.updatePolicy: Auto), a new release makes a new plan.
+    By default, a new release of the operator keeps the values and the image of the stored plan. With `replan`
+    (rollout.updatePolicy: Auto), it makes a new plan.
     """
     if stored is not None and stored.inputsHash == inputs.inputs_hash:
         is_current = stored.plannerVersion == VERSION and stored.image.value in (inputs.image, *images.values())

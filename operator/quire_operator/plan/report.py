@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text report of `quire plan`: memory as a bar and a table, settings with their reasons, and advice.
+"""The text report of `quire plan`. It shows the memory as a bar and a table, the settings with their reasons, and the
+advice.
 
-Pure: takes the width and whether to use color, and yields lines. Called by cli/plan.py.
+The functions are pure. The caller passes the width of the terminal and whether to use color, and receives lines. Called
+by cli/plan.py.
 """
 
 import textwrap
@@ -30,10 +32,10 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One use of memory: a row of the table and a segment of the bar."""
+    """One use of memory. It is a row of the table and a segment of the bar."""
 
     symbol: str
-    """Character that the segment of the bar consists of."""
+    """The segment of the bar is drawn with this character."""
     color: str
     name: str
     size: int
@@ -73,7 +75,8 @@ def render_lines(
 
 
 def memory_bar(rows: Sequence[MemoryRow], width: int, use_color: bool) -> str:
-    """Return a bar of `width` columns; each row has a segment, whose length is proportional to the row's size.
+    """Return a bar of `width` columns. Each row has a segment in the bar, with a length in proportion to the size of
+    the row.
 
     The segment of a row with a size above 0 has at least one column.
     """
@@ -171,7 +174,7 @@ def _fit_text(plan: Plan) -> str:
 
 
 def _hanging_indent(prefix: str, text: str, width: int) -> Iterator[str]:
-    """Yield the lines of `text`, wrapped into a column to the right of `prefix`."""
+    """Wrap `text` into a column to the right of `prefix`, and yield the lines."""
     first, *continuation_lines = textwrap.wrap(text, width - len(prefix)) or [""]
     yield f"{prefix}{first}".rstrip()
     yield from (" " * len(prefix) + line for line in continuation_lines)

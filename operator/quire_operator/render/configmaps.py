@@ -15,14 +15,15 @@ from quire_spec.documents.adapter_catalog import SecretRef, Source
 from quire_spec.errors import ConfigError
 
 MAX_CONFIGMAP_BYTES = 1_000_000
-"""Maximum size of the content. Kubernetes limits a ConfigMap to 1 MiB, including its metadata."""
+"""Maximum number of bytes of the content. Kubernetes limits a ConfigMap to 1 MiB, including its metadata."""
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def engine_configmap(service: LLMService, arguments: Mapping[str, Any]) -> Manifest:
-    """Return the ConfigMap of engine.json, and of the chat template if the spec contains its text.
+    """Return the ConfigMap that contains engine.json. If the spec contains the text of a chat template, the ConfigMap
+    contains it too.
 
-    The ConfigMap contains no default values, because a new release with other defaults would then restart the pods.
+    engine.json does not contain default values. Otherwise, a new release with other defaults would restart the pods.
     """
     content = json.dumps(dict(arguments), indent=2, sort_keys=True)
     template = service.spec.openai.chatTemplate
@@ -33,7 +34,8 @@ def engine_configmap(service: LLMService, arguments: Mapping[str, Any]) -> Manif
 
 
 def adapter_configmap(service: LLMService) -> Manifest:
-    """Return the ConfigMap of adapters.json, which pods read at startup. The operator pushes changes to running pods.
+    """Return the ConfigMap that contains adapters.json. A pod reads it when it starts. The operator pushes later
+    changes to the running pods.
 
     Raises:
         ConfigError: the content is too large for a ConfigMap.
@@ -49,17 +51,17 @@ def adapter_configmap(service: LLMService) -> Manifest:
 
 
 def admin_secret(service: LLMService, context: RenderContext) -> Manifest:
-    """Return the Secret with the key of the pods' admin port."""
+    """Return the Secret that contains the key for the admin port of the pods."""
     values = {object_names.ADMIN_KEY_FIELD: context.admin_key}
     return _secret_manifest(service, object_names.admin_secret(service.name), values)
 
 
 def credentials_secret(service: LLMService, context: RenderContext) -> Manifest | None:
-    """Return a Secret with copies of the Secrets that sources reference, one JSON object for each; None if there are
-    none.
+    """Return one Secret that contains copies of all Secrets to which the sources refer; None if they refer to no
+    Secret.
 
-    The pods mount only this Secret. If the pods mounted the referenced Secrets, each adapter with a new Secret would
-    change the pod template and restart the pods.
+    Each copy is a JSON object. The pods mount only this Secret. If they mounted the original Secrets, a new adapter
+    with another Secret would change the pod template, and this would restart the pods.
     """
     referenced = {ref.name for ref in secret_refs(service)}
     contents = {name: json.dumps(dict(values)) for name, values in context.credentials.items() if name in referenced}
@@ -67,13 +69,14 @@ def credentials_secret(service: LLMService, context: RenderContext) -> Manifest 
 
 
 def service_account(service: LLMService) -> Manifest:
-    """Return the ServiceAccount of the pods. The ServiceAccount has no Kubernetes permissions; a cloud can give it
+    """Return the ServiceAccount of the pods. It has no permissions in Kubernetes, but a cloud provider can give it
     access to buckets."""
     return new_manifest("v1", "ServiceAccount", service, service.name, automountServiceAccountToken=False)
 
 
 def secret_refs(service: LLMService) -> list[SecretRef]:
-    """Return the SecretRef of every source; its key is None if the source uses all keys of the Secret."""
+    """Return the SecretRefs of all sources. The key of a SecretRef is None if the source uses all keys of the
+    Secret."""
     adapters = service.build_catalog().adapters
     sources = (*service.model_sources.values(), *(adapter.source for adapter in adapters))
     return [ref for source in sources for ref in _source_secret_refs(source)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about the cluster, which rendering needs in addition to the service and its plan.
+"""Facts about the cluster. The renderer needs them in addition to the service and its plan.
 
-The controller observes these facts; `quire render` takes them from its options.
+The controller reads these facts from the cluster; `quire render` reads them from its options.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,13 @@ class RenderContext:
     """Facts about the cluster that a service's objects depend on."""
 
     admin_key: str
-    """Key of the pods' admin port; it does not change after its creation."""
+    """Key for the admin port of the pods. The operator creates it once and never changes it."""
     available_kinds: frozenset[str] = frozenset()
-    """Kinds of OPTIONAL_KINDS that the API server supports."""
+    """Those of the OPTIONAL_KINDS that the API server supports."""
     credentials: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Values of the keys that sources use, by name of the referenced Secret."""
+    """For each Secret that a source refers to, the keys that the source uses and their values."""
     operator_peer: Mapping[str, Any] | None = None
-    """The operator as a NetworkPolicy peer; None: the policy allows no access to the admin port."""
+    """The peer that stands for the operator in a NetworkPolicy. If it is None, the policy does not let the operator
+    connect to the admin port."""
     owner_uid: str | None = None
-    """metadata.uid of the LLMService; None: the objects have no owner."""
+    """metadata.uid of the LLMService. If it is None, the objects do not have an owner."""

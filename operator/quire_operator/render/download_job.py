@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Job that downloads a model to its claim before server pods with GPUs are created. Called by objects.py."""
+"""The Job that downloads a model to its claim. It does so before the server pods are created, because these occupy
+GPUs. Called by objects.py."""
 
 from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.plan import Plan
@@ -7,7 +8,7 @@ from quire_operator.render import model_storage, object_names
 from quire_operator.render.manifests import PLACEMENT_FIELDS, Manifest, new_job
 
 EXIT_INVALID_CONFIG = 2
-"""Exit code of quire_server.download for an error that a retry cannot fix."""
+"""quire_server.download exits with this code after an error that a retry cannot fix."""
 _MAX_RETRIES = 6
 _POD_FIELDS = sorted((*PLACEMENT_FIELDS, "serviceAccountName"))
 
@@ -15,8 +16,8 @@ _POD_FIELDS = sorted((*PLACEMENT_FIELDS, "serviceAccountName"))
 def job(service: LLMService, plan: Plan, server_pod_spec: Manifest) -> Manifest:
     """Return the Job. `server_pod_spec` is the pod spec of the Deployment.
 
-    The Job runs on the same nodes as the server pods. Otherwise a node-local volume could be created on a node without
-    a GPU.
+    The Job runs on the same nodes as the server pods. Otherwise, a volume that is local to one node could be created on
+    a node without a GPU.
     """
     (container,) = [c for c in server_pod_spec["containers"] if c["name"] == object_names.SERVER]
     downloader = {
@@ -48,5 +49,5 @@ def job(service: LLMService, plan: Plan, server_pod_spec: Manifest) -> Manifest:
 
 
 def download_target(service: LLMService) -> str:
-    """Return the value of the label DOWNLOAD_TARGET_LABEL for Jobs that download the service's model."""
+    """Return the value of DOWNLOAD_TARGET_LABEL. All Jobs that download the model of this service have this label."""
     return object_names.digest([object_names.model_claim(service.name), *model_storage.download_folders(service)])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's configuration from an LLMService and its plan.
+"""Converts an LLMService and its plan to the configuration of the engine.
 
-Pure; called by cli/serve.py and objects.py. Fields that neither the spec nor the plan sets have the engine's defaults.
+If neither the spec nor the plan sets a field, the engine uses its own default. Pure. Called by cli/serve.py and
+objects.py.
 """
 
 from collections.abc import Mapping
@@ -41,7 +42,8 @@ _SPEC_PATHS: Mapping[str, FieldPath] = {
     "tool_call_parser": ("openai", "toolCallParser"),
     "reasoning_parser": ("openai", "reasoningParser"),
 }
-"""For each field of EngineConfig, the path of the field in the spec, for error messages."""
+"""Maps each field of EngineConfig to the path of the corresponding field in the spec. Error messages contain this
+path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,12 @@ class ModelLocation:
 
     @property
     def arguments(self) -> dict[str, str]:
-        """Return the fields of engine.json or of its speculative_config."""
+        """Return the fields that describe this location in engine.json or in its speculative_config."""
         return {"model": self.model, **({} if self.revision is None else {"revision": self.revision})}
 
 
 class UnsupportedByEngine(Exception):
-    """The engine does not support a value of the spec. `problem` names the field of the spec."""
+    """The engine does not support a value in the spec. `problem` contains the path of the field."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -83,10 +85,11 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the content of engine.json.
 
-    Values of the plan take precedence; if the spec sets a field, the plan has the same value.
+    The values of the plan take precedence over those of the spec. If the spec sets a field, the plan contains the same
+    value.
 
-    `chat_template` is the file with the template of spec.openai.chatTemplate; None if the spec sets no template.
-    `draft` is the location of spec.engine.speculativeConfig.model.
+    `chat_template` is the path of the file with the chat template that spec.openai.chatTemplate sets; None if it sets
+    none. `draft` is the location of the draft model in spec.engine.speculativeConfig.model.
 
     Raises:
         UnsupportedByEngine: the engine does not support a value of the spec.
@@ -104,7 +107,8 @@ def engine_arguments(
 
 
 def _spec_path(name: str) -> FieldPath:
-    """Return the path in the spec of a field of EngineConfig, or of a field of its speculative_config."""
+    """Convert the name of a field of EngineConfig, or of its speculative_config, to the path of the field in the
+    spec."""
     section, _, field = name.partition(".")
     if section == "speculative_config" and field:
         first, *words = field.split("_")
@@ -113,7 +117,7 @@ def _spec_path(name: str) -> FieldPath:
 
 
 def _spec_arguments(service: LLMService, draft: ModelLocation | None) -> dict[str, Any]:
-    """Return the fields that the spec or the device sets."""
+    """Return the fields of EngineConfig that follow from the spec, including its device."""
     spec, lora, openai = service.spec.engine, service.spec.lora, service.spec.openai
     cpu = service.spec.device is Device.CPU
     requested = {
@@ -170,7 +174,8 @@ def _to_float(text: str | None) -> float | None:
 
 
 def _plan_arguments(plan: Plan | None) -> dict[str, Any]:
-    """Return the fields that the plan sets. Values that the spec sets are unchanged in the plan."""
+    """Return the fields of EngineConfig that the plan sets. If the spec sets a value, the plan contains it
+    unchanged."""
     if plan is None:
         return {}
     kv, utilization = plan.kvCacheMemory, plan.gpuMemoryUtilization
@@ -187,6 +192,6 @@ def _plan_arguments(plan: Plan | None) -> dict[str, Any]:
 
 
 def _batched_tokens(cpu: bool, max_num_seqs: int | None) -> int:
-    """Return the token budget: max(default budget, max_num_seqs of the spec)."""
+    """Return the token budget of a step: the default budget, or max_num_seqs of the spec if that is larger."""
     default = CPU_TOKEN_BUDGET if cpu else EngineConfig(model="-").max_num_batched_tokens
     return max(default, max_num_seqs or 0)

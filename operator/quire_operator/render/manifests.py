@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common parts of manifests: metadata, owner and references to the LLMService. Called by all modules of render/."""
+"""Parts that all manifests have in common: metadata, owner, and references to the LLMService. Called by all modules of
+render/."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,26 +10,28 @@ from quire_operator.render import object_names
 from quire_spec import constants as spec_names
 
 Manifest = dict[str, Any]
-"""A Kubernetes object in the form that is applied, or a part of such an object."""
+"""A Kubernetes object in the form in which the operator applies it, or a part of the object."""
 
 PLACEMENT_FIELDS = (
     "affinity", "imagePullSecrets", "nodeSelector", "priorityClassName", "schedulerName", "securityContext",
     "tolerations",
 )  # fmt: skip
-"""Fields that are copied from the server's pod spec to a Job's pod spec, so that both run on the same nodes."""
+"""A Job's pod spec gets a copy of these fields of the server's pod spec, so that the pods of both run on the same
+nodes."""
 
 
 def new_manifest(
     api_version: str, kind: str, service: LLMService, name: str, component: str = object_names.SERVER, **fields: Any
 ) -> Manifest:
-    """Return an object of a service with namespace and labels; objects.py adds the owner reference."""
+    """Return an object that belongs to a service. It has a namespace and labels; objects.py adds the owner
+    reference."""
     meta: Manifest = {"name": name, **({"namespace": service.namespace} if service.namespace else {})}
     meta["labels"] = object_names.labels(service, component)
     return {"apiVersion": api_version, "kind": kind, "metadata": meta, **fields}
 
 
 def service_reference(name: str) -> Manifest:
-    """Return apiVersion, kind and name of an LLMService, for owner references and scale targets."""
+    """Return the apiVersion, kind and name of an LLMService, as owner references and scale targets need them."""
     api_version = f"{spec_names.API_GROUP}/{spec_names.API_VERSION}"
     return {"apiVersion": api_version, "kind": spec_names.KIND, "name": name}
 
@@ -45,7 +48,7 @@ def new_job(service: LLMService, name: str, component: str, job_fields: Manifest
 
 
 def container_ports(template: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers of the named ports of a pod template, by port name."""
+    """Return a mapping from the name of each port in a pod template to its number. Ports without a name are omitted."""
     containers = template["spec"].get("containers") or ()
     ports = (port for container in containers for port in container.get("ports") or ())
     return {port["name"]: port["containerPort"] for port in ports if "name" in port}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Job that reads config.json and the size of the weights from a claim, which only a pod can access.
+"""The Job that reads config.json and the size of the weights from a claim. Only a pod can access a claim.
 
 The container writes the result to its termination message (quire_server.read_model). This message is part of the pod's
-status, so the operator needs no permission to read logs. Services with identical Jobs share a Job. Called by the
-controller.
+status, so the operator needs no permission to read logs. If several services need the same Job, they share one Job.
+Called by the controller.
 """
 
 from quire_operator.api.llmservice import LLMService
@@ -16,12 +16,12 @@ READER_COMPONENT = "model-reader"
 """Value of the component label of the Job and its pod."""
 _MAX_RETRIES = 2
 _DEADLINE_S = 600
-"""Deadline of the Job in seconds, enough to pull an image of several gigabytes. Without this deadline, a Job for a
-missing claim would wait forever."""
+"""Deadline of the Job in seconds. It is sufficient to pull an image of several gigabytes. Without a deadline, the Job
+would wait forever if the claim does not exist."""
 
 
 def job(service: LLMService, source: PvcSource, image: str) -> Manifest:
-    """Return the Job. The Job has the image of the server pods and runs on the same nodes."""
+    """Return the Job. It uses the same image as the server pods, and it runs on the same nodes."""
     gpu = service.spec.gpu
     folder = f"{object_names.CLAIMS_DIR}/{source.claimName}"
     pod_spec = {

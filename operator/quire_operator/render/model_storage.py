@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage of a service's model: its folder in the pods, its claim, and the container that downloads it.
+"""Storage for the model of a service: the folder in the pods, the claim, and the container that downloads the model.
 
-The name of a model's folder is a digest of its source, so that each revision has its own folder. Called by objects.py,
-pod_template.py and download_job.py.
+The folder of a model is named after a digest of the model's source. Therefore, each revision has its own folder. Called
+by objects.py, pod_template.py and download_job.py.
 """
 
 import json
@@ -24,20 +24,21 @@ from quire_spec.errors import ConfigError
 DOWNLOAD_CONTAINER = "download"
 """Name of the container that downloads the model."""
 _TERMINATION_LOG = "/dev/termination-log"
-"""File of the termination message, which the operator reads from the pod's status."""
+"""The container writes its termination message to this file. The operator reads the message from the pod's status."""
 MIN_CLAIM_BYTES = 10 * GIB
 _CLAIM_SIZE_PERCENT = 130
-"""Size of the claim in percent of the weights' files. The rest is for tokenizer, configuration, and files of an
-interrupted download."""
+"""The size of the claim is this percentage of the size of the files with the weights. The additional space is for the
+tokenizer, the configuration, and the files that an interrupted download leaves."""
 
 
 def cache_mode(service: LLMService) -> str:
-    """Return spec.cache.mode; its default if the spec omits it."""
+    """Return spec.cache.mode, or the default mode if the spec does not set it."""
     return service.spec.cache.mode or ("PVC" if downloaded_sources(service) else "None")
 
 
 def downloaded_sources(service: LLMService) -> list[Source]:
-    """Return the sources of the model and the draft model that are downloaded before a pod serves."""
+    """Return the sources of the model and of the draft model, but only those that must be downloaded before a pod can
+    serve."""
     return [source for source in service.model_sources.values() if source.pvc is None]
 
 
@@ -102,9 +103,9 @@ def download_container(service: LLMService, image: str, security: Manifest) -> M
     """Return the container that downloads the model and the draft model. If all files exist, the container does
     nothing.
 
-    The container serves its progress on the health port. The server container uses this port only after all init
-    containers have ended. If spec.podTemplate gives environment variables and files to the server container, for
-    example for a proxy, this container also gets them.
+    While it downloads, the container reports its progress on the health port. The server container uses the same port,
+    but it starts only after all init containers have ended. spec.podTemplate can give environment variables and files
+    to the server container, for example for a proxy. This container then gets them too.
     """
     arguments = [
         argument
@@ -139,11 +140,11 @@ def download_container(service: LLMService, image: str, security: Manifest) -> M
 
 
 def _template_overrides(service: LLMService) -> Manifest:
-    """Return overrides of the server container in spec.podTemplate that also apply to the download container.
+    """Return the part of spec.podTemplate that changes the server container and also applies to the download container.
 
-    These are environment variables and mounts of ConfigMaps, Secrets and projected volumes, for example CA certificates
-    or a proxy password. Claims are excluded, because some claims can be mounted on one node only. Mounts of the node's
-    folders are also excluded.
+    The part consists of environment variables, and of mounts of ConfigMaps, Secrets and projected volumes. For example,
+    these contain CA certificates or the password of a proxy. Mounts of claims are excluded, because some claims can be
+    mounted on one node only. Mounts of folders of the node are also excluded.
     """
     pod_spec = service.spec.podTemplate.get("spec", {})
     server = next((c for c in _mapping_entries(pod_spec.get("containers")) if c.get("name") == object_names.SERVER), {})
@@ -158,8 +159,8 @@ def _template_overrides(service: LLMService) -> Manifest:
 
 
 def _mapping_entries(entries: Any) -> list[Mapping[str, Any]]:
-    """Return the objects in a list of a patch, without `$patch` directives. Entries that are not objects are omitted,
-    because the API server rejects them."""
+    """Return those entries of a list in a patch that are objects and not `$patch` directives. Other entries can be
+    omitted here, because the API server rejects them later."""
     items = entries if isinstance(entries, list) else []
     return [entry for entry in items if isinstance(entry, Mapping) and "$patch" not in entry]
 

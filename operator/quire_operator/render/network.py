@@ -13,8 +13,9 @@ from quire_spec.errors import ConfigError
 _PROTOCOLS = {"http": "http", "grpc": "kubernetes.io/h2c", "metrics": "http", "health": "http"}
 _DNS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
 _PROMETHEUS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
-"""NetworkPolicy peer for Prometheus in any namespace; it matches the label that Prometheus' operator and charts set.
-Prometheus can connect to the health port; the admin API on that port requires a key."""
+"""A NetworkPolicy peer that matches Prometheus in any namespace, by the label that the Prometheus operator and the
+Prometheus charts set. Prometheus can connect to the health port. The admin API uses the same port, but it requires a
+key."""
 
 
 def client_service(service: LLMService) -> Manifest:
@@ -23,7 +24,8 @@ def client_service(service: LLMService) -> Manifest:
 
 
 def headless_service(service: LLMService) -> Manifest:
-    """Return the headless Service with the addresses of all pods, because the operator also calls unready pods."""
+    """Return the headless Service. It contains the addresses of all pods, even of unready pods, because the operator
+    calls them too."""
     options = {"clusterIP": "None", "publishNotReadyAddresses": True}
     return _service_manifest(service, object_names.headless_service(service), options)
 
@@ -31,10 +33,10 @@ def headless_service(service: LLMService) -> Manifest:
 def server_network_policy(service: LLMService, context: RenderContext) -> Manifest:
     """Return the NetworkPolicy of the server pods.
 
-    Ingress: clients can connect to the exposed ports (HTTP, gRPC, OpenAI). Prometheus, the operator and an endpoint
-    picker can connect to the health port, and Prometheus also to the port of the server's metrics. Egress: pods can
-    connect to DNS and to the ports of adapter sources. Port 443 is always included, because adapters can be added
-    later.
+    For ingress, clients can connect to the exposed ports (HTTP, gRPC and OpenAI). Prometheus, the operator and an
+    endpoint picker can connect to the health port. Only Prometheus can connect to the port with the metrics of the
+    server. For egress, the pods can connect to DNS and to the ports of the adapters' sources. These ports always
+    include 443, because adapters can be added later.
     """
     ports = service.spec.runtime.ports
     client_ports = [service.ports[name] for name in ("http", "grpc", "openai") if name in service.ports]
@@ -54,7 +56,8 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
 
 
 def download_network_policy(service: LLMService, context: RenderContext) -> Manifest:
-    """Return the NetworkPolicy of the download pods. Only the operator can connect to them; it reads the progress."""
+    """Return the NetworkPolicy of the download pods. Only the operator can connect to these pods. It reads the progress
+    of the download from them."""
     name, health_ports = f"{service.name}-{object_names.DOWNLOAD}", _tcp_ports(service.spec.runtime.ports.health)
     ingress = [{"from": [peer], "ports": health_ports} for peer in _operator_peers(context)]
     egress_ports = source_ports(service, model_storage.downloaded_sources(service))
@@ -62,7 +65,8 @@ def download_network_policy(service: LLMService, context: RenderContext) -> Mani
 
 
 def source_ports(service: LLMService, sources: list[Source]) -> list[int]:
-    """Return the ports of the sources, of the hub mirror and proxies in the environment, and port 443.
+    """Return the ports to which a pod must connect: the ports of the sources, the ports of the hub mirror and of the
+    proxies that the environment variables contain, and port 443.
 
     Raises:
         ConfigError: a URL is invalid although it matches the pattern in the CRD.

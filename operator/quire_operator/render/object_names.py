@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, labels and folders of a service's objects. Names are deterministic, so that objects are found by name.
+"""Names, labels and folders of a service's objects. A name depends only on its inputs, so that the operator can find an
+object by its name.
 
 The CRD limits service names to 48 characters. With the longest suffix of this module, a name has at most 63
 characters.
@@ -16,10 +17,10 @@ MANAGED_BY, MANAGER = "app.kubernetes.io/managed-by", "quire-operator"
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
 DOWNLOAD_TARGET_LABEL = f"{spec_names.API_GROUP}/brings"
-"""Label of a download Job: a digest of claim and folder. Jobs with the same value download the same files, although
-their releases or nodes can differ."""
+"""Label of a download Job. Its value is a digest of the claim and the folders. Jobs with the same value download the
+same files, even if they use different releases of Quire or run on different nodes."""
 PLAN_ANNOTATION = f"{spec_names.API_GROUP}/plan"
-"""Annotation of a Deployment that contains inputsHash of the plan of its pods."""
+"""Annotation of a Deployment. It contains the inputsHash of the plan from which the pods were rendered."""
 SERVER, DOWNLOAD = "server", "model-download"
 OPENAI_PORT_NAME = "openai"
 """Name of the port of the OpenAI API. Pods that an older release rendered do not have this port."""
@@ -46,13 +47,14 @@ def headless_service(service: LLMService) -> str:
 
 
 def engine_configmap(service: LLMService, content: str) -> str:
-    """Return the name of the ConfigMap of engine.json. The name contains a digest, so that new content replaces the
-    pods."""
+    """Return the name of the ConfigMap of engine.json. The name contains a digest of the content. If the content
+    changes, the name changes too, and the pods are replaced."""
     return f"{service.name}-engine-{digest(content)}"
 
 
 def adapter_configmap(service_name: str) -> str:
-    """Return the name of the ConfigMap of adapters.json. New content does not replace the pods."""
+    """Return the name of the ConfigMap of adapters.json. The name does not depend on the content, so new content does
+    not replace the pods."""
     return f"{service_name}-adapters"
 
 
@@ -88,6 +90,6 @@ def labels(service: LLMService, component: str) -> dict[str, str]:
 
 def digest(content: Any) -> str:
     """Return a digest of seven characters. A service name of 48 characters, the longest suffix and the digest have 63
-    characters."""
+    characters in total."""
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:7]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All Kubernetes objects of a service, rendered from its spec, its plan and facts about the cluster.
 
-Pure: no clock, no random numbers, no files. The same inputs give the same objects in the same order. Called by the
-controller and `quire render`.
+The functions are pure: they use no clock, no random numbers and no files. Therefore, the same inputs always result in
+the same objects in the same order. Called by the controller and `quire render`.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class RenderedObjects:
     """The objects of a service."""
 
     manifests: tuple[Manifest, ...]
-    """Objects in the order of their application: an object follows the objects that it references."""
+    """The objects in the order in which they must be applied. An object comes after the objects that it refers to."""
     unavailable_kinds: tuple[str, ...]
     """Kinds of objects that the spec requires but the cluster does not support."""
 
@@ -95,8 +95,8 @@ def _optional_objects(service: LLMService, plan: Plan) -> Iterator[Manifest]:
 
 
 def _set_owner(service: LLMService, manifest: Manifest, uid: str) -> None:
-    """Make the service the owner of an object, so that Kubernetes deletes both together. Retained claims get no
-    owner."""
+    """Make the service the owner of an object, so that Kubernetes deletes the object together with the service. If a
+    claim must be retained, it does not get an owner."""
     if manifest["kind"] != "PersistentVolumeClaim" or service.spec.cache.deletionPolicy != "Retain":
         owner = {**owner_reference(service.name, uid), "blockOwnerDeletion": True}
         manifest["metadata"]["ownerReferences"] = [owner]

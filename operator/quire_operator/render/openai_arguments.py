@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert spec.openai: return the OpenAI options of `python -m quire_server`, and the path of the chat template.
+"""Converts spec.openai to options of `python -m quire_server`, and returns the path of the chat template.
 
 Called by pod_template.py, objects.py and cli/serve.py, so that a cluster and `quire serve` use the same options.
 """
@@ -11,7 +11,7 @@ from quire_operator.api.quantity import to_bytes
 from quire_operator.render import object_names
 
 TLS_FILES = {"certfile": "tls.crt", "keyfile": "tls.key"}
-"""Key in a Secret of type kubernetes.io/tls, by suffix of the option's name."""
+"""Maps the last part of an option's name to the key in a Secret of type kubernetes.io/tls."""
 
 
 def openai_arguments(
@@ -19,8 +19,8 @@ def openai_arguments(
 ) -> Iterator[str]:
     """Yield the options. If `port` is None, the OpenAI API is turned off.
 
-    `api_keys_dir` is the folder of the API keys' Secret; None: clients need no key. `tls_dir` is the folder of the TLS
-    Secret; None: HTTP without TLS.
+    `api_keys_dir` is the folder in which the Secret with the API keys is mounted. If it is None, clients do not need a
+    key. `tls_dir` is the folder in which the TLS Secret is mounted. If it is None, the server uses HTTP without TLS.
     """
     if port is None:
         return
@@ -46,7 +46,7 @@ def openai_arguments(
 
 
 def chat_template_path(service: LLMService) -> str | None:
-    """Return the file of the chat template in a pod; None: the engine uses the checkpoint's template."""
+    """Return the path of the chat template in a pod. If it is None, the engine uses the template of the checkpoint."""
     template = service.spec.openai.chatTemplate
     if template is None:
         return None

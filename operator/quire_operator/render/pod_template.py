@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pod template of the server: `python -m quire_server` with its volumes, probes, security context and drain time.
-
-quire_server/__main__.py defines the options; a test parses the rendered arguments with its parser. Called by objects.py
-and workload.py.
+quire_server/__main__.py defines the options of the server. A test checks that its parser accepts the rendered
+arguments. Called by objects.py and workload.py.
 """
 
 import math
@@ -25,16 +24,18 @@ from quire_spec.net.addresses import ANY_ADDRESS
 
 SERVER_CONTAINER = object_names.SERVER
 PROPAGATION_S = 10
-"""Seconds of delay before SIGTERM, during which Kubernetes removes the pod from endpoints. The server then rejects new
-connections."""
+"""Before a pod gets SIGTERM, Kubernetes has this number of seconds to remove the pod from its endpoints. After SIGTERM,
+the server rejects new connections."""
 STOP_S = 35
-"""Seconds after the drain: 5 s for keep-alive connections of clients, and at most 10 s for each of three processes."""
+"""Number of seconds that a pod needs to stop after the drain. The keep-alive connections of clients get 5 s, and each
+of three processes gets up to 10 s."""
 _STARTUP_PERIOD_S = 10
 _BASE_CPU_CORES = 2
 
 
 def template(service: LLMService, plan: Plan, engine_configmap: str) -> Manifest:
-    """Return the pod template, merged with spec.podTemplate. `engine_configmap` is the ConfigMap of engine.json.
+    """Return the pod template after spec.podTemplate is merged into it. `engine_configmap` is the ConfigMap with
+    engine.json.
 
     Raises:
         ConfigError: spec.podTemplate cannot be merged, or spec.runtime.serverArgs is wrong.
@@ -55,7 +56,8 @@ def template(service: LLMService, plan: Plan, engine_configmap: str) -> Manifest
 
 
 def _validate(spec: Mapping[str, Any]) -> None:
-    """Check that spec.podTemplate did not remove parts that the download Job needs. The API server checks other parts.
+    """Check that spec.podTemplate did not remove a part that the download Job needs. The API server checks all other
+    parts.
 
     Raises:
         ConfigError: containers or volumes are invalid, or the server container is missing.
@@ -74,18 +76,20 @@ def _validate(spec: Mapping[str, Any]) -> None:
 
 
 def drain_seconds(service: LLMService) -> int:
-    """Return terminationGracePeriodSeconds: PROPAGATION_S + drain timeout + STOP_S."""
+    """Return terminationGracePeriodSeconds: the sum of PROPAGATION_S, the drain timeout, and STOP_S."""
     return PROPAGATION_S + service.spec.rollout.drainSeconds + STOP_S
 
 
 def startup_seconds(plan: Plan) -> int:
-    """Return the maximum seconds until a container is ready, computed from the bytes that it loads."""
+    """Return the maximum number of seconds until a container is ready. It depends on the number of bytes that the
+    container loads."""
     # The time of an init container's download does not count, because the kubelet starts the probes after it.
     return start_seconds(plan.modelBytes, downloads=False, gpu=plan.gpu is not None)
 
 
 def progress_seconds(service: LLMService, plan: Plan) -> int:
-    """Return progressDeadlineSeconds: drain and start of one pod, and 300 s for scheduling and image pull."""
+    """Return progressDeadlineSeconds: the time in which one pod drains and another pod starts, and 300 s to schedule
+    the pod and to pull its image."""
     if service.spec.rollout.progressDeadlineSeconds is not None:
         return service.spec.rollout.progressDeadlineSeconds
     start = start_seconds(plan.modelBytes, downloads=model_storage.pods_download(service), gpu=plan.gpu is not None)
@@ -93,10 +97,10 @@ def progress_seconds(service: LLMService, plan: Plan) -> int:
 
 
 def _overrides(service: LLMService) -> Manifest:
-    """Return spec.podTemplate without the labels that select pods.
+    """Return spec.podTemplate without the labels by which pods are selected.
 
-    Labels in spec.podTemplate must not change the labels that select pods. The API server rejects a Deployment whose
-    pods do not match its selector, and the operator ignores pods without these labels.
+    spec.podTemplate must not change these labels. The API server rejects a Deployment if its pods do not match its
+    selector, and the operator ignores pods that do not have these labels.
     """
     overrides = dict(service.spec.podTemplate)
     meta = dict(overrides.get("metadata", {}))
@@ -126,7 +130,7 @@ def _pod_spec(service: LLMService, plan: Plan, engine_configmap: str) -> Manifes
 
 
 def placement(service: LLMService, node_selector: Mapping[str, str]) -> Manifest:
-    """Return the fields of a pod spec that determine the node of the pod and the pull of its image."""
+    """Return the fields of a pod spec that determine on which nodes the pod can run and how its image is pulled."""
     fields = {
         "imagePullSecrets": list(service.spec.runtime.imagePullSecrets),
         "nodeSelector": dict(node_selector),
@@ -187,7 +191,7 @@ def server_arguments(service: LLMService) -> list[str]:
 
 
 def _other_model_arguments(service: LLMService) -> Iterator[str]:
-    """Yield the options for spec.runtime.models and spec.runtime.serverArgs; raises ConfigError."""
+    """Yield the options to which spec.runtime.models and spec.runtime.serverArgs are converted. Raises ConfigError."""
     runtime = service.spec.runtime
     parse_server_arguments(runtime.serverArgs, "spec.runtime.serverArgs")
     yield from (f"--server-arg={argument}" for argument in runtime.serverArgs)
@@ -220,7 +224,8 @@ def _claim_names(service: LLMService) -> list[str]:
 
 
 def _openai_secrets(service: LLMService) -> dict[str, tuple[str, str]]:
-    """Return mount path and Secret by volume name; empty if the OpenAI API is turned off."""
+    """Return a mapping from the name of each volume to its mount path and Secret. It is empty if the OpenAI API is
+    turned off."""
     openai = service.spec.openai
     refs = {
         "api-keys": (object_names.API_KEYS_DIR, openai.apiKeysSecretRef),
@@ -231,7 +236,7 @@ def _openai_secrets(service: LLMService) -> dict[str, tuple[str, str]]:
 
 
 def _chat_template_volume(service: LLMService) -> Manifest | None:
-    """Return the volume with the chat template of a ConfigMap; None if the spec names no such ConfigMap."""
+    """Return the volume for a chat template that is in a ConfigMap; None if the spec does not refer to a ConfigMap."""
     template = service.spec.openai.chatTemplate
     if template is None or template.configMapKeyRef is None:
         return None

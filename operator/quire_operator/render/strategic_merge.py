@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategic merge of a pod template; the result equals that of `kubectl patch --type=strategic` for a PodSpec.
+"""Strategic merge of a patch into a pod template. For a PodSpec, the result is the same as that of `kubectl patch
+--type=strategic`.
 
-Objects are merged field by field, and null removes a field. Lists with a merge key are merged by that key; other lists
-are replaced. `$patch: delete` removes an entry, and `$patch: replace` replaces the value by the patch.
+Two objects are merged field by field; if the patch contains null, the field is removed. Some lists have a merge key:
+entries with the same value of this key are merged. The patch replaces all other lists. `$patch: delete` removes an
+entry, and `$patch: replace` replaces the whole value by the patch.
 
-Source: https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/. Source of the merge
-keys: x-kubernetes-patch-merge-key of the PodSpec's fields.
+Source: https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/. The merge keys are
+those in x-kubernetes-patch-merge-key of the fields of a PodSpec.
 """
 
 from collections.abc import Mapping
@@ -30,15 +32,16 @@ _MERGE_KEYS: Mapping[str, str] = {
     "volumeMounts": "mountPath",
     "volumes": "name",
 }
-"""Merge key of each list field that is merged, by name of the field."""
+"""For each field with a list that can be merged, the merge key of the list."""
 
 _UNION_LISTS: Mapping[str, frozenset[str]] = {"volumes": frozenset({"name"})}
-"""For each list field with entries of several types, by name: the keys that entries of every type have. A patch with
-another type replaces the entry."""
+"""For each field with a list whose entries can have several types, the keys that entries of every type have. If the
+patch has another type than the entry, it replaces the entry."""
 
 
 def merge(base: Any, patch: Any, field: str = "") -> Any:
-    """Return `base` merged with `patch`; both stay unchanged. `field` is the name of the field with the value `base`.
+    """Merge `patch` into a copy of `base`, and return the copy. `field` is the name of the field that has the value
+    `base`.
 
     Raises:
         ConfigError: an entry of a list with a merge key is not an object.

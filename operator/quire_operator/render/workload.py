@@ -7,7 +7,8 @@ from quire_operator.render import object_names, pod_template
 from quire_operator.render.manifests import Manifest, new_manifest, service_reference
 
 _QUEUE_SHARE = 8
-"""A pod's target number of waiting requests is its target number of requests divided by this number."""
+"""The autoscaler's target for the waiting requests of a pod is the target for its running requests, divided by this
+number."""
 
 
 def deployment(service: LLMService, plan: Plan, template: Manifest) -> Manifest:
@@ -33,7 +34,8 @@ def deployment(service: LLMService, plan: Plan, template: Manifest) -> Manifest:
 
 
 def disruption_budget(service: LLMService) -> Manifest | None:
-    """Return the PodDisruptionBudget; None for a single pod, because a budget would prevent a drain of its node."""
+    """Return the PodDisruptionBudget. It is None if there is only one pod, because the node of this pod could then
+    never be drained."""
     scaling = service.spec.autoscaling
     min_replicas = scaling.minReplicas if scaling else service.spec.replicas
     if service.spec.disruption.pdb == "None" or min_replicas < 2:
@@ -47,8 +49,8 @@ def disruption_budget(service: LLMService) -> Manifest | None:
 
 
 def autoscaler(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> Manifest:
-    """Return the HorizontalPodAutoscaler. The autoscaler scales the LLMService, because only the operator writes the
-    Deployment."""
+    """Return the HorizontalPodAutoscaler. Its target is the LLMService, not the Deployment, because only the operator
+    writes the Deployment."""
     requests = scaling.requestsPerReplica or plan.maxNumSeqs.value
     spec = {
         "scaleTargetRef": service_reference(service.name),
@@ -64,7 +66,7 @@ def autoscaler(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> Man
 
 
 def scaled_object(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> Manifest:
-    """Return the ScaledObject for KEDA, which queries Prometheus directly."""
+    """Return the ScaledObject for KEDA. KEDA sends its queries to Prometheus directly."""
     pod_matcher = f'namespace="{service.namespace or "default"}",pod=~"{service.name}-[a-z0-9]+-[a-z0-9]+"'
     query = f"sum(vllm:num_requests_running{{{pod_matcher}}}) + sum(vllm:num_requests_waiting{{{pod_matcher}}})"
     trigger = {
