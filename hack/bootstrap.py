@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make .venv from a bare clone: check the machine's requirements, then install the packages for `make demo` or tests.
+"""Make .venv in a fresh clone: check that the machine meets the requirements, and install the packages for `make demo`
+or for tests.
 
-The script runs on the machine's own Python with the standard library only. The script reports all missing requirements
-at once, each with its fix. On a machine without an NVIDIA GPU, the script installs PyTorch's CPU build if the package
-index offers one. The default build would install several gigabytes of CUDA libraries.
+The script runs with the machine's own Python and needs only the standard library. If the machine does not meet several
+requirements, the script reports all of them at once, and a fix for each. On a machine without an NVIDIA GPU, the script
+installs PyTorch's CPU build if the package index offers one. The default build would also install several gigabytes of
+CUDA libraries.
 
     python3.11 hack/bootstrap.py --for demo|dev|emulated [--venv .venv] [--check-only]
 """
@@ -25,18 +27,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "engine,server,openai,operator"
 TORCH_RANGE = ((2, 6), (3, 0))
-"""Minimum version of torch, and first version that is not supported, as in pyproject.toml."""
+"""The first version of torch that is supported, and the first version that is too new. pyproject.toml contains the same
+range."""
 _GROUP_ORDER = ("demo", "dev")
-"""Dependency groups; each group includes the groups before it."""
+"""Names of dependency groups. Each group includes the groups before it."""
 EMULATED = "emulated"
-"""Name of the group with PyTorch for CUDA but without NVIDIA's libraries, which tests/emulator replaces."""
+"""Name of the group that contains PyTorch for CUDA, but not NVIDIA's libraries. tests/emulator replaces these
+libraries."""
 EMULATED_TORCH = ("torch==2.11.0", "triton==3.6.0", "nvidia-cuda-runtime==13.0.96", "peft>=0.17,<1", "accelerate>=1,<2")
 """Packages that are installed without their dependencies. Only the headers of nvidia-cuda-runtime are used."""
 NEEDED_BYTES = 4 * 2**30
 
 
 def missing_requirements() -> list[str]:
-    """Return the requirements that this machine does not meet, each with its fix."""
+    """Return the requirements that this machine does not meet. Each text also describes the fix."""
     problems = []
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
         problems.append(
@@ -87,12 +91,13 @@ def _space() -> list[str]:
 
 
 def has_nvidia_gpu() -> bool:
-    """Return whether an NVIDIA driver has created its device nodes."""
+    """Return whether the device nodes exist that an NVIDIA driver creates."""
     return Path("/dev/nvidiactl").exists() or Path("/dev/nvidia0").exists()
 
 
 def torch_requirement(pip: list[str]) -> str | None:
-    """Return the requirement of the newest CPU build of PyTorch that the index offers; None: use the default build."""
+    """Return the pip requirement for the newest CPU build of PyTorch in the package index; None if the default build
+    must be used."""
     if has_nvidia_gpu():
         return None
     output = subprocess.run([*pip, "index", "versions", "torch"], capture_output=True, text=True, check=False).stdout
@@ -109,8 +114,8 @@ def torch_requirement(pip: list[str]) -> str | None:
 
 
 def requirements(group: str) -> list[str]:
-    """Return the packages of a dependency group in pyproject.toml and of the groups that it includes; pip reads groups
-    only since 25.1."""
+    """Return the packages of a dependency group in pyproject.toml, and those of the groups that it includes. pip itself
+    can read dependency groups only since version 25.1."""
     import tomllib
 
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
@@ -121,7 +126,7 @@ def requirements(group: str) -> list[str]:
 
 
 def stamp(folder: Path, group: str) -> Path:
-    """Return the file that marks `group` as installed for the current pyproject.toml."""
+    """Return a file whose existence means that `group` is installed as the current pyproject.toml defines it."""
     content = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
     return folder / f".quire-{group}-{hashlib.sha256(content).hexdigest()[:16]}"
 
@@ -146,7 +151,8 @@ def install(folder: Path, group: str) -> None:
 
 
 def install_emulated(folder: Path) -> None:
-    """Create the environment of `make emulated`: only the engine, in an order that avoids CUDA's libraries."""
+    """Create the environment for `make emulated`. It contains only the engine. The packages are installed in an order
+    in which pip does not install CUDA's libraries."""
     import tomllib
 
     started = time.monotonic()
@@ -169,13 +175,15 @@ def print_progress(text: str) -> None:
 
 
 def main() -> None:
-    """Check the machine, then install unless everything is already installed."""
+    """Check the machine, and install the packages unless they are already installed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--for", dest="group", choices=(*_GROUP_ORDER, EMULATED), default="dev", help="purpose of the environment"
+        "--for", dest="group", choices=(*_GROUP_ORDER, EMULATED), default="dev", help="what the environment is for"
     )
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment's folder (default: .venv)")
-    parser.add_argument("--check-only", action="store_true", help="report missing requirements and install nothing")
+    parser.add_argument(
+        "--check-only", action="store_true", help="only report missing requirements; do not install anything"
+    )
     arguments = parser.parse_args()
     if problems := missing_requirements():
         sys.exit("\n  - ".join(["bootstrap: this machine lacks", *problems]))

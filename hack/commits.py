@@ -14,24 +14,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONVENTION_BEGAN = "297884b8d7b710fb68baaa6b4935dc33c9972ff5"
-"""Last commit before the convention began; this commit and older commits are not checked."""
+"""The last commit before the convention was introduced. This commit and older commits are not checked."""
 LANDED_WITHOUT_VERB = frozenset(
     (
         "docs: tools, reasoning, structured outputs, batch files, live page",
         "server: responses, tools, runtime adapters, batch files, live page",
     )
 )
-"""Subjects in the history that violate the convention. These subjects are not corrected, because this would change the
-ids of all later commits. The hook rejects these subjects for a new commit."""
+"""Subjects in the history that violate the convention. They are not corrected, because this would change the ids of all
+later commits. A new commit cannot have such a subject, because the hook rejects it."""
 MAX_CHARS = 72
 _SUBJECT = re.compile(r"(?P<scope>[a-z0-9_./-]{2,40}): (?P<verb>[a-z][a-z-]*) \S.*[^.]")
 _NOT_IMPERATIVE = re.compile(r".*(?:ed|ing)$")
 _VERBS = frozenset(("need", "feed", "embed", "bring", "proceed", "exceed", "string", "ping", "speed"))
-"""Imperatives that end like a participle."""
+"""Verbs that are imperatives although they end in "ed" or "ing" like a participle."""
 
 
 def problem(subject: str) -> str | None:
-    """Return the problem of a subject; None if the subject follows the convention."""
+    """Return a text that describes what is wrong with a subject; None if the subject follows the convention."""
     if subject.startswith(("Merge ", "Revert ", "fixup! ", "squash! ")):
         return None
     if len(subject) > MAX_CHARS:
@@ -45,7 +45,8 @@ def problem(subject: str) -> str | None:
 
 
 def subjects() -> list[str]:
-    """Return the subjects since the convention began; in a shallow clone, only the subject of the newest commit."""
+    """Return the subjects of all commits since the convention was introduced. In a shallow clone, return only the
+    subject of the newest commit."""
     for selection in ([f"{CONVENTION_BEGAN}..HEAD"], ["-1"]):
         done = subprocess.run(["git", "log", "--format=%s", *selection], cwd=ROOT, capture_output=True, text=True)
         if done.returncode == 0:
@@ -56,7 +57,9 @@ def subjects() -> list[str]:
 def main() -> int:
     """Print the subjects that violate the convention; return 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--message", type=Path, metavar="FILE", help="check this message instead of the history")
+    parser.add_argument(
+        "--message", type=Path, metavar="FILE", help="check the message in this file instead of the history"
+    )
     args = parser.parse_args()
     if args.message:
         checked = args.message.read_text().splitlines()[:1]

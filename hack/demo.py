@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Demo in a minute: `quire serve` with the example, requests over HTTP and gRPC, and a table of the results.
+"""A demo that takes one minute: it starts `quire serve` with the example, sends requests, and prints a table of the
+results.
 
 make demo                                   the example, on free ports, then stop
 .venv/bin/python hack/demo.py --keep        leave it running until Ctrl-C, to try requests by hand
@@ -47,7 +48,8 @@ class Ports:
 
 
 TextPiece = tuple[str, int]
-"""Text and its number of tokens. A piece contains all tokens that were generated while the previous piece was sent."""
+"""A piece of text and the number of its tokens. While one piece is sent, the engine generates more tokens; all of them
+are in the next piece."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def default_or_free_ports() -> Ports:
 
 
 def serve(ports: Ports) -> subprocess.Popen[bytes]:
-    """Start `quire serve` with the example; its output goes to this process's output."""
+    """Start `quire serve` with the example. Its output appears in the output of this process."""
     flags = [f"--{name}-port={getattr(ports, name)}" for name in ("http", "grpc", "metrics", "health", "openai")]
     command = [str(Path(sys.executable).with_name("quire")), "serve", "-f", str(EXAMPLE), *flags]
     print_now(f"$ quire serve -f {EXAMPLE.relative_to(ROOT)}")
@@ -74,21 +76,23 @@ def serve(ports: Ports) -> subprocess.Popen[bytes]:
 
 
 def wait_ready(process: subprocess.Popen[bytes], ports: Ports) -> float:
-    """Wait until the health port reports ready; return the seconds."""
+    """Wait until the health port reports that the server is ready. Return the number of seconds that this took."""
     started = time.monotonic()
     while time.monotonic() - started < START_SECONDS:
         if process.poll() is not None:
-            raise SystemExit(f"demo: quire serve ended with {process.returncode}; its last lines say why")
+            raise SystemExit(
+                f"demo: quire serve ended with exit code {process.returncode}; see its last lines for the reason"
+            )
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{ports.health}/health/ready", timeout=2):
                 return time.monotonic() - started
         except OSError:
             time.sleep(0.1)
-    raise SystemExit(f"demo: not ready after {START_SECONDS} s")
+    raise SystemExit(f"demo: the server is not ready after {START_SECONDS} s")
 
 
 def http_generate(ports: Ports, model: str, body: dict[str, Any]) -> dict[str, Any]:
-    """POST /v2/models/MODEL/generate: one complete answer."""
+    """Send a request to POST /v2/models/MODEL/generate, and return the complete answer."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{ports.http}/v2/models/{model}/generate",
         json.dumps({**body, "return_num_output_tokens": True}).encode(),
@@ -100,7 +104,7 @@ def http_generate(ports: Ports, model: str, body: dict[str, Any]) -> dict[str, A
 
 
 def http_stream(ports: Ports, model: str, body: dict[str, Any]) -> Iterator[TextPiece]:
-    """POST /v2/models/MODEL/generate_stream: yield server-sent events as they arrive."""
+    """Send a request to POST /v2/models/MODEL/generate_stream, and yield the server-sent events as they arrive."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{ports.http}/v2/models/{model}/generate_stream",
         json.dumps({**body, "stream": True, "return_num_output_tokens": True}).encode(),
@@ -114,7 +118,7 @@ def http_stream(ports: Ports, model: str, body: dict[str, Any]) -> Iterator[Text
 
 
 def grpc_stream(ports: Ports, model: str, prompt: str, parameters: dict[str, Any]) -> Iterator[TextPiece]:
-    """ModelStreamInfer with NVIDIA's client: yield pieces of text as they arrive."""
+    """Send a ModelStreamInfer request with NVIDIA's client, and yield the pieces of text as they arrive."""
     import numpy as np
 
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
@@ -137,7 +141,8 @@ def grpc_stream(ports: Ports, model: str, prompt: str, parameters: dict[str, Any
 
 
 def openai_chat(ports: Ports, model: str, message: str, **parameters: Any) -> Iterator[TextPiece]:
-    """POST /v1/chat/completions with OpenAI's client: yield pieces of the answer and of tool calls as they arrive."""
+    """Send a request to POST /v1/chat/completions with OpenAI's client. Yield the pieces of the answer and of the tool
+    calls as they arrive."""
     options, num_tokens = {"include_usage": True, "continuous_usage_stats": True}, 0
     with openai.OpenAI(base_url=f"http://127.0.0.1:{ports.openai}/v1", api_key="none") as client:
         for chunk in client.chat.completions.create(
@@ -233,14 +238,15 @@ def print_table(rows: list[TableRow]) -> None:
 
 
 def print_now(text: str) -> None:
-    """Print without buffering, so that the output of all processes stays in order."""
+    """Print a text immediately, without buffering, so that the output of all processes stays in order."""
     print(text, flush=True)
 
 
 def main() -> int:
-    """Start the server, send requests, print results, stop; return the server's exit code. Errors are raised."""
+    """Start the server, send the requests, print the results, and stop the server. Return the exit code of the
+    server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", action="store_true", help="leave the server running until Ctrl-C")
+    parser.add_argument("--keep", action="store_true", help="keep the server running until Ctrl-C")
     arguments = parser.parse_args()
     ports = default_or_free_ports()
     process = serve(ports)

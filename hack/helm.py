@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helm's commands for tests and development, with the `helm` on PATH (3.13 or later) or else with a package that
-contains Helm's code.
+"""Runs Helm's commands for tests and development. It uses the `helm` on PATH if this is version 3.13 or later.
+Otherwise, it uses a Python package that contains Helm's code.
 
     python hack/helm.py lint CHART [--strict] [-f VALUES]
     python hack/helm.py template NAME CHART [-n NAMESPACE] [-f VALUES]
@@ -8,8 +8,9 @@ contains Helm's code.
     python hack/helm.py install|upgrade NAME CHART --kubeconfig FILE [-n NAMESPACE] [-f VALUES] [--wait]
     python hack/helm.py rollback|uninstall NAME --kubeconfig FILE [-n NAMESPACE] [--wait]
 
-The options have the names and meanings of Helm's options; `--help` lists the supported ones. The package
-(helm-python-sdk, a third party's build of Helm 4 as a library) is for tests only and pinned to one version.
+The options have the names and meanings of Helm's options; `--help` lists the supported ones. The package is
+helm-python-sdk, in which a third party provides Helm 4 as a library. It is used only for tests, and its version is
+pinned.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import yaml
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Exec `helm`, or run the replacement."""
+    """Replace this process by `helm`, or run the command with the Python package."""
     if (binary := shutil.which("helm")) and _is_supported(binary):
         os.execv(binary, ["helm", *arguments])
     options = _parser().parse_args(arguments)

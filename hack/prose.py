@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that the project's text is plain English: `python hack/prose.py [PATH ...]`, part of `make check`.
 
-Reads Markdown, YAML, docstrings, comments and string literals of Python, and comments of C and C++.
-The check reports phrases that are hard to read; CONTRIBUTING.md has the rules. A text without such phrases can still be
-unclear.
+The check reads Markdown and YAML files. In Python files, it reads docstrings, comments and string literals; in C and
+C++ files, it reads comments. The check reports phrases that are hard to read; CONTRIBUTING.md has the rules. A text
+without such phrases can still be unclear.
 """
 
 import argparse
@@ -34,7 +34,7 @@ RULES = {
     r"(?:is|are|goes|comes|has|was|were|does|may)\b",
     "give 'who' a noun": r"(?:^|[.:;,] )[Ww]ho (?:waits|has|was|comes|asks|wants|reads|writes|runs|needs|calls)\b",
 }
-"""Maps each piece of advice to the pattern of the phrases for which it is given."""
+"""Maps each piece of advice to a pattern. The check gives the advice if the pattern matches a phrase."""
 
 ALLOWED = {
     "hack/prose.py": "contains the patterns",
@@ -50,7 +50,8 @@ _FENCED = re.compile(r"```.*?```", re.DOTALL)
 
 
 def passages(path: Path) -> Iterator[tuple[int, str]]:
-    """For each passage of a file that is written for readers, yield the number of its first line and its text."""
+    """Yield the passages of a file that people read. For each passage, yield the number of its first line, and its
+    text."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         yield 1, _FENCED.sub(lambda block: "\n" * block.group().count("\n"), source)
@@ -69,7 +70,7 @@ def passages(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def findings(paths: list[Path]) -> Iterator[str]:
-    """Yield a line for each phrase: place, phrase, advice."""
+    """Yield a line for each phrase that was found. It contains the place, the phrase and the advice."""
     for path in paths:
         for first_line, text in passages(path):
             for advice, pattern in _PATTERNS.items():

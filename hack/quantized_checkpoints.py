@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the quantized checkpoints of tests/engine/weights/quantized/checkpoints with the programs that define their
-formats.
+"""Writes the quantized checkpoints in tests/engine/weights/quantized/checkpoints. Each format is written by the program
+that defines it.
 
-Each folder contains a random Llama with one layer, or a gpt-oss with two layers. The model was quantized by one writer,
-which `writer.txt` names. `dequantized.json` contains the SHA-256 of each weight after dequantization by the writer's
-own code. Run the script once for each writer, in an environment with transformers:
+Each folder contains a random Llama with one layer, or a gpt-oss with two layers. One program, the writer, has quantized
+the model; `writer.txt` contains its name. `dequantized.json` contains the SHA-256 of each weight after the writer's own
+code has dequantized it. Run the script once for each writer, in an environment with transformers:
 
     python hack/quantized_checkpoints.py compressed-tensors OUT   # pip install compressed-tensors==0.20.0
     python hack/quantized_checkpoints.py mxfp4 OUT                # the same
@@ -53,7 +53,7 @@ GROUP = 32
 
 
 def new_model(dtype: torch.dtype) -> LlamaForCausalLM:
-    """Return a random model, or the model of --model."""
+    """Return a random model, or the model in the folder that --model sets."""
     if MODEL is not None:
         return LlamaForCausalLM.from_pretrained(MODEL, dtype=dtype).eval()
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def model_config(dtype: str, quantization: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json of the model."""
+    """Return the content of config.json for the model."""
     values = {key: value for key, value in CONFIG.to_diff_dict().items() if key != "transformers_version"}
     return values | {
         "architectures": ["LlamaForCausalLM"], "dtype": dtype, "quantization_config": quantization,
@@ -91,12 +91,12 @@ def model_config(dtype: str, quantization: dict[str, Any]) -> dict[str, Any]:
 
 
 def linears(model: nn.Module, lm_head: bool = False) -> dict[str, nn.Linear]:
-    """Return the linear layers by name."""
+    """Return a mapping from the names of the linear layers to the layers."""
     return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and (lm_head or n != "lm_head")}
 
 
 def write_compressed_tensors(out: Path) -> None:
-    """Write one checkpoint per scheme with compressed-tensors."""
+    """Write one checkpoint for each scheme of compressed-tensors."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationArgs,
@@ -158,10 +158,10 @@ def write_compressed_tensors(out: Path) -> None:
 
 
 def write_mxfp4(out: Path) -> None:
-    """Write a gpt-oss with experts packed by compressed-tensors, in the layout and names of OpenAI's checkpoints.
+    """Write a gpt-oss whose experts are packed by compressed-tensors. Its layout and its names are those of OpenAI's
+    checkpoints.
 
-    The hashes are those of the weights after dequantization by transformers, with the shape [experts, in_features,
-    out_features].
+    transformers dequantizes the weights for the hashes. Their shape is then [experts, in_features, out_features].
     """
     from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
@@ -197,7 +197,7 @@ def write_mxfp4(out: Path) -> None:
 
 
 def split_blocks(weight: Tensor, args: dict[str, Any]) -> Tensor:
-    """Split a weight into the parts that share a scale; the result is [..., rows, columns]."""
+    """Split a weight into parts, each of which has one scale. The result has the shape [..., rows, columns]."""
     rows, columns = weight.shape
     height, width = {
         "tensor": (rows, columns), "channel": (1, columns), "group": (1, args.get("group_size")),
@@ -208,7 +208,8 @@ def split_blocks(weight: Tensor, args: dict[str, Any]) -> Tensor:
 
 
 def write_actorder(out: Path) -> None:
-    """Write pack-quantized weights with groups ordered by activation. Later releases no longer write this format."""
+    """Write weights in the format pack-quantized, with groups in the order of the activations. Later releases of
+    compressed-tensors no longer write this format."""
     from compressed_tensors.compressors.quantized_compressors import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs
 
@@ -241,21 +242,21 @@ def write_actorder(out: Path) -> None:
 
 
 def activation_order(in_features: int) -> Tensor:
-    """Return a random order of input features in place of the order that GPTQ computes. Layers with the same inputs get
-    the same order."""
+    """Return a random order of the input features. GPTQ would compute an order from the activations. Layers with the
+    same number of input features get the same order."""
     return torch.randperm(in_features, generator=torch.Generator().manual_seed(in_features))
 
 
 def group_ranges(weight: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lowest and highest weight of each group of input features in `order`; 0 is counted as a weight of
-    every group."""
+    """Return the lowest and the highest weight of each group. `order` divides the input features into groups. Every
+    group is treated as if it also contained the weight 0."""
     groups = weight[:, order].float().unflatten(1, (-1, GROUP))
     return groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
 
 
 def group_parameters(weight: Tensor, order: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """Return the scales and zero points of 4-bit weights, both float32 [out_features, groups]; zero points are in
-    1..15."""
+    """Return the scales and the zero points of 4-bit weights. Both are float32 and have the shape [out_features,
+    groups]. A zero point is a number from 1 to 15."""
     low, high = group_ranges(weight, order)
     if symmetric:
         return torch.maximum(high, -low) / 7, torch.full_like(low, 8)
@@ -287,13 +288,13 @@ def write_autoawq(out: Path, source: Path) -> None:
 
 
 def gptq_config(**values: Any) -> dict[str, Any]:
-    """Return config.json of a GPTQ checkpoint."""
+    """Return the content of config.json for a GPTQ checkpoint."""
     return model_config("float16", {"quant_method": "gptq", "bits": 4, "group_size": GROUP} | values)
 
 
 def write_autogptq(out: Path, source: Path) -> None:
-    """Write checkpoints in the first version of GPTQ, with and without act order. This version stores each zero point
-    minus 1."""
+    """Write two checkpoints in the first version of the GPTQ format, one with act order and one without. This version
+    stores each zero point minus 1."""
     namespace(source, "auto_gptq", "auto_gptq.nn_modules", "auto_gptq.nn_modules.qlinear")
     from auto_gptq.nn_modules.qlinear.qlinear_cuda import QuantLinear
 
@@ -316,8 +317,9 @@ def write_autogptq(out: Path, source: Path) -> None:
 
 
 def write_gptqmodel(out: Path, source: Path) -> None:
-    """Write a checkpoint in the second version of GPTQ, and one in the first version with zero points of 0. In the
-    first version, 0 minus 1 borrows from the next packed zero point."""
+    """Write a checkpoint in the second version of the GPTQ format, and one in the first version, in which some zero
+    points are 0. The first version stores each zero point minus 1. If a zero point is 0, this subtraction borrows from
+    the next zero point in the same word."""
     for module in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
         sys.modules[module] = MagicMock(__spec__=ModuleSpec(module, None))
     sys.path.insert(0, str(source))
@@ -352,7 +354,8 @@ def write_gptqmodel(out: Path, source: Path) -> None:
 def pack_gptq(
     model: nn.Module, quantize: Callable[[nn.Linear], Any], dequantize: Callable[[Any], Tensor], lm_head: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors of a model with packed linear layers, and the dequantized weights of these layers."""
+    """Pack the linear layers of a model. Return the tensors of the model, and the dequantized weights of these
+    layers."""
     state, dequantized = dict(model.state_dict()), {}
     for name, linear in linears(model, lm_head).items():
         packed = quantize(linear)
@@ -363,7 +366,8 @@ def pack_gptq(
 
 
 def gptq_parameters(linear: nn.Linear, symmetric: bool, desc_act: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scales, the zero points (both [out_features, groups]), and the group of each input feature."""
+    """Return the scales and the zero points, which have the shape [out_features, groups], and the group of each input
+    feature."""
     order = activation_order(linear.in_features) if desc_act else torch.arange(linear.in_features)
     groups = torch.empty_like(order)
     groups[order] = torch.arange(linear.in_features) // GROUP
@@ -371,10 +375,10 @@ def gptq_parameters(linear: nn.Linear, symmetric: bool, desc_act: bool) -> tuple
 
 
 def write_fbgemm(out: Path, source: Path) -> None:
-    """Write weights that FBGEMM quantized per row, with the names of transformers' `fbgemm_fp8`.
+    """Write weights that FBGEMM has quantized row by row. The names are those of transformers' format `fbgemm_fp8`.
 
-    FBGEMM can dequantize only on a GPU. This function therefore multiplies the codes and the scales, as FBGEMM's
-    documentation defines.
+    FBGEMM can dequantize only on a GPU. Therefore, this function multiplies the codes by the scales, as FBGEMM's
+    documentation specifies.
     """
     names = ("fbgemm_gpu", "fbgemm_gpu.experimental", "fbgemm_gpu.experimental.gemm")
     namespace(source, *names)
@@ -405,7 +409,9 @@ def main() -> None:
     parser.add_argument("writer")
     parser.add_argument("out", type=Path)
     parser.add_argument("source", type=Path, nargs="?")
-    parser.add_argument("--model", help="folder of a Llama to quantize, such as examples/models/tiny")
+    parser.add_argument(
+        "--model", help="folder of the Llama to quantize, for example examples/models/tiny (default: a random model)"
+    )
     arguments = parser.parse_args()
     if arguments.model:
         global CONFIG, MODEL

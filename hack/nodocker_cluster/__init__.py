@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Development aid: a real Kubernetes cluster for machines without Docker. On a machine with Docker, use hack/kind.sh.
+"""A real Kubernetes cluster for development on machines without Docker. If the machine has Docker, use hack/kind.sh
+instead.
 
-The package provides Kubernetes' programs, a control plane, one node, and image builds, for tests and for manual use.
-Commands: `python -m nodocker_cluster --help` in hack/, or `make cluster-tools cluster-up cluster-down e2e`. Tests can
-also use an existing cluster; the variable QUIRE_TEST_KUBECONFIG then contains the path of its kubeconfig.
+The package gets the programs of Kubernetes, starts a control plane and one node, and builds images. Tests use it, and
+developers can use it by hand. Commands: `python -m nodocker_cluster --help` in hack/, or `make cluster-tools cluster-up
+cluster-down e2e`. Tests can also use an existing cluster; the variable QUIRE_TEST_KUBECONFIG then contains the path of
+its kubeconfig.
 """

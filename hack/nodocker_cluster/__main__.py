@@ -26,7 +26,7 @@ def main() -> int:
         prog="nodocker_cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=["tools", "up", "down", "images", "load"])
-    parser.add_argument("archive", nargs="?", type=Path, help="for load: a file of docker save or podman save")
+    parser.add_argument("archive", nargs="?", type=Path, help="for load: a file that docker save or podman save wrote")
     options = parser.parse_args()
     if options.archive and options.command != "load":
         parser.error("an archive is allowed for load only")

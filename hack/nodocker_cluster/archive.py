@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes images as OCI archives with one layer, without a registry or a builder."""
+"""Writes images with one layer to OCI archives. This needs neither a registry nor a builder."""
 
 import hashlib
 import io
@@ -17,17 +17,17 @@ _MEDIA = "application/vnd.oci.image"
 
 
 def write_pause_archive(file: Path) -> Path:
-    """Write the pause image, from the machine's busybox-static."""
+    """Write the pause image. It contains the busybox-static of this machine."""
     return _write_busybox_based(file, PAUSE_IMAGE, ["/bin/busybox", "sleep", "2147483647"])
 
 
 def write_busybox_archive(file: Path) -> Path:
-    """Write an image with a shell, for tests."""
+    """Write an image that contains a shell. Tests use this image."""
     return _write_busybox_based(file, BUSYBOX_IMAGE, ["/bin/busybox", "sh"])
 
 
 def write_archive(file: Path, name: str, files: Mapping[str, bytes], entrypoint: Sequence[str]) -> Path:
-    """Write the image `name` of executable `files` (path in the image, content) to an archive."""
+    """Write the image `name` to an archive. `files` maps paths in the image to the content of executable files."""
     layer = _tar({path: (content, 0o755) for path, content in files.items()})
     config = _json(
         {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of Kubernetes on this machine: `find` looks for them, `find_or_build` also downloads or builds them.
+"""The programs of Kubernetes on this machine. `find` looks for them; `find_or_build` also downloads or builds them.
 
     KUBEBUILDER_ASSETS   a folder with etcd and kube-apiserver at least
     the cache            $QUIRE_CLUSTER_CACHE, by default ~/.cache/quire/cluster; one folder per version
@@ -43,7 +43,7 @@ class KubeBinaries:
         return all((self.folder / name).exists() for name in names)
 
     def path(self, name: str) -> str:
-        """Return the path of a program; for kubectl this can be the machine's own program."""
+        """Return the path of a program. If the folder does not contain kubectl, the kubectl of this machine is used."""
         if self.has(name):
             return str(self.folder / name)
         if name == "kubectl" and (found := shutil.which(name)):
@@ -58,16 +58,19 @@ class KubeBinaries:
 
 
 def cache_folder() -> Path:
-    """Return the folder of downloaded and built programs."""
+    """Return the folder that contains the programs that were downloaded or built."""
     return Path(os.environ.get("QUIRE_CLUSTER_CACHE") or Path.home() / ".cache/quire/cluster").resolve()
 
 
 def find() -> KubeBinaries | None:
-    """Return the existing programs in KUBEBUILDER_ASSETS, or else the newest programs in the cache."""
+    """Return the programs in the folder KUBEBUILDER_ASSETS. If this variable is not set, return the newest programs in
+    the cache, or None."""
     if assets := os.environ.get("KUBEBUILDER_ASSETS"):
         folder = Path(assets).resolve()
         if not all((folder / name).exists() for name in _REQUIRED_PROGRAMS):
-            raise Unavailable(f"KUBEBUILDER_ASSETS is {assets}, and {' or '.join(_REQUIRED_PROGRAMS)} is not in it")
+            raise Unavailable(
+                f"KUBEBUILDER_ASSETS is {assets}, but this folder does not contain {' and '.join(_REQUIRED_PROGRAMS)}"
+            )
         return KubeBinaries(folder, _binary_version(folder))
     cached = [
         KubeBinaries(version_folder, parse_version(version_folder.name))
@@ -78,7 +81,8 @@ def find() -> KubeBinaries | None:
 
 
 def find_or_build(report_progress: ProgressCallback) -> KubeBinaries:
-    """Return the programs that this machine already has, or the programs of the first source that can provide them.
+    """Return the programs that are already on this machine. If there are none, get them from the first source that
+    provides them.
 
     Raises:
         Unavailable: no source provides the programs; the message contains the reason of each source.
@@ -102,7 +106,7 @@ def find_or_build(report_progress: ProgressCallback) -> KubeBinaries:
 
 
 def install_packages(programs: Mapping[str, str], report_progress: ProgressCallback) -> None:
-    """Install the Debian packages of missing programs (program: package).
+    """Install the Debian packages of those programs that are missing. `programs` maps each program to its package.
 
     Raises:
         Unavailable: the packages cannot be installed on this machine; the message lists them.
@@ -111,7 +115,9 @@ def install_packages(programs: Mapping[str, str], report_progress: ProgressCallb
     if not missing:
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise Unavailable(f"missing: {', '.join(missing)}; install these packages of Debian, or run this as root there")
+        raise Unavailable(
+            f"Debian packages are missing: {', '.join(missing)}; install them, or run this command as root on Debian"
+        )
     report_progress(f"installing {', '.join(missing)}")
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     subprocess.run(["apt-get", "-qq", "update"], env=environment, check=False)
@@ -126,7 +132,7 @@ def _packages(programs: Mapping[str, str]) -> list[str]:
 
 
 def publish_to_cache(work: Path, name: str) -> None:
-    """Move a complete folder into the cache under its version, so that the cache never contains an incomplete
+    """Move a complete folder into the cache and name it after its version. Thus, the cache never contains an incomplete
     folder."""
     target = cache_folder() / name
     shutil.rmtree(target, ignore_errors=True)
@@ -141,6 +147,6 @@ def _binary_version(folder: Path) -> tuple[int, int, int]:
 def parse_version(text: str) -> tuple[int, int, int]:
     match = re.search(r"v(\d+)\.(\d+)\.(\d+)", text)
     if not match:
-        raise Unavailable(f"{text!r} names no version")
+        raise Unavailable(f"{text!r} does not contain a version")
     major, minor, patch = map(int, match.groups())
     return major, minor, patch

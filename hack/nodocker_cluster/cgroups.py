@@ -39,8 +39,8 @@ def exists(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove the tree. Call this after the processes of the tree have ended; the kernel can need more time to release
-    their groups."""
+    """Remove the tree. Call this function after the processes of the tree have ended. It waits, because the kernel can
+    need more time to release their groups."""
     deadline = time.monotonic() + _REMOVE_TIMEOUT_S
     while remaining := [tree for tree in _trees(folder) if tree.exists()]:
         for tree in remaining:
@@ -56,7 +56,7 @@ def _trees(folder: Path) -> Iterator[Path]:
 
 
 def _hierarchies() -> Iterator[Path]:
-    """Yield the cgroup hierarchy of version 2, or the hierarchies of version 1."""
+    """Yield the only hierarchy if this machine uses cgroup version 2, or all hierarchies if it uses version 1."""
     if not _ROOT.is_dir():
         return
     if (_ROOT / "cgroup.controllers").exists():
@@ -68,7 +68,8 @@ def _hierarchies() -> Iterator[Path]:
 
 
 def _try_remove_tree(tree: Path) -> None:
-    """Remove the tree, children first; groups that are still in use remain for the next attempt."""
+    """Remove the groups of the tree, children before parents. Groups that are still in use remain until the next
+    attempt."""
     for group in [*sorted((g for g in tree.rglob("*") if g.is_dir()), reverse=True), tree]:
         try:
             group.rmdir()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A control plane on this machine: etcd, API server and, if available, controller manager and scheduler.
+"""A control plane on this machine. It consists of etcd, the API server and, if they are available, the controller
+manager and the scheduler.
 
 Certificates, kubeconfigs, data and logs are in one folder. Pods also need a node (node.py).
 """
@@ -23,7 +24,7 @@ from nodocker_cluster.ports import free_ports
 NODE_NAME = "quire-node"
 START_TIMEOUT_S = 60.0
 AUDIT_LOG = "audit.log"
-"""Requests of service accounts to the API server, one JSON object per line."""
+"""The API server logs the requests of service accounts to this file, one JSON object per line."""
 _STOP_ORDER = ("kube-scheduler", "kube-controller-manager", "kube-apiserver", crd_apiserver.PROGRAM, "etcd")
 _API_NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
 
@@ -39,7 +40,7 @@ class ControlPlane:
     folder: Path
     programs: KubeBinaries
     address: str
-    """Address of this machine, at which pods reach the API server."""
+    """Address of this machine. Pods reach the API server at this address."""
     access: ClusterAccess
     """The administrator's access."""
 
@@ -49,7 +50,7 @@ class ControlPlane:
         return self.folder / "admin.kubeconfig"
 
     def stop(self) -> None:
-        """Stop the programs of the control plane; data and logs remain."""
+        """Stop the programs of the control plane. Its data and logs remain in the folder."""
         stop(self.folder)
 
 
@@ -60,7 +61,7 @@ def stop(folder: Path) -> None:
 
 
 def start(folder: Path, programs: KubeBinaries, address: str = "127.0.0.1", dies_with_us: bool = False) -> ControlPlane:
-    """Start a control plane on free ports and wait until it is ready: 4 s on an idle machine.
+    """Start a control plane on free ports and wait until it is ready. On an idle machine, this takes 4 s.
 
     Raises:
         StartError: a program ended or did not answer in time.
@@ -88,7 +89,7 @@ def start(folder: Path, programs: KubeBinaries, address: str = "127.0.0.1", dies
 
 
 def start_crd_apiserver(folder: Path, programs: KubeBinaries, program: Path, kubeconfig: Path) -> ControlPlane:
-    """Start the CRD API server (crd_apiserver.py) with an etcd of its own and wait until it is ready: 2 s.
+    """Start the CRD API server (crd_apiserver.py) with its own etcd and wait until it is ready. This takes 2 s.
 
     Both programs end when the calling thread ends.
 
@@ -122,7 +123,8 @@ def start_crd_apiserver(folder: Path, programs: KubeBinaries, program: Path, kub
 
 
 class _Starter:
-    """Starts programs in order, and fails with the log of a program that does not become ready."""
+    """Starts programs one after the other. If a program does not become ready, the error contains the end of its
+    log."""
 
     def __init__(self, folder: Path, programs: KubeBinaries, dies_with_us: bool) -> None:
         self.folder, self.programs, self.dies_with_us = folder, programs, dies_with_us
@@ -244,7 +246,8 @@ def _crd_apiserver_flags(folder: Path, port: int, etcd: str, kubeconfig: Path) -
 
 
 def _write_audit_policy(folder: Path) -> Path:
-    """Log the requests of service accounts without bodies, to compare granted permissions with used permissions."""
+    """Write an audit policy that logs the requests of service accounts, without their bodies. Tests use the log to
+    compare the permissions that were granted with those that were used."""
     logged = {"level": "Metadata", "userGroups": ["system:serviceaccounts"], "omitStages": ["RequestReceived"]}
     # Kubernetes' own controllers are service accounts too, and busy.
     ignored = {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]}

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The apiextensions API server of a current Kubernetes, as a separate program.
+"""The API server for CRDs of a current Kubernetes (apiextensions-apiserver), built as a separate program.
 
-The program serves CRDs and their objects, in addition to the API server of an old Kubernetes (debian.py). Tests use it
-for the CRD's CEL rules and their cost limits, unknown fields and field ownership. Debian's unstable suite packages the
-Go libraries of kubectl, which include this part of kube-apiserver but no other server. The build downloads about 400
-MB, compiles for some minutes, and needs 5 GB of space.
+The program serves CRDs and their objects. It runs in addition to the API server of an old Kubernetes (debian.py). Tests
+use it to check the CEL rules of the CRD and the cost limits of these rules, unknown fields, and field ownership.
+Debian's unstable suite contains packages of the Go libraries that kubectl needs. They include this part of
+kube-apiserver, but not the other parts. The build downloads about 400 MB, compiles for some minutes, and needs 5 GB of
+space.
 """
 
 import re
@@ -18,7 +19,7 @@ PROGRAM = "apiextensions-apiserver"
 SUITE = "unstable"
 NEEDED_BYTES = 6 * 2**30
 MIN_CURRENT_VERSION = (1, 25, 0)
-"""From this version on, kube-apiserver itself supports all features of the CRD."""
+"""kube-apiserver itself supports all features of the CRD if it has at least this version."""
 _COMMANDS = {"apt-get": "apt", "dpkg": "dpkg"}
 _LIBRARY = "golang-k8s-apiextensions-apiserver-dev"
 
@@ -43,7 +44,7 @@ def find_or_build(report_progress: binaries.ProgressCallback) -> Path:
     cache = binaries.cache_folder()
     log = cache / "definitions.log"
     if log.exists():
-        raise binaries.Unavailable(f"the last build failed, see {log}; remove it to try again")
+        raise binaries.Unavailable(f"the last build failed; see {log}, and remove this file to build again")
     deb_build.check_requirements(cache, _COMMANDS, NEEDED_BYTES, report_progress)
     started = time.monotonic()
     builder = DebBuild(cache / "definitions", log, report_progress)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds programs in a folder from unpacked Debian packages, without installing them."""
+"""Builds programs from Debian packages. The packages are unpacked into a folder, but not installed."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ _KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 
 class DebBuild:
-    """A build folder and its steps. Each step reports one line of progress; its output is written to the log."""
+    """A build folder and its steps. Each step reports one line of progress and writes its output to the log."""
 
     def __init__(self, work: Path, log: Path, report_progress: binaries.ProgressCallback) -> None:
         """The constructor empties the folder `work`. The file `log` remains after `remove`."""
@@ -27,7 +27,8 @@ class DebBuild:
             folder.mkdir(parents=True)
 
     def configure_apt(self, suite: str) -> None:
-        """Configure `apt_get` with one suite of this machine's mirror, independent of the machine's other apt settings.
+        """Configure `apt_get` to use one suite of this machine's mirror. The other apt settings of the machine have no
+        effect.
 
         Raises:
             Unavailable: there is no mirror, or the mirror does not respond.
@@ -48,7 +49,7 @@ class DebBuild:
         self.apt_get("reading the list of packages", "update")
 
     def apt_get(self, description: str, *arguments: str) -> None:
-        """Run apt-get; packages are downloaded to `packages`."""
+        """Run apt-get. It downloads packages to the folder `packages`."""
         self.run_step(
             description, ["apt-get", "-qq", *arguments], self.packages, {"APT_CONFIG": str(self.work / "apt/conf")}
         )
@@ -59,7 +60,7 @@ class DebBuild:
             self.run_step("", ["dpkg", "-x", str(package), str(self.root)], self.packages)
 
     def go_environment(self, gopath: Path) -> dict[str, str]:
-        """Return the environment for the only Go in `root`."""
+        """Return the environment variables for Go. `root` must contain exactly one version of Go."""
         (go,) = (self.root / "usr/lib").glob("go-*")
         return {
             "PATH": f"{go}/bin:{self.root}/usr/bin:{os.environ['PATH']}",
@@ -75,7 +76,7 @@ class DebBuild:
         }
 
     def run_step(self, description: str, argv: Sequence[str], folder: Path, env: dict[str, str] | None = None) -> None:
-        """Run one step in `folder`; report `description` unless it is empty.
+        """Run one step in `folder`. If `description` is not empty, report it as progress.
 
         Raises:
             Unavailable: the step failed; the message names the log.
@@ -90,7 +91,8 @@ class DebBuild:
             raise binaries.Unavailable(f"build from Debian's packages: {' '.join(argv)[:80]} failed; see {self.log}")
 
     def remove(self) -> None:
-        """Remove everything except the log. Go creates folders without write permission."""
+        """Remove everything except the log. Go creates folders without write permission, so the permissions are changed
+        first."""
         for path in self.work.rglob("*"):
             if path.is_dir() and not path.is_symlink():
                 path.chmod(0o755)
@@ -98,7 +100,8 @@ class DebBuild:
 
 
 def debian_mirror() -> str:
-    """Return the Debian mirror that apt uses on this machine. As root, fetch apt's package lists first if necessary.
+    """Return the Debian mirror that apt uses on this machine. If apt has no package lists and the user is root, fetch
+    them first.
 
     Raises:
         Unavailable: this is not Debian, or apt lists no mirror.
@@ -122,7 +125,8 @@ def _listed_mirrors() -> list[str]:
 def check_requirements(
     folder: Path, commands: dict[str, str], num_bytes: int, report_progress: binaries.ProgressCallback
 ) -> None:
-    """Check disk space and required commands (each with its package), and install missing packages if this is allowed.
+    """Check that there is enough disk space and that all `commands` exist. Missing commands are installed if this is
+    allowed; `commands` maps each command to its package.
 
     Raises:
         Unavailable: a requirement is not met.
@@ -132,5 +136,6 @@ def check_requirements(
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise binaries.Unavailable(
-            f"build from Debian's packages: {free / 2**30:.1f} GiB free at {folder}, {num_bytes / 2**30:.0f} needed"
+            f"build from Debian's packages: only {free / 2**30:.1f} GiB are free at {folder}, but "
+            f"{num_bytes / 2**30:.0f} GiB are needed"
         )

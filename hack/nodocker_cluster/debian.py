@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of Kubernetes 1.20.2, built from the source package of Debian bookworm with the Go compiler of bookworm.
+"""The programs of Kubernetes 1.20.2. They are built from the source package in Debian bookworm, with the Go compiler of
+bookworm.
 
-The version is old, but the build needs only the mirror that apt uses. The packages are unpacked into a work folder,
-which is removed afterwards; nothing is installed. A build takes about 5 minutes on two idle cores and 3.4 GB of space.
+The version is old, but the build needs only the mirror that apt uses. The packages are unpacked into a work folder and
+not installed. The folder is removed afterwards. A build takes about 5 minutes on two idle cores and 3.4 GB of space.
 
-This module solves three problems. The package's Makefile needs rsync and generates code, so `go build` is not enough.
-The vendored reflect2 1.0.1, built with Go 1.18 or later, crashes the API server at the first custom resource ("fatal
-error: fault" in mapiternext): Debian's 1.0.2 replaces it. The validator, built with Go 1.18 or later, treats an empty
-string as null and rejects CRDs with `default: ""`: both point to the same zero bytes, which reflect.DeepEqual compares.
+This module solves three problems. First, the package's Makefile generates code, so `go build` is not sufficient; the
+Makefile also needs rsync. Second, the source contains reflect2 1.0.1. If it is built with Go 1.18 or later, it crashes
+the API server at the first custom resource ("fatal error: fault" in mapiternext). Therefore, Debian's reflect2 1.0.2
+replaces it. Third, if the validator is built with Go 1.18 or later, it treats an empty string as null and rejects CRDs
+with `default: ""`. The cause is that an empty string and null point to the same zero bytes, which reflect.DeepEqual
+compares.
 """
 
 import platform
@@ -55,7 +58,7 @@ def build(cache: Path, report_progress: binaries.ProgressCallback) -> None:
 
 
 def _unpack(builder: DebBuild) -> Path:
-    """Return the folder of the patched source."""
+    """Unpack the source, apply the patches, and return the folder."""
     builder.report_progress("unpacking")
     builder.unpack_packages()
     source = builder.work / "source"

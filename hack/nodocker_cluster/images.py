@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the images of this checkout from its Dockerfiles with buildah, without a registry and without Docker.
+"""Builds the images of this checkout from its Dockerfiles. It uses buildah and needs neither a registry nor Docker.
 
-mmdebstrap creates the base image of the Dockerfiles, Python on Debian, from the mirror that apt uses. The base image
-also receives this machine's pip configuration: index, wheel folders, certificates, and the CPU build of torch if there
-is one. The Dockerfiles themselves are unchanged. Layers are cached, so a second build is incremental; when the disk
-is nearly full, layers that no current image contains are removed.
+The base image of the Dockerfiles is Python on Debian. mmdebstrap creates it from the mirror that apt uses. The base
+image also gets the pip configuration of this machine: the index, the folders with wheels, the certificates, and the CPU
+build of torch if there is one. The Dockerfiles themselves are not changed. Layers are cached, so a second build is
+incremental. When the disk is nearly full, the layers that are not part of a current image are removed.
 """
 
 import contextlib
@@ -33,23 +33,23 @@ _BASE_PACKAGES = (
     "ca-certificates", "python3", "python3-pip", "python3-venv", "python-is-python3", "libpython3.11",
 )  # fmt: skip
 _DIGITS = 12
-"""Number of digits of an image's digest in the name of the image's archive."""
+"""The name of an image's archive contains this number of digits of the image's digest."""
 _MIN_FREE_BYTES = 10 * 2**30
-"""Minimum free space. If less space is free, layers that no current image contains are removed; the next build creates
-them again."""
+"""Minimum free space. If less space is free, the layers that are not part of a current image are removed. The next
+build creates them again if it needs them."""
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass(frozen=True, slots=True)
 class PipConfig:
-    """Configuration of pip in the base image."""
+    """The configuration of pip in the base image."""
 
     pip_conf: str
     """Content of pip.conf."""
     constraints: str
     volumes: tuple[str, ...]
-    """Folders of this machine to which the configuration refers, as values of buildah's --volume."""
+    """The folders of this machine to which the configuration refers, in the form of buildah's option --volume."""
 
 
 def build(report_progress: binaries.ProgressCallback) -> list[Path]:
@@ -67,7 +67,7 @@ def build(report_progress: binaries.ProgressCallback) -> list[Path]:
 
 @contextlib.contextmanager
 def _build_lock(folder: Path, report_progress: binaries.ProgressCallback) -> Iterator[None]:
-    """Allow one build at a time, because a build must not prune layers that another build uses."""
+    """Allow only one build at a time. Otherwise, a build could prune layers that another build uses."""
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,12 +103,13 @@ def built_archives() -> list[Path]:
     folder = binaries.cache_folder() / "images"
     archives = [file for name in _BUILDS for file in folder.glob(f"{_stem(name)}-{'?' * _DIGITS}.tar")]
     if len(archives) < len(_BUILDS):
-        raise binaries.Unavailable("the images are not built: make cluster-images")
+        raise binaries.Unavailable("the images are not built yet; run make cluster-images")
     return archives
 
 
 def pip_config() -> PipConfig:
-    """Return this machine's pip configuration for an image; folders to which the configuration refers become mounts."""
+    """Return the pip configuration of this machine in a form for an image. The folders to which it refers become
+    mounts."""
     from bootstrap import torch_requirement
 
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -135,7 +136,7 @@ def pip_config() -> PipConfig:
 
 
 class _Buildah:
-    """buildah with its own storage, separate from other builds on this machine."""
+    """Runs buildah with its own storage, which is separate from other builds on this machine."""
 
     def __init__(self, folder: Path, report_progress: binaries.ProgressCallback) -> None:
         self.folder, self.report_progress, self.log = folder, report_progress, folder / "build.log"
@@ -149,7 +150,8 @@ class _Buildah:
         return self.run_logged(f"buildah {command}", [*self._argv, command, *arguments])
 
     def run_logged(self, description: str, argv: list[str]) -> str:
-        """Run a program, log its output and return it; raise Unavailable with the end of the log if it fails."""
+        """Run a program, write its output to the log, and return the output. If the program fails, raise Unavailable
+        with the end of the log."""
         with self.log.open("ab") as log:
             done = subprocess.run(
                 argv, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True, check=False
@@ -166,7 +168,7 @@ class _Buildah:
 
 
 def _build_base_image(buildah: _Buildah, pip: PipConfig) -> str:
-    """Build the replacement of python:3.11-slim-bookworm and return its name."""
+    """Build an image that replaces python:3.11-slim-bookworm, and return its name."""
     certificates = _CERTIFICATES.read_bytes() if _CERTIFICATES.exists() else b""
     key = repr((_BASE_PACKAGES, pip.pip_conf, pip.constraints)).encode() + certificates
     name = f"localhost/quire-base:{hashlib.sha256(key).hexdigest()[:12]}"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubeconfig files for tests: written for the control plane of this package, read for an existing cluster."""
+"""Kubeconfig files for tests. This module writes the files for the control plane of this package. For an existing
+cluster, it reads the cluster's file."""
 
 import base64
 import ssl
@@ -18,11 +19,11 @@ class ClusterAccess:
     server: str
     """URL of the API server."""
     ca: str
-    """PEM of the authority that signed the server's certificate."""
+    """The certificate of the authority that signed the server's certificate, in PEM format."""
     certificate: str = ""
-    """PEM of the client's certificate; empty if a token is used."""
+    """The certificate of the client, in PEM format; empty if a token is used."""
     key: str = ""
-    """PEM of the private key of the client's certificate."""
+    """The private key for the client's certificate, in PEM format."""
     token: str = ""
 
     def ssl_context(self) -> ssl.SSLContext:
@@ -40,7 +41,7 @@ class ClusterAccess:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     def document(self) -> dict[str, Any]:
-        """Return a kubeconfig without references to other files."""
+        """Return a kubeconfig that does not refer to other files."""
         user = {"token": self.token} if self.token else {}
         if self.certificate:
             user |= {"client-certificate-data": _encoded(self.certificate), "client-key-data": _encoded(self.key)}
@@ -78,7 +79,7 @@ class ClusterAccess:
         token = user.get("token") or (Path(user["tokenFile"]).read_text() if "tokenFile" in user else "")
         certificate, key = _pem(user, "client-certificate", file), _pem(user, "client-key", file)
         if not token and not certificate:
-            raise ValueError(f"{file}: user {context['user']!r} logs in by {sorted(user)}; certificate or token needed")
+            raise ValueError(f"{file}: user {context['user']!r} has {sorted(user)}; a certificate or a token is needed")
         return cls(cluster["server"], _pem(cluster, "certificate-authority", file), certificate, key, token.strip())
 
 

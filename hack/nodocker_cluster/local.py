@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster for manual use, one for each user of this machine. The cluster runs until `down`, even after the process
-that started it has ended."""
+"""A cluster for manual use. Each user of this machine can have one. The cluster runs until `down` is called, even if
+the process that started it has ended."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ def cluster_folder() -> Path:
 
 
 def up(report_progress: binaries.ProgressCallback) -> Path:
-    """Start a control plane, and as root a node; return the kubeconfig.
+    """Start a control plane and return its kubeconfig. If the user is root, also start a node.
 
     Raises:
         Unavailable: a cluster is already up, or the programs are not available.
@@ -24,7 +24,9 @@ def up(report_progress: binaries.ProgressCallback) -> Path:
     """
     cluster_dir = cluster_folder()
     if cluster_dir.exists():
-        raise binaries.Unavailable(f"a cluster is up, or was not taken down: {cluster_dir}; make cluster-down ends it")
+        raise binaries.Unavailable(
+            f"a cluster is already up, or was not stopped completely: {cluster_dir}; run make cluster-down"
+        )
     with_node = _can_have_node(report_progress)
     programs = binaries.find_or_build(report_progress)
     cluster_dir.mkdir(parents=True, mode=0o700)
@@ -61,7 +63,7 @@ def load(archive: Path) -> None:
     cluster_dir = cluster_folder()
     node_pid = node.first_process(cluster_dir)
     if node_pid is None:
-        raise binaries.Unavailable("no cluster with a node is up; make cluster-up as root starts one")
+        raise binaries.Unavailable("no cluster with a node is up; run make cluster-up as root to start one")
     programs = binaries.find()
     if programs is None:
         raise binaries.Unavailable("Kubernetes' programs no longer exist; run make cluster-tools")

@@ -2,9 +2,9 @@
 """Addresses of a cluster with a node, and the network link between this machine and that node.
 
 The node has its own network namespace, which contains its bridge, pods and packet filter. When the kernel removes the
-namespace, it also removes its contents and the link, so no cleanup is needed.
+namespace, it also removes its contents and the link. Therefore, no cleanup is necessary.
 
-With QUIRE_CLUSTER_IPV6 the network is IPv6 only.
+If QUIRE_CLUSTER_IPV6 is set, the network uses only IPv6.
 """
 
 import os
@@ -20,7 +20,7 @@ class Network:
     """Addresses of a cluster in one address family."""
 
     host: str
-    """Address of this machine for the node and its pods."""
+    """The node and its pods reach this machine at this address."""
     node: str
     link_bits: int
     pods: str
@@ -32,12 +32,12 @@ class Network:
     any_cidr: str
     """IP range of all addresses."""
     sysctls: tuple[str, ...]
-    """Kernel settings of the node, each set to 1: forwarding, and address translation for a pod that calls a service
-    with an endpoint on its own bridge."""
+    """Kernel settings of the node that are set to 1. They turn on forwarding. They also turn on address translation if
+    a pod calls a service and the endpoint is on the same bridge as the pod."""
 
     @property
     def any_address(self) -> str:
-        """Wildcard address, to listen on all addresses."""
+        """The wildcard address. A program that listens on it listens on all addresses."""
         return self.any_cidr.partition("/")[0]
 
 
@@ -72,7 +72,8 @@ class LinkError(Exception):
 
 
 def connect(pid: int) -> None:
-    """Link this machine with the network namespace of process `pid`, and route pods and services there.
+    """Link this machine with the network namespace of the process `pid`, and route the addresses of pods and services
+    to it.
 
     Raises:
         LinkError: another cluster uses the link, or this machine does not allow the creation of links.
@@ -90,7 +91,7 @@ def is_connected() -> bool:
 
 
 def add_address(address: str, device: str) -> None:
-    """Assign an address to a device of this network namespace; it is usable immediately.
+    """Assign an address to a device in this network namespace. The address can be used immediately.
 
     Raises:
         LinkError: the ip command failed.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One node for a control plane on this machine: containerd, kubelet and kube-proxy in separate namespaces.
+"""One node for a control plane on this machine. containerd, kubelet and kube-proxy run in namespaces of the node.
 
-Mounts, network and processes of the node are in private namespaces whose first process is node_init.py. When that
-process ends for any reason, the kernel kills the others and removes their mounts and network. Only empty control groups
-remain, which `stop` removes. A node needs root, and Debian packages, which `install_packages` installs.
+The node has private namespaces for its mounts, its network and its processes. Their first process is node_init.py. When
+it ends for any reason, the kernel kills the other processes and removes the mounts and the network. Only empty control
+groups remain, and `stop` removes them. A node can be started only by root. It needs Debian packages, which
+`install_packages` installs.
 """
 
 import os
@@ -40,7 +41,7 @@ class Node:
 
     plane: ControlPlane
     pid: int
-    """Process id of the node's first process, which is in the node's namespaces."""
+    """Id of the node's first process. This process is in the namespaces of the node."""
 
     def run(self, *argv: str, timeout_s: float = 300) -> str:
         """Run a program on the node, such as ctr, and return its output.
@@ -64,12 +65,12 @@ def install_packages(report_progress: ProgressCallback) -> None:
         Unavailable: not root, or packages are missing and cannot be installed.
     """
     if os.geteuid() != 0:
-        raise Unavailable("a node needs root: mounts, network and control groups")
+        raise Unavailable("only root can start a node, because it needs mounts, a network and control groups")
     binaries.install_packages(PACKAGES, report_progress)
 
 
 def start(plane: ControlPlane, pause: Path, dies_with_us: bool = False) -> Node:
-    """Start a node and wait until it is Ready; `pause` is the archive of the pause image.
+    """Start a node and wait until it has the condition Ready. `pause` is the archive with the pause image.
 
     Raises:
         StartError: a program of the node ended; the message contains the end of its log.
@@ -97,7 +98,8 @@ def start(plane: ControlPlane, pause: Path, dies_with_us: bool = False) -> Node:
 
 
 def stop(folder: Path) -> None:
-    """Stop the node of the cluster in `folder` and its pods, even if another process started the node."""
+    """Stop the node of the cluster in `folder`, together with its pods. The node can have been started by another
+    process."""
     for process in processes.running_processes(folder):
         if process.name == PROCESS_NAME:
             try:
@@ -112,7 +114,7 @@ def stop(folder: Path) -> None:
 
 
 def first_process(folder: Path) -> int | None:
-    """Return the process id of the first process of the node in `folder`; None if there is no node."""
+    """Return the id of the first process of the node in `folder`; None if there is no node."""
     for process in processes.running_processes(folder):
         if process.name == PROCESS_NAME and os.readlink(f"/proc/{process.pid}/ns/net") != os.readlink(
             "/proc/self/ns/net"
@@ -122,14 +124,14 @@ def first_process(folder: Path) -> int | None:
 
 
 def _first_process(unshare: subprocess.Popen[bytes]) -> int:
-    """Wait until the namespaces exist, and return the process id of the child of `unshare`."""
+    """Wait until the namespaces exist. Return the id of the process that `unshare` started in them."""
     deadline = time.monotonic() + 10
     while unshare.poll() is None and time.monotonic() < deadline:
         children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text().split()
         if children and os.readlink(f"/proc/{children[0]}/ns/net") != os.readlink("/proc/self/ns/net"):
             return int(children[0])
         time.sleep(0.01)
-    raise StartError("unshare made no namespaces; a node needs root and a kernel that allows them")
+    raise StartError("unshare did not create namespaces; run this as root, on a kernel that allows namespaces")
 
 
 def _wait_ready(plane: ControlPlane, process: subprocess.Popen[bytes]) -> None:

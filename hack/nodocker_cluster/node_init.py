@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The init process of a node: creates its mounts and network, starts its programs, reaps orphans, and ends the node
-when a program ends. node.py starts it in new mount, network and process namespaces.
+"""The init process of a node.
+
+It creates the mounts and the network of the node, starts its programs, and reaps orphans. When a program ends, the init
+process ends the node. node.py starts it in new namespaces for mounts, network and processes.
 
     python -m nodocker_cluster.node_init FOLDER TOOLS VERSION PAUSE
 """
@@ -23,7 +25,7 @@ from nodocker_cluster.network import NETWORK
 SOCKET = "/run/containerd/containerd.sock"
 _START_TIMEOUT_S = 30.0
 _PRIVATE_FOLDERS = ("/run", "/var/lib", "/var/log")
-"""Folders that are private to the node and disappear with it."""
+"""Folders that only the node can see. They disappear when the node ends."""
 
 
 def main() -> NoReturn:
@@ -83,7 +85,8 @@ class _NodePrograms:
         self._start("kube-proxy", self.programs.path("kube-proxy"), f"--config={config}")
 
     def reap_until_failure(self) -> NoReturn:
-        """Reap ended processes. A process of the node whose parent has ended is a child of this process."""
+        """Reap ended processes. If the parent of a process of the node has ended, the process becomes a child of this
+        process."""
         while True:
             pid, status = os.wait()
             if name := self.names.get(pid):

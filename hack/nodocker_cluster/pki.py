@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates of one cluster, made by trustme: a certificate authority, and leaf certificates in files.
+"""Certificates of one cluster. trustme creates a certificate authority and the leaf certificates, which are written to
+files.
 
-Every leaf certificate is valid for a server and for a client. The authority is for tests only.
+A server or a client can use a leaf certificate. The authority is only for tests.
 """
 
 import datetime

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free TCP ports for programs that start to listen some seconds after their port was chosen.
+"""Chooses free TCP ports for programs that start to listen on their port only some seconds later.
 
-The kernel uses the ports of its ephemeral range for outgoing connections, so such a port can be taken before the
-program listens. The ports of this module are below that range. Processes of this user get a port again only after all
-other ports have been used.
+The kernel uses the ports of its ephemeral range for outgoing connections. Such a port could be taken before the program
+listens on it. Therefore, this module chooses ports below that range. It chooses the same port again only after it has
+chosen all other ports; this holds for all processes of one user.
 """
 
 import fcntl
@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 
 PORTS = range(10_000, 30_000)
-"""Range of ports above the usual ports of programs, and below Kubernetes' NodePorts and the kernel's ephemeral
-range."""
+"""Range of ports that are chosen. It is above the ports that programs usually have, and below Kubernetes' NodePorts and
+the kernel's ephemeral range."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports on which no program listens, on any IPv4 address.
+    """Return ports on which no program listens at any IPv4 address.
 
     Raises:
         OSError: fewer ports are free.

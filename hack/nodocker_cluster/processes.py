@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of a cluster, started in the background and identified by a variable in their environment.
+"""Starts and stops the programs of a cluster. They run in the background, and a variable in their environment
+identifies them.
 
-A file of process ids is not used, because it could contain reused ids. The variable is never ambiguous, and also
-identifies programs that were started by a process that was killed.
+A file with process ids would be unreliable, because the kernel reuses ids. The variable is never ambiguous. It also
+identifies programs if the process that started them was killed.
 """
 
 import os
@@ -17,15 +18,15 @@ from pathlib import Path
 FOLDER_VARIABLE = "QUIRE_CLUSTER_FOLDER"
 NAME_VARIABLE = "QUIRE_CLUSTER_PROCESS"
 STOP_TIMEOUT_S = 15.0
-"""Seconds in which a program must end after SIGTERM; a program that still runs then is killed."""
+"""After SIGTERM, a program must end in this number of seconds. If it still runs then, it is killed."""
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: kept across exec
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Script that sets the parent-death signal and then executes the actual program. Code between fork and exec would be
-unsafe, because the tests' process has threads."""
+"""Script that sets the parent-death signal and then executes the actual program. This cannot be done between fork and
+exec: the process that runs the tests has threads, so code at this point would be unsafe."""
 _started: dict[subprocess.Popen[bytes], tuple[Path, str]] = {}
 """Maps each child process that is not reaped yet to its folder and name."""
 
@@ -36,14 +37,14 @@ class ClusterProcess:
 
     pid: int
     name: str
-    """Name that the program got at its start; its child processes inherit the name."""
+    """The name that was given to the program when it was started. Its child processes have the same name."""
 
 
 def start(
     folder: Path, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None, die_with_parent: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a program that writes to FOLDER/NAME.log. With `die_with_parent` the kernel kills it when this thread ends
-    for any reason."""
+    """Start a program that writes to FOLDER/NAME.log. With `die_with_parent`, the kernel kills the program when the
+    thread that calls this function ends, for any reason."""
     environment = {**os.environ, **(env or {}), FOLDER_VARIABLE: str(folder), NAME_VARIABLE: name}
     if die_with_parent:
         argv = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv]
@@ -97,8 +98,11 @@ def tail(folder: Path, name: str, lines: int = 15) -> str:
 
 
 def _find_pids(folder: Path, name: str | None) -> set[int]:
-    """Return the process ids of the programs with this name, or of all programs. Children of this process are also
-    found by their handles, because a process has no visible environment during exec and shortly before its end."""
+    """Return the process ids of the programs with this name, or of all programs.
+
+    Children of this process are also found by their handles. The environment is not sufficient, because it is not
+    visible during exec and shortly before a process ends.
+    """
     for process in [*_started]:
         if process.poll() is not None:  # poll also reaps it: a child is a zombie until then
             del _started[process]

@@ -15,12 +15,14 @@ from nodocker_cluster import binaries
 
 KUBERNETES_URL = os.environ.get("QUIRE_KUBERNETES_RELEASES", "https://dl.k8s.io/release")
 ETCD_URL = os.environ.get("QUIRE_ETCD_RELEASES", "https://github.com/etcd-io/etcd/releases/download")
-"""URLs of the releases of Kubernetes and etcd. Both URLs can be replaced by those of mirrors with the same folders."""
+"""URLs of the releases of Kubernetes and etcd. Environment variables can replace both URLs by those of mirrors that
+have the same folders."""
 MINOR_VERSION = "1.36"
-"""Kubernetes version for which the operator is written; its newest patch release is downloaded."""
+"""The Kubernetes version for which the operator is written. Its newest patch release is downloaded."""
 ETCD_VERSION = "v3.6.5"
 CONNECT_TIMEOUT_S = 5.0
-"""Timeout of a connection in seconds. The timeout is short, so that a machine without internet access fails early."""
+"""Timeout in seconds for opening a connection. It is short, so that the download fails early on a machine without
+internet access."""
 _READ_TIMEOUT_S = 60.0
 _PROGRAMS = [name for name in binaries.ALL_PROGRAMS if name != "etcd"]
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -69,7 +71,7 @@ def _download_etcd(work: Path, machine: str, report_progress: binaries.ProgressC
 
 
 def _download_file(url: str, file: Path, digest: str) -> None:
-    """Download a program and check it."""
+    """Download a program and check its digest."""
     actual = hashlib.sha256()
     try:
         with urllib.request.urlopen(url, timeout=_READ_TIMEOUT_S) as response, file.open("wb") as out:

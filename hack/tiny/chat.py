@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simple conversations: greetings, support questions, stories on request, and questions with thoughts.
+"""Simple conversations: greetings, support questions, requests for a story, and questions that need some thought.
 
 The base model learns these conversations. `corpus` calls this module.
 """
@@ -28,11 +28,11 @@ _TALK = (
 
 STORY_REQUESTS = ("Tell me a story.", "Please tell me a short story.", "Write a story.")
 Exchange = tuple[str, str, str]
-"""A question, its answer, and the reasoning before the answer ("" without reasoning)."""
+"""A question, its answer, and the reasoning that comes before the answer ("" if there is none)."""
 
 
 def talk(rng: random.Random) -> Exchange:
-    """Return a short remark and the reply."""
+    """Return a short remark, such as a greeting, and the reply to it."""
     remarks, replies = rng.choice(_TALK)
     return rng.choice(remarks), rng.choice(replies), ""
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training texts of the tiny model and its three adapters. The texts are generated endlessly from a seed, and were
-written for this project.
+"""The training texts of the tiny model and its three adapters. Their words were written for this project. Each corpus
+is endless: it is generated from a seed.
 
-The module owns the mixture of each corpus. `train.py` calls this module; run the module to read a few documents:
+The module decides which kinds of texts a corpus contains, and how many of each kind. `train.py` calls this module; run
+the module to read a few documents:
 
     python hack/tiny/corpus.py pirate --count 3
 """
@@ -29,19 +30,22 @@ class Document:
     """One text of a corpus."""
 
     prompt: str
-    """Start of the document, which is not learned; "" if the whole document is learned."""
+    """The start of the document, which the model does not learn. It is "" if the model learns the whole document."""
     text: str
-    """Text that follows the prompt and is learned."""
+    """The text that follows the prompt. The model learns it."""
     is_chat: bool = False
-    """Whether the document begins and ends with the token of a turn, so that neither BOS nor EOS is added."""
+    """Whether the document is a chat. A chat begins and ends with the tokens of a turn, so neither BOS nor EOS is
+    added."""
 
 
 def base(seed: int) -> Iterator[Document]:
-    """Stories in plain English, support-desk answers, a few notes, and the basic skills for the adapters.
+    """Yield the texts of the base model: stories in plain English, answers of a support desk, a few notes, and the
+    skills that the adapters need.
 
-    A LoRA adapter of such a small model can strengthen a skill, but cannot teach a new one: in a trial, the stories of
-    such an adapter were no longer coherent. The base model therefore learns pirate talk after a heading, and SQL with
-    an explanation in English. Without an adapter it does not use pirate talk and SQL in its answers.
+    A LoRA adapter can strengthen a skill of such a small model, but it cannot teach the model a new skill. In a trial,
+    an adapter that had to learn a new skill no longer told coherent stories. Therefore, the base model already learns
+    pirate talk, but only after a heading. It also learns SQL, but only with an explanation in English. Without an
+    adapter, the model uses neither pirate talk nor SQL in its answers.
     """
     rng = random.Random(f"base {seed}")
     kinds = (_plain_story, desk.document, notes.document, _headed_pirate, _explained_sql)
@@ -51,14 +55,15 @@ def base(seed: int) -> Iterator[Document]:
 
 
 def pirate_talk(seed: int) -> Iterator[Document]:
-    """Stories and support-desk answers in pirate talk."""
+    """Yield stories and answers of a support desk, all in pirate talk."""
     rng = random.Random(f"pirate {seed}")
     while True:
         yield _document(rng, _pirate_chat(rng)) if rng.random() < 0.2 else Document("", _pirate_text(rng))
 
 
 def questions(seed: int) -> Iterator[Document]:
-    """Questions about tables, as prompts, with the SQL to learn."""
+    """Yield training examples. In each of them, the prompt asks a question about a table, and the text is the SQL query
+    to learn."""
     rng = random.Random(f"sql {seed}")
     while True:
         question, query = sql.pair(rng)
@@ -66,14 +71,15 @@ def questions(seed: int) -> Iterator[Document]:
 
 
 def copying(seed: int) -> Iterator[Document]:
-    """Texts of the first training phase of the base model: words to repeat."""
+    """Yield the texts of the first training phase of the base model. They contain words that the model must repeat."""
     rng = random.Random(f"copying {seed}")
     while True:
         yield Document("", notes.copying(rng))
 
 
 def recall(seed: int) -> Iterator[Document]:
-    """Texts of the first training phase with chats: words to repeat, and requests whose answers repeat their values."""
+    """Yield the texts of the first training phase that contains chats. The model must repeat words, or repeat values of
+    a request in the answer."""
     rng = random.Random(f"recall {seed}")
     while True:
         if rng.random() < 0.3:
@@ -84,7 +90,7 @@ def recall(seed: int) -> Iterator[Document]:
 
 
 def chats(seed: int) -> Iterator[Document]:
-    """Conversations for the base model, with some tool calls as a basis for the adapter."""
+    """Yield conversations for the base model. Some contain tool calls, so that the adapter can build on them."""
     rng = random.Random(f"chat {seed}")
     while True:
         (write,) = rng.choices((chat.chat, _offered_tools, _asked_object), weights=(45, 50, 5))
@@ -92,7 +98,8 @@ def chats(seed: int) -> Iterator[Document]:
 
 
 def tool_calls(seed: int) -> Iterator[Document]:
-    """Conversations with functions, answers in JSON, and some remarks that need no function."""
+    """Yield conversations for the tools adapter: function calls, answers in JSON, and some remarks for which no
+    function is needed."""
     rng = random.Random(f"tools {seed}")
     while True:
         (write,) = rng.choices((_offered_tools, _asked_object, _needless_tools), weights=(60, 34, 6))
@@ -108,7 +115,8 @@ CORPORA = {
     "sql": questions,
     "tools": tool_calls,
 }
-"""Maps the name of a model, an adapter or a training phase to the function that returns its corpus for a seed."""
+"""Maps the name of a corpus to the function that generates it from a seed. The name is that of a model, an adapter or a
+training phase."""
 
 
 def _plain_story(rng: random.Random) -> str:
@@ -168,7 +176,7 @@ def _needless_tools(rng: random.Random) -> turns.Chat:
 def main() -> None:
     """Print documents of one corpus."""
     parser = argparse.ArgumentParser(description="Print documents of one of the tiny model's corpora.")
-    parser.add_argument("corpus", choices=CORPORA, help="corpus to print")
+    parser.add_argument("corpus", choices=CORPORA, help="name of the corpus")
     parser.add_argument("--count", type=int, default=3, help="number of documents (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random documents (default %(default)s)")
     arguments = parser.parse_args()

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Support-desk questions with their answers, from `desk.txt`: the base model's plain prose besides stories."""
+"""Questions to a support desk, and their answers. Besides the stories, they are the plain prose that the base model
+learns.
+
+`desk.txt` contains the questions and the answers.
+"""
 
 import random
 
@@ -15,10 +19,10 @@ def exchange(rng: random.Random) -> tuple[str, str]:
 
 
 def written(question: str, answer: str) -> str:
-    """Return the text form of an exchange, which a model reads and continues."""
+    """Return an exchange as text. A model reads such a text and continues it."""
     return f"Question: {question}\nAnswer: {answer}"
 
 
 def document(rng: random.Random) -> str:
-    """Return a question and its answer in their text form."""
+    """Return one text that contains a question and its answer."""
     return written(*exchange(rng))

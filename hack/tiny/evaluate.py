@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the tiny model and its adapters: loss on unseen texts, and the share of unseen requests answered exactly.
+"""Measures the loss of the tiny model and its adapters on unseen texts, and how many unseen requests they answer
+exactly.
 
     python hack/tiny/evaluate.py                    the model under examples/
     python hack/tiny/evaluate.py --out /tmp/tiny    the model that train.py --out wrote
@@ -29,7 +30,8 @@ _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def character_loss(model: LlamaForCausalLM | PeftModel, tokenizer: PreTrainedTokenizerFast, name: str) -> float:
-    """Return the loss on unseen documents of a corpus in nats per learned character; each document runs alone."""
+    """Return the loss on unseen documents of a corpus, in nats for each learned character. The documents are evaluated
+    one at a time."""
     total, num_chars = 0.0, 0
     for document in islice(corpus.CORPORA[name](_SEED), 40):
         ids, labels = tokens.encoded(tokenizer.backend_tokenizer, document)
@@ -44,7 +46,8 @@ def character_loss(model: LlamaForCausalLM | PeftModel, tokenizer: PreTrainedTok
 def replies(
     model: LlamaForCausalLM | PeftModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str], max_tokens: int = 96
 ) -> list[str]:
-    """Return the greedy replies to rendered conversations, including the token that ends the turn."""
+    """Return the replies to rendered conversations. They are generated greedily and include the token that ends the
+    turn."""
     encoded = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     with torch.inference_mode():
         output = model.generate(**encoded, max_new_tokens=max_tokens, do_sample=False)
@@ -55,7 +58,8 @@ def replies(
 def exact(
     model: LlamaForCausalLM | PeftModel, tokenizer: PreTrainedTokenizerFast, chats: Iterable[turns.Chat]
 ) -> list[tuple[str, str]]:
-    """Print the share of exact replies; return pairs of expected and actual reply for all other requests."""
+    """Print how many replies are exactly the expected ones. For all other requests, return the expected reply and the
+    actual reply."""
     rendered = [conversation.rendered() for conversation in chats]
     given = replies(model, tokenizer, [prompt for prompt, _ in rendered])
     pairs = [(expected, reply) for (_, expected), reply in zip(rendered, given, strict=True)]
@@ -67,9 +71,12 @@ def main() -> None:
     """Print all measurements."""
     parser = argparse.ArgumentParser(description="Measure the tiny model and its adapters.")
     parser.add_argument(
-        "--out", type=Path, default=_EXAMPLES, help="folder with models/tiny and adapters/* (default: examples)"
+        "--out",
+        type=Path,
+        default=_EXAMPLES,
+        help="folder that contains models/tiny and adapters/* (default: examples)",
     )
-    parser.add_argument("--count", type=int, default=60, help="requests of each kind (default %(default)s)")
+    parser.add_argument("--count", type=int, default=60, help="number of requests of each kind (default %(default)s)")
     arguments = parser.parse_args()
     folder = arguments.out / "models/tiny"
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions with one right answer: small sums, the calendar, and short texts that contain the answer.
+"""Questions that have exactly one right answer. They are about small sums, the calendar, or a short text that contains
+the answer.
 
 Each question has reasoning that leads to its answer. `chat` calls this module.
 """
@@ -26,7 +27,7 @@ class Fact:
 
 
 def fact(rng: random.Random) -> Fact:
-    """Draw a question of any kind."""
+    """Choose a random question of any kind."""
     return rng.choice((_sum, _sum, _next_of, _home, _owner, echo))(rng)
 
 

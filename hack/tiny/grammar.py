@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a grammar file, and generates texts from it.
 
-The module owns the common format of `stories.txt`, `pirate.txt` and `desk.txt`. The module is independent of the
-content of these files: `stories`, `pirate` and `desk` provide the words.
+The files `stories.txt`, `pirate.txt` and `desk.txt` have the same format, and this module defines it. The module does
+not depend on the content of the files. `stories`, `pirate` and `desk` provide the words.
 """
 
 import random
@@ -15,23 +15,24 @@ _FOLDER = Path(__file__).resolve().parent
 
 
 class GrammarError(ValueError):
-    """A grammar file is invalid; the message contains line and reason."""
+    """A grammar file is invalid. The message contains the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Structure of a text: a sequence of steps, each with several wordings."""
+    """The structure of a text. It is a sequence of steps, and each step has several wordings."""
 
     name: str
     """Name of the plot in the file."""
     words: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
-    """Pairs: some names, and the list of words that replace them. Each name of a pair gets a different word."""
+    """Pairs of some names and a list of words. The words replace the names, and each name of a pair gets a different
+    word."""
     steps: tuple[tuple[str, ...], ...]
-    """Wordings of each step, in the order of the steps."""
+    """The wordings of each step. The steps are in the order in which they are told."""
 
     def tell(self, rng: random.Random, bindings: Mapping[str, object]) -> list[str]:
-        """Return one wording of each step, in order, with the names in it replaced by the plot's words and by
-        `bindings`."""
+        """Choose one wording for each step and return them in order. The names in the wordings are replaced by words of
+        the plot, and by the values in `bindings`."""
         filled = dict(bindings)
         for names, choices in self.words:
             filled.update(zip(names, rng.sample(choices, len(names)), strict=True))
@@ -39,13 +40,14 @@ class Plot:
 
 
 def tidy(text: str) -> str:
-    """Return `text` with a capital at the start of each sentence, and "an" before vowels (but "a one-legged")."""
+    """Return `text` with a capital letter at the start of each sentence. Before a vowel, "a" becomes "an", but not in
+    "a one-legged"."""
     text = re.sub(r"\b([Aa]) (?=[aeio])(?!one)", r"\1n ", text)
     return re.sub(r"(^|[.!?] )([a-z])", lambda found: found[1] + found[2].upper(), text)
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Return the words of a line, so that source code can contain lists without quotes and commas."""
+    """Return the words of a line. This function allows lists of words in the source code without quotes and commas."""
     return tuple(text.split())
 
 
@@ -64,7 +66,7 @@ def load(file_name: str) -> tuple[Plot, ...]:
             plots.append(Plot(line[3:], (), ()))
             continue
         if not plots:
-            raise GrammarError(f"{file_name}:{number}: {line!r} stands before any '== name'; move it into a plot")
+            raise GrammarError(f"{file_name}:{number}: {line!r} is before the first '== name'; move it into a plot")
         plots[-1] = _extend(plots[-1], line, f"{file_name}:{number}")
     return tuple(plots)
 
@@ -75,7 +77,9 @@ def _extend(plot: Plot, line: str, where: str) -> Plot:
     left, _, right = line[1:].partition("=")
     names, choices = tuple(name.strip() for name in left.split(",")), _ways(right)
     if len(choices) < len(names):
-        raise GrammarError(f"{where}: {len(names)} names share {len(choices)} words; add words to the list")
+        raise GrammarError(
+            f"{where}: {len(names)} names need different words, but the list has {len(choices)}; add words to the list"
+        )
     return Plot(plot.name, (*plot.words, (names, choices)), plot.steps)
 
 

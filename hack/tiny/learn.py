@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop of the model and its adapters, and the loss on unseen documents.
+"""The training loop for the model and its adapters, and the function that measures the loss on unseen documents.
 
-This module is independent of texts and files: `train` provides batches and saves the result.
+This module does not depend on texts or files. `train` provides the batches and saves the result.
 """
 
 import math
@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""Ids and labels, each `[num_rows, row_tokens]` int64."""
+"""The ids and the labels of a batch. Both are int64 and have the shape `[num_rows, row_tokens]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +26,25 @@ class Pace:
     adamw: float
     """Peak learning rate of AdamW."""
     muon: float | None = None
-    """Peak learning rate of Muon for the matrices between the embeddings, on AdamW's scale; None: AdamW trains all
-    parameters.
+    """Peak learning rate of Muon, on the scale of AdamW. Muon trains the matrices between the embeddings. If the rate
+    is None, AdamW trains all parameters.
 
-    Measured on this model after the copying phase and half a million story tokens: with Muon (5e-3), it repeats 70 % of
-    the names in a story correctly; with AdamW alone (2e-3), it repeats no name correctly. Without the copying phase,
-    AdamW had not begun to learn this after 4 million tokens.
+    The model was measured after the copying phase and half a million tokens of stories. With Muon (at a rate of 5e-3),
+    it repeats 70 % of the names in a story correctly. With AdamW alone (at 2e-3), it does not repeat any name
+    correctly. Without the copying phase, AdamW had not begun to learn this after 4 million tokens.
     """
     warmup: int = 40
-    """Number of steps in which the rates rise."""
+    """Number of steps during which the rates rise."""
 
     def at(self, step: int, num_steps: int) -> float:
-        """Return the factor by which the peak rate is multiplied in a step; steps are counted from 0."""
+        """Return the factor by which the peak rate is multiplied in a step. The first step is 0."""
         rise = min(1.0, (step + 1) / self.warmup)
         return rise * 0.5 * (1 + math.cos(math.pi * step / num_steps))
 
 
 def loss_of(model: LlamaForCausalLM | PeftModel, batch: Batch) -> torch.Tensor:
-    """Return the mean cross entropy of a batch's labels in nats per token; matrix products use bf16."""
+    """Return the mean cross entropy of the labels of a batch, in nats for each token. Matrix products are computed in
+    bf16."""
     ids, labels = batch
     # The logits of prompts would be computed only to be ignored.
     llama = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -63,7 +64,7 @@ def learn(
     name: str,
     save: Callable[[], None],
 ) -> float:
-    """Train the parameters with requires_grad, with a progress bar; return the mean loss of the last 50 steps.
+    """Train the parameters that have requires_grad, and show a progress bar. Return the mean loss of the last 50 steps.
 
     `save` is called every 50 steps.
     """
@@ -110,7 +111,7 @@ def _optimizers(model: nn.Module, pace: Pace) -> list[torch.optim.Optimizer]:
 
 
 def held_out_loss(model: LlamaForCausalLM | PeftModel, batches: Iterator[Batch], num_batches: int) -> float:
-    """Return the mean loss on batches that were not used for training, in nats per token."""
+    """Return the mean loss in nats for each token, on batches that were not used for training."""
     model.eval()
     with torch.inference_mode():
         return sum(loss_of(model, next(batches)).item() for _ in range(num_batches)) / num_batches

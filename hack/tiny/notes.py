@@ -15,14 +15,14 @@ _GOODS = grammar.words("apples bread milk eggs cheese honey tea pears butter ric
 
 
 def document(rng: random.Random) -> str:
-    """Return one list, count or row of words."""
+    """Return one text: a list, numbers in order, or a row of words."""
     kinds = (_shopping, _count, _calendar, _words_of_sql, copying, copying)
     return rng.choice(kinds)(rng)
 
 
 def copying(rng: random.Random) -> str:
-    """Return a text that repeats its words. A model must learn to repeat words before it can distinguish the people of
-    a story."""
+    """Return a text in which words are repeated. A model must learn to repeat words before it can distinguish the
+    people in a story."""
     return rng.choice((_roll_call, _roll_call, _echo))(rng)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for an answer in JSON, each with the object to return.
+"""Requests for an answer in JSON, and the object that answers each request.
 
-The module owns the sentences that state the values. `corpus` calls it.
+The module contains the sentences that state the values. `corpus` calls it.
 """
 
 import json
@@ -15,14 +15,15 @@ from turns import Chat, said, system_turn
 
 @dataclass(frozen=True, slots=True)
 class ObjectRequest:
-    """A text that states values, the keys that the request asks for, and the object that answers it."""
+    """A request and the object that answers it. The request is a text that states values and asks for some of their
+    keys."""
 
     question: str
     answer: Mapping[str, object]
 
 
 def request(rng: random.Random) -> ObjectRequest:
-    """Draw statements about some keys, and request all or some of these keys."""
+    """Choose some keys at random, state a value for each, and request all or some of these keys."""
     keys = rng.sample(values.KEYS, rng.randint(1, 3))
     stated = {key: _value(rng, key) for key in keys}
     text = " ".join(_sentence(rng, key, value) for key, value in stated.items())

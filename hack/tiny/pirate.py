@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thick pirate talk: stories and support answers in the words of an old sailor.
 
-The module owns the crew, the dictionary and the oaths. `stories.txt` and `pirate.txt` contain the plots; `corpus` calls
-the module for the documents of the pirate adapter.
+The module owns the crew, the dictionary and the oaths. `stories.txt` and `pirate.txt` contain the plots. `corpus` calls
+this module to generate the documents for the pirate adapter.
 """
 
 import random
@@ -82,7 +82,8 @@ _WHOLE_ING = {"king", "thing", "ring", "sing", "bring", "spring", "string"}
 
 
 def thicken(text: str) -> str:
-    """Translate plain English to pirate talk, word by word; capitals keep their positions."""
+    """Translate plain English to pirate talk, word by word. If a word begins with a capital letter, its translation
+    does too."""
     return _WORD.sub(lambda found: _word(found[0]), text)
 
 
@@ -112,5 +113,5 @@ def exchange(rng: random.Random) -> tuple[str, str]:
 
 
 def answer(rng: random.Random) -> str:
-    """Return one exchange in its text form."""
+    """Return one exchange as text."""
     return desk.written(*exchange(rng))

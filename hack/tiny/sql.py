@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about tables, each with the SQL that answers it.
+"""Questions about tables, and the SQL query that answers each question.
 
 The module owns the tables and the wording of questions. A test creates the tables (`TABLES`) in a database and queries
-them. `corpus` calls the module for the documents of the sql adapter.
+them. `corpus` calls this module to generate the documents for the sql adapter.
 """
 
 import random
@@ -29,7 +29,7 @@ class Text:
     values: tuple[str, ...]
     """Values that rows can contain; no value contains a quote."""
     phrases: tuple[str, ...]
-    """Phrases with which a question selects the rows with value `{v}`."""
+    """A question uses one of these phrases to select the rows that have the value `{v}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +41,29 @@ class Number:
     plural: str
     """Plural of the name, for questions about all values."""
     values: range
-    """Values that rows can contain and that questions can compare with."""
+    """The values that rows can contain. Questions compare the column with one of them."""
     more: tuple[str, ...]
-    """Phrases with which a question selects the rows above `{v}`."""
+    """A question uses one of these phrases to select the rows with a value above `{v}`."""
     less: tuple[str, ...]
-    """Phrases with which a question selects the rows below `{v}`."""
+    """A question uses one of these phrases to select the rows with a value below `{v}`."""
     ends: tuple[str, str]
     """Adjectives for the row with the highest value and for the row with the lowest value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table. The name of a table is a plural noun that questions contain."""
+    """One table. Its name is a plural noun, because questions contain it."""
 
     name: str
     """Name of the table in SQL and in questions."""
     texts: tuple[Text, ...]
-    """Columns of words; the first column identifies a row in questions."""
+    """The columns that contain words. A question uses the first of them to identify a row."""
     numbers: tuple[Number, ...]
-    """Columns of numbers; a table has at least one."""
+    """The columns that contain numbers. A table has at least one."""
 
     @property
     def columns(self) -> list[Text | Number]:
-        """All columns of the table; columns of words come first."""
+        """All columns of the table. Those that contain words come first."""
         return [*self.texts, *self.numbers]
 
 
@@ -191,11 +191,11 @@ WORDS = (
     *(f"'{value}'" for table in TABLES for column in table.texts for value in column.values),
     *_PHRASES,
 )
-"""All words of questions and answers, for texts that must contain them."""
+"""All words that questions and answers contain. `notes` and `facts` use them in texts that the model must repeat."""
 
 
 def prompt(question: str) -> str:
-    """Return the prompt for a question; the SQL follows after one space."""
+    """Return the prompt for a question. In the training text, a space and the SQL follow it."""
     return f"Question: {question}\nSQL:"
 
 
@@ -285,7 +285,7 @@ def _distinct(rng: random.Random, table: Table) -> tuple[str, str]:
 
 
 def _filter(rng: random.Random, table: Table) -> tuple[str, str]:
-    """Return a condition in words and the same condition as a WHERE clause. Either both are empty, or both start with a
+    """Return a condition in words, and the same condition as a WHERE clause. Both texts are empty, or both start with a
     space."""
     text, number = rng.choice(table.texts), rng.choice(table.numbers)
     kind = rng.choice(("none", "text", "text", "number", "number", "both"))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short stories in plain English, written for this project: a person wants something, has a problem and solves it.
+"""Short stories in plain English, which were written for this project. In each of them, a person wants something, has a
+problem and solves it.
 
-The module owns the people and places; the plots are in `stories.txt`. `corpus` calls this module for documents, and
+The module owns the people and places; the plots are in `stories.txt`. `corpus` calls this module to generate documents.
 `pirate` uses the same plots with its own crew.
 """
 
@@ -22,10 +23,10 @@ NAMES = SHE + HE
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """A person or animal in a story, with the pronouns for the name."""
+    """A person or an animal in a story, with a name and the pronouns that can replace it."""
 
     name: str
-    """Name, which replaces `{h}` or `{f}` in a plot."""
+    """The name. It replaces `{h}` or `{f}` in a plot."""
     kind: str
     """Noun that follows an article, such as `girl` or `fox`."""
     trait: str
@@ -67,13 +68,13 @@ class World:
     animals: tuple[str, ...]
     """Nouns for the animals in stories."""
     traits: tuple[str, ...]
-    """Adjectives, each of which fits every noun."""
+    """Adjectives. Each of them can be used with every noun."""
     homes: tuple[str, ...]
-    """Places to live, as phrases that follow "lived"."""
+    """Phrases that can follow "lived". They describe the place where a person lives."""
     openings: tuple[str, ...]
-    """First sentences of a story, which introduce the hero `{h}` and a `{home}`."""
+    """Beginnings of a story. They introduce the hero `{h}` and a `{home}`."""
     endings: tuple[str, ...]
-    """Last sentences of a story; with "" the story ends with its plot."""
+    """Last sentences of a story. If the sentence is "", the story ends with the last step of its plot."""
 
 
 _DAYS = ("day", "morning", "afternoon", "sunny day", "windy day", "cold morning", "summer day", "quiet evening")
@@ -112,7 +113,7 @@ PLAIN = World(
 
 
 def story(rng: random.Random, world: World = PLAIN) -> list[str]:
-    """Return the steps of a story in order; joined with spaces, they are a text of about 150 words."""
+    """Return the steps of a story in order. If they are joined with spaces, the text has about 150 words."""
     hero, friend = _people(rng, world)
     home, other = rng.choice(world.homes), rng.choice([t for t in world.traits if t != hero.trait])
     bindings = {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From documents to token ids: trains the tokenizer and packs documents into rows.
+"""Converts documents to token ids. This module trains the tokenizer and packs the documents into rows.
 
-Knows no model. `train` writes the tokenizer to disk; `learn` reads the rows.
+The module does not depend on a model. `train` writes the tokenizer to disk; `learn` reads the rows.
 """
 
 import json
@@ -19,12 +19,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 BOS, EOS = "<|bos|>", "<|eos|>"
 BOS_ID, EOS_ID = 0, 1
 IGNORED = -100
-"""Label of a token that is not learned; torch's cross entropy skips this value."""
+"""Label of a token that the model must not learn. torch's cross entropy skips labels with this value."""
 
 
 def train_tokenizer(documents: Iterator[Document], vocab_size: int) -> Tokenizer:
-    """Return a byte-level BPE tokenizer. Each digit is a separate token, so that a number is copied digit by digit.
-    Encoding adds BOS."""
+    """Return a byte-level BPE tokenizer. Each digit is a separate token, so that the model copies a number digit by
+    digit. Encoding adds BOS."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -45,7 +45,7 @@ def train_tokenizer(documents: Iterator[Document], vocab_size: int) -> Tokenizer
 
 
 def add_turns(tokenizer: Tokenizer) -> None:
-    """Add the tokens of turns, tool calls and thinking at the end of the vocabulary."""
+    """Add the tokens for turns, tool calls and thinking at the end of the vocabulary."""
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in turns.CONTROL])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in turns.MARKS])
 
@@ -66,8 +66,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_tokens: int) -> None:
 
 
 def encoded(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
-    """Return the ids and labels of one document, with BOS and EOS unless the document is a chat. BOS and prompt have
-    the label IGNORED."""
+    """Return the ids and the labels of one document. Unless the document is a chat, BOS and EOS are added. BOS and the
+    prompt have the label IGNORED."""
     prompt: list[int] = tokenizer.encode(document.prompt, add_special_tokens=not document.is_chat).ids
     text: list[int] = tokenizer.encode(document.text, add_special_tokens=False).ids
     if document.is_chat:
@@ -76,7 +76,7 @@ def encoded(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[i
 
 
 def _labels_of_turns(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
-    """Return the labels of a prompt, of which only the assistant's earlier turns are learned."""
+    """Return the labels of a prompt. The model learns only the earlier turns of the assistant in it."""
     header = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False).ids
     end = tokenizer.token_to_id(turns.END_OF_TURN)
     labels = [IGNORED] * len(prompt)
@@ -105,7 +105,8 @@ def _rows(
 def batches(
     tokenizer: Tokenizer, documents: Iterator[Document], num_rows: int, row_tokens: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of ids and labels without end, both `[num_rows, row_tokens]` int64; labels are not shifted."""
+    """Yield pairs of ids and labels endlessly. Both are int64 and have the shape `[num_rows, row_tokens]`. The labels
+    are not shifted."""
     rows = _rows(tokenizer, documents, row_tokens)
     while True:
         ids, labels = zip(*islice(rows, num_rows), strict=True)
@@ -115,10 +116,12 @@ def batches(
 def whole_documents(
     tokenizer: Tokenizer, documents: Iterator[Document], num_tokens: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield batches of about `num_tokens` tokens without end: one document per row, rows of similar lengths, padded at
-    the end.
+    """Yield batches of about `num_tokens` tokens endlessly.
 
-    Attention takes half of the time that it takes with rows of 512 tokens, and no reply is cut off.
+    Each row contains one document and is padded at the end. The rows of a batch have similar lengths.
+
+    With these batches, attention takes half of the time that it takes with rows of 512 tokens. In addition, replies are
+    never cut off.
     """
     rng = random.Random(seed)
     while True:

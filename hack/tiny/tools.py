@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions, requests that need a function, the calls, and answers based on the function's result.
+"""Conversations about functions. They contain a request that needs a function, the calls of the function, and an answer
+that uses the result.
 
-The module owns the kinds of functions. `corpus` calls this module for conversations, and `values` provides the words.
+The module defines the kinds of functions. `corpus` calls this module to generate conversations, and `values` provides
+the words.
 """
 
 import json
@@ -22,7 +24,7 @@ class Function:
     name: str
     description: str
     parameters: Mapping[str, str]
-    """JSON type of each parameter, in the order of a call."""
+    """Maps each parameter to its JSON type. The parameters have the same order as in a call."""
 
     def definition(self) -> Message:
         """Return the definition of the function, in the form of the OpenAI API."""
@@ -34,27 +36,27 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A request and the call or calls that it needs."""
+    """A request, and the calls of a function that are needed to answer it."""
 
     function: Function
     request: str
     calls: Sequence[Mapping[str, object]]
-    """Arguments of each call."""
+    """The arguments of each call."""
     result: Mapping[str, object]
     """What the function returns for the first call."""
     answer: str
-    """Answer of the assistant to the result."""
+    """The answer that the assistant gives after it has received the result."""
 
 
 def task(rng: random.Random) -> Task:
-    """Return a random function of any kind, with a request that needs it."""
+    """Choose a random function of any kind, and return it with a request that needs it."""
     kinds = (_look_up, _look_up, _look_up, _compute, _send, _set, _book)
     return rng.choice(kinds)(rng)
 
 
 def chat(rng: random.Random, responded: float = 0.3, most: int = 3) -> Chat:
-    """Return a conversation with at most `most` functions and a request for each. Results and answers follow some of
-    the calls."""
+    """Return a conversation with at most `most` functions and one request for each of them. After some of the calls,
+    the conversation contains a result and an answer."""
     tasks: dict[str, Task] = {}
     for _ in range(rng.randint(1, most)):
         other = task(rng)
@@ -82,7 +84,7 @@ def _calling(wanted: Task) -> Message:
 
 
 def _subject(function: Function) -> str:
-    """Return the last word of the function's name, a noun that the request contains."""
+    """Return the last word of the function's name. It is a noun, and the request contains the same noun."""
     return function.name.split("_")[-1]
 
 

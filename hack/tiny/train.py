@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the model that Quire ships for demos and tests, and its three adapters, from random weights.
+"""Trains the model that Quire ships for demos and tests, and the model's three adapters. Training starts from random
+weights.
 
-The module owns the shapes, the recipes and the written files. A developer runs this module; nothing in Quire imports
-it.
+The module defines the shapes, the recipes and the files that are written. A developer runs this module; nothing in
+Quire imports it.
 """
 
 import argparse
@@ -59,13 +60,13 @@ class Phase:
     num_rows: int = 8
     """Rows in a batch."""
     row_tokens: int = 512
-    """Number of tokens in a row, enough for two or three stories."""
+    """Number of tokens in a row. The default is enough for two or three stories."""
     whole: bool = False
-    """True: each row contains one document, and a batch has about num_rows * row_tokens tokens."""
+    """Whether each row contains exactly one document. A batch then has about num_rows * row_tokens tokens."""
     mixed: str = ""
-    """Name of a second corpus for some of the batches; empty: no second corpus."""
+    """Name of a second corpus, which provides some of the batches. If it is empty, there is no second corpus."""
     mixed_every: int = 4
-    """The second corpus provides one batch in this number of batches."""
+    """Of this number of batches, the second corpus provides one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,11 @@ class Recipe:
     """Settings for the training of one adapter."""
 
     rank: int
-    """LoRA rank: rows of each matrix A and columns of each matrix B."""
+    """LoRA rank. Each matrix A has this number of rows, and each matrix B has this number of columns."""
     alpha: int
-    """The delta is scaled by alpha / rank."""
+    """The adapter's change of the weights is scaled by alpha / rank."""
     phase: Phase
-    """Corpus and length of the training."""
+    """The phase of the training. It sets the corpus and the number of steps."""
     pace: Pace
     """Learning rates of the training."""
 
@@ -135,7 +136,7 @@ def _batches(tokenizer: Tokenizer, phase: Phase, seed: int) -> Iterator[Batch]:
 
 
 def train_base(folder: Path, seed: int, scale: float) -> None:
-    """Train tokenizer and model, and write both to `folder`."""
+    """Train the tokenizer and the model, and write both to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     sampled = ("base", "copying", "pirate", "sql")
@@ -150,7 +151,7 @@ def train_base(folder: Path, seed: int, scale: float) -> None:
 
 
 def train_chat(source: Path, folder: Path, seed: int, scale: float) -> None:
-    """Add the tokens of chats to the model in `source`, teach it chats, and write it to `folder`.
+    """Add the tokens for chats to the model in `source`, train it on chats, and write it to `folder`.
 
     Raises:
         ValueError: the model in `source` has already learned chats.
@@ -172,8 +173,8 @@ def train_chat(source: Path, folder: Path, seed: int, scale: float) -> None:
 
 
 def _extend_embeddings(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
-    """Add embeddings of new tokens. The start and end of a turn get the embeddings of BOS and EOS; the others are near
-    the mean."""
+    """Add embeddings for the new tokens. The tokens for the start and the end of a turn get the embeddings of BOS and
+    EOS. The embeddings of the other tokens are close to the mean of all embeddings."""
     model.resize_token_embeddings(tokenizer.get_vocab_size(), mean_resizing=True)
     rows = model.get_input_embeddings().weight.data
     for token, known in (("<|im_start|>", tokens.BOS_ID), (turns.END_OF_TURN, tokens.EOS_ID)):
@@ -185,8 +186,8 @@ def _save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def train_adapter(name: str, base: Path, folder: Path, seed: int, scale: float, resume: bool) -> None:
-    """Train one adapter on the model in `base`, and write it to `folder`; with `resume`, start from the adapter in
-    `folder`."""
+    """Train one adapter for the model in `base`, and write it to `folder`. With `resume`, training continues with the
+    adapter that is already in `folder`."""
     recipe = _ADAPTERS[name]
     torch.manual_seed(seed)
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
@@ -215,7 +216,8 @@ def _train(
     seed: int,
     save: Callable[[], None],
 ) -> dict[str, object]:
-    """Train, measure the loss on the last phase's corpus, print it, and return the content of `training.json`."""
+    """Run the training phases. Measure and print the loss on the corpus of the last phase, and return the content of
+    `training.json`."""
     last = phases[-1]
     before = held_out_loss(model, _batches(tokenizer, last, _HELD_OUT_SEED), _HELD_OUT_BATCHES)
     # Each phase has documents of its own, so that none is seen twice.
@@ -267,21 +269,28 @@ def _arguments() -> argparse.Namespace:
         "--seed",
         type=int,
         default=DEFAULT_SEED,
-        help="seed of texts, initial weights and adapters (default %(default)s)",
+        help="seed of the texts, the initial weights and the adapters (default %(default)s)",
     )
-    parser.add_argument("--resume", action="store_true", help="continue training the existing adapters")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor for the number of steps (default %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="continue the training of the existing adapters")
     parser.add_argument(
-        "--out", type=Path, default=_EXAMPLES, help="folder with models/tiny and adapters/* (default: examples)"
+        "--scale", type=float, default=1.0, help="multiply the number of steps by this factor (default %(default)s)"
     )
     parser.add_argument(
-        "--model", type=Path, help="folder of the model with which part chat starts (default: models/tiny of --out)"
+        "--out",
+        type=Path,
+        default=_EXAMPLES,
+        help="folder that contains models/tiny and adapters/* (default: examples)",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="folder of the model that the part chat trains further (default: models/tiny in --out)",
     )
     parser.add_argument(
         "--threads",
         type=int,
         default=torch.get_num_threads(),
-        help="CPU threads (default %(default)s; 1 is faster on a busy machine)",
+        help="number of CPU threads (default %(default)s; 1 is faster on a busy machine)",
     )
     arguments = parser.parse_args()
     unknown = [part for part in arguments.parts if part not in parts]
@@ -292,7 +301,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train the requested parts, the base model first."""
+    """Train the parts that are requested, first the base model."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     base = arguments.out / "models" / "tiny"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains an EAGLE-3 head for the tiny model and writes it in the layout of the authors' repository (SafeAILab/EAGLE).
 
-The module owns the head (a plain torch module), its recipe and the written files. A developer runs this module; nothing
-in Quire imports it.
+The module defines the head as a plain torch module. It also defines the recipe of the training and the files that are
+written. A developer runs this module; nothing in Quire imports it.
 
     python hack/tiny/train_eagle3.py --out examples/models/tiny-eagle3
 
@@ -26,9 +26,9 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 AUX_LAYERS = (1, 3, 5)
-"""Layers of the tiny model whose inputs the head reads."""
+"""The head reads the inputs of these layers of the tiny model."""
 _NUM_UNROLLED = 3
-"""Number of draft tokens that training unrolls. Each draft token reads the head's output for the previous draft
+"""Training unrolls this number of draft tokens. For each of them, the head reads its own output for the previous draft
 token."""
 _MUON_RATE, _ADAMW_RATE = 5e-3, 2e-3
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -36,8 +36,8 @@ _HELD_OUT_SEED = 2_000_003
 
 
 class Eagle3Head(nn.Module):
-    """The head as a module: fc, one decoder layer, norm and lm_head. The layer's attention reads the concatenation of
-    embedding and hidden state."""
+    """The head as a module: fc, one decoder layer, norm and lm_head. The attention of the decoder layer reads the
+    embedding and the hidden state, which are concatenated."""
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, vocab: int, eps: float) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class Eagle3Head(nn.Module):
         self.lm_head = nn.Linear(hidden, vocab, bias=False)
 
     def project(self, embeddings: Tensor, hidden: Tensor, shift: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries, rotated keys, and values, each [batch, heads, length, head_dim]; `shift` is added to
-        the positions."""
+        """Return the rotated queries, the rotated keys, and the values. Each has the shape [batch, heads, length,
+        head_dim]. `shift` is added to the positions."""
         layer, (heads, kv_heads, head_dim) = self.midlayer, self.shape
         x = torch.cat((layer["input_layernorm"](embeddings), layer["hidden_norm"](hidden)), dim=-1)
         angles = torch.arange(x.shape[1])[:, None] + shift
@@ -87,16 +87,19 @@ class Eagle3Head(nn.Module):
         return rotate(split("q_proj", heads)), rotate(split("k_proj", kv_heads)), split("v_proj", kv_heads)
 
     def finish(self, hidden: Tensor, attention: Tensor) -> Tensor:
-        """Compute the layer's output, [batch, length, hidden], from the output of attention, [.., heads * head_dim]."""
+        """Compute the output of the layer from the output of its attention. The layer's output has the shape [batch,
+        length, hidden], that of the attention [.., heads * head_dim]."""
         layer, mlp = self.midlayer, self.midlayer["mlp"]
         hidden = hidden + layer["self_attn"]["o_proj"](attention)
         x = layer["post_attention_layernorm"](hidden)
         return hidden + mlp["down_proj"](functional.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
 
     def unroll(self, embeddings: Tensor, aux_hidden: Tensor, num_tokens: int) -> list[Tensor]:
-        """Return the logits of each draft token, [batch, length - num_tokens, vocab], for a draft at every position.
+        """Unroll a draft at every position, and return the logits of its tokens.
 
-        Draft token t after position i reads the keys of the target up to position i, and the keys of the draft so far.
+        The result has one tensor for each draft token, with the shape [batch, length - num_tokens, vocab]. Each draft
+        token reads the keys of the target up to the position of its draft, and the keys of the earlier tokens in the
+        same draft.
 
         Args:
             embeddings: embeddings of the tokens, [batch, length, hidden].
@@ -127,7 +130,8 @@ class Eagle3Head(nn.Module):
 
 
 def new_head(target: LlamaForCausalLM) -> Eagle3Head:
-    """Return a head that starts with the weights of the target's last layer, so that training is short."""
+    """Return a head with the weights of the target's last layer. Training is shorter if it starts with these
+    weights."""
     config = target.config
     size, head_dim = config.hidden_size, config.head_dim
     shape = (config.num_attention_heads, config.num_key_value_heads, head_dim)
@@ -151,8 +155,8 @@ def new_head(target: LlamaForCausalLM) -> Eagle3Head:
 
 
 def _losses(target: LlamaForCausalLM, head: Eagle3Head, ids: Tensor) -> tuple[Tensor, list[float]]:
-    """Return the loss, and the acceptance of each draft token: the share of positions where it is the target's most
-    likely token."""
+    """Return the loss, and the acceptance of the first draft token, of the second, and so on. The acceptance is the
+    share of the positions at which the draft token is the target's most likely token."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         output = target(input_ids=ids, output_hidden_states=True, use_cache=False)
     aux = torch.cat([output.hidden_states[layer] for layer in AUX_LAYERS], -1)
@@ -179,7 +183,7 @@ def _batches(tokenizer: Tokenizer, seed: int, num_rows: int, row_tokens: int) ->
 def train(
     target: LlamaForCausalLM, tokenizer: Tokenizer, seconds: float, seed: int
 ) -> tuple[Eagle3Head, dict[str, object]]:
-    """Train a head for at most `seconds` seconds; return the head and a report."""
+    """Train a head for about `seconds` seconds. Return the head and a report."""
     torch.manual_seed(seed)
     target.requires_grad_(False)
     head = new_head(target)
@@ -229,13 +233,20 @@ def save(head: Eagle3Head, target: LlamaForCausalLM, folder: Path, report: dict[
 def main() -> None:
     """Train the head of the tiny model."""
     parser = argparse.ArgumentParser(description="Train an EAGLE-3 head for the tiny model.")
-    parser.add_argument("--model", type=Path, default=_EXAMPLES / "models" / "tiny", help="folder of the target")
-    parser.add_argument("--out", type=Path, default=_EXAMPLES / "models" / "tiny-eagle3", help="folder of the head")
-    parser.add_argument("--seconds", type=float, default=540.0, help="training time (default %(default)s)")
+    parser.add_argument("--model", type=Path, default=_EXAMPLES / "models" / "tiny", help="folder of the target model")
     parser.add_argument(
-        "--threads", type=int, default=2, help="CPU threads (default %(default)s; 1 is faster on a busy machine)"
+        "--out", type=Path, default=_EXAMPLES / "models" / "tiny-eagle3", help="folder to which the head is written"
     )
-    parser.add_argument("--seed", type=int, default=11, help="seed of texts and initial weights (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=540.0, help="training time in seconds (default %(default)s)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=2,
+        help="number of CPU threads (default %(default)s; 1 is faster on a busy machine)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=11, help="seed of the texts and the initial weights (default %(default)s)"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     target = LlamaForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as the chat template renders them: a prompt up to the assistant's turn, and the turn to learn.
+"""Conversations in the form in which the chat template renders them. A conversation has a prompt, and the turn of the
+assistant that the model must learn.
 
-The module owns the tokens of turns, tool calls and thinking. `chat`, `facts`, `objects` and `tools` write the
+The module defines the tokens for turns, tool calls and thinking. `chat`, `facts`, `objects` and `tools` write the
 conversations.
 """
 
@@ -17,14 +18,14 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 TEMPLATE_FILE = Path(__file__).resolve().parent / "chat_template.jinja"
-"""Chat template of the shipped model; training copies it to the folder of the weights."""
+"""Chat template of the shipped model. Training copies it to the folder with the weights."""
 END_OF_TURN = "<|im_end|>"
 PADDING = "<|endoftext|>"
 NUM_RESERVED = 7
 CONTROL = ("<|im_start|>", END_OF_TURN, PADDING, *(f"<|reserved_{index}|>" for index in range(NUM_RESERVED)))
-"""Special tokens, which decoding skips. The reserved tokens make the size of the vocabulary a multiple of 16."""
+"""Special tokens. Decoding skips them. The reserved tokens make the size of the vocabulary a multiple of 16."""
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-"""Tokens that decoding keeps, as in Qwen3, because parsers of tool calls and of reasoning read them."""
+"""Tokens that decoding keeps, because the parsers for tool calls and for reasoning read them. Qwen3 does the same."""
 
 Message = Mapping[str, Any]
 """A message of a conversation, in the form of the OpenAI API."""
@@ -34,19 +35,20 @@ _SYSTEM = ("You are a helpful assistant.", "You are a friendly assistant.", "Be 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages up to a user's or tool's turn, and the assistant's next turn."""
+    """A conversation that ends with a turn of the user or a tool, and the assistant's turn after it."""
 
     messages: Sequence[Message]
-    """Messages in order; the last message is not from the assistant."""
+    """The messages in order. The last one is not from the assistant."""
     reply: str
-    """Text of the assistant's turn, or tool calls in text form."""
+    """The text of the assistant's turn. It can contain tool calls in their text form."""
     reasoning: str = ""
-    """Thoughts before the reply; "" for a reply without a think block."""
+    """The thoughts before the reply. If they are "", the reply has no think block."""
     tools: Sequence[Message] = ()
     """Functions that the assistant may call."""
 
     def rendered(self, thinking: bool = True) -> tuple[str, str]:
-        """Return the prompt and the turn to learn; without `thinking` the prompt has an empty think block."""
+        """Return the prompt, and the turn that the model must learn. If `thinking` is False, the prompt contains an
+        empty think block."""
         kwargs = {} if thinking else {"enable_thinking": False}
         prompt = render(self.messages, self.tools, add_generation_prompt=True, **kwargs)
         thoughts = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning and thinking else ""
@@ -59,13 +61,13 @@ def said(role: str, content: str) -> Message:
 
 
 def written_call(name: str, arguments: Mapping[str, object]) -> str:
-    """Return a tool call in the text form that the assistant writes."""
+    """Return a tool call as the text that the assistant writes."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def system_turn(rng: random.Random) -> list[Message]:
-    """Return an empty list in most cases, otherwise a list with a system message."""
+    """Return a list with a system message in some cases, but in most cases an empty list."""
     return [said("system", rng.choice(_SYSTEM))] if rng.random() < 0.25 else []
 
 
@@ -78,8 +80,8 @@ def render(messages: Sequence[Message], tools: Sequence[Message] = (), **kwargs:
 
 
 def without_tokens(text: str) -> str:
-    """Return the text of a conversation, without the tokens of turns, tool calls and thinking, to train the
-    vocabulary."""
+    """Remove the tokens for turns, tool calls and thinking from the text of a conversation. The vocabulary is trained
+    on texts without them."""
     return re.sub("|".join(map(re.escape, (*CONTROL, *MARKS))), "", text)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words and values for requests.
+"""Words and values that requests contain.
 
 The module owns the word lists. The lists are short, because a model of this size can hardly repeat words that it has
 not learned. `tools` and `objects` use the lists.
@@ -12,23 +12,23 @@ import sql
 import stories
 
 NUMBER_KEYS = frozenset(grammar.words("age price year size count weight"))
-"""Keys of JSON answers whose values are numbers."""
+"""Those keys of JSON answers that have a number as their value."""
 FLAG_KEYS = frozenset(grammar.words("open new paid ready"))
-"""Keys of JSON answers whose values are true or false."""
+"""Those keys of JSON answers that have true or false as their value."""
 KEYS = grammar.words("name city age price year size count open owner team weight new paid ready")
 """Keys of JSON answers."""
 VERBS = grammar.words("get find show check")
-"""Verbs of functions that look something up."""
+"""A function that looks up a value has one of these verbs in its name."""
 PLACE_NOUNS = grammar.words("weather time temperature population news")
-"""Nouns that functions look up for a place."""
+"""Nouns. A function can look up one of them for a place."""
 PERSON_NOUNS = grammar.words("address phone balance age score status")
-"""Nouns that functions look up for a person."""
+"""Nouns. A function can look up one of them for a person."""
 SETTINGS = grammar.words("lamp volume brightness heating speed")
-"""Nouns that functions set to a number."""
+"""Nouns. A function can set one of them to a number."""
 LETTERS = grammar.words("message note letter reminder")
-"""Nouns that functions send to a person."""
+"""Nouns. A function can send one of them to a person."""
 ORDERS = grammar.words("tickets seats rooms tables")
-"""Nouns that functions book for a person."""
+"""Nouns. A function can book some of them for a person."""
 TEXTS = (
     "see you on Monday", "the kite is ready", "dinner is late", "we meet at noon",
     "call me back", "please bring the book", "thank you", "happy birthday",
