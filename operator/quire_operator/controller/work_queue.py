@@ -16,8 +16,8 @@ from quire_spec.backoff import backoff
 K = TypeVar("K", bound=Hashable)
 
 BASE_DELAY_S, MAX_DELAY_S = 1.0, 300.0
-"""After its first failure, a key is delayed by the first number of seconds. Each further failure doubles the delay, up
-to the second number."""
+"""The first value is the delay in seconds after the first failure of a key. Each further failure doubles the delay. The
+second value is the maximum delay."""
 MIN_INTERVAL_S = 0.1
 """Minimum number of seconds between two passes over a key. Without it, a burst of events would start many passes, and
 so would another writer that always undoes the operator's changes."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP requests to one API server, with the credentials of a cluster config. Independent of resources.
+"""Sends HTTP requests to one API server, with the credentials from a cluster config. Independent of resources.
 
 A request that fails raises an ApiError; the class of the error shows whether a retry can help. If no response arrives,
 the session sends the request again, but only if that is safe. ApiSession is the base class of api_client.ApiClient.
@@ -28,7 +28,8 @@ _TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=_CONNECT_TIMEOUT_S)
 """Timeouts of all requests except watches."""
 _MAX_CONNECTIONS = 32
 _CLOSE_TIMEOUT_S = 5.0
-"""Maximum seconds to wait until connections are closed; normally a few iterations of the event loop are enough."""
+"""Maximum number of seconds to wait until all connections are closed. Usually, this takes only a few iterations of the
+event loop."""
 _RETRIABLE_METHODS = ("GET", "PATCH", "DELETE")
 """Requests with these methods are safe to send again. A patch is either a server-side apply or has preconditions, and a
 delete request contains the uid of the object."""

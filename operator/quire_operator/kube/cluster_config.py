@@ -26,7 +26,8 @@ from quire_spec.net.addresses import format_for_url
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TOKEN_REREAD_S = 60
-"""Seconds after which a token file is read again; the kubelet writes a new token long before the old one expires."""
+"""A token file is read again after this number of seconds. The kubelet writes a new token long before the old one
+expires."""
 _EXPIRY_MARGIN_S = 60
 """The operator requests a new token from a plugin this number of seconds before the old one expires."""
 
@@ -123,7 +124,7 @@ class ClusterConfig:
 
     @classmethod
     def from_kubeconfig(cls, path: Path, context: str | None = None) -> "ClusterConfig":
-        """Read a context of a kubeconfig, the current one by default.
+        """Read one context of a kubeconfig. By default, this is the current context.
 
         Raises:
             ConfigError: the file cannot be read, or lacks an entry that the context names.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Discovery of the optional kinds that this API server serves, refreshed periodically. Used by the controller."""
+"""Finds the optional kinds that the API server serves, and refreshes the result periodically. Used by the
+controller."""
 
 import asyncio
 import logging

@@ -39,7 +39,7 @@ class ExecPlugin:
     api_version: str
     """apiVersion of the ExecCredential that the plugin reads and prints."""
     env: Mapping[str, str]
-    """Environment variables of the plugin in addition to the operator's variables."""
+    """The plugin gets these environment variables in addition to those of the operator."""
     install_hint: str
     """The kubeconfig's explanation of how to install the plugin; often empty."""
 
@@ -56,7 +56,7 @@ class ExecPlugin:
             env = {str(pair["name"]): str(pair["value"]) for pair in entry.get("env") or ()}
             args = [str(arg) for arg in entry.get("args") or ()]
         except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{location}: {error!r}; it needs command and apiVersion") from error
+            raise ConfigError(f"{location}: {error!r}; the entry must contain command and apiVersion") from error
         if entry.get("interactiveMode") == "Always":
             raise ConfigError(f"{location}.interactiveMode: Always needs a terminal; use IfAvailable or Never")
         if os.sep in command:

@@ -2,7 +2,7 @@
 """Compatibility with API servers that are older than the current Kubernetes. Called by api_client.py and errors.py.
 
 In Kubernetes 1.25 and older, server-side apply rejects every manifest that contains an unknown field. The API server
-returns the internal error "field not declared in schema". For example, Kubernetes 1.25 does not know the field
+returns the internal error "field not declared in schema". For example, Kubernetes 1.25 does not support the field
 unhealthyPodEvictionPolicy of a PodDisruptionBudget, and a user's podTemplate can contain any newer field.
 
 The operator writes the status with a JSON patch because of Kubernetes 1.20. If an object inside the status was removed,

@@ -2,7 +2,7 @@
 """RBAC rules of the operator. Tests check that the chart grants exactly these rules, and that the operator uses all of
 them.
 
-Server-side apply needs the verb patch for an existing object, and also create for a new object.
+Server-side apply always needs the verb patch. If the object does not exist yet, it also needs the verb create.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from quire_operator.kube.resources import Resource
 
 @dataclass(frozen=True, slots=True)
 class PolicyRule:
-    """The verbs that the operator needs on a resource."""
+    """The verbs that the operator needs for one resource."""
 
     resource: Resource
     verbs: tuple[str, ...]

@@ -9,9 +9,9 @@ connection is dead. The controller runs a reflector for each child kind and name
 
 The operator does not use kopf to watch child kinds, for four reasons, which were tested with kopf 1.45.2. First, kopf
 needs 0.7 ms of CPU time for an event, but the reflector needs only 0.1 ms. Second, kopf ends, and thus the operator
-ends, if the watch of one kind has an error, a 404 or a lasting 403. Third, if an object is deleted while kopf does not
-watch, kopf lists the objects again, but does not send a DELETED event. Fourth, kopf does not signal when it has
-finished the first list.
+ends, if the watch of one kind fails with an error, gets a 404, or gets a 403 for a longer time. Third, if an object is
+deleted while kopf does not watch, kopf lists the objects again, but does not send a DELETED event. Fourth, kopf does
+not signal when it has finished the first list.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time since the last response to a watch. Watchers update it; the liveness probe and the metrics read it."""
+"""Records for how long the API server has not responded to a watch. Watchers update this record. The liveness probe and
+the metrics read it."""
 
 import time
 

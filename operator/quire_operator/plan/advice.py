@@ -194,8 +194,8 @@ def _low_concurrency(inputs: PlannerInputs, candidate: Candidate) -> str:
 
 
 def _more_gpus_options(inputs: PlannerInputs, candidate: Candidate) -> Iterator[str]:
-    """Yield two options: more GPUs of the same product, and the smallest product with space for
-    MIN_FULL_LENGTH_REQUESTS requests."""
+    """Yield up to two options: more GPUs of the same product, and the smallest larger product. Each of them has enough
+    memory for MIN_FULL_LENGTH_REQUESTS requests."""
     gpu = inputs.gpu
     if gpu is None or inputs.engine.kvCacheMemory is not None:
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of the files that a plan needs: config.json, and the index or the header of the weights.
+"""Reads the files that a plan needs: config.json, and the index or the header of the weights.
 
-The reader reads a few kilobytes with range requests and does not download the weights. Called by `quire plan` and the
-operator.
+It needs only a few kilobytes, which it gets with range requests. The weights are not downloaded. Called by `quire plan`
+and the operator.
 """
 
 import json

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory costs on one device: weights, the peak of a step, adapter slots, KV bytes of a token, and the reserve.
+"""Computes how much memory one device needs: for the weights, the peak of a step, the adapter slots, the KV cache of
+one token, and the reserve.
 
 The formulas and constants are fitted to five startup logs of vLLM, which served Llama 3.1 8B.
 tests/operator/plan/test_plan_tables.py lists the values of these logs. For Quire's own engine, the results are
@@ -76,13 +77,14 @@ def kv_bytes_per_token(
 
 
 def weights_bytes(files_bytes: int, tp: int) -> int:
-    """Return the bytes of the weights on each of `tp` devices, in the dtype of the computation."""
+    """Return the number of bytes of the weights on each of `tp` devices. `files_bytes` is the size of all weights in
+    the dtype of the engine."""
     return math.ceil(files_bytes * _WEIGHTS_PERCENT / (100 * tp))
 
 
 def lora_bytes(shape: ModelConfig, num_slots: int, max_rank: int, element_bytes: int) -> int:
-    """Return the bytes of the adapter slots on each device. With tensor parallelism, one matrix of each LoRA pair is
-    replicated."""
+    """Return the number of bytes of all adapter slots on each device. With tensor parallelism, one matrix of each LoRA
+    pair is replicated."""
     return num_slots * memory_sizing.lora_slot_bytes(shape, max_rank, element_bytes)
 
 
@@ -103,7 +105,7 @@ def activation_bytes(shape: ModelConfig, num_tokens: int, num_seqs: int, element
 
 
 def non_torch_bytes(tp: int) -> int:
-    """Return the bytes that libraries other than torch allocate on each of `tp` GPUs."""
+    """Return the number of bytes that libraries other than torch allocate on each of `tp` GPUs."""
     return _NON_TORCH + (_COMMUNICATION if tp > 1 else 0)
 
 
@@ -116,7 +118,8 @@ def graph_bytes(shape: ModelConfig) -> int:
 
 
 def utilization(shape: ModelConfig, visible: int, tp: int) -> int:
-    """Return gpuMemoryUtilization in thousandths: 800 to 900, or 800 to 930 on GPUs with at least 32 GiB.
+    """Return gpuMemoryUtilization in thousandths. It is from 800 to 900, or from 800 to 930 if a GPU has at least 32
+    GiB.
 
     The rest of the memory is for CUDA graphs, the server and fragmentation.
     """

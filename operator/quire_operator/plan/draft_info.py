@@ -46,8 +46,8 @@ class DraftInfo:
         index: object = None,
         header: object = None,
     ) -> Self:
-        """Return the facts from the parsed files, like `CheckpointInfo.from_files`; `target` is the shape of the served
-        model.
+        """Return the facts from the parsed files. `target` is the shape of the served model.
+        `CheckpointInfo.from_files` describes the files.
 
         Raises:
             ConfigError: a file is invalid, or the weights do not fit the model; the message names the key.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU products and their memory, from the spec, node labels, or the table of products.
+"""GPU products and their memory. The memory is set in the spec, in the labels of a node, or in the table of products.
 
 NVIDIA's GPU feature discovery sets the node labels. This module does not read the nodes itself; cli/plan.py and the
 controller do this.

@@ -59,7 +59,7 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
 
 
 def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
-    """Return the reason why the planner does not try `tp` GPUs; "" if it tries them. The spec does not set
+    """Return the reason why the planner does not try `tp` GPUs; "" if it tries them. This is for specs that do not set
     tensorParallelSize."""
     if reason := unsupported_reason(inputs.model.shape, tp):
         return f"not possible: {reason}"
@@ -156,7 +156,8 @@ def check_quantization(inputs: PlannerInputs) -> None:
 
 
 def check_lora_cache(inputs: PlannerInputs) -> None:
-    """Check that maxCachedMemory is large enough for a host copy of the adapter in each slot.
+    """Check that maxCachedMemory has space for one adapter for each slot, because the engine keeps copies of them in
+    host memory.
 
     Raises:
         Unplannable: maxCachedMemory is too small, and the engine would reject it.
@@ -180,7 +181,7 @@ def element_bytes(inputs: PlannerInputs) -> int:
 
 
 def kv_element_bytes(inputs: PlannerInputs) -> int:
-    """Return the bytes of an element in the KV cache."""
+    """Return the number of bytes of an element in the KV cache."""
     return element_bytes(inputs) if inputs.engine.kvCacheDtype in (None, "auto") else 1
 
 

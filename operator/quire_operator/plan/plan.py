@@ -2,9 +2,9 @@
 """The plan: the settings with which a pod starts, each with its origin and reason. The field status.plan contains its
 JSON form.
 
-The planner makes a plan once for the same inputs. Later, the operator reads the plan from the status. All sizes of
-memory are whole MiB, so that the JSON form is exact. planner.py makes plans; the renderer, the commands and the status
-read them.
+For the same inputs, the planner makes a plan only once. Later, the operator reads this plan from the status. All sizes
+of memory are whole MiB, so that the JSON form is exact. planner.py makes plans; the renderer, the commands and the
+status read them.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pod template of the server: `python -m quire_server` with its volumes, probes, security context and drain time.
-quire_server/__main__.py defines the options of the server. A test checks that its parser accepts the rendered
-arguments. Called by objects.py and workload.py.
+quire_server/__main__.py defines the options of the server. A test parses the rendered arguments with the server's
+parser. Called by objects.py and workload.py.
 """
 
 import math
