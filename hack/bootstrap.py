@@ -2,10 +2,9 @@
 """Make .venv in a fresh clone: check that the machine meets the requirements, and install the packages for `make demo`
 or for tests.
 
-The script runs with the machine's own Python and needs only the standard library. If the machine does not meet several
-requirements, the script reports all of them at once, and a fix for each. On a machine without an NVIDIA GPU, the script
-installs PyTorch's CPU build if the package index offers one. The default build would also install several gigabytes of
-CUDA libraries.
+The script runs with the machine's own Python and needs only the standard library. It reports all missing requirements
+together, with a fix for each of them. On a machine without an NVIDIA GPU, the script installs PyTorch's CPU build if
+the package index offers one. The default build would also install several gigabytes of CUDA libraries.
 
     python3.11 hack/bootstrap.py --for demo|dev|emulated [--venv .venv] [--check-only]
 """

@@ -21,7 +21,7 @@ def print_progress(text: str) -> None:
 
 
 def main() -> int:
-    """Run the command of the command line."""
+    """Run the command that is given on the command line."""
     parser = argparse.ArgumentParser(
         prog="nodocker_cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -27,7 +27,7 @@ def create(folder: Path) -> None:
 
 
 def remove_stale() -> None:
-    """Remove the trees of killed clusters. Call this only while no node runs."""
+    """Remove the trees of clusters that were killed. Call this only while no node runs."""
     for hierarchy in _hierarchies():
         for tree in hierarchy.glob(f"{_PREFIX}*"):
             _try_remove_tree(tree)

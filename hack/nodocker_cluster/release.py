@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads Kubernetes' programs and etcd from their official releases, and checks the published digests."""
+"""Downloads Kubernetes' programs and etcd from their official releases, and compares each file with its published
+digest."""
 
 import hashlib
 import os
@@ -36,7 +37,7 @@ def download(cache: Path, report_progress: binaries.ProgressCallback) -> None:
     """
     machine = _MACHINES.get(platform.machine())
     if machine is None:
-        raise binaries.Unavailable(f"official release: none for {platform.machine()}")
+        raise binaries.Unavailable(f"official release: there is none for {platform.machine()}")
     report_progress(f"asking for the official release {MINOR_VERSION} ({KUBERNETES_URL})")
     version = _fetch(f"{KUBERNETES_URL}/stable-{MINOR_VERSION}.txt", CONNECT_TIMEOUT_S).decode().strip()
     work = cache / f"partial-{version}"

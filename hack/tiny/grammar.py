@@ -47,7 +47,8 @@ def tidy(text: str) -> str:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Return the words of a line. This function allows lists of words in the source code without quotes and commas."""
+    """Return the words of a line. With this function, a list of words in the source code needs neither quotes nor
+    commas."""
     return tuple(text.split())
 
 

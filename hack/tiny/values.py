@@ -41,7 +41,7 @@ _ENDS = ("", "", "n", "r", "l", "s", "t", "m", "x", "nd", "ck")
 
 
 def syllables(rng: random.Random) -> str:
-    """Return an invented word, lower case."""
+    """Return an invented word in lower case."""
     parts = (
         rng.choice(_STARTS) + rng.choice(_MIDDLES) + (rng.choice(_ENDS) if rng.random() < 0.6 else "")
         for _ in range(rng.choice((1, 2, 2, 3)))
