@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles control tokens in the text of users: they are marked before a chat template is rendered, and then encoded as
-plain text.
+"""Encodes control tokens in the text of users as plain text.
 
-A template writes control tokens such as <|im_end|> between the contents of messages. The same text inside a content
-must not end a turn. This module imports no other module of Quire, because the process that renders templates uses it.
+To recognize these tokens, `ControlTokens` marks them in the messages before the chat template is rendered. A chat
+template writes control tokens such as <|im_end|> between the contents of messages. If a user writes the same text in a
+message, it must not end a turn. The process that renders templates imports this module. Therefore, the module imports
+no other module of Quire.
 
 Source: `mark_control_tokens` and `encode_marked_chat` in transformers 5.23, utils/chat_template_utils.py
 """
@@ -13,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 START, END = "\U000f0000", "\U000f0001"
-"""Private-use characters around a control token in the text of a user."""
+"""Private-use characters that are written before and after a control token in the text of a user."""
 _MARKED = re.compile(f"{START}([^{START}{END}]+){END}|[{START}{END}]")
 
 
@@ -23,8 +24,8 @@ class ControlTokens:
     def __init__(self, special: Collection[str], others: Collection[str]) -> None:
         """`special` tokens are marked in every message.
 
-        `others` are added tokens that the template writes, such as <think>. `others` are not marked in the messages of
-        the assistant, because clients return the model's own text there.
+        `others` are added tokens that the template writes, such as <think>. They are not marked in the messages of the
+        assistant, because clients send the model's own earlier output there, and this output can contain such tokens.
         """
         self._special = _pattern(special)
         self._all = _pattern([*special, *others])
@@ -42,7 +43,10 @@ class ControlTokens:
         ]
 
     def mark(self, value: Any) -> Any:
-        """Return plain data, such as tools, in which the control tokens in all strings are marked."""
+        """Return `value` with the control tokens in all its strings marked.
+
+        `value` is plain data, such as the tools of a request.
+        """
         return self._mark(value, self._all)
 
     def _mark(self, value: Any, pattern: re.Pattern[str]) -> Any:

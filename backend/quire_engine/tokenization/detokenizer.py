@@ -13,10 +13,10 @@ from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.sampling_params import SamplingParams
 
 _SURROGATES_TO_REPLACEMENT = {0xDC00 + byte: "�" for byte in range(0x80, 0x100)}
-"""Maps the code points by which "surrogateescape" represents invalid bytes to U+FFFD."""
+"""Maps surrogates to U+FFFD. The error handler "surrogateescape" decodes each invalid byte to such a surrogate."""
 
 _MAX_INCOMPLETE_CHARACTER_TOKENS = 8
-"""Maximum number of tokens at the end of a prompt, with special tokens, that can contain an incomplete character."""
+"""An incomplete character at the end of a prompt is expected within this number of tokens, special tokens included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class TextDelta:
     text: str
     """Text that no later token can change."""
     num_tokens: int
-    """Number of passed tokens that belong to the output; tokens after the end of a stop string do not."""
+    """How many of the tokens passed to `update` belong to the output. Tokens after the end of a stop string do not
+    belong to it."""
     stopped: bool
     """True if a stop string was found, so that the output ends with finish reason "stop"."""
     stop_string: str | None = None
@@ -34,18 +35,22 @@ class TextDelta:
 
 
 class IncrementalDetokenizer:
-    """Converts the output tokens of one sequence into text. The concatenated deltas are the text of the output.
+    """Converts the output tokens of one sequence into text.
 
-    The output continues the text of its prompt, so the space before its first word is kept. Invalid bytes become
-    U+FFFD, but incomplete characters that later tokens can complete are not emitted. Takes time linear in the output
-    length.
+    The texts of all deltas, joined together, are the text of the output. The output continues the text of its prompt,
+    so the space before its first word is kept. Each invalid byte sequence becomes U+FFFD. If a character is incomplete
+    and later tokens can still complete it, it is not emitted yet. The conversion takes time that is linear in the
+    length of the output.
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int] | None = None
     ) -> None:
-        """If `tokenizer` is None, there is no text. If `prompt_token_ids` is None, the prompt is taken to contain
-        text."""
+        """Create a detokenizer for one output.
+
+        If `tokenizer` is None, the text is always empty. If `prompt_token_ids` is None, the detokenizer assumes that
+        the prompt contains text.
+        """
         tokenizer = tokenizer if params.detokenize else None
         self._token_bytes = tokenizer.token_bytes if tokenizer else None
         self._skipped_token_ids = (
@@ -53,7 +58,7 @@ class IncrementalDetokenizer:
         )
         adds_spaces = tokenizer is None or params.skip_special_tokens or params.spaces_between_special_tokens
         self._unspaced_tokens: Mapping[int, str] = {} if adds_spaces or tokenizer is None else tokenizer.added_tokens
-        """Added tokens that are joined without a space between them."""
+        """Text of added tokens by id. If two of these tokens follow each other, no space is written between them."""
         self._last_was_unspaced = False
         self._at_text_start = prompt_token_ids is not None and not self._has_text(prompt_token_ids)
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(
@@ -65,7 +70,8 @@ class IncrementalDetokenizer:
         self._stop_buffer_length = max((len(stop) for stop in params.stop), default=1) - 1
         """Number of characters at the end of the text that can be the beginning of a stop string."""
         self._text_window = ""
-        """The end of the text: all characters not emitted yet, and at least `_stop_buffer_length` characters."""
+        """The last part of the text. It contains all characters that are not emitted yet, and it is never shorter than
+        `_stop_buffer_length` characters."""
         self._num_emitted_chars = 0
         """Number of characters at the start of `_text_window` that were emitted."""
         self._num_tokens = 0
@@ -74,10 +80,12 @@ class IncrementalDetokenizer:
             self._decode_tokens(prompt_token_ids[-_MAX_INCOMPLETE_CHARACTER_TOKENS:], final=False)
 
     def update(self, token_ids: Sequence[int], finished: bool, stop_terminated: bool = False) -> TextDelta:
-        """Convert the next tokens. `finished` means that these are the last tokens, so that all text is emitted.
+        """Convert the next tokens.
+
+        If `finished`, these are the last tokens of the output, and the rest of its text is emitted.
 
         `stop_terminated` means that the last token is a stop token that ended the output (finish reason "stop"). The
-        stop token is part of the text only with include_stop_str_in_output.
+        text contains the stop token only if include_stop_str_in_output is set.
         """
         end = len(token_ids) - (1 if stop_terminated and not self._include_stop_string else 0)
         if not self._stop_strings:
@@ -118,9 +126,10 @@ class IncrementalDetokenizer:
         )
 
     def _match_stop_string(self, new_text_start: int) -> tuple[int, str] | None:
-        """Return where to truncate the window, and the stop string that ends first at or after `new_text_start`.
+        """Return the offset at which to truncate the window, and the stop string that was found.
 
-        If several stop strings end there, the first one in the request's list is used.
+        The new text begins at `new_text_start`. The stop string that ends first in the new text is used. If several end
+        at the same place, the first one in the request's list is used.
         """
         matches = []
         for stop_string in self._stop_strings:

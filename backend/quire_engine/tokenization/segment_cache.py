@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache of the token ids of conversation segments, because each turn of a conversation repeats all earlier turns.
+"""Cache of the token ids of conversation segments.
 
-Thread-safe, and bounded in bytes: the least recently used segments are evicted.
+It saves time because each turn of a conversation repeats all earlier turns. The cache is thread-safe. Its size in bytes
+is limited: when it is full, the least recently used segments are evicted.
 """
 
 import threading
@@ -10,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 MAX_BYTES = 64 * 2**20
-"""Maximum bytes of the cache: about 8 million tokens of text with their ids."""
+"""Maximum size of the cache in bytes. It is enough for about 8 million tokens and the text of their segments."""
 _ENTRY_BYTES = 300
 
 
@@ -29,10 +30,10 @@ class SegmentCache:
         segments: Sequence[tuple[bool, str]],
         encode: Callable[[Sequence[tuple[bool, str]]], list[list[int]]],
     ) -> list[int]:
-        """Return the ids of all segments; `encode` is called for segments that are not cached.
+        """Return the token ids of all segments in one list.
 
-        A segment is a text and a flag that is True if other text precedes the segment. Requests with different salts
-        share no segments.
+        `encode` is called for the segments that are not cached. A segment consists of a flag and a text. The flag is
+        True if other text precedes the segment. Requests with different salts never share a cached segment.
         """
         keys = [(salt, *segment) for segment in segments]
         with self._lock:

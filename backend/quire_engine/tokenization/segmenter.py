@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts a rendered conversation behind its control tokens, so that each segment can be encoded by itself.
+"""Cuts a rendered conversation after its control tokens, so that each segment can be encoded by itself.
 
-A tokenizer splits a text at added tokens before anything else, so the concatenated ids of the segments are the ids of
-the text. `Tokenizer` encodes the segments and caches their ids.
+Before anything else, a tokenizer splits a text at its added tokens. Therefore, the token ids of the segments, joined
+together, are the token ids of the whole text. `Tokenizer` encodes the segments and caches their ids.
 
 Source of the idea: `entrypoints/openai/parallel_prompt_encode.py` of SGLang 0.5
 """
@@ -33,7 +33,7 @@ class Segmenter:
 
     @property
     def is_exact(self) -> bool:
-        """Whether texts are cut; otherwise each text is one segment."""
+        """True if texts are cut into segments. Otherwise, `split` returns each text as one segment."""
         return bool(self._tokens)
 
     def split(self, text: str) -> list[str]:

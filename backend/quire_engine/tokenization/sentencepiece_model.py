@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of a SentencePiece model (tokenizer.model) to a tokenizer of the `tokenizers` library.
 
-Reads the file with protobuf, so the sentencepiece package is not needed. Only tokenizer_files.py calls it.
+The module reads the file with protobuf, so the sentencepiece package is not needed. Only tokenizer_files.py calls it.
 
 Source: `LlamaConverter` and `SentencePieceExtractor` in transformers 5; src/sentencepiece_model.proto of SentencePiece.
 """
@@ -41,15 +41,15 @@ _FIELDS: dict[str, tuple[tuple[str, int, int, str], ...]] = {
         ("remove_extra_whitespaces", 4, _Field.TYPE_BOOL, "true"),
     ),
 }
-"""Fields that are read, by message: name, number, type and default of each field. Enums are read as integers."""
+"""The fields that are read from each protobuf message. Each entry contains a field's name, number, type and default.
+Enums are read as integers."""
 
 
 def read_sentencepiece_model(path: Path) -> tuple[tokenizers.Tokenizer, str, str]:
-    """Return the tokenizer of a SentencePiece model, without special tokens around a text, and its pieces for the
-    beginning and the end of a sequence.
+    """Return the tokenizer of a SentencePiece model, and its pieces for the beginning and the end of a sequence.
 
-    A space is added to text that follows a user-defined piece; transformers' conversion does this too, but
-    SentencePiece does not.
+    The tokenizer does not add special tokens to a text. If text follows a user-defined piece, the tokenizer adds a
+    space before that text. The conversion in transformers does this too, but SentencePiece does not.
 
     Raises:
         ConfigError: the file is not a SentencePiece model, or is of a kind that this engine does not convert.
@@ -100,8 +100,10 @@ def _build_model(path: Path, proto: Any) -> Any:
 
 
 def _merges(proto: Any, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs of normal pieces that together form another normal piece; the pair whose result has the best
-    score is first."""
+    """Return all pairs of normal pieces that together form another normal piece.
+
+    The pairs are sorted by the score of the piece that they form. The best score is first.
+    """
     normal = {p.piece: p.score for p in proto.pieces if p.type == _NORMAL}
     merges = [
         (score, (left, right))
@@ -126,7 +128,10 @@ def _build_normalizer(spec: Any) -> Any:
 
 @cache
 def _model_class() -> Any:
-    """Return the message class of a SentencePiece model with the fields of _FIELDS; protobuf skips all others."""
+    """Return the message class of a SentencePiece model.
+
+    It has only the fields of `_FIELDS`. protobuf skips all other fields of a file.
+    """
     file = descriptor_pb2.FileDescriptorProto(name="quire/sentencepiece_model.proto", package="quire", syntax="proto2")
     for message_name, fields in _FIELDS.items():
         message = file.message_type.add(name=message_name)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop strings of one request as bytes. They are used to detect whether a token ends an output, which does not require
-the text of the whole output.
+"""Detects that a token ends an output because it completes a stop string.
 
-The beam search of the scheduler uses them, because it must know at once which beams end. All other outputs are searched
-by the detokenizer of the text process.
+The stop strings are compared, as bytes, with the end of the output. Therefore, the text of the whole output is not
+needed. The beam search of the scheduler uses this module, because it must know at once which beams end. For all other
+outputs, the detokenizer of the text process searches for stop strings.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from quire_spec.engine.sampling_params import SamplingParams
 
 
 class StopStrings:
-    """Finds stop strings at the end of an output. The object keeps no state, so that beams can share it."""
+    """Finds stop strings at the end of an output. The object has no state, so several beams can share it."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         """`params.stop` contains the strings."""
@@ -24,7 +24,7 @@ class StopStrings:
         self._tail_length = max(map(len, self._stop_strings), default=1) - 1
 
     def tail(self, output_token_ids: Sequence[int]) -> bytes:
-        """Return the last bytes of an output that can be the beginning of a stop string."""
+        """Return the last bytes of an output, as many as can be the beginning of a stop string."""
         chunks: list[bytes] = []
         num_missing = self._tail_length
         for token_id in reversed(output_token_ids):
@@ -35,7 +35,7 @@ class StopStrings:
         return b"".join(reversed(chunks))
 
     def is_completed_by(self, token_id: int, tail: bytes, num_tokens: int) -> bool:
-        """Return whether the end of a stop string lies within the text of a token.
+        """Return whether the text of a token contains the end of a stop string.
 
         Args:
             token_id: the next token.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of the bytes that each token adds to a text, so that streams are decoded in time linear in their length.
+"""Table of the bytes that each token adds to a text.
 
-A tokenizer's decoder converts a whole list of tokens to text. Decoding the growing list again for each new token takes
-quadratic time, and decoding only a part of it gives wrong text for invalid bytes. The decoders of byte-level BPE and
-SentencePiece tokenizers are local: the bytes that a token adds do not depend on the tokens before it. There is one
+With this table, a stream is decoded in time that is linear in its length. A tokenizer's decoder converts a whole list
+of tokens to text. If the growing list were decoded again for each new token, decoding would take quadratic time. If
+only a part of the list were decoded, the text would be wrong where bytes are invalid. The decoders of byte-level BPE
+and SentencePiece tokenizers are local: the bytes that a token adds do not depend on the tokens before it. There is one
 exception: the first token of a text can lose its space. This module reads the decoder's description and builds the
 table from it. The tokenizer owns the table, and the detokenizer reads it.
 """
@@ -18,12 +19,12 @@ import tokenizers
 from quire_spec.errors import ConfigError
 
 _TokenDecoder = Callable[[str, bool], str | bytes]
-"""Function that returns the text or the bytes that a token adds; its second argument is True for the first token of a
-text."""
+"""Function that returns the text or the bytes that a token adds. Its second argument is True if the token is the first
+of a text."""
 
 
 class TokenBytesTable:
-    """Two tables of bytes by token id: one for tokens inside a text, and one for the first token of a text.
+    """Maps token ids to bytes, for tokens inside a text and for the first token of a text.
 
     Raises:
         ConfigError: the tokenizer's decoder is not local or not supported.
@@ -38,13 +39,13 @@ class TokenBytesTable:
         """True if the remaining decoders apply to the whole text, not to single tokens."""
         self.decode_errors = "replace"
         """Codec error handler for bytes that are not UTF-8. "replace" returns one U+FFFD per invalid character, as the
-        byte-level decoder does. "surrogateescape" keeps each byte, which later becomes one U+FFFD, as in the
-        byte-fallback decoder."""
+        byte-level decoder does. "surrogateescape" converts each invalid byte to a surrogate, which later becomes one
+        U+FFFD, as in the byte-fallback decoder."""
         self._parse_decoder(tokenizer)
         self._bytes_by_id: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token inside a text; empty for an id outside the vocabulary."""
+        """Return the bytes of a token inside a text. They are empty if the id is not in the vocabulary."""
         token_bytes = self._bytes_by_id.get(token_id)
         if token_bytes is None:
             token_bytes = self._bytes_by_id[token_id] = self._decode_token(token_id, at_start=False)
@@ -126,9 +127,10 @@ def _byte_level(token: str, at_start: bool) -> bytes:
 
 
 def _build_byte_decoder() -> dict[str, int]:
-    """Return the map from characters to bytes in byte-level BPE.
+    """Return the map from characters to bytes that byte-level BPE uses.
 
-    The character of a printable byte has the same code. The other bytes have the characters from U+0100 on, in order.
+    A printable byte is represented by the character with the same code. The other bytes are represented, in order, by
+    the characters from U+0100 on.
 
     Source: `bytes_to_unicode` of GPT-2, https://github.com/openai/gpt-2/blob/master/src/encoder.py
     """

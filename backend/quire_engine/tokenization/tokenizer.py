@@ -21,7 +21,7 @@ from quire_spec.errors import InvalidArgument
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint. Thread-safe; the slow methods release the GIL.
+    """The tokenizer of a checkpoint. It is thread-safe, and its slow methods release the GIL.
 
     Raises:
         ConfigError: there is no tokenizer, its decoder cannot be streamed, or one of its files is invalid.
@@ -33,20 +33,24 @@ class Tokenizer:
         """Bytes of each token."""
         added_tokens = self._tokenizer.get_added_tokens_decoder()
         self.added_tokens: Mapping[int, str] = {i: token.content for i, token in added_tokens.items()}
-        """Tokens added to the model's own vocabulary, by id; some of them are special tokens."""
+        """The text of each token that was added to the model's own vocabulary, by token id. Some of these tokens are
+        special tokens."""
         self.special_token_ids: Collection[int] = frozenset(i for i, token in added_tokens.items() if token.special)
-        """Tokens that skip_special_tokens removes from a text."""
+        """The ids of tokens that skip_special_tokens removes from a text."""
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._segment_cache = SegmentCache()
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self | None:
-        """Return the tokenizer of a checkpoint, or None if it has none; requests then use token ids only."""
+        """Return the tokenizer of a checkpoint, or None if the checkpoint has none.
+
+        Without a tokenizer, requests can contain only token ids.
+        """
         return cls(folder) if has_tokenizer(folder) else None
 
     @property
     def max_token_bytes(self) -> int:
-        """Number of text bytes of the longest token in the vocabulary."""
+        """Length of the longest token in the vocabulary, in bytes of text."""
         return max((len(self.token_bytes.bytes_of(i)) for i in self._tokenizer.get_vocab().values()), default=1)
 
     def encode(
@@ -56,10 +60,10 @@ class Tokenizer:
         add_special_tokens: bool = True,
         truncation_side: str = "left",
     ) -> list[int]:
-        """Return the token ids of `text`; if `add_special_tokens`, they include the special tokens that the tokenizer
-        adds.
+        """Return the token ids of `text`.
 
-        A text with more than `max_tokens` tokens, special tokens included, loses tokens on its `truncation_side`.
+        If `add_special_tokens`, they include the special tokens that the tokenizer adds. If the result would have more
+        than `max_tokens` tokens, special tokens included, the text is truncated on its `truncation_side`.
 
         Raises:
             InvalidArgument: `text` contains lone surrogates, which no encoding can represent.
@@ -75,14 +79,15 @@ class Tokenizer:
 
     @cached_property
     def _segmenter(self) -> Segmenter:
-        """The segmenter. It is built when the first conversation arrives, because building it takes time: it encodes
-        texts."""
+        """The segmenter. It is built when the first conversation arrives, because it encodes texts to test itself and
+        this takes time."""
         return Segmenter(self._tokenizer, lambda texts: self._encode_segments([(False, text) for text in texts]))
 
     def encode_rendered(self, text: str, cache_salt: str = "") -> list[int]:
-        """Return the token ids of a rendered conversation; marked control tokens are encoded as plain text.
+        """Return the token ids of a rendered conversation.
 
-        The ids of segments are cached separately for each `cache_salt`. Raises the errors of `encode`.
+        Control tokens that are marked in `text` are encoded as plain text. Each `cache_salt` has its own cached
+        segments. Raises the errors of `encode`.
         """
         # Text after the first piece continues a word or a line.
         segments = [
@@ -95,7 +100,10 @@ class Tokenizer:
         return [i for ids in self._encode_segments(segments) for i in ids]
 
     def _encode_segments(self, segments: Sequence[tuple[bool, str]]) -> list[list[int]]:
-        """Return the ids of each segment. The flag of a segment is True if other text precedes it."""
+        """Return the token ids of each segment.
+
+        A segment consists of a flag and a text. The flag is True if other text precedes the segment.
+        """
         [newline] = self._encode(["\n"], "messages", add_special_tokens=False)
         # After a newline, no tokenizer adds the space that it would add at the start of a text.
         encodings = self._encode(
@@ -110,7 +118,7 @@ class Tokenizer:
         return id_lists
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each word, at the start of a text and after a space.
+        """Return the token ids of each word in two forms: at the start of a text, and after a space.
 
         Raises:
             InvalidArgument: a word has no tokens, or is not valid Unicode.
@@ -142,10 +150,10 @@ class Tokenizer:
             raise InvalidArgument(f"{input_name}: must be valid Unicode, but contains a lone surrogate") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`, decoded without a preceding text."""
+        """Return the text of `token_ids`, as if no text preceded them."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token inside a text; U+FFFD for the bytes of an incomplete character."""
+        """Return the text of one token inside a text, with U+FFFD for the bytes of an incomplete character."""
         return self.token_bytes.bytes_of(token_id).decode(errors="replace")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a checkpoint's tokenizer: tokenizer.json, or else tokenizer.model, or vocab.json with merges.txt.
+"""Reads the files of a checkpoint's tokenizer, as transformers does.
 
-This module reads the files as transformers does. tokenizer.py calls it.
+Usually, this is tokenizer.json. If it does not exist, tokenizer.model is read, or else vocab.json with merges.txt.
+tokenizer.py calls this module.
 """
 
 from pathlib import Path
@@ -26,13 +27,13 @@ _END_OF_TEXT = "<|endoftext|>"
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a checkpoint's folder contains a tokenizer in one of the formats."""
+    """Return whether a checkpoint's folder contains a tokenizer in one of the supported formats."""
     formats = ((TOKENIZER_FILE,), (SENTENCEPIECE_FILE,), (VOCAB_FILE, MERGES_FILE))
     return any(all((folder / name).exists() for name in names) for names in formats)
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a checkpoint with the tokens that tokenizer_config.json names.
+    """Return the tokenizer of a checkpoint, including the tokens that tokenizer_config.json names.
 
     Raises:
         ConfigError: there is no tokenizer, a file is invalid, or the tokenizer's class cannot be built from its files.
@@ -86,7 +87,7 @@ def _read_byte_level(folder: Path, add_prefix_space: bool) -> tokenizers.Tokeniz
 
 
 def _check_class(path: Path, config: dict[str, Any], known: tuple[str | None, ...], files: str) -> None:
-    """Reject a tokenizer class whose rules its files do not contain."""
+    """Raise ConfigError if the class of the tokenizer has rules that the tokenizer's files do not contain."""
     name = config.get("tokenizer_class")
     if name not in known:
         raise ConfigError(
@@ -96,8 +97,7 @@ def _check_class(path: Path, config: dict[str, Any], known: tuple[str | None, ..
 
 
 def _add_post_processor(tokenizer: tokenizers.Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """Make the tokenizer add the tokens at the beginning and the end of a text that add_bos_token and add_eos_token
-    request."""
+    """Make the tokenizer add special tokens before and after each text, as add_bos_token and add_eos_token request."""
     template, special_tokens = "$A", []
     for name, form in (("bos_token", "{} $A"), ("eos_token", "{} {}")):
         if not config.get(f"add_{name}"):
@@ -126,8 +126,8 @@ def _apply_tokenizer_config(tokenizer: tokenizers.Tokenizer, config: dict[str, A
 def _add_config_tokens(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Add the tokens that tokenizer_config.json names, as transformers does.
 
-    Special tokens inside a text are encoded as special tokens, unless split_special_tokens is set. add_bos_token and
-    add_eos_token are ignored here: transformers also ignores them if a tokenizer.json exists.
+    If a text contains a special token, it is encoded as a special token, unless split_special_tokens is set.
+    add_bos_token and add_eos_token are ignored here, because transformers also ignores them if a tokenizer.json exists.
 
     Source: `TokenizersBackend` in transformers 5, src/transformers/tokenization_utils_tokenizers.py
     """

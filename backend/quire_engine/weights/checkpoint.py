@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of a checkpoint that the engine core needs before it loads weights. Torch-free; called by `core`."""
+"""The properties of a checkpoint that the engine core must know before it loads the weights. Torch-free; called by
+`core`."""
 
 import hashlib
 import struct
@@ -17,14 +18,14 @@ _SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's folder and the properties of the model that scheduling needs."""
+    """A model's folder and the properties of the model that the scheduler needs."""
 
     folder: Path
     shape: ModelConfig
     eos_token_ids: frozenset[int]
-    """End-of-sequence tokens of config.json and generation_config.json that are in the vocabulary."""
+    """End-of-sequence tokens that config.json and generation_config.json name, if they are in the vocabulary."""
     fingerprint: str
-    """Identifies the weights in hashes of KV blocks, see `compute_fingerprint`."""
+    """A hash that identifies the weights. It is part of the hash of each KV block, see `compute_fingerprint`."""
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -38,7 +39,7 @@ class Checkpoint:
 
 
 def load_eos_token_ids(folder: Path, shape: ModelConfig) -> frozenset[int]:
-    """Return the end-of-sequence tokens of config.json and generation_config.json that are in the vocabulary.
+    """Return the end-of-sequence tokens of config.json and generation_config.json that the vocabulary contains.
 
     Raises:
         ConfigError: generation_config.json is wrong.
@@ -52,9 +53,9 @@ def compute_fingerprint(folder: Path) -> str:
     """Return one hash, `sampled-sha256:<hex>`. The hash covers config.json and, for each weight file, its name, its
     size and 64 samples of 4 KiB.
 
-    Hashing a whole checkpoint would take as long as loading it. Samples detect that weights were retrained, but not
-    that they were edited in a few places. That is sufficient, because the fingerprint is only used for KV blocks, which
-    never leave a process.
+    To hash a whole checkpoint would take as long as to load it. The samples differ if the weights were trained again,
+    but they can be equal if only a few places were edited. That is sufficient, because the fingerprint is only used for
+    KV blocks, and these never leave the process.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -80,8 +81,9 @@ def _update_length_prefixed(sha: "hashlib._Hash", data: bytes) -> None:
 
 
 def _generation_config_eos(path: Path) -> frozenset[int]:
-    """Return the end-of-sequence tokens of generation_config.json. Only this file contains the end-of-turn token of
-    chats.
+    """Return the end-of-sequence tokens of generation_config.json.
+
+    Of a checkpoint's files, only this one contains the token that ends a turn of a chat.
     """
     if not path.exists():
         return frozenset()

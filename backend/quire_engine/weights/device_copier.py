@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies the chunks of a checkpoint to parameters. On a GPU, several threads copy through pinned memory.
 
-A copy from pageable memory to a GPU passes through a small buffer of the driver and blocks its thread. Here each
-thread reads a chunk into one pinned buffer while the device copies another buffer. `weights/loader.py` is the caller.
+If a thread copies from pageable memory to a GPU, the driver copies the data through its own small buffer, and the
+thread waits. Here, each thread has two pinned buffers. It reads a chunk into one of them while the device copies the
+other. `weights/loader.py` is the caller.
 """
 
 import queue
@@ -17,19 +18,20 @@ from torch import Tensor
 from quire_kernels import pinned_empty
 
 NUM_THREADS = 4
-"""Number of threads. One thread reads about 5 GB/s of mapped pages, less than a quarter of a PCIe 5.0 bus
-(estimated).
+"""Number of threads. It is estimated that one thread reads about 5 GB/s of mapped pages. This is less than a quarter of
+the rate of a PCIe 5.0 bus.
 """
 BUFFER_BYTES = 16 << 20
-"""Bytes of a pinned buffer; each thread has two."""
+"""Size of a pinned buffer in bytes. Each thread has two of them."""
 
 CopyFunction: TypeAlias = Callable[[Tensor, Callable[[], Tensor]], None]
-"""Function with two arguments, a tensor and a function that returns a tensor. It copies the returned tensor to the
-first argument, at once or later. The two tensors can differ only in their dtypes."""
+"""A function that copies a chunk to a parameter. Its arguments are the destination and a function that reads the chunk
+and returns it as a tensor. The copy can be complete at the return or later. The two tensors can differ only in their
+dtypes."""
 
 
 class _CopyStream:
-    """Two pinned buffers and a stream, used by one thread at a time."""
+    """Two pinned buffers and a CUDA stream. Only one thread uses them at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,7 +44,7 @@ class _CopyStream:
 
     @torch.inference_mode()
     def copy(self, destination: Tensor, read: Callable[[], Tensor]) -> None:
-        """Read into a pinned buffer and queue the copy of the buffer to `destination`."""
+        """Read a chunk into a pinned buffer, and queue the copy from this buffer to `destination`."""
         self._next = 1 - self._next
         # An event that was never recorded is complete.
         self._copied[self._next].synchronize()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Default sampling parameters from generation_config.json of a checkpoint, for `LLM` and the OpenAI API."""
+"""Reads default sampling parameters from the generation_config.json of a checkpoint, for `LLM` and the OpenAI API."""
 
 from pathlib import Path
 
@@ -17,13 +17,14 @@ _SAMPLING_FIELDS_BY_HF_NAME = {
     "min_p": "min_p",
     "max_new_tokens": "max_tokens",
 }
-"""Sampling parameters by their names in generation_config.json."""
+"""Maps names of generation_config.json to names of sampling parameters."""
 
 
 def load_default_sampling_params(folder: Path, source: str = "auto") -> SamplingParams:
-    """Return the default sampling parameters of generation_config.json, by the rules of vLLM.
+    """Return the default sampling parameters that generation_config.json contains.
 
-    `source` is EngineConfig.generation_config; auto selects the checkpoint `folder`.
+    `source` is EngineConfig.generation_config, with the same meaning as in vLLM. If it is auto, the file is read from
+    the checkpoint `folder`.
 
     Raises:
         ConfigError: the file is invalid, a value is out of range, or the folder `source` has no

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolves a model name to a folder: a local folder, or a hub id in the local cache of huggingface_hub.
+"""Resolves a model name to a folder.
 
-This module downloads only weights (safetensors), configuration, tokenizer and chat template, never code. The core and
-the text process can call it at the same time: the file locks of huggingface_hub make one process wait for the download.
+The name is the path of a local folder, or a hub id. The folder of a hub id is in the local cache of huggingface_hub.
+This module downloads weights (safetensors), configuration, tokenizer and chat template. It never downloads code. The
+core and the text process can call it at the same time. In that case, the file locks of huggingface_hub make one process
+wait until the other has downloaded the files.
 """
 
 import contextlib
@@ -22,8 +24,8 @@ PICKLE_PATTERNS = ["pytorch_model*.bin"]
 # Subfolders contain other formats, and `consolidated` files contain the same weights again.
 _IGNORE_PATTERNS = ["*/*", "consolidated*"]
 _ERRORS = (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL, ImportError)
-"""Errors that huggingface_hub raises: HfHubHTTPError is an OSError; an invalid hub id gives ValueError, and a SOCKS
-proxy without its package ImportError. Network errors are exceptions of httpx.
+"""Errors that huggingface_hub raises. HfHubHTTPError is an OSError. An invalid hub id raises ValueError. A SOCKS proxy
+raises ImportError if the package for it is not installed. Network errors are exceptions of httpx.
 """
 _TIMEOUT_S = 15.0
 
@@ -35,11 +37,11 @@ def resolve_model(
     download_dir: str | None = None,
     more_patterns: Sequence[str] = (),
 ) -> Path:
-    """Return the folder of `model`, which is a folder or a hub id such as `org/name`. Files of a hub id that are not
-    cached are downloaded.
+    """Return the folder of `model`, which is a folder or a hub id such as `org/name`.
 
-    `revision` is a branch, tag or commit of a hub id. `progress` shows a progress bar per file. `download_dir` replaces
-    the cache of huggingface_hub. `more_patterns` are names of further files to download.
+    If files of a hub id are not cached, they are downloaded. `revision` is a branch, tag or commit of the hub id. If
+    `progress`, a progress bar is shown for each file. The files are stored in `download_dir` if it is given, and
+    otherwise in the cache of huggingface_hub. `more_patterns` are name patterns of additional files to download.
 
     Raises:
         ConfigError: the folder or model does not exist, access is denied, or the hub cannot be reached.
@@ -79,9 +81,10 @@ def resolve_model(
 
 
 def _probe_hub(model: str, revision: str | None) -> httpx.TimeoutException | None:
-    """Return the timeout error if the hub accepts connections or drops packets but never replies, otherwise None.
+    """Return the timeout error if the hub never replies, otherwise None.
 
-    `snapshot_download` sends the same request without a time limit, so this request comes first.
+    A hub that does not reply can accept connections or drop packets. `snapshot_download` would then wait forever,
+    because it sends the same request without a time limit. This function sends it first, with a time limit.
     """
     try:
         huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_TIMEOUT_S)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a checkpoint into parameters: reads one or several safetensors files, slice by slice, into merged
-parameters."""
+"""Loads the weights of a checkpoint into parameters.
+
+The weights are read slice by slice from one or more safetensors files. Several tensors of a checkpoint can be merged
+into one parameter.
+"""
 
 import functools
 import re
@@ -39,7 +42,7 @@ def load_weights(
     progress: bool = False,
     checkpoint: QuantizedTensors | None = None,
 ) -> None:
-    """Fill parameters from the checkpoint in `folder`, converting to their dtype and device.
+    """Fill parameters from the checkpoint in `folder`, and convert the values to each parameter's dtype and device.
 
     Args:
         folder: folder of the checkpoint.
@@ -101,7 +104,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_tensor(folder: Path, name: str) -> Tensor:
-    """Return one tensor of a checkpoint; raises ConfigError if it cannot be read, or does not contain the tensor."""
+    """Return one tensor of a checkpoint; raises ConfigError if the tensor cannot be read or does not exist."""
     files = TensorFiles(folder)
     if (key := files.name_in_file(name)) not in files:
         raise ConfigError(f"{folder}: {key} missing; {_MISSING_HINT}")
@@ -110,7 +113,9 @@ def read_tensor(folder: Path, name: str) -> Tensor:
 
 
 def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
-    """Return whether a tensor equals the checkpoint's tensor `name`, compared in the narrower of the two dtypes.
+    """Return whether a tensor is equal to the checkpoint's tensor `name`.
+
+    Both are compared in the narrower of their two dtypes.
 
     Raises:
         ConfigError: the checkpoint cannot be read, or does not contain the tensor.
@@ -123,7 +128,7 @@ def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
 
 
 class _FloatTensor:
-    """A tensor of a checkpoint that is not quantized."""
+    """A tensor of a checkpoint. It is not quantized."""
 
     def __init__(self, files: TensorFiles, name: str) -> None:
         self._slice = files.get_slice(name)
@@ -135,15 +140,17 @@ class _FloatTensor:
             )
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
-        """Return these rows and columns of a matrix (of matrix `expert` if there are several), or elements `rows` of a
-        vector."""
+        """Return `rows` and `columns` of a matrix, or the elements `rows` of a vector.
+
+        If the tensor contains several matrices, the matrix is that of `expert`.
+        """
         index: tuple[int | slice, ...] = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
         values: Tensor = self._slice[(expert, *index)[-len(self.shape) :] if len(self.shape) > 1 else index[0]]
         return values
 
 
 def _equal_in_checkpoint(files: TensorFiles, name: str, other_name: str) -> bool:
-    """Return whether two matrices of a checkpoint are equal, comparing chunk by chunk."""
+    """Return whether two matrices of a checkpoint are equal. They are compared chunk by chunk."""
     tensor_slice, other_slice = files.get_slice(name), files.get_slice(other_name)
     if tensor_slice.get_shape() != other_slice.get_shape():
         return False
@@ -155,12 +162,12 @@ def _equal_in_checkpoint(files: TensorFiles, name: str, other_name: str) -> bool
 
 
 def _copy_shard(source: TensorSource, target: ParamShard, copy: CopyFunction) -> None:
-    """Copy a shard, reading only its rows and columns from the file."""
+    """Copy a shard to its parameter. Only the rows and columns of the shard are read from the file."""
     for expert, part, rows in target.chunks(_CHUNK_BYTES):
         copy(part, functools.partial(read_rows, source, target, expert, rows))
 
 
 def summarize_names(names: list[str]) -> str:
-    """Return a text with the first three names, the number of further names, and the verb "is" or "are"."""
+    """Return a text for an error: the first three names, the number of further names, and the verb "is" or "are"."""
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"{listed} {'is' if len(names) == 1 else 'are'}"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of a checkpoint with pickled weights (pytorch_model.bin) to safetensors.
+"""Converts a checkpoint with pickled weights (pytorch_model.bin) to safetensors.
 
-A user runs it with `python -m quire_engine convert`; no server, pod or operator calls it. Unpickling is restricted to
-tensors, and every written tensor is compared with its source.
+A user runs the conversion with `python -m quire_engine convert`. The servers, pods and operator never run it.
+The files can contain only tensors, because the unpickler rejects all other objects. After the conversion, each written
+tensor is compared with its source.
 """
 
 import json
@@ -27,8 +28,8 @@ MIN_TORCH = (2, 6)
 """Minimum version of torch. Earlier versions can run code from a file even with weights_only=True (CVE-2025-32434)."""
 MAX_FILES, MAX_TENSORS = 1000, 200_000
 MAX_EXPANSION = 2
-"""Maximum bytes of tensors for each byte of their file. Tensors can be larger than their file if they are views of the
-same memory; in checkpoints, only tied weights are such views.
+"""A file is rejected if its tensors have more bytes than this number times the size of the file. Tensors can be larger
+than their file if several of them share the same memory. In a real checkpoint, only tied weights share memory.
 """
 _COPIED_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _FIX = "use a checkpoint from another source"
@@ -46,9 +47,9 @@ class ConversionReport:
 
 
 def convert_checkpoint(source: Path, target: Path) -> ConversionReport:
-    """Write the checkpoint in `source` to the new folder `target`, with its weights as safetensors.
+    """Write a copy of the checkpoint in `source`, with its weights as safetensors, to the new folder `target`.
 
-    The conversion needs memory for twice the largest file. If it fails, it removes `target`.
+    The conversion needs memory for twice the largest file. If it fails, `target` is not created.
 
     Raises:
         ConfigError: torch is too old, `target` exists, `source` has no pickled weights, a file contains other objects
@@ -81,7 +82,7 @@ def _check_torch(version: str) -> None:
 
 
 def _pickle_files(folder: Path) -> list[Path]:
-    """Return the files of the pickled weights: one file or several shards."""
+    """Return the files that contain the pickled weights. There is one file, or one for each shard."""
     names = [PICKLE_NAME]
     if (index := folder / PICKLE_INDEX_NAME).is_file():
         weight_map = read_json_object(index).get("weight_map")
@@ -125,7 +126,7 @@ def _convert_files(files: list[Path], target: Path) -> ConversionReport:
 
 
 def _load_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file as contiguous tensors."""
+    """Read all tensors of a file, and return them as contiguous tensors."""
     limit, num_bytes = MAX_EXPANSION * file.stat().st_size, 0
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
@@ -153,7 +154,7 @@ def _load_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _compare(file: Path, tensors: dict[str, Tensor]) -> None:
-    """Raise ConfigError unless the file contains exactly these tensors, bit by bit."""
+    """Raise ConfigError unless the file contains exactly these tensors with exactly the same bits."""
     with safe_open(file, framework="pt") as written:
         names = set(written.keys())
         different = [

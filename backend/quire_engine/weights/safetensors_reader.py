@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reader of safetensors files that reads tensors instead of mapping them into memory.
 
-The safetensors library validates the file but maps its tensors. If a mapped file is truncated, an access kills the
-process (SIGBUS), whereas a read fails with an error. The library also holds the interpreter lock while it copies, and
-the steps of a running engine need this lock. To read an adapter of 20 MB, the library holds the lock for 10 ms, and
-this reader for 0.02 ms.
+The safetensors library is only used to validate a file. It would map the tensors into memory. If another process
+truncates a mapped file, the next access kills the process (SIGBUS). In the same case, a read only returns an error. The
+library also holds the interpreter lock while it copies, but the steps of a running engine need this lock. While an
+adapter of 20 MB is read, the library holds the lock for 10 ms. This reader holds it for 0.02 ms.
 """
 
 import json
@@ -21,7 +21,7 @@ from torch import Tensor
 from quire_spec.errors import InvalidArgument
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Dtypes that can be read, by their names in safetensors."""
+"""Maps the dtype names of safetensors to the dtypes that can be read."""
 
 _HEADER_LENGTH_BYTES = 8
 
@@ -30,7 +30,7 @@ class SafetensorsReader:
     """An open safetensors file; created by `open_safetensors`."""
 
     def __init__(self, path: Path, safetensors_file: Any) -> None:
-        """`safetensors_file` is the library's open file, which provides names, dtypes and shapes."""
+        """`safetensors_file` is the file as the library opened it. It provides names, dtypes and shapes."""
         self._path = path
         self._safetensors_file = safetensors_file
         self._offsets: dict[str, tuple[int, int]] = {}
@@ -41,11 +41,13 @@ class SafetensorsReader:
         return list(self._safetensors_file.keys())
 
     def get_slice(self, name: str) -> Any:
-        """Return a tensor's description with `get_dtype()` and `get_shape()`, without reading the tensor."""
+        """Return a description of a tensor with the methods `get_dtype()` and `get_shape()`. The tensor is not read."""
         return self._safetensors_file.get_slice(name)
 
     def get_tensor(self, name: str) -> Tensor:
-        """Return a tensor. The first call reads the whole file; all tensors share that memory.
+        """Return a tensor.
+
+        The first call reads the whole file. The tensors of all calls share that memory.
 
         Raises:
             InvalidArgument: the file has changed since it was opened.
@@ -82,7 +84,7 @@ class SafetensorsReader:
         return payload
 
     def _validate_offsets(self, name: str, offsets: Any) -> tuple[int, int]:
-        """Check the offsets of a tensor against the shape and dtype that the library has read."""
+        """Check that the offsets of a tensor match its shape and dtype, which the library has read."""
         begin, end = offsets
         tensor_slice = self._safetensors_file.get_slice(name)
         if begin < 0 or end - begin != math.prod(tensor_slice.get_shape()) * DTYPES[tensor_slice.get_dtype()].itemsize:

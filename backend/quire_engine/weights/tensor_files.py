@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The safetensors files of a checkpoint: which tensor is in which file, and slices of tensors."""
+"""Finds the tensors of a checkpoint in its safetensors files, and reads slices of them."""
 
 import json
 import shlex
@@ -41,13 +41,15 @@ class TensorFiles:
         return sum(path.stat().st_size for path in set(self.file_by_tensor.values()))
 
     def name_in_file(self, name: str) -> str:
-        """Return the name that a tensor or module of the model has in the files."""
+        """Return the name by which the files contain a tensor or module of the model."""
         if self._is_part:
             return f"language_model.{name.replace('model.language_model.', 'model.', 1)}"
         return name if self._has_outer_module else name.removeprefix("model.")
 
     def get_slice(self, name: str) -> Any:
-        """Return a tensor's slice with `get_dtype()` and `get_shape()`; indexing it reads the values.
+        """Return a slice of a tensor.
+
+        It has the methods `get_dtype()` and `get_shape()`. Its values are read when it is indexed.
 
         Raises:
             ConfigError: the file is invalid, or the tensor is in the index but not in the file.
@@ -59,7 +61,7 @@ class TensorFiles:
         return file.get_slice(name)
 
     def _open(self, path: Path) -> tuple[Any, frozenset[str]]:
-        """Open a file if it is not open; return the file and the names of its tensors."""
+        """Open a file if it is not open yet, and return it with the names of its tensors."""
         if path not in self._open_files:
             try:
                 file: Any = safe_open(path, framework="pt")
@@ -69,7 +71,7 @@ class TensorFiles:
         return self._open_files[path]
 
     def _locate_tensors(self) -> dict[str, Path]:
-        """Return a dict that contains the file of each tensor."""
+        """Return a dict that maps the name of each tensor to its file."""
         if (self.folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
             return self._read_index()
         path = self.folder / SAFE_WEIGHTS_NAME

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter storage of one device: keeps host copies of adapters by content digest, and copies them into adapter slots.
+"""Stores adapters for one device.
 
-The model runner owns the store and passes the calls of the engine core on to it. The adapter registry
-(`lora/registry.py`), not the store, decides which adapter is in memory or in a slot.
+It keeps copies of adapters in host memory, under the digest of their content. From there, it copies adapters to adapter
+slots on the device. The model runner owns the store, and forwards calls of the engine core to it. The store does not
+decide which adapters are in memory or in a slot. The adapter registry (`lora/registry.py`) decides this.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class AdapterStore:
-    """Reads and packs adapters, keeps them in host memory, and loads them into slots."""
+    """Reads and packs adapters, keeps them in host memory, and copies them to slots."""
 
     def __init__(self, slots: DeviceAdapterSlots | None, read_host_adapter: Callable[[Path], HostAdapter]) -> None:
         """Create an empty store.
@@ -39,7 +40,7 @@ class AdapterStore:
     def from_model(
         cls, model: CausalLM, config: EngineConfig, shape: ModelConfig, checkpoint: Path, factory: ParamFactory
     ) -> Self:
-        """Create the adapter slots of a model and the function that reads its adapters.
+        """Create the adapter slots for a model, and the function that reads adapters for this model.
 
         Args:
             model: this rank's shard of the model; its modules use the slots from now on.
@@ -55,7 +56,7 @@ class AdapterStore:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of all slots on the device."""
+        """Number of bytes that all slots use on the device."""
         return 0 if self.slots is None else self.slots.num_bytes
 
     @property
@@ -72,19 +73,25 @@ class AdapterStore:
         return self.pack(self._read_host_adapter(path))
 
     def pack(self, adapter: HostAdapter) -> PackedAdapter:
-        """Copy an adapter into the memory layout of the slots. Safe to call from any thread."""
+        """Convert an adapter to the memory layout of the slots. Safe to call from any thread."""
         assert self.slots is not None
         return self.slots.pack(adapter)
 
     def store(self, adapter_digest: AdapterDigest, packed_adapter: PackedAdapter) -> None:
-        """Keep a packed adapter under its content digest."""
+        """Keep a packed adapter in host memory, under the digest of its content."""
         self._packed_adapter_by_digest[adapter_digest] = packed_adapter
 
     def discard(self, adapter_digest: AdapterDigest) -> None:
-        """Drop a host copy; unknown digests are ignored. A slot that contains the adapter keeps it."""
+        """Remove an adapter from host memory. Unknown digests are ignored.
+
+        If a slot contains the adapter, the adapter stays in the slot.
+        """
         self._packed_adapter_by_digest.pop(adapter_digest, None)
 
     def load_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
-        """Return a function that copies an adapter from its current host copy into a slot; see `ModelRunner`."""
+        """Return a function that copies an adapter into a slot.
+
+        It copies from the adapter's current copy in host memory, see `ModelRunner`.
+        """
         assert self.slots is not None
         return self.slots.copy_to_slot(self._packed_adapter_by_digest[slot_load.adapter_digest], slot_load.adapter_slot)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares the attention of long prompts at start, so that cuDNN's plans and their memory exist before the first
-request.
+"""Prepares the attention of long prompts at startup.
 
-The startup of a model runner calls it. Models with a soft cap on attention logits always use the project's own kernel.
+The plans of cuDNN and their memory then exist before the first request arrives. The startup of a model runner calls it.
+For a model with a soft cap on attention logits, the project's own kernel is always used instead of cuDNN.
 """
 
 import torch

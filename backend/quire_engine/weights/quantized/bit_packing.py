@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unpacks integers of 4 or 8 bits from int32, the lowest bits first."""
+"""Unpacks integers of 4 or 8 bits from int32 tensors. The lowest bits come first."""
 
 import torch
 from torch import Tensor
@@ -21,5 +21,8 @@ def unpack_int32(packed: Tensor, num_bits: int) -> Tensor:
 
 
 def unpack_nibbles(packed_bytes: Tensor) -> Tensor:
-    """Return both halves of each byte, the lower half first: from [..., n] uint8 to [..., 2 n] uint8."""
+    """Split each byte into two values of 4 bits, and return the lower value first.
+
+    The result for a tensor of [..., n] uint8 is a tensor of [..., 2 n] uint8.
+    """
     return torch.stack((packed_bytes & 15, packed_bytes >> 4), -1).flatten(-2)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the GPTQ format, as AutoGPTQ and GPTQModel write it. All tensors are transposed.
 
-Values are packed along the input features, zero points along the output features. `g_idx` contains the group of each
-input feature. If features are ordered by activation (desc_act), the groups are not ascending.
+Values are packed along the input features, and zero points are packed along the output features. `g_idx` contains the
+group of each input feature. If the checkpoint orders features by activation (desc_act), the group numbers in `g_idx`
+are not in ascending order.
 """
 
 import math
@@ -18,7 +19,7 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.quantization import WeightScheme
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""For each number of bits, an int32 in which all packed integers are 1."""
+"""Maps the number of bits of an integer to an int32 in which all packed integers are 1."""
 
 
 class GPTQTensor(QuantizedTensor):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP4, the format of the experts of gpt-oss: 4-bit floating point, with a power of 2 as the scale of each block of
-32.
+"""MXFP4, the format in which gpt-oss stores its experts.
 
-Values and scales are those of the OCP Microscaling Formats specification: E2M1 and E8M0.
+A value is a 4-bit floating-point number. Each block of 32 values has a scale, which is a power of 2. The formats of
+values and scales are E2M1 and E8M0 of the OCP Microscaling Formats specification.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _E8M0_BIAS = 127
 
 
 def decode_mxfp4(blocks: Tensor) -> Tensor:
-    """Return the 4-bit codes of blocks.
+    """Unpack blocks of weights into 4-bit codes.
 
     Args:
         blocks: [..., in_features / 32, 16] uint8; the lower half of a byte contains the first of two features.
@@ -35,12 +35,14 @@ def decode_mxfp4(blocks: Tensor) -> Tensor:
 
 
 def mxfp4_values(dtype: torch.dtype) -> Tensor:
-    """Return the value of each of the 16 codes; the highest bit of a code is the sign."""
+    """Return the value that each of the 16 codes stands for. The highest bit of a code is the sign."""
     return e2m1_codebook().to(dtype)
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return weights in a floating-point type. The result is exact unless it over- or underflows in `dtype`.
+    """Convert weights to a floating-point type.
+
+    The result is exact, unless it overflows or underflows in `dtype`.
 
     Args:
         blocks: [..., in_features / 32, 16] uint8.
@@ -56,13 +58,13 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 class MXFP4Tensor:
-    """A tensor [num_experts, out_features, in_features] that is stored as `..._blocks` and `..._scales`."""
+    """A tensor of [num_experts, out_features, in_features]. The files contain it as `..._blocks` and `..._scales`."""
 
     MARKER = "_blocks"
     SCALES = "_scales"
 
     def __init__(self, name: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:
-        """`slices` are slices of safetensors files by the suffix of their names.
+        """`slices` maps name suffixes to slices of safetensors files.
 
         Raises:
             ConfigError: the scales are missing, or a tensor has another shape or dtype than the format requires.
@@ -83,14 +85,14 @@ class MXFP4Tensor:
         self.shape: tuple[int, ...] = (shape[0], shape[1], shape[2] * BLOCK_SIZE)
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
-        """Return a part of the weight of an expert, [len(rows), len(columns)]."""
+        """Return a part of one expert's weight, with the shape [len(rows), len(columns)]."""
         blocks = range(columns.start // BLOCK_SIZE, -(-columns.stop // BLOCK_SIZE))
         index = (expert, slice(rows.start, rows.stop), slice(blocks.start, blocks.stop))
         start = columns.start - blocks.start * BLOCK_SIZE
         return dequantize_mxfp4(self._blocks[index], self._scales[index], dtype)[:, start : start + len(columns)]
 
     def read_codes(self, expert: int, rows: range, columns: range) -> WeightCodes:
-        """Return a part of the weight of an expert; `columns` begins and ends at block boundaries."""
+        """Return the codes of a part of one expert's weight. `columns` must begin and end at block boundaries."""
         blocks = slice(columns.start // BLOCK_SIZE, -(-columns.stop // BLOCK_SIZE))
         index = (expert, slice(rows.start, rows.stop), blocks)
         scales = self._scales[index].contiguous().view(torch.float8_e8m0fnu)
@@ -99,7 +101,7 @@ class MXFP4Tensor:
 
 @dataclass(frozen=True, slots=True)
 class MXFP4Expert:
-    """One matrix of an MXFP4Tensor, with the methods of QuantizedTensor."""
+    """One matrix of an MXFP4Tensor. It has the methods of QuantizedTensor."""
 
     tensor: MXFP4Tensor
     expert: int

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the format `pack-quantized` of compressed-tensors.
 
-Values are packed along the input features and zero points along the output features; both are stored with an offset of
-half their range. If features are ordered by activation, `weight_g_idx` contains the group of each input feature.
+Values are packed along the input features, and zero points are packed along the output features. Values and zero points
+are stored as unsigned integers: half of their range was added to them. If features are ordered by activation,
+`weight_g_idx` contains the group of each input feature.
 """
 
 import math

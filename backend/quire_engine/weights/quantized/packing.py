@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs the quantized weights of a linear layer, or of the experts of a layer, for the kernels. It reads the files one
-layer at a time."""
+"""Packs quantized weights into the layout that the kernels read.
+
+It packs the weights of one linear layer, or of all experts of one layer, at a time. Only the files' data of that layer
+is read.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,22 +36,23 @@ from quire_spec.model.quantization import FP8_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """A part of a linear layer: the rows and columns of a quantized tensor that fill the first rows of the part."""
+    """Describes which rows and columns of a quantized tensor are a part of a linear layer."""
 
     tensor: QuantizedTensor | MXFP4Expert
     rows: tuple[range, ...]
     columns: range
     num_rows: int
-    """Number of rows of the part; rows after `rows` are padding."""
+    """Number of rows of the part in the layer. If `rows` contains fewer, the remaining rows are padding."""
 
 
 def pack_quantized(
     parts: Sequence[WeightPart], dtype: torch.dtype, device: torch.device, arena: HugePageArena
 ) -> tuple[LinearWeight, Tensor | None]:
-    """Return the weight of a linear layer, and the input feature of each column, or None if column i is feature i.
+    """Return the weight of a linear layer, and the order of its columns.
 
-    The weight stays quantized if this machine has kernels for its scheme, its shape and `dtype`. Otherwise it is
-    dequantized here, because without a kernel every step would have to dequantize it.
+    The order contains the input feature of each column. It is None if column i is feature i. If this machine has
+    kernels for the scheme, the shape and `dtype`, the weight stays quantized. Otherwise, it is dequantized here, so
+    that it is not dequantized again in every step.
     """
     shape = sum(part.num_rows for part in parts), len(parts[0].columns)
     if has_quantized_kernel(dtype, device) and (device.type != "cpu" or has_kernel_for_shape(*shape)):
@@ -64,7 +68,9 @@ def pack_quantized(
 def pack_quantized_experts(
     parts: Sequence[WeightPart], experts: ExpertWeights, dtype: torch.dtype, device: torch.device, arena: HugePageArena
 ) -> QuantizedWeight | None:
-    """Return the weights of all experts, concatenated along their rows; None if no kernel supports them.
+    """Return the weights of all experts as one weight, or None if no kernel supports them.
+
+    The weights are concatenated along their rows.
 
     Args:
         parts: parts of all experts, one after the other.
@@ -86,13 +92,13 @@ def pack_quantized_experts(
 def dequantize_experts(
     parts: Sequence[WeightPart], num_experts: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the weights of all experts [num_experts, out_features, in_features]; see `pack_quantized_experts`."""
+    """Return the dequantized weights of all experts. Their shape is [num_experts, out_features, in_features]."""
     shape = sum(part.num_rows for part in parts), len(parts[0].columns)
     return _dequantize(parts, shape, dtype, device).view(num_experts, -1, shape[1])
 
 
 def _read_codes(parts: Sequence[WeightPart]) -> WeightCodes | None:
-    """Return the codes of all parts as one weight; None if the forms of the parts differ."""
+    """Return the codes of all parts as one weight, or None if the parts have different formats."""
     all_codes: list[WeightCodes] = []
     for part in parts:
         for rows in part.rows:
@@ -106,7 +112,7 @@ def _read_codes(parts: Sequence[WeightPart]) -> WeightCodes | None:
 
 
 def _read_part(tensor: QuantizedTensor | MXFP4Expert, rows: range, columns: range) -> WeightCodes | None:
-    """Return the codes of these rows and columns; None if the kernels do not support the groups in this part."""
+    """Return the codes of these rows and columns, or None if the kernels do not support the groups in this part."""
     if rows.step != 1:
         return None
     all_rows, all_columns = tensor.align(rows, columns)
@@ -117,7 +123,7 @@ def _read_part(tensor: QuantizedTensor | MXFP4Expert, rows: range, columns: rang
 
 
 def _pad(codes: WeightCodes, num_rows: int) -> WeightCodes:
-    """Return `num_rows` rows of zeros in the form of `codes`, as padding."""
+    """Return `num_rows` rows of zeros as padding. They have the same format as `codes`."""
     values = torch.zeros(num_rows, codes.values.shape[1], dtype=torch.uint8).view(codes.values.dtype)
     grid = torch.zeros(num_rows, codes.scales.shape[1])
     zeros = None if codes.zeros is None else grid.to(codes.zeros.dtype)
@@ -127,7 +133,7 @@ def _pad(codes: WeightCodes, num_rows: int) -> WeightCodes:
 def _pack_codes(
     codes: WeightCodes, dtype: torch.dtype, device: torch.device, arena: HugePageArena, *, is_w8a8: bool
 ) -> QuantizedWeight | None:
-    """Convert codes to the form that the kernels read; return None if there is no kernel for their scheme."""
+    """Convert codes to the layout that the kernels read, or return None if no kernel supports their scheme."""
     values, scales, num_groups = codes.values.to(device).contiguous(), codes.scales.to(device), codes.scales.shape[1]
     if codes.groups is not None:
         return None

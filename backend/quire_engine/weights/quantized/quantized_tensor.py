@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of the formats: a quantized tensor of a checkpoint that is read from its files on demand."""
+"""Base class for all formats of quantized tensors. The values of a tensor are read from the files on demand."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,18 +16,19 @@ _FLOAT_DTYPES = ("F32", "BF16", "F16")
 
 
 class QuantizedTensor(ABC):
-    """The tensors of one linear layer in the files. `read` and `read_codes` read only the requested part."""
+    """A quantized weight of one linear layer, which consists of several tensors in the files. `read` and `read_codes`
+    read only the requested part."""
 
     MARKER: ClassVar[str]
-    """Suffix of the name of the tensor that contains the values."""
+    """Name suffix of the tensor that contains the values."""
     SCALES: ClassVar[tuple[str, ...]]
-    """Suffixes of the names that the scales can have."""
+    """Name suffixes that the tensor of the scales can have."""
     REQUIRED: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of other tensors that must exist."""
+    """Name suffixes of other tensors that must exist."""
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of further tensors that are read, if they exist."""
+    """Name suffixes of other tensors that are read if they exist."""
     UNUSED: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of tensors that are not read, such as scales of activations."""
+    """Name suffixes of tensors that are not read, such as scales of activations."""
     shape: tuple[int, int]
     """Output and input features."""
     row_multiple = 1
@@ -35,7 +36,7 @@ class QuantizedTensor(ABC):
     column_multiple = 1
 
     def __init__(self, module: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:
-        """`slices` are slices of safetensors files by the suffix of their names.
+        """`slices` maps name suffixes to slices of safetensors files.
 
         Raises:
             ConfigError: the scales are missing, or a tensor has another shape or dtype than the scheme requires.
@@ -49,18 +50,23 @@ class QuantizedTensor(ABC):
 
     @abstractmethod
     def read_codes(self, rows: range, columns: range) -> WeightCodes:
-        """Read output features `rows` and input features `columns`, which start at multiples of `row_multiple` and
-        `column_multiple`."""
+        """Return the codes of the output features `rows` and the input features `columns`.
+
+        The ranges must start at multiples of `row_multiple` and `column_multiple`.
+        """
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
-        """Return a part of the weight [len(rows), len(columns)]; `expert` is 0."""
+        """Return a part of the weight, with the shape [len(rows), len(columns)].
+
+        `expert` is always 0.
+        """
         all_rows, all_columns = self.align(rows, columns)
         weight = self.read_codes(all_rows, all_columns).dequantize(dtype)
         row, column = rows.start - all_rows.start, columns.start - all_columns.start
         return weight[row : row + len(rows), column : column + len(columns)]
 
     def align(self, rows: range, columns: range) -> tuple[range, range]:
-        """Return the smallest ranges that `read_codes` accepts and that contain `rows` and `columns`."""
+        """Return the smallest ranges that contain `rows` and `columns` and that `read_codes` accepts."""
         return (
             _align(rows, self.row_multiple, self.shape[0]),
             _align(columns, self.column_multiple, self.shape[1]),
@@ -99,7 +105,7 @@ class QuantizedTensor(ABC):
         return tensor_slice
 
     def scales_slice(self, shape: tuple[int, ...], dtypes: tuple[str, ...] = _FLOAT_DTYPES) -> Any:
-        """Return the slice of the scales, see `slice_of`."""
+        """Return the slice of the scales, after the checks of `slice_of`."""
         return self.slice_of(self._scales_name, shape, dtypes)
 
     def num_groups(self, in_features: int) -> int:

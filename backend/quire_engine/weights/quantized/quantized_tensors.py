@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the quantized tensors of a checkpoint, by the names of the tensors in the files."""
+"""Finds the quantized tensors of a checkpoint. It recognizes them by their names in the files."""
 
 from quire_engine.weights.quantized.awq import AWQTensor
 from quire_engine.weights.quantized.gptq import GPTQTensor
@@ -22,7 +22,7 @@ _WEIGHT = ".weight"
 _PACKED_MARKERS = (".qweight", ".weight_packed")
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 _UNUSED_SUFFIXES = (".k_scale", ".v_scale", ".q_scale")
-"""Scales of the KV cache, which the engine does not read."""
+"""Name suffixes of scales of the KV cache. The engine does not read them."""
 _MARKERS = (*_PACKED_MARKERS, ".weight_scale", ".weight_scale_inv", MXFP4Tensor.MARKER)
 
 
@@ -36,7 +36,7 @@ class QuantizedTensors:
         self._found: set[str] = set()
 
     def find(self, name: str) -> QuantizedTensor | MXFP4Tensor | None:
-        """Return the quantized tensor that replaces tensor `name` in the files; None if `name` is not quantized.
+        """Return the quantized tensor that replaces tensor `name` in the files, or None if `name` is not quantized.
 
         Raises:
             ConfigError: a part of the tensor is missing or wrong, or the tensor contradicts config.json.
@@ -63,20 +63,25 @@ class QuantizedTensors:
         return tensor_class(module, {suffix: self.files.get_slice(f"{module}{suffix}") for suffix in suffixes}, scheme)
 
     def find_linear(self, module: str) -> QuantizedTensor | None:
-        """Return the weight of the linear layer that has this name in the model; see `find`."""
+        """Return the quantized weight of a linear layer. The argument is the layer's name in the model, see `find`."""
         tensor = self.find(f"{self.files.name_in_file(module)}{_WEIGHT}")
         assert not isinstance(tensor, MXFP4Tensor)
         return tensor
 
     def is_known(self, name: str) -> bool:
-        """Return whether a tensor in the files is expected: it belongs to a result of `find`, or the engine does not
-        use it."""
+        """Return whether a tensor in the files is expected.
+
+        It is expected if it belongs to a tensor that `find` returned, or if the engine ignores tensors of this name.
+        """
         return name in self._found or (
             self._scheme is not None and (name.endswith(_UNUSED_SUFFIXES) or self._is_zero_bias(name))
         )
 
     def describe_missing_config(self) -> str:
-        """Return a hint if the files contain quantized tensors that config.json does not describe, otherwise ""."""
+        """Return a hint for an error message, or "".
+
+        The hint is returned if the checkpoint has quantized tensors, but config.json does not describe them.
+        """
         if self._scheme is None and any(name.endswith(_MARKERS) for name in self.files.file_by_tensor):
             return "; the checkpoint is quantized, but config.json has no quantization_config"
         return ""
@@ -94,9 +99,7 @@ class QuantizedTensors:
         return MXFP4Tensor(name, {suffix: self.files.get_slice(full) for suffix, full in names.items()}, scheme)
 
     def _marker(self, module: str) -> str | None:
-        """Return the suffix of the tensor with the values of a quantized module; None if the module is not
-        quantized.
-        """
+        """Return the name suffix of the values of a quantized module, or None if the module is not quantized."""
         for marker in _PACKED_MARKERS:
             if f"{module}{marker}" in self.files:
                 return marker
@@ -104,6 +107,9 @@ class QuantizedTensors:
         return _WEIGHT if name in self.files and self.files.get_slice(name).get_dtype() in _CODE_DTYPES else None
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Return whether a tensor is a bias of zeros. AutoGPTQ adds such a bias to each layer that has none."""
+        """Return whether a tensor is a bias that contains only zeros.
+
+        AutoGPTQ adds such a bias to each layer that does not have one.
+        """
         module = name.removesuffix(".bias")
         return module in self._modules and module != name and not self.files.get_slice(name)[...].any()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads weights that are stored unpacked as float8_e4m3fn or int8: formats `fp8`, `fbgemm_fp8`, and float-quantized,
-int-quantized and naive-quantized of compressed-tensors.
+"""Reads weights that are stored as float8_e4m3fn or int8, without packing.
 
-The scale is called `weight_scale`, or `weight_scale_inv` in the format of DeepSeek. In both cases, values are
-multiplied by the scale.
+The formats are `fp8`, `fbgemm_fp8`, and the formats float-quantized, int-quantized and naive-quantized of
+compressed-tensors. The name of the scale is `weight_scale`, or `weight_scale_inv` in the format of DeepSeek. For both
+names, the values must be multiplied by the scale.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight of a linear layer as codes and scales: one form for all formats of checkpoints."""
+"""The weight of a linear layer as codes and scales. All formats of checkpoints are converted to this form."""
 
 import math
 from collections.abc import Sequence
@@ -12,33 +12,34 @@ from torch import Tensor
 from quire_kernels import e2m1_codebook
 
 _MIN_GROUP = 8
-"""Input features of the smallest group that kernels multiply at once."""
+"""The smallest group size that the kernels support, as a number of input features."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCodes:
-    """A weight, (values - zeros) * scales, in which each block of output and input features has one scale and zero
-    point.
+    """A weight, equal to (values - zeros) * scales.
+
+    Each block of output and input features has one scale and one zero point.
     """
 
     values: Tensor
-    """[out_features, in_features]: int8, uint8 or float8_e4m3fn."""
+    """The codes. Their shape is [out_features, in_features], and their dtype is int8, uint8 or float8_e4m3fn."""
     scales: Tensor
-    """[out_features / block[0], in_features / block[1]] float32, or float8_e8m0fnu if `is_e2m1`; both dimensions are
-    rounded up.
+    """The scales. Their shape is [out_features / block[0], in_features / block[1]], and both quotients are rounded up.
+    The dtype is float32, or float8_e8m0fnu if `is_e2m1`.
     """
     zeros: Tensor | None
-    """Zero points, uint8 in the shape of `scales`. If None, all of them are 0, or `1 << (num_bits - 1)` if `values` are
-    uint8."""
+    """The zero points, as uint8 in the shape of `scales`. None means that all zero points are 0. If `values` are uint8,
+    None means that all zero points are `1 << (num_bits - 1)`."""
     block: tuple[int, int]
-    """Number of output features and of input features that share a scale."""
+    """Size of a block that shares a scale, as a number of output features and a number of input features."""
     num_bits: int
     """Bits of a value; 4 or 8."""
     groups: Tensor | None = None
-    """[in_features] int64: the column of `scales` that each input feature uses, if features of a group are not adjacent
-    (act order). If None, feature i uses column i // block[1]."""
+    """The group of each input feature, as [in_features] int64. A group is a column of `scales`. It is needed only if
+    the features of a group are not adjacent (act order). If it is None, feature i belongs to group i // block[1]."""
     is_e2m1: bool = False
-    """Whether `values` are indices of `e2m1_codebook`; there are then no zero points."""
+    """True if `values` are indices of `e2m1_codebook`. In this case, there are no zero points."""
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out_features, in_features]. The product is computed in float32 and rounded once."""
@@ -50,8 +51,9 @@ class WeightCodes:
         return (weight * self._expand(self.scales)).to(dtype)
 
     def by_row(self) -> Self:
-        """Return the same weight with one scale per row, or with one scale per block of a row if a row has several
-        blocks.
+        """Return the same weight, but with separate scales for each row.
+
+        A row has one scale, or one scale for each of its blocks if it has several.
         """
         rows, columns = self.values.shape
         height = rows if self.scales.shape[0] == 1 else self.block[0]
@@ -61,8 +63,11 @@ class WeightCodes:
         return replace(self, scales=scales, zeros=zeros, block=(1, width))
 
     def cut(self, first_row: int, num_rows: int, first_column: int, num_columns: int) -> Self | None:
-        """Return a part of the weight. If the part begins or ends within a group, its groups are smaller. Return None
-        if they would be too small, or if the features of a group are not adjacent."""
+        """Return a part of the weight.
+
+        If the part begins or ends inside a group, the groups of the result are smaller. Return None if these groups
+        would be too small for the kernels, or if the features of a group are not adjacent.
+        """
         weight, (rows, columns) = self.by_row(), (slice(first_row, first_row + num_rows), self.values.shape[1])
         size = math.gcd(weight.block[1], first_column, num_columns) if weight.scales.shape[1] > 1 else num_columns
         if num_columns != columns and (weight.groups is not None or size < _MIN_GROUP):
@@ -83,8 +88,10 @@ class WeightCodes:
         )
 
     def in_group_order(self) -> tuple[Self, Tensor | None]:
-        """Return the weight with its columns sorted by group, and the input feature of each column, or None if column i
-        is feature i. Columns are not sorted if the groups have unequal sizes.
+        """Return the weight with its columns sorted by group, and the order of the columns.
+
+        The order contains the input feature of each column. It is None if column i is feature i. If the groups have
+        different sizes, the columns are not sorted.
         """
         if self.groups is None:
             return self, None
@@ -98,8 +105,9 @@ class WeightCodes:
         return self.values.dtype, self.num_bits, self.block, self.is_e2m1
 
     def _expand(self, grid: Tensor) -> Tensor:
-        """Return a tensor that contains, for each value, the entry of its block in `grid`. A dimension of size 1 is
-        kept, for broadcasting.
+        """Return a tensor with one entry for each value of the weight: the entry of `grid` for the block of the value.
+
+        If a dimension of `grid` has the size 1, it keeps this size and is broadcast.
         """
         rows, columns = self.values.shape
         if grid.shape[0] > 1:
@@ -110,8 +118,10 @@ class WeightCodes:
 
 
 def concatenate(parts: Sequence[WeightCodes]) -> WeightCodes | None:
-    """Concatenate weights along their rows, with scales for each row; return None if they differ in more than the
-    number of rows."""
+    """Concatenate weights along their rows.
+
+    The result has scales for each row. Return None if the weights differ in more than the number of rows.
+    """
     parts = [part.by_row() for part in parts]
     first = parts[0]
     for part in parts[1:]:
