@@ -16,7 +16,10 @@ from quire_spec.engine.config import EngineConfig
 def select_for_prompts(
     config: EngineConfig, model: CausalLM, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Select the implementation for prompts without a context; a trial run covers all lengths that a step can have."""
+    """Select the implementation for prompts without a context.
+
+    A trial run covers every length that a prompt can have in one step.
+    """
     shape = model.shape
     if shape.attention_softcap is None:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -26,7 +29,10 @@ def select_for_prompts(
 def prepare_for_chunks(
     config: EngineConfig, model: CausalLM, max_model_len: int, dtype: torch.dtype, kv_cache: KVCache
 ) -> None:
-    """Build the plans for chunks that follow a context. A plan depends on the number of blocks of `kv_cache`."""
+    """Build the plans for chunks that follow a context.
+
+    The plans depend on the number of blocks of `kv_cache`.
+    """
     if model.shape.attention_softcap is None:
         prepare_chunk_attention(
             kv_cache.layers[0],

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of steps, one per shape (`graph_shapes.py`), with adapters and without. On CUDA devices only.
+"""CUDA graphs of steps.
 
-A graph contains memory addresses, so everything that a step reads is in persistent tensors: the block tables, by row
-of `SequenceState`, and a few numbers per sequence and token. A step sends only new entries of block tables. A graph
-ends with the hidden states of all tokens. The logits of the tokens that sample are computed after the graph.
+There is one graph for each shape (`graph_shapes.py`). Steps with adapters and steps without adapters have separate
+graphs. On CUDA devices only.
 
-Padding is a dummy sequence, which writes its keys and values to the spare block of the KV cache. In a graph of single
-tokens, each row after the rows of the batch is one padding token. In a mixed graph the last span contains all padding
-tokens, and unused spans are empty.
+A graph contains memory addresses. Therefore, everything that a step reads is in persistent tensors: the block tables,
+with one row for each sequence in `SequenceState`, and a few numbers for each sequence and token. Only new entries of
+the block tables are sent to the device in a step. A graph outputs the hidden states of all tokens. The logits are
+computed after the graph has run, and only for tokens that sample.
 
-Steps with adapters have separate graphs, so that other steps launch no LoRA kernels. The LoRA kernels read the adapter
-slot of each token on the device. The addresses of a slot do not change when another adapter is copied into it.
+If a step is smaller than its graph, it is padded with a dummy sequence. The keys and values of this sequence are
+written to the spare block of the KV cache. In a graph of single tokens, each row after the rows of the batch is one
+padding token. In a mixed graph, the last span contains all padding tokens, and unused spans are empty.
 
-Tensor-parallel ranks capture the same graphs in the same order, including the collective operations. Rank 0 keeps the
-block tables (`DeviceBlockTables`) and chooses the graph; all ranks run the graph that `GraphStepInput` names.
+Because steps with adapters have their own graphs, other steps do not launch LoRA kernels. The LoRA kernels read the
+adapter slot of each token on the device. The addresses of a slot do not change when another adapter is copied into it.
+
+Tensor-parallel ranks capture the same graphs in the same order, and the graphs include the collective operations. Rank
+0 keeps the block tables (`DeviceBlockTables`) and chooses the graph of each step. All ranks run the graph that
+`GraphStepInput` names.
 """
 
 import logging
@@ -49,17 +54,18 @@ from quire_spec.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _ROWS, _STARTS, _TOKENS, _SLOTS, _QUERY_STARTS = range(5)
-"""Row numbers in the input tensor of a graph, see `GraphStepInput.inputs`."""
+"""Row numbers in the input tensor of a graph. `GraphStepInput.inputs` describes the rows."""
 
 
 _SEGMENT_BYTES = 20 << 20
-"""Bytes of a segment of PyTorch's allocator. Graphs share no segment with other memory, so the hidden states of graphs
-need an additional segment.
+"""Size of a segment of PyTorch's allocator in bytes. Graphs never share a segment with other memory. Therefore, the
+hidden states that graphs write need one more segment.
 """
 
 
 class CudaGraphRunner:
-    """Runs steps of few tokens, with any adapters. `capture_all` must be called before the first step."""
+    """Computes steps that have few tokens, with or without adapters. `capture_all` must be called before the first
+    step."""
 
     def __init__(
         self, model: CausalLM, kv_cache: KVCache, config: EngineConfig, max_model_len: int, capture: GraphCapture
@@ -102,19 +108,22 @@ class CudaGraphRunner:
         """By group of layers."""
         self._decode_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=self._device)
         self._hidden: Tensor | None = None
-        """[max_tokens, hidden_size]: hidden states of the last step; the first step allocates this tensor."""
+        """Hidden states of the last step, as [max_tokens, hidden_size]. The first step allocates this tensor."""
         self._max_tokens = max_tokens
         self.num_bytes = 0
-        """Device memory of the graphs and of their persistent tensors; 0 before the capture, or if it is not known."""
+        """Device memory of the graphs and of their persistent tensors, in bytes. It is 0 before the capture, or if the
+        memory is not known."""
         # The functions are kept, because a graph contains only addresses: the tensors of a step must not be freed.
         self._functions: dict[GraphShape, CapturedFunction] = {}
         self._graphs: dict[GraphShape, CapturedFunction] = {}
 
     @torch.inference_mode()
     def measure_memory(self) -> int:
-        """Run the largest step of each kind and return the device memory of the graphs of all shapes, in bytes. All
-        graphs share one memory pool of the size of the largest graph. Return 0 if the device does not count memory. The
-        driver's memory for the graphs is not included; `gpu_memory_utilization` must leave it free.
+        """Return the number of bytes of device memory that the graphs of all shapes need.
+
+        To measure this, the largest step of each kind is run. All graphs share one memory pool, which is as large as
+        the largest graph requires. The driver also needs memory for the graphs. This memory is not included, and
+        `gpu_memory_utilization` must leave it free. If the device does not count memory, return 0.
         """
         for shapes in self.shapes.kinds:
             self._capture.warm_up(self._build_step_function(shapes[-1]))
@@ -124,7 +133,10 @@ class CudaGraphRunner:
 
     @torch.inference_mode()
     def capture_all(self, planned_bytes: int = 0) -> None:
-        """Capture the graphs of all shapes; `planned_bytes` is what `measure_memory` returned."""
+        """Capture the graphs of all shapes.
+
+        `planned_bytes` is the number that `measure_memory` returned. It is only logged.
+        """
         start = time.perf_counter()
         for shapes in self.shapes.kinds:
             # The largest graph is captured first, so that the other graphs fit into the memory that it allocated.
@@ -144,14 +156,16 @@ class CudaGraphRunner:
         )
 
     def close(self) -> None:
-        """Release the graphs and their memory; `run` is not allowed afterwards."""
+        """Release the graphs and their memory. After this, `run` is not allowed."""
         self._graphs.clear()
         self._functions.clear()
         self._hidden = None
 
     def build_input(self, plan: StepPlan) -> GraphStepInput | None:
-        """Return the input of a graph, or None if no graph can compute the step. Every returned input must be run
-        exactly once, in the order of the calls."""
+        """Return the input for a graph, or None if no graph can compute the step.
+
+        Each input that this method returns must be passed to `run` exactly once, in the order of the calls.
+        """
         spans = plan.spans
         shape = self._select_shape(spans)
         if shape is None:
@@ -287,7 +301,7 @@ class CudaGraphRunner:
         return batches[0] if len(batches) == 1 else replace(batches[0], groups=tuple(batches))
 
     def _reserved_bytes(self) -> int:
-        """Return the bytes that PyTorch has reserved, and reset the peak of this number."""
+        """Return the number of bytes that PyTorch has reserved, and reset its record of the highest number."""
         if self._device.type != "cuda":
             return 0
         torch.cuda.empty_cache()
@@ -295,7 +309,10 @@ class CudaGraphRunner:
         return torch.cuda.memory_reserved(self._device)
 
     def _free_bytes(self) -> int:
-        """Return the free memory of the device. The driver's memory for the graphs reduces it, too."""
+        """Return the number of free bytes on the device.
+
+        Memory that the driver uses for graphs does not count as free.
+        """
         if self._device.type != "cuda":
             return 0
         torch.cuda.empty_cache()
@@ -303,8 +320,10 @@ class CudaGraphRunner:
 
 
 def _reject_uncapturable_attention() -> tuple[AttentionGroup, ...]:
-    """Raise an error; called if the attention kernel needs spans that the host has grouped. A graph has no groups, so
-    such a kernel would silently compute nothing."""
+    """Raise an error, because the attention kernel needs spans that the host has grouped.
+
+    A graph does not have such groups. Without the error, the kernel would compute nothing and report nothing.
+    """
     raise ConfigError(
         "paged_attention: the selected kernel cannot be captured in a CUDA graph; remove it from QUIRE_KERNELS, or set "
         "QUIRE_GRAPHS=0"

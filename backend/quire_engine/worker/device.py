@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device setup and the resources of the machine: CPU cores, memory and dtypes that this process can use.
+"""Sets up the device, and finds out which CPU cores, memory and dtypes this process can use.
 
-This module decides only the defaults that `EngineConfig` leaves open ("auto"). Called by the model runner and its
-startup.
+It only chooses values for settings that are "auto" in `EngineConfig`. The model runner and its startup call it.
 """
 
 import ctypes
@@ -32,7 +31,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 def init_device(config: EngineConfig, rank: int = 0) -> torch.device:
-    """Set up the configured device and return it; `rank` is the tensor-parallel rank of this process.
+    """Set up the configured device and return it. `rank` is the tensor-parallel rank of this process.
 
     Raises:
         ConfigError: the device does not exist, or QUIRE_KERNELS names a kernel that does not exist.
@@ -61,9 +60,9 @@ def init_device(config: EngineConfig, rank: int = 0) -> torch.device:
 def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
     """Return the dtype of weights and activations.
 
-    `auto` means the checkpoint's dtype, with two exceptions on a CPU. bfloat16 becomes float32 if there are no compiled
-    kernels and the CPU lacks AVX-512 BF16, AMX and Arm BF16: torch would convert each operand. float16 becomes float32,
-    because few CPUs can multiply float16.
+    `auto` selects the checkpoint's dtype, with two exceptions on a CPU. float16 becomes float32, because few CPUs can
+    multiply float16. bfloat16 becomes float32 if there are no compiled kernels and the CPU lacks AVX-512 BF16, AMX and
+    Arm BF16. In this case, torch would have to convert each operand.
 
     Raises:
         ConfigError: the engine cannot compute in the checkpoint's dtype.
@@ -79,8 +78,10 @@ def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
 
 
 def warn_of_slow_quantization(quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Log a warning if this machine has no kernels for quantized weights, because each step then dequantizes all
-    weights."""
+    """Log a warning if this machine has no kernels for quantized weights.
+
+    In this case, each step must dequantize all weights, which is slow.
+    """
     if quantization is not None and not has_quantized_kernel(dtype, device):
         logger.warning(
             "quantization %s is slow here: the kernels need dtype bfloat16 (got %s), a C++ compiler and a processor "
@@ -91,7 +92,7 @@ def warn_of_slow_quantization(quantization: str | None, dtype: torch.dtype, devi
 
 
 def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the KV cache of a model that computes in `dtype`.
+    """Return the dtype of the KV cache for a model that computes in `dtype`.
 
     Raises:
         ConfigError: the GPU has no instructions for the configured dtype, or there are no kernels for it.
@@ -117,12 +118,15 @@ def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return the free bytes of the device; for a CPU, the host memory that this process can allocate."""
+    """Return the number of free bytes on the device.
+
+    For a CPU, this is the host memory that this process can allocate.
+    """
     return available_memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def available_memory_bytes() -> int:
-    """Return the bytes of host memory that this process can allocate, within the limit of its control group."""
+    """Return how many bytes of host memory this process can allocate. The limit of its control group is respected."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     limit, used = _read_system_file(_CGROUP / "memory.max"), _read_system_file(_CGROUP / "memory.current")
@@ -136,14 +140,16 @@ def available_memory_bytes() -> int:
 
 
 def set_num_threads(weights_bytes: int, num_ranks: int = 1) -> None:
-    """Set the number of threads for matrix products: one per 32 MiB of weights, but at most one per CPU core, and at
-    most OMP_NUM_THREADS if this is set. Tensor-parallel ranks share the cores.
+    """Set the number of threads that compute matrix products.
 
-    A small model becomes little faster with a second core, and can become much slower. Threads wait for each other in
-    every product, so another busy process on one core delays all threads. Measured with 64 sequences on two Zen 5
-    cores: a step with 6 MB of weights takes 6.2 ms on one thread and 5.7 ms on two. While another process keeps one
-    core busy, the same step takes 6.7 ms on one thread and 272 ms on two. A step with 326 MB takes 90 ms on one thread
-    and 53 ms on two.
+    There is one thread for each 32 MiB of weights, but at most one for each CPU core. If OMP_NUM_THREADS is set, it is
+    also an upper limit. Tensor-parallel ranks share the cores.
+
+    With a small model, a second core saves little time, and it can make steps much slower. The threads wait for each
+    other in every product. If another process keeps one core busy, it delays all threads. This was measured with 64
+    sequences on two Zen 5 cores. A step with 6 MB of weights takes 6.2 ms on one thread and 5.7 ms on two. While
+    another process keeps one core busy, the same step takes 6.7 ms on one thread and 272 ms on two. A step with 326 MB
+    of weights takes 90 ms on one thread and 53 ms on two.
     """
     cores, requested = num_cores(), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     max_threads = int(requested) if requested.isdecimal() else cores
@@ -152,8 +158,11 @@ def set_num_threads(weights_bytes: int, num_ranks: int = 1) -> None:
 
 
 def num_cores(cpu_folder: Path = Path("/sys/devices/system/cpu"), quota_file: Path = _CGROUP / "cpu.max") -> int:
-    """Return the number of physical cores that this process can use, within the quota of its control group. Hardware
-    threads are not counted, because the threads of a core share the units that matrix products use."""
+    """Return the number of physical cores that this process can use.
+
+    The quota of its control group is respected. The hardware threads of one core are counted once, because they share
+    the units that compute matrix products.
+    """
     allowed_cpus = os.sched_getaffinity(0)
     siblings = {
         _read_system_file(cpu_folder / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed_cpus
@@ -166,9 +175,10 @@ def num_cores(cpu_folder: Path = Path("/sys/devices/system/cpu"), quota_file: Pa
 def retain_freed_memory() -> None:
     """Make the C library keep the memory that a step frees, instead of returning it to the system.
 
-    Returned pages must be mapped and cleared again in every step. A step of 64 sequences of 1,024 tokens takes 0.3 s
-    instead of 0.6 s (30 layers, 3 KV heads of 64, bf16, one Zen 5 core). The option numbers are those of glibc's
-    malloc.h; other C libraries (musl) have no such function.
+    Otherwise, the system must map and clear the same pages again in every step. With this option, a step with 64
+    sequences of 1,024 tokens takes 0.3 s instead of 0.6 s. This was measured in bf16 on one Zen 5 core, with 30 layers,
+    3 KV heads and a head size of 64. The option numbers come from the malloc.h of glibc. Other C libraries (musl) do
+    not have this function.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -177,14 +187,17 @@ def retain_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return memory that the C library has freed to the system. The startup calls it after the weights were packed."""
+    """Make the C library return freed memory to the system. The startup calls it after the weights were packed."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def _has_bf16() -> bool:
-    """Return whether bfloat16 is faster than float32: there are compiled kernels, or instructions that torch uses."""
+    """Return whether this machine computes faster in bfloat16 than in float32.
+
+    It does if there are compiled kernels, or if the CPU has bfloat16 instructions that torch uses.
+    """
     if has_quantized_kernel(torch.bfloat16, torch.device("cpu")):
         return True
     words = _read_system_file(Path("/proc/cpuinfo")).split()
@@ -192,7 +205,7 @@ def _has_bf16() -> bool:
 
 
 def _read_system_file(path: Path) -> str:
-    """Return the content of a file of the Linux kernel; "" if it cannot be read."""
+    """Return the content of a file of the Linux kernel, or "" if the file cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -206,10 +219,10 @@ def check_free_memory(
     device: torch.device,
     quantized_bytes: int | None = None,
 ) -> None:
-    """Check that weights and adapter slots fit, before anything is loaded.
+    """Check that the weights and the adapter slots fit into memory, before anything is loaded.
 
-    `quantized_bytes` is the size of the files of a quantized checkpoint. Most weights of such a checkpoint stay
-    quantized on machines with kernels for them.
+    `quantized_bytes` is the size of the files of a quantized checkpoint. On a machine with kernels for quantized
+    weights, most weights of such a checkpoint stay quantized.
 
     Raises:
         ConfigError: they do not fit; unlike the device's own error, the message contains the bytes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assignment of sequences to rows of the device's block tables, which CUDA graphs read. Torch-free."""
+"""Assigns each sequence a row of the block tables on the device. CUDA graphs read these tables. Torch-free."""
 
 import weakref
 from collections.abc import Sequence
@@ -12,18 +12,19 @@ from quire_engine.step.plan import ScheduledSpan
 
 @dataclass(slots=True)
 class _DeviceRow:
-    """The part of a sequence's block table that is on the device."""
+    """Describes which part of a sequence's block table is on the device."""
 
     row: int
     table: list[BlockId] = field(default_factory=list)
-    """The block table of the sequence, not a copy: it grows in place, and a new list replaces it after each
-    preemption."""
+    """The sequence's own block table. It is not a copy: the sequence extends the same list, but replaces it with a new
+    list after each preemption."""
     num_sent: int = 0
-    """Number of blocks of the table that were sent to the device."""
+    """Number of blocks at the start of the table that were already sent to the device."""
 
 
 class DeviceBlockTables:
-    """Assigns rows of the device's block tables to sequences and tracks the entries to send. Pure bookkeeping."""
+    """Assigns rows of the device's block tables to sequences, and finds the entries that must be sent to the device.
+    Pure bookkeeping."""
 
     def __init__(self, num_rows: int) -> None:
         """`num_rows` must be at least the number of sequences of any step."""
@@ -32,7 +33,8 @@ class DeviceBlockTables:
         self._device_rows: weakref.WeakKeyDictionary[engine_sequence.Sequence, _DeviceRow] = weakref.WeakKeyDictionary()
 
     def assign_rows(self, spans: Sequence[ScheduledSpan]) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Return the row of each span's sequence, and the (row, column, block) entries to write first."""
+        """Return the row of each span's sequence, and the (row, column, block) entries that must be written before the
+        step."""
         rows: list[int] = []
         entries: list[tuple[int, int, int]] = []
         for span in spans:

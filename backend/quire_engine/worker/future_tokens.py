@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampled tokens that are still on the device: the next step reads them there, and the host gets a copy.
+"""Sampled tokens that are still on the device.
 
-The model runner owns them, for steps that are launched before the previous step's tokens are on the host. On a GPU the
-copy to pinned memory uses its own stream, so no step waits for it.
+The next step reads them there, so it can be launched before the host has them. The host gets a copy later. The model
+runner owns these tokens. On a GPU, they are copied to pinned memory in a separate stream. As a result, no step waits
+for the copy.
 
-With tensor parallelism, rank 0 samples and broadcasts the tokens when a step needs them. All ranks take part in the
-broadcast, so the step input contains a flag for it (`awaits_tokens`).
+With tensor parallelism, rank 0 samples the tokens. It broadcasts them when a step needs them. All ranks must take part
+in the broadcast. Therefore, the flag `awaits_tokens` in the input of a step announces it.
 """
 
 from collections import abc
@@ -21,11 +22,11 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_kernels import to_device_async
 
 DeviceWait: TypeAlias = Callable[[Callable[[], bool]], None]
-"""Function that calls its argument, another function, until this returns True."""
+"""A function that waits. It calls its argument repeatedly until the argument returns True."""
 
 
 class FutureTokens:
-    """The tokens that the most recently launched step has sampled, one for each sequence that got a token."""
+    """The tokens that the most recently launched step sampled. There is one for each sequence that got a token."""
 
     def __init__(
         self, device: torch.device, communicator: Communicator | None = None, device_wait: DeviceWait | None = None
@@ -45,7 +46,7 @@ class FutureTokens:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def resolve(self, token_ids: Tensor, spans: abc.Sequence[ScheduledSpan] | None) -> None:
-        """Replace the placeholder tokens of a step by the tokens that the previous step sampled.
+        """Replace the placeholder tokens of a step with the tokens that the previous step sampled.
 
         Args:
             token_ids: tokens of all spans in order, int64 on the device, possibly with padding at the end; modified in
@@ -71,7 +72,7 @@ class FutureTokens:
     def store(
         self, sequences: abc.Sequence[Sequence], tokens: Tensor, extra_tensors: abc.Sequence[Tensor] = ()
     ) -> Callable[[], list[Tensor]]:
-        """Keep the tokens that a step sampled and start their copy to the host.
+        """Keep the tokens that a step sampled, and start to copy them to the host.
 
         Args:
             sequences: the sequences that sampled, in the order of `tokens`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture of functions as CUDA graphs. On CUDA devices only."""
+"""Captures functions as CUDA graphs. On CUDA devices only."""
 
 import os
 from collections.abc import Callable
@@ -11,20 +11,21 @@ CapturedFunction = Callable[[], None]
 
 
 def should_capture(device: torch.device) -> bool:
-    """Return whether a runner on this device captures graphs."""
+    """Return whether CUDA graphs are used on this device."""
     return device.type == "cuda" and os.environ.get("QUIRE_GRAPHS") != "0"
 
 
 class GraphCapture:
-    """Captures functions as CUDA graphs. All graphs share one memory pool, so only one graph may run at a time."""
+    """Captures functions as CUDA graphs. All graphs share one memory pool. Therefore, only one graph can run at a
+    time."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, function: CapturedFunction) -> None:
-        """Run a function on the stream of the captures. This creates the kernels, library workspaces and connections
-        that it needs."""
+        """Run a function on the stream of the captures. This run creates the kernels, library workspaces and
+        connections that the function needs."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             function()
@@ -32,7 +33,10 @@ class GraphCapture:
         torch.cuda.synchronize()
 
     def __call__(self, function: CapturedFunction) -> CapturedFunction:
-        """Return a function that replays the graph of `function`. Each variant of `function` must have run before."""
+        """Capture `function` and return a function that replays its graph.
+
+        Before the capture, `function` must have run once in each of its variants.
+        """
         graph = torch.cuda.CUDAGraph()
         # With "thread_local", device calls of other threads do not invalidate the capture; NCCL's threads query events.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface between the engine core and the component that computes steps, on one device or on several.
 
-The engine core sees only this protocol. The implementations are `DeviceModelRunner` (one device) and
-`TensorParallelRunner` (several). The module does not import torch, so that importing the engine does not load it.
+The engine core uses only this protocol. `DeviceModelRunner` implements it for one device, and `TensorParallelRunner`
+for several. The module does not import torch. As a result, torch is not loaded when the engine is imported.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,14 @@ from quire_spec.constants import AdapterDigest
 
 
 class ModelRunner(Protocol):
-    """Executes step plans and keeps the adapters that they use."""
+    """Executes step plans, and stores the adapters that the plans use."""
 
     swap_costs: SwapCosts
-    """Host memory for KV blocks of preempted sequences, and the measured cost of using it."""
+    """How much host memory is available for KV blocks of preempted sequences, and the measured cost of copying blocks
+    there and back."""
 
     def read_adapter(self, path: Path) -> object:
-        """Read an adapter's folder and pack it for `store_adapter`. Slow; safe to call from any thread.
+        """Read an adapter's folder and pack it for `store_adapter`. This is slow. Any thread can call it.
 
         Raises:
             InvalidArgument: the folder contains no adapter for this model, or one that cannot be served.
@@ -31,20 +32,23 @@ class ModelRunner(Protocol):
         """Return the size in bytes of a result of `read_adapter`."""
 
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
-        """Keep an adapter that `read_adapter` returned in host memory, under its content digest."""
+        """Keep an adapter in host memory, under the digest of its content. `read_adapter` returned the adapter."""
 
     def discard_adapter(self, adapter_digest: AdapterDigest) -> None:
-        """Drop the host copy of an adapter. A slot that contains the adapter keeps it until the slot is reloaded."""
+        """Remove an adapter from host memory.
+
+        If a slot contains the adapter, it stays there until another adapter is loaded into the slot.
+        """
 
     def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
-        """Return a function that copies an adapter from its current host copy into a slot.
+        """Return a function that copies an adapter into a slot.
 
-        Call the function once; any thread can do so while steps run. Steps that start before this function returns
-        must not use the slot.
+        The function copies the adapter's current copy in host memory. It must be called once. Any thread can call it
+        while steps run. Steps that start before the function returns must not use the slot.
         """
 
     def execute(self, plan: StepPlan) -> list[SpanOutput]:
-        """Run `plan` and return one output per span, in order.
+        """Run `plan`, and return one output for each span, in the order of the spans.
 
         Raises:
             RunnerLost: no step can run any more; the owner of the engine must create a new one.
@@ -52,14 +56,14 @@ class ModelRunner(Protocol):
         """
 
     def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
-        """Queue `plan` behind all steps that were started earlier, and return a function that waits for it.
+        """Queue `plan` after all steps that were started earlier, and return a function that waits for it.
 
-        The returned function has the results and the errors of `execute`. PLACEHOLDER_TOKEN in a sequence stands for
-        the token that the most recently started step samples for it.
+        The returned function has the results and the errors of `execute`. A sequence can contain PLACEHOLDER_TOKEN. It
+        stands for the token that the most recently started step samples for this sequence.
 
-        A step with a grammar computes only logits, because its token masks depend on the tokens of the previous step.
-        Call `sample_tokens` as soon as the sequences have these tokens, but before the next step is started.
+        A step with a grammar only computes logits at first, because its token masks depend on the tokens of the
+        previous step. Call `sample_tokens` when the sequences have these tokens, and before the next step is started.
         """
 
     def sample_tokens(self) -> None:
-        """Sample the tokens of the most recently started step if its sampling was postponed because of a grammar."""
+        """Sample the tokens of the most recently started step, if they were not sampled yet because of a grammar."""

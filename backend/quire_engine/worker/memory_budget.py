@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the number of KV blocks from the configuration and the free memory, and creates the errors if something does
-not fit.
+"""Computes how many KV blocks fit into the free memory, and creates the errors if something does not fit.
 
-Pure arithmetic; `startup.py` measures the bytes.
+The module only calculates. `startup.py` measures the memory.
 """
 
 from collections.abc import Iterator
@@ -22,14 +21,18 @@ CPU_KV_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes of a device's memory, measured after weights and adapter slots were loaded and the largest step ran."""
+    """Sizes of the parts of a device's memory, in bytes.
+
+    They are measured after the weights and the adapter slots were loaded and the largest step was run.
+    """
 
     total: int
-    """Bytes that the engine is allowed to use: its share of a GPU, or the free host memory on a CPU."""
+    """Number of bytes that the engine is allowed to use. On a GPU, this is the engine's share of the GPU's memory. On a
+    CPU, it is the free host memory."""
     weights: int
     lora: int
     activations: int
-    """Peak memory of a step without weights, adapters and graphs; includes the memory of other processes."""
+    """Peak memory of a step. Weights, adapters and graphs are not included, but the memory of other processes is."""
     graphs: int = 0
     """Memory of the captured CUDA graphs; 0 on a CPU."""
 
@@ -44,9 +47,9 @@ def num_kv_blocks(
 ) -> int:
     """Return the number of blocks of the KV cache.
 
-    The number follows from `kv_cache_memory_bytes` if that is set. Otherwise a GPU uses all remaining memory. A CPU
-    uses min(4 GiB / number of ranks, remaining memory / 4, blocks of `max_num_seqs` sequences of `max_model_len`
-    tokens).
+    If `kv_cache_memory_bytes` is set, the blocks fill this memory. Otherwise, a GPU uses all remaining memory. A CPU
+    uses the smallest of three amounts: 4 GiB divided by the number of ranks, a quarter of the remaining memory, or the
+    memory for `max_num_seqs` sequences of `max_model_len` tokens.
 
     Raises:
         ConfigError: one sequence of max_model_len tokens does not fit, or a CPU machine has less memory than
@@ -76,7 +79,7 @@ def num_kv_blocks(
 
 
 def check_model_fits(config: EngineConfig, weights: int, lora: int, free: int) -> None:
-    """Check, before a model is loaded, that it fits into the free memory; all sizes are in bytes.
+    """Before a model is loaded, check that it fits into the free memory. All sizes are in bytes.
 
     Raises:
         ConfigError: weights and adapter slots do not fit; the message contains the bytes and the settings.
@@ -92,7 +95,7 @@ def check_model_fits(config: EngineConfig, weights: int, lora: int, free: int) -
 
 
 def step_too_large_error(config: EngineConfig, weights: int, lora: int, total: int) -> ConfigError:
-    """Return the error that is raised if the largest step does not fit; all sizes are in bytes."""
+    """Return the error for a configuration whose largest step does not fit into memory. All sizes are in bytes."""
     return ConfigError(
         f"max_num_batched_tokens: a step of {config.max_num_batched_tokens} tokens of {config.max_num_seqs} sequences "
         "does not fit next to the weights; lower it, max_num_seqs or max_loras, or raise tensor_parallel_size\n"
@@ -102,7 +105,7 @@ def step_too_large_error(config: EngineConfig, weights: int, lora: int, total: i
 
 @contextmanager
 def naming_setting_on_oom(name: str) -> Iterator[None]:
-    """Replace an allocation error in the body of the context by an error that contains the name of the setting.
+    """Convert an allocation error in the body of the context to an error that contains the name of the setting.
 
     Raises:
         ConfigError: the memory cannot be allocated.

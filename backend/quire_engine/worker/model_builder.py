@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the model of a runner, without its weights: resolves dtype and quantization, and checks free memory first."""
+"""Builds the model of a runner without loading its weights.
+
+It determines the dtype and the quantization, and checks that there is enough free memory before it allocates the
+weights.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,15 +28,17 @@ class BuiltModel:
 
     model: CausalLM
     factory: ParamFactory
-    """Allocates parameters of the same dtype on the same device, for adapters and draft models."""
+    """Allocates parameters with the same dtype on the same device. Adapters and draft models use it."""
     checkpoint: QuantizedTensors | None
-    """The tensors of a quantized checkpoint; None if the weights are floating point."""
+    """The tensors of a quantized checkpoint. None if the weights are not quantized."""
 
 
 def build_model(
     config: EngineConfig, shape: ModelConfig, folder: Path, communicator: Communicator | None, device: torch.device
 ) -> BuiltModel:
-    """Build the model in `folder`, or this rank's shard of it; `shape` is the configuration of the whole model.
+    """Build the model in `folder`. If there are several ranks, build only this rank's shard.
+
+    `shape` is the configuration of the whole model.
 
     Raises:
         ConfigError: dtype or quantization do not fit the checkpoint or the device, or the weights do not fit into free

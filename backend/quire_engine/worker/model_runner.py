@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model runner of one device: the forward pass, the sampler and the copies of KV blocks that a step plan requires.
+"""Model runner of one device: it executes step plans.
 
-The runner owns the weights, the KV cache and the adapter slots of this process. The runner makes no scheduling
-decisions: the plan contains the sequences, their KV blocks and their adapter slots. The engine core calls it from one
-thread; reading and loading of adapters can run in other threads.
+To execute a plan, it copies KV blocks, computes the forward pass and samples tokens. The runner owns the weights, the
+KV cache and the adapter slots of this process. It does not make scheduling decisions: the plan contains the sequences,
+their KV blocks and their adapter slots. The engine core calls the runner from one thread. Only adapters can be read and
+loaded in other threads.
 """
 
 from collections.abc import Callable
@@ -58,9 +59,11 @@ class DeviceModelRunner(ModelRunner):
         worker_group: WorkerGroup | None = None,
         progress: bool = False,
     ) -> None:
-        """Load the model in `folder`, and allocate everything that steps use. `shape` is the configuration of the
-        whole model. `communicator` connects the tensor-parallel ranks; None if there is one rank. `worker_group`
-        contains the processes of the other ranks; only rank 0 has it.
+        """Load the model in `folder`, and allocate everything that steps use.
+
+        `shape` is the configuration of the whole model. `communicator` connects the tensor-parallel ranks. It is None
+        if there is only one rank. `worker_group` contains the processes of the other ranks. Only rank 0 has a worker
+        group.
         """
         self._worker_group = worker_group
         self._device = init_device(config, 0 if communicator is None else communicator.shard.rank)
@@ -104,7 +107,7 @@ class DeviceModelRunner(ModelRunner):
         return self.adapter_store.load_slot(slot_load)
 
     def close(self) -> None:
-        """Release the captured CUDA graphs; no graph can run afterwards."""
+        """Release the captured CUDA graphs. After this, no graph can run."""
         if self._graphs is not None:
             self._graphs.close()
 
@@ -167,7 +170,7 @@ class DeviceModelRunner(ModelRunner):
             return self._sampler.sample_async(plan.spans, logits, [i for i in order if plan.spans[i].samples])
 
     def _build_input(self, plan: StepPlan) -> tuple[StepInput | GraphStepInput, list[int]]:
-        """Return the plan as tensors, and the indices of its spans in the order of computation."""
+        """Return the plan as tensors, and the indices of its spans in the order in which they are computed."""
         if self._graphs is not None and (graph_input := self._graphs.build_input(plan)) is not None:
             return graph_input, list(range(len(plan.spans)))
         order = sort_spans(plan.spans)
@@ -176,7 +179,7 @@ class DeviceModelRunner(ModelRunner):
         return build_step_input(spans, self._kv_cache.block_size, threshold, plan, num_groups), order
 
     def _broadcast_step(self, step_input: StepInput | GraphStepInput) -> AbstractContextManager[None]:
-        """Send the step to the other ranks, if any. The other ranks compute the step while the context is active."""
+        """Send the step to the other ranks, if there are any. They compute the step while the context is active."""
         return nullcontext() if self._worker_group is None else self._worker_group.broadcast_step(step_input)
 
     @torch.inference_mode()
@@ -187,7 +190,7 @@ class DeviceModelRunner(ModelRunner):
         kv_cache: KVCache,
         bitmask: BitmaskFuture | None = None,
     ) -> list[SpanOutput]:
-        """Compute a step without a CUDA graph; return one output per span, in order.
+        """Compute a step without a CUDA graph. Return one output for each span, in the order of the spans.
 
         If `bitmask` is None, the step is a warm-up step, and a bitmask that allows all tokens is applied to its logits.
         """
@@ -210,12 +213,12 @@ class DeviceModelRunner(ModelRunner):
     def _run_graph(
         self, graph_input: GraphStepInput, spans: list[ScheduledSpan], bitmask: BitmaskFuture
     ) -> list[SpanOutput]:
-        """Compute a step with a CUDA graph; return one output per span, in order."""
+        """Compute a step with a CUDA graph. Return one output for each span, in the order of the spans."""
         logits = self._graph_logits(graph_input, spans)
         return self._sampler.sample(spans, iter([] if logits is None else [self._wait_on_device(logits)]), bitmask)
 
     def _graph_logits(self, graph_input: GraphStepInput, spans: list[ScheduledSpan] | None) -> Tensor | None:
-        """Return the logits of the tokens that sample; None if no token samples. `spans` is None except on rank 0."""
+        """Return the logits of the tokens that sample, or None if no token samples. Only rank 0 passes `spans`."""
         assert self._graphs is not None, "rank 0 has CUDA graphs, and this rank has none"
         self._copy_blocks(graph_input, self._kv_cache)
         with annotate("graph"):
@@ -224,8 +227,7 @@ class DeviceModelRunner(ModelRunner):
     def _forward(
         self, step_input: StepInput, kv_cache: KVCache, spans: list[ScheduledSpan] | None
     ) -> tuple[ForwardBatch, Tensor | None]:
-        """Copy KV blocks, run the model and return the hidden states that need logits; `spans` is None except on rank
-        0."""
+        """Copy KV blocks, run the model, and return the hidden states that need logits. Only rank 0 passes `spans`."""
         self._copy_blocks(step_input, kv_cache)
         with annotate("inputs"):
             batch = build_forward_batch(step_input, kv_cache, self._device)
@@ -243,8 +245,11 @@ class DeviceModelRunner(ModelRunner):
             )
 
     def _wait_on_device(self, logits: Tensor) -> Tensor:
-        """Wait for the device by polling, so that the wait ends with an error if a tensor-parallel worker has died.
-        Returns the logits."""
+        """Wait until the device has computed the logits.
+
+        The device is polled, so that the wait ends with an error if a tensor-parallel worker has died. Returns the
+        logits.
+        """
         if self._worker_group is not None and logits.is_cuda:
             self._worker_group.wait_until(torch.cuda.current_stream().record_event().query)
         return logits

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named ranges of an engine step in profiler traces. The model runner and the sampler call it, and `api/profiler.py`
-switches it on."""
+"""Marks the parts of an engine step as named ranges in profiler traces.
+
+The model runner and the sampler mark their parts. `api/profiler.py` switches the marks on.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -10,14 +12,14 @@ _annotations_enabled = False
 
 
 def annotate(name: str) -> AbstractContextManager[object]:
-    """Return a context that records a range of a step under `name`; it does nothing while no trace is recorded.
+    """Return a context that records a range with this name. While no trace is recorded, the context does nothing.
 
-    `record_function` costs 5 us or more even without a profiler, and a step has about ten ranges.
+    `record_function` would take 5 us or more even without a profiler, and a step has about ten ranges.
     """
     return record_function(name) if _annotations_enabled else nullcontext()
 
 
 def set_annotations_enabled(enabled: bool) -> None:
-    """Switch the ranges of `annotate` on or off."""
+    """Enable or disable the ranges of `annotate`."""
     global _annotations_enabled
     _annotations_enabled = enabled

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a model runner keeps after its startup has allocated it."""
+"""The memory that the startup of a model runner allocates and that the runner keeps."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ class RunnerMemory:
 
     kv_cache: KVCache
     graphs: CudaGraphRunner | None
-    """None if decoding steps run without CUDA graphs."""
+    """The CUDA graphs for decoding steps. None if these steps run without graphs."""
     host_swap: HostSwap | None
-    """None if `swap_space` is less than one block."""
+    """The host memory for KV blocks of preempted sequences. None if `swap_space` is less than one block."""
     swap_costs: SwapCosts
     measured: MeasuredMemory

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Startup of a model runner: weight loading, warm-up, memory profiling, CUDA graph capture and allocation.
+"""Startup of a model runner.
 
-The model runner creates `RunnerStartup` while it is constructed, and keeps only the `RunnerMemory` that it returns.
-Startup runs dummy steps through a function of the runner. This module depends on neither sampling nor requests.
+It loads the weights, runs warm-up steps, measures memory, captures CUDA graphs and allocates the KV cache. The model
+runner creates a `RunnerStartup` in its constructor, and keeps only the `RunnerMemory` that this object returns. To run
+dummy steps, the startup calls a function of the runner. This module depends on neither sampling nor requests.
 """
 
 import logging
@@ -37,11 +38,12 @@ from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 
 _CPU_MEASURED_TOKENS = 128
-"""Number of prompt tokens of the step that measures the speed of a CPU for the swap policy. On a GPU, the largest step
-is used for this."""
+"""Number of prompt tokens in the step that measures the speed of a CPU. The swap policy uses this speed. On a GPU, the
+largest step is measured instead."""
 
 RunStep: TypeAlias = Callable[[StepInput, list[ScheduledSpan], KVCache], object]
-"""Function that runs one step without CUDA graphs: the model, with this KV cache, and then the sampler."""
+"""A function that runs one step without CUDA graphs. It runs the model with the given KV cache, and then the
+sampler."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +60,11 @@ class RunnerStartup:
         run_step: RunStep,
         drafter: Drafter | None = None,
     ) -> None:
-        """Prepare the startup of `model`, whose parameters `factory` has allocated; `lora_bytes` is the size of all
-        adapter slots. `run_step` is also called from the thread that compiles kernels. Rank 0 can have a `drafter`,
-        whose KV cache has the same number of blocks. With a drafter, no step of any rank runs as a CUDA graph.
+        """Prepare the startup of `model`.
+
+        `factory` has allocated the parameters of the model. `lora_bytes` is the size of all adapter slots. `run_step`
+        is also called from the thread that compiles kernels. Rank 0 can have a `drafter`. The drafter's KV cache has as
+        many blocks as the model's KV cache. If there is a drafter, no rank runs steps as CUDA graphs.
         """
         self._drafter = drafter
         self._config = config
@@ -79,7 +83,7 @@ class RunnerStartup:
         self._has_compiled = False
 
     def load_model(self, folder: Path, checkpoint: QuantizedTensors | None, *, progress: bool) -> None:
-        """Load and pack the weights, and connect the tensor-parallel ranks; for `checkpoint` see ParamFactory."""
+        """Load and pack the weights, and connect the tensor-parallel ranks. `ParamFactory` describes `checkpoint`."""
         needs_compilation = _compiles_kernels(self._device) and self._communicator is None
         with self._compile_while_loading() if needs_compilation else nullcontext():
             load_weights(
@@ -140,7 +144,10 @@ class RunnerStartup:
         return RunnerMemory(kv_cache, graphs, host_swap, swap_costs, measured)
 
     def run_dummy_steps(self, steps: Iterable[list[ScheduledSpan]]) -> None:
-        """Run steps of dummy sequences; before each step, blocks are copied with the largest temporary buffer."""
+        """Run steps of dummy sequences.
+
+        Before each step, so many blocks are copied that the temporary buffer for copies has its largest size.
+        """
         kv_cache = self._create_cache(1)
         copies = [BlockCopy(BlockId(0), BlockId(0))] * kv_cache.max_blocks_per_copy
         for spans in steps:
@@ -152,11 +159,11 @@ class RunnerStartup:
 
     @property
     def _weights_bytes(self) -> int:
-        """Bytes of the weights of the model and of the draft model."""
+        """Number of bytes of the weights of the model and of the draft model."""
         return self._model.num_bytes + (0 if self._drafter is None else self._drafter.num_bytes)
 
     def _measure_memory(self) -> MemoryBudget:
-        """Return the bytes in use; on a GPU also the peak memory of the largest step."""
+        """Measure how many bytes are in use. On a GPU, this includes the peak memory of the largest step."""
         weights, lora = self._weights_bytes, self._lora_bytes
         if self._device.type != "cpu":
             try:
@@ -189,20 +196,27 @@ class RunnerStartup:
         return MemoryBudget(requested_bytes, weights, lora, peak - weights - lora + other_process_bytes, graph_bytes)
 
     def _measure_graph_memory(self) -> int:
-        """Return the bytes of all CUDA graphs. A graph contains addresses of the KV cache, whose size depends on these
-        bytes. So the memory of graphs is measured before, with steps that are not captured and a KV cache of one
-        block."""
+        """Return the number of bytes that all CUDA graphs need.
+
+        A graph contains addresses of the KV cache, and the size of the KV cache depends on the memory of the graphs.
+        Therefore, this memory must be measured before the KV cache exists. The steps are run without a capture, and
+        with a KV cache of one block.
+        """
         graphs = self._build_graphs(self._create_cache(1))
         return 0 if graphs is None else graphs.measure_memory()
 
     def _build_graphs(self, kv_cache: KVCache) -> CudaGraphRunner | None:
-        """Return the graphs for `kv_cache`, not captured yet; None if this device captures no graphs."""
+        """Return the graphs for `kv_cache`, or None if this device does not use graphs.
+
+        The graphs are not captured yet.
+        """
         if self._capture is None:
             return None
         return CudaGraphRunner(self._model, kv_cache, self._config, self._max_model_len, self._capture)
 
     def _measure_swap_costs(self, host_swap: HostSwap) -> SwapCosts:
-        """Measure the time to swap a block and the time to compute a token again; the scheduler compares the two."""
+        """Measure how long it takes to swap a block, and to compute a token again. The scheduler compares the two
+        times."""
         max_tokens = self._config.max_num_batched_tokens if self._device.type == "cuda" else _CPU_MEASURED_TOKENS
         num_tokens = min(max_tokens, max(self._max_model_len - 1, 1))
         kv_cache, span = self._create_cache(1), dummy_span(0, num_tokens, self._config.block_size)
@@ -220,10 +234,11 @@ class RunnerStartup:
 
     @contextmanager
     def _compile_while_loading(self) -> Iterator[None]:
-        """Compile kernels by small dummy steps in a thread, while the body of the context loads the weights.
+        """Compile kernels in a thread, while the body of the context loads the weights.
 
-        Loading leaves one CPU core free. The steps run on zeros and on weights already loaded, so all values stay
-        finite. Tensor-parallel ranks compile after loading, because they are not connected before that.
+        To compile the kernels, the thread runs small dummy steps. It can use the CPU core that loading leaves free.
+        During these steps, each weight is either loaded or zero, so all values are finite. Tensor-parallel ranks
+        compile their kernels after loading, because they are not connected before.
         """
         for _, target in self._model.tensors():
             unsharded(target).tensor.zero_()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm-up steps, run at startup to measure peak memory and to compile kernels.
+"""Warm-up steps that run at startup.
 
-The steps use dummy sequences whose block tables contain only block 0; the results are discarded. Called by
-`startup.py`.
+They are used to measure peak memory and to compile kernels. The steps use dummy sequences whose block tables contain
+only block 0. Their results are discarded. Called by `startup.py`.
 """
 
 from collections.abc import Iterator
@@ -22,18 +22,18 @@ _SAMPLING_VARIANTS = (
     SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0),
 )
 _PROMPT_TOKENS = 64
-"""Number of tokens of a dummy prompt, large enough that the attention kernel does not treat it as a decoding
+"""Number of tokens in a dummy prompt. It is so large that the attention kernel does not treat the prompt as a decoding
 sequence."""
 
 
 def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[list[ScheduledSpan]]:
-    """Yield three steps: the step with the largest memory use, a prompt chunk at the end of the longest context, and a
-    prompt chunk at position 0, which another attention kernel may compute.
+    """Yield the three steps that can need the most memory.
 
-    The first step has `max_num_seqs` sequences: prompts, and one sequence that decodes at the end of the longest
-    context, so that all block tables are as wide as possible. All sequences use every sampling parameter, and the
-    prompts need log probabilities of all their tokens. If LoRA is enabled, the sequences use adapter slots, which are
-    empty.
+    These are a large step, a prompt chunk at the end of the longest context, and a prompt chunk at position 0, for
+    which another attention kernel can be used. The large step has `max_num_seqs` sequences. One of them decodes at the
+    end of the longest context, so that all block tables have their maximum width. The others are prompts. All sequences
+    use every sampling parameter, and the prompts need log probabilities of all their tokens. If LoRA is enabled, the
+    sequences use adapter slots, but the slots are empty.
     """
     max_length = max(max_model_len - 1, 1)
     # On ranks other than 0, the sampler runs on logits of the rank's own vocabulary shard.
@@ -63,8 +63,10 @@ def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int)
 
 
 def compile_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[ScheduledSpan]]:
-    """Yield small steps that compile a GPU's kernels before the first request: a decode step, a prompt, and one step
-    per sampling variant. The last steps contain both sequences, or only the decode step if `max_num_seqs` is 1.
+    """Yield small steps that compile a GPU's kernels before the first request.
+
+    There is a decode step, a step with a prompt, and one step for each sampling variant. The steps for the variants
+    contain both sequences. If `max_num_seqs` is 1, they contain only the decoding sequence.
     """
     max_length, slot = max(max_model_len - 1, 1), SlotId(0) if config.enable_lora else None
     decoding, prompt = (max_length - 1, 1), (0, min(max_length, _PROMPT_TOKENS))
@@ -81,7 +83,7 @@ def compile_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[Sch
 def dummy_span(
     start: int, length: int, block_size: int, adapter_slot: SlotId | None = None, params: SamplingParams = _GREEDY
 ) -> ScheduledSpan:
-    """Return a span that samples; the block table of its sequence contains only block 0."""
+    """Return a span that samples. The block table of its sequence contains only block 0."""
     sequence = Sequence(0, [0] * (start + length), params, seed=0, max_output_tokens=1)
     span = ScheduledSpan(sequence, start, length, adapter_slot)
     set_block_tables([span], block_size, 1)
@@ -89,7 +91,10 @@ def dummy_span(
 
 
 def set_block_tables(spans: list[ScheduledSpan], block_size: int, num_groups: int) -> None:
-    """Set the block tables of the sequences of dummy spans, for `num_groups` groups of layers (see KVLayout)."""
+    """Set the block tables of dummy sequences.
+
+    `num_groups` is the number of groups of layers (see KVLayout).
+    """
     for span in spans:
         span.sequence.block_table = [BlockId(0)] * (-(-span.end // block_size) * num_groups)
 

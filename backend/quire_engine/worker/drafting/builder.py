@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the drafter of `speculative_config`."""
+"""Builds the drafter that `speculative_config` describes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +22,11 @@ from quire_spec.errors import ConfigError
 def build_drafter(
     config: EngineConfig, target: CausalLM, target_folder: Path, factory: ParamFactory, progress: bool
 ) -> Drafter | None:
-    """Return a drafter whose weights are allocated; None if the method needs no drafter, or on a rank other than 0.
+    """Return a drafter, or None if the method does not need one or the rank is not 0.
 
-    Rank 0 has the whole drafter: a drafter is small, every rank has the hidden states, and only rank 0 has the tokens
-    of a step.
+    The weights of the drafter are allocated, but not loaded. Only rank 0 has a drafter, and it is not split between
+    ranks. This works because a drafter is small, every rank has the hidden states, and only rank 0 has the tokens of a
+    step.
 
     Raises:
         ConfigError: the weights cannot be found or do not fit the model; the message names the key of

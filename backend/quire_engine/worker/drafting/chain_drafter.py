@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chain drafter: runs a draft model after each step of the target, token by token.
+"""Chain drafter: after each step of the target, it runs a draft model token by token.
 
-The draft model has a KV cache of its own over the same block ids. After a step, the draft model computes the same
-positions as the target, except those of rejected draft tokens. So its keys are valid in every block whose keys of the
-target are valid, and the drafter keeps no state of sequences. Then the draft model continues each sequence token by
-token, in blocks that the scheduler has reserved for drafts.
+The draft model has its own KV cache. In both caches, a block id stands for the same tokens. After a step, the draft
+model computes the same positions as the target. It skips the positions of rejected draft tokens. As a result, if a
+block contains valid keys of the target, it also contains valid keys of the draft model. Therefore, the drafter does not
+need any state for sequences. Then the draft model continues each sequence token by token. It uses the blocks that the
+scheduler has reserved for drafts.
 """
 
 from collections.abc import Sequence
@@ -25,17 +26,17 @@ from quire_kernels import to_device_async
 
 @dataclass(slots=True)
 class _Chain:
-    """The tokens of one sequence in the first pass, and its draft so far."""
+    """The tokens of one sequence that the first pass reads, and the draft so far."""
 
     index: int
-    """Index of the span in the step."""
+    """Position of the sequence's span in the list of spans of the step."""
     span: ScheduledSpan
     token_ids: list[int]
     draft: list[int]
 
     @property
     def end(self) -> int:
-        """Position after the last token or draft token that the draft model has read."""
+        """The position after the last token that the draft model has read. This token can be a draft token."""
         return self.span.start + len(self.token_ids) + max(0, len(self.draft) - 1)
 
 
@@ -88,8 +89,11 @@ class ChainDrafter(Drafter):
         return [replace(o, next_draft_token_ids=tuple(drafts.get(i, ()))) for i, o in enumerate(outputs)]
 
     def _first_tokens(self, index: int, span: ScheduledSpan, output: SpanOutput) -> _Chain:
-        """Return the tokens that the draft model reads at the positions of the step and, if a draft follows, at the
-        next position."""
+        """Return the tokens that the draft model reads in the first pass.
+
+        These are the tokens at the positions of the step. If a draft follows, the token at the next position is
+        included.
+        """
         sequence, num_draft = span.sequence, len(span.draft_token_ids)
         tokens = sequence.tokens(span.start, span.end - num_draft)
         # The output contains the accepted draft tokens, and the last token that was sampled. A beam has no sampled
@@ -102,7 +106,7 @@ class ChainDrafter(Drafter):
         return _Chain(index, span, tokens + next_tokens[: max(0, num_read)], [])
 
     def _run_chains(self, chains: list[_Chain], hidden: Tensor | None) -> None:
-        """Compute the first tokens of all chains, then extend the drafts by one token at a time."""
+        """Compute the first tokens of all chains, then extend each draft one token at a time."""
         active = [chain for chain in chains if chain.span.num_lookahead_tokens]
         rows = [end - 1 for end in accumulate(len(chain.token_ids) for chain in chains)]
         logit_rows = [row for row, chain in zip(rows, chains, strict=True) if chain.span.num_lookahead_tokens]
@@ -125,8 +129,10 @@ class ChainDrafter(Drafter):
             batch = self._batch(active, tokens, list(range(len(active))))
 
     def _batch(self, chains: list[_Chain], tokens: list[tuple[int, list[int]]], logit_rows: list[int]) -> ForwardBatch:
-        """Return the batch of a pass; `tokens` contains, for each chain, the position of its first token and the
-        tokens."""
+        """Return the batch for one pass.
+
+        For each chain, `tokens` contains the position of the first token, and the tokens.
+        """
         assert self._kv_cache is not None
         block_ids: list[int] = []
         for chain, (start, token_ids) in zip(chains, tokens, strict=True):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that propose drafts: a small language model with the vocabulary of the target, or an EAGLE-3 head.
+"""Models that propose drafts.
 
-A draft model owns its weights and computes one pass; the drafter decides which tokens the pass contains.
+They are small language models with the same vocabulary as the target, or EAGLE-3 heads. A draft model owns its weights,
+and each call computes one pass. The drafter decides which tokens are in the pass.
 """
 
 import json
@@ -28,15 +29,15 @@ from quire_spec.model.quantization import resolve_quantization
 
 
 class DraftModel(ABC):
-    """Proposes the token after each row that needs logits."""
+    """For each row that needs logits, proposes the token that follows this row."""
 
     shape: ModelConfig
-    """Model configuration, which determines the shape of the draft model's KV cache."""
+    """Configuration of the draft model. It determines the shape of the draft model's KV cache."""
     num_bytes: int
     """Bytes of its parameters."""
     reads_hidden_states: bool
-    """If True, a row reads the hidden states at its position and the token after it; if False, it reads the token at
-    its position."""
+    """True if a row reads the hidden states at its position and the token at the next position. False if a row reads
+    only the token at its position."""
 
     @abstractmethod
     def load(self) -> None:
@@ -44,7 +45,7 @@ class DraftModel(ABC):
 
     @abstractmethod
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """Compute a pass, and write its keys and values.
+        """Compute a pass, and write its keys and values to `kv_cache`.
 
         Args:
             batch: the tokens that the rows read.
@@ -59,7 +60,7 @@ class DraftModel(ABC):
 
     @abstractmethod
     def fill_cache(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> None:
-        """Compute a pass that only fills the KV cache, because no row needs logits."""
+        """Compute a pass that only writes keys and values to the KV cache. No row of it needs logits."""
 
 
 class SmallDraftModel(DraftModel):
@@ -97,7 +98,7 @@ class SmallDraftModel(DraftModel):
 
 
 class Eagle3DraftModel(DraftModel):
-    """An EAGLE-3 head on the hidden states and the embedding of its target."""
+    """An EAGLE-3 head. It reads the hidden states of the target and the embeddings of tokens."""
 
     reads_hidden_states = True
 
@@ -109,15 +110,16 @@ class Eagle3DraftModel(DraftModel):
         self._head = Eagle3Head(config, target.shape.hidden_size, factory)
         self._embedding_source = self._find_embedding(target_folder)
         self._embedding: Tensor | None = None
-        """None if the head reads the embedding of the model."""
+        """The head's copy of the embedding. None if the head reads the embedding of the target."""
         if self._embedding_source is not None:
             self._embedding = factory.empty(target.shape.vocab_size, target.shape.embedding_size)
         self.num_bytes = self._head.num_bytes + (0 if self._embedding is None else self._embedding.nbytes)
         target.aux_hidden_state_layers = config.aux_layers
 
     def _find_embedding(self, target_folder: Path) -> tuple[Path, str] | None:
-        """Return folder and name of the embedding to load; None if the head uses the model's embedding and this rank
-        has all of it.
+        """Return the folder and the name of the embedding that must be loaded.
+
+        Return None if the head can use the target's embedding, and this rank has the whole embedding.
 
         Raises:
             ConfigError: the embedding of the head has another shape.
@@ -165,7 +167,7 @@ class Eagle3DraftModel(DraftModel):
 
 
 def _check_vocabularies(draft: ModelConfig, folder: Path, target: ModelConfig, target_folder: Path) -> None:
-    """Raise ConfigError unless both models have the same tokens."""
+    """Raise ConfigError unless both models have the same vocabulary."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"speculative_config.model: vocab_size {draft.vocab_size} of the draft model differs from "
@@ -180,7 +182,7 @@ def _check_vocabularies(draft: ModelConfig, folder: Path, target: ModelConfig, t
 
 
 def _read_vocabulary(path: Path) -> object:
-    """Return the tokens of a tokenizer.json; None if there is none."""
+    """Return the vocabulary in a tokenizer.json, or None if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
     except (OSError, ValueError, KeyError, TypeError):

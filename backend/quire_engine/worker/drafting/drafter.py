@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of drafters, which compute the draft of each sequence after a step. The model runner calls it."""
+"""Interface of drafters. After a step, a drafter computes the draft of each sequence. The model runner calls it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from quire_engine.step.plan import BlockCopy, ScheduledSpan, SpanOutput
 
 
 class Drafter(ABC):
-    """The weights that compute drafts, and the cached state that these weights need."""
+    """Computes drafts with its own weights. It can have a cache that these weights need."""
 
     num_bytes: int
     """Bytes of the weights."""
     block_bytes: int
-    """Bytes of the drafter's own KV cache for each KV block of the model."""
+    """Number of bytes that the drafter's own KV cache needs for each KV block of the model."""
 
     @abstractmethod
     def load(self) -> None:
@@ -24,8 +24,10 @@ class Drafter(ABC):
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> KVCache | None:
-        """Allocate and return the drafter's KV cache, which has the same number of blocks as the model's cache; None if
-        drafts need no cache."""
+        """Allocate the drafter's KV cache and return it, or return None if drafts do not need a cache.
+
+        The cache has the same number of blocks as the model's cache.
+        """
 
     @abstractmethod
     def propose(
@@ -35,7 +37,7 @@ class Drafter(ABC):
         copies: Sequence[BlockCopy],
         aux_hidden_states: Tensor | None,
     ) -> list[SpanOutput]:
-        """Return the outputs of a step, to which the drafts for the next step were added.
+        """Compute the drafts for the next step, and return the outputs of this step with the drafts added.
 
         Args:
             spans: spans of the step, in the order of computation.

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafter of Medusa heads: each head proposes one token of a draft, from the last hidden state of the sequence.
+"""Drafter that uses Medusa heads.
 
-The heads compute no attention, so they have no KV cache, and a draft costs one pass.
+Each head proposes one token of a draft. All heads read the last hidden state of the sequence. The heads do not compute
+attention. Therefore, they do not need a KV cache, and a draft takes only one pass.
 
-Source: Cai et al. 2024 (Medusa); the layout of heads is that of FasterDecoding/Medusa, with tensor names in
-safetensors. A draft consists of the most likely token of each head; trees of candidates are not used.
+Source: Cai et al. 2024 (Medusa). The heads have the layout of FasterDecoding/Medusa, and are stored as safetensors with
+the same tensor names. A draft consists of the most likely token of each head. The drafter does not build trees of
+candidates.
 """
 
 import re
@@ -60,7 +62,7 @@ class MedusaDrafter(Drafter):
             [(factory.empty(size, size), factory.empty(size)) for _ in range(self._num_blocks)]
             for _ in range(num_tokens)
         ]
-        """For each head, weight and bias of each of its residual blocks."""
+        """The weight and the bias of each residual block of each head."""
         self._projections = [factory.empty(target.vocab_size, size) for _ in range(num_tokens)]
         self.num_bytes = sum(tensor.nbytes for tensor in self._parameters().values())
 
@@ -109,13 +111,16 @@ class MedusaDrafter(Drafter):
         return outputs
 
     def _most_likely(self, head: int, hidden: Tensor) -> Tensor:
-        """Return the most likely tokens of one head, [num_rows] int64, for hidden states [num_rows, hidden_size]."""
+        """Return the most likely tokens of one head, as [num_rows] int64.
+
+        `hidden` contains hidden states as [num_rows, hidden_size].
+        """
         for weight, bias in self._blocks[head]:
             hidden = hidden + functional.silu(linear(hidden, weight, bias, None))
         return linear(hidden, self._projections[head], None, None).argmax(dim=-1)
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Return the parameters by their names in the checkpoint."""
+        """Return all parameters. The keys are their names in the checkpoint."""
         named = {f"{head}.{self._num_blocks}.weight": weight for head, weight in enumerate(self._projections)}
         for head, blocks in enumerate(self._blocks):
             for index, (weight, bias) in enumerate(blocks):

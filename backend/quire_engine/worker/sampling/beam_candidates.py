@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates of beam searches: the best continuations over all beams of a group, chosen on the device.
+"""Chooses the candidates of beam searches on the device.
 
-Only these continuations reach the host, a few per beam. The span sampler calls this module in each step with beams.
-Allowed tokens, biases and penalties change the log probabilities of a beam, as in transformers.
+The candidates of a group are the best continuations of all its beams. Only these continuations are copied to the host,
+a few for each beam. The span sampler calls this module in each step that has beams. Allowed tokens, biases and
+penalties change the log probabilities of a beam, as in transformers.
 """
 
 from collections import abc, defaultdict
@@ -19,15 +20,15 @@ from quire_engine.worker.sampling.sampler import CPU_CHUNK_BYTES, Sampler
 from quire_kernels import to_device_async
 
 _BLOCK_TOKENS = 64
-"""Number of tokens of a block; the first top-k uses the maximum of each block. This is faster, because a maximum is
-vectorized and a top-k is not."""
+"""Number of tokens in a block. The first top-k only compares the maximum of each block. This is faster, because the
+maximum is computed with vector instructions and a top-k is not."""
 
 
 class BeamCandidates:
     """Chooses the candidates of all groups of a step."""
 
     def __init__(self, sampler: Sampler) -> None:
-        """`sampler` also provides the token counts of beams with penalties."""
+        """The `sampler` provides the token counts of beams with penalties."""
         self._sampler = sampler
 
     def choose(self, logits: Tensor, beams: abc.Sequence[Sequence]) -> list[SpanOutput]:
@@ -53,10 +54,10 @@ class BeamCandidates:
         return [SpanOutput([], candidates=entries) for entries in candidates]
 
     def _top_tokens(self, logits: Tensor, beams: abc.Sequence[Sequence], num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return the log probabilities (float32) and the ids of the best tokens of each beam, both [len(beams),
-        num_tokens].
+        """Return the log probabilities (float32) and the ids of the best tokens of each beam.
 
-        `num_tokens` is the number of candidates of a group, because all of them can come from one beam.
+        Both tensors are [len(beams), num_tokens]. `num_tokens` is the number of candidates of a whole group, because
+        all of them can come from one beam.
         """
         # On a GPU, the chunks limit the float32 copies to a small part of the memory that the warm-up measured.
         vocab_size = logits.shape[1]
@@ -72,7 +73,7 @@ class BeamCandidates:
     def _compute_logprobs(
         self, logits: Tensor, beams: abc.Sequence[Sequence], running: abc.Sequence[Sequence]
     ) -> Tensor:
-        """Return the log probabilities of all tokens after each beam, float32."""
+        """Return the log probabilities of all tokens that can follow each beam, in float32."""
         # Temperature 0 stands for the distribution of the model.
         temperatures = [beam.params.temperature or 1.0 for beam in beams]
         if any(temperature != 1.0 for temperature in temperatures):
@@ -96,7 +97,7 @@ class BeamCandidates:
         token_ids: Tensor,
         logits: Tensor,
     ) -> None:
-        """Add the best continuations of groups that have equal numbers of beams and candidates.
+        """Add the best continuations of groups that have the same number of beams and the same number of candidates.
 
         Args:
             candidates: candidates of each row; this function appends to the lists.
@@ -130,10 +131,10 @@ class BeamCandidates:
 
 
 def _top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest values of each row and their indices, like `values.topk(k)` for values [num_rows,
-    num_values].
+    """Return the k largest values of each row, and their indices.
 
-    The k largest values are in the k blocks with the largest maxima.
+    The result is the same as that of `values.topk(k)` for values [num_rows, num_values]. It is computed in blocks: the
+    k largest values are always in the k blocks with the largest maxima.
     """
     num_rows, num_values = values.shape
     if num_values <= 4 * k * _BLOCK_TOKENS:

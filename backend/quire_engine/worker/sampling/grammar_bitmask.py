@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bitmasks of the tokens that grammars allow. If a sequence has a grammar, each of its sampled rows has one row of
-bits.
+"""Bitmasks of the tokens that grammars allow.
 
-llguidance fills them on the host without the GIL; they are applied to the logits on the device just before sampling.
-The model runner owns it.
+If a sequence has a grammar, each of its sampled rows has one row of bits. llguidance fills the bits on the host, and
+releases the GIL while it does. The bits are applied to the logits on the device just before sampling. The span sampler
+owns the `GrammarBitmask`.
 """
 
 import os
@@ -28,23 +28,29 @@ _BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class TokenBitmask:
-    """The allowed tokens of some rows of a batch. A sequence can have several rows."""
+    """The tokens that are allowed in some rows of a batch. Several rows can belong to the same sequence."""
 
     rows: list[int]
-    """Rows of the logits, ascending."""
+    """Numbers of these rows in the logits, in ascending order."""
     bits: Tensor
-    """[len(rows), ceil(vocab_size / 32)] int32 on the device: bit i of word w allows token 32 * w + i."""
+    """The allowed tokens, as [len(rows), ceil(vocab_size / 32)] int32 on the device. Bit i of word w allows token 32 *
+    w + i."""
 
     def for_rows(self, rows: slice) -> "TokenBitmask | None":
-        """Return the bitmask for a slice of the batch, with rows numbered from the start of the slice; None if it has
-        no rows there."""
+        """Return the bitmask for a slice of the batch, or None if the bitmask has no rows in the slice.
+
+        In the result, the rows are numbered from the start of the slice.
+        """
         start, stop = bisect_left(self.rows, rows.start), bisect_left(self.rows, rows.stop)
         if start == stop:
             return None
         return TokenBitmask([row - rows.start for row in self.rows[start:stop]], self.bits[start:stop])
 
     def select(self, rows: Sequence[int]) -> "TokenBitmask | None":
-        """Return the bitmask for these rows of the batch (ascending), renumbered from 0; None if it has no rows."""
+        """Return the bitmask for some rows of the batch, or None if the bitmask has none of these rows.
+
+        `rows` must be in ascending order. In the result, the rows are numbered from 0.
+        """
         index_by_row = {row: index for index, row in enumerate(self.rows)}
         selected = [(i, index_by_row[row]) for i, row in enumerate(rows) if row in index_by_row]
         if not selected:
@@ -53,16 +59,16 @@ class TokenBitmask:
         return TokenBitmask([row for row, _ in selected], torch.index_select(self.bits, 0, indices))
 
     def apply(self, logits: Tensor) -> None:
-        """Set the logits of all tokens that are not allowed to -inf, in place."""
+        """Set logits to -inf in place, for all tokens that are not allowed."""
         apply_token_bitmask(logits, self.bits, to_device_async(self.rows, logits.device))
 
 
 BitmaskFuture: TypeAlias = Callable[[], TokenBitmask | None]
-"""Waits for a bitmask and returns it; None if no row has a grammar."""
+"""Waits for a bitmask and returns it. It returns None if no row has a grammar."""
 
 
 def no_bitmask() -> None:
-    """Return None: a step without grammars has no bitmask."""
+    """Return None, because a step without grammars does not have a bitmask."""
 
 
 class GrammarBitmask:
@@ -75,7 +81,10 @@ class GrammarBitmask:
         self._thread_pool: ThreadPoolExecutor | None = None
 
     def fill_async(self, spans: Sequence[ScheduledSpan]) -> BitmaskFuture:
-        """Start to fill the bitmask of a batch in another thread. All tokens of the sequences must be known."""
+        """Start to fill the bitmask of a batch in another thread.
+
+        At this time, all tokens of the sequences must be known.
+        """
         if all(span.sequence.grammar is None for span in spans):
             return no_bitmask
         if self._thread_pool is None:
@@ -83,15 +92,15 @@ class GrammarBitmask:
         return self._thread_pool.submit(self.fill, spans).result
 
     def allow_all(self, num_rows: int) -> TokenBitmask:
-        """Return a bitmask that allows all tokens in all rows of a batch, for the warm-up."""
+        """Return a bitmask for the warm-up. It allows all tokens in all rows of a batch."""
         bits = torch.full((num_rows, self._num_words), -1, dtype=torch.int32)
         return TokenBitmask(list(range(num_rows)), to_device_async(bits, self._device))
 
     def fill(self, spans: Sequence[ScheduledSpan]) -> TokenBitmask | None:
-        """Return the bitmask of spans, each of which samples: one row per span and one per draft token; None if no span
-        has a grammar.
+        """Return the bitmask of spans, or None if no span has a grammar.
 
-        The row of a draft token contains the tokens that the grammar allows after this draft token.
+        Each of the spans must sample. A span has one row, and one more row for each draft token. The row of a draft
+        token contains the tokens that the grammar allows after this draft token.
         """
         rows: list[int] = []
         begun: list[tuple[LLMatcher, int, list[int]]] = []
@@ -127,8 +136,10 @@ class GrammarBitmask:
         return TokenBitmask(rows, to_device_async(bits, self._device))
 
     def _fill_begun(self, matchers: list[tuple[LLMatcher, int, list[int]]], bits: Tensor) -> None:
-        """Fill the rows of grammars that have begun; `matchers` contains, for each grammar, its matcher, first row and
-        draft tokens."""
+        """Fill the rows of grammars that have begun.
+
+        For each of these grammars, `matchers` contains its matcher, its first row and its draft tokens.
+        """
         if not matchers:
             return
         if self._executor is None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits processors for one batch: allowed and forbidden tokens, logit bias, then penalties, in vLLM's order.
+"""Logits processors for one batch.
 
-The processors are created once per batch and used in each step until the batch changes. A batch whose requests need no
-processing has no processors. The sampler owns the processors.
+They apply allowed and forbidden tokens first, then the logit bias, and then the penalties. vLLM uses the same order.
+The processors are created once for each batch, and are used in each step until the batch changes. If no request of a
+batch needs processing, the batch does not have processors. The sampler owns the processors.
 """
 
 from collections import abc, defaultdict
@@ -21,7 +22,7 @@ _MASK_CHUNK_ROWS = 8
 
 
 class LogitsProcessors:
-    """The processors of a batch; one row per sequence."""
+    """The logits processors of a batch. Each sequence has one row."""
 
     def __init__(
         self,
@@ -40,7 +41,8 @@ class LogitsProcessors:
         self._logit_bias = LogitBias(biases, device) if biases else None
         self._penalties = Penalties(penalized, device, token_counts, running) if penalized else None
         self._min_tokens_rows = [(row, s) for row, s in rows if s.params.min_tokens and s.suppressed_token_ids]
-        """Rows of sequences with min_tokens and stop tokens to forbid."""
+        """Rows of sequences that have min_tokens, and whose stop tokens must be forbidden before that number is
+        reached."""
         self._bad_words = [(row, s, BadWords(s.bad_words)) for row, s in rows if s.bad_words]
         self._has_static_processors = bool(self._allowed_tokens or self._logit_bias or self._penalties)
 
@@ -53,17 +55,21 @@ class LogitsProcessors:
         token_counts: TokenCounts,
         running: abc.Sequence[Sequence],
     ) -> Self | None:
-        """Create the processors; None if no sequence needs processing. `running` are all sequences of the step."""
+        """Create the processors, or return None if no sequence needs processing.
+
+        `running` contains all sequences of the step.
+        """
         is_needed = any(map(needs_processing, sequences))
         return cls(sequences, vocab_size, device, token_counts, running) if is_needed else None
 
     def __call__(
         self, logits: Tensor, positions: abc.Sequence[int], drafts: abc.Sequence[tuple[int, ...]] | None = None
     ) -> Tensor:
-        """Return the processed logits [num_rows, vocab_size] as a float32 copy, or `logits` itself if nothing changes.
+        """Return the processed logits [num_rows, vocab_size].
 
-        `positions` are the positions of the sampled tokens in their sequences. `drafts` are the accepted draft tokens
-        before them; None if there are no drafts.
+        The result is a float32 copy, or `logits` itself if nothing changes. `positions` contains the position of each
+        sampled token in its sequence. `drafts` contains the accepted draft tokens before each of these positions. It is
+        None if there are no drafts.
         """
         forbidden_pairs = list(self._forbidden_pairs(positions, drafts))
         if not (forbidden_pairs or self._has_static_processors):
@@ -81,7 +87,7 @@ class LogitsProcessors:
         return logits
 
     def count_tokens(self, token_ids: Tensor) -> None:
-        """Count the sampled tokens, [num_rows] int64."""
+        """Count the tokens that were sampled. `token_ids` is [num_rows] int64."""
         if self._penalties:
             self._penalties.count_tokens(token_ids)
 
@@ -129,7 +135,7 @@ class AllowedTokens:
 
 
 class LogitBias:
-    """Applies logit_bias, once per (row, token) pair."""
+    """Applies logit_bias. Each pair of row and token has at most one bias."""
 
     def __init__(self, entries: list[tuple[int, int, float]], device: torch.device) -> None:
         rows, tokens, biases = zip(*entries, strict=True)
@@ -171,8 +177,8 @@ class Penalties:
 
 
 class BadWords:
-    """Finds tokens that would complete a bad word. Words are looked up by the last token of a sequence, so that long
-    lists of bad words cost little."""
+    """Finds tokens that would complete a bad word. To be fast with long lists of bad words, it only compares the words
+    whose second-to-last token is the last token of the sequence."""
 
     def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
         self._single_token_words: list[int] = []

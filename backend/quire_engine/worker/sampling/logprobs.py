@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log probabilities of sampled tokens, prompt tokens and the most likely tokens, computed a few rows at a time.
+"""Log probabilities of sampled tokens, prompt tokens and the most likely tokens.
 
-The log probabilities refer to the model's distribution before any logits processor. Called by the sampler and the model
-runner.
+They are computed for a few rows at a time. They refer to the model's distribution before any logits processor changed
+it. The sampler and the model runner call this module.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +19,13 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_kernels import to_device_async
 
 _MAX_CHUNK_BYTES = 64 << 20
-"""Maximum bytes of a chunk: float32 logits and their top log probabilities."""
+"""Maximum size of a chunk in bytes. A chunk contains float32 logits and their top log probabilities."""
 _MAX_COLUMNS_TO_LIST = 128
 
 
 RequestedLogprobs: TypeAlias = int | tuple[int, ...]
-"""The further tokens that a row returns: a number of most likely tokens (-1 means all tokens), or a tuple of token
-ids."""
+"""Describes which other tokens a row returns. It is a number of most likely tokens (-1 means all tokens), or a tuple of
+token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,18 @@ class LogprobTensors:
     """Log probabilities of some rows, on the device."""
 
     tensors: tuple[Tensor, ...]
-    """The tokens, their log probabilities and their ranks, each [num_rows]; then the most likely tokens, or those that
-    the request names, and their log probabilities, each [num_rows, max_logprobs]. If a request names tokens, the ranks
-    of these tokens follow.
+    """The first three tensors are [num_rows]. They contain the tokens, their log probabilities and their ranks. The
+    next two tensors are [num_rows, max_logprobs]. They contain the most likely tokens, or the tokens that the request
+    names, and their log probabilities. If a request names tokens, a tensor with the ranks of these tokens follows.
     """
     num_logprobs: list[int]
     """For each row, the number of log probabilities that its request needs."""
 
     def to_lists(self, tensors: Sequence[Tensor]) -> list[list[Logprob]]:
-        """Return a list per row: its token, then the requested tokens. `tensors` are `self.tensors` or copies."""
+        """Return a list for each row: it contains the row's token, and then the requested tokens.
+
+        `tensors` is `self.tensors`, or contains copies of them.
+        """
         logprob_lists = []
         columns = *(tensor.tolist() for tensor in tensors[:3]), *map(self._top_entries, tensors[3:])
         for token, logprob, rank, *top_columns in zip(*columns, strict=True):
@@ -52,7 +55,7 @@ class LogprobTensors:
         return logprob_lists
 
     def _top_entries(self, tensor: Tensor) -> list[list[Any]]:
-        """Return the first entries of each row, as many as the request of the row needs."""
+        """Return the first entries of each row. The request of the row determines their number."""
         # Lists of whole vocabularies would take seconds, so wide rows stay tensors until they are cut.
         rows: Any = tensor.cpu() if tensor.shape[1] > _MAX_COLUMNS_TO_LIST else tensor.tolist()
         truncated_rows = (row[:count] for row, count in zip(rows, self.num_logprobs, strict=True))
@@ -60,15 +63,20 @@ class LogprobTensors:
 
 
 def max_rows(vocab_size: int, max_logprobs: int = 0) -> int:
-    """Return the number of rows of logits per chunk: large enough for a fast matrix product, but small relative to the
-    weights. `max_logprobs` is the number of top log probabilities per row.
+    """Return the number of rows of logits in a chunk.
+
+    It is large enough for a fast matrix product, but a chunk is still much smaller than the weights. `max_logprobs` is
+    the number of top log probabilities of each row.
     """
     return max(1, _MAX_CHUNK_BYTES // (4 * vocab_size + 12 * max_logprobs))
 
 
 def logit_row_chunks(step_input: StepInput, vocab_size: int) -> Iterator[slice]:
-    """Yield the rows of hidden states whose logits are computed at once: first all rows that sample a token. The rows
-    of prompt log probabilities follow in chunks, because the logits of a whole prompt need gigabytes."""
+    """Yield the rows of hidden states whose logits are computed at once.
+
+    All rows that sample a token come first, in one chunk. The rows of prompt log probabilities follow in several
+    chunks, because the logits of a whole prompt need gigabytes.
+    """
     num_rows, num_sampled = len(step_input.logit_rows), step_input.num_sampled
     if num_sampled:
         yield slice(num_sampled)
@@ -79,7 +87,10 @@ def logit_row_chunks(step_input: StepInput, vocab_size: int) -> Iterator[slice]:
 def compute_logprob_lists(
     logits: Tensor, token_ids: Tensor, requested: Sequence[RequestedLogprobs], rows: Tensor | None = None
 ) -> list[list[Logprob]]:
-    """Return a list per row: its token, then the requested tokens. See `compute_logprobs` for the arguments."""
+    """Return a list for each row: it contains the row's token, and then the requested tokens.
+
+    `compute_logprobs` describes the arguments.
+    """
     return [
         entries
         for chunk in _compute_chunks(logits, token_ids, requested, rows)
@@ -90,7 +101,9 @@ def compute_logprob_lists(
 def compute_prompt_logprobs(
     spans: Sequence[ScheduledSpan], logit_chunks: Iterator[Tensor], device: torch.device
 ) -> list[list[list[Logprob]]]:
-    """Return, per span, the log probabilities of the prompt tokens after its `prompt_logprob_positions`.
+    """Return the log probabilities of prompt tokens, one list for each span.
+
+    The list contains the prompt tokens after the positions in the span's `prompt_logprob_positions`.
 
     Args:
         spans: spans in the order of the rows of logits.
@@ -149,8 +162,10 @@ def _compute_chunks(
 def _compute_chunk(
     values: Tensor, token_ids: Tensor, max_logprobs: int, named: Mapping[int, Sequence[int]] | None
 ) -> tuple[Tensor, ...]:
-    """Return the value of LogprobTensors.tensors for float32 logits [num_rows, vocab_size]; `named` contains the
-    requested token ids by row."""
+    """Return the tensors that `LogprobTensors.tensors` describes.
+
+    `values` contains float32 logits [num_rows, vocab_size]. `named` contains the token ids that requests name, by row.
+    """
     # The normalizer is subtracted only from a few values per row, not from the whole vocabulary.
     total = values.logsumexp(dim=-1, keepdim=True)
     token_logits = values.gather(-1, token_ids[:, None])

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token counts of penalized sequences, on the device and updated as tokens are sampled. The sampler owns them.
+"""Counts the tokens of sequences with penalties.
 
-The table is allocated for `max_num_seqs` rows when the first penalized sequence arrives and never grows. The warm-up
-steps include a penalized sequence, so the memory profiling at startup accounts for the table. A sequence keeps its row
-until it is freed. If another sequence takes the row of a sequence that does not run, the tokens of the latter are
-counted again later.
+The counts are on the device, and are updated when tokens are sampled. The sampler owns them. The table is allocated
+when the first sequence with penalties arrives. It has `max_num_seqs` rows and never grows. The warm-up steps include
+such a sequence, so that the memory profiling at startup includes the table. A sequence keeps its row until it is freed.
+If no row is free, another sequence can take the row of a sequence that is not running. The tokens of the sequence that
+lost its row are counted again when it runs.
 """
 
 import weakref
@@ -18,44 +19,51 @@ from quire_kernels import to_device_async
 
 
 class TokenCounts:
-    """Prompt tokens and counts of output tokens, one row per sequence."""
+    """The prompt tokens and the counts of output tokens. Each sequence has one row."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        """`num_rows` is the largest number of sequences of a step."""
+        """`num_rows` is the maximum number of sequences in a step."""
         self._num_rows = num_rows
         self.in_prompt = torch.empty((0, vocab_size), dtype=torch.bool, device=device)
-        """[num_rows, vocab_size] bool; like `counts`, it has no rows before the first penalized sequence."""
+        """True for each token that is in the prompt, as [num_rows, vocab_size] bool. Before the first sequence with
+        penalties arrives, this tensor and `counts` have no rows."""
         self.counts = torch.empty((0, vocab_size), dtype=torch.int32, device=device)
         """[num_rows, vocab_size] int32."""
         uses_lists = _uses_token_lists(device)
         self._token_ids = torch.empty((num_rows, 256), dtype=torch.int64, device=device) if uses_lists else None
-        """[num_rows, capacity]: the tokens of each row, padded with one of these tokens."""
+        """Tokens of each row, as [num_rows, capacity]. The remaining columns of a row are filled with one of its
+        tokens."""
         self._num_listed_tokens = [0] * num_rows
-        """Number of tokens of each row in `_token_ids`."""
+        """For each row of `_token_ids`, the number of its tokens."""
         self._row_by_sequence: weakref.WeakKeyDictionary[Sequence, int] = weakref.WeakKeyDictionary()
         self._free_rows: list[int] = []
 
     def rows_for(self, sequences: abc.Iterable[Sequence], running: abc.Sequence[Sequence]) -> list[int]:
-        """Return the row of each sequence, and count its tokens if the row is new. Sequences that are not in `running`,
-        the sequences of this step, can lose their rows."""
+        """Return the row of each sequence.
+
+        If a sequence gets a new row, its tokens are counted. `running` contains all sequences of this step. Sequences
+        that are not in it can lose their rows.
+        """
         return [self._row_for(sequence, running) for sequence in sequences]
 
     def forget(self, sequences: abc.Iterable[Sequence]) -> None:
-        """Free the rows of sequences; the tokens of a sequence are counted again when it needs a row."""
+        """Free the rows of sequences. If such a sequence needs a row later, its tokens are counted again."""
         for sequence in sequences:
             if (row := self._row_by_sequence.pop(sequence, None)) is not None:
                 self._free_rows.append(row)
 
     def token_ids(self, rows: list[int]) -> Tensor | None:
-        """Return the tokens of the rows, [len(rows), max_tokens] int64, with duplicates; None on a GPU, which does not
-        use them."""
+        """Return the tokens of the rows as [len(rows), max_tokens] int64, or None on a GPU.
+
+        The same token can occur several times in a row. On a GPU, penalties do not use these lists.
+        """
         if self._token_ids is None:
             return None
         max_tokens = max(self._num_listed_tokens[row] for row in rows)
         return self._token_ids[to_device_async(rows, self._token_ids.device), :max_tokens]
 
     def add(self, rows: list[int], token_ids: Tensor) -> None:
-        """Count one more output token in each row; `token_ids` is [len(rows)] int64 on the device."""
+        """Count one more output token in each row. `token_ids` is [len(rows)] int64 on the device."""
         row_index = to_device_async(rows, self.counts.device)
         self.counts[row_index, token_ids] += 1
         if self._token_ids is not None:
@@ -97,7 +105,7 @@ class TokenCounts:
             self._num_listed_tokens[row] = len(seen_tokens)
 
     def _grow(self, num_tokens: int) -> Tensor:
-        """Grow the token lists to `num_tokens` columns and return them."""
+        """Extend the token lists to at least `num_tokens` columns, and return them."""
         assert self._token_ids is not None
         capacity = self._token_ids.shape[1]
         if num_tokens > capacity:
@@ -107,6 +115,8 @@ class TokenCounts:
 
 
 def _uses_token_lists(device: torch.device) -> bool:
-    """Return whether penalties use lists of tokens. On a CPU, penalties read only the tokens of a sequence; on a GPU,
-    they read counts of the whole vocabulary."""
+    """Return whether penalties use lists of tokens.
+
+    On a CPU, penalties read only the tokens of a sequence. On a GPU, they read the counts of the whole vocabulary.
+    """
     return device.type == "cpu"

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rejection sampler: samples the rows of a span in order, until a sampled token differs from the draft token.
 
-The method is rejection sampling with a draft of probability 1, so it is exact for every
-sampling parameter. A draft token is accepted with the probability that the model gives it. If a draft token is
-rejected, the token that the row has sampled replaces it. Each row is sampled with the seed of its sequence and its own
-position. So a seed gives the same tokens with and without drafts, unless steps of different sizes round differently.
+The method is rejection sampling. It treats a draft as a distribution in which the draft token has the probability 1.
+Therefore, it is exact for every sampling parameter. A draft token is accepted with the probability that the model gives
+it. If a draft token is rejected, it is replaced by the token that was sampled in its row. Each row is sampled with the
+seed of its sequence and with its own position. As a result, a seed gives the same tokens whether drafts are used or
+not. An exception is possible if steps of different sizes round differently.
 
-Source: Leviathan et al. 2023 (Fast Inference from Transformers via Speculative Decoding), with a one-hot draft.
+Source: Leviathan et al. 2023 (Fast Inference from Transformers via Speculative Decoding). Here, the distribution of the
+draft is one-hot.
 """
 
 from collections.abc import Sequence
@@ -22,17 +24,18 @@ from quire_kernels import to_device_async
 
 
 class RejectionSampler:
-    """Samples spans and verifies their drafts; vLLM's class has the same name."""
+    """Samples spans and verifies their drafts. vLLM has a class with the same name."""
 
     def __init__(self, sampler: Sampler) -> None:
         """`sampler` is the sampler of the model runner."""
         self._sampler = sampler
 
     def sample(self, spans: Sequence[ScheduledSpan], logits: Tensor, bitmask: TokenBitmask | None) -> list[SpanOutput]:
-        """Sample spans that reach the end of their sequences, and verify their drafts; one output per span.
+        """Sample spans that reach the end of their sequences, and verify their drafts.
 
-        Round i samples row i of the spans whose drafts were accepted so far. So penalties count accepted tokens before
-        the next row is sampled, and rows after a rejected token are not sampled at all.
+        The result contains one output for each span. Round i samples row i of all spans whose drafts were accepted so
+        far. Therefore, penalties count the accepted tokens before the next row is sampled. Rows after a rejected token
+        are not sampled.
 
         Args:
             spans: spans in the order of the rows of logits.
@@ -63,13 +66,15 @@ class RejectionSampler:
 
 
 def _sampling_row(span: ScheduledSpan, index: int) -> SamplingRow:
-    """Return row `index` of a span. Row 0 samples the token after the sequence's last token, row i the token after
-    draft token i - 1."""
+    """Return row `index` of a span.
+
+    Row 0 samples the token after the sequence's last token. Row i samples the token after draft token i - 1.
+    """
     draft = span.draft_token_ids
     return SamplingRow(span.sequence, span.end - len(draft) + index, draft[:index])
 
 
 def _join(first: SpanOutput, second: SpanOutput) -> SpanOutput:
-    """Return one output that consists of two successive outputs of a span."""
+    """Join two successive outputs of a span into one."""
     logprobs = None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs]
     return replace(first, token_ids=first.token_ids + second.token_ids, logprobs=logprobs)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampler: selects a token for each row of logits, with the sampling parameters of the row's sequence.
 
-The model runner calls it once a step. A row is one position of one sequence. Sampling parameters are copied to the
-device once and kept while the batch stays the same; unused parameters cost nothing. A random draw depends only on the
-row's logits, the sequence's seed and the position. The draw does not depend on the batch, the row's index in it, or
-earlier preemptions.
+The model runner calls it once in each step. A row is one position of one sequence. Sampling parameters are copied to
+the device once, and stay there until the batch changes. Parameters that no request uses take no time. A random draw
+depends only on the row's logits, the sequence's seed and the position. It does not depend on the batch, on the row's
+index in the batch, or on earlier preemptions.
 """
 
 from collections import abc
@@ -41,7 +41,7 @@ class SamplingRow:
     position: int
     """Position of the token in its sequence; the prompt's first token has position 0."""
     draft_token_ids: tuple[int, ...] = ()
-    """Accepted draft tokens that come after the tokens of the sequence and before this position."""
+    """Accepted draft tokens between the last token of the sequence and this position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class SampledTokens:
     token_ids: Tensor
     """[num_rows] int64."""
     logprob_chunks: list[tuple[list[int], LogprobTensors]] = field(default_factory=list)
-    """Rows whose requests set `logprobs`, and the log probabilities of these rows."""
+    """Pairs of two lists: rows whose requests set `logprobs`, and the log probabilities of these rows."""
 
     @property
     def logprob_tensors(self) -> list[Tensor]:
@@ -59,7 +59,10 @@ class SampledTokens:
         return [tensor for _, logprobs in self.logprob_chunks for tensor in logprobs.tensors]
 
     def to_outputs(self, host_tensors: abc.Sequence[Tensor]) -> list[SpanOutput]:
-        """Return one output per row; `host_tensors` are copies of `token_ids`, then of `logprob_tensors`."""
+        """Return one output for each row.
+
+        `host_tensors` contains a copy of `token_ids`, and then copies of `logprob_tensors`.
+        """
         token_ids, *logprob_tensors = host_tensors
         outputs = [SpanOutput([token]) for token in token_ids.tolist()]
         for row_indices, logprobs in self.logprob_chunks:
@@ -73,10 +76,10 @@ class Sampler:
     """Samples tokens. The sampler keeps the tensors of the last batch, and the token counts of penalized sequences."""
 
     def __init__(self, max_rows: int) -> None:
-        """`max_rows` is the largest number of rows of a step."""
+        """`max_rows` is the maximum number of rows in a step."""
         self._max_rows = max_rows
         self._sampling_tensors: dict[int, SamplingTensors] = {}
-        """Tensors of each chunk of the batch, by the first row of the chunk."""
+        """Maps the first row of each chunk of the batch to the chunk's tensors."""
         self._token_counts: TokenCounts | None = None
 
     def __call__(
@@ -98,7 +101,7 @@ class Sampler:
     def sample_async(
         self, logits: Tensor, rows: abc.Sequence[SamplingRow], bitmask: TokenBitmask | None = None
     ) -> "SampledTokens":
-        """Sample one token per row without waiting for the device; for the arguments see `__call__`."""
+        """Sample one token per row without waiting for the device. `__call__` describes the arguments."""
         token_chunks, logprob_chunks = [], []
         for chunk, tensors, token_ids in self._sample_chunks(logits, rows, bitmask):
             token_chunks.append(token_ids)
@@ -107,8 +110,10 @@ class Sampler:
         return SampledTokens(token_chunks[0] if len(token_chunks) == 1 else torch.cat(token_chunks), logprob_chunks)
 
     def token_counts(self, logits: Tensor) -> TokenCounts:
-        """Return the token counts of penalized sequences; `logits` [any, vocab_size] determines their vocabulary size
-        and device."""
+        """Return the token counts of sequences with penalties.
+
+        Their vocabulary size and device are those of `logits` [any, vocab_size].
+        """
         if self._token_counts is None:
             self._token_counts = TokenCounts(self._max_rows, logits.shape[1], logits.device)
         return self._token_counts
@@ -116,7 +121,7 @@ class Sampler:
     def _sample_chunks(
         self, logits: Tensor, rows: abc.Sequence[SamplingRow], bitmask: TokenBitmask | None
     ) -> Iterator[tuple[slice, "SamplingTensors", Tensor]]:
-        """Sample chunk by chunk; for each chunk, yield its rows, its tensors and the sampled token ids."""
+        """Sample one chunk at a time, and yield its rows, its tensors and the sampled token ids."""
         # Chunks improve only the use of a CPU's caches.
         on_cpu = logits.device.type == "cpu"
         chunk_size = max(1, CPU_CHUNK_BYTES // (4 * logits.shape[1]) if on_cpu else len(rows))
@@ -134,7 +139,7 @@ class Sampler:
     def _tensors_for(
         self, start: int, logits: Tensor, chunk_rows: abc.Sequence[SamplingRow], rows: abc.Sequence[SamplingRow]
     ) -> "SamplingTensors":
-        """Return the tensors of a chunk; they are created again if its sequences have changed."""
+        """Return the tensors of a chunk. They are created again if the sequences of the chunk have changed."""
         sequences = [row.sequence for row in chunk_rows]
         tensors = self._sampling_tensors.get(start)
         if tensors is None or tensors.sequences != sequences:
@@ -152,7 +157,7 @@ class Sampler:
 
 
 class SamplingTensors:
-    """Sampling parameters of a chunk on the device; one row per sequence."""
+    """The sampling parameters of a chunk, on the device. Each sequence has one row."""
 
     def __init__(
         self, sequences: list[Sequence], logits_processors: LogitsProcessors | None, device: torch.device
@@ -164,8 +169,8 @@ class SamplingTensors:
         self.logprobs: dict[int, RequestedLogprobs] = {
             i: p.logprob_token_ids or p.logprobs for i, p in enumerate(params) if p.logprobs is not None
         }
-        """The log probabilities that each row's request asks for, by row; rows without log probabilities have no
-        entry."""
+        """Maps the number of a row to the log probabilities that its request asks for. Rows without log probabilities
+        have no entry."""
         self._all_greedy, self._any_greedy = all(p.greedy for p in params), any(p.greedy for p in params)
         if self._all_greedy:
             return
@@ -179,7 +184,7 @@ class SamplingTensors:
         self._min_p = to_device_async([p.min_p for p in params], device)
 
     def __call__(self, logits: Tensor, rows: abc.Sequence[SamplingRow], bitmask: TokenBitmask | None) -> Tensor:
-        """Return the sampled tokens, [num_rows] int64 on the device."""
+        """Return the sampled tokens as [num_rows] int64 on the device."""
         processed_logits = logits
         if bitmask is not None:
             # Log probabilities refer to the logits before the grammar's mask.
@@ -195,8 +200,10 @@ class SamplingTensors:
         return token_ids
 
     def gather_logprobs(self, logits: Tensor, token_ids: Tensor) -> dict[int, list[list[Logprob]]]:
-        """Return, by row, the log probabilities of the unprocessed logits, for rows whose requests ask for log
-        probabilities."""
+        """Return the log probabilities of the unprocessed logits, by row.
+
+        Only rows whose requests ask for log probabilities are included.
+        """
         if not self.logprobs:
             return {}
         index = to_device_async(list(self.logprobs), self._device)
@@ -204,14 +211,14 @@ class SamplingTensors:
         return {i: [entries] for i, entries in zip(self.logprobs, logprob_lists, strict=True)}
 
     def compute_logprobs(self, logits: Tensor, token_ids: Tensor) -> LogprobTensors | None:
-        """Return the log probabilities on the device, without waiting; None if no row returns log probabilities."""
+        """Return the log probabilities on the device, without waiting, or None if no row needs them."""
         if not self.logprobs:
             return None
         index = to_device_async(list(self.logprobs), self._device)
         return compute_logprobs(logits, token_ids[index], list(self.logprobs.values()), index)
 
     def _sample(self, logits: Tensor, rows: abc.Sequence[SamplingRow]) -> Tensor:
-        """Return the sampled tokens, [num_rows] int64; greedy rows get their most likely token."""
+        """Return the sampled tokens as [num_rows] int64. A greedy row gets its most likely token."""
         positions = to_device_async([row.position for row in rows], self._device)
         limits = self._top_k, self._top_p, self._min_p
         return sample(

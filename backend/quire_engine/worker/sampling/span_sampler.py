@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Span sampler: samples the spans of a step from its logits, at once or queued on the device after the forward pass.
+"""Span sampler: samples the spans of a step from the logits of the step.
 
-The span sampler owns the sampler, the bitmask of the grammars, and postponed sampling, which waits for the tokens of
-the previous step. The model runner calls it on tensor-parallel rank 0.
+The tokens are sampled at once, or the sampling is queued on the device after the forward pass. If sampling needs the
+tokens of the previous step, it is postponed until they are known. The span sampler owns the sampler, the bitmask of the
+grammars and the postponed sampling. The model runner calls it on tensor-parallel rank 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from quire_kernels import to_device_async
 
 
 class PostponedSampling:
-    """The sampling of a started step that was postponed until the tokens of the previous step are known."""
+    """Sampling that was postponed until the tokens of the previous step are known. Its own step has already started."""
 
     def __init__(self, start: Callable[[], Callable[[], list[SpanOutput]]]) -> None:
         """`start` queues the sampling and returns a function that waits for its outputs."""
@@ -44,7 +45,7 @@ class SpanSampler:
     """Samples the spans of steps."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, future_tokens: FutureTokens) -> None:
-        """`max_num_seqs` is the maximum number of sequences of a step. Async steps store their tokens in
+        """`max_num_seqs` is the maximum number of sequences in a step. The tokens of asynchronous steps are stored in
         `future_tokens`."""
         self.grammar_bitmask = GrammarBitmask(vocab_size, device)
         self._sampler = Sampler(max_num_seqs)
@@ -57,9 +58,10 @@ class SpanSampler:
     def sample(
         self, spans: Sequence[ScheduledSpan], logit_chunks: Iterator[Tensor], bitmask: BitmaskFuture
     ) -> list[SpanOutput]:
-        """Sample the spans that reach the end of their sequences, from the first chunk of logits; one output per span.
+        """Sample the spans that reach the end of their sequences, and return one output for each span.
 
-        Beams get candidates instead of a token. The bitmask has no rows for them.
+        The first chunk of logits contains the rows of these spans. A beam gets candidates instead of a token, and the
+        bitmask does not have a row for it.
         """
         sampling_spans = [span for span in spans if span.samples]
         if not sampling_spans:
@@ -74,7 +76,7 @@ class SpanSampler:
     def _sample_with_beams(
         self, spans: Sequence[ScheduledSpan], logits: Tensor, bitmask: BitmaskFuture
     ) -> list[SpanOutput]:
-        """Sample spans, some of which are beams, from logits [num_rows, vocab_size]. Each beam has one row."""
+        """Sample spans from logits [num_rows, vocab_size]. Some of the spans are beams, and each beam has one row."""
         beam_rows: list[int] = []
         other_rows: list[int] = []
         num_rows = 0
@@ -93,10 +95,10 @@ class SpanSampler:
     def sample_async(
         self, spans: Sequence[ScheduledSpan], logits: Tensor | None, sampling_indices: list[int]
     ) -> Callable[[], list[SpanOutput]]:
-        """Sample the spans at `sampling_indices`, each of which has one row of `logits`. Return a function that waits
-        for the outputs.
+        """Sample the spans at `sampling_indices`, and return a function that waits for the outputs.
 
-        If a span has a grammar, sampling is postponed until `run_postponed` is called.
+        Each of these spans has one row of `logits`. If a span has a grammar, sampling is postponed until
+        `run_postponed` is called.
         """
         rows = [SamplingRow(spans[i].sequence, spans[i].end) for i in sampling_indices]
         if any(spans[i].sequence.grammar is not None for i in sampling_indices):
@@ -106,7 +108,8 @@ class SpanSampler:
 
     @torch.inference_mode()
     def run_postponed(self) -> None:
-        """Queue the postponed sampling, if any. The grammars must have accepted the tokens of the previous step."""
+        """Queue the postponed sampling, if there is one. Before, the grammars must have accepted the tokens of the
+        previous step."""
         sampling, self._postponed = self._postponed, None
         if sampling is not None:
             sampling.run()
@@ -118,7 +121,7 @@ class SpanSampler:
         logits: Tensor | None,
         sampling_indices: list[int],
     ) -> Callable[[], list[SpanOutput]]:
-        """Queue the sampling of `rows`, which belong to the spans at `sampling_indices`."""
+        """Queue the sampling of `rows`. They belong to the spans at `sampling_indices`."""
         if logits is not None and rows:
             bitmask = self.grammar_bitmask.fill([spans[i] for i in sampling_indices])
             sampled = self._sampler.sample_async(logits, rows, bitmask)
