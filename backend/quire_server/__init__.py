@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of a pod other than the engine: the pod supervisor, the server's models, and the download programs."""
+"""The processes of a pod, except for the engine: the pod supervisor, the server's models, and the download programs."""

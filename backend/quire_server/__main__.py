@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the pod supervisor: `python -m quire_server`. The operator's pods and `quire serve` run this
-module."""
+"""Command line of the pod supervisor: `python -m quire_server`.
+
+The operator's pods and `quire serve` run this module.
+"""
 
 import argparse
 import asyncio
@@ -89,7 +91,7 @@ exit codes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until stopped; return the exit code."""
+    """Run the supervisor until it is stopped, and return the exit code."""
     args = _parse_args(argv)
     configure_logging()
     try:
@@ -127,7 +129,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _settings(args: argparse.Namespace) -> SupervisorSettings:
-    """Return the settings from the options; convert a vllm_backend model to engine.json and adapters.json."""
+    """Convert the options to settings. A vllm_backend model is converted to engine.json and adapters.json."""
     values = vars(args) | {"host": listen_address(args.host, os.environ), "pvcs": dict(args.pvcs)}
     if args.vllm_repository is not None:
         key = hashlib.sha256(os.fsencode(args.vllm_repository.resolve())).hexdigest()[:16]
@@ -144,7 +146,7 @@ def _settings(args: argparse.Namespace) -> SupervisorSettings:
 
 
 def _openai_flags(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the arguments of the OpenAI front that the supervisor only passes on."""
+    """Yield arguments that the supervisor only passes on to the OpenAI front."""
     if args.openai_api_keys_dir is not None:
         yield f"--api-keys-dir={args.openai_api_keys_dir}"
     if args.allow_runtime_lora_updating:
@@ -178,7 +180,9 @@ def _parse_port(text: str) -> int:
 def _parse_protocols(text: str) -> tuple[str, ...]:
     protocols = () if text == "none" else tuple(text.split(","))
     if unknown := [name for name in protocols if name not in constants.SERVER_PROTOCOLS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a protocol; give http, grpc, http,grpc or none")
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0]!r} is not a protocol; give 'http', 'grpc', 'http,grpc' or 'none'"
+        )
     return protocols
 
 
@@ -269,7 +273,8 @@ _OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict
         ("--verbose", None, bool, "show all log lines of the server", {}),
     ),
 }
-"""Maps each group to its options: name, metavar, type (bool: a flag), help text, and other arguments of argparse."""
+"""Maps each group to its options. An option consists of its name, metavar, type (bool for a flag), help text, and other
+arguments of argparse."""
 
 
 def _build_parser() -> argparse.ArgumentParser:

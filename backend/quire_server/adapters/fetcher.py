@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads the adapters of the catalog into the cache: size limits, resume, verification, atomic completion.
+"""Downloads the adapters of the catalog into the cache.
 
-The fetcher uses the readers of quire_sources and is independent of protocols. A cached adapter is immutable: a name can
-get another digest, but the content of a digest never changes. The fetcher reads only two required files and a chat
-template, so that a source cannot deliver code. A chat template runs in a sandbox. The adapter manager calls this
-module.
+The size of a download is limited. An interrupted download is resumed, and a complete one is verified. An adapter is
+added to the cache only when all its files are complete. The fetcher uses the readers of quire_sources and does not
+depend on protocols. A cached adapter is immutable: a name can get another digest, but the content of a digest never
+changes. The fetcher reads only the two required files and a chat template. Therefore, a source cannot deliver code. A
+chat template runs in a sandbox. The adapter manager calls this module.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from quire_spec.errors import AccessDenied, Unavailable
 logger = logging.getLogger(__name__)
 
 MAX_WEIGHTS_BYTES = 4 * 2**30
-"""Maximum size of an adapter's weights. An adapter of LoRA rank 64 for a 70B model has 3.3 GiB."""
+"""Maximum size of an adapter's weights. For comparison, an adapter with LoRA rank 64 for a 70B model has 3.3 GiB."""
 _MAX_CONFIG_BYTES = 2**20
 _LOCK_RETRY_S = 0.2
 
@@ -43,13 +44,13 @@ class CachedAdapter:
 
     @property
     def chat_template(self) -> Path | None:
-        """Path of the adapter's chat template; None if the adapter has no chat template."""
+        """Path of the adapter's chat template. None if the adapter has no chat template."""
         path = self.folder / CHAT_TEMPLATE_FILE
         return path if path.exists() else None
 
 
 class AdapterFetcher(contextlib.AsyncExitStack):
-    """Fetches adapters from their sources into one cache. An AdapterFetcher is used as an async context manager."""
+    """Fetches adapters from their sources into one cache. It must be used as an async context manager."""
 
     def __init__(
         self, adapter_cache: AdapterCache, options: SourceOptions, max_weights_bytes: int = MAX_WEIGHTS_BYTES
@@ -66,9 +67,10 @@ class AdapterFetcher(contextlib.AsyncExitStack):
         return self
 
     async def fetch(self, source: Source) -> CachedAdapter:
-        """Return the current content of `source`. This is fast if the content has not changed since the last fetch.
+        """Return the current content of `source`.
 
-        If the source cannot be reached, the content of the last fetch is returned, with a warning.
+        This is fast if the content has not changed since the last fetch. If the source cannot be reached, a warning is
+        logged and the content of the last fetch is returned.
 
         Raises:
             InvalidArgument: the source is wrong, too large or not allowed, or its sha256 differs; a retry cannot
@@ -85,16 +87,18 @@ class AdapterFetcher(contextlib.AsyncExitStack):
         return CachedAdapter(record.digest, self._adapter_cache.folder(record.digest))
 
     def secret_version(self, source: Source) -> int:
-        """Return a number that changes when the content of the source's Secret changes. Raises InvalidArgument if the
-        source is wrong."""
+        """Return a number that changes when the content of the source's Secret changes.
+
+        Raises InvalidArgument if the source is wrong.
+        """
         return self._sources.secret_version(source)
 
     def prune_cache(self, used_digests: set[AdapterDigest]) -> list[AdapterDigest]:
-        """Remove unused adapters from the cache; blocking."""
+        """Remove unused adapters from the cache. This call blocks."""
         return self._adapter_cache.prune(used_digests)
 
     async def _unchanged_record(self, reader: SourceReader, key: str) -> SourceRecord | None:
-        """Return the cached record if the source's content has not changed, else None."""
+        """Return the cached record, or None if the source's content has changed since the last fetch."""
         record = self._adapter_cache.record(key)
         if record is None or reader.is_immutable:
             return record
@@ -157,7 +161,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
 
     @contextlib.asynccontextmanager
     async def _lock_partial(self, key: str) -> AsyncIterator[PartialDownload]:
-        """Lock the partial download; wait if another supervisor with the same cache has the lock."""
+        """Lock the partial download. If another supervisor that shares the cache has the lock, wait for it."""
         with contextlib.ExitStack() as stack:
             is_waiting = False
             while True:
@@ -182,7 +186,7 @@ def _translate_disk_errors() -> Iterator[None]:
 
 
 async def _optional_version(reader: SourceReader, name: str) -> str | None:
-    """Return the version of a file; None if the file does not exist."""
+    """Return the version of a file, or None if the file does not exist."""
     try:
         return await query_version(reader, name)
     except (FileMissing, AccessDenied):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Desired and actual state of one adapter of the catalog on this pod. The adapter manager changes both states."""
+"""The desired state and the actual state of one adapter on this pod. The adapter manager changes both states."""
 
 import asyncio
 import logging
@@ -16,39 +16,40 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class ManagedAdapter:
-    """Desired and actual state of one adapter."""
+    """The desired state and the actual state of one adapter."""
 
     name: AdapterName
     desired: AdapterSpec | None
-    """Entry of the catalog; None while the adapter is being removed."""
+    """The adapter's entry in the catalog. None while the adapter is being removed."""
     exposed: bool
     revision: int = 0
     """Number that increases with each new catalog. After an increase, the source must be checked again."""
     observed_revision: int = -1
-    """Value that `revision` had when the source was last checked."""
+    """The value of `revision` when the source was last checked."""
     latest: CachedAdapter | None = None
-    """Last fetched content of the source in the catalog."""
+    """The content of the catalog's source when it was last fetched."""
     latest_source: Source | None = None
     active: CachedAdapter | None = None
-    """Content that requests with this name use. While a replacement loads, or after its failure, this is the previous
-    content."""
+    """The content that requests with this name use. While a replacement is loading, and after a replacement has failed,
+    this is the previous content."""
     state: AdapterState = AdapterState.FETCHING
     since: str = field(default_factory=utc_now)
     error: str = ""
     failure: QuireError | None = None
     """Error of the last failure."""
     permanent_failure: bool = False
-    """True if the adapter is invalid, so that there is no retry until the catalog changes."""
+    """True if the adapter is invalid. In this case, there is no retry until the catalog changes."""
     failures: int = 0
     access_denied: bool = False
-    """True if the source rejected the credentials in version `secret_version` of the Secret."""
+    """True if the source rejected the credentials of the Secret. `secret_version` is the Secret's version at that
+    time."""
     secret_version: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     fetch_task: "asyncio.Task[CachedAdapter] | None" = None
     fetch_source: Source | None = None
 
     def set_state(self, state: AdapterState, error: str = "") -> None:
-        """Set state and error; `since` changes only if the state changes."""
+        """Set state and error. `since` is only changed if the state changes."""
         if (state, error) != (self.state, self.error):
             level, suffix = (logging.WARNING, f" error={error}") if error else (logging.INFO, "")
             logger.log(level, "adapter name=%s state=%s%s", self.name, state.value, suffix)
@@ -57,14 +58,16 @@ class ManagedAdapter:
         self.state, self.error = state, error
 
     def status(self) -> AdapterStatus:
-        """Return the entry of the status document."""
+        """Return the adapter's entry in the status document."""
         content = self.active or self.latest
         model = self.name if self.exposed else None
         return AdapterStatus(self.name, self.state, self.since, content.digest if content else None, model, self.error)
 
     def describe_error(self, error: QuireError) -> str:
-        """Return an error message for the author of the catalog; it contains the adapter's name in place of its
-        folder."""
+        """Return an error message for the author of the catalog.
+
+        In the message, the adapter's name replaces the path of its folder.
+        """
         folder = self.latest and str(self.latest.folder)
         text = str(error).replace(folder, self.name) if folder else str(error)
         return f"{text} (still serving {self.active.digest})" if self.active and self.active != self.latest else text

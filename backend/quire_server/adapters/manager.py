@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reconciles the adapters of a pod with the catalog: one task per adapter.
+"""Reconciles the adapters of a pod with the catalog. Each adapter has its own task.
 
-Level-triggered: a task compares the actual state (in the process handles) with the desired state and applies the
-difference. The task repeats this after every change of the catalog and every restart of a process. A restart therefore
-needs no separate code, and a broken adapter does not delay other adapters. The manager is independent of protocols.
+The tasks are level-triggered. A task compares the actual state, which is in the process handles, with the desired
+state. Then it applies the difference. The task does this again after every change of the catalog and every restart of a
+process. Therefore, a restart does not need separate code, and a broken adapter does not delay other adapters. The
+manager does not depend on protocols.
 
     Fetching   source -> cache            retried after 30 s, 1 min ... 5 min, or after min(Retry-After, 5 min)
     Loading    core, alias in text, server model
@@ -32,36 +33,38 @@ from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgume
 logger = logging.getLogger(__name__)
 
 _MAX_FETCHES_PER_HOST = 8
-"""Maximum concurrent fetches from one host. A host that hangs blocks each fetch for a minute, and must not delay
-adapters on other hosts."""
+"""Maximum number of concurrent fetches from one host. A host that hangs blocks each of its fetches for a minute. This
+must not delay adapters on other hosts."""
 _MAX_TOTAL_FETCHES = 32
 _MAX_ADAPTER_LOADS = 4
 _MAX_MODEL_LOADS = 6
-"""Maximum concurrent loads of server models. The server starts a process for each load, and more processes only compete
-for the CPU."""
+"""Maximum number of server models that are loaded at the same time. The server starts a process for each load, and more
+processes would only compete for the CPU."""
 _FIRST_RETRY_S = 30.0
 _MAX_RETRY_S = 300.0
 _CONNECTION_RETRY_S = 5.0
 _SECRET_POLL_S = 5.0
-"""Seconds between checks of the Secret after a source has denied access."""
+"""After a source has denied access, its Secret is checked for changes at this interval, in seconds."""
 UNLOAD_DELAY_S = 2.0
-"""Seconds for which an adapter stays loaded after it lost its last name. Requests with its digest can still be on their
-way to the core."""
+"""Number of seconds for which an adapter stays loaded after it lost its last name. In this time, requests with its
+digest can still be on their way to the core."""
 READINESS_GATE_S = 120.0
-"""Maximum seconds for which a restarted pod waits for its adapters before it is ready."""
+"""Maximum number of seconds for which a restarted pod waits for its adapters before it becomes ready."""
 
 
 class StaleCatalog(InvalidArgument):
-    """The catalog has a lower generation than the current catalog, and REPLACES_HEADER does not contain the digest of
-    the current catalog."""
+    """The catalog has a lower generation than the current catalog.
+
+    This is only allowed if REPLACES_HEADER contains the digest of the current catalog.
+    """
 
 
 class _Superseded(Exception):
-    """The catalog changed before the source of an adapter was read, so the attempt starts again."""
+    """The catalog changed before the source of an adapter was read. The attempt must start again."""
 
 
 class AdapterManager:
-    """Manages all adapters of a pod. An AdapterManager must be created in a running event loop."""
+    """Manages all adapters of a pod. It must be created in a running event loop."""
 
     def __init__(self, served_name: str, fetcher: AdapterFetcher, handles: ProcessHandles) -> None:
         self._served_name = served_name
@@ -72,15 +75,16 @@ class AdapterManager:
         self._adapter_by_name: dict[str, ManagedAdapter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._digest_by_name: dict[AdapterName, AdapterDigest] = {}
-        """Digest of the content that requests with a name use; the text process gets a copy."""
+        """Maps each name to the digest of the content that requests with this name use. The text process gets a
+        copy."""
         self._fetch_semaphore = asyncio.Semaphore(_MAX_TOTAL_FETCHES)
         self._host_fetch_semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._adapter_load_semaphore = asyncio.Semaphore(_MAX_ADAPTER_LOADS)
         self._model_load_semaphore = asyncio.Semaphore(_MAX_MODEL_LOADS)
         self.on_change: Callable[[], None] = lambda: None
-        """Function that is called after a change of the catalog, and when an adapter starts or stops serving."""
+        """Function that is called when the catalog has changed, and when an adapter starts or stops serving."""
         self.other_models: Set[str] = frozenset()
-        """Names of the models of --model-repository on the server."""
+        """Names of the models that the server loads from --model-repository."""
         self._gating_names: set[str] = set()
         self._gate_deadline = 0.0
         self._unload_requested = asyncio.Event()
@@ -90,17 +94,18 @@ class AdapterManager:
 
     @property
     def catalog_version(self) -> CatalogVersion:
-        """Version of the current catalog; generation 0 and an empty digest before the first catalog."""
+        """Version of the current catalog. Before the first catalog, the generation is 0 and the digest is empty."""
         return self._catalog_version
 
     @property
     def catalog(self) -> AdapterCatalog:
-        """The current catalog; empty before the first catalog."""
+        """The current catalog. It is empty before the first catalog arrives."""
         return self._catalog or AdapterCatalog()
 
     def check(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Reject an invalid catalog. If the current catalog has the digest `replaces`, it can be replaced by an older
-        one.
+        """Reject an invalid catalog.
+
+        An older catalog is accepted only if `replaces` is the digest of the current catalog.
 
         Raises:
             ConfigError: an adapter has the name of the base model or of another model.
@@ -120,7 +125,7 @@ class AdapterManager:
             )
 
     def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
-        """Set the desired state; the parameters and errors are the same as for `check`."""
+        """Set the desired state. The parameters and errors are the same as for `check`."""
         self.check(catalog, replaces)
         if catalog == self._catalog:
             return
@@ -144,15 +149,17 @@ class AdapterManager:
         self.on_change()
 
     def refresh(self, name: str) -> None:
-        """Read the source of an adapter again. If this fails, the error is reported even if the adapter can serve its
-        previous content."""
+        """Read the source of an adapter again.
+
+        If this fails, the error is reported, even if the adapter can still serve its previous content.
+        """
         adapter = self._adapter_by_name[name]
         adapter.latest_source = None
         adapter.set_state(AdapterState.FETCHING)
         self._set_desired(adapter, adapter.desired, adapter.exposed)
 
     def result(self, name: str) -> tuple[AdapterState, QuireError | None]:
-        """Return the state of an adapter and the error of its failure; raises NotFound if it was removed."""
+        """Return the state of an adapter, and the error if it failed; raises NotFound if the adapter was removed."""
         adapter = self._adapter_by_name.get(name)
         if adapter is None or adapter.desired is None:
             raise NotFound(f"adapter {name!r}: was removed from the catalog")
@@ -165,7 +172,7 @@ class AdapterManager:
         return name in self._adapter_by_name
 
     def resync(self) -> None:
-        """Reconcile every adapter, after a process has started or ended."""
+        """Reconcile every adapter. This is called after a process has started or ended."""
         for adapter in self._adapter_by_name.values():
             adapter.changed.set()
         self._publish_if_empty()
@@ -173,7 +180,7 @@ class AdapterManager:
             self._spawn(self._publish_loading(), "publish loading adapters")
 
     def gate_readiness(self) -> None:
-        """Delay the readiness of the pod until all adapters are settled, for at most READINESS_GATE_S."""
+        """Delay the readiness of the pod until all adapters are settled, but for at most READINESS_GATE_S."""
         self._gating_names = {adapter.name for adapter in self._desired_adapters()}
         self._gate_deadline = asyncio.get_running_loop().time() + READINESS_GATE_S
 
@@ -193,7 +200,8 @@ class AdapterManager:
         return sorted((adapter.status() for adapter in self._desired_adapters()), key=lambda status: status.name)
 
     def served_names(self) -> set[str]:
-        """Return the names that serve requests; an adapter that is being replaced still serves its previous content."""
+        """Return the names that serve requests. They include adapters that serve their previous content during a
+        replacement."""
         core, text = self._handles.core, self._handles.text
         if core is None or text is None:
             return set()
@@ -211,7 +219,7 @@ class AdapterManager:
         return {adapter.name for adapter in self._desired_adapters() if adapter.exposed}
 
     def digests_in_use(self) -> set[AdapterDigest]:
-        """Return the digests of the latest content and of the active content of every adapter."""
+        """Return the digests that adapters use: those of their latest content and those of their active content."""
         return {
             content.digest
             for adapter in self._adapter_by_name.values()
@@ -220,11 +228,11 @@ class AdapterManager:
         }
 
     async def prune_cache(self) -> list[AdapterDigest]:
-        """Remove unused adapters from the cache; returns their digests."""
+        """Remove unused adapters from the cache, and return their digests."""
         return await run_in_daemon_thread(self._fetcher.prune_cache, self.digests_in_use())
 
     async def close(self) -> None:
-        """Stop all tasks; loaded adapters stay loaded."""
+        """Stop all tasks. Adapters that are loaded stay loaded."""
         # Repeated: a cancellation that coincides with the end of a connection was lost in 2 of 25 runs under load.
         while self._tasks:
             for task in self._tasks:
@@ -247,7 +255,7 @@ class AdapterManager:
             await self._wait_for_change(adapter, pause_s)
 
     async def _wait_for_change(self, adapter: ManagedAdapter, timeout_s: float | None) -> None:
-        """Wait for a change, for at most `timeout_s` seconds; None waits without a limit."""
+        """Wait for a change, but for at most `timeout_s` seconds. If it is None, wait without a limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not adapter.changed.is_set() and not self._secret_has_changed(adapter):
@@ -256,14 +264,16 @@ class AdapterManager:
                             await adapter.changed.wait()
 
     def _secret_has_changed(self, adapter: ManagedAdapter) -> bool:
-        """Return whether the Secret changed after its source denied access."""
+        """Return whether the Secret has changed since the source denied access."""
         if not adapter.access_denied or adapter.desired is None:
             return False
         return self._fetcher.secret_version(adapter.desired.source) != adapter.secret_version
 
     async def _reconcile_once(self, adapter: ManagedAdapter) -> float | None:
-        """Change the actual state to the desired state. Return the seconds until the next attempt; None if the next
-        attempt must wait for a change."""
+        """Change the actual state to the desired state.
+
+        Return the number of seconds until the next attempt, or None if there is no attempt before the next change.
+        """
         adapter.access_denied = False
         if adapter.permanent_failure:
             reactivated = await self._reactivate_previous(adapter)
@@ -301,8 +311,10 @@ class AdapterManager:
         return min(max(backoff(adapter.failures - 1, _FIRST_RETRY_S, _MAX_RETRY_S), retry_after_s or 0.0), _MAX_RETRY_S)
 
     async def _reactivate_previous(self, adapter: ManagedAdapter) -> bool:
-        """Serve the previous content after its replacement has failed. Return False if the previous content cannot be
-        served either."""
+        """Serve the previous content again, after its replacement has failed.
+
+        Return False if the previous content cannot be served either.
+        """
         try:
             if adapter.active is not None:
                 await self._activate(adapter, adapter.active)
@@ -360,8 +372,10 @@ class AdapterManager:
             adapter.fetch_task = None
 
     async def _activate(self, adapter: ManagedAdapter, content: CachedAdapter) -> None:
-        """Load the adapter, then publish its name, then load its model. Therefore each published name has a loaded
-        adapter."""
+        """Load the adapter, then publish its name, then load its model.
+
+        In this order, every published name has a loaded adapter.
+        """
         core, text, server = self._handles.require_all()
         slot_pinned = self._is_slot_pinned(content.digest)
         async with self._adapter_load_semaphore:
@@ -387,8 +401,10 @@ class AdapterManager:
         )
 
     async def _remove_once(self, adapter: ManagedAdapter) -> float | None:
-        """Unload the model, then remove the name. Return the seconds until the next attempt; None if the adapter is
-        removed."""
+        """Unload the model, then remove the name.
+
+        Return the number of seconds until the next attempt, or None if the adapter was removed.
+        """
         try:
             if self._handles.server is not None:
                 await self._handles.server.unload_adapter_model(adapter.name)
@@ -415,8 +431,10 @@ class AdapterManager:
             self._spawn(self._publish_names(), "publish empty catalog")
 
     async def _publish_names(self) -> None:
-        """Send the names to the text process, even if the list is empty. Until the text process gets a list, it reports
-        unknown names as not ready."""
+        """Send the names to the text process, even if there are none.
+
+        Before the text process has received names, it reports every unknown name as not ready.
+        """
         if (text := self._handles.text) is not None:
             # A restarted text process receives them again.
             with contextlib.suppress(QuireError):
@@ -424,7 +442,7 @@ class AdapterManager:
         await self._publish_loading()
 
     async def _publish_loading(self) -> None:
-        """Send the names of adapters that are loading to the text process, so that it reports them as not ready."""
+        """Send the text process the names of adapters that are still loading. It reports them as not ready."""
         if (text := self._handles.text) is None:
             return
 
@@ -440,7 +458,7 @@ class AdapterManager:
             await text.set_loading_adapters(loading_names)
 
     async def _unload_unused(self) -> None:
-        """Unload adapters without a name."""
+        """Unload adapters that do not have a name any more."""
         while True:
             await self._unload_requested.wait()
             await asyncio.sleep(UNLOAD_DELAY_S)
@@ -467,13 +485,15 @@ class AdapterManager:
         adapter.changed.set()
 
     def _required_digests(self) -> set[AdapterDigest]:
-        """Return the digests that the core must keep, including digests that the text process can still use."""
+        """Return the digests that the core must keep. They include digests that the text process can still use."""
         text = self._handles.text
         return self.digests_in_use() | (text.published_digests if text is not None else set())
 
     def _on_content_replaced(self, previous: CachedAdapter | None, replacement: CachedAdapter | None) -> None:
-        """Reconcile the other adapter names that use the previous content: without this name, the content can lose its
-        pinning."""
+        """Reconcile the other adapters that use the previous content.
+
+        The content can lose its pinning, because it lost the name of this adapter.
+        """
         if previous in (None, replacement):
             return
         self._unload_requested.set()
@@ -482,7 +502,7 @@ class AdapterManager:
                 adapter.changed.set()
 
     def _is_slot_pinned(self, digest: AdapterDigest) -> bool:
-        """Return whether any pinned adapter name refers to this content."""
+        """Return whether any pinned adapter has this content."""
         holders = [
             adapter
             for adapter in self._desired_adapters()

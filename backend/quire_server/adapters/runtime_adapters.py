@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes the adapter catalog at run time, one adapter at a time. vLLM's routes that load and unload an adapter use
-this module.
+"""Changes the adapter catalog at run time, one adapter at a time.
 
-This module checks the location in a request; the adapter manager loads and unloads. The changes are lost when the
-supervisor ends, because they are not stored in any file. The supervisor's control server calls this module.
+vLLM's routes that load and unload an adapter use this module. It checks the location that a request contains. The
+adapter manager then loads or unloads the adapter. The changes are not stored in a file, so they are lost when the
+supervisor ends. The supervisor's control server calls this module.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from quire_spec.errors import InvalidArgument, NotFound, Unavailable, truncated_
 logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 600.0
-"""Maximum seconds of a load; OpenAI's client has the same default timeout."""
+"""Maximum time of a load in seconds. OpenAI's client has the same default timeout."""
 _POLL_S = 0.02
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
@@ -47,7 +47,7 @@ class RuntimeAdapters:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def load(self, args: Mapping[str, Any]) -> None:
-        """Add the adapter `name` with the content of `location`; return when it serves requests.
+        """Add the adapter `name` with the content of `location`, and wait until it serves requests.
 
         If the adapter cannot be loaded, the catalog does not change.
 
@@ -110,8 +110,10 @@ class RuntimeAdapters:
         self._manager.set_catalog(AdapterCatalog.from_json(changed.to_json()))
 
     def _source(self, location: object) -> Source:
-        """Convert a location to a source. A location is a source in the catalog's form, a folder, a URL, or a hub
-        id."""
+        """Convert a location to a source.
+
+        A location is a folder, a URL, a hub id, or a source in the form that the catalog uses.
+        """
         if isinstance(location, dict):
             source = from_json(Source, location, "lora_path")
             source.validate("lora_path")
@@ -127,8 +129,10 @@ class RuntimeAdapters:
         return Source(path=self._local_folder(location))
 
     def _local_folder(self, path: str) -> str:
-        """Return the real path of a folder below an allowed folder. A relative path is looked up in each allowed
-        folder."""
+        """Return the real path of a folder below an allowed folder.
+
+        If the path is relative, it is looked up in each allowed folder.
+        """
         try:
             for root in self._allowed_paths:
                 folder = (root / path).resolve()

@@ -32,7 +32,7 @@ Run the requests of a file in the format of OpenAI's Batch API, on a server (--u
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a batch; return the exit code."""
+    """Run a batch, and return the exit code."""
     args = _parse_args(argv)
     level = logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run_until_signal(args: argparse.Namespace) -> int:
-    """Run a batch; SIGINT, SIGTERM and SIGHUP end it orderly."""
+    """Run a batch until it is complete, or until SIGINT, SIGTERM or SIGHUP arrives."""
     received: list[int] = []
     task = asyncio.create_task(_run(args))
 
@@ -89,7 +89,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 @contextlib.asynccontextmanager
 async def _open_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[Endpoint, RunnerSettings]]:
-    """Yield the endpoint that the command line selects, and the settings of the runner."""
+    """Yield the endpoint that the command line selects, and settings for the runner."""
     if args.url is None:
         # Needs packages that a client of a server does not.
         from quire_server.batch.local import open_local_endpoint
@@ -109,7 +109,10 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="file with one request on each line")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to which results are appended")
     parser.add_argument(
-        "--error-file", type=Path, metavar="FILE", help="file of failed lines (default: OUTPUT.errors.jsonl)"
+        "--error-file",
+        type=Path,
+        metavar="FILE",
+        help="file to which errors are appended (default: OUTPUT.errors.jsonl)",
     )
     parser.add_argument("--max-inflight", type=int, metavar="N", help="maximum number of open requests")
     parser.add_argument(
@@ -117,7 +120,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=600.0,
         metavar="S",
-        help="seconds without a successful request after which the run ends (default: %(default)s)",
+        help="end the run if no request succeeds for this many seconds (default: %(default)s)",
     )
     parser.add_argument(
         "--verbose", action="store_true", help="also log each repeated request, and show the engine's log"
@@ -125,17 +128,21 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     server = parser.add_argument_group("on a server")
     server.add_argument("--url", help="base URL of a server with the OpenAI API")
     server.add_argument(
-        "--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable with the API key"
+        "--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable that contains the API key"
     )
-    server.add_argument("--priority", type=int, metavar="N", help="priority of requests that set no priority")
+    server.add_argument("--priority", type=int, metavar="N", help="priority of requests that do not set one")
     server.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="time limit of one request")
     local = parser.add_argument_group("on this machine")
     local.add_argument("--engine", type=Path, metavar="FILE", help="path of engine.json")
     local.add_argument("--adapters", type=Path, metavar="FILE", help="path of adapters.json, the adapter catalog")
     local.add_argument("--served-name", metavar="NAME", help="model name of the base model")
-    local.add_argument("--run-dir", type=Path, metavar="DIR", help="folder for sockets, used only by this batch")
-    local.add_argument("--cache-dir", type=Path, metavar="DIR", help="folder of adapters, kept for later runs")
-    local.add_argument("--secrets-dir", type=Path, metavar="DIR", help="folder of Secrets, as DIR/<secret>/<key>")
+    local.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="folder for the sockets of this batch; it must not be shared"
+    )
+    local.add_argument("--cache-dir", type=Path, metavar="DIR", help="folder in which adapters are kept for later runs")
+    local.add_argument(
+        "--secrets-dir", type=Path, metavar="DIR", help="folder that contains Secrets as files DIR/<secret>/<key>"
+    )
     local.add_argument("--pvc", dest="pvcs", action="append", default=[], metavar="CLAIM=DIR")
     args = parser.parse_args(argv)
     local_values = (args.engine, args.adapters, args.served_name, args.run_dir, args.cache_dir)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP client with which a batch sends requests to any server with the OpenAI API."""
+"""HTTP client of a batch. It sends the requests to any server that has the OpenAI API."""
 
 from types import TracebackType
 from typing import Any, Self
@@ -14,14 +14,14 @@ MAX_RESPONSE_BYTES = 64 * 2**20
 _CONNECT_TIMEOUT_S = 10.0
 _CHUNK_BYTES = 2**16
 _GATEWAY_STATUSES = (502, 503, 504)
-"""Statuses with which a server or gateway reports that it cannot serve requests now; the request is not the cause."""
+"""Statuses that a server or gateway returns if it cannot serve requests at the moment. The request is not the cause."""
 
 
 class HttpEndpoint:
     """Connections to one server."""
 
     def __init__(self, url: str, api_key: str, max_inflight: int, timeout_s: float) -> None:
-        """`url` is the root of the server, with or without /v1; an empty `api_key` is not sent.
+        """`url` is the root of the server, with or without /v1. If `api_key` is empty, no key is sent.
 
         Raises:
             ConfigError: the URL is wrong.
@@ -30,7 +30,9 @@ class HttpEndpoint:
         if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
             raise ConfigError(f"--url {url!r}: is not the URL of a server; give one such as http://localhost:8004")
         if parts.username is not None:
-            raise ConfigError("--url: contains a user name or password; give a key in the environment instead")
+            raise ConfigError(
+                "--url: contains a user name or password; set the variable of --api-key-env to a key instead"
+            )
         self._root = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp.ClientSession(
@@ -49,7 +51,7 @@ class HttpEndpoint:
         await self._session.close()
 
     async def post(self, url: str, body: dict[str, Any]) -> Reply:
-        """Send one request. A failure is returned as a Reply and not raised."""
+        """Send one request. A failure does not raise an error. It is returned as a Reply."""
         try:
             # A redirect would send the key to another server.
             async with self._session.post(self._root + url, json=body, allow_redirects=False) as response:

@@ -136,7 +136,10 @@ async def test_failed_cache_prune_is_logged_and_retried(caplog):
         ("--vllm-repository=m --engine=e", "--vllm-repository cannot be combined with --engine or --adapters"),
         ("--engine=e --adapters=a --device=cpu", "--device requires --vllm-repository; otherwise set device in"),
         ("--engine=e --adapters=a --http-port=http", "must be a port from 1 to 65535, got 'http'"),
-        ("--engine=e --adapters=a --expose=https", "'https' is not a protocol; give http, grpc, http,grpc or none"),
+        (
+            "--engine=e --adapters=a --expose=https",
+            "'https' is not a protocol; give 'http', 'grpc', 'http,grpc' or 'none'",
+        ),
         ("--engine=e --adapters=a --expose=none", "--expose none requires --openai-port"),
     ],
 )
