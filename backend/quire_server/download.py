@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of download Jobs, `python -m quire_server.download`. The Jobs that the operator renders contain this
-module name."""
+"""Command line of download Jobs: `python -m quire_server.download`.
+
+The Jobs that the operator renders start this module by this name.
+"""
 
 import sys
 

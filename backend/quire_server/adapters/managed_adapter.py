@@ -30,8 +30,8 @@ class ManagedAdapter:
     """The content of the catalog's source when it was last fetched."""
     latest_source: Source | None = None
     active: CachedAdapter | None = None
-    """The content that requests with this name use. While a replacement is loading, and after a replacement has failed,
-    this is the previous content."""
+    """The content that is used for requests with this name. While a replacement is loading, and after a replacement has
+    failed, this is the previous content."""
     state: AdapterState = AdapterState.FETCHING
     since: str = field(default_factory=utc_now)
     error: str = ""

@@ -75,8 +75,8 @@ class AdapterManager:
         self._adapter_by_name: dict[str, ManagedAdapter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._digest_by_name: dict[AdapterName, AdapterDigest] = {}
-        """Maps each name to the digest of the content that requests with this name use. The text process gets a
-        copy."""
+        """Maps each name to a content digest. The content is used for requests with this name. The text process gets a
+        copy of the mapping."""
         self._fetch_semaphore = asyncio.Semaphore(_MAX_TOTAL_FETCHES)
         self._host_fetch_semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._adapter_load_semaphore = asyncio.Semaphore(_MAX_ADAPTER_LOADS)

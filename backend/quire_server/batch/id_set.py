@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A set of many ids in little memory: 64-bit hashes in an open-addressing table.
+"""A set that stores many ids in little memory.
 
-A million ids need 12 to 24 MB; in a set of strings they need 120 MB. With n million ids, two different ids have the
-same hash with a probability of 3e-8 * n**2. The second id is then reported as a duplicate; it is never lost silently.
+It stores their 64-bit hashes in an open-addressing table. A million ids need 12 to 24 MB. In a set of strings, they
+would need 120 MB. Among n million ids, two different ids have the same hash with a probability of 3e-8 * n**2. The
+second of them is then reported as a duplicate. It is never lost silently.
 """
 
 from array import array
@@ -38,7 +39,8 @@ class IdSet:
         return True
 
     def _find(self, value: int) -> int:
-        """Return the slot that contains `value`; if no slot contains it, return the empty slot in which to store it."""
+        """Return the slot that contains `value`. If no slot contains it, return the empty slot in which it must be
+        stored."""
         slots, mask = self._slots, len(self._slots) - 1
         slot = value & mask
         while slots[slot] and slots[slot] != value:

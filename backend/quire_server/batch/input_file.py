@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The input file of a batch: reads windows of lines, rejects invalid and repeated lines, and sorts each window.
+"""Reads the input file of a batch, one window of lines at a time.
 
-A window has a maximum number of lines and bytes, so memory does not grow with the file. The methods block, so the
-runner calls them in a thread.
+Invalid and repeated lines are rejected, and each window is sorted. The number of lines and bytes in a window is
+limited. As a result, memory does not grow with the file. The methods block, so the runner calls them in a thread.
 """
 
 import os
@@ -17,7 +17,8 @@ from quire_server.batch.request_line import BadLine, RequestLine, bad_line, pars
 from quire_spec.errors import ConfigError
 
 MAX_LINE_BYTES = 16 * 2**20
-"""Maximum bytes of a line, twice the largest body that the OpenAI front accepts by default."""
+"""Maximum size of a line in bytes. This is twice the size of the largest body that the OpenAI front accepts by
+default."""
 WINDOW_LINES = 4096
 """Number of lines that are sorted together. With ten adapters, a window contains several hundred lines for each
 adapter."""
@@ -31,7 +32,7 @@ class Window:
     """Lines of the input file that are sorted and sent together."""
 
     requests: list[RequestLine] = field(default_factory=list)
-    """Requests, sorted by model and then by the start of the prompt."""
+    """The requests of the window. They are sorted by model, and then by the start of the prompt."""
     bad_lines: list[BadLine] = field(default_factory=list)
     is_last: bool = False
 
@@ -40,8 +41,9 @@ class InputFile:
     """An open input file."""
 
     def __init__(self, path: Path, is_done: Callable[[str], bool]) -> None:
-        """`is_done(id)` returns whether a line has a result. The id of a request is its custom_id; for other lines see
-        BadLine.id.
+        """`is_done(id)` must return whether the line with this id has a result.
+
+        The id of a request is its custom_id. The id of any other line is `BadLine.id`.
 
         Raises:
             ConfigError: the file cannot be read.
@@ -66,7 +68,7 @@ class InputFile:
         self._file.close()
 
     def count_lines(self) -> int:
-        """Return the number of lines, for the progress bar."""
+        """Return the number of lines. The progress bar needs it."""
         count, last = 0, b"\n"
         while chunk := self._file.read(_CHUNK_BYTES):
             count += chunk.count(b"\n")
@@ -75,7 +77,7 @@ class InputFile:
         return count + (last != b"\n")
 
     def next_window(self) -> Window:
-        """Read the next lines that have no result yet.
+        """Read the next lines that do not have a result yet.
 
         Raises:
             ConfigError: the file cannot be read.
@@ -96,8 +98,10 @@ class InputFile:
         return window
 
     def _read_line(self) -> tuple[bytes, int]:
-        """Return a line and its length. If the line is too long, only its start is returned. At the end of the file the
-        length is 0."""
+        """Return a line and its length.
+
+        If the line is too long, only its start is returned. At the end of the file, the length is 0.
+        """
         self._number += 1
         line = self._file.readline(MAX_LINE_BYTES + 1)
         length = len(line)

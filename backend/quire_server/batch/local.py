@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembles a batch on this machine: run folder, adapters, engine, connection to the text process."""
+"""Prepares a batch on this machine.
+
+It locks the run folder, fetches the adapters, starts the engine and connects to the text process.
+"""
 
 import argparse
 import asyncio
@@ -24,8 +27,9 @@ from quire_spec.engine.config import EngineConfig
 
 @contextlib.asynccontextmanager
 async def open_local_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[LocalEndpoint, int]]:
-    """Start the engine that the command line describes. Yield its endpoint, and the number of open requests that keeps
-    the engine fully utilized.
+    """Start the engine that the command line describes.
+
+    Yield its endpoint, and the number of requests that must be open to keep the engine fully utilized.
 
     Raises:
         ConfigError: a document, a folder or an adapter is invalid.
@@ -52,7 +56,7 @@ async def open_local_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[L
 
 @contextlib.asynccontextmanager
 async def _running(*coroutines: Awaitable[Any]) -> AsyncIterator[None]:
-    """Run the coroutines in the background; an error of a coroutine ends the context."""
+    """Run the coroutines in the background. If one of them raises an error, the context ends with this error."""
 
     async def run(coroutine: Awaitable[Any]) -> None:
         await coroutine
@@ -70,7 +74,10 @@ async def _running(*coroutines: Awaitable[Any]) -> AsyncIterator[None]:
 
 
 def _drop(name: str, line: str) -> None:
-    """Ignore a line of a process's output. If a process does not start, the error contains its last lines."""
+    """Ignore a line that a process printed.
+
+    If a process does not start, the error still contains its last lines.
+    """
 
 
 def _parse_pvc(text: str) -> tuple[str, Path]:

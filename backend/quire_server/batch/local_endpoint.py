@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to an engine on this machine, through the routes of the OpenAI front but without HTTP.
+"""Sends requests to an engine on this machine, through the routes of the OpenAI front but without HTTP.
 
-The process of the batch calls the ASGI application of the OpenAI front directly. A batch therefore uses the same routes
-and the same code as a server, and a new route of the front works in a batch without a change.
+The process of the batch calls the ASGI application of the OpenAI front directly. Therefore, a batch uses the same
+routes and the same code as a server. A new route of the front also works in a batch.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class LocalEndpoint:
         self._application = Application(FrontSettings(run_dir, served_name, "127.0.0.1", 0), client)
 
     async def post(self, url: str, body: dict[str, Any]) -> Reply:
-        """Run one request. A failure is returned as a Reply and not raised."""
+        """Run one request. A failure does not raise an error. It is returned as a Reply."""
         await self._engine.wait_ready()
         exchange = _Exchange(json.dumps(body).encode())
         scope = {"type": "http", "method": "POST", "path": url, "headers": _HEADERS}
@@ -49,7 +49,7 @@ class _Exchange:
         self.chunks: list[bytes] = []
 
     async def receive(self) -> MutableMapping[str, Any]:
-        """Return the body at the first call; later calls wait, because this client never disconnects."""
+        """Return the body on the first call. Later calls wait forever, because this client never disconnects."""
         if self._body is None:
             await asyncio.Event().wait()
         body, self._body = self._body, None

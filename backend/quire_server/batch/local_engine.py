@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text process and the core process of a batch: starts both, loads the adapters, and restarts a process that ended.
+"""Runs the text process and the core process of a batch.
 
-A pod runs the same processes, together with the server. Adapters do not change during a batch, so they are fetched
-once, before the processes start.
+It starts both processes, loads the adapters, and restarts a process that has ended. A pod runs the same processes, and
+also the server. Adapters do not change during a batch. Therefore, they are fetched once, before the processes start.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class LocalEngine:
         cached_adapter_by_name: Mapping[AdapterName, CachedAdapter],
         relay: Callable[[str, str], None],
     ) -> None:
-        """`engine` is the path of engine.json; `relay(name, line)` is called with each line of output of a process."""
+        """`engine` is the path of engine.json. `relay(name, line)` is called for each line that a process prints."""
         self._engine = engine
         self._served_name = served_name
         self._run_dir = run_dir
@@ -54,7 +54,7 @@ class LocalEngine:
         }
 
     async def run(self) -> None:
-        """Keep both processes running until cancellation.
+        """Keep both processes running until this call is cancelled.
 
         Raises:
             StartupFailed: a process did not start.
@@ -73,7 +73,7 @@ class LocalEngine:
                     await process.child.stop(_STOP_TIMEOUT_S)
 
     async def wait_ready(self) -> None:
-        """Wait until requests for the model and all adapters can run."""
+        """Wait until the engine can run requests for the model and for all adapters."""
         await self._ready.wait()
 
     async def _raise_rejected(self) -> None:
@@ -134,7 +134,7 @@ class LocalEngine:
 async def fetch_adapters(
     catalog: AdapterCatalog, served_name: str, fetcher: AdapterFetcher
 ) -> dict[AdapterName, CachedAdapter]:
-    """Return the content of each adapter by name.
+    """Fetch all adapters, and return the content of each by its name.
 
     Raises:
         ConfigError: adapters cannot be fetched; the message lists all of these adapters.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The progress bar: lines done, failed lines, output tokens per second."""
+"""The progress bar. It shows the number of finished lines, the number of failed lines, and the output tokens per
+second."""
 
 import sys
 import time
@@ -10,8 +11,8 @@ from quire_server.batch.reply import Reply
 from quire_server.batch.result_store import ResultStore
 
 _LOG_INTERVAL_S = 30.0
-"""Seconds between updates if standard error is not a terminal but, for example, the log of a Job. Each update is then a
-new line."""
+"""Seconds between updates if standard error is not a terminal. For example, it can be the log of a Job. Each update is
+then a new line."""
 
 
 class Progress:
@@ -31,7 +32,7 @@ class Progress:
         )
 
     def advance(self, num_lines: int, reply: Reply | None = None) -> None:
-        """Count lines that now have a result; `reply` is None if they are not requests."""
+        """Count lines that now have a result. `reply` is None if the lines are not requests."""
         if reply is not None:
             document = reply.json_body()
             usage = document.get("usage") if isinstance(document, dict) else None

@@ -19,36 +19,36 @@ class Reply:
     """A response, or the reason why there is no response."""
 
     status: int
-    """HTTP status; 0 without a response."""
+    """HTTP status. It is 0 if there is no response."""
     body: bytes = b""
     request_id: str = ""
     retry_after_s: float | None = None
     should_retry: bool | None = None
-    """Header x-should-retry of the response; None if the response lacks it."""
+    """Value of the response's header x-should-retry. None if the response does not have this header."""
     problem: str = ""
     """Reason why there is no response."""
     was_received: bool = True
-    """False if the request did not reach the server, so that the request cannot be the cause of the failure."""
+    """False if the request did not reach the server. In this case, the request cannot be the cause of the failure."""
 
     @property
     def is_retryable(self) -> bool:
-        """True if another attempt can succeed, according to the rule of OpenAI's clients."""
+        """True if another attempt can succeed. OpenAI's clients use the same rule."""
         if self.should_retry is not None:
             return self.should_retry
         return self.status in _RETRYABLE or self.status >= 500
 
     @property
     def is_overload(self) -> bool:
-        """True if the server rejected the request because of load. The request itself is not the cause."""
+        """True if the server rejected the request because it is overloaded. The request itself is not the cause."""
         return self.status == 429
 
     def delay_s(self, num_attempts: int) -> float:
-        """Return the seconds before the next attempt, after `num_attempts` attempts."""
+        """Return how many seconds to wait before the next attempt. `num_attempts` is the number of attempts so far."""
         delay_s = backoff(num_attempts - 1, _FIRST_DELAY_S, _MAX_DELAY_S)
         return delay_s if self.retry_after_s is None else max(delay_s, min(self.retry_after_s, _MAX_RETRY_AFTER_S))
 
     def json_body(self) -> Any:
-        """Return the JSON document in the body; None if the body is not JSON."""
+        """Return the JSON document in the body, or None if the body is not JSON."""
         try:
             return json.loads(self.body) if self.body else None
         except (ValueError, RecursionError):
@@ -73,8 +73,10 @@ class Reply:
 
 
 class Endpoint(Protocol):
-    """Protocol of an endpoint for requests of the OpenAI API: a server, or an engine on this machine."""
+    """Protocol of an endpoint that accepts requests of the OpenAI API: a server, or an engine on this machine."""
 
     async def post(self, url: str, body: dict[str, Any]) -> Reply:
-        """Send one request; `url` is a path such as /v1/completions. A failure is returned as a Reply and not
-        raised."""
+        """Send one request.
+
+        `url` is a path such as /v1/completions. A failure does not raise an error. It is returned as a Reply.
+        """

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line of an input file: a request, or the error of an invalid line. This module is pure, and independent of files
-and servers.
+"""Parses one line of an input file.
+
+The result is a request, or the error of an invalid line. The module is pure: it does not depend on files or servers.
 
 A line has the format of OpenAI's Batch API: {"custom_id", "method": "POST", "url", "body"}.
 """
@@ -11,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-"""Routes that a request can name. If a server lacks a route, it responds to these requests with 404."""
+"""Routes that a request can use. If a server does not have the route of a request, it responds with 404."""
 MAX_CUSTOM_ID_CHARS = 512
 _MAX_SORT_CHARS = 2048
 _MAX_MESSAGE_CHARS = 200
@@ -27,8 +28,8 @@ class RequestLine:
     url: str
     body: dict[str, Any]
     sort_key: tuple[str, str]
-    """Model and start of the prompt. Requests for the same model share an adapter slot, and prompts with the same start
-    share KV blocks."""
+    """The model and the start of the prompt. Lines are sorted by it, because requests for the same model share an
+    adapter slot, and prompts with the same start share KV blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,10 @@ class BadLine:
     """A line that is not a request."""
 
     id: str
-    """Id made of the line's number and digest, so that a corrected line has another id."""
+    """An id that consists of the line's number and digest. If the line is corrected, it gets another id."""
     custom_id: str | None
     code: str
-    """Error code, with a name from the error files of OpenAI's Batch API."""
+    """Error code. The codes have the same names as in the error files of OpenAI's Batch API."""
     message: str
 
 
@@ -71,7 +72,7 @@ def bad_line(number: int, line: bytes, custom_id: str | None, code: str, message
 
 
 def _check(document: dict[str, Any]) -> tuple[str, str] | None:
-    """Return the message and the code of a line's error; None if the line is valid."""
+    """Return the message and the code for an invalid line, or None if the line is valid."""
     if (method := document.get("method")) != "POST":
         return f"method must be POST, got {_shorten(method)}", "invalid_method"
     if (url := document.get("url")) not in URLS:

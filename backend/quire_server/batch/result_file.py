@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of records, one JSON object on each line, that stays valid if the process ends at any time.
+"""A file of records. It stays valid even if the process ends at any time.
 
-Each record is appended with a single write. If the process ends during a write, the file ends with an incomplete line,
-which the next start removes. If the disk is full, the incomplete line is removed at once. The file therefore contains
-only complete records. A separate journal of finished lines is not needed.
+Each line contains one record, which is a JSON object. Each record is appended with a single write. If the process ends
+during a write, the last line of the file is incomplete, and the next start removes it. If the disk is full, the
+incomplete line is removed at once. Therefore, the file contains only complete records, and a separate journal of
+finished lines is not needed.
 """
 
 import contextlib
@@ -18,17 +19,19 @@ from typing import Any
 from quire_spec.errors import ConfigError, Unavailable
 
 ID_PREFIX = "batch_"
-"""Prefix of the ids of all records. Files with other records are never changed."""
+"""The id of every record starts with this prefix. If a file contains other records, it is never changed."""
 _HEAD = b'{"id": "' + ID_PREFIX.encode()
 
 
 class StorageFailed(Unavailable):
-    """A record could not be written. The file is still valid; if the same command runs again, it continues after the
-    last record."""
+    """A record could not be written.
+
+    The file is still valid. If the same command is run again, it continues after the last record.
+    """
 
 
 class ResultFile:
-    """An open file of records, locked against other runs."""
+    """An open file of records. It is locked, so that other runs cannot write to it."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file.
@@ -47,7 +50,9 @@ class ResultFile:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._fd)
-            raise ConfigError(f"{path}: another run writes to it; wait for its end, or give another file") from error
+            raise ConfigError(
+                f"{path}: another run is writing to it; wait until that run ends, or give another file"
+            ) from error
         except BaseException:
             os.close(self._fd)
             raise
@@ -55,7 +60,7 @@ class ResultFile:
         self._unsynced = True
 
     def recover(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of earlier runs, then remove the file's last record if it is incomplete.
+        """Yield the records of earlier runs. Then, if the last record of the file is incomplete, remove it.
 
         Raises:
             ConfigError: the file contains something other than records; it is not changed.
@@ -73,7 +78,7 @@ class ResultFile:
             os.ftruncate(self._fd, self._size)
 
     def append(self, record: bytes) -> None:
-        """Append a record, which ends with a newline.
+        """Append a record. The record must end with a newline.
 
         Raises:
             StorageFailed: the disk is full or broken. The file contains no part of the record.
@@ -90,7 +95,7 @@ class ResultFile:
         self._size += len(record)
 
     def sync(self) -> None:
-        """Wait until all records are on the disk; blocking.
+        """Wait until all records are on the disk. This call blocks.
 
         Raises:
             StorageFailed: the disk is full or broken.
@@ -122,8 +127,10 @@ class ResultFile:
         raise ConfigError(f"{self.path}: line {number} is not a result of quire batch; give another file, or remove it")
 
     def _check_part(self, line: bytes) -> None:
-        """Check that an incomplete line is the start of a record. After a power failure it can consist of zero
-        bytes."""
+        """Check that an incomplete line is the start of a record.
+
+        After a power failure, the line can consist of bytes with the value 0.
+        """
         text = line.rstrip(b"\0")
         if not (text.startswith(_HEAD) or _HEAD.startswith(text)):
             raise ConfigError(f"{self.path}: does not contain results of quire batch; give another file, or remove it")

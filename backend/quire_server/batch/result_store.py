@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of a batch: a file of responses, a file of errors, and the ids of the lines that have a record.
+"""Stores the results of a batch.
 
-Each line of the input gets exactly one record in one of the files. Records have the format of OpenAI's Batch API.
+There is a file of responses and a file of errors. Each line of the input gets exactly one record in one of these files.
+The records have the format of OpenAI's Batch API. The ids of the lines that have a record are also kept in memory.
 """
 
 import json
@@ -55,7 +56,7 @@ class ResultStore:
         self.close()
 
     def is_done(self, line_id: str) -> bool:
-        """Return whether the line with this id has a record; the id of a request is its custom_id."""
+        """Return whether the line with this id has a record. The id of a request is its custom_id."""
         return line_id in self._done_ids
 
     def add_reply(self, custom_id: str, reply: Reply) -> None:
@@ -79,7 +80,7 @@ class ResultStore:
         self._append(record, line.id, False)
 
     def sync(self) -> None:
-        """Wait until all records are on the disk; blocking; raises StorageFailed."""
+        """Wait until all records are on the disk. This call blocks. Raises StorageFailed."""
         self._output.sync()
         self._errors.sync()
 
@@ -100,7 +101,9 @@ class ResultStore:
                 is_request = str(record["id"]).startswith(_REQUEST_PREFIX)
                 line_id = str(record.get("custom_id") if is_request else record["id"])
                 if not self._done_ids.add(line_id):
-                    raise ConfigError(f"{file.path}: has a second record of {line_id[:100]!r}; give other files")
+                    raise ConfigError(
+                        f"{file.path}: contains a duplicate record of {line_id[:100]!r}; give other files"
+                    )
                 self.num_done += 1
                 self.num_failed += file is self._errors
 

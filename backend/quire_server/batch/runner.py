@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the requests of an input file: keeps a number of requests open, repeats failed ones, and stores each reply.
+"""Runs the requests of an input file.
 
-The runner is independent of the kind of endpoint (`Endpoint`) and of the format of the files. If the run ends at any
-point, only the open requests are lost.
+The runner keeps a number of requests open, sends failed requests again, and stores each reply. It does not depend on
+the kind of endpoint (`Endpoint`) or on the format of the files. If the run ends at any point, only the open requests
+are lost.
 """
 
 import asyncio
@@ -20,11 +21,11 @@ from quire_server.batch.result_store import ResultStore
 from quire_spec.errors import Unavailable
 
 MAX_LOST = 4
-"""Maximum number of lost attempts: attempts that the server received but did not complete. After them, the request
-itself is considered the cause and fails."""
+"""Maximum number of lost attempts. An attempt is lost if the server received it but did not complete it. After this
+number of lost attempts, the request itself is considered the cause, and it fails."""
 _MAX_LOST_TOGETHER = 2
-"""After this number of lost attempts, a request waits until no other such request runs, so that it cannot make them
-fail."""
+"""After this number of lost attempts, a request is only sent while no other such request is running. Otherwise, one of
+them could make the others fail."""
 SYNC_INTERVAL_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -37,9 +38,10 @@ class RunnerSettings:
     max_inflight: int
     """Maximum number of requests that are open at the same time."""
     priority: int = 0
-    """Priority of requests without a priority; a higher number runs later. 0 sends no priority."""
+    """Priority for requests that do not have one. A request with a higher number runs later. If it is 0, no priority is
+    sent."""
     retry_s: float = 600.0
-    """Seconds without a successful request after which the run ends with an error."""
+    """If no request succeeds for this many seconds, the run ends with an error."""
 
 
 class BatchRunner:
@@ -66,7 +68,7 @@ class BatchRunner:
         self._last_success_time = -1.0
 
     async def run(self) -> None:
-        """Run all requests that have no result.
+        """Run all requests that do not have a result yet.
 
         Raises:
             StorageFailed: a result could not be written.

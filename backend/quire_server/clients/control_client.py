@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RPC client of the supervisor on text.sock and core.sock. Each call has a timeout; the client is independent of the
-methods.
+"""RPC client of the supervisor. It connects to text.sock or core.sock.
 
-A `ControlClient` is one connection and never reconnects. When the connection ends, every pending call raises
-ConnectionLost. `closed` then notifies supervisor/process_manager.py that the process is dead or broken.
+Each call has a timeout. The client does not depend on the methods that it calls. A `ControlClient` is one connection
+and never reconnects. When the connection ends, every pending call raises ConnectionLost. `closed` then notifies
+supervisor/process_manager.py that the process is dead or broken.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _READ_BYTES = 2**16
 
 
 class ConnectionLost(Unavailable):
-    """The connection to the process has ended; the caller must repeat the call with the restarted process."""
+    """The connection to the process has ended. The caller must repeat the call when the process has been restarted."""
 
 
 class ControlClient:
@@ -53,7 +53,7 @@ class ControlClient:
             QuireError: the error that the process returned, with its code.
         """
         if self.closed.is_set():
-            raise ConnectionLost(f"{self.name}: connection closed before the call of {method!r}")
+            raise ConnectionLost(f"{self.name}: the connection was closed before {method!r} was called")
         call_id = next(self._call_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending_calls[call_id] = future
@@ -65,7 +65,7 @@ class ControlClient:
         except TimeoutError as error:
             raise Unavailable(f"{self.name}: no response to {method!r} within {timeout_s:g} s") from error
         except OSError as error:
-            raise ConnectionLost(f"{self.name}: connection closed during the call of {method!r}") from error
+            raise ConnectionLost(f"{self.name}: the connection was closed during the call of {method!r}") from error
         finally:
             self._pending_calls.pop(call_id, None)
 

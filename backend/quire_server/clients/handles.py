@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles of the running processes: their operations, and the adapters and models loaded in each.
+"""Handles of the running processes.
 
-A handle exists as long as its process. When the process ends, its handle is dropped with all state, and the adapter
-manager loads the adapters into the new process. supervisor/process_manager.py creates and removes handles.
+A handle calls the operations of its process, and records which adapters or models are loaded in it. It exists as long
+as its process. When the process ends, the handle is dropped with all its state, and the adapter manager loads the
+adapters into the new process. supervisor/process_manager.py creates and removes handles.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 30.0
 _LOAD_TIMEOUT_S = 300.0
-"""Timeout of a load in seconds, enough for an adapter of 4 GiB on a slow disk."""
+"""Timeout of a load in seconds. It is long enough for an adapter of 4 GiB on a slow disk."""
 _METRICS_TIMEOUT_S = 5.0
 
 
@@ -37,9 +38,9 @@ class CoreHandle:
     def __init__(self, control: ControlClient, status: Mapping[str, Any]) -> None:
         self.control = control
         self.slot_pinned_by_digest: dict[AdapterDigest, bool] = {}
-        """Maps the digest of each loaded adapter to whether the adapter is pinned."""
+        """Maps the digest of each loaded adapter to True if the adapter is pinned, and to False otherwise."""
         self._timed_out_loads: set[AdapterDigest] = set()
-        """Digests of adapters whose load timed out; the core can still complete such a load."""
+        """Digests of adapters whose load timed out. The core can still complete such a load."""
         self.started_at = str(status.get("started_at"))
         self.memory = _parse_memory(status.get("memory"))
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -69,8 +70,10 @@ class CoreHandle:
         return self.slot_pinned_by_digest.keys() | self._timed_out_loads
 
     async def unload_adapter(self, digest: AdapterDigest, required_digests: Callable[[], set[AdapterDigest]]) -> None:
-        """Unload an adapter from the core. Do nothing if the adapter is required again by the time the lock is
-        acquired."""
+        """Unload an adapter from the core.
+
+        If the adapter is required again when the lock has been acquired, do nothing.
+        """
         async with self._locks[digest]:
             if digest in required_digests() or digest not in self.possibly_loaded():
                 return
@@ -92,16 +95,18 @@ class TextHandle:
         self.tool_call_parser: str | None = status.get("tool_call_parser")
         self.reasoning_parser: str | None = status.get("reasoning_parser")
         self.digest_by_name: dict[AdapterName, AdapterDigest] = {}
-        """Digest of each name, as last sent to the text process."""
+        """Maps each name to its digest, as they were last sent to the text process."""
         self.limits_by_name: dict[AdapterName, AdapterLimits] = {}
-        """Limits by adapter name, as last sent to the text process; without adapters that have no limits."""
+        """Maps adapter names to limits, as they were last sent to the text process. Adapters without limits are not
+        included."""
         self.chat_template_by_name: dict[AdapterName, str] = {}
-        """File of the chat template by adapter name, as last sent; without adapters that have no chat template."""
+        """Maps adapter names to chat template files, as they were last sent. Adapters without a template are not
+        included."""
         self.published_digests: set[AdapterDigest] = set()
-        """Digests in the mapping that was sent last or is being sent."""
+        """The digests in the mapping that was sent last. While a mapping is being sent, its digests are included."""
         self._was_published = False
         self._loading: Set[str] | None = None
-        """Names that `set_loading_adapters` sent last."""
+        """The names that were last sent by `set_loading_adapters`."""
         self._lock = asyncio.Lock()
 
     async def set_adapters(
@@ -110,7 +115,8 @@ class TextHandle:
         limits_by_name: Mapping[AdapterName, AdapterLimits],
         chat_template_by_name: Mapping[AdapterName, str],
     ) -> None:
-        """Send the adapters if they changed. Adapters that become ready at the same time are sent in one call."""
+        """Send the adapters if they have changed. If several become ready at the same time, they are sent in one
+        call."""
         async with self._lock:
             new = dict(digest_by_name), dict(limits_by_name), dict(chat_template_by_name)
             if not self._was_published or new != (self.digest_by_name, self.limits_by_name, self.chat_template_by_name):
@@ -128,9 +134,10 @@ class TextHandle:
                 self.published_digests = set(new_digests.values())
 
     async def set_loading_adapters(self, loading_names: Callable[[], Set[str]]) -> None:
-        """Send the names of adapters that are loading and have no alias yet, unless the last call sent the same names.
+        """Send the names of adapters that are loading and do not have an alias yet.
 
-        A name that got an alias can stay in the list, because the alias takes precedence.
+        If the last call sent the same names, nothing is sent. If a name gets an alias, it can stay in the list, because
+        the alias takes precedence.
         """
         async with self._lock:
             names = loading_names()
@@ -144,13 +151,15 @@ class TextHandle:
         return bool(status.get("core"))
 
     async def metrics(self, page_format: str = "") -> str:
-        """Return the process's metrics in Prometheus's text format. With the page format "vllm_backend", the metrics
-        have vllm_backend's names."""
+        """Return the metrics of the process in Prometheus's text format.
+
+        If the page format is "vllm_backend", the metrics have the names that vllm_backend uses.
+        """
         args = {"format": page_format}
         return str((await self.control.call("metrics", args, timeout_s=_METRICS_TIMEOUT_S))["text"])
 
     async def drain(self, timeout_s: float) -> None:
-        """Reject new requests, and wait for the end of open requests; raises Unavailable after `timeout_s`."""
+        """Reject new requests, and wait until all open requests have ended; raises Unavailable after `timeout_s`."""
         await self.control.call("drain", timeout_s=timeout_s)
 
 
@@ -166,7 +175,8 @@ class ServerHandle:
         scan_stubs: Callable[[], None],
         on_unload: Callable[[str], None],
     ) -> None:
-        """`scan_stubs` is called after a model was loaded, `on_unload(name)` after a model was unloaded permanently."""
+        """`scan_stubs` is called after a model was loaded. `on_unload(name)` is called after a model was unloaded
+        permanently."""
         self.base_ready = True
         self.models: set[str] = set()
         """Names of the loaded adapter models."""
@@ -186,7 +196,7 @@ class ServerHandle:
                 self.models.add(name)
 
     async def unload_adapter_model(self, name: str) -> None:
-        """Unload an adapter's model; requests in flight run to completion."""
+        """Unload an adapter's model. Requests in flight are still completed."""
         async with self._locks[name]:
             if name in self.models:
                 await self._unload_model(name)
@@ -195,9 +205,9 @@ class ServerHandle:
                 self._on_unload(name)
 
     async def reload_model(self, name: str, was_replaced: Callable[[], bool]) -> None:
-        """Load a model again after its stub died, unless the server replaced the stub.
+        """Load a model again after its stub has died.
 
-        The server itself never restarts a dead stub.
+        If the stub has been replaced in the meantime, do nothing. The server itself never restarts a dead stub.
         """
         async with self._locks[name]:
             if was_replaced() or (name != self._base and name not in self.models):
@@ -226,7 +236,7 @@ class ServerHandle:
             self._scan_stubs()
 
     async def unload_other_model(self, name: str) -> None:
-        """Unload a model of the repository; raises the same errors as `load_other_model`."""
+        """Unload a model of the repository. The errors are the same as for `load_other_model`."""
         async with self._locks[name]:
             await self._unload_model(name)
 
@@ -251,7 +261,7 @@ class ServerHandle:
 
 @dataclass(slots=True)
 class ProcessHandles:
-    """Handles of the running processes; None for a process that is not running."""
+    """Handles of the running processes. If a process is not running, its handle is None."""
 
     core: CoreHandle | None = None
     text: TextHandle | None = None
@@ -267,8 +277,7 @@ class ProcessHandles:
 
 @contextlib.contextmanager
 def _translate_unavailable() -> Iterator[None]:
-    """Convert Unavailable to ConnectionLost, because a handle gets Unavailable only when the server does not
-    respond."""
+    """Convert Unavailable to ConnectionLost. A handle gets Unavailable only if the server does not respond."""
     try:
         yield
     except Unavailable as error:
@@ -276,8 +285,10 @@ def _translate_unavailable() -> Iterator[None]:
 
 
 def _parse_memory(document: object) -> MeasuredMemory | None:
-    """Parse the core's measured memory. Return None if the value has another format; the status then omits the
-    memory."""
+    """Parse the memory that the core has measured.
+
+    Return None if the value has another format. In this case, the status does not include the memory.
+    """
     try:
         return from_json(MeasuredMemory, document, "memory")
     except ConfigError:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter cache on disk. The cache is independent of protocols; a source is identified by a digest of its
-description.
+"""The adapter cache on disk.
 
+The cache does not depend on protocols. A source is identified by its key, which is a digest of its description.
     adapters/<digest>/            the files of an adapter; complete and immutable
-    partial/<key>/                partial downloads; <key>.json contains their versions, <key>.lock is their lock
+    partial/<key>/                partially downloaded files of a source
+    partial/<key>.json            the versions of these files
+    partial/<key>.lock            the lock of the download
     sources/<key>.json            the last digest of a source, and the versions of its files
 
-A key is a digest of the source's description. Several supervisors can share a cache.
+Several supervisors can share a cache.
 """
 
 import contextlib
@@ -27,22 +29,24 @@ from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.errors import ConfigError
 
 RETENTION_S = 24 * 3600.0
-"""Seconds for which an adapter stays cached although no catalog contains it, so that a rollback is fast. Supervisors
-that share the cache touch their adapters hourly."""
+"""Number of seconds for which an adapter stays cached although no catalog contains it any more. This makes a rollback
+fast. Supervisors that share the cache touch their adapters once an hour."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """Content of a source at its last download."""
+    """The content of a source when it was last downloaded."""
 
     digest: AdapterDigest
     versions: dict[str, str | None]
-    """Version of each file; None if the source has no versions."""
+    """Maps each file to its version. The version is None if the source does not have versions."""
 
 
 def fsync_path(path: Path) -> None:
-    """Sync a file or folder to disk before it is renamed, so that a power failure cannot leave an incomplete
-    adapter."""
+    """Sync a file or folder to disk.
+
+    This is done before it is renamed. Otherwise, a power failure could leave an incomplete adapter.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -51,7 +55,7 @@ def fsync_path(path: Path) -> None:
 
 
 def source_key(source: Source) -> str:
-    """Return the cache key of a source; equal descriptions have equal keys."""
+    """Return the cache key of a source. Sources with equal descriptions have the same key."""
     return hashlib.sha256(json.dumps(to_json(source), sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -64,11 +68,11 @@ class AdapterCache:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def folder(self, digest: AdapterDigest) -> Path:
-        """Return the path of the folder of the adapter with this digest; the folder need not exist."""
+        """Return the path of the folder of the adapter with this digest. The folder does not have to exist."""
         return self._folder / "adapters" / digest
 
     def record(self, key: str) -> SourceRecord | None:
-        """Return the record of the source's last content; None if the cache does not contain this content."""
+        """Return the record of the source's last content, or None if the cache does not contain this content."""
         try:
             record = from_json(SourceRecord, json.loads(self._record_path(key).read_text()))
         except (OSError, ValueError, ConfigError):
@@ -92,8 +96,10 @@ class AdapterCache:
             yield PartialDownload(folder, lock_file.fileno())
 
     def commit(self, key: str, partial: "PartialDownload") -> SourceRecord:
-        """Convert a partial download, after all its files are complete, to a cached adapter, atomically. This function
-        reads and syncs all files."""
+        """Convert a partial download to a cached adapter. This is atomic.
+
+        All files of the download must be complete. The function reads all files, and syncs them to disk.
+        """
         digest = adapter_digest(partial.folder)
         for path in partial.folder.iterdir():
             fsync_path(path)
@@ -113,7 +119,7 @@ class AdapterCache:
         return record
 
     def touch(self, digest: AdapterDigest) -> bool:
-        """Mark an adapter as used, so that no supervisor removes it; return False if it does not exist."""
+        """Mark an adapter as used, so that no supervisor removes it. Return False if it does not exist."""
         folder = self.folder(digest)
         try:
             os.utime(folder)
@@ -123,7 +129,7 @@ class AdapterCache:
         return True
 
     def prune(self, used_digests: set[AdapterDigest]) -> list[AdapterDigest]:
-        """Remove adapters that were not used for a day, except `used_digests`; return the removed digests."""
+        """Remove adapters that were not used for a day, and return their digests. `used_digests` are not removed."""
         cutoff = time.time() - RETENTION_S
         for digest in used_digests:
             with contextlib.suppress(OSError):
@@ -144,7 +150,7 @@ class AdapterCache:
         return removed_digests
 
     def _remove_adapter(self, folder: Path, cutoff: float) -> bool:
-        """Remove an adapter atomically, so that a killed process cannot leave an incomplete adapter."""
+        """Remove an adapter atomically. If the process is killed, it does not leave an incomplete adapter."""
         trash = self._folder / "partial" / f".{folder.name}"
         folder.rename(trash)
         if trash.stat().st_mtime > cutoff:
@@ -174,14 +180,14 @@ class PartialDownload:
     """The partially downloaded files of one source."""
 
     def __init__(self, folder: Path, lock_fd: int | None = None) -> None:
-        """`lock_fd` is the locked file descriptor; None if the caller needs no lock."""
+        """`lock_fd` is the file descriptor that has the lock. None if the caller does not need a lock."""
         self.folder = folder
         self._lock_fd = lock_fd
         # Not with_suffix: a folder name may contain a dot, and two folders would share a file.
         self._versions_file = folder.with_name(folder.name + ".json")
 
     def lock(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context that holds the lock, even after the original descriptor is closed."""
+        """Return a context that holds the lock, even if the original descriptor is closed in the meantime."""
         # A lock belongs to the open file and lasts as long as its last descriptor.
         return contextlib.nullcontext() if self._lock_fd is None else os.fdopen(os.dup(self._lock_fd))
 
@@ -194,11 +200,11 @@ class PartialDownload:
         return versions
 
     def record_version(self, name: str, version: str | None) -> None:
-        """Record the version of a file, before its bytes are written."""
+        """Record the version of a file. Call this before any of its bytes are written."""
         _write_json(self._versions_file, self.versions() | {name: version})
 
     def size(self, name: str) -> int:
-        """Return the bytes downloaded so far."""
+        """Return the number of bytes of a file that have been downloaded so far."""
         path = self.folder / name
         return path.stat().st_size if path.exists() else 0
 
@@ -207,7 +213,7 @@ class PartialDownload:
         (self.folder / name).unlink(missing_ok=True)
 
     def clear_versions(self) -> None:
-        """Delete the recorded versions, after the files were moved."""
+        """Delete the recorded versions. Call this after the files were moved."""
         self._versions_file.unlink(missing_ok=True)
 
 

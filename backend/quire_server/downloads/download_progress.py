@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a model download, in the log and on an HTTP port.
+"""Reports the progress of a model download in the log and on an HTTP port.
 
-The module counts bytes on disk and is independent of protocols. An error in this module never fails the download.
+The module counts bytes on disk and does not depend on protocols. An error in this module never makes the download fail.
 Called by model_download.
 """
 
@@ -24,13 +24,13 @@ from quire_spec.net.addresses import ANY_ADDRESS, listen_address
 logger = logging.getLogger(__name__)
 
 SAMPLE_INTERVAL_S = 2.0
-"""Seconds between samples of the disk; a sample calls stat for each file."""
+"""Number of seconds between samples of the disk. To take a sample, stat is called for each file."""
 LOG_INTERVAL_S = 10.0
 """Seconds between log lines."""
 _RATE_WINDOW_S = 30.0
-"""Seconds over which the rate is averaged, enough for a connection with an uneven rate."""
+"""Number of seconds over which the rate is averaged. This is long enough for a connection whose rate varies."""
 _SHUTDOWN_TIMEOUT_S = 1.0
-"""Maximum seconds to wait for open requests when the download ends."""
+"""When the download ends, wait at most this many seconds for open requests."""
 
 
 class ProgressMeter:
@@ -44,15 +44,15 @@ class ProgressMeter:
         self._samples: deque[tuple[float, int]] = deque()
 
     def set_weights(self, names: Sequence[str], index_bytes: int | None = None) -> None:
-        """Set the weights files, and the bytes of their tensors if the index contains them."""
+        """Set the names of the weight files. `index_bytes` is the size of their tensors, if the index contains it."""
         self._weights, self._index_bytes = names, index_bytes
 
     def set_size(self, name: str, size: int) -> None:
-        """Set the size of the complete file, as soon as the size is known."""
+        """Set the size that a file will have when it is complete. Call this as soon as the size is known."""
         self._sizes[name] = size
 
     async def sample(self) -> None:
-        """Sample the disk; if this fails, the last sample is kept."""
+        """Sample the disk. If this fails, the last sample is kept."""
         with contextlib.suppress(OSError):
             num_bytes = await run_in_daemon_thread(_folder_bytes, self._folder)
             now = self._clock()
@@ -83,7 +83,10 @@ class ProgressMeter:
 
 @contextlib.asynccontextmanager
 async def report_progress(meter: ProgressMeter, port: int | None) -> AsyncIterator[None]:
-    """Report the progress of `meter` in the log and on `port` (None: only in the log) until the context ends."""
+    """Report the progress of `meter` in the log and on `port`, until the context ends.
+
+    If `port` is None, the progress is only reported in the log.
+    """
     sampling_task = asyncio.create_task(_sample_and_log(meter))
     try:
         async with _serve_progress(meter, port):
