@@ -16,7 +16,8 @@ _SURROGATES_TO_REPLACEMENT = {0xDC00 + byte: "�" for byte in range(0x80, 0x100
 """Maps surrogates to U+FFFD. The error handler "surrogateescape" decodes each invalid byte to such a surrogate."""
 
 _MAX_INCOMPLETE_CHARACTER_TOKENS = 8
-"""An incomplete character at the end of a prompt is expected within this number of tokens, special tokens included."""
+"""If a prompt ends with an incomplete character, the character begins in the last tokens of the prompt. This is the
+maximum number of these tokens, special tokens included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class TextDelta:
     """How many of the tokens passed to `update` belong to the output. Tokens after the end of a stop string do not
     belong to it."""
     stopped: bool
-    """True if a stop string was found, so that the output ends with finish reason "stop"."""
+    """True if a stop string was found. The output then ends with the finish reason "stop"."""
     stop_string: str | None = None
     """The stop string that was found."""
 
@@ -68,7 +69,7 @@ class IncrementalDetokenizer:
         self._min_tokens = params.min_tokens
         self._include_stop_string = params.include_stop_str_in_output
         self._stop_buffer_length = max((len(stop) for stop in params.stop), default=1) - 1
-        """Number of characters at the end of the text that can be the beginning of a stop string."""
+        """Maximum length of an unfinished stop string at the end of the text, in characters."""
         self._text_window = ""
         """The last part of the text. It contains all characters that are not emitted yet, and it is never shorter than
         `_stop_buffer_length` characters."""
@@ -82,7 +83,7 @@ class IncrementalDetokenizer:
     def update(self, token_ids: Sequence[int], finished: bool, stop_terminated: bool = False) -> TextDelta:
         """Convert the next tokens.
 
-        If `finished`, these are the last tokens of the output, and the rest of its text is emitted.
+        If `finished` is true, these are the last tokens of the output, and the rest of its text is emitted.
 
         `stop_terminated` means that the last token is a stop token that ended the output (finish reason "stop"). The
         text contains the stop token only if include_stop_str_in_output is set.

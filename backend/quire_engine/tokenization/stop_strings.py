@@ -24,7 +24,10 @@ class StopStrings:
         self._tail_length = max(map(len, self._stop_strings), default=1) - 1
 
     def tail(self, output_token_ids: Sequence[int]) -> bytes:
-        """Return the last bytes of an output, as many as can be the beginning of a stop string."""
+        """Return the end of an output in bytes.
+
+        It is long enough for the longest stop string that can still be unfinished.
+        """
         chunks: list[bytes] = []
         num_missing = self._tail_length
         for token_id in reversed(output_token_ids):

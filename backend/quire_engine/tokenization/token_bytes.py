@@ -24,7 +24,7 @@ of a text."""
 
 
 class TokenBytesTable:
-    """Maps token ids to bytes, for tokens inside a text and for the first token of a text.
+    """Maps token ids to bytes. The first token of a text can have other bytes than the same token inside a text.
 
     Raises:
         ConfigError: the tokenizer's decoder is not local or not supported.

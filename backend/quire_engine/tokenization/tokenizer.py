@@ -62,8 +62,8 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of `text`.
 
-        If `add_special_tokens`, they include the special tokens that the tokenizer adds. If the result would have more
-        than `max_tokens` tokens, special tokens included, the text is truncated on its `truncation_side`.
+        If `add_special_tokens` is true, they include the special tokens that the tokenizer adds. If the result would
+        have more than `max_tokens` tokens, special tokens included, the text is truncated on its `truncation_side`.
 
         Raises:
             InvalidArgument: `text` contains lone surrogates, which no encoding can represent.
@@ -79,8 +79,8 @@ class Tokenizer:
 
     @cached_property
     def _segmenter(self) -> Segmenter:
-        """The segmenter. It is built when the first conversation arrives, because it encodes texts to test itself and
-        this takes time."""
+        """The segmenter. It is built when the first conversation arrives. Building it takes time, because the segmenter
+        encodes texts to test itself."""
         return Segmenter(self._tokenizer, lambda texts: self._encode_segments([(False, text) for text in texts]))
 
     def encode_rendered(self, text: str, cache_salt: str = "") -> list[int]:
@@ -155,5 +155,8 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token inside a text, with U+FFFD for the bytes of an incomplete character."""
+        """Return the text of a token that is not the first token of a text.
+
+        The bytes of an incomplete character are replaced with U+FFFD.
+        """
         return self.token_bytes.bytes_of(token_id).decode(errors="replace")

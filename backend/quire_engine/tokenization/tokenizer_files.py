@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the files of a checkpoint's tokenizer, as transformers does.
 
-Usually, this is tokenizer.json. If it does not exist, tokenizer.model is read, or else vocab.json with merges.txt.
-tokenizer.py calls this module.
+Usually, this is tokenizer.json. If tokenizer.json does not exist, tokenizer.model is read, or else vocab.json with
+merges.txt. tokenizer.py calls this module.
 """
 
 from pathlib import Path
@@ -97,7 +97,7 @@ def _check_class(path: Path, config: dict[str, Any], known: tuple[str | None, ..
 
 
 def _add_post_processor(tokenizer: tokenizers.Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """Make the tokenizer add special tokens before and after each text, as add_bos_token and add_eos_token request."""
+    """If add_bos_token or add_eos_token is set, make the tokenizer add this token before or after each text."""
     template, special_tokens = "$A", []
     for name, form in (("bos_token", "{} $A"), ("eos_token", "{} {}")):
         if not config.get(f"add_{name}"):

@@ -50,10 +50,10 @@ def load_eos_token_ids(folder: Path, shape: ModelConfig) -> frozenset[int]:
 
 
 def compute_fingerprint(folder: Path) -> str:
-    """Return one hash, `sampled-sha256:<hex>`. The hash covers config.json and, for each weight file, its name, its
-    size and 64 samples of 4 KiB.
+    """Return one hash, `sampled-sha256:<hex>`.
 
-    To hash a whole checkpoint would take as long as to load it. The samples differ if the weights were trained again,
+    The hash covers config.json and, for each weight file, its name, its size and 64 samples of 4 KiB.
+    Hashing a whole checkpoint would take as long as loading it. The samples differ if the weights were trained again,
     but they can be equal if only a few places were edited. That is sufficient, because the fingerprint is only used for
     KV blocks, and these never leave the process.
 

@@ -26,8 +26,8 @@ BUFFER_BYTES = 16 << 20
 
 CopyFunction: TypeAlias = Callable[[Tensor, Callable[[], Tensor]], None]
 """A function that copies a chunk to a parameter. Its arguments are the destination and a function that reads the chunk
-and returns it as a tensor. The copy can be complete at the return or later. The two tensors can differ only in their
-dtypes."""
+and returns it as a tensor. The function can copy at once, or later. In both cases, it writes the values into the
+destination. The two tensors can differ only in their dtypes."""
 
 
 class _CopyStream:

@@ -40,8 +40,8 @@ def resolve_model(
     """Return the folder of `model`, which is a folder or a hub id such as `org/name`.
 
     If files of a hub id are not cached, they are downloaded. `revision` is a branch, tag or commit of the hub id. If
-    `progress`, a progress bar is shown for each file. The files are stored in `download_dir` if it is given, and
-    otherwise in the cache of huggingface_hub. `more_patterns` are name patterns of additional files to download.
+    `progress` is true, a progress bar is shown for each file. The files are stored in `download_dir` if it is given,
+    and otherwise in the cache of huggingface_hub. `more_patterns` are name patterns of additional files to download.
 
     Raises:
         ConfigError: the folder or model does not exist, access is denied, or the hub cannot be reached.
@@ -83,8 +83,8 @@ def resolve_model(
 def _probe_hub(model: str, revision: str | None) -> httpx.TimeoutException | None:
     """Return the timeout error if the hub never replies, otherwise None.
 
-    A hub that does not reply can accept connections or drop packets. `snapshot_download` would then wait forever,
-    because it sends the same request without a time limit. This function sends it first, with a time limit.
+    Such a hub accepts connections or drops packets, but it sends no response. `snapshot_download` would then wait
+    forever, because it sends the same request without a time limit. This function sends it first, with a time limit.
     """
     try:
         huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_TIMEOUT_S)

@@ -142,7 +142,7 @@ class _FloatTensor:
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
         """Return `rows` and `columns` of a matrix, or the elements `rows` of a vector.
 
-        If the tensor contains several matrices, the matrix is that of `expert`.
+        If the tensor contains several matrices, `expert` is the index of the matrix.
         """
         index: tuple[int | slice, ...] = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
         values: Tensor = self._slice[(expert, *index)[-len(self.shape) :] if len(self.shape) > 1 else index[0]]

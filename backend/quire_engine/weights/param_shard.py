@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes which part of a checkpoint tensor a parameter contains, if it contains only some of the rows or columns."""
+"""Describes a parameter that contains only some of the rows or columns of a checkpoint tensor."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ class ParamShard:
     """Describes which part of a checkpoint tensor is copied to a parameter, or to some of the parameter's rows."""
 
     tensor: Tensor
-    """The destination. The ranges of `rows` are copied to it one after the other. If the destination and the checkpoint
-    tensor both have the dimensions [experts, rows, columns], each expert is filled in this way.
+    """The destination. The ranges of `rows` are copied to the destination one after the other. If the destination and
+    the checkpoint tensor both have the dimensions [experts, rows, columns], each expert is filled in this way.
     """
     checkpoint_shape: tuple[int, ...]
     """Shape of the whole checkpoint tensor."""
     rows: tuple[range, ...]
-    """Which rows of the checkpoint tensor are copied. Each item is a range of rows, which can have a step."""
+    """Which rows of the checkpoint tensor are copied. Each item is a range of rows. A range can have a step."""
     columns: range | None = None
     """Which columns of the checkpoint tensor are copied. None stands for all columns, and is also used for a tensor
     with one dimension."""
@@ -70,8 +70,8 @@ class TensorSource(Protocol):
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
         """Return `rows` and `columns` of a matrix, or the elements `rows` of a vector.
 
-        If the tensor contains several matrices, the matrix is that of `expert`. A quantized tensor is dequantized to
-        `dtype`.
+        If the tensor contains several matrices, `expert` is the index of the matrix. A quantized tensor is dequantized
+        to `dtype`.
         """
 
 

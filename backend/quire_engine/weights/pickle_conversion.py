@@ -28,8 +28,8 @@ MIN_TORCH = (2, 6)
 """Minimum version of torch. Earlier versions can run code from a file even with weights_only=True (CVE-2025-32434)."""
 MAX_FILES, MAX_TENSORS = 1000, 200_000
 MAX_EXPANSION = 2
-"""A file is rejected if its tensors have more bytes than this number times the size of the file. Tensors can be larger
-than their file if several of them share the same memory. In a real checkpoint, only tied weights share memory.
+"""A file is rejected if the size of its tensors is more than this many times the size of the file. Tensors can be
+larger than their file if several of them share the same memory. In a real checkpoint, only tied weights share memory.
 """
 _COPIED_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _FIX = "use a checkpoint from another source"
@@ -77,7 +77,7 @@ def convert_checkpoint(source: Path, target: Path) -> ConversionReport:
 def _check_torch(version: str) -> None:
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_TORCH:
         raise ConfigError(
-            f"torch {version} can run code of pickled weights (CVE-2025-32434); install torch 2.6 or later"
+            f"torch {version} can run code that pickled weights contain (CVE-2025-32434); install torch 2.6 or later"
         )
 
 
@@ -90,7 +90,7 @@ def _pickle_files(folder: Path) -> list[Path]:
             raise ConfigError(f"{index}: weight_map is not an object with the file of each tensor; download it again")
         names = sorted({str(name) for name in weight_map.values()})
     if len(names) > MAX_FILES:
-        raise ConfigError(f"{folder}: {len(names)} files of weights; {MAX_FILES} is the limit")
+        raise ConfigError(f"{folder}: {len(names)} files contain weights, but the limit is {MAX_FILES}")
     for name in names:
         if Path(name).name != name or not name.endswith(".bin") or not (folder / name).is_file():
             raise ConfigError(f"{folder}: {name!r} is not a .bin file in this folder; download the checkpoint again")
@@ -136,11 +136,11 @@ def _load_tensors(file: Path) -> dict[str, Tensor]:
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zipfile and torch raise many kinds
-        raise ConfigError(f"{file}: contains more than tensors, or is damaged: {str(error)[:300]}") from error
+        raise ConfigError(f"{file}: contains other objects than tensors, or is damaged: {str(error)[:300]}") from error
     if not isinstance(content, dict) or not content:
-        raise ConfigError(f"{file}: contains {type(content).__name__} instead of tensors by name; {_FIX}")
+        raise ConfigError(f"{file}: must contain a dict of tensors, but contains {type(content).__name__}; {_FIX}")
     if len(content) > MAX_TENSORS:
-        raise ConfigError(f"{file}: {len(content)} tensors; {MAX_TENSORS} is the limit")
+        raise ConfigError(f"{file}: contains {len(content)} tensors, but the limit is {MAX_TENSORS}")
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             raise ConfigError(f"{file}: entry {str(name)[:80]!r} is not a dense tensor; {_FIX}")

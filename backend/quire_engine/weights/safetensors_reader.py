@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reader of safetensors files that reads tensors instead of mapping them into memory.
 
-The safetensors library is only used to validate a file. It would map the tensors into memory. If another process
-truncates a mapped file, the next access kills the process (SIGBUS). In the same case, a read only returns an error. The
-library also holds the interpreter lock while it copies, but the steps of a running engine need this lock. While an
-adapter of 20 MB is read, the library holds the lock for 10 ms. This reader holds it for 0.02 ms.
+The safetensors library is only used to validate a file. To read tensors, the library would map them into memory. If
+another process truncates a mapped file, the next access kills the process (SIGBUS). If a truncated file is read
+instead, this is only an error. The library also holds the interpreter lock while it copies, but the steps of a running
+engine need this lock. While an adapter of 20 MB is read, the library holds the lock for 10 ms. This reader holds the
+lock for 0.02 ms.
 """
 
 import json
@@ -30,7 +31,7 @@ class SafetensorsReader:
     """An open safetensors file; created by `open_safetensors`."""
 
     def __init__(self, path: Path, safetensors_file: Any) -> None:
-        """`safetensors_file` is the file as the library opened it. It provides names, dtypes and shapes."""
+        """`safetensors_file` is the file that the library has opened. It provides names, dtypes and shapes."""
         self._path = path
         self._safetensors_file = safetensors_file
         self._offsets: dict[str, tuple[int, int]] = {}

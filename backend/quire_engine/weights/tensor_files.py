@@ -41,7 +41,7 @@ class TensorFiles:
         return sum(path.stat().st_size for path in set(self.file_by_tensor.values()))
 
     def name_in_file(self, name: str) -> str:
-        """Return the name by which the files contain a tensor or module of the model."""
+        """Return the name that a tensor or module of the model has in the files."""
         if self._is_part:
             return f"language_model.{name.replace('model.language_model.', 'model.', 1)}"
         return name if self._has_outer_module else name.removeprefix("model.")

@@ -6,7 +6,7 @@ runner owns these tokens. On a GPU, they are copied to pinned memory in a separa
 for the copy.
 
 With tensor parallelism, rank 0 samples the tokens. It broadcasts them when a step needs them. All ranks must take part
-in the broadcast. Therefore, the flag `awaits_tokens` in the input of a step announces it.
+in the broadcast. Therefore, the input of a step contains the flag `awaits_tokens`, which announces the broadcast.
 """
 
 from collections import abc
@@ -22,7 +22,7 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_kernels import to_device_async
 
 DeviceWait: TypeAlias = Callable[[Callable[[], bool]], None]
-"""A function that waits. It calls its argument repeatedly until the argument returns True."""
+"""A function that waits: it calls its argument repeatedly until the argument returns True."""
 
 
 class FutureTokens:

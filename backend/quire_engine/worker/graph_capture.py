@@ -24,8 +24,8 @@ class GraphCapture:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, function: CapturedFunction) -> None:
-        """Run a function on the stream of the captures. This run creates the kernels, library workspaces and
-        connections that the function needs."""
+        """Run a function on the stream on which graphs are captured. This run creates the kernels, library workspaces
+        and connections that the function needs."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             function()

@@ -2,8 +2,8 @@
 """Defines the shapes for which there are CUDA graphs, and chooses the shape for a step. Pure arithmetic.
 
 A graph of single tokens computes steps in which each sequence has one token. A mixed graph computes steps in which
-sequences have prompts, chunks of prompts, or a token with drafts. The number of tokens in a mixed graph is fixed. The
-lengths of its spans are not fixed, because they are inputs of the graph.
+sequences have prompts, chunks of prompts, or a token that is followed by draft tokens. The number of tokens in a mixed
+graph is fixed. The lengths of its spans are not fixed, because they are inputs of the graph.
 """
 
 from typing import NamedTuple
@@ -77,9 +77,9 @@ class GraphShapes:
 def decode_sizes(max_num_seqs: int, sizes_per_doubling: int = SIZES_PER_DOUBLING) -> tuple[int, ...]:
     """Return the batch sizes for which a graph of single tokens is captured.
 
-    The sizes are 1, 2, 4 and 8. From 8 on, each doubling is reached in `sizes_per_doubling` equal steps. With 4 sizes
-    per doubling, at most a fifth of a batch is padding, and there are 24 sizes up to 256. With 2 sizes per doubling, at
-    most a third is padding, and there are 14 sizes.
+    The sizes are 1, 2, 4 and 8. Above 8, a size doubles in `sizes_per_doubling` equal steps. With 4 sizes per doubling,
+    at most a fifth of a batch is padding, and there are 24 sizes up to 256. With 2 sizes per doubling, at most a third
+    is padding, and there are 14 sizes.
     """
     return _limit((1, 2, 4, *_double(8, max_num_seqs, sizes_per_doubling)), max_num_seqs)
 
@@ -87,8 +87,8 @@ def decode_sizes(max_num_seqs: int, sizes_per_doubling: int = SIZES_PER_DOUBLING
 def mixed_sizes(max_num_tokens: int, sizes_per_doubling: int = SIZES_PER_DOUBLING) -> tuple[int, ...]:
     """Return the numbers of tokens for which a mixed graph is captured.
 
-    The numbers are 16, 32 and 64. From 64 on, each doubling is reached in `sizes_per_doubling` equal steps, up to 512.
-    The result is empty if a step has at most one token.
+    The numbers are 16, 32 and 64. Above 64, a number doubles in `sizes_per_doubling` equal steps, up to 512. The result
+    is empty if a step has at most one token.
     """
     largest = min(max_num_tokens, MAX_MIXED_TOKENS)
     sizes = (*_SMALL_MIXED_SIZES[:-1], *_double(_SMALL_MIXED_SIZES[-1], largest, sizes_per_doubling))

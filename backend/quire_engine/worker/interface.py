@@ -29,7 +29,7 @@ class ModelRunner(Protocol):
         """
 
     def host_bytes(self, packed_adapter: object) -> int:
-        """Return the size in bytes of a result of `read_adapter`."""
+        """Return the size of an adapter that `read_adapter` returned, in bytes."""
 
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """Keep an adapter in host memory, under the digest of its content. `read_adapter` returned the adapter."""
@@ -43,8 +43,8 @@ class ModelRunner(Protocol):
     def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
         """Return a function that copies an adapter into a slot.
 
-        The function copies the adapter's current copy in host memory. It must be called once. Any thread can call it
-        while steps run. Steps that start before the function returns must not use the slot.
+        The source is the adapter's copy that is in host memory now. Call the returned function exactly once. Any thread
+        can call it while steps run. Steps that start before the function returns must not use the slot.
         """
 
     def execute(self, plan: StepPlan) -> list[SpanOutput]:

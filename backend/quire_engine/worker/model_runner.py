@@ -3,8 +3,8 @@
 
 To execute a plan, it copies KV blocks, computes the forward pass and samples tokens. The runner owns the weights, the
 KV cache and the adapter slots of this process. It does not make scheduling decisions: the plan contains the sequences,
-their KV blocks and their adapter slots. The engine core calls the runner from one thread. Only adapters can be read and
-loaded in other threads.
+their KV blocks and their adapter slots. The engine core calls the runner from one thread. Other threads can only read
+and load adapters.
 """
 
 from collections.abc import Callable
@@ -218,7 +218,8 @@ class DeviceModelRunner(ModelRunner):
         return self._sampler.sample(spans, iter([] if logits is None else [self._wait_on_device(logits)]), bitmask)
 
     def _graph_logits(self, graph_input: GraphStepInput, spans: list[ScheduledSpan] | None) -> Tensor | None:
-        """Return the logits of the tokens that sample, or None if no token samples. Only rank 0 passes `spans`."""
+        """Return the logits from which tokens are sampled, or None if the step does not sample. Only rank 0 passes
+        `spans`."""
         assert self._graphs is not None, "rank 0 has CUDA graphs, and this rank has none"
         self._copy_blocks(graph_input, self._kv_cache)
         with annotate("graph"):

@@ -146,7 +146,8 @@ class RunnerStartup:
     def run_dummy_steps(self, steps: Iterable[list[ScheduledSpan]]) -> None:
         """Run steps of dummy sequences.
 
-        Before each step, so many blocks are copied that the temporary buffer for copies has its largest size.
+        Before each step, the maximum number of blocks is copied, so that the temporary buffer for copies has its
+        largest size.
         """
         kv_cache = self._create_cache(1)
         copies = [BlockCopy(BlockId(0), BlockId(0))] * kv_cache.max_blocks_per_copy

@@ -29,11 +29,11 @@ sequence."""
 def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[list[ScheduledSpan]]:
     """Yield the three steps that can need the most memory.
 
-    These are a large step, a prompt chunk at the end of the longest context, and a prompt chunk at position 0, for
-    which another attention kernel can be used. The large step has `max_num_seqs` sequences. One of them decodes at the
-    end of the longest context, so that all block tables have their maximum width. The others are prompts. All sequences
-    use every sampling parameter, and the prompts need log probabilities of all their tokens. If LoRA is enabled, the
-    sequences use adapter slots, but the slots are empty.
+    These are a large step, a prompt chunk at the end of the longest context, and a prompt chunk at position 0. Another
+    attention kernel can be used for the chunk at position 0. The large step has `max_num_seqs` sequences. One of them
+    decodes at the end of the longest context, so that all block tables have their maximum width. The others are
+    prompts. All sequences use every sampling parameter, and the prompts need log probabilities of all their tokens. If
+    LoRA is enabled, the sequences use adapter slots, but the slots are empty.
     """
     max_length = max(max_model_len - 1, 1)
     # On ranks other than 0, the sampler runs on logits of the rank's own vocabulary shard.
@@ -66,7 +66,7 @@ def compile_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[Sch
     """Yield small steps that compile a GPU's kernels before the first request.
 
     There is a decode step, a step with a prompt, and one step for each sampling variant. The steps for the variants
-    contain both sequences. If `max_num_seqs` is 1, they contain only the decoding sequence.
+    contain a decoding sequence and a prompt. If `max_num_seqs` is 1, they contain only the decoding sequence.
     """
     max_length, slot = max(max_model_len - 1, 1), SlotId(0) if config.enable_lora else None
     decoding, prompt = (max_length - 1, 1), (0, min(max_length, _PROMPT_TOKENS))

@@ -67,11 +67,11 @@ class Code:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ({"w": Code()}, "more than tensors"),
+        ({"w": Code()}, "other objects than tensors"),
         ({"w": torch.zeros(1).expand(10**9)}, "4000000000 bytes, more than 2 times"),
         ({"w": 1}, "'w' is not a dense tensor"),
         ({"w": torch.zeros(2, 2).to_sparse()}, "'w' is not a dense tensor"),
-        ([torch.zeros(1)], "list instead of tensors"),
+        ([torch.zeros(1)], "dict of tensors, but contains list"),
     ],
     ids=["code", "view", "number", "sparse", "list"],
 )

@@ -17,7 +17,7 @@ from quire_spec.model.quantization import WeightScheme
 
 _FACTOR = 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of 8 output features each part of an int32 contains. The lowest bits are listed first."""
+"""The 8 parts of an int32 contain the output features in this order. The part with the lowest bits is first."""
 
 
 class AWQTensor(QuantizedTensor):
@@ -52,8 +52,8 @@ class AWQTensor(QuantizedTensor):
 def _unpack(packed: Tensor) -> Tensor:
     """Unpack a tensor of [n, m] int32 to a contiguous tensor of [8 m, n] uint8.
 
-    The tensor is transposed before it is unpacked, because this is faster. To unpack and pack a 4096 x 4096 weight
-    takes 0.2 s in this order and 0.7 s in the other (one shared core).
+    The tensor is transposed before it is unpacked, because this is faster. Unpacking and packing a 4096 x 4096 weight
+    takes 0.2 s in this order and 0.7 s in the other order (one shared core).
     """
     words = packed.t().contiguous()
     codes = torch.empty(len(words), _FACTOR, words.shape[1], dtype=torch.uint8)

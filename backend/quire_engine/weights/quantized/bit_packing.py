@@ -21,7 +21,7 @@ def unpack_int32(packed: Tensor, num_bits: int) -> Tensor:
 
 
 def unpack_nibbles(packed_bytes: Tensor) -> Tensor:
-    """Split each byte into two values of 4 bits, and return the lower value first.
+    """Split each byte into two values of 4 bits. The value of the lower bits comes first.
 
     The result for a tensor of [..., n] uint8 is a tensor of [..., 2 n] uint8.
     """

@@ -44,7 +44,9 @@ class GPTQTensor(QuantizedTensor):
         if ".g_idx" in slices:
             groups = self.slice_of(".g_idx", (columns,), ("I32", "I64"))[...].long()
             if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
-                raise ConfigError(f"{module}.g_idx contains numbers outside 0..{num_groups - 1}, the groups of a layer")
+                raise ConfigError(
+                    f"{module}.g_idx must contain only the numbers of groups, which are 0 to {num_groups - 1}"
+                )
             if not torch.equal(groups, torch.arange(columns) // self.group_size(columns)):
                 self._groups = groups
         self.row_multiple = self.column_multiple = self._factor

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs quantized weights into the layout that the kernels read.
 
-It packs the weights of one linear layer, or of all experts of one layer, at a time. Only the files' data of that layer
-is read.
+It packs one linear layer at a time, or all experts of one layer. It reads only the weights of this layer from the
+files.
 """
 
 from collections.abc import Sequence
@@ -36,13 +36,13 @@ from quire_spec.model.quantization import FP8_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """Describes which rows and columns of a quantized tensor are a part of a linear layer."""
+    """Describes a part of a linear layer. The part contains some rows and columns of a quantized tensor."""
 
     tensor: QuantizedTensor | MXFP4Expert
     rows: tuple[range, ...]
     columns: range
     num_rows: int
-    """Number of rows of the part in the layer. If `rows` contains fewer, the remaining rows are padding."""
+    """Number of rows that the part has in the layer. If `rows` contains fewer, the remaining rows are padding."""
 
 
 def pack_quantized(
@@ -50,7 +50,7 @@ def pack_quantized(
 ) -> tuple[LinearWeight, Tensor | None]:
     """Return the weight of a linear layer, and the order of its columns.
 
-    The order contains the input feature of each column. It is None if column i is feature i. If this machine has
+    The order contains the input feature of each column. The order is None if column i is feature i. If this machine has
     kernels for the scheme, the shape and `dtype`, the weight stays quantized. Otherwise, it is dequantized here, so
     that it is not dequantized again in every step.
     """

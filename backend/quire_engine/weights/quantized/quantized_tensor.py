@@ -22,7 +22,7 @@ class QuantizedTensor(ABC):
     MARKER: ClassVar[str]
     """Name suffix of the tensor that contains the values."""
     SCALES: ClassVar[tuple[str, ...]]
-    """Name suffixes that the tensor of the scales can have."""
+    """The name suffixes that are possible for the tensor with the scales."""
     REQUIRED: ClassVar[tuple[str, ...]] = ()
     """Name suffixes of other tensors that must exist."""
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
@@ -76,8 +76,8 @@ class QuantizedTensor(ABC):
         """Raise ConfigError if the tensor with this suffix is missing."""
         if suffix not in self._slices:
             raise ConfigError(
-                f"{self.module}{suffix} is missing, but {self.module}{self.MARKER} is quantized by quantization_config "
-                "of config.json; the checkpoint is incomplete"
+                f"{self.module}{suffix} is missing, but quantization_config of config.json requires it for "
+                f"{self.module}{self.MARKER}; the checkpoint is incomplete"
             )
 
     def values_shape(self) -> tuple[int, int]:
@@ -105,7 +105,7 @@ class QuantizedTensor(ABC):
         return tensor_slice
 
     def scales_slice(self, shape: tuple[int, ...], dtypes: tuple[str, ...] = _FLOAT_DTYPES) -> Any:
-        """Return the slice of the scales, after the checks of `slice_of`."""
+        """Return the slice of the scales. `slice_of` checks its shape and dtype."""
         return self.slice_of(self._scales_name, shape, dtypes)
 
     def num_groups(self, in_features: int) -> int:

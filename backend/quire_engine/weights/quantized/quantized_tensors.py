@@ -63,7 +63,8 @@ class QuantizedTensors:
         return tensor_class(module, {suffix: self.files.get_slice(f"{module}{suffix}") for suffix in suffixes}, scheme)
 
     def find_linear(self, module: str) -> QuantizedTensor | None:
-        """Return the quantized weight of a linear layer. The argument is the layer's name in the model, see `find`."""
+        """Return the quantized weight of a linear layer. `module` is the layer's name in the model. `find` describes
+        the errors."""
         tensor = self.find(f"{self.files.name_in_file(module)}{_WEIGHT}")
         assert not isinstance(tensor, MXFP4Tensor)
         return tensor
@@ -99,7 +100,7 @@ class QuantizedTensors:
         return MXFP4Tensor(name, {suffix: self.files.get_slice(full) for suffix, full in names.items()}, scheme)
 
     def _marker(self, module: str) -> str | None:
-        """Return the name suffix of the values of a quantized module, or None if the module is not quantized."""
+        """Return the suffix of the tensor with the values of a module, or None if the module is not quantized."""
         for marker in _PACKED_MARKERS:
             if f"{module}{marker}" in self.files:
                 return marker

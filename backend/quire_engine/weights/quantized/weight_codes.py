@@ -36,8 +36,9 @@ class WeightCodes:
     num_bits: int
     """Bits of a value; 4 or 8."""
     groups: Tensor | None = None
-    """The group of each input feature, as [in_features] int64. A group is a column of `scales`. It is needed only if
-    the features of a group are not adjacent (act order). If it is None, feature i belongs to group i // block[1]."""
+    """The group of each input feature, as [in_features] int64. A group is a column of `scales`. This tensor is needed
+    only if the features of a group are not adjacent (act order). If `groups` is None, feature i belongs to group i //
+    block[1]."""
     is_e2m1: bool = False
     """True if `values` are indices of `e2m1_codebook`. In this case, there are no zero points."""
 
@@ -53,7 +54,7 @@ class WeightCodes:
     def by_row(self) -> Self:
         """Return the same weight, but with separate scales for each row.
 
-        A row has one scale, or one scale for each of its blocks if it has several.
+        A row that has several blocks has one scale for each block. Any other row has one scale.
         """
         rows, columns = self.values.shape
         height = rows if self.scales.shape[0] == 1 else self.block[0]
@@ -90,8 +91,8 @@ class WeightCodes:
     def in_group_order(self) -> tuple[Self, Tensor | None]:
         """Return the weight with its columns sorted by group, and the order of the columns.
 
-        The order contains the input feature of each column. It is None if column i is feature i. If the groups have
-        different sizes, the columns are not sorted.
+        The order contains the input feature of each column. The order is None if column i is feature i. If the groups
+        have different sizes, the columns are not sorted.
         """
         if self.groups is None:
             return self, None
@@ -105,7 +106,9 @@ class WeightCodes:
         return self.values.dtype, self.num_bits, self.block, self.is_e2m1
 
     def _expand(self, grid: Tensor) -> Tensor:
-        """Return a tensor with one entry for each value of the weight: the entry of `grid` for the block of the value.
+        """Return a tensor that contains the entry of `grid` for each value of the weight.
+
+        `grid` has one entry for each block of values.
 
         If a dimension of `grid` has the size 1, it keeps this size and is broadcast.
         """

@@ -131,7 +131,7 @@ class ChainDrafter(Drafter):
     def _batch(self, chains: list[_Chain], tokens: list[tuple[int, list[int]]], logit_rows: list[int]) -> ForwardBatch:
         """Return the batch for one pass.
 
-        For each chain, `tokens` contains the position of the first token, and the tokens.
+        For each chain, `tokens` contains the chain's tokens and the position of the first of them.
         """
         assert self._kv_cache is not None
         block_ids: list[int] = []

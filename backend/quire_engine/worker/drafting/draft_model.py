@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that propose drafts.
 
-They are small language models with the same vocabulary as the target, or EAGLE-3 heads. A draft model owns its weights,
-and each call computes one pass. The drafter decides which tokens are in the pass.
+A draft model is a small language model with the same vocabulary as the target, or an EAGLE-3 head. A draft model owns
+its weights, and each call computes one pass. The drafter decides which tokens are in the pass.
 """
 
 import json
@@ -60,7 +60,7 @@ class DraftModel(ABC):
 
     @abstractmethod
     def fill_cache(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> None:
-        """Compute a pass that only writes keys and values to the KV cache. No row of it needs logits."""
+        """Compute a pass that only writes keys and values to the KV cache. No row of this pass needs logits."""
 
 
 class SmallDraftModel(DraftModel):
@@ -110,7 +110,7 @@ class Eagle3DraftModel(DraftModel):
         self._head = Eagle3Head(config, target.shape.hidden_size, factory)
         self._embedding_source = self._find_embedding(target_folder)
         self._embedding: Tensor | None = None
-        """The head's copy of the embedding. None if the head reads the embedding of the target."""
+        """The embedding that the head has loaded. None if the head reads the embedding of the target."""
         if self._embedding_source is not None:
             self._embedding = factory.empty(target.shape.vocab_size, target.shape.embedding_size)
         self.num_bytes = self._head.num_bytes + (0 if self._embedding is None else self._embedding.nbytes)

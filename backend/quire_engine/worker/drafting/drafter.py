@@ -11,7 +11,7 @@ from quire_engine.step.plan import BlockCopy, ScheduledSpan, SpanOutput
 
 
 class Drafter(ABC):
-    """Computes drafts with its own weights. It can have a cache that these weights need."""
+    """Computes drafts. A drafter owns the weights for this, and the cache that these weights need."""
 
     num_bytes: int
     """Bytes of the weights."""

@@ -99,7 +99,7 @@ class GrammarBitmask:
     def fill(self, spans: Sequence[ScheduledSpan]) -> TokenBitmask | None:
         """Return the bitmask of spans, or None if no span has a grammar.
 
-        Each of the spans must sample. A span has one row, and one more row for each draft token. The row of a draft
+        Each span must sample a token. A span has one row, and one more row for each draft token. The row of a draft
         token contains the tokens that the grammar allows after this draft token.
         """
         rows: list[int] = []

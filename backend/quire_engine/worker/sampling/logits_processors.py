@@ -41,7 +41,7 @@ class LogitsProcessors:
         self._logit_bias = LogitBias(biases, device) if biases else None
         self._penalties = Penalties(penalized, device, token_counts, running) if penalized else None
         self._min_tokens_rows = [(row, s) for row, s in rows if s.params.min_tokens and s.suppressed_token_ids]
-        """Rows of sequences that have min_tokens, and whose stop tokens must be forbidden before that number is
+        """Rows of sequences that have min_tokens and stop tokens. The stop tokens are forbidden until min_tokens is
         reached."""
         self._bad_words = [(row, s, BadWords(s.bad_words)) for row, s in rows if s.bad_words]
         self._has_static_processors = bool(self._allowed_tokens or self._logit_bias or self._penalties)

@@ -164,7 +164,8 @@ def _compute_chunk(
 ) -> tuple[Tensor, ...]:
     """Return the tensors that `LogprobTensors.tensors` describes.
 
-    `values` contains float32 logits [num_rows, vocab_size]. `named` contains the token ids that requests name, by row.
+    `values` contains float32 logits [num_rows, vocab_size]. `named` maps rows to the token ids that their requests
+    name.
     """
     # The normalizer is subtracted only from a few values per row, not from the whole vocabulary.
     total = values.logsumexp(dim=-1, keepdim=True)

@@ -34,7 +34,7 @@ class TokenCounts:
         """Tokens of each row, as [num_rows, capacity]. The remaining columns of a row are filled with one of its
         tokens."""
         self._num_listed_tokens = [0] * num_rows
-        """For each row of `_token_ids`, the number of its tokens."""
+        """Number of tokens in each row of `_token_ids`, without the columns that only fill the row."""
         self._row_by_sequence: weakref.WeakKeyDictionary[Sequence, int] = weakref.WeakKeyDictionary()
         self._free_rows: list[int] = []
 

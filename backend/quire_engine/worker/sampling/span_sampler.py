@@ -21,7 +21,8 @@ from quire_kernels import to_device_async
 
 
 class PostponedSampling:
-    """Sampling that was postponed until the tokens of the previous step are known. Its own step has already started."""
+    """Sampling that was postponed until the tokens of the previous step are known. The step to which it belongs has
+    already started."""
 
     def __init__(self, start: Callable[[], Callable[[], list[SpanOutput]]]) -> None:
         """`start` queues the sampling and returns a function that waits for its outputs."""
@@ -108,8 +109,8 @@ class SpanSampler:
 
     @torch.inference_mode()
     def run_postponed(self) -> None:
-        """Queue the postponed sampling, if there is one. Before, the grammars must have accepted the tokens of the
-        previous step."""
+        """Queue the postponed sampling, if there is one. Before this call, the grammars must have accepted the tokens
+        of the previous step."""
         sampling, self._postponed = self._postponed, None
         if sampling is not None:
             sampling.run()
@@ -121,7 +122,7 @@ class SpanSampler:
         logits: Tensor | None,
         sampling_indices: list[int],
     ) -> Callable[[], list[SpanOutput]]:
-        """Queue the sampling of `rows`. They belong to the spans at `sampling_indices`."""
+        """Queue the sampling of `rows`, which are the rows of the spans at `sampling_indices`."""
         if logits is not None and rows:
             bitmask = self.grammar_bitmask.fill([spans[i] for i in sampling_indices])
             sampled = self._sampler.sample_async(logits, rows, bitmask)
