@@ -200,8 +200,8 @@ class AdapterManager:
         return sorted((adapter.status() for adapter in self._desired_adapters()), key=lambda status: status.name)
 
     def served_names(self) -> set[str]:
-        """Return the names that serve requests. They include adapters that serve their previous content during a
-        replacement."""
+        """Return the names of the adapters that serve requests. They include adapters that serve their previous content
+        during a replacement."""
         core, text = self._handles.core, self._handles.text
         if core is None or text is None:
             return set()
@@ -255,7 +255,7 @@ class AdapterManager:
             await self._wait_for_change(adapter, pause_s)
 
     async def _wait_for_change(self, adapter: ManagedAdapter, timeout_s: float | None) -> None:
-        """Wait for a change, but for at most `timeout_s` seconds. If it is None, wait without a limit."""
+        """Wait for a change, but for at most `timeout_s` seconds. If `timeout_s` is None, wait without a limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not adapter.changed.is_set() and not self._secret_has_changed(adapter):
@@ -442,7 +442,8 @@ class AdapterManager:
         await self._publish_loading()
 
     async def _publish_loading(self) -> None:
-        """Send the text process the names of adapters that are still loading. It reports them as not ready."""
+        """Send the text process the names of adapters that are still loading. The text process reports them as not
+        ready."""
         if (text := self._handles.text) is None:
             return
 

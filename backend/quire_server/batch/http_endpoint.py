@@ -51,7 +51,7 @@ class HttpEndpoint:
         await self._session.close()
 
     async def post(self, url: str, body: dict[str, Any]) -> Reply:
-        """Send one request. A failure does not raise an error. It is returned as a Reply."""
+        """Send one request. If the request fails, no error is raised, and the Reply describes the failure."""
         try:
             # A redirect would send the key to another server.
             async with self._session.post(self._root + url, json=body, allow_redirects=False) as response:

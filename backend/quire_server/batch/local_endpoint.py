@@ -28,7 +28,7 @@ class LocalEndpoint:
         self._application = Application(FrontSettings(run_dir, served_name, "127.0.0.1", 0), client)
 
     async def post(self, url: str, body: dict[str, Any]) -> Reply:
-        """Run one request. A failure does not raise an error. It is returned as a Reply."""
+        """Run one request. If the request fails, no error is raised, and the Reply describes the failure."""
         await self._engine.wait_ready()
         exchange = _Exchange(json.dumps(body).encode())
         scope = {"type": "http", "method": "POST", "path": url, "headers": _HEADERS}

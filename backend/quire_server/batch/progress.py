@@ -11,8 +11,7 @@ from quire_server.batch.reply import Reply
 from quire_server.batch.result_store import ResultStore
 
 _LOG_INTERVAL_S = 30.0
-"""Seconds between updates if standard error is not a terminal. For example, it can be the log of a Job. Each update is
-then a new line."""
+"""Seconds between updates if standard error is not a terminal, for example in a Job. Each update is then a new line."""
 
 
 class Progress:

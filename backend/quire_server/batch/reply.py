@@ -19,7 +19,7 @@ class Reply:
     """A response, or the reason why there is no response."""
 
     status: int
-    """HTTP status. It is 0 if there is no response."""
+    """HTTP status, or 0 if there is no response."""
     body: bytes = b""
     request_id: str = ""
     retry_after_s: float | None = None
@@ -78,5 +78,6 @@ class Endpoint(Protocol):
     async def post(self, url: str, body: dict[str, Any]) -> Reply:
         """Send one request.
 
-        `url` is a path such as /v1/completions. A failure does not raise an error. It is returned as a Reply.
+        `url` is a path such as /v1/completions. If the request fails, no error is raised, and the Reply describes the
+        failure.
         """

@@ -28,8 +28,8 @@ class RequestLine:
     url: str
     body: dict[str, Any]
     sort_key: tuple[str, str]
-    """The model and the start of the prompt. Lines are sorted by it, because requests for the same model share an
-    adapter slot, and prompts with the same start share KV blocks."""
+    """The model and the start of the prompt. Lines are sorted by this key. Requests for the same model share an adapter
+    slot, and prompts with the same start share KV blocks."""
 
 
 @dataclass(frozen=True, slots=True)

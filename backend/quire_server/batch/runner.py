@@ -38,8 +38,8 @@ class RunnerSettings:
     max_inflight: int
     """Maximum number of requests that are open at the same time."""
     priority: int = 0
-    """Priority for requests that do not have one. A request with a higher number runs later. If it is 0, no priority is
-    sent."""
+    """Priority for requests that do not have one. A request with a higher number runs later. If `priority` is 0, no
+    priority is sent."""
     retry_s: float = 600.0
     """If no request succeeds for this many seconds, the run ends with an error."""
 

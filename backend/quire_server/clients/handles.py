@@ -95,12 +95,12 @@ class TextHandle:
         self.tool_call_parser: str | None = status.get("tool_call_parser")
         self.reasoning_parser: str | None = status.get("reasoning_parser")
         self.digest_by_name: dict[AdapterName, AdapterDigest] = {}
-        """Maps each name to its digest, as they were last sent to the text process."""
+        """The mapping of names to digests that was last sent to the text process."""
         self.limits_by_name: dict[AdapterName, AdapterLimits] = {}
-        """Maps adapter names to limits, as they were last sent to the text process. Adapters without limits are not
-        included."""
+        """The mapping of adapter names to limits that was last sent to the text process. Adapters without limits are
+        not included."""
         self.chat_template_by_name: dict[AdapterName, str] = {}
-        """Maps adapter names to chat template files, as they were last sent. Adapters without a template are not
+        """The mapping of adapter names to chat template files that was last sent. Adapters without a template are not
         included."""
         self.published_digests: set[AdapterDigest] = set()
         """The digests in the mapping that was sent last. While a mapping is being sent, its digests are included."""

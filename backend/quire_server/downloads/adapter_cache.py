@@ -45,7 +45,8 @@ class SourceRecord:
 def fsync_path(path: Path) -> None:
     """Sync a file or folder to disk.
 
-    This is done before it is renamed. Otherwise, a power failure could leave an incomplete adapter.
+    The caller does this before it renames the file or folder. Otherwise, a power failure could leave an incomplete
+    adapter.
     """
     fd = os.open(path, os.O_RDONLY)
     try:

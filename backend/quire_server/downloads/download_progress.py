@@ -44,7 +44,8 @@ class ProgressMeter:
         self._samples: deque[tuple[float, int]] = deque()
 
     def set_weights(self, names: Sequence[str], index_bytes: int | None = None) -> None:
-        """Set the names of the weight files. `index_bytes` is the size of their tensors, if the index contains it."""
+        """Set the names of the weight files. `index_bytes` is the size of the tensors in these files, if the index file
+        contains this size."""
         self._weights, self._index_bytes = names, index_bytes
 
     def set_size(self, name: str, size: int) -> None:
