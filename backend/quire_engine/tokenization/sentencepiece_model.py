@@ -130,7 +130,7 @@ def _build_normalizer(spec: Any) -> Any:
 def _model_class() -> Any:
     """Return the message class of a SentencePiece model.
 
-    It has only the fields of `_FIELDS`. protobuf skips all other fields of a file.
+    It has only the fields of `_FIELDS`. The protobuf library skips all other fields of a file.
     """
     file = descriptor_pb2.FileDescriptorProto(name="quire/sentencepiece_model.proto", package="quire", syntax="proto2")
     for message_name, fields in _FIELDS.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of a checkpoint: converts text to token ids, and complete lists of token ids to text.
 
-tokenizer_files.py reads the files. This module does not depend on requests, sockets or torch. Its callers are the
-offline LLM and the text process's request manager.
+The module tokenizer_files.py reads the files. This module does not depend on requests, sockets or torch. Its callers
+are the offline LLM and the text process's request manager.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -126,8 +126,9 @@ def _apply_tokenizer_config(tokenizer: tokenizers.Tokenizer, config: dict[str, A
 def _add_config_tokens(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Add the tokens that tokenizer_config.json names, as transformers does.
 
-    If a text contains a special token, it is encoded as a special token, unless split_special_tokens is set.
-    add_bos_token and add_eos_token are ignored here, because transformers also ignores them if a tokenizer.json exists.
+    If a text contains a special token, it is encoded as a special token, unless split_special_tokens is set. The
+    settings add_bos_token and add_eos_token are ignored here, because transformers also ignores them if a
+    tokenizer.json exists.
 
     Source: `TokenizersBackend` in transformers 5, src/transformers/tokenization_utils_tokenizers.py
     """

@@ -60,9 +60,9 @@ def init_device(config: EngineConfig, rank: int = 0) -> torch.device:
 def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
     """Return the dtype of weights and activations.
 
-    `auto` selects the checkpoint's dtype, with two exceptions on a CPU. float16 becomes float32, because few CPUs can
-    multiply float16. bfloat16 becomes float32 if there are no compiled kernels and the CPU lacks AVX-512 BF16, AMX and
-    Arm BF16. In this case, torch would have to convert each operand.
+    `auto` selects the checkpoint's dtype, with two exceptions on a CPU. The dtype float16 becomes float32, because few
+    CPUs can multiply float16. The dtype bfloat16 becomes float32 if there are no compiled kernels and the CPU lacks
+    AVX-512 BF16, AMX and Arm BF16. In this case, torch would have to convert each operand.
 
     Raises:
         ConfigError: the engine cannot compute in the checkpoint's dtype.

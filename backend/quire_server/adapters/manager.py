@@ -6,9 +6,14 @@ state. Then it applies the difference. The task does this again after every chan
 process. Therefore, a restart does not need separate code, and a broken adapter does not delay other adapters. The
 manager does not depend on protocols.
 
-    Fetching   source -> cache            retried after 30 s, 1 min ... 5 min, or after min(Retry-After, 5 min)
-    Loading    core, alias in text, server model
-    Ready      or Failed, with the reason; an invalid adapter is not retried until the catalog changes
+An adapter has one of four states:
+
+- Fetching: the source is being downloaded to the cache.
+- Loading: the core loads the adapter, the text process gets its name, and the server loads its model.
+- Ready: the adapter serves requests.
+- Failed: the last attempt failed, and the status contains the reason. The next attempt starts after 30 s, and later
+  ones after 1 min and so on, up to 5 min. If the source sends Retry-After, the wait is at least that long, but never
+  longer than 5 min. An invalid adapter is not tried again until the catalog changes.
 """
 
 import asyncio

@@ -3,7 +3,7 @@
 
 A handle calls the operations of its process, and records which adapters or models are loaded in it. It exists as long
 as its process. When the process ends, the handle is dropped with all its state, and the adapter manager loads the
-adapters into the new process. supervisor/process_manager.py creates and removes handles.
+adapters into the new process. The module supervisor/process_manager.py creates and removes handles.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bitmasks of the tokens that grammars allow.
 
-If a sequence has a grammar, each of its sampled rows has one row of bits. llguidance fills the bits on the host, and
-releases the GIL while it does. The bits are applied to the logits on the device just before sampling. The span sampler
-owns the `GrammarBitmask`.
+If a sequence has a grammar, each of its sampled rows has one row of bits. The library llguidance fills the bits on the
+host, and releases the GIL while it does. The bits are applied to the logits on the device just before sampling. The
+span sampler owns the `GrammarBitmask`.
 """
 
 import os

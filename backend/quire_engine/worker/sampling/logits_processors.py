@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits processors for one batch.
 
-They apply allowed and forbidden tokens first, then the logit bias, and then the penalties. vLLM uses the same order.
-The processors are created once for each batch, and are used in each step until the batch changes. If no request of a
-batch needs processing, the batch does not have processors. The sampler owns the processors.
+They apply allowed and forbidden tokens first, then the logit bias, and then the penalties. This is also the order of
+vLLM. The processors are created once for each batch, and are used in each step until the batch changes. If no request
+of a batch needs processing, the batch does not have processors. The sampler owns the processors.
 """
 
 from collections import abc, defaultdict

@@ -24,7 +24,7 @@ from quire_kernels import to_device_async
 
 
 class RejectionSampler:
-    """Samples spans and verifies their drafts. vLLM has a class with the same name."""
+    """Samples spans and verifies their drafts. The class has the same name in vLLM."""
 
     def __init__(self, sampler: Sampler) -> None:
         """`sampler` is the sampler of the model runner."""
