@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API server for CRDs of a current Kubernetes (apiextensions-apiserver), built as a separate program.
+"""Builds a separate program from the part of a current Kubernetes that serves CRDs (apiextensions-apiserver).
 
 The program serves CRDs and their objects. It runs in addition to the API server of an old Kubernetes (debian.py). Tests
 use it to check the CEL rules of the CRD and the cost limits of these rules, unknown fields, and field ownership.

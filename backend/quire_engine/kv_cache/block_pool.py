@@ -16,9 +16,9 @@ from quire_spec.errors import Internal
 class BlockPool:
     """A fixed number of blocks, each in one of three states.
 
-    used       reference count > 0: the block is in the table of at least one sequence
-    evictable  count 0, contents cached: `lookup` returns the block until it is evicted
-    empty      count 0, no contents
+    - used: the reference count is positive, because the block is in the table of at least one sequence.
+    - evictable: the reference count is 0, and the contents are cached. `lookup` returns the block until it is evicted.
+    - empty: the reference count is 0, and there are no contents.
 
     Eviction is segmented LRU. The block that was freed least recently is evicted first. A block becomes protected when
     another sequence reuses it (`protect`). Protected blocks are evicted last. Therefore, a shared prompt prefix stays

@@ -12,7 +12,7 @@ from quire_spec.model.architectures import ARCHITECTURES
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 ACTIVATION_ALIASES = {"swish": "silu"}
-"""Maps names of activations in transformers that are not in ACTIVATIONS to the names in ACTIVATIONS."""
+"""Other names that transformers has for these activations, and the name in ACTIVATIONS for each."""
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)

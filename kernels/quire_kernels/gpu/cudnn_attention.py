@@ -111,8 +111,8 @@ class ChunkPlans:
         """Return the graph for one chunk, without a plan.
 
         The queries and the output are described to cuDNN as ragged tensors. Otherwise, cuDNN would also write the rows
-        after the end of the chunk. The last query attends to all keys. Every other query attends to one key less than
-        the query after it.
+        after the end of the chunk. The mask is causal: the last query attends to all keys, the query before it to all
+        keys but the last, and so on.
         """
         cudnn = self._cudnn
         dtype = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[shape.dtype]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Catalog pusher, which sends the adapter catalog to the pods of a service. This is one step of a pass.
 
-It also decides whether a newer catalog in a pod is replaced. The HTTP requests are sent by the client for the pods'
-admin port. On the same visit, the pod's status is read, because it contains the digest of the pod's catalog. Called by
-the reconciler.
+It also decides whether a newer catalog in a pod is replaced. It sends its HTTP requests through the client of the pods'
+admin port. In the same step, it reads the pod's status, because the status contains the digest of the pod's catalog.
+The reconciler calls this module.
 """
 
 import logging
