@@ -47,10 +47,10 @@ def http_headers(source: HttpSource, read_secret: SecretValues) -> dict[str, str
 def _value(ref: SecretRef, values: Mapping[str, str], key: str) -> str:
     if key not in values:
         raise AccessDenied(f"secret {ref.name!r}: has no key {key!r}; add it to the Secret, or correct the key")
-    # Most files end in a newline, and so do the values of Secrets that are made from files.
+    # Most files end in a newline. If a Secret is created from files, its values therefore end in a newline, too.
     value = values[key].strip()
     if not (value.isascii() and value.isprintable()):
-        # Libraries that send such a value quote it in their errors, or panic.
+        # If a library gets such a value as a header, it quotes the value in an error message, or it panics.
         raise AccessDenied(
             f"secret {ref.name!r}: the value of key {key!r} contains a line break or another character that is not "
             "allowed in a header; store only the credential there"

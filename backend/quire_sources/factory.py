@@ -107,7 +107,7 @@ class SourceFactory(AsyncExitStack):
 
     def _path_reader(self, path: str) -> SourceReader:
         if not self._options.allow_paths:
-            raise ConfigError(f"path {path!r}: local folders are for `quire serve`; use another source")
+            raise ConfigError(f"path {path!r}: a local folder can be used only with `quire serve`; use another source")
         if not Path(path).is_absolute() or ".." in Path(path).parts:
             raise ConfigError(f"path {path!r}: must be absolute, without '..'")
         return FolderReader(Path(path), "", f"path {path!r}")

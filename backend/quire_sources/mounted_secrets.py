@@ -25,7 +25,7 @@ class MountedSecrets:
 
         Raises:
             ConfigError: --secrets-dir is not set, or the name is not valid for a Secret.
-            AccessDenied: the Secret does not exist; it can be created later.
+            AccessDenied: the Secret does not exist or cannot be read. It can still be created later.
         """
         path = self._secret_path(secret)
         try:
@@ -46,21 +46,21 @@ class MountedSecrets:
         if self._folder is None:
             raise ConfigError(f"secret {secret.name!r}: this pod has no secrets; give --secrets-dir")
         if not _NAME_PATTERN.fullmatch(secret.name):
-            # It could lead out of the folder.
+            # A name such as `..` would lead out of the folder.
             raise ConfigError(
-                f"secret: {secret.name!r} is not a name of a Secret; use letters, digits, '-', '_' and '.'"
+                f"secret: {secret.name!r} is not a name of a Secret; use only letters, digits, '-', '_' and '.'"
             )
         return self._folder / secret.name
 
 
 def _key_files(folder: Path) -> list[Path]:
-    # The folder also contains links of Kubernetes, named ..data and ..<time>.
+    # The folder also contains links that Kubernetes creates. They are named ..data and ..<time>.
     return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
 
 
 def _read_text(path: Path) -> str:
     with path.open("rb") as file:
-        # Undecodable bytes are rejected where the value is used.
+        # Bytes that are not valid UTF-8 are rejected where the value is used.
         return file.read(_MAX_BYTES).decode(errors="replace")
 
 

@@ -53,7 +53,7 @@ MAX_EXPOSED_ADAPTERS = 64
 """By default, at most this number of adapters have their own server model. Each server model of an adapter needs a stub
 process of about 22 MiB."""
 
-# Tensors of the model interface: first those of NVIDIA's vllm_backend, then Quire's own.
+# Names of the tensors of the model interface. The tensors of NVIDIA's vllm_backend come first, then Quire's own.
 TEXT_INPUT = "text_input"
 STREAM = "stream"
 SAMPLING_PARAMETERS = "sampling_parameters"

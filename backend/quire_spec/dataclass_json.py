@@ -27,7 +27,7 @@ def from_json(cls: type[T], data: object, field_path: str = "", ignore_unknown: 
 
     Args:
         field_path: path of `data` in its document, for error messages.
-        ignore_unknown: True drops unknown keys, because a later release may have written the document.
+        ignore_unknown: if true, unknown keys are dropped. Use this if a later release may have written the document.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value has the wrong type.
@@ -99,7 +99,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def _convert_value(hint: Any, value: object, field_path: str, ignore_unknown: bool) -> Any:
-    # A NewType is checked as its supertype.
+    # A value of a NewType is checked like a value of the type on which the NewType is based.
     hint = getattr(hint, "__supertype__", hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object:

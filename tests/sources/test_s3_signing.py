@@ -68,6 +68,6 @@ def test_accepts_valid_endpoints(endpoint):
 )
 def test_rejects_invalid_endpoints_without_quoting_them(endpoint):
     """obstore panics on some of these endpoints."""
-    with pytest.raises(ConfigError, match=r"s3 source: the endpoint is not http\(s\)://host") as caught:
+    with pytest.raises(ConfigError, match=r"s3 source: the endpoint must be http\(s\)://host") as caught:
         check_endpoint(endpoint)
     assert "s3cr3t" not in str(caught.value)

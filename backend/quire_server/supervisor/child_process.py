@@ -78,7 +78,8 @@ class ChildProcess:
                 lambda: _LineSplitter(child._on_line, child._output_closed.set), popen.stdout
             )
         except BaseException:
-            # Cancelled, or out of file descriptors. No caller has the child yet, so it must be ended here.
+            # The start was cancelled, or there are no free file descriptors. No caller has the child yet, so this
+            # method must end it.
             os.killpg(popen.pid, signal.SIGKILL)
             popen.wait()
             if popen.stdout is not None:
@@ -119,7 +120,7 @@ class ChildProcess:
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        # Kill the group before the process is reaped: until then the kernel cannot reuse the group id.
+        # Kill the group before the process is reaped. The kernel cannot reuse the id of the group before that.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.exited.set_result(self._popen.wait())

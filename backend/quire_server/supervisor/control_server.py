@@ -49,7 +49,7 @@ class ControlServer:
                 for message in decoder.feed(data):
                     if not isinstance(message, ControlRequest):
                         raise Internal(f"unexpected {type(message).__name__}")
-                    # A call runs to its end even if its caller has left, so that a change is never half made.
+                    # A call runs to its end even if its caller disconnects. Otherwise, a change could remain half done.
                     task = asyncio.create_task(self._run(message, writer))
                     self._calls.add(task)
                     task.add_done_callback(self._calls.discard)
@@ -67,7 +67,7 @@ class ControlServer:
         except QuireError as error:
             response = ControlResponse(request.id, None, error.code, str(error))
         except Exception:
-            logger.exception("call of the OpenAI front failed method=%s", request.method)
+            logger.exception("a call from the OpenAI front failed method=%s", request.method)
             response = ControlResponse(request.id, None, Code.INTERNAL, "internal error; see the log of the pod")
         with contextlib.suppress(OSError):
             writer.write(encode_frame(response))

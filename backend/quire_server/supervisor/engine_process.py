@@ -67,7 +67,8 @@ async def watch_connection(control: ControlClient) -> str:
         try:
             async with asyncio.timeout(PING_INTERVAL_S):
                 await control.closed.wait()
-            # The exit of the process is usually detected first and cancels this session.
+            # Usually, the connection is closed because the process has exited. The supervisor then detects the exit
+            # during this pause, and cancels this session.
             await asyncio.sleep(_EXIT_GRACE_S)
             return "connection closed"
         except TimeoutError:

@@ -70,10 +70,11 @@ class ManagedProcess:
 
         Args:
             name: name for status and logs.
-            start: creates the child process.
-            session: runs once per child, calls `mark_ready` when the process serves, and is cancelled when the child
-                ends. If the session returns, the child is killed, and the returned string is the reason.
-            on_change: called on each change of state.
+            start: function that creates the child process.
+            session: function that runs once for each child. It calls `mark_ready` when the process serves requests. It
+                is cancelled when the child ends. If it returns before that, the child is killed, and the string that it
+                returns is the reason.
+            on_change: function that is called whenever the state changes.
         """
         self.name = name
         self.child: ChildProcess | None = None
@@ -118,7 +119,7 @@ class ManagedProcess:
         try:
             self.child = await self._start()
         except OSError as error:
-            # Out of memory, process ids or disk space: a later start can succeed.
+            # The system has no memory, process ids or disk space left. A later start can succeed.
             self._check_start_limit(None, [str(error)], "no start")
             return f"not started: {error}"
         logger.info("process started name=%s pid=%d", self.name, self.child.pid)
@@ -135,7 +136,7 @@ class ManagedProcess:
             futures: list[asyncio.Future[Any]] = [session, child.exited]
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # The session first: it removes the handle of this process.
+            # End the session first, because it removes the handle of this process.
             session.cancel()
             await asyncio.wait([session])
         if not child.exited.done():

@@ -48,9 +48,9 @@ class OtherModels:
         """Find the models in `folder`; `run` loads all of them. If `folder` is None, there are no models.
 
         Args:
-            links: folder of links to the models, which is created for the server.
+            links: folder for links to the models. This method creates it, and the server loads the models from it.
             own_names: function that returns the names of the base model and of the adapters.
-            own_folder: folder of a model in `folder` that Quire serves itself.
+            own_folder: folder of the model that Quire serves itself, if this folder is in `folder`.
 
         Raises:
             ConfigError: see `find_other_models`.
@@ -142,7 +142,8 @@ class OtherModels:
                 with contextlib.suppress(*_FAILURES):
                     await self._load(server, name)
 
-        # An ensemble last: the server would load its models, too, and two loads of one model collide.
+        # Load the ensembles last. When the server loads an ensemble, it also loads the models that the ensemble calls.
+        # If one of them was already being loaded, the two loads would collide.
         await asyncio.gather(*map(load, sorted(missing - self._ensembles.keys())))
         for name in sorted(self._ensembles.keys() & (self._desired - loaded)):
             await load(name)
@@ -176,7 +177,7 @@ class OtherModels:
             if name in self._desired:
                 await server.unload_other_model(name)
                 await self._load(server, name)
-        # The server unloads the ensembles of a model with it.
+        # When the server unloads a model, it also unloads the ensembles that call the model. They must be loaded again.
         self.resync()
 
     def _set_state(self, name: str, state: OtherModelState, error: str = "") -> None:
@@ -245,7 +246,7 @@ class OtherModels:
                 f"model {name!r}: is the base model or an adapter; PUT /adapters changes the adapters of this pod"
             )
         if self._folder is None:
-            raise NotFound(f"model {truncated_repr(name)}: there is no model repository; start with --model-repository")
+            raise NotFound(f"model {truncated_repr(name)}: the service has no model repository; set --model-repository")
         constants.check_model_name(name, "model")
 
     def _found(self) -> tuple[str, ...]:
@@ -271,7 +272,7 @@ class OtherModels:
 def _read_ensemble(config_file: Path) -> frozenset[str]:
     """Return the names of the models that an ensemble calls. The result is empty if the model is not an ensemble, or if
     its configuration file is invalid."""
-    # Imported here: the import takes 0.2 s, and most services have no other models.
+    # Imported here because the import takes 0.2 s, and most services have no other models.
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
 

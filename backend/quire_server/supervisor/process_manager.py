@@ -137,7 +137,8 @@ class ProcessManager:
                 for process in self.processes.values():
                     group.create_task(process.run(), name=f"process {process.name}")
         except ExceptionGroup as group_error:
-            # Several processes can fail for one reason, such as an invalid engine.json.
+            # Several processes can fail for the same reason, for example because engine.json is invalid. Only the first
+            # error is raised.
             raise group_error.exceptions[0] from None
 
     async def drain(self, timeout_s: float) -> bool:
@@ -159,7 +160,8 @@ class ProcessManager:
         """Stop all processes, one after the other. Before that, the caller must cancel `run`."""
         for task in self._tasks:
             task.cancel()
-        # With open requests, text is stopped first, so that the stubs and the front end them with an error.
+        # If requests are still open, the text process is stopped first. The stubs and the OpenAI fronts then end these
+        # requests with an error.
         fronts = [name for name in self.processes if name.startswith("openai")]
         for name in (*fronts, "server", "text", "core") if drained else ("text", *fronts, "server", "core"):
             child = self.processes[name].child
@@ -188,7 +190,8 @@ class ProcessManager:
         argv, env = launch.server_command(*self._server_runtime, self._options)
         return await ChildProcess.start("server", argv, self._relay, env)
 
-    # Sessions: each sets its handle while its process serves, and returns why the process must be killed
+    # Sessions. While a process serves requests, its session sets the handle of the process. A session returns the
+    # reason why the process must be killed.
 
     async def _engine_session(self, name: str, child: ChildProcess) -> str:
         async with engine_process.connect(name, self._run_dir) as control:
@@ -275,7 +278,7 @@ class ProcessManager:
             finally:
                 self._notify_change()
         logger.error(
-            "stub died, killing the server to end its clients' streams model=%s open_requests=%d",
+            "stub died, killing the server so that all open streams end model=%s open_requests=%d",
             stub.model or "unknown",
             num_open,
         )

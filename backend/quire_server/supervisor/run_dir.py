@@ -61,7 +61,7 @@ def locked_run_dir(run_dir: Path) -> Iterator[Path]:
         finally:
             clean(run_dir)
             if is_new:
-                # The folder may contain files of others.
+                # The folder may contain files of other programs. In that case, it is not removed.
                 with contextlib.suppress(OSError):
                     run_dir.rmdir()
     finally:
@@ -81,7 +81,7 @@ def write_shm_prefix(run_dir: Path, prefix: str) -> None:
 def clean(run_dir: Path) -> None:
     """Remove the supervisor's files and the server's shared memory. The server must not be running."""
     with contextlib.suppress(FileNotFoundError):
-        # A truncated prefix would match regions of others.
+        # If the file was truncated, the shorter prefix would also match memory regions of other servers.
         if len(prefix := (run_dir / _SHM_PREFIX).read_text()) == len(launch.new_shm_prefix()):
             launch.clear_shared_memory(prefix)
     for name in _OWNED_NAMES:

@@ -95,7 +95,7 @@ class StubWatcher:
             idle_s = 0.0 if any(map(count_open_requests, remaining)) else idle_s + DEATH_CONFIRMATION_S
         for pid in remaining:
             logger.warning("killing stub of an unloaded model without open requests pid=%d", pid)
-            # on_death must not report it.
+            # This stub is killed on purpose, so its death must not be reported to `on_death`.
             self._killed_pids.add(pid)
             signal.pidfd_send_signal(self._stubs[pid][0], signal.SIGKILL)
 
@@ -123,7 +123,8 @@ class StubWatcher:
             elif state == "Z" and name == _STUB_COMM:
                 self._watch(StubProcess(pid, "", start_ticks))
             elif state == "Z" or model == "":
-                # At each load the server checks that a stub can be executed, in a shell that it reaps itself.
+                # This process is not a stub. At each load, the server starts a shell to check that a stub can be
+                # executed, and reaps the shell itself.
                 self._ignored_pids.add(pid)
 
     async def _scan_forever(self) -> None:
@@ -147,7 +148,7 @@ class StubWatcher:
         is_dead = _read_stat(stub.pid)[1:3] == ("Z", self._server_pid)
         self._unwatch(stub.pid)
         if is_dead:
-            # It remains a zombie while the server lives, and is reported only once.
+            # The stub remains a zombie until the server ends, and it must be reported only once.
             self._ignored_pids.add(stub.pid)
             if stub.pid not in self._killed_pids:
                 self._on_death(stub)
@@ -163,7 +164,7 @@ def _read_stat(pid: int) -> tuple[str, str, int, int]:
     """Return the name, the state letter, the parent and the start time of a process. The state is X if the process does
     not exist."""
     try:
-        # The name, in parentheses, can contain any character.
+        # The name of the process is in parentheses. It can contain any character.
         text = (_PROC / str(pid) / "stat").read_bytes().decode(errors="replace")
     except OSError:
         return "", "X", 0, 0

@@ -189,11 +189,11 @@ class Supervisor:
                 drained = await self._drain(run_task)
         finally:
             self.draining = True
-            # The adapters first: they would react to the ends of the processes.
+            # Close the adapter manager first. Otherwise, it would react when the processes end.
             await self._adapter_manager.close()
             await _cancel_tasks(run_task, stop_task, *background_tasks)
             if not stop.is_set():
-                # Startup failed: there are no requests to wait for.
+                # The start has failed, so there are no requests to wait for.
                 self._process_manager.kill()
             await self._process_manager.stop(drained)
         if not run_task.cancelled():
@@ -226,7 +226,7 @@ class Supervisor:
                 pause_s = min(2 * pause_s, _MAX_PROGRESS_LOG_S)
                 next_log_at += pause_s
         self._check_required_adapters()
-        # The banner is the only output on stdout; the log is on stderr. stdout may be closed.
+        # The banner is the only output on stdout, because the log goes to stderr. stdout may be closed.
         with contextlib.suppress(OSError):
             print(reporting.ready_banner(self._settings, self.status(), time.monotonic() - started_at), flush=True)
 
@@ -251,7 +251,7 @@ class Supervisor:
                 for digest in await self._adapter_manager.prune_cache():
                     logger.info("adapter removed from the cache digest=%s", digest)
             except OSError as error:
-                # The volume can be temporarily unavailable. Loaded adapters serve without it.
+                # The volume can be temporarily unavailable. The adapters that are already loaded do not need it.
                 logger.warning("cache prune failed error=%s", error)
             await asyncio.sleep(_PRUNE_INTERVAL_S)
 

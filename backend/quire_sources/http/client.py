@@ -66,7 +66,7 @@ class HttpClient:
                     f"{display_name}: has Content-Encoding {encoding}; store and serve the files uncompressed"
                 )
             start, size = _content_extent(response, display_name)
-            # A 206 response may omit the version: the request named the version it must have.
+            # A 206 response may omit the version. It then has the version that the request named.
             version = response_version(response) or (_requested_version(plain_headers) if start else None)
             yield OpenFile(start, size, version, _iter_chunks(response, display_name))
 
@@ -108,8 +108,9 @@ class HttpClient:
             except aiohttp.InvalidURL as error:
                 raise Unavailable(f"{display_name}: its URL or the proxy's URL is not valid; correct it") from error
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                # ValueError: an invalid host, or a secret header together with a user in the URL. After a redirect, the
-                # message names the host behind it, whose certificate may be the problem.
+                # A ValueError means that the host is invalid, or that the URL contains a user although there is a
+                # secret header. After a redirect, the message names the host to which the redirect leads, because the
+                # problem may be the certificate of this host.
                 verb = "no response from" if target == url else "no response after a redirect to"
                 raise Unavailable(f"{display_name}: {verb} {target.origin()}: {describe_error(error)}") from error
             async with response:
@@ -163,7 +164,7 @@ def _redirect_target(current: URL, response: aiohttp.ClientResponse, display_nam
         target = current.join(URL(response.headers["Location"], encoded=True))
         target.origin()
     except ValueError as error:
-        raise Unavailable(f"{display_name}: HTTP {response.status} without a valid Location") from error
+        raise Unavailable(f"{display_name}: HTTP {response.status} has no valid Location header") from error
     if target.scheme not in ("http", "https") or (current.scheme == "https" and target.scheme == "http"):
         raise Unavailable(f"{display_name}: refused a redirect from {current.scheme} to {target.scheme}")
     return target
@@ -173,12 +174,12 @@ def _can_resume(response: aiohttp.ClientResponse, plain_headers: Mapping[str, st
     """Return whether the response to a range request can be used. If the result is False, the whole file must be
     requested."""
     if response.status != 206:
-        # 412: the file has another version. 416: the range is not in the file.
+        # 412 means that the file has another version. 416 means that the file does not contain the range.
         return response.status not in (412, 416)
     content_range = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
     if content_range is None or not plain_headers["Range"].startswith(f"bytes={content_range[1]}-"):
         return False
-    # Some servers implement Range but not If-Range: the range may be of another version.
+    # Some servers implement Range but not If-Range. They may send a range from another version of the file.
     requested_version = _requested_version(plain_headers)
     return requested_version is None or response_version(response) in (None, requested_version)
 
@@ -199,7 +200,7 @@ def _content_extent(response: aiohttp.ClientResponse, display_name: str) -> tupl
         return 0, response.content_length
     match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
     if match is None:
-        raise Unavailable(f"{display_name}: HTTP 206 without a valid Content-Range")
+        raise Unavailable(f"{display_name}: HTTP 206 has no valid Content-Range header")
     return int(match[1]), None if match[2] == "*" else int(match[2])
 
 
@@ -208,5 +209,5 @@ async def _iter_chunks(response: aiohttp.ClientResponse, display_name: str) -> A
         async for data in response.content.iter_chunked(_READ_BYTES):
             yield data
     except (aiohttp.ClientError, TimeoutError, OSError, RuntimeError) as error:
-        # aiohttp raises RuntimeError for a connection that was closed before the read.
+        # aiohttp raises RuntimeError if the connection was closed before the read.
         raise Unavailable(f"{display_name}: the connection was cut: {describe_error(error)}") from error

@@ -35,6 +35,6 @@ def parse_retry_after(value: str | None, now: datetime) -> float | None:
         retry_at = parsedate_to_datetime(text)
     except ValueError:
         return None
-    # A date with -0000 is parsed without a zone and means UTC.
+    # If the zone of a date is -0000, the date is parsed without a zone. It means UTC.
     delay = (retry_at if retry_at.tzinfo else retry_at.replace(tzinfo=UTC)) - now
     return min(max(delay.total_seconds(), 0.0), _MAX_RETRY_AFTER_S)

@@ -34,7 +34,7 @@ async def run_in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
             result = function(*args)
         except Exception as error:
             error_raised = error
-        # RuntimeError: the loop is closed because the process ends.
+        # If the process is ending, the loop can already be closed. The call then raises RuntimeError.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(set_outcome, result, error_raised)
 

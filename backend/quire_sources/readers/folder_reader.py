@@ -37,7 +37,7 @@ class FolderReader:
         """`path` is relative to `root`, or empty. `source_name` is the name of the source in messages.
 
         Raises:
-            ConfigError: `path` leaves `root`.
+            ConfigError: `path` leads out of `root`.
         """
         self._root = root
         self._source_name = source_name
@@ -93,9 +93,9 @@ class FolderReader:
         """Open a file, and return its file descriptor, its version and its size."""
         path = self._folder / name
         try:
-            # In this thread, because it also hangs on a hung file system.
+            # realpath is called in this thread, because it can also hang if the file system hangs.
             root = os.path.realpath(self._root)
-            # Non-blocking: opening a FIFO would otherwise wait for a writer.
+            # O_NONBLOCK is set because opening a FIFO would otherwise wait for a writer.
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise FileMissing(
@@ -107,11 +107,11 @@ class FolderReader:
             raise Unavailable(f"{self._source_name}: {str(path)!r}: {error.strerror}") from error
         try:
             file_stat = os.fstat(fd)
-            # Of the open file: the path could lead to another file by now.
+            # Get the path of the open file, because `path` could lead to another file by now.
             real_path = Path(os.readlink(f"/proc/self/fd/{fd}"))
             if not real_path.is_relative_to(root):
                 raise InvalidArgument(
-                    f"{self._source_name}: {str(path)!r} is a link that leads out of {root!r}; copy the files there"
+                    f"{self._source_name}: {str(path)!r} is a link that leads out of {root!r}; replace it with a copy"
                 )
             if not stat.S_ISREG(file_stat.st_mode):
                 raise InvalidArgument(f"{self._source_name}: {str(path)!r} is not a regular file")

@@ -42,7 +42,7 @@ class HttpReader:
         display_name = self.display_name(name)
         async with self._client.request("HEAD", self._file_url(name), self._headers(), {}, display_name) as response:
             if response.status in (405, 501):
-                # Some servers implement only GET; the version is then unknown until the file is read.
+                # Some servers implement only GET. The version is then unknown until the file is read.
                 return None
             return response_version(await self._client.check_response(response, display_name))
 
@@ -60,18 +60,20 @@ class HttpReader:
 
 
 def _parse_url(url: str) -> URL:
-    # Errors do not quote the URL, because the invalid part can be its password.
+    # Error messages do not quote the URL, because the invalid part of it can be a password.
     try:
         parsed = URL(url)
     except ValueError as error:
         raise ConfigError("http source: the url is not valid; use http(s)://host/folder") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(f"http source: the url (scheme {parsed.scheme!r}) is not http(s)://host/folder")
+        raise ConfigError(
+            f"http source: the url must be http(s)://host/folder, got a url with scheme {parsed.scheme!r}"
+        )
     return parsed
 
 
 def _parse_sha256(sha256: str) -> str:
     match = _SHA256.fullmatch(sha256.lower())
     if match is None:
-        raise ConfigError(f"http source: sha256 {sha256!r} is not 64 hexadecimal digits")
+        raise ConfigError(f"http source: sha256 must be 64 hexadecimal digits, got {sha256!r}")
     return match[1]

@@ -24,7 +24,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ERRORS = {
     "RepoNotFound": "no such repository, or it is private and the source's token is missing or lacks access",
-    "RevisionNotFound": "the repository has no such revision; correct revision, or omit it",
+    "RevisionNotFound": "the repository has no such revision; correct the revision, or omit it",
     "GatedRepo": "the repository is gated; accept its licence on the hub and use a token that has access",
 }
 """Maps the possible values of the header X-Error-Code to error messages."""
@@ -89,8 +89,8 @@ class HubReader:
         self, name: str, start: int = 0, version: str | None = None, num_bytes: int | None = None
     ) -> AsyncIterator[OpenFile]:
         current_version = await self.version(name)
-        # A file of a commit never changes, so a range needs no If-Range, which the storage behind a redirect may not
-        # implement.
+        # Within a commit, a file never changes. A request for a range therefore needs no If-Range, which the storage
+        # behind a redirect may not implement.
         offset = start if version in (None, current_version) else 0
         headers = range_headers(offset, None, num_bytes)
         async with AsyncExitStack() as stack:
@@ -100,7 +100,8 @@ class HubReader:
                 )
                 file = await stack.enter_async_context(file_context)
             except NotFound as error:
-                # The hub has just reported the file; with NotFound an optional file would be left out.
+                # The hub has just reported that the file exists. If NotFound was raised, the caller would leave out an
+                # optional file.
                 raise Unavailable(str(error)) from error
             yield OpenFile(file.start, file.size, current_version, file.chunks)
 
@@ -126,7 +127,7 @@ def _has_metadata(response: aiohttp.ClientResponse) -> bool:
 def _error_from_response(display_name: str, response: aiohttp.ClientResponse) -> NotFound | Unavailable:
     code = response.headers.get("X-Error-Code", "")
     if code in _ERRORS:
-        # The hub responds with 401 for a private repository, and for one that does not exist.
+        # The hub responds with 401 both for a private repository and for a repository that does not exist.
         return (NotFound if response.status == 404 else AccessDenied)(f"{display_name}: {_ERRORS[code]}")
     if response.status == 404:
         return FileMissing(f"{display_name}: no such file; Quire reads files stored as safetensors")

@@ -38,7 +38,7 @@ class S3Reader:
         """
         parts = urlsplit(source.uri)
         if parts.scheme != "s3" or not _BUCKET_NAME.fullmatch(parts.netloc) or ".." in parts.path.split("/"):
-            raise ConfigError("s3 source: the uri is not s3://bucket/prefix; credentials belong in a Secret")
+            raise ConfigError("s3 source: the uri must be s3://bucket/prefix; put credentials into a Secret")
         if source.endpoint is not None:
             check_endpoint(source.endpoint)
         self._client = _S3HttpClient(session)
@@ -62,7 +62,7 @@ class S3Reader:
     async def open(
         self, name: str, start: int = 0, version: str | None = None, num_bytes: int | None = None
     ) -> AsyncIterator[OpenFile]:
-        # Buckets implement If-Match with ETags; few implement If-Range.
+        # Buckets implement If-Match with ETags, but only few of them implement If-Range.
         condition = "If-Match" if version and version.startswith('"') else "If-Range"
         headers = range_headers(start, version, num_bytes, condition)
         async with self._client.open(await self._signed_url("GET", name), {}, headers, self.display_name(name)) as file:
@@ -84,7 +84,7 @@ class _S3HttpClient(HttpClient):
             return response
         if response.status == 404:
             raise FileMissing(
-                f"{display_name}: no such object; check bucket and prefix, and that it is stored as safetensors"
+                f"{display_name}: no such object; check the bucket and prefix, and store the files as safetensors"
             )
         try:
             body = await response.content.read(_MAX_ERROR_BYTES)

@@ -68,13 +68,14 @@ class S3Signer:
                 if self._store is None or options != self._options:
                     self._store, self._options = S3Store(self._bucket, **options), options
                 store = self._store
-            # Not sign_async: its Rust threads call into Python, and abort a process that ends soon afterwards
-            # (SIGABRT in 4 of 25 runs of a reader that got no response).
+            # sign_async is not used, because its Rust threads call into Python. If the process ends soon afterwards,
+            # they abort it (SIGABRT in 4 of 25 runs of a reader that got no response).
             return str(obstore.sign(store, method, key, SIGNED_URL_LIFETIME))
         except Exception as error:
             raise Unavailable(f"{display_name}: {_describe_signing_error(error)}") from error
         except BaseException as error:
-            # A panic in Rust is not an Exception: unhandled, one service's source would end the operator.
+            # A panic in Rust is a BaseException, but not an Exception. If it was not handled here, the source of a
+            # single service could end the operator.
             raise ConfigError(
                 f"{display_name}: obstore failed: {describe_error(error)}; correct the source or its Secret"
             ) from error
@@ -84,8 +85,8 @@ def check_endpoint(endpoint: str) -> None:
     """Raise ConfigError for an endpoint that makes obstore panic."""
     match = _ENDPOINT.fullmatch(endpoint)
     if match is None or int(match["port"] or 0) >= 2**16 or not _is_host(match["host"]):
-        # The endpoint is not quoted: the invalid part may be a password.
-        raise ConfigError("s3 source: the endpoint is not http(s)://host[:port][/path]; correct it")
+        # The message does not quote the endpoint, because the invalid part of it may be a password.
+        raise ConfigError("s3 source: the endpoint must be http(s)://host[:port][/path]; correct it")
 
 
 def _is_host(text: str) -> bool:
@@ -112,7 +113,8 @@ def store_options(
         "region": region or _DEFAULT_REGION,
         "client_options": {
             "allow_http": bool(endpoint and endpoint.startswith("http://")),
-            # For the platform's identity service, the only server that obstore itself calls.
+            # These timeouts apply to the identity service of the cloud platform. It is the only server that obstore
+            # itself calls.
             "connect_timeout": timedelta(seconds=15),
             "timeout": timedelta(seconds=30),
         },
@@ -134,7 +136,7 @@ def store_options(
 def error_from_status(source: str, status: int, headers: Mapping[str, str], body: bytes) -> Unavailable:
     """Return the error for a response of a bucket. It contains no secrets. `body` is the beginning of the response's
     body."""
-    # Only the code is quoted: a bucket's error repeats the request with its token.
+    # The message quotes only the error code, because the bucket's response repeats the request with its token.
     match = _ERROR_CODE.search(body.decode(errors="replace"))
     code = f" {match[1]}" if match else ""
     if status == 400:
@@ -151,7 +153,7 @@ def _describe_signing_error(error: BaseException) -> str:
     cause is read from obstore's debug output."""
     text = describe_error(error).rpartition(" - ")[2]
     if "error sending request" not in text:
-        # The part before the dash is the URL and the duration.
+        # The part before the dash contains the URL and the duration.
         return text
     if match := _SYSTEM_ERROR.search(str(error)):
         return match[1]

@@ -175,7 +175,8 @@ class AdapterCatalog:
         """Read a parsed adapters.json.
 
         Raises:
-            ConfigError: unknown keys, wrong types, a duplicate name, or a source without exactly one field.
+            ConfigError: a key is unknown, a value has the wrong type, a name occurs twice, or a source does not have
+                exactly one field.
         """
         catalog = from_json(cls, data)
         if len(catalog.adapters) > MAX_ADAPTERS:

@@ -48,7 +48,8 @@ def find_vllm_model(folder: Path) -> VllmModelFolder:
     """Return the vllm_backend model in `folder`. `folder` is either a repository or the folder of the model itself.
 
     Raises:
-        ConfigError: `folder` contains no vllm_backend model, or several; the message names them.
+        ConfigError: `folder` contains no vllm_backend model, or it contains several. In that case, the message names
+            them.
     """
     if versions := _versions(folder):
         return VllmModelFolder(folder, versions[-1], versions[:-1], ())

@@ -60,7 +60,7 @@ def parse_server_arguments(arguments: Sequence[str], field: str) -> dict[str, li
     Error messages contain `field`, which is the name of the option or field with the arguments.
 
     Raises:
-        ConfigError: an argument is not allowed, malformed, repeated, or requires another argument that is missing.
+        ConfigError: an argument is not allowed, malformed or repeated, or it requires another argument that is missing.
     """
     values: dict[str, list[str]] = {}
     for argument in arguments:

@@ -198,7 +198,8 @@ class EngineConfig:
         """Read a parsed engine.json.
 
         Raises:
-            ConfigError: unknown key, wrong type, value out of range, or a value that the engine does not support.
+            ConfigError: a key is unknown, or a value has the wrong type, is out of range, or is not supported by the
+                engine.
         """
         config = from_json(cls, data)
         config.validate()
@@ -228,8 +229,8 @@ class EngineConfig:
             self.speculative_config.validate()
             if self.async_scheduling:
                 raise ConfigError(
-                    "async_scheduling: must not be true with speculative_config, because drafts need the tokens of the "
-                    "previous step; remove one of the two"
+                    "async_scheduling: must not be true with speculative_config, because draft tokens are computed "
+                    "from the tokens of the previous step; remove one of the two"
                 )
 
     def _check_choices(self) -> None:

@@ -41,8 +41,8 @@ def parse_text(parameter: Field[Any], value: Any) -> Any:
     real lists and objects.
 
     Raises:
-        InvalidArgument: a text starts like a list of strings but is not JSON, so that its meaning is ambiguous: a list
-            or one string.
+        InvalidArgument: a text starts like a list of strings, but it is not JSON. The client could have meant a list or
+            a single string.
     """
     kind = type_name(parameter)
     if not isinstance(value, str) or (kind.startswith("tuple") and not value.startswith("[")):
@@ -53,7 +53,7 @@ def parse_text(parameter: Field[Any], value: Any) -> Any:
         if kind.startswith("tuple[str") and _LIST_OF_STRINGS.match(value):
             raise InvalidArgument(
                 f"sampling parameter {parameter.name!r}: must be a JSON list of strings, got {truncated_repr(value)}, "
-                'which is not JSON; write it like ["a", "b"], even if it is only one string'
+                'which is not JSON; write it like ["a", "b"], also for a single string'
             ) from None
         return value
     # The text "null" is not a number. Parsing it as None would remove a limit that the client meant to set.
@@ -71,7 +71,7 @@ def normalize(parameter: Field[Any], value: Any) -> Any:
     if kind.startswith("StructuredOutputsParams") and isinstance(value, Mapping):
         return StructuredOutputsParams.from_mapping(value)
     if kind.startswith("dict") and isinstance(value, Mapping):
-        # JSON has only string keys.
+        # The keys of a JSON object are always strings.
         return {_token_id(key): bias for key, bias in value.items()}
     return () if value is None and isinstance(parameter.default, tuple) else value
 
@@ -80,17 +80,19 @@ def validate(parameter: Field[Any], value: Any) -> Any:
     """Return `value` if it is valid. If the parameter is a float and `value` is an integer, return it as a float.
 
     Raises:
-        InvalidArgument: wrong type, out of range, or too many entries; the message names the parameter.
+        InvalidArgument: the value has the wrong type, is out of range, or has too many entries. The message names the
+            parameter.
     """
     name, kind = parameter.name, type_name(parameter)
     if kind == "float" and _is_int(value):
-        # An integer that no float can represent is out of every range, too.
+        # The integer may be too large for a float. It is then also out of every range, so it is reduced to the largest
+        # magnitude.
         value = float(max(-_MAX_MAGNITUDE, min(_MAX_MAGNITUDE, value)))
     if value is None and kind.endswith("| None"):
         return None
     type_words, accepts = _TYPES[kind.removesuffix(" | None")]
     if not accepts(value):
-        # Clients send lists, which are tuples at this point.
+        # Clients send lists. They were converted to tuples, but the message must show a list.
         shown = truncated_repr(list(value) if isinstance(value, tuple) else value)
         raise InvalidArgument(f"sampling parameter {name!r}: must be {type_words}, got {shown}")
     if bounds := parameter.metadata.get("range"):
