@@ -16,18 +16,19 @@ from quire_kernels.host_device_copy import to_device_async
 from quire_kernels.kv_cache_layout import dequantize_rows, is_quantized, row_size
 from quire_kernels.kv_cache_write import as_indexable
 
-# Bytes of keys that one batched call gathers. With 64 sequences of 1024 tokens, 3 KV heads of 64, bf16, one Zen 5
-# core: 10.1 ms at 6 MiB and below, 15.5 ms at 24 MiB, where gathered keys leave the CPU cache before they are read.
+# A batched call gathers at most this many bytes of keys. The limit was measured on one Zen 5 core with 64 sequences of
+# 1024 tokens, 3 KV heads, a head size of 64 and bf16. The attention takes 10.1 ms with a limit of 6 MiB or less. With
+# 24 MiB, it takes 15.5 ms, because the gathered keys leave the CPU cache before they are read.
 GATHER_BYTES = 4 << 20
-# Maximum padded keys of a batched call: computing as many keys costs about as much as another call.
+# A batched call has at most this many padded keys. To compute this many keys takes about as long as another call.
 MAX_PADDED_KEYS = 1024
-# Limits of decoding in a single GEMM, see `_prefers_single_gemm`; measured with 9 to 32 heads.
+# Limits for decoding in a single GEMM; see `_prefers_single_gemm`. They were measured with 9 to 32 heads.
 MAX_SINGLE_GEMM_HEADS = 24
 MIN_SINGLE_GEMM_KEYS = 1024
 # Head dimensions and query heads per KV head that csrc/attention.cpp supports.
 _HEAD_DIMS = range(16, 257, 16)
 _MAX_HEADS_PER_KV_HEAD = 48
-# CUDA implementations that load nothing beyond a sequence's context.
+# CUDA implementations that never load anything after the end of a sequence's context.
 _MASKING_IMPLEMENTATIONS = ("own", "fused")
 
 
@@ -155,11 +156,11 @@ def build_attention_metadata(
     """Build the metadata that `paged_attention` needs for the spans of a step.
 
     Args:
-        starts: for each span, the tokens of its sequence that come before it.
-        lengths: tokens of each span.
-        block_tables: [num_spans, max_blocks] int64 on the CPU, padded with a block of the same span, so that no
-            sequence reads keys and values of another sequence, even masked ones.
-        cache: one layer's cache, for its layout; see `write_kv`.
+        starts: for each span, the number of tokens of its sequence that come before it.
+        lengths: number of tokens of each span.
+        block_tables: [num_spans, max_blocks] int64 on the CPU. Each row is padded with a block of its own span.
+            Otherwise, a sequence would read keys and values of another sequence, although these are masked.
+        cache: cache of any layer; see `write_kv`. Its contents are not read.
         device: device of the batch.
     """
     query_starts = [0]
@@ -225,7 +226,7 @@ def _build_group(
     num_keys = max(starts[i] for i in members) + length
     num_blocks = _round_up_to_blocks(num_keys, cache) // cache.shape[2]
     if length == 1:
-        # Whole blocks are gathered, because a slice of the gathered keys would be copied for the GEMM.
+        # Gather whole blocks. If only a slice of the gathered keys was used, it would be copied for the GEMM.
         num_keys = num_blocks * cache.shape[2]
     first_rows = torch.tensor([query_starts[i] for i in members])
     rows: slice | Tensor
@@ -234,7 +235,7 @@ def _build_group(
     else:
         rows = (first_rows[:, None] + torch.arange(length)).flatten().to(device)
     blocks = block_tables[torch.tensor(members), :num_blocks].flatten().to(device)
-    # Prompts of a group start at the same position and share their mask.
+    # The prompts of a group start at the same position, so they share one mask.
     mask_members = members if length == 1 else members[:1]
     positions = torch.tensor([starts[i] for i in mask_members], device=device)[:, None] + torch.arange(
         length, device=device
@@ -275,7 +276,7 @@ def paged_attention(
         queries: [num_tokens, num_heads, head_dim]; head h reads KV head h // (num_heads / num_kv_heads).
         cache: see `write_kv`; contains every key and value of the spans' contexts, including those of this step.
         batch: the spans.
-        scale: factor of the scores, above 0, usually 1 / sqrt(head_dim).
+        scale: positive number by which the scores are multiplied, usually 1 / sqrt(head_dim).
         window: a token at position p attends only to positions above p - window; at least 1. None: no limit.
         softcap: scaled scores s become softcap * tanh(s / softcap), before the mask; None: no soft cap.
         sinks: [num_heads], dtype of the queries: for each head, the score of an additional key with value 0, to which
@@ -392,8 +393,9 @@ def _prefill_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 
 
 def _decode_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    # The query heads of a KV head take the place of query tokens, so keys are not repeated. With bf16, 64 sequences of
-    # 128 tokens, 9 heads on 3 KV heads, one Zen 5 core: 0.9 ms instead of 5.6 ms with enable_gqa.
+    # The query heads of a KV head are passed as if they were query tokens, so the keys need not be repeated. With bf16,
+    # 64 sequences of 128 tokens, 9 query heads and 3 KV heads, this takes 0.9 ms on one Zen 5 core. With enable_gqa, it
+    # takes 5.6 ms.
     q = q.view(q.shape[0], keys.shape[1], -1, keys.shape[3])
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
 

@@ -136,7 +136,7 @@ def build(instructions: InstructionSet) -> Path:
     folder = _cache_folder()
     library = folder / f"native-{digest.hexdigest()[:16]}.so"
     if library.exists():
-        # The new file time tells _remove_stale_builds that this build is in use. In an image the file can be
+        # The new file time tells _remove_stale_builds that this build is in use. In a container image, the file can be
         # read-only.
         with suppress(OSError):
             os.utime(library)
@@ -172,8 +172,9 @@ def _compile(sources: list[Path], flags: tuple[str, ...], library: Path) -> None
                 for source, object_file in zip(sources, objects, strict=True)
             ]
             list(pool.map(_run, commands))
-        # Linked without -fopenmp: symbols resolve to the OpenMP library that torch has loaded. Two OpenMP libraries in
-        # one process have two thread pools, which spin against each other.
+        # The library is linked without -fopenmp, so that it uses the OpenMP library that torch has loaded. Two OpenMP
+        # libraries in one process would have two thread pools, whose waiting threads would take CPU time from each
+        # other.
         _run([compiler, "-shared", *objects, "-o", out])
         os.replace(out, library)
 

@@ -148,7 +148,8 @@ class Op(Generic[P, R]):
         candidates = self.implementations(device_type)
         override = self.override
         if override in candidates:
-            # The implementation was selected explicitly, so an error is better than another implementation.
+            # QUIRE_KERNELS selects this implementation explicitly. If it cannot be imported, an error is better than
+            # another implementation.
             candidates = (override,)
         for name in candidates:
             try:

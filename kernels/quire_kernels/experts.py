@@ -114,8 +114,8 @@ def topk_softmax(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, T
 
     Args:
         logits: [num_tokens, num_experts], any float dtype.
-        top_k: number of experts of a token.
-        normalize: divide the weights of a token by their sum.
+        top_k: number of experts for each token.
+        normalize: whether to divide the weights of each token by their sum.
 
     Returns:
         Ids [num_tokens, top_k] int64, largest weight first, and weights [num_tokens, top_k] float32.

@@ -229,10 +229,11 @@ class SamplingParams:
             n=1,
             best_of=None,
             seed=None if self.seed is None else (self.seed + index) % (MAX_SEED + 1),
-            # Selecting the best needs the cumulative log probability; logprobs=0 costs little.
+            # To select the best outputs, their cumulative log probabilities are needed. logprobs=0 provides them at
+            # little cost.
             logprobs=0 if selects_best and self.logprobs is None else self.logprobs,
             prompt_logprobs=None if index else self.prompt_logprobs,
-            # The core gets the constraint as a checked grammar, see SequenceRequest.
+            # The core receives the constraint separately, as a checked grammar. See SequenceRequest.
             structured_outputs=None,
         )
 
@@ -298,7 +299,7 @@ class SamplingParams:
                 "sampling parameter 'logprob_token_ids': requires logprobs; set logprobs, or omit logprob_token_ids"
             )
         if self.logprob_token_ids is not None and not self.logprob_token_ids:
-            raise InvalidArgument("sampling parameter 'logprob_token_ids': must not be empty; leave it out")
+            raise InvalidArgument("sampling parameter 'logprob_token_ids': must not be empty; omit it")
         if self.stop and not self.detokenize:
             raise InvalidArgument("sampling parameter 'stop': requires detokenize; omit 'stop', or set detokenize")
 

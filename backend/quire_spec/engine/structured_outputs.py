@@ -90,7 +90,7 @@ class StructuredOutputsParams:
         unknown = [name for name in values if name not in names]
         if unknown:
             raise _error(f"{truncated_repr(unknown[0])} is unknown; known fields are {', '.join(names)}")
-        # A field without a default accepts null as "not set"; null for another one means the default.
+        # For every field, null has the same effect as omitting the field, which is then not set or has its default.
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def to_mapping(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class StructuredOutputsParams:
     def _check_sizes(self) -> None:
         if self.choice is not None and len(self.choice) > MAX_ENUM_VALUES:
             raise _error(f"choice has {len(self.choice)} strings; at most {MAX_ENUM_VALUES} are allowed")
-        # The depth first, because the encoder recurses.
+        # Check the depth first, because the JSON encoder is recursive.
         for name in ("json", "structural_tag"):
             _check_document(name, getattr(self, name))
         try:

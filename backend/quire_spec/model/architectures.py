@@ -133,7 +133,7 @@ def _is_sliding_by_layer_types(config: HFConfigReader, index: int) -> bool | Non
         return None
     layer_types = config.get_str_list("layer_types")
     if index >= len(layer_types) or layer_types[index] not in ("full_attention", "sliding_attention"):
-        raise config.error("layer_types", list(layer_types), "one of full_attention, sliding_attention for each layer")
+        raise config.error("layer_types", list(layer_types), "full_attention or sliding_attention for each layer")
     return layer_types[index] == "sliding_attention"
 
 
@@ -301,7 +301,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         linears=PHI3_LINEARS,
         defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096},
         uses_sliding_window=_is_sliding_always,
-        # As in early Phi-3 checkpoints.
+        # Early Phi-3 checkpoints use the name yarn for longrope.
         rope_aliases={"yarn": "longrope"},
     ),
     "Gemma2ForCausalLM": Architecture(

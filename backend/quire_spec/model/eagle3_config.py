@@ -73,12 +73,12 @@ class Eagle3Config:
             raise reader.error("fc_norm", True, "false if norm_before_fc is true")
         for key, value, expected in (
             ("vocab_size", layer.vocab_size, target.vocab_size),
-            # The head reads the embedding of the target.
+            # The head reads the embeddings of the target model, so both must have the same size.
             ("hidden_size", layer.hidden_size, target.embedding_size),
         ):
             if value != expected:
                 raise ConfigError(
-                    f"config.json: {key} of the EAGLE-3 head is {value}, but that of the model is {expected}; use a "
+                    f"config.json: {key} of the EAGLE-3 head is {value}, but {key} of the model is {expected}; use a "
                     "head that was trained for this model"
                 )
         count = target.num_layers

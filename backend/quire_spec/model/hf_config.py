@@ -7,7 +7,7 @@ from typing import Any
 
 from quire_spec.errors import ConfigError, truncated_repr
 
-# Larger than any model needs, and small enough to avoid overflows: config.json is untrusted input.
+# No model needs larger numbers than these. The limits prevent overflows, because config.json is untrusted input.
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = 1e15
 

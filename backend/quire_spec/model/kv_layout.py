@@ -54,7 +54,8 @@ class KVLayout:
         A layer whose window has `max_model_len` tokens or more is treated as a layer without a window.
         """
         if has_drafter:
-            # The cache of the draft model has the same block tables, and its layers may have no window.
+            # The cache of the draft model uses the same block tables, and the layers of the draft model may have no
+            # window.
             return cls.uniform(shape.num_layers)
         windows = [window for window in shape.sliding_windows if window is not None and window < max_model_len]
         num_windowed, num_full = len(windows), shape.num_layers - len(windows)

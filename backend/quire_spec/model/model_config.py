@@ -18,9 +18,11 @@ from quire_spec.model.moe_config import MoEConfig
 from quire_spec.model.quantization import QuantizationScheme
 from quire_spec.model.rope_config import RopeConfig
 
-# Bounds the tables per layer that models and adapters build; config.json is untrusted input.
+# Models and adapters build tables for each layer. This limit bounds their number, because config.json is untrusted
+# input.
 _MAX_LAYERS = 4096
-# Apply to the whole of a model that contains a language model; they precede those of `text_config`.
+# If a model contains a language model as one of its parts, these keys apply to the whole model. They take precedence
+# over the same keys of `text_config`.
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _KEYS_OF_WHOLE_MODEL = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", *_QUANTIZATION_KEYS)
 

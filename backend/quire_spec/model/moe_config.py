@@ -10,7 +10,8 @@ from typing import Any, Self
 
 from quire_spec.model.hf_config import HFConfigReader
 
-# Bounds the tensors per layer that models build; config.json is untrusted input. Published models have up to 512.
+# Models build tensors for each expert of a layer. This limit bounds their number, because config.json is untrusted
+# input. Published models have up to 512 experts.
 _MAX_EXPERTS = 4096
 
 

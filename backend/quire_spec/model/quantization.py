@@ -88,11 +88,12 @@ class QuantizationScheme:
         """Read the section `quantization_config` of config.json. Return None if the section is empty.
 
         Raises:
-            ConfigError: the method, or a value of a key, is not supported; the message names key and supported values.
+            ConfigError: the method or the value of a key is not supported. The message names the key and the supported
+                values.
         """
         if config.is_empty:
             return None
-        # Old files of compressed-tensors have no method.
+        # Files that old releases of compressed-tensors wrote have no quant_method.
         method = config.get_str("quant_method", "compressed-tensors" if "config_groups" in config else None)
         if method not in _PARSERS:
             raise config.error("quant_method", method, f"one of {', '.join(_PARSERS)}")
@@ -180,7 +181,8 @@ def _group_block(config: HFConfigReader, key: str) -> tuple[str, tuple[int, int]
 
 
 def _parse_fp8(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
-    # The engine ignores static scales of activations: it computes a scale for each token, or quantizes no activations.
+    # The engine ignores static scales of activations. It either computes a scale for each token, or it does not
+    # quantize the activations.
     _require(config, "activation_scheme", config.get_str("activation_scheme", "dynamic"), ("dynamic", "static"))
     _require(config, "fmt", config.get_str("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
     if "weight_block_size" not in config:
@@ -211,7 +213,7 @@ def _parse_gptq(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightSc
     version = config.get_str("checkpoint_format", "gptq")
     _require(config, "checkpoint_format", version, ("gptq", "gptq_v2"))
     dynamic = config.get_section("dynamic")
-    # A name that begins with - excludes modules, whose tensors are then not quantized.
+    # A name that begins with - excludes modules. The tensors of these modules are not quantized.
     if changed := [key for key in dynamic if not key.startswith("-")]:
         raise config.error(
             "dynamic",

@@ -116,7 +116,7 @@ class RopeConfig:
             return rope
         if rope_type in ("linear", "dynamic"):
             return replace(rope, factor=scaling.get_float("factor"))
-        # Phi-3 has it at the top level, which takes precedence.
+        # In Phi-3, this key is at the top level of config.json. The top level takes precedence.
         original_max_position = config.get_int(
             "original_max_position_embeddings",
             scaling.get_int("original_max_position_embeddings", max_positions),
@@ -178,7 +178,7 @@ class RopeConfig:
 
 def _read_rope_type(scaling: HFConfigReader, aliases: Mapping[str, str]) -> str:
     rope_type = scaling.get_str("rope_type", scaling.get_str("type", "default"))
-    # The first name of longrope.
+    # The original name of longrope was su.
     rope_type = {"su": "longrope", **aliases}.get(rope_type, rope_type)
     if rope_type not in ROPE_TYPES:
         raise ConfigError(

@@ -15,7 +15,7 @@ def describe_error(error: BaseException) -> str:
     secrets."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     text = redact_urls(lines[0])[:_MAX_CHARS] if lines else type(error).__name__
-    # httpx and aiohttp report the proxy's response as if it were the source's.
+    # If a proxy rejects a request, httpx and aiohttp report its response as if it were the response of the source.
     return f"the proxy refuses: {text}" if type(error).__name__ in _PROXY_ERROR_TYPES else text
 
 

@@ -339,11 +339,11 @@ _NESTED_TYPES = (OutputDelta, SequenceDelta, SchedulerStats, AdapterEvent)
 def _field_getter(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
     """Return a function that returns the values of a message's fields in order."""
     first_name, *other_names = (field.name for field in dataclasses.fields(cls))
-    # With a single name, attrgetter does not return a tuple.
+    # If there is only one name, attrgetter returns a value instead of a tuple.
     return attrgetter(first_name, *other_names) if other_names else lambda message: (getattr(message, first_name),)
 
 
-# Built once: thousands of frames are encoded per second.
+# The getters are built only once, because thousands of frames are encoded per second.
 _FIELD_GETTERS = {cls: _field_getter(cls) for cls in (*_MESSAGE_TYPES.values(), *_NESTED_TYPES)}
 
 _SEQUENCE_DELTA_DEFAULTS = tuple(field.default for field in dataclasses.fields(SequenceDelta))[2:]

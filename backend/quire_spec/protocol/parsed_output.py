@@ -117,7 +117,8 @@ def join_neighbours(events: Iterable[Event]) -> list[Event]:
     joined: list[Event] = []
     for _, group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
         run: list[Any] = list(group)
-        # Two starts have different indices, so the events of a longer run have texts.
+        # Two starts of tool calls have different indices, so a run of several events contains no start. All its events
+        # have texts.
         joined.append(run[0] if len(run) == 1 else replace(run[0], text="".join(event.text for event in run)))
     return joined
 

@@ -190,8 +190,8 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
     short_keys = 32 if is_wide or is_float32 else 64
     rows = max(32 if is_wide and is_float32 else 64 if is_wide or is_float32 else 128, next_power_of_2(group))
     if not has_long:
-        # This limit allows WORKERS_PER_SM workers of 128 threads in 65,536 registers. Triton 3.9 would use 177
-        # registers per thread, and does not spill with fewer.
+        # With this limit, WORKERS_PER_SM workers of 128 threads fit into 65,536 registers. Without it, Triton 3.9 would
+        # use 177 registers per thread. With it, Triton 3.9 does not spill registers.
         return AttentionTiles(
             short_keys,
             rows,
@@ -200,8 +200,9 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
             num_stages=5,
             max_registers=None if is_wide or is_float32 else 168,
         )
-    # Registers allow only one program of 8 warps per multiprocessor, which must hide the memory latency by itself. Two
-    # programs of 4 warps hide it for each other, but would not fit with more stages. In float32, more stages never fit.
+    # A multiprocessor has enough registers for only one program of 8 warps. This program needs many stages to hide the
+    # memory latency by itself. Two programs of 4 warps hide the latency for each other, and would not fit with more
+    # stages. In float32, more stages never fit.
     return AttentionTiles(
         short_keys,
         rows,
@@ -286,7 +287,8 @@ def _allocate_partials(queries: Tensor, workers: int, rows: int, dim: int) -> tu
     return torch.empty(2 * workers, rows, dim, **like), torch.empty(2, 2 * workers, rows, **like)
 
 
-# If `separate_from` were a constant, the first long prompt in a batch would compile a variant for each BLOCK.
+# If the lengths from which spans are computed separately were constants, the first long prompt in a batch would compile
+# another variant for each BLOCK.
 @triton.jit(do_not_specialize=["num_spans", "separate_prompts_from", "separate_chunks_from"])
 def _build_work_plan(
     query_starts,
@@ -364,7 +366,8 @@ def _split_kv_decode(
     span = _span_of(work, num_spans, offset_in_work // NUM_KV_HEADS)
     span_start = tl.load(work + span)
     tiles = tl.load(work + span + 1) - span_start
-    # Beyond the last share there is no work, and the weight would be 0.
+    # A worker after the last share has no work, and its number of tiles would be 0. The division below needs at least
+    # 1.
     offset = offset_in_work - span_start * NUM_KV_HEADS
     head = offset // tl.maximum(tiles, 1)
     tile = offset - head * tiles
@@ -374,7 +377,7 @@ def _split_kv_decode(
         length = tl.load(query_starts + span + 1) - start
         context = tl.load(context_lengths + span)
         row_mask = rows < length * GROUP
-        # A padding row attends to no key.
+        # A padding row never attends to a key.
         position = tl.where(row_mask, context - length + rows // GROUP, -1)
         head_offset = (head * GROUP + rows % GROUP) * HEAD_DIM
         token = (start + rows // GROUP).to(tl.int64)
@@ -406,7 +409,8 @@ def _split_kv_decode(
             span_start += tiles
             span += 1
             tiles = 0
-            # Long spans are skipped. The many empty spans that can follow the last tile are not searched.
+            # Skip the long spans, which have no tiles. Stop after the last tile, because many empty spans can follow
+            # it.
             while (tiles == 0) & (span_start * NUM_KV_HEADS < total):
                 tiles = tl.load(work + span + 1) - span_start
                 span += tl.where(tiles == 0, 1, 0)
@@ -450,7 +454,7 @@ def _prefill(
         if WINDOWED:
             masked_from = tl.maximum(first_position - window + 1, 0) // KEYS
         else:
-            # Key tiles that need no mask.
+            # The key tiles before `masked_from` need no mask.
             masked_from = (first_position + 1) // KEYS
             acc, row_max, row_sum = _accumulate(
                 acc, row_max, row_sum, q, position, cache + head * HEAD_DIM, table, 0, masked_from,
@@ -521,9 +525,10 @@ def _accumulate(
             if WINDOWED:
                 is_visible = is_visible & (keys[None, :] > position[:, None] - window)
             scores = tl.where(is_visible, scores, float("-inf"))
-        # `to_log2` is positive, so it can be applied after the maximum: one fused multiply-add per score.
+        # `to_log2` is positive, so the scores can be multiplied by it after the maximum is computed. This takes only
+        # one fused multiply-add for each score.
         new_row_max = tl.maximum(row_max, tl.max(scores, axis=1) * to_log2)
-        # Without this line, a row without any key would compute -inf - -inf.
+        # For a row without any key, the code below would otherwise compute -inf - -inf.
         base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
         factors = tl.exp2(tl.fma(scores, to_log2, -base[:, None]))
         rescale = tl.exp2(row_max - base)
@@ -563,14 +568,15 @@ def _combine(
     cut = worker * share
     span = _span_of(work, num_spans, cut // NUM_KV_HEADS)
     span_start = tl.load(work + span)
-    # Beyond the last share there is no work, and the weight would be 0.
+    # A worker after the last share has no work, and its number of tiles would be 0. The division below needs at least
+    # 1.
     tiles = tl.maximum(tl.load(work + span + 1) - span_start, 1)
     head = (cut - span_start * NUM_KV_HEADS) // tiles
     first = span_start * NUM_KV_HEADS + head * tiles
     start = tl.load(query_starts + span)
     length = tl.load(query_starts + span + 1) - start
     if EARLY:
-        # Every program must wait, because the previous kernel had work even if no pair was cut.
+        # Every program must wait for the previous kernel, which had work even if no pair was divided between workers.
         tl.extra.cuda.gdc_wait()
     if (cut < total) & (first < cut) & (first >= cut - share) & (row < length * GROUP):
         dims = tl.arange(0, DIM)
@@ -581,7 +587,8 @@ def _combine(
         for first_worker in range(worker - 1, last_worker + 1, PARTS):
             workers = first_worker + tl.arange(0, PARTS)
             mask = workers <= last_worker
-            # The pair is the first of a worker's share unless it begins within the share.
+            # A worker stores its first partial result for the pair with which its share begins. It stores its second
+            # partial result for a pair that begins later in the share.
             partial_rows = (2 * workers + tl.where(first > workers * share, 1, 0)) * ROWS + row
             peaks = tl.load(stats + partial_rows, mask=mask, other=float("-inf"))
             weights = tl.load(stats + 2 * WORKERS * ROWS + partial_rows, mask=mask, other=0.0)

@@ -125,7 +125,7 @@ def _call_samplers(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> None
     logits = torch.empty(num_tokens, vocab_size, dtype=dtype)
     counts = torch.zeros(num_tokens, vocab_size, dtype=torch.int32)
     bits = torch.zeros(num_tokens, -(-vocab_size // 32), dtype=torch.int32)
-    # Logits are in float32 if a row has penalties, biases or forbidden tokens.
+    # The logits are in float32 if any row has penalties, biases or forbidden tokens.
     for row_logits in (logits, logits.float()):
         _own(ops.argmax_first)(row_logits)
         for any_filtered in (True, False):

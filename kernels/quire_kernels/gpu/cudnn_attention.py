@@ -82,7 +82,8 @@ class ChunkPlans:
         self._cudnn.set_stream(handle=self._handle, stream=_current_stream(queries.device))
         graph.execute(
             {
-                # A plan depends on strides, and queries are often a view of the projection's output.
+                # A plan depends on the strides of its inputs. The queries are often a view of the projection's output,
+                # so they are copied.
                 _QUERIES: queries[rows].contiguous(),
                 _KEYS: cache[0],
                 _VALUES: cache[1],
@@ -194,7 +195,7 @@ def rehearse(cache: Tensor, num_heads: int, scale: float, dtype: torch.dtype, ma
     Args:
         cache: one layer's cache; see attention.paged_attention. The rehearsal reads block 0.
         num_heads: number of query heads.
-        scale: factor of the scores.
+        scale: number by which the scores are multiplied.
         dtype: dtype of the queries.
         max_tokens: maximum tokens of a chunk.
         max_blocks: blocks of the longest context.

@@ -91,12 +91,12 @@ def test_an_embedding_of_a_head_is_counted_once(name, is_sharded):
         (
             "eagle3",
             {"vocab_size": 1000},
-            "vocab_size of the EAGLE-3 head is 1000, but that of the model is 128256; use",
+            "vocab_size of the EAGLE-3 head is 1000, but vocab_size of the model is 128256; use",
         ),
         (
             "eagle3",
             {"hidden_size": 2048},
-            "hidden_size of the EAGLE-3 head is 2048, but that of the model is 4096; use",
+            "hidden_size of the EAGLE-3 head is 2048, but hidden_size of the model is 4096; use",
         ),
         ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "fc_norm"),
         ("eagle3", {"num_hidden_layers": 32}, "num_hidden_layers is 32, but an EAGLE-3 head has 1 layer; give"),
