@@ -36,14 +36,15 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     would take 64 GiB. Pinning and unpinning are slow, so use this function only for long-lived buffers.
 
     Raises:
-        RuntimeError: the system does not have the memory, or the driver cannot pin it.
+        RuntimeError: the system does not have enough memory, or the driver cannot pin the memory.
     """
-    # No HugePageArena is used, because torch checks whether memory is pinned at the start of the tensor's storage.
+    # A HugePageArena cannot be used, because its tensors do not begin at the start of their storage. To find out
+    # whether a tensor is pinned, torch checks the start of the storage.
     tensor = torch.empty(shape, dtype=dtype)
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()
     if error := int(driver.cudaHostRegister(address, tensor.nbytes, _PORTABLE)):
         raise RuntimeError(f"cannot pin {tensor.nbytes} bytes of host memory: cudaHostRegister returned {error}")
-    # At process exit the operating system releases the memory and the pinning.
+    # When the process exits, the operating system unpins and releases the memory.
     weakref.finalize(tensor, driver.cudaHostUnregister, address).atexit = False
     return tensor

@@ -33,7 +33,7 @@ def quantize_rows(x: Tensor) -> Tensor:
     """
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
-    # `127 / largest` would multiply by the rounded reciprocal.
+    # torch would compute `127 / largest` as 127 times the rounded reciprocal of `largest`.
     factor = torch.where(largest == 0, 0.0, torch.full_like(largest, _MAX_CODE) / largest)
     codes = (x * factor).round().nan_to_num(0.0).to(torch.int8)
     return torch.cat((codes, (largest * (1 / _MAX_CODE)).view(torch.int8)), dim=-1)

@@ -63,7 +63,8 @@ def route_tokens(slots: Tensor, out: TokenRouting) -> None:
     """Group tokens of the same slot into tiles.
 
     Args:
-        slots: [num_tokens] int64, in any order; -1: no adapter, in no tile.
+        slots: [num_tokens] int64, in any order. -1 means that the token has no adapter. Such tokens are not in any
+            tile.
         out: output, large enough for the tokens and for all slots.
     """
     counts = torch.bincount(slots[slots >= 0], minlength=len(out.slot_counts))

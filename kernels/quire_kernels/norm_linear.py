@@ -39,6 +39,7 @@ def _rms_norm_linear_torch(
     return silu_mul(out) if gated else out
 
 
-# Not the default: their effect has not been measured. `QUIRE_KERNELS=rms_norm_linear=small,linear=small` selects them.
+# These implementations are not the default, because their effect has not been measured.
+# `QUIRE_KERNELS=rms_norm_linear=small,linear=small` selects them.
 rms_norm_linear.register_lazy("cuda", "small", "quire_kernels.gpu.small_batch_linear")
 linear.register_lazy("cuda", "small", "quire_kernels.gpu.small_batch_linear")

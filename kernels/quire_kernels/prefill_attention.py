@@ -31,14 +31,14 @@ def select_prefill_attention(
     the memory of a step is measured.
 
     Args:
-        shape: query heads, KV heads, head size.
+        shape: number of query heads, number of KV heads, and head size.
         dtype: dtype of the queries.
         device: any device; on a device without compute capability 9.0, the function does nothing.
-        max_tokens: maximum tokens of a prompt in one step.
+        max_tokens: maximum number of tokens of a prompt that one step computes.
     """
     if paged_attention.override not in (None, "fused", "cudnn") or not _is_preferred_on(device):
         return
-    # Imports Triton, which is required only where the implementation runs.
+    # This import loads Triton, which must be installed only where the implementation runs.
     from quire_kernels.gpu import fused_attention
 
     start = time.perf_counter()
@@ -50,7 +50,7 @@ def select_prefill_attention(
         logger.warning("cuDNN cannot compute prompts; using paged_attention=own: %s", str(error)[:200])
         return
     paged_attention.prefer(device.type, "fused")
-    logger.info("prefill attention by cuDNN lengths=%d seconds=%.1f", num_lengths, time.perf_counter() - start)
+    logger.info("cuDNN computes long prompts lengths=%d seconds=%.1f", num_lengths, time.perf_counter() - start)
 
 
 def prepare_chunk_attention(
@@ -66,7 +66,7 @@ def prepare_chunk_attention(
     """
     if paged_attention.override != "cudnn":
         return
-    # Imports Triton, which is required only where the implementation runs.
+    # This import loads Triton, which must be installed only where the implementation runs.
     from quire_kernels.gpu import cudnn_attention
 
     start = time.perf_counter()
@@ -79,7 +79,7 @@ def prepare_chunk_attention(
     except (ImportError, RuntimeError) as error:
         logger.warning("cuDNN cannot compute chunks; other kernels compute them: %s", str(error)[:200])
         return
-    logger.info("chunk attention by cuDNN plans=%d seconds=%.1f", num_plans, time.perf_counter() - start)
+    logger.info("cuDNN computes long chunks plans=%d seconds=%.1f", num_plans, time.perf_counter() - start)
 
 
 def _has_hopper_kernels(device: torch.device) -> bool:

@@ -59,7 +59,7 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_SIZE) -> tuple[Tensor,
     groups = weight.float().unflatten(1, (-1, group_size))
     low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
     scales = (high - low) / 15
-    # A weight without memory has no values.
+    # A weight on the meta device has no values that could be compared.
     if weight.is_meta or not ((scales > 0) & ((scales < _HALF.tiny) | (scales > _HALF.max))).any():
         scales = scales.half().float()
     divisors = scales.clamp_min(_TINY)

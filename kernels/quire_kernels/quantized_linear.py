@@ -232,7 +232,7 @@ def pack_weight_int4(
 
     Args:
         values: [out_features, in_features] uint8 in [0, 15].
-        scales: [out_features, groups] float32. The groups have equal sizes: in_features / groups inputs.
+        scales: [out_features, groups] float32. Each group has in_features / groups inputs.
         zeros: zero points, [out_features, groups] uint8 in [0, 15]; None: all are 8. The value of a code q is scale *
             (q - zero).
         arena: allocates panels.
@@ -253,7 +253,8 @@ def pack_weight_mxfp4(
 
     Args:
         values: [out_features, in_features] uint8, indices of `e2m1_codebook`.
-        scales: [out_features, groups] float8_e8m0fnu. The groups have equal sizes, a multiple of 4 inputs.
+        scales: [out_features, groups] float8_e8m0fnu. All groups have the same number of inputs, which is a multiple of
+            4.
         arena: allocates panels.
         dtype: dtype of the activations.
     """
@@ -288,12 +289,13 @@ def pack_weight_fp8(
 
     Args:
         values: [out_features, in_features] float8_e4m3fn, contiguous.
-        scales: float32. One element: a scale for the whole weight. [out_features] or [out_features, 1]: a scale for
-            each row. [out_features, in_features / group_size]: a scale for each group of a row. [out_features / 128,
-            in_features / 128]: a scale for each block of 128 x 128. The quotients in these shapes are rounded up.
+        scales: float32. The shape determines what a scale applies to. If there is only one element, it applies to the
+            whole weight. With [out_features] or [out_features, 1], there is a scale for each row. With [out_features,
+            in_features / group_size], there is a scale for each group of a row. With [out_features / 128, in_features /
+            128], there is a scale for each block of 128 x 128 elements. The quotients in these shapes are rounded up.
         arena: allocates panels.
         dtype: dtype of the activations.
-        group_size: number of inputs that have a common scale, if a row has several.
+        group_size: number of inputs that share a scale, if a row has several scales.
     """
     out_features, in_features = values.shape
     scales = scales.float()

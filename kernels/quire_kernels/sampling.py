@@ -13,8 +13,8 @@ from torch import Tensor
 from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
 
-# Number of most likely tokens that top-p sorts before it sorts a whole row. For a row of 49,152 this takes 0.2 ms
-# instead of 3 ms (one Zen 5 core).
+# The top-p filter first sorts only this many of the most likely tokens, because they are usually enough. For a row of
+# 49,152 tokens, this takes 0.2 ms on one Zen 5 core. Sorting the whole row takes 3 ms.
 NUCLEUS_CANDIDATES = 256
 
 
@@ -47,7 +47,8 @@ def argmax_first(logits: Tensor) -> Tensor:
 
     If several elements are equal, the first one is returned.
     """
-    # The rows are converted to float32, because 64 rows of 49,152 take 10 ms in bf16 instead of 3 ms (one Zen 5 core).
+    # The rows are converted to float32 because this is faster. For 64 rows of 49,152 tokens, argmax takes 3 ms on one
+    # Zen 5 core. In bf16, it takes 10 ms.
     return logits.to(torch.float32).argmax(dim=-1)
 
 
@@ -88,9 +89,10 @@ def apply_penalties(
         state_rows: [num_rows] int64, each row's index in `in_prompt` and `counts`.
         presence: [num_rows] float32, subtracted once for a token that the output contains.
         frequency: [num_rows] float32, subtracted for each occurrence.
-        repetition: [num_rows] float32 above 0; divides positive and multiplies other logits of prompt and output.
-        token_ids: [num_rows, num_tokens] int64, every token that has occurred in the row, possibly repeated, so that
-            other tokens can be skipped; None: not known.
+        repetition: [num_rows] float32 above 0. It applies to the tokens of the prompt and the output: positive logits
+            are divided by it, and other logits are multiplied by it.
+        token_ids: [num_rows, num_tokens] int64, every token that has occurred in the row, possibly more than once. All
+            other tokens can then be skipped. None: these tokens are not known.
 
     Source: the repetition penalty is that of CTRL (Keskar et al. 2019, section 4.1), the other penalties are those of
     OpenAI's API reference; the order is vLLM's.
@@ -258,7 +260,7 @@ def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     sums = weights.cumsum(dim=-1)
     total = sums[:, -1]
-    # Rounding must not raise a threshold to the total, which no cumulative sum exceeds.
+    # No cumulative sum exceeds the total. Rounding must therefore not raise the threshold to the total.
     threshold = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(sums, threshold[:, None], right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
 
@@ -296,7 +298,8 @@ def sample(
     shifted = (logits_f32 - logits_f32.amax(dim=-1, keepdim=True)) / torch.where(is_greedy, 1.0, temperatures)[:, None]
     weights = shifted.softmax(dim=-1)
     if any_filtered:
-        # Filters keep all tokens of greedy rows, which costs nothing; the sample of a greedy row is not used.
+        # For greedy rows, the filters are set to keep all tokens, which costs nothing. The token that is sampled for a
+        # greedy row is not used.
         top_k, top_p = torch.where(is_greedy, 0, top_k), torch.where(is_greedy, 1.0, top_p)
         weights = filter_top_k_top_p_min_p(weights, top_k, top_p, torch.where(is_greedy, 0.0, min_p))
     sampled = inverse_transform(weights, uniform(seeds, positions))

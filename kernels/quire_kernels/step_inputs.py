@@ -78,8 +78,8 @@ def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, blo
         query_starts: [num_spans + 1] int32: span i has tokens [query_starts[i], query_starts[i + 1]), which can be
             empty.
         state: state of all sequences; a span begins after its sequence's computed tokens.
-        block_size: tokens of a KV block.
-        out: output, with the sizes of the step.
+        block_size: number of tokens in a KV block.
+        out: tensors for the inputs, with the sizes of the step.
     """
     starts = query_starts.long()
     lengths = starts.diff()

@@ -366,8 +366,7 @@ def _split_kv_decode(
     span = _span_of(work, num_spans, offset_in_work // NUM_KV_HEADS)
     span_start = tl.load(work + span)
     tiles = tl.load(work + span + 1) - span_start
-    # A worker after the last share has no work, and its number of tiles would be 0. The division below needs at least
-    # 1.
+    # A worker after the last share has no work. Without the maximum, it would divide by 0 tiles.
     offset = offset_in_work - span_start * NUM_KV_HEADS
     head = offset // tl.maximum(tiles, 1)
     tile = offset - head * tiles
@@ -568,8 +567,7 @@ def _combine(
     cut = worker * share
     span = _span_of(work, num_spans, cut // NUM_KV_HEADS)
     span_start = tl.load(work + span)
-    # A worker after the last share has no work, and its number of tiles would be 0. The division below needs at least
-    # 1.
+    # A worker after the last share has no work. Without the maximum, it would divide by 0 tiles.
     tiles = tl.maximum(tl.load(work + span + 1) - span_start, 1)
     head = (cut - span_start * NUM_KV_HEADS) // tiles
     first = span_start * NUM_KV_HEADS + head * tiles

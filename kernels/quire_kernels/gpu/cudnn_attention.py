@@ -197,15 +197,15 @@ def rehearse(cache: Tensor, num_heads: int, scale: float, dtype: torch.dtype, ma
         num_heads: number of query heads.
         scale: number by which the scores are multiplied.
         dtype: dtype of the queries.
-        max_tokens: maximum tokens of a chunk.
-        max_blocks: blocks of the longest context.
+        max_tokens: maximum number of tokens in a chunk.
+        max_blocks: number of blocks of the longest context.
 
     Returns:
         Number of plans.
 
     Raises:
         ImportError: the package nvidia-cudnn-frontend or cuDNN is not installed, or cuDNN is too old.
-        RuntimeError: cuDNN does not support these shapes, or the memory is not enough.
+        RuntimeError: cuDNN does not support these shapes, or there is not enough memory.
     """
     _plans.pop(cache.device, None)
     if cache.dtype != dtype or dtype not in (torch.bfloat16, torch.float16):
@@ -255,7 +255,7 @@ def _get_numbers(batch: AttentionMetadata, chunk: PrefillSpan, shape: ChunkShape
         numbers[known.numel()] = batch.context_lengths[chunk.span_index]
         table = batch.block_tables[chunk.span_index]
         pages = numbers[3 * _ALIGNMENT :]
-        # Pages behind the context repeat blocks of the same sequence.
+        # The pages after the end of the context repeat blocks of the same sequence.
         pages[:] = table[0]
         pages[: len(table)] = table
         batch.work_plans[key] = numbers

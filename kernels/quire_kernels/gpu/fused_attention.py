@@ -73,7 +73,8 @@ def _prefill_with_sdpa(
         flat = rows[kv_index].index_select(0, blocks).view(cache.dtype).to(queries.dtype)
         return flat.view(-1, num_kv_heads, head_dim)[: span.length]
 
-    # cuDNN's plans depend on strides, so queries, a view of the projection's output, are copied at each length.
+    # The queries are a view of the projection's output. They are copied even if they need no padding, because cuDNN's
+    # plans depend on the strides.
     rows_of_queries = queries[span.first_row : span.first_row + span.length].contiguous()
     q, keys, values = (_pad_to_planned_length(x) for x in (rows_of_queries, gather_blocks(0), gather_blocks(1)))
     return _causal_sdpa(q, keys, values, scale, BACKENDS)[: span.length]
@@ -96,13 +97,13 @@ def rehearse(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devi
     Call this function in the thread that runs the steps, because PyTorch keeps separate plans of cuDNN for each thread.
 
     Args:
-        shape: query heads, KV heads, head size.
+        shape: number of query heads, number of KV heads, and head size.
 
     Returns:
         Number of lengths.
 
     Raises:
-        RuntimeError: the backend does not support these shapes, or the memory is not enough.
+        RuntimeError: the backend does not support these shapes, or there is not enough memory.
     """
     num_heads, num_kv_heads, head_dim = shape
     lengths = sorted({planned_length(length) for length in range(MIN_TOKENS, max_tokens + 1)})
@@ -112,7 +113,7 @@ def rehearse(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devi
             keys = q.new_zeros(length, num_kv_heads, head_dim)
             _causal_sdpa(q, keys, keys.clone(), head_dim**-0.5, BACKENDS[:1])
     if device.type == "cuda":
-        # An error of a kernel is reported here, and not by the next operation.
+        # Synchronize, so that an error of a kernel is reported here and not by the next operation.
         torch.cuda.synchronize(device)
     return len(lengths)
 

@@ -173,7 +173,8 @@ def _filter(
             masses_ptr = counts_ptr + HISTOGRAMS * step
             state_step = num_rows * 3
             own_state = state + row * 3
-            # The histogram that this stage fills, its range of tokens, and the bits that select a bin.
+            # Determine which histogram this stage fills, which tokens it counts, and which bits of a weight select the
+            # bin.
             is_counted = (bits > 0) & (bits >= floor)
             fills = cuts_k | cuts_p
             histogram = 0
@@ -253,8 +254,8 @@ def _filter(
         if STAGE == 5:
             tl.store(sums + row * num_parts + part, tl.sum(tl.where(bits >= floor, weights, 0.0), axis=0))
             if CUTS:
-                # Another program of the row can read the new number instead of the old one, because it computes the
-                # same result.
+                # Another program of the same row may read the new number instead of the old one. It computes the same
+                # result from both.
                 tl.store(floors + row, floor, mask=part == 0)
 
 
@@ -275,7 +276,7 @@ def _draw(
         floor = tl.load(floors + row)
         sums_to = tl.cumsum(tl.load(sums + row * num_parts + parts, mask=is_part, other=0.0), axis=0)
         total = tl.max(sums_to, axis=0)
-        # Rounding must not raise a threshold to the total, which no cumulative sum exceeds.
+        # No cumulative sum exceeds the total. Rounding must therefore not raise the threshold to the total.
         threshold = tl.minimum(
             _uniform(tl.load(seeds + row), tl.load(positions + row)) * total, total * (1.0 - 1.1920929e-07)
         )
@@ -288,7 +289,8 @@ def _draw(
         weights = tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0)
         columns = tl.arange(0, BLOCK)
         is_past = (sum_before + tl.cumsum(weights, 0) > threshold) & (weights > 0.0)
-        # The cumulative sum within the part can be rounded below the part's total; then the last token is selected.
+        # Because of rounding, it can happen that no cumulative sum within the part exceeds the threshold. In that case,
+        # the last token is selected.
         last = tl.max(tl.where(weights > 0.0, columns, 0), axis=0)
         token = first_column + tl.minimum(tl.min(tl.where(is_past, columns, BLOCK), axis=0), last)
     tl.store(out + row, token.to(tl.int64))

@@ -68,8 +68,8 @@ def to_cache_dtype(x, like):
     return y
 
 
-# `kind_stride` exceeds 2^31 in large caches. With an int32 in small caches, the first request would compile another
-# kernel variant, because the engine warms up with a cache of one block.
+# In large caches, `kind_stride` exceeds 2^31, so it is always an int64. The engine warms up with a cache of one block.
+# If small caches used an int32, the first request would compile another kernel variant.
 @triton.jit
 def _write_kv(
     keys, values, cache, addresses, key_stride, value_stride, kind_stride: tl.int64, width, BLOCK: tl.constexpr

@@ -123,7 +123,8 @@ def _allocate_planes(x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> Tens
     """Allocate the planes of A x: [num_splits, num_tokens, num_slices, rank] float32."""
     num_tokens, in_features = x.shape
     num_slices = len(adapters.target.widths)
-    # Each adapter writes and reads only the columns of its own LoRA rank: other columns cost memory but no traffic.
+    # For each adapter, only as many columns are written and read as its LoRA rank. The other columns take up memory,
+    # but cause no memory traffic.
     ld_planes = -(-adapters.max_rank // _MIN_RANKS) * _MIN_RANKS
     num_splits = cdiv(in_features, _inputs_per_program(in_features, len(_get_routing(batch).tile_slots) * num_slices))
     return x.new_empty((num_splits, num_tokens, num_slices, ld_planes), dtype=torch.float32)
@@ -177,7 +178,7 @@ def add_lora_embedding(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, ba
 
 
 def _get_routing(batch: LoRABatch) -> TokenRouting:
-    assert batch.routing is not None, "plan_adapters makes one for CUDA devices"
+    assert batch.routing is not None, "plan_adapters makes a routing for CUDA devices"
     return batch.routing
 
 
@@ -271,7 +272,8 @@ def _shrink(
     if slot >= 0:
         rows = tl.load(tile_rows_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         entry = entries_ptr + slot * ld_entries + index * 3
-        # Every matrix begins at a multiple of ALIGNMENT; without this hint, each load would have one element.
+        # Every matrix begins at a multiple of ALIGNMENT. Without this hint, each load instruction would load only one
+        # element.
         a_ptr = slots_ptr + slot * slot_size + tl.multiple_of(tl.load(entry), ALIGNMENT)
         rank = tl.load(entry + 2).to(tl.int32)
         dst_ptrs = planes_ptr + split.to(tl.int64) * plane_size + rows * ld_planes + index * slice_size
@@ -320,7 +322,8 @@ def _shrink_ranks(
     tl.store(dst_ptrs[:, None] + ranks[None, :], total, mask=row_mask[:, None] & (ranks[None, :] < rank))
 
 
-# A step of any size must reuse the compiled kernels: this argument is not always a multiple of 16.
+# A step of any size must reuse the compiled kernels. Triton would otherwise compile a second variant, because this
+# argument is a multiple of 16 only in some steps.
 @triton.jit(do_not_specialize=["num_splits"])
 def _expand(
     out_ptr,
@@ -352,7 +355,8 @@ def _expand(
     tile, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tile_slots_ptr + tile).to(tl.int64)
     if slot >= 0:
-        # Blocks of columns of the first slice, then of the second, then of the third.
+        # The parts are blocks of columns. They begin with the blocks of the first slice. The blocks of the second and
+        # third slice follow.
         of_first, of_second = tl.cdiv(first_width, share), tl.cdiv(second_width, share)
         index = (part >= of_first).to(tl.int32) + (part >= of_first + of_second).to(tl.int32)
         width = tl.where(index == 0, first_width, tl.where(index == 1, second_width, third_width))
@@ -371,8 +375,8 @@ def _expand(
             shrunk_ptr = source_ptr + rows * ld_source + index * slice_size
         dst_ptrs = out_ptr + rows * ld_out + start
         if EARLY:
-            # All data read so far is older than the shrink kernel. A program without a slot need not wait: if no
-            # program waits, the shrink kernel had no work either.
+            # The shrink kernel has not written any data that was read so far. A program without a slot need not wait.
+            # If all programs have no slot, the shrink kernel had no work either.
             tl.extra.cuda.gdc_wait()
         if rank <= NARROW:
             if rank > 0:

@@ -44,7 +44,7 @@ def route_tokens(slots: Tensor, out: TokenRouting) -> None:
     )
 
 
-# A step of any size must reuse the compiled kernels: arguments that differ between steps are not specialized.
+# A step of any size must reuse the compiled kernels, so arguments that differ between steps are not specialized.
 @triton.jit(do_not_specialize=["num_tokens"])
 def _count_tokens(slots_ptr, counts_ptr, num_tokens, TOKENS: tl.constexpr):
     slot = tl.program_id(0)

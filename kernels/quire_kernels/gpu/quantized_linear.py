@@ -36,7 +36,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, re
     """See quantized_linear.quantized_linear."""
     is_fp8 = weight.scheme == "fp8"
     if is_fp8 and not converts_fp8(x.device):
-        return reference_op.reference(x, weight, bias, residual)  # Triton converts no fp8 there
+        return reference_op.reference(x, weight, bias, residual)  # Triton cannot convert fp8 on this device
     if is_fp8 and _supports_scaled_mm(x, weight):
         return _scaled_mm(x, weight, bias, residual)
     (num_tokens, in_features), out_features = x.shape, weight.shape[0]
@@ -120,8 +120,8 @@ def _linear_codes(
     COLUMNS: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    # Codes of a byte (two with 4 bits) belong to neighbouring inputs. The inputs of even and odd positions are
-    # multiplied one after the other, so that the codes need not be interleaved.
+    # If a code has 4 bits, a byte contains the codes of two adjacent inputs. The inputs at even positions are
+    # multiplied first, and then those at odd positions, so that the codes need not be interleaved.
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_column, is_row = column < out_features, row < num_tokens
@@ -177,7 +177,7 @@ def load_groups(
         table: values of all groups of the weight: float32 scales, uint8 zero points, or uint8 exponents of 2 (E8M0).
         row_starts: index of the first group of each column.
         is_column: whether the column exists.
-        start: first byte of the iteration in a row of `row_bytes`.
+        start: offset of the iteration's first byte in a row. A row has `row_bytes` bytes.
     """
     byte = start + tl.arange(0, GROUPS) * (BYTES // GROUPS)
     index = row_starts[None, :] + (byte * PER_BYTE // GROUP)[:, None]
@@ -191,8 +191,8 @@ def dequantize(codes, part: tl.constexpr, scale, zero, GROUPS: tl.constexpr, COD
     Args:
         codes: bytes [inputs, columns]. CODES is int4, e2m1, int8 or e4m3.
         part: for 4 bits, which half of each byte: 0 for the lower half, 1 for the upper half.
-        scale: [GROUPS, columns] float32, or uint8: exponents of 2 with a bias of 127 (E8M0). The rows of a group are
-            adjacent.
+        scale: [GROUPS, columns], float32 or uint8. The uint8 values are exponents of 2 with a bias of 127 (E8M0). The
+            rows of a group are adjacent.
         zero: zero points of int4, [GROUPS, columns]; None: they are all 8.
     """
     if scale.dtype == tl.uint8:
@@ -203,7 +203,7 @@ def dequantize(codes, part: tl.constexpr, scale, zero, GROUPS: tl.constexpr, COD
         if zero is None:
             weight -= 8.0
     elif CODES == "e2m1":
-        # The bits of the number, divided by 2^14, in float16: sign, exponent and mantissa.
+        # Build the sign, exponent and mantissa of a float16. It is the number divided by 2^14.
         code = (codes >> (4 * part)).to(tl.int16)
         weight = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
     elif CODES == "e4m3":

@@ -187,7 +187,7 @@ def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.co
     than `low`. If COUNTS is true, the number of larger weights is compared with `target` instead of their sum. The
     result is either the weight of a token or `low`.
     """
-    # The bits of 1.0, the weight of the most likely token: no weight is larger.
+    # These are the bits of 1.0, which is the weight of the most likely token. No weight is larger.
     high = 0x3F800000
     while low < high:
         step = (high - low) // 5 + 1
@@ -208,7 +208,8 @@ def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.co
             over_2 += tl.where(bits > at_2, weights, 0.0)
             over_3 += tl.where(bits > at_3, weights, 0.0)
             over_4 += tl.where(bits > at_4, weights, 0.0)
-        # Number of candidates, of four, above which the sum is still too large: the threshold is greater than these.
+        # Count for how many of the four candidates the sum of all larger weights is not less than the target. The
+        # threshold is greater than these candidates.
         passed = tl.where(tl.sum(over_1, axis=0) < target, 0, 1)
         passed += tl.where(tl.sum(over_2, axis=0) < target, 0, 1)
         passed += tl.where(tl.sum(over_3, axis=0) < target, 0, 1)
@@ -238,7 +239,7 @@ def _sample(
     temperature = tl.load(temperatures + row_index)
     row_max, token = _row_argmax(row, vocab_size, BLOCK)
     if temperature > 0.0:
-        # Less than the smallest positive float: all tokens are kept.
+        # 0 is less than the bits of every positive float, so all tokens are kept.
         floor = 0
         if CUTS:
             top_k = tl.load(top_ks + row_index)
@@ -253,12 +254,12 @@ def _sample(
                     kept_weights += tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0)
                 target = top_p * tl.sum(kept_weights, axis=0)
                 floor = _threshold(row, vocab_size, row_max, temperature, floor, target, False, BLOCK)
-        # Both passes add in the same order, so that the second pass ends with the sum of the first one.
+        # Both passes add the weights in the same order, so that their sums are exactly equal.
         total = 0.0
         for first in range(0, vocab_size, BLOCK):
             weights = _softmax_weights(row, first, vocab_size, row_max, temperature, BLOCK)
             total += tl.sum(tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0), axis=0)
-        # Rounding must not raise a threshold to the total, which no cumulative sum exceeds.
+        # No cumulative sum exceeds the total. Rounding must therefore not raise the threshold to the total.
         threshold = tl.minimum(
             _uniform(tl.load(seeds + row_index), tl.load(positions + row_index)) * total, total * (1.0 - 1.1920929e-07)
         )
@@ -277,7 +278,8 @@ def _sample(
         weights = tl.where(weights.to(tl.int32, bitcast=True) >= floor, weights, 0.0)
         columns = tl.arange(0, BLOCK)
         is_past = (sum_before + tl.cumsum(weights, 0) > threshold) & (weights > 0.0)
-        # The cumulative sum within the block can be rounded below the block's total; then the last token is selected.
+        # Because of rounding, it can happen that no cumulative sum within the block exceeds the threshold. In that
+        # case, the last token is selected.
         last = tl.max(tl.where(weights > 0.0, columns, 0), axis=0)
         token = first_column + tl.minimum(tl.min(tl.where(is_past, columns, BLOCK), axis=0), last)
     tl.store(out + row_index, token.to(tl.int64))

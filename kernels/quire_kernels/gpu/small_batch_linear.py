@@ -105,7 +105,7 @@ def _prefetch(weight_rows, NUM_INPUTS: tl.constexpr, PREFETCHED: tl.constexpr):
     """Request the first cache lines of each row of the weight."""
     LINE: tl.constexpr = 128 // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
     inputs = tl.arange(0, PREFETCHED // LINE) * LINE
-    # Behind the end of a short row, its last cache line is requested again.
+    # If a row is shorter than PREFETCHED elements, its last cache line is requested several times.
     pointers = weight_rows + tl.minimum(inputs, NUM_INPUTS - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
@@ -121,8 +121,8 @@ def _small_batch_linear(
 ):  # fmt: skip
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    # A column behind the last output repeats the last output, which is not stored twice, instead of reading past the
-    # weights.
+    # A column after the last output reads the weights of the last output, so that it does not read past the end of the
+    # weights. Its result is not stored.
     weight_rows = weight + tl.minimum(columns, NUM_OUTPUTS - 1).to(tl.int64)[:, None] * NUM_INPUTS
     if EARLY:
         _prefetch(weight_rows, NUM_INPUTS, PREFETCHED)

@@ -34,7 +34,7 @@ def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, blo
     )
 
 
-# Widths of block tables depend on max_model_len, and a kernel of an image must fit all of them.
+# The width of a block table depends on max_model_len. A kernel that is compiled into an image must work for all widths.
 @triton.jit(do_not_specialize=["table_stride", "out_stride", "width"])
 def _prepare(
     rows,

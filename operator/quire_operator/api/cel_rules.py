@@ -100,7 +100,7 @@ def _evaluate(rule: CelRule, value: Any, old: Any, invalid_paths: InvalidPaths, 
         return
     try:
         result = _compile(rule.expression).execute(_build_context(value, old))
-    except Exception as error:  # The library raises any exception of its Rust code or of a callback.
+    except Exception as error:  # The library passes on any exception of its Rust code or of a callback.
         if invalid_paths:
             return
         raise Internal(f"rule {rule.expression!r} cannot be evaluated: {error}") from error

@@ -23,8 +23,8 @@ GROUP_VERSION = f"{constants.API_GROUP}/{constants.API_VERSION}"
 
 _STRING_MAP = {"type": "object", "additionalProperties": {"type": "string"}}
 _METADATA: Mapping[str, Any] = {
-    # Fields that a user can write are checked. Fields that an API server adds are only accepted, so that its output is
-    # valid too.
+    # The fields that a user can write are checked. The fields that an API server adds can have any value, so that an
+    # object from an API server is also valid.
     "type": "object",
     "required": ["name"],
     "properties": {
@@ -95,7 +95,7 @@ def validate(body: object, old: object = ABSENT) -> ValidationResult:
     completed = openapi_schema.with_defaults(load_schema(), body)
     old_completed = old if old is ABSENT else openapi_schema.with_defaults(load_schema(), old)
     schema_problems = list(openapi_schema.iter_problems(load_schema(), completed))
-    # Unknown fields are removed first, because each rule copies its value.
+    # Unknown fields are removed before the rules are evaluated, because each rule copies the value that it checks.
     rule_problems = list(
         cel_rules.iter_problems(
             load_schema(),

@@ -356,7 +356,8 @@ class LLMService:
         openai, used = self.spec.openai, self.spec.runtime.ports.by_name.values()
         if not openai.enabled:
             return None
-        # A default that depends on the other ports keeps a service valid that used 8004 before this field existed.
+        # The default depends on the other ports. A service that already used 8004 for another port before this field
+        # existed therefore stays valid.
         return openai.port or next(port for port in count(constants.OPENAI_PORT) if port not in used)
 
     @property

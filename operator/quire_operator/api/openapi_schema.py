@@ -99,7 +99,7 @@ def iter_problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[
 
 
 def _build_validator(schema: Schema) -> Any:
-    # OpenAPI 3.0 is based on draft 4 of JSON Schema. There 1.0 is not an integer; API servers agree.
+    # OpenAPI 3.0 is based on draft 4 of JSON Schema, in which 1.0 is not an integer. API servers do the same.
     extend: Any = jsonschema.validators.extend
     return extend(jsonschema.Draft4Validator, {"pattern": _check_pattern})(_strict_schema(schema))
 
@@ -142,7 +142,8 @@ def _duplicates(schema: Schema, value: Any, path: FieldPath) -> Iterator[Problem
         for key, item in value.items():
             yield from _duplicates(fields.get(key, additional_schema), item, (*path, key))
     elif isinstance(value, list):
-        # Compared as JSON text: values are not hashable, and comparing all pairs of a long list would take minutes.
+        # The entries are compared as JSON texts, because the values are not hashable. For a long list, it would take
+        # minutes to compare all pairs of entries.
         first_index: dict[str, int] = {}
         keys = schema.get("x-kubernetes-list-map-keys")
         for i, item in enumerate(value):

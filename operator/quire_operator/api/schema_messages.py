@@ -91,7 +91,7 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "copy it from kubectl get nodes -L nvidia.com/gpu.product",
     ),
     r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$": (
-        "must be an extended resource, domain/name",
+        "must be the name of an extended resource, in the form domain/name",
         "write it like nvidia.com/gpu",
     ),
     r"^[A-Za-z0-9][-A-Za-z0-9._/:@]*$": ("must be an image reference", "write it like name:tag or name@sha256:..."),
@@ -157,7 +157,7 @@ def _unknown_fields(value: Any, schema: Schema, path: FieldPath, paths_by_name: 
     for name in unknown[:_MAX_UNKNOWN_FIELDS]:
         closest, normalized = closest_match(name, known_names), normalize_name(str(name))
         normalized = _VLLM_ALIASES.get(normalized, normalized)
-        # Prefer a field of the same object at a deeper level, for example within the same list entry.
+        # Prefer a field that is nested in the same object, for example within the same list entry.
         nested_paths = [
             field_path for field_path in field_paths(schema, path) if normalize_name(str(field_path[-1])) == normalized
         ]

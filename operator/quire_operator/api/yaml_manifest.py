@@ -37,7 +37,7 @@ _FIXES: dict[str | None, str] = {
     "found unexpected end of stream": "close the quotes that begin here",
     "did not find expected node content": "close or quote each [ and {; render Helm templates first",
     "found undefined alias": "quote text that begins with *",
-    # The parser of PyYAML 6.0.4 counts brackets before _check_depth does.
+    # In PyYAML 6.0.4, the parser has its own limit for nested brackets. It reports this error before _check_depth can.
     "exceeded maximum nesting depth": "nest at most 100 objects and lists",
 }
 """How to fix the most common errors. The keys are the messages of the YAML parser."""
@@ -122,7 +122,8 @@ def parse_manifests(text: str, file: str) -> Iterator[Manifest]:
             if body is not None:
                 yield Manifest(file, body, lines)
     except yaml.MarkedYAMLError as error:
-        # A scanner reports the end of the text for an unclosed token; the mistake is where the token began.
+        # If a token is not closed, the scanner reports the end of the text. The mistake is at the beginning of the
+        # token.
         is_scanner_error = (error.context or "").startswith("while scanning a ")
         mark = error.context_mark if is_scanner_error else error.problem_mark or error.context_mark
         location = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
@@ -191,7 +192,8 @@ class _NodeBuilder:
         try:
             value = self.loader.construct_object(node)
         except (ValueError, KeyError, AttributeError) as error:
-            # Errors of the constructors for 0x_, !!int abc, or a number with thousands of digits.
+            # The constructors raise these errors for values such as 0x_, !!int abc, or a number with thousands of
+            # digits.
             raise self._error(
                 node, f"{format_value(node.value)} is not a valid {kind}; put it in quotes to make it a string"
             ) from error

@@ -174,7 +174,7 @@ def test_a_missing_library_leaves_it_out_with_one_line(missing, computed, monkey
         "package": "cuDNN cannot compute chunks; other kernels compute them: import of cudnn",
         "library": "cuDNN has version 90500; use 90700 or later",
         "device": "cpu is not a CUDA device of compute capability 9.0 or later",
-        "": "chunk attention by cuDNN plans=2",
+        "": "cuDNN computes long chunks plans=2",
     }
     assert expected[missing] in line
     found = paged_attention.get("cuda", "cudnn")(queries, cache, batch, SCALE)
