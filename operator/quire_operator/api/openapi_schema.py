@@ -99,7 +99,8 @@ def iter_problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[
 
 
 def _build_validator(schema: Schema) -> Any:
-    # OpenAPI 3.0 is based on draft 4 of JSON Schema, in which 1.0 is not an integer. API servers do the same.
+    # OpenAPI 3.0 is based on draft 4 of JSON Schema, in which 1.0 is not an integer. API servers treat 1.0 in the same
+    # way.
     extend: Any = jsonschema.validators.extend
     return extend(jsonschema.Draft4Validator, {"pattern": _check_pattern})(_strict_schema(schema))
 
