@@ -173,7 +173,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gemma2"]
 # The other checkpoints of a family differ in the model, not in the engine.
-SOME_SCENARIOS = ["whole prompts", "preempted in chunks", "blocks of 128"]
+SOME_SCENARIOS = ["preempted in chunks", "blocks of 128"]
 PAIRS = [(name, scenario) for name in CHECKPOINTS for scenario in (SCENARIOS if name in FAMILIES else SOME_SCENARIOS)]
 
 
