@@ -23,12 +23,13 @@ from quire_spec.errors import ConfigError
 
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 
-# Bytes that are read at a time, which limits the memory for conversion. A pinned buffer has this size.
+# Tensors are read in chunks of this many bytes, which limits the memory that the conversion needs. It is the size of a
+# pinned buffer.
 _CHUNK_BYTES = device_copier.BUFFER_BYTES
 _LM_HEAD_NAME = "lm_head.weight"
 _MISSING_HINT = "config.json does not match this checkpoint, or the checkpoint is incomplete"
-# Tensors that are not loaded: rope frequencies in old Llama checkpoints, which the engine computes from config.json;
-# and the image parts of a model, of which only the language model is served.
+# Names of tensors that are not loaded. Old Llama checkpoints contain rope frequencies, but the engine computes them
+# from config.json. Some models have parts for images, but the engine serves only their language model.
 _UNUSED_TENSORS = re.compile(
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*"
 )
@@ -47,15 +48,15 @@ def load_weights(
     Args:
         folder: folder of the checkpoint.
         tensors: names of tensors in the checkpoint, each with the parameter or shard that the tensor fills.
-        tied_to: name of the embedding if the output projection shares its weight; a second copy of this weight in the
-            checkpoint is not loaded.
+        tied_to: the name of the embedding, if the output projection has the same weight. If the checkpoint contains a
+            second copy of this weight, the copy is not loaded.
         progress: show a progress bar on stderr.
-        checkpoint: quantized tensors of the checkpoint; None if it has none. Tensors that its method `find` has
-            returned are not loaded here.
+        checkpoint: quantized tensors of the checkpoint; None if it has none. If its method `find` has returned a tensor
+            before, the caller loads this tensor, and it is not reported as unexpected.
 
     Raises:
-        ConfigError: files or tensors are missing, unexpected, of another shape or dtype; or the output projection
-            differs from the embedding although `tied_to` is set.
+        ConfigError: a file or a tensor is missing, a tensor is unexpected or has the wrong shape or dtype, or `tied_to`
+            is set but the output projection differs from the embedding.
     """
     quantized = QuantizedTensors(TensorFiles(folder), None) if checkpoint is None else checkpoint
     files = quantized.files
@@ -135,8 +136,8 @@ class _FloatTensor:
         self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
         if (dtype := self._slice.get_dtype()) not in FLOAT_DTYPES:
             raise ConfigError(
-                f"{files.file_by_tensor[name]}: {name} is {dtype}, which is supported only for linear layers that "
-                "quantization_config of config.json describes"
+                f"{files.file_by_tensor[name]}: {name} has dtype {dtype}, but this dtype is supported only for "
+                "linear layers that quantization_config in config.json describes"
             )
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:

@@ -52,8 +52,8 @@ def convert_checkpoint(source: Path, target: Path) -> ConversionReport:
     The conversion needs memory for twice the largest file. If it fails, `target` is not created.
 
     Raises:
-        ConfigError: torch is too old, `target` exists, `source` has no pickled weights, a file contains other objects
-            or too many tensors, or the copy differs.
+        ConfigError: torch is too old, `target` already exists, `source` has no pickled weights, a file contains too
+            many tensors or an object that is not a tensor, or the copy differs from its source.
     """
     _check_torch(torch.__version__)
     if target.exists():
@@ -87,7 +87,9 @@ def _pickle_files(folder: Path) -> list[Path]:
     if (index := folder / PICKLE_INDEX_NAME).is_file():
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ConfigError(f"{index}: weight_map is not an object with the file of each tensor; download it again")
+            raise ConfigError(
+                f"{index}: weight_map must be an object that maps each tensor to its file; download the index again"
+            )
         names = sorted({str(name) for name in weight_map.values()})
     if len(names) > MAX_FILES:
         raise ConfigError(f"{folder}: {len(names)} files contain weights, but the limit is {MAX_FILES}")
@@ -112,9 +114,9 @@ def _convert_files(files: list[Path], target: Path) -> ConversionReport:
     for index, file in enumerate(files, 1):
         tensors = _load_tensors(file)
         if repeated := sorted(tensors.keys() & weight_map.keys()):
-            raise ConfigError(f"{file}: {repeated[0]} is in another file, too; download the checkpoint again")
+            raise ConfigError(f"{file}: {repeated[0]} is also in another file; download the checkpoint again")
         name = SAFE_WEIGHTS_NAME if len(files) == 1 else f"model-{index:05}-of-{len(files):05}.safetensors"
-        # Tensors that share memory, such as tied weights, become copies.
+        # `save_file` rejects tensors that share memory, such as tied weights. Therefore, each tensor is cloned.
         save_file({key: tensor.clone() for key, tensor in tensors.items()}, target / name, {"format": "pt"})
         _compare(target / name, tensors)
         weight_map |= dict.fromkeys(tensors, name)
@@ -135,7 +137,7 @@ def _load_tensors(file: Path) -> dict[str, Tensor]:
             raise ConfigError(f"{file}: unpacks to {unpacked} bytes, more than {MAX_EXPANSION} times its size; {_FIX}")
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle, zipfile and torch raise many kinds
+    except Exception as error:  # pickle, zipfile and torch raise many kinds of errors
         raise ConfigError(f"{file}: contains other objects than tensors, or is damaged: {str(error)[:300]}") from error
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"{file}: must contain a dict of tensors, but contains {type(content).__name__}; {_FIX}")
@@ -167,7 +169,8 @@ def _compare(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    # The comparison uses bytes, because NaN differs from NaN. A scalar has no dimension to view as bytes.
+    # The bytes are compared, because NaN is not equal to NaN. `reshape` gives a scalar the dimension that `view`
+    # requires.
     return (
         a.dtype == b.dtype
         and a.shape == b.shape

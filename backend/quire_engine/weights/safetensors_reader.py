@@ -93,7 +93,9 @@ class SafetensorsReader:
         return begin, end
 
     def _changed_error(self) -> InvalidArgument:
-        return InvalidArgument(f"{self._path.name} changed while it was read; replace files by renaming")
+        return InvalidArgument(
+            f"{self._path.name} changed while it was read; write a new version to another file, then rename that file"
+        )
 
 
 @contextmanager

@@ -27,7 +27,8 @@ class TensorFiles:
         self.folder = folder
         self._open_files: dict[Path, tuple[Any, frozenset[str]]] = {}
         self.file_by_tensor = self._locate_tensors()
-        # Some checkpoints, mostly of OPT, were saved from the inner module `model`, so their names lack the prefix.
+        # Some checkpoints, mostly of OPT models, were saved from the inner module `model`. The names of their tensors
+        # lack this prefix.
         self._has_outer_module = any(name.startswith("model.") for name in self.file_by_tensor)
         # If the language model is part of a larger model, all its tensor names have this prefix.
         self._is_part = any(name.startswith("language_model.") for name in self.file_by_tensor)
@@ -85,8 +86,8 @@ class TensorFiles:
             )
         raise ConfigError(
             f"{self.folder}: found neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; check that this is the "
-            f"folder of a checkpoint. If its repository has only pytorch_model.bin: {CONVERT_COMMAND} MODEL --into "
-            "FOLDER"
+            "folder of a checkpoint. If its repository contains only pytorch_model.bin, convert it with: "
+            f"{CONVERT_COMMAND} MODEL --into FOLDER"
         )
 
     def _read_index(self) -> dict[str, Path]:

@@ -29,8 +29,9 @@ class AdapterStore:
         """Create an empty store.
 
         Args:
-            slots: the adapter slots of the model; None if LoRA is disabled: then only `discard` is allowed.
-            read_host_adapter: reads and checks an adapter's folder for this model.
+            slots: the adapter slots of the model; None if LoRA is disabled. In that case, only `discard` can be called.
+            read_host_adapter: a function that reads the folder of an adapter, and checks that the adapter fits the
+                model.
         """
         self.slots = slots
         self._read_host_adapter = read_host_adapter
@@ -68,7 +69,7 @@ class AdapterStore:
         """Read an adapter's folder and pack it. Safe to call from any thread.
 
         Raises:
-            InvalidArgument: the folder contains no adapter for this model, or one that cannot be served.
+            InvalidArgument: the folder does not contain an adapter for this model, or the adapter cannot be served.
         """
         return self.pack(self._read_host_adapter(path))
 

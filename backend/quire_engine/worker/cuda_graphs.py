@@ -74,34 +74,36 @@ class CudaGraphRunner:
 
         Args:
             model: a model with loaded weights.
-            kv_cache: must have one spare block.
-            config: contains the maximum numbers of sequences and tokens of a step, and of adapter slots.
+            kv_cache: KV cache of the model. It must have one spare block, which padding uses.
+            config: configuration of the engine. It contains the number of adapter slots, and the maximum numbers of
+                sequences and tokens in a step.
             max_model_len: longest sequence, in tokens.
-            capture: captures graphs on this device; the runners of a process share it.
+            capture: captures graphs on this device. All graph runners of a process use the same object.
         """
         self._model, self._kv_cache, self._capture = model, kv_cache, capture
         self._device = kv_cache.layers[0].device
         self._reserved_before, self._free_before = self._reserved_bytes(), self._free_bytes()
         self._max_num_seqs = max_num_seqs = config.max_num_seqs
         self._num_adapter_slots = config.max_loras if config.enable_lora else 0
-        # Padding can be longer than any sequence.
         self.shapes = GraphShapes(max_num_seqs, config.max_num_batched_tokens, self._num_adapter_slots > 0)
         all_shapes = [shape for shapes in self.shapes.kinds for shape in shapes]
         max_tokens = max(shape.num_tokens for shape in all_shapes)
         max_spans = max(shape.num_spans(max_num_seqs) for shape in all_shapes)
+        # The padding of a step can be longer than the longest sequence.
         max_blocks = -(-max(max_model_len, max_tokens) // kv_cache.block_size)
-        # Twice as many rows as needed, so that finished and preempted sequences keep theirs and rows are rarely
-        # reassigned.
+        # There are twice as many rows as a step needs. Finished and preempted sequences can keep their rows, so rows
+        # are rarely assigned again.
         self._num_rows = 2 * max_num_seqs
         self._block_tables = DeviceBlockTables(self._num_rows)
         num_groups, self._max_blocks = kv_cache.layout.num_groups, max_blocks
-        # The tables of all groups of layers are side by side.
+        # A row contains the block tables of all groups of layers, one after the other.
         self._state = SequenceState.empty(self._num_rows + 1, num_groups * max_blocks, self._device)
         self._state.tables[self._num_rows] = kv_cache.num_blocks
         self._inputs = torch.zeros((5, max_tokens), dtype=torch.int64, device=self._device)
         """[5, max_tokens] int64, see `GraphStepInput.inputs`."""
         self._inputs[_ROWS], self._inputs[_SLOTS] = self._num_rows, -1
-        # Sized for the largest step. Smaller steps use the first rows, because no two steps run at the same time.
+        # These tensors have the size that the largest step needs. Smaller steps use their first rows. The steps can
+        # share the tensors, because only one step runs at a time.
         self._step_inputs = [
             StepInputs.empty(max_tokens, max_spans, max_blocks, self._device) for _ in range(num_groups)
         ]
@@ -113,7 +115,8 @@ class CudaGraphRunner:
         self.num_bytes = 0
         """Device memory of the graphs and of their persistent tensors, in bytes. It is 0 before the capture, or if the
         memory is not known."""
-        # The functions are kept, because a graph contains only addresses: the tensors of a step must not be freed.
+        # A graph contains only the addresses of its tensors. The functions are stored here, because they keep these
+        # tensors from being freed.
         self._functions: dict[GraphShape, CapturedFunction] = {}
         self._graphs: dict[GraphShape, CapturedFunction] = {}
 
@@ -186,7 +189,8 @@ class CudaGraphRunner:
         values += [span.start for span in spans] + [0] * (size - len(spans))
         values += tokens + [0] * num_padding + slots + [-1] * num_padding
         if shape.is_mixed:
-            # Unused spans begin where the padding begins, so they are empty, except for the last one.
+            # All unused spans begin where the padding begins. Therefore, they are empty, except for the last one, which
+            # contains the padding.
             values += query_starts + [len(tokens)] * (size - len(spans))
         return GraphStepInput(
             has_adapters=shape.has_adapters,
@@ -204,9 +208,9 @@ class CudaGraphRunner:
         """Replay a graph.
 
         Args:
-            graph_input: result of `build_input`, on this rank or on rank 0.
-            resolve_tokens: replaces placeholder tokens, see FutureTokens; required if `awaits_tokens` of the input is
-                set.
+            graph_input: the input that `build_input` returned, on this rank or on rank 0.
+            resolve_tokens: a function that replaces placeholder tokens (see FutureTokens). It is required if
+                `graph_input.awaits_tokens` is true.
 
         Returns:
             Logits of the tokens that sample, [num_logits, vocab_size]; None if no token samples.
@@ -253,9 +257,10 @@ class CudaGraphRunner:
         query_starts: Tensor = self._decode_starts[: num_spans + 1]
         lengths: tuple[int, ...] = (1,)
         if shape.is_mixed:
-            # The last span ends at the last token.
+            # The last entry always stays `size`, because the last span ends at the last token.
             query_starts = torch.full((num_spans + 1,), size, dtype=torch.int32, device=self._device)
-            # Short and long spans are both computed, because only the device knows the lengths.
+            # Only the device knows the lengths of the spans. Therefore, the graph must be able to compute both short
+            # and long spans.
             lengths = (1, size)
         inputs = [each.first(size, num_spans) for each in self._step_inputs]
         tables = torch.split(self._state.tables, self._max_blocks, dim=1)
@@ -269,7 +274,7 @@ class CudaGraphRunner:
             for state, out in zip(states, inputs, strict=True):
                 prepare_inputs(rows, query_starts, state, self._kv_cache.block_size, out)
             adapters = None if routing is None else build_routed_lora_batch(slots, routing)
-            # Created in each run, because the attention plan that it caches is valid for this run only.
+            # Each run creates a new batch, because a batch caches the attention plan, which is valid for one run only.
             batch = self._build_batch(size, query_starts, lengths, adapters)
             hidden = self._model(batch, self._kv_cache)
             assert hidden is not None

@@ -131,7 +131,7 @@ def available_memory_bytes() -> int:
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     limit, used = _read_system_file(_CGROUP / "memory.max"), _read_system_file(_CGROUP / "memory.current")
     if limit.isdigit() and used.isdigit():
-        # The page cache counts as used but is reclaimable.
+        # The control group counts the page cache as used memory, but the system can reclaim it.
         cached = dict(line.split() for line in _read_system_file(_CGROUP / "memory.stat").splitlines()).get(
             "inactive_file", "0"
         )
@@ -225,7 +225,8 @@ def check_free_memory(
     weights, most weights of such a checkpoint stay quantized.
 
     Raises:
-        ConfigError: they do not fit; unlike the device's own error, the message contains the bytes.
+        ConfigError: the weights and the adapter slots do not fit. The message contains their sizes in bytes, which an
+            allocation error of the device does not contain.
     """
     if device.type != "cpu":
         # Free the memory of an earlier engine in this process that was not garbage-collected yet.

@@ -75,7 +75,7 @@ class FutureTokens:
         """Keep the tokens that a step sampled, and start to copy them to the host.
 
         Args:
-            sequences: the sequences that sampled, in the order of `tokens`.
+            sequences: the sequences for which the step sampled a token, in the order of `tokens`.
             tokens: [len(sequences)] int64 on the device.
             extra_tensors: copied together with the tokens.
 

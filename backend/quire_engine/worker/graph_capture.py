@@ -38,7 +38,8 @@ class GraphCapture:
         Before the capture, `function` must have run once in each of its variants.
         """
         graph = torch.cuda.CUDAGraph()
-        # With "thread_local", device calls of other threads do not invalidate the capture; NCCL's threads query events.
+        # NCCL's threads query events at any time. In the mode "thread_local", such calls of other threads do not
+        # invalidate the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             function()
         return graph.replay

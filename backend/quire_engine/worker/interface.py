@@ -25,7 +25,7 @@ class ModelRunner(Protocol):
         """Read an adapter's folder and pack it for `store_adapter`. This is slow. Any thread can call it.
 
         Raises:
-            InvalidArgument: the folder contains no adapter for this model, or one that cannot be served.
+            InvalidArgument: the folder does not contain an adapter for this model, or the adapter cannot be served.
         """
 
     def host_bytes(self, packed_adapter: object) -> int:
@@ -51,7 +51,7 @@ class ModelRunner(Protocol):
         """Run `plan`, and return one output for each span, in the order of the spans.
 
         Raises:
-            RunnerLost: no step can run any more; the owner of the engine must create a new one.
+            RunnerLost: this runner cannot run any more steps; the owner of the engine must create a new engine.
             RuntimeError: the device failed; the results of this step are lost.
         """
 

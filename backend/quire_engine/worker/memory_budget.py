@@ -13,8 +13,8 @@ from quire_spec.errors import ConfigError
 
 GIB = 1 << 30
 
-# Defaults on a CPU, whose memory other processes use, too: enough for a model on a laptop, and far below the memory of
-# most machines.
+# Limits of the default size of the KV cache on a CPU, where other processes use the same memory. The size is enough for
+# a model on a laptop, and far below the memory of most machines.
 CPU_KV_BYTES = 4 * GIB
 CPU_KV_SHARE = 4
 
@@ -52,16 +52,17 @@ def num_kv_blocks(
     memory for `max_num_seqs` sequences of `max_model_len` tokens.
 
     Raises:
-        ConfigError: one sequence of max_model_len tokens does not fit, or a CPU machine has less memory than
-            configured; the message contains the bytes and the settings.
+        ConfigError: one sequence of max_model_len tokens does not fit, or the engine runs on a CPU and
+            `kv_cache_memory_bytes` is more than the free memory. The message contains the sizes in bytes and the
+            settings to change.
     """
     blocks_per_sequence = -(-max_model_len // config.block_size) * num_groups
     if config.kv_cache_memory_bytes is not None:
         kv_bytes = config.kv_cache_memory_bytes
-        # Linux would grant the allocation and kill a process when the memory is used.
+        # Without this check, Linux would grant the allocation, but kill a process later, when the memory is used.
         if config.device == "cpu" and kv_bytes > budget.total:
             raise ConfigError(
-                f"kv_cache_memory_bytes: {kv_bytes} bytes exceed the {budget.total} bytes that are free; lower it"
+                f"kv_cache_memory_bytes: {kv_bytes} is more than the {budget.total} bytes that are free; lower it"
             )
     elif config.device == "cpu":
         max_bytes = CPU_KV_BYTES // config.tensor_parallel_size
@@ -82,7 +83,8 @@ def check_model_fits(config: EngineConfig, weights: int, lora: int, free: int) -
     """Before a model is loaded, check that it fits into the free memory. All sizes are in bytes.
 
     Raises:
-        ConfigError: weights and adapter slots do not fit; the message contains the bytes and the settings.
+        ConfigError: the weights and the adapter slots do not fit. The message contains their sizes in bytes and the
+            settings to change.
     """
     if weights + lora <= free:
         return
@@ -135,7 +137,7 @@ def _kv_cache_too_small_message(
     elif config.device == "cpu":
         fix = f"set kv_cache_memory_bytes to {needed} or more, if the machine has it"
     else:
-        fix = "raise gpu_memory_utilization, lower max_num_batched_tokens or max_loras"
+        fix = "raise gpu_memory_utilization, or lower max_num_batched_tokens or max_loras"
     return (
         f"max_model_len: a sequence of {max_model_len} tokens does not fit into the KV cache; lower max_model_len, or "
         f"{fix}\n{table}"

@@ -116,7 +116,7 @@ class DeviceModelRunner(ModelRunner):
         with annotate(f"step of {sum(s.length for s in plan.spans)} tokens of {len(plan.spans)} sequences"):
             step_input, order = self._build_input(plan)
             spans = [plan.spans[i] for i in order]
-            # Filled by another thread while the forward pass runs.
+            # Another thread fills the mask while the forward pass runs.
             bitmask = self._sampler.grammar_bitmask.fill_async(
                 [span for span in spans if span.samples and span.sequence.beam_group is None]
             )

@@ -129,7 +129,7 @@ CHANGES = {
     ),
     "quantized": (
         lambda t: t.update({Q_PROJ: torch.zeros(64, 64, dtype=torch.int8)}),
-        rf"{Q_PROJ} is I8, which is supported only for linear layers that quantization_config",
+        rf"{Q_PROJ} has dtype I8, but this dtype is supported only for linear layers that quantization_config",
     ),
 }
 

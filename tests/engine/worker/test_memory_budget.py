@@ -35,7 +35,7 @@ def test_number_of_blocks(changes, total, expected):
     ("changes", "fix"),
     [
         ({"device": "cpu"}, "set kv_cache_memory_bytes to 16777216 or more, if the machine has it"),
-        ({"device": "cuda"}, "raise gpu_memory_utilization, lower max_num_batched_tokens or max_loras"),
+        ({"device": "cuda"}, "raise gpu_memory_utilization, or lower max_num_batched_tokens or max_loras"),
     ],
 )
 def test_too_small_cache_error_names_the_setting_and_the_bytes(changes, fix):

@@ -15,7 +15,8 @@ def unpack_int32(packed: Tensor, num_bits: int) -> Tensor:
     Returns:
         [..., n * 32 / num_bits] uint8.
     """
-    # The tensor is copied, because a view as bytes requires a stride of 1, even for a dimension of size 1.
+    # `view` with another dtype requires that the last dimension has a stride of 1, even if its size is 1. The copy
+    # always has this stride.
     packed_bytes = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return packed_bytes if num_bits == 8 else unpack_nibbles(packed_bytes)
 

@@ -61,8 +61,9 @@ class GPTQTensor(QuantizedTensor):
         part = slice(None) if self._groups is not None else slice(columns.start // size, -(-columns.stop // size))
         packed = self._zeros[part, rows.start // self._factor : -(-rows.stop // self._factor)]
         if self.scheme.zeros_minus_one:
-            # Some writers subtracted 1 from all zero points of an int32 at once, with borrows. The carries of this
-            # addition undo the borrows.
+            # An int32 contains several zero points. Some writers subtracted 1 from all of them at once, so that some
+            # zero points borrowed from the next one. This addition also treats them as one number, so its carries undo
+            # the borrows.
             packed = packed + _ONES[num_bits]
         zeros = unpack_int32(packed, num_bits)[:, : len(rows)].t()
         scales = self._scales[part, rows.start : rows.stop].t().float()

@@ -84,7 +84,8 @@ def pack_quantized_experts(
         return None
     if not has_experts_kernel(experts.hidden_size, experts.intermediate_size, experts.activation, dtype, device):
         return None
-    # A kernel reads the inputs of all experts in the same order.
+    # A kernel reads the input features of all experts in the same order. With act_order, each expert would need its own
+    # order.
     codes = None if scheme.has_act_order else _read_codes(parts)
     return None if codes is None else _pack_codes(codes, dtype, device, arena, is_w8a8=scheme.has_quantized_inputs)
 

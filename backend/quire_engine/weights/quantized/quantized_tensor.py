@@ -85,7 +85,8 @@ class QuantizedTensor(ABC):
         shape = tuple(self._slices[self.MARKER].get_shape())
         if len(shape) != 2:
             raise ConfigError(
-                f"{self.module}{self.MARKER} has shape {shape}; quantization_config of config.json implies a matrix"
+                f"{self.module}{self.MARKER} has shape {shape}, but quantization_config in config.json requires "
+                "a matrix"
             )
         return shape[0], shape[1]
 

@@ -21,7 +21,8 @@ class ScaledTensor(QuantizedTensor):
 
     MARKER = ".weight"
     SCALES = (".weight_scale", ".weight_scale_inv")
-    # Scales of activations are not read: activations are scaled per token, or not quantized.
+    # The scales of activations are not read, because the engine computes a scale for each token or does not quantize
+    # activations.
     UNUSED = (".input_scale", ".activation_scale", ".input_zero_point", ".output_scale", ".weight_shape")
     DTYPE: ClassVar[str]
 
@@ -31,7 +32,8 @@ class ScaledTensor(QuantizedTensor):
         self._values = self.slice_of(self.MARKER, self.shape, (self.DTYPE,))
         found = tuple(slices[self._scales_name].get_shape())
         if scheme.block is None:
-            # One scale, or one scale for each output feature. The number of dimensions depends on the writer.
+            # There is one scale for the whole tensor, or one for each output feature. The program that wrote the
+            # checkpoint decided how many dimensions the scales have.
             is_single = found in ((), (1,), (1, 1))
             self._block = (rows if is_single else 1, columns)
             grid = found if is_single or found == (rows,) else (rows, 1)

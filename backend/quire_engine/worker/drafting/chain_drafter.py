@@ -76,7 +76,8 @@ class ChainDrafter(Drafter):
         chains = [
             self._first_tokens(i, span, output) for i, (span, output) in enumerate(zip(spans, outputs, strict=True))
         ]
-        # Attention expects single tokens first, then longer spans, each by decreasing context.
+        # Attention expects spans of one token first, and then the longer spans. Both parts must be sorted by decreasing
+        # context.
         chains = sorted((c for c in chains if c.token_ids), key=lambda c: (len(c.token_ids) > 1, -c.span.start))
         hidden = None
         if aux_hidden_states is not None:

@@ -48,14 +48,15 @@ class DraftModel(ABC):
         """Compute a pass, and write its keys and values to `kv_cache`.
 
         Args:
-            batch: the tokens that the rows read.
+            batch: the tokens that the model reads, one for each row.
             kv_cache: KV cache of this draft model.
-            hidden: hidden states that the rows read: in the first pass of a draft those of the target, later those that
-                this method has returned. None if the model reads no hidden states.
+            hidden: the hidden states that the model reads, one for each row. In the first pass of a draft, they are the
+                hidden states of the target. In later passes, they are those that this method returned. None if the
+                model does not read hidden states.
 
         Returns:
-            Hidden states of the rows that need logits (at least one row), and the tokens proposed after these rows,
-            [num_logits] int64.
+            The hidden states of the rows that need logits, and the token that the model proposes after each of these
+            rows, [num_logits] int64. At least one row must need logits.
         """
 
     @abstractmethod
@@ -122,7 +123,7 @@ class Eagle3DraftModel(DraftModel):
         Return None if the head can use the target's embedding, and this rank has the whole embedding.
 
         Raises:
-            ConfigError: the embedding of the head has another shape.
+            ConfigError: the embedding of the head does not have the shape of the target's embedding.
         """
         shape = self._target.shape
         target_name = next(name for name, _ in self._target.tensors() if name.endswith(EMBEDDING))
@@ -134,7 +135,7 @@ class Eagle3DraftModel(DraftModel):
                         f"speculative_config.model: {name} has shape {tuple(own.shape)}; the model implies "
                         f"{(shape.vocab_size, shape.embedding_size)}"
                     )
-                # In most heads it is a copy of the model's.
+                # In most checkpoints of a head, this embedding is a copy of the target's embedding.
                 if not equals_checkpoint(target_folder, target_name, own):
                     return self._folder, name
         return None if self._target.communicator is None else (target_folder, target_name)

@@ -48,7 +48,8 @@ class MedusaDrafter(Drafter):
         Args:
             folder: folder of the heads.
             target: configuration of the model.
-            num_tokens: maximum length of a draft; further heads are not loaded.
+            num_tokens: maximum number of tokens in a draft. Each of them has its own head. If the folder contains more
+                heads, they are not loaded.
             factory: allocates parameters like the model's.
             normalize: the last norm of the model.
 
@@ -94,7 +95,8 @@ class MedusaDrafter(Drafter):
         assert aux_hidden_states is not None
         ends = accumulate(span.length for span in spans)
         active = [
-            # The row of the last token that was not rejected. The token after it is the last token of the output.
+            # The second item is the row of the last input token that was not rejected. The token that follows it is the
+            # last token of the output.
             (i, end - 1 - (span.num_sampled_rows - len(output.token_ids)), span.num_lookahead_tokens)
             for i, (span, end, output) in enumerate(zip(spans, ends, outputs, strict=True))
             if span.num_lookahead_tokens

@@ -43,7 +43,8 @@ class BeamCandidates:
         with annotate("beams"):
             logprobs, token_ids = self._top_tokens(logits, beams, max_candidates)
             row_by_beam = {beam: row for row, beam in enumerate(beams)}
-            # Groups with equal numbers of beams and candidates share one top-k.
+            # If groups have the same number of beams and the same number of candidates, their candidates are computed
+            # together.
             batches: defaultdict[tuple[int, int], list[BeamGroup]] = defaultdict(list)
             for group in groups:
                 batches[len(group.sequences), group.num_candidates].append(group)
@@ -59,7 +60,8 @@ class BeamCandidates:
         Both tensors are [len(beams), num_tokens]. `num_tokens` is the number of candidates of a whole group, because
         all of them can come from one beam.
         """
-        # On a GPU, the chunks limit the float32 copies to a small part of the memory that the warm-up measured.
+        # The logits are copied to float32 in chunks. On a GPU, a chunk needs only a small part of the memory that the
+        # warm-up measured.
         vocab_size = logits.shape[1]
         on_cpu = logits.device.type == "cpu"
         chunk_size = max(1, CPU_CHUNK_BYTES // (4 * vocab_size)) if on_cpu else max_rows(vocab_size)
@@ -84,7 +86,7 @@ class BeamCandidates:
         processors = LogitsProcessors.from_sequences(beams, logits.shape[1], logits.device, token_counts, running)
         if processors is not None:
             logprobs = processors(logprobs, [beam.num_tokens for beam in beams])
-            # In the next step a beam continues another beam, so its tokens must be counted again then.
+            # In the next step, a beam can continue another beam. Therefore, its tokens must be counted again.
             token_counts.forget(beams)
         return logprobs
 
@@ -113,7 +115,7 @@ class BeamCandidates:
         best_totals, best = totals.topk(min(groups[0].num_candidates, totals.shape[1]))
         best_tokens = token_ids[row_index].flatten(1).gather(1, best)
         best_rows = row_index.gather(1, best // logprobs.shape[1])
-        # float64 represents rows, tokens and scores exactly, and one tensor needs one copy to the host.
+        # float64 represents rows, tokens and scores exactly. As one tensor, they need only one copy to the host.
         on_host = torch.stack([tensor.to(torch.float64) for tensor in (best_totals, best_tokens, best_rows)], -1)
         for group, entries, tokens, token_rows in zip(groups, on_host.tolist(), best_tokens, best_rows, strict=True):
             params = group.sequences[0].params
@@ -125,7 +127,7 @@ class BeamCandidates:
                 )
             )
             for (score, token_id, row), token_logprobs in zip(entries, logprob_lists, strict=True):
-                # Candidates without a finite score are forbidden tokens.
+                # A candidate whose score is not finite is a forbidden token.
                 if score > float("-inf"):
                     candidates[int(row)].append(BeamCandidate(int(token_id), score, token_logprobs))
 

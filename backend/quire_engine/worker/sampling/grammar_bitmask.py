@@ -122,7 +122,8 @@ class GrammarBitmask:
             rows += range(start, end)
         if not rows:
             return None
-        # Rows of grammars that have not begun keep all bits set.
+        # At first, all bits are set, which allows every token. If a grammar has not begun, only the tokens that it
+        # excludes are cleared below.
         bits = torch.full((len(rows), self._num_words), -1, dtype=torch.int32)
         self._fill_begun(begun, bits)
         for row, grammar in not_begun:
@@ -143,7 +144,7 @@ class GrammarBitmask:
         if not matchers:
             return
         if self._executor is None:
-            # If the device is a CPU, its cores compute the model at the same time.
+            # One thread is used if the device is a CPU, because its cores compute the model at the same time.
             num_threads = 1 if self._device.type == "cpu" else min(_MAX_THREADS, len(os.sched_getaffinity(0)))
             self._executor = LLExecutor(num_threads=num_threads)
         row_bytes = bits.stride(0) * bits.itemsize

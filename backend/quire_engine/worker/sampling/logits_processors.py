@@ -109,7 +109,8 @@ class LogitsProcessors:
             output = [*sequence.output_token_ids, *draft] if draft else sequence.output_token_ids
             completing_tokens = {*bad_words.completing_tokens(output)}
             allowed_token_ids = sequence.params.allowed_token_ids
-            # If that would forbid all allowed tokens, bad words are permitted, because every other token is forbidden.
+            # The bad words are not forbidden here if this would leave no allowed token, because `allowed_token_ids`
+            # already forbids all other tokens.
             if not (
                 allowed_token_ids
                 and (completing_tokens | suppressed_by_row.get(row, frozenset())).issuperset(allowed_token_ids)
@@ -127,7 +128,7 @@ class AllowedTokens:
             row_mask[to_device_async(token_ids, device)] = False
 
     def apply(self, logits: Tensor) -> None:
-        # A few rows at a time, because indexing copies the rows.
+        # Only a few rows are processed at a time, because indexing copies them.
         for start in range(0, len(self._rows), _MASK_CHUNK_ROWS):
             chunk = slice(start, start + _MASK_CHUNK_ROWS)
             rows = self._rows[chunk]
@@ -158,7 +159,7 @@ class Penalties:
     ) -> None:
         self._token_counts = token_counts
         self._rows = to_device_async(list(sequence_by_row), device)
-        # Keeps the sequences alive, because the token counts free the row of a sequence that is garbage-collected.
+        # This list keeps the sequences alive. If a sequence is garbage-collected, its row in the token counts is freed.
         self._sequences = list(sequence_by_row.values())
         self._count_rows = token_counts.rows_for(self._sequences, running)
         self._count_rows_on_device = to_device_async(self._count_rows, device)

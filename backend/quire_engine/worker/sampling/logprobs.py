@@ -56,7 +56,8 @@ class LogprobTensors:
 
     def _top_entries(self, tensor: Tensor) -> list[list[Any]]:
         """Return the first entries of each row. The request of the row determines their number."""
-        # Lists of whole vocabularies would take seconds, so wide rows stay tensors until they are cut.
+        # It would take seconds to convert rows as wide as the vocabulary to lists. Therefore, wide rows stay tensors
+        # until they are cut.
         rows: Any = tensor.cpu() if tensor.shape[1] > _MAX_COLUMNS_TO_LIST else tensor.tolist()
         truncated_rows = (row[:count] for row, count in zip(rows, self.num_logprobs, strict=True))
         return [row if isinstance(row, list) else row.tolist() for row in truncated_rows]
