@@ -48,24 +48,29 @@ Examples:
   python -m quire_server --vllm-repository model_repository/vllm_model --served-name llama \\
       --run-dir /tmp/quire --cache-dir ~/.cache/quire
 """
-_VLLM_REPOSITORY_HELP = "instead of --engine and --adapters: a vllm_backend model (model.json, multi_lora.json)"
+_VLLM_REPOSITORY_HELP = "serve this vllm_backend model (model.json, multi_lora.json) instead of --engine and --adapters"
 _HOST_HELP = (
-    f"address to listen on (default: %(default)s); {ANY_ADDRESS}: all addresses (IPv6 if ${POD_IP_VARIABLE} is an IPv6 "
-    "address)"
+    f"address to listen on (default: %(default)s); {ANY_ADDRESS} means all addresses, which are IPv6 addresses if "
+    f"${POD_IP_VARIABLE} is an IPv6 address"
 )
 _EXPOSE_HELP = (
-    "protocols of the server that clients can reach: http, grpc, http,grpc (default) or none; other ports listen on "
-    "loopback"
+    "protocols with which clients can reach the server: http, grpc, http,grpc (default) or none; the ports of the "
+    "other protocols accept connections only from this machine"
 )
 _OPENAI_HELP = f"serve the OpenAI API on this port, usually {constants.OPENAI_PORT} (default: not served)"
-_OPENAI_KEYS_HELP = "folder with an API key in each file, such as a mounted Secret (default: no key is needed)"
-_OPENAI_SHARED_PREFIX_CACHE_HELP = "share cached prompts between requests of different API keys"
+_OPENAI_KEYS_HELP = (
+    "folder in which each file contains an API key, such as a mounted Secret (default: no key is needed)"
+)
+_OPENAI_SHARED_PREFIX_CACHE_HELP = "let requests with different API keys share cached prompts"
 _OPENAI_LIVE_HELP = "serve /live, a page that shows the running engine, on the port of the OpenAI API"
-_OPENAI_DEFAULTS_HELP = "auto (default): generation_config.json sets defaults in the OpenAI API; vllm: it is ignored"
-_OPENAI_CORS_HELP = "allow web pages of this origin to call the OpenAI API; *: all origins"
+_OPENAI_DEFAULTS_HELP = (
+    "auto (default): the OpenAI API takes defaults of sampling parameters from generation_config.json; vllm: this file "
+    "is ignored"
+)
+_OPENAI_CORS_HELP = "allow web pages of this origin to call the OpenAI API; * allows all origins"
 _ADMIN_KEY_HELP = (
-    "file with the key that requests to /status and /adapters must have (default: no key, and only requests from this "
-    "machine are accepted)"
+    "file with the key that requests to /status and /adapters must contain (default: no key is needed, but only "
+    "requests from this machine are accepted)"
 )
 _SERVED_MODEL_NAME_HELP = (
     "name of the base model in the OpenAI API; can be repeated (default: the value of --served-name)"
@@ -74,13 +79,14 @@ _FRONT_COUNT_HELP = "number of processes that serve the OpenAI API on one port (
 _RUNTIME_LORA_HELP = "allow clients of the OpenAI API that have the admin key to load and unload adapters"
 _LORA_PATH_HELP = "folder of adapters that the OpenAI API can load; requires --allow-path-sources"
 _MODEL_REPOSITORY_HELP = (
-    "folder of other Triton models (Python, ensembles); their code runs as this user; the health port can load them"
+    "folder of other Triton models, such as Python models and ensembles; their code runs as this user; clients can "
+    "load them through the health port"
 )
-_MODEL_ENV_HELP = "environment variable that the code of other Triton models gets; can be repeated"
+_MODEL_ENV_HELP = "name of an environment variable that is passed to the code of other Triton models; can be repeated"
 _SERVER_ARG_HELP = f"argument of the server; can be repeated; allowed: {', '.join(ALLOWED)}"
 _REPEATED: dict[str, Any] = {"action": "append", "default": []}
 _PVCS: dict[str, Any] = {"dest": "pvcs", "action": "append", "default": []}
-_DRAIN_HELP = "seconds for open requests to finish after the first signal (default: %(default)s)"
+_DRAIN_HELP = "number of seconds that open requests have to finish after the first signal (default: %(default)s)"
 _EXIT_CODES = """\
 exit codes:
   0        stopped by a signal after an orderly shutdown
@@ -112,7 +118,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _build_parser()
     args = parser.parse_args(argv)
     if args.vllm_repository is None and None in (args.engine, args.adapters):
-        parser.error("--engine and --adapters are required, or --vllm-repository")
+        parser.error("--engine and --adapters are required, unless --vllm-repository is set")
     if args.vllm_repository is not None and (args.engine or args.adapters):
         parser.error("--vllm-repository cannot be combined with --engine or --adapters; give one or the other")
     if args.vllm_repository is None and args.device is not None:
@@ -265,7 +271,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str | None, Callable[[str], Any], str, dict
     "adapter sources": (
         ("--secrets-dir", "DIR", Path, "folder with Secrets, as files DIR/<secret>/<key>, or DIR/<secret> as JSON", {}),
         ("--pvc", "CLAIM=DIR", _parse_pvc_mount, "mount point of a PersistentVolumeClaim", _PVCS),
-        ("--allow-path-sources", None, bool, "allow local folders as adapter sources; not for pods", {}),
+        ("--allow-path-sources", None, bool, "allow local folders as adapter sources; do not use this in pods", {}),
         ("--max-adapter-bytes", "N", int, "maximum adapter size (default: 4 GiB)", {"default": 4 * 2**30}),
     ),
     "process": (

@@ -180,7 +180,8 @@ class RunnerStartup:
         weights, lora = self._weights_bytes, self._lora_bytes
         arguments = self._config, self._model, self._max_model_len, self._dtype
         attention_plans.select_for_prompts(*arguments, self._device)
-        # The memory of plans, modules and workspaces is counted; plans over the real cache replace these plans.
+        # The measurement includes the memory of these plans, of the kernels' modules and of their workspaces. Later,
+        # plans for the real cache replace these plans.
         attention_plans.prepare_for_chunks(*arguments, self._create_cache(1))
         graph_bytes = self._measure_graph_memory()
         torch.cuda.empty_cache()
@@ -188,7 +189,8 @@ class RunnerStartup:
         self.run_dummy_steps(peak_memory_steps(self._config, self._max_model_len, self._model.shape.vocab_size))
         if not self._has_compiled:
             self.run_dummy_steps(compile_steps(self._config, self._max_model_len))
-        # Reserved, not allocated, bytes are counted: a tensor that stays after a step keeps its whole segment.
+        # All bytes that PyTorch has reserved are counted, and not only those that are allocated. A tensor that stays
+        # after a step keeps its whole segment reserved.
         peak = torch.cuda.max_memory_reserved(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)

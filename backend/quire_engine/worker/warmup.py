@@ -48,16 +48,16 @@ def peak_memory_steps(config: EngineConfig, max_model_len: int, vocab_size: int)
         _with_all_masks(dummy_span(start, length, config.block_size, slot, base_params), vocab_size)
         for start, length, slot in zip(starts, lengths, slots, strict=True)
     ]
-    # The largest `logprobs` of all rows determines the memory per row. Here one prompt has the largest, for its last
-    # tokens.
+    # The memory of each row depends on the largest `logprobs` of all rows. In this step, only the last tokens of the
+    # last prompt have the largest value.
     last_sequence = spans[-1].sequence
     last_sequence.params = _all_sampling_params(vocab_size, config.max_logprobs)
     last_sequence.num_computed_prompt_logprobs = max(len(last_sequence.prompt_token_ids) - 2, 0)
     yield spans
     chunk = min(config.max_num_batched_tokens, max_length)
-    # One token less than the maximum, because attention kernels pad prompts of most lengths. Only attention can need
-    # more memory than in the first step. So these steps have no sampling parameters: log probabilities of 8,190 tokens
-    # take 0.3 s of a Zen 3 core.
+    # The last prompt is one token shorter than the maximum, because attention kernels pad prompts of most lengths. Only
+    # attention can need more memory here than in the first step. Therefore, these steps have no sampling parameters.
+    # Otherwise, the log probabilities of 8,190 tokens would take 0.3 s on a Zen 3 core.
     for start, length in ((max_length - chunk, chunk), (0, max(chunk - 1, 1))):
         yield [dummy_span(start, length, config.block_size, slots[0])]
 

@@ -74,7 +74,9 @@ class AdapterFetcher(contextlib.AsyncExitStack):
 
         Raises:
             InvalidArgument: the source is wrong, too large or not allowed, or its sha256 differs; a retry cannot
-            succeed. NotFound: the files do not exist. Unavailable: a retry can succeed.
+                succeed.
+            NotFound: the files do not exist.
+            Unavailable: the source cannot be read now; a retry can succeed.
         """
         reader = self._sources.open_reader(source)
         key = source_key(source)

@@ -140,7 +140,8 @@ class AdapterManager:
         for name, managed in self._adapter_by_name.items():
             if name not in desired:
                 self._set_desired(managed, None, managed.exposed)
-        # Pinned adapters first: the semaphores are first in, first out.
+        # The tasks of pinned adapters are started first, because the semaphores serve tasks in the order in which they
+        # wait.
         for adapter in sorted(catalog.adapters, key=lambda a: not a.pinned):
             if adapter.name in self._adapter_by_name:
                 self._set_desired(self._adapter_by_name[adapter.name], adapter, adapter.name in exposed_names)
@@ -238,7 +239,8 @@ class AdapterManager:
 
     async def close(self) -> None:
         """Stop all tasks. Adapters that are loaded stay loaded."""
-        # Repeated: a cancellation that coincides with the end of a connection was lost in 2 of 25 runs under load.
+        # The tasks are cancelled again until all have ended. In 2 of 25 runs under load, a cancellation was lost,
+        # because a connection ended at the same time.
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
@@ -304,7 +306,7 @@ class AdapterManager:
             error = Internal(f"{type(error).__name__}: {error}")
         adapter.failure = error
         adapter.set_state(AdapterState.FAILED, adapter.describe_error(error))
-        # Before the first await: a new catalog may reset it meanwhile.
+        # This is set before the first `await`. During an `await`, a new catalog can reset it.
         adapter.permanent_failure = isinstance(error, InvalidArgument)
         adapter.access_denied = isinstance(error, AccessDenied)
         reactivated = await self._reactivate_previous(adapter)
@@ -334,7 +336,8 @@ class AdapterManager:
         if adapter.observed_revision != adapter.revision:
             await self._fetch(adapter)
         assert adapter.latest is not None, "fetch returns or raises"
-        # Repeated, because another name of the same content may have changed its pinning meanwhile.
+        # This is repeated, because an adapter of another name with the same content can change in the meantime whether
+        # the slot must be pinned.
         while not self._is_active(adapter, adapter.latest):
             adapter.set_state(AdapterState.LOADING)
             await self._activate(adapter, adapter.latest)
@@ -369,7 +372,7 @@ class AdapterManager:
         try:
             return await adapter.fetch_task
         except asyncio.CancelledError:
-            # `_set_desired` cancelled only the fetch; the desired source may be the same again.
+            # `_set_desired` cancelled the fetch, but not this task. The desired source may be the same again by now.
             if (task := asyncio.current_task()) is None or not task.cancelling():
                 raise _Superseded from None
             raise
@@ -397,7 +400,7 @@ class AdapterManager:
     def _is_active(self, adapter: ManagedAdapter, content: CachedAdapter) -> bool:
         core, text, server = self._handles.require_all()
         return (
-            # Otherwise the next published names would contain the previous content.
+            # As long as `active` is the previous content, published names contain that content.
             adapter.active == content
             and core.slot_pinned_by_digest.get(content.digest) == self._is_slot_pinned(content.digest)
             and text.digest_by_name.get(adapter.name) == content.digest
@@ -441,7 +444,7 @@ class AdapterManager:
         Before the text process has received names, it reports every unknown name as not ready.
         """
         if (text := self._handles.text) is not None:
-            # A restarted text process receives them again.
+            # Errors are ignored, because a text process that restarts receives the names again.
             with contextlib.suppress(QuireError):
                 await text.set_adapters(self._digest_by_name, self._limits_by_name(), self._chat_template_by_name())
         await self._publish_loading()
@@ -481,7 +484,8 @@ class AdapterManager:
 
     def _set_desired(self, adapter: ManagedAdapter, desired: AdapterSpec | None, exposed: bool) -> None:
         if desired is not None and (adapter.desired is None or desired.source != adapter.desired.source):
-            # Immediately: the client that sent the catalog must not read the previous state Ready.
+            # The state changes immediately. Otherwise, the client that sent the catalog could still read the previous
+            # state Ready.
             adapter.set_state(AdapterState.FETCHING)
         adapter.desired, adapter.exposed = desired, exposed
         adapter.revision += 1

@@ -53,7 +53,8 @@ class RuntimeAdapters:
 
         Raises:
             InvalidArgument: name, location or adapter is invalid, or the adapter exists and `in_place` is false.
-            NotFound, Unavailable: NotFound if the source has no adapter; Unavailable if it does not respond.
+            NotFound: the source does not contain an adapter.
+            Unavailable: the source does not respond.
         """
         name, source = str(args["name"]), self._source(args["location"])
         check_model_name(name, "lora_name")
@@ -138,7 +139,7 @@ class RuntimeAdapters:
                 folder = (root / path).resolve()
                 if folder.is_relative_to(root) and folder.is_dir():
                     return str(folder)
-        except (OSError, ValueError):  # too long, or with a NUL
+        except (OSError, ValueError):  # the path is too long, or contains a NUL
             pass
         allowed = ", ".join(map(str, self._allowed_paths)) or "none"
         raise InvalidArgument(

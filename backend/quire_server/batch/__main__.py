@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if not args.verbose:
-        # It reports the end of each connection, also the orderly one.
+        # This logger warns about the end of each connection, even if the connection is closed on purpose.
         logging.getLogger("quire_server.openai.text_client").setLevel(logging.ERROR)
     try:
         return asyncio.run(_run_until_signal(args))
@@ -91,7 +91,7 @@ async def _run(args: argparse.Namespace) -> int:
 async def _open_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[Endpoint, RunnerSettings]]:
     """Yield the endpoint that the command line selects, and settings for the runner."""
     if args.url is None:
-        # Needs packages that a client of a server does not.
+        # This import needs packages that are not required with --url.
         from quire_server.batch.local import open_local_endpoint
 
         async with open_local_endpoint(args) as (endpoint, max_inflight):
@@ -147,7 +147,7 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     local_values = (args.engine, args.adapters, args.served_name, args.run_dir, args.cache_dir)
     if args.url is None and None in local_values:
-        parser.error("--engine, --adapters, --served-name, --run-dir and --cache-dir are required, or --url")
+        parser.error("--engine, --adapters, --served-name, --run-dir and --cache-dir are required, unless --url is set")
     if args.max_inflight is not None and args.max_inflight < 1:
         parser.error(f"--max-inflight {args.max_inflight}: must be at least 1")
     return args

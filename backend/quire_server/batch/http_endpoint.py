@@ -59,7 +59,7 @@ class HttpEndpoint:
                 async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
                     content += chunk
                     if len(content) > MAX_RESPONSE_BYTES:
-                        problem = f"the response is larger than {MAX_RESPONSE_BYTES} bytes; ask for less"
+                        problem = f"the response is larger than {MAX_RESPONSE_BYTES} bytes; request fewer tokens"
                         return Reply(0, problem=problem, should_retry=False)
                 return _reply(response, bytes(content))
         except aiohttp.ClientConnectorError as error:

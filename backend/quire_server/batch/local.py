@@ -49,7 +49,8 @@ async def open_local_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[L
         client = TextClient(folder / constants.TEXT_SOCKET)
         await stack.enter_async_context(_running(engine.run(), client.run()))
         await engine.wait_ready()
-        # Twice as many as run, so that the next ones are tokenized when a sequence ends.
+        # Twice as many requests are sent as can run at the same time. When a sequence ends, the next request is already
+        # tokenized.
         max_inflight = max(1, min(2 * config.max_num_seqs, config.max_num_queued_reqs))
         yield LocalEndpoint(engine, client, folder, args.served_name), max_inflight
 

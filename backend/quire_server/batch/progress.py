@@ -35,7 +35,7 @@ class Progress:
         if reply is not None:
             document = reply.json_body()
             usage = document.get("usage") if isinstance(document, dict) else None
-            # The first name is that of completions, the other that of responses.
+            # Completions use the first name, and responses use the second name.
             names = ("completion_tokens", "output_tokens")
             num_tokens = next((usage[name] for name in names if name in usage), 0) if isinstance(usage, dict) else 0
             self._num_tokens += num_tokens if isinstance(num_tokens, int) else 0

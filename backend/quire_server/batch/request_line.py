@@ -88,7 +88,8 @@ def _check(document: dict[str, Any]) -> tuple[str, str] | None:
 
 def _prompt_start(body: dict[str, Any]) -> str:
     prompt = next((body[name] for name in ("messages", "prompt", "input") if name in body), "")
-    # A slice of the values first: the text of a long prompt would be built for nothing.
+    # A list is cut before it is converted to text. Otherwise, the whole text of a long prompt would be built, but not
+    # used.
     start = prompt[:64] if isinstance(prompt, list) else prompt
     text = start if isinstance(start, str) else json.dumps(start)
     return text[:_MAX_SORT_CHARS]

@@ -89,7 +89,7 @@ class ResultFile:
             while unwritten:
                 unwritten = unwritten[os.write(self._fd, unwritten) :]
         except OSError as error:
-            with contextlib.suppress(OSError):  # then the next start does it
+            with contextlib.suppress(OSError):  # if this fails, the next start removes the part
                 os.ftruncate(self._fd, self._size)
             raise self._failure(error) from error
         self._size += len(record)

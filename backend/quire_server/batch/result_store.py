@@ -111,5 +111,5 @@ class ResultStore:
 def _encode(record: dict[str, Any]) -> bytes:
     try:
         return json.dumps(record, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # the record contains half of a surrogate pair
         return json.dumps(record).encode() + b"\n"

@@ -77,7 +77,8 @@ class ControlClient:
 
     async def _read_loop(self, reader: asyncio.StreamReader) -> None:
         decoder = framing.FrameDecoder()
-        # A corrupt stream (Internal) closes the connection like its end does. `closed` notifies the session.
+        # If the stream is corrupt (Internal), the connection is closed, as at the end of the stream. `closed` notifies
+        # the session.
         with contextlib.suppress(OSError, Internal):
             while data := await reader.read(_READ_BYTES):
                 for message in decoder.feed(data):

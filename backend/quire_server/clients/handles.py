@@ -228,7 +228,8 @@ class ServerHandle:
         """Load a model of the repository, or reload it if its files have changed.
 
         Raises:
-            ConnectionLost: the server has ended. Internal: the server rejected the model.
+            ConnectionLost: the server has ended.
+            Internal: the server rejected the model.
         """
         async with self._locks[name]:
             with _translate_unavailable():

@@ -155,7 +155,7 @@ class AdapterCache:
         trash = self._folder / "partial" / f".{folder.name}"
         folder.rename(trash)
         if trash.stat().st_mtime > cutoff:
-            # Another owner has just marked it as used.
+            # Another owner has marked the adapter as used in the meantime.
             trash.rename(folder)
             return False
         shutil.rmtree(trash)
@@ -184,12 +184,13 @@ class PartialDownload:
         """`lock_fd` is the file descriptor that has the lock. None if the caller does not need a lock."""
         self.folder = folder
         self._lock_fd = lock_fd
-        # Not with_suffix: a folder name may contain a dot, and two folders would share a file.
+        # `with_suffix` cannot be used. It replaces the part of a folder name that follows a dot, so two folders could
+        # share one file.
         self._versions_file = folder.with_name(folder.name + ".json")
 
     def lock(self) -> contextlib.AbstractContextManager[object]:
         """Return a context that holds the lock, even if the original descriptor is closed in the meantime."""
-        # A lock belongs to the open file and lasts as long as its last descriptor.
+        # A lock belongs to the open file. It is released when the last descriptor of this open file is closed.
         return contextlib.nullcontext() if self._lock_fd is None else os.fdopen(os.dup(self._lock_fd))
 
     def versions(self) -> dict[str, str | None]:

@@ -77,7 +77,8 @@ class ProgressMeter:
             return known_bytes
         if self._index_bytes is None:
             return None
-        # The index leaves out headers, about 0.1 %; the total is exact once every file has been opened.
+        # The size in the index does not include the headers of the files, which are about 0.1 % of it. The total is
+        # exact as soon as every file has been opened.
         weights = sum(self._sizes.get(name, 0) for name in self._weights)
         return known_bytes - weights + max(self._index_bytes, weights)
 

@@ -132,7 +132,7 @@ async def test_failed_cache_prune_is_logged_and_retried(caplog):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--served-name=m", "--engine and --adapters are required, or --vllm-repository"),
+        ("--served-name=m", "--engine and --adapters are required, unless --vllm-repository is set"),
         ("--vllm-repository=m --engine=e", "--vllm-repository cannot be combined with --engine or --adapters"),
         ("--engine=e --adapters=a --device=cpu", "--device requires --vllm-repository; otherwise set device in"),
         ("--engine=e --adapters=a --http-port=http", "must be a port from 1 to 65535, got 'http'"),

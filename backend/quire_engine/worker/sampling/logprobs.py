@@ -130,7 +130,7 @@ def compute_logprobs(
     Args:
         logits: [num_logits, vocab_size], any float dtype.
         token_ids: [num_rows] int64.
-        requested: further tokens that each row returns.
+        requested: for each row, the further tokens whose log probabilities are returned.
         rows: [num_rows] int64, the rows of `logits` to use; None for all.
     """
     chunks = list(_compute_chunks(logits, token_ids, requested, rows))
@@ -150,7 +150,8 @@ def _compute_chunks(
     num_logprobs = [vocab_size if count == -1 else min(count, vocab_size) for count in counts]
     max_logprobs = max(num_logprobs)
     chunk_size = max_rows(vocab_size, max_logprobs)
-    # All chunks have the same tensors, because they are concatenated.
+    # The tensors of the chunks are concatenated. Therefore, if one chunk has tensors for named tokens, all chunks must
+    # have them.
     has_names = not all(isinstance(request, int) for request in requested)
     for start in range(0, len(num_logprobs), chunk_size):
         chunk = slice(start, start + chunk_size)

@@ -39,8 +39,8 @@ class RejectionSampler:
 
         Args:
             spans: spans in the order of the rows of logits.
-            logits: [num_rows, vocab_size], with `num_sampled_rows` rows of each span. The sampler can modify it.
-            bitmask: the tokens that grammars allow, by row of `logits`; None allows all tokens.
+            logits: [num_rows, vocab_size]. Each span has `num_sampled_rows` rows. The sampler can modify this tensor.
+            bitmask: for each row of `logits`, the tokens that the grammar allows. None allows all tokens.
         """
         if not any(span.draft_token_ids for span in spans):
             return self._sampler(logits, [_sampling_row(span, 0) for span in spans], bitmask)
