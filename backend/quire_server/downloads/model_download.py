@@ -126,7 +126,7 @@ async def _download_one_version(downloader: "_ModelDownloader", reader: SourceRe
     """Download every file. If a file changed at the source after it was read, download it again."""
     for _ in range(MAX_SOURCE_CHANGES):
         file_names = await _download_all(downloader, reader, has_sha256)
-        # The files of a commit are of one version.
+        # All files of a commit have one version, so they cannot change during the download.
         changed_files = [] if reader.revision else await downloader.changed_files(file_names)
         if not changed_files:
             return file_names
@@ -219,7 +219,8 @@ class _ModelDownloader:
         if await self._is_complete(name):
             self.meter.set_size(name, self.partial.size(name))
             return
-        # Before the first write: the complete file may be an older version, and the source may return to it.
+        # The recorded version is removed before the first write. Otherwise, if the source returned to that version, the
+        # partial file would be taken for complete.
         self._completed.record_version(name, None)
         await self._downloader.download(self._reader, self.partial, name)
         await self._downloader.verify(self._reader, self.partial, name)
@@ -274,7 +275,8 @@ def _read_shard_names(index: Path, reader: SourceReader) -> tuple[list[str], int
     """Return the names of the weights files, and the total size of their tensors in bytes if the index contains it.
 
     Raises:
-        InvalidArgument: the index is invalid, or names files other than weights.
+        InvalidArgument: the index is invalid, or contains the name of a file that is not a weights file in the same
+            folder.
     """
     try:
         document = json.loads(index.read_text())
@@ -325,7 +327,7 @@ def _lock_partial(target: Path) -> Iterator[PartialDownload]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial_download(target)
-    # A file that is open for writing: on NFS, the lock of a folder does not reach other nodes.
+    # The lock is on a file that is open for writing, because on NFS, a lock on a folder is not visible to other nodes.
     lock_path = partial.folder.with_name(partial.folder.name + ".lock")
     with lock_path.open("w") as lock_file:
         try:
@@ -335,7 +337,7 @@ def _lock_partial(target: Path) -> Iterator[PartialDownload]:
                 f"--into {str(target)!r}: another download is running; wait until it has finished"
             ) from error
         yield partial
-        # A process that has opened it meanwhile finds the complete model.
+        # If another process has opened the lock file in the meantime, it finds the complete model.
         lock_path.unlink(missing_ok=True)
 
 
@@ -389,7 +391,8 @@ def _parse_source(source_json: str) -> Source:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quire_server.download",
-        description="Download a model's weights, configuration and tokenizer into a folder, once; resume after a cut",
+        description="Download a model's weights, configuration and tokenizer into a folder. A complete model is not "
+        "downloaded again. A download that was interrupted is resumed.",
         epilog="exit codes: 0 the model is complete, 1 run the command again, 2 the source or its Secret is wrong",
     )
     parser.add_argument(
@@ -421,10 +424,11 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=os.environ.get(PROGRESS_PORT_VARIABLE) or None,
         metavar="N",
-        help=f"port of GET {PROGRESS_PATH}: bytes, total, bytes_per_s (default: {PROGRESS_PORT_VARIABLE}, else none)",
+        help=f"port on which GET {PROGRESS_PATH} returns bytes, total and bytes_per_s (default: the value of "
+        f"{PROGRESS_PORT_VARIABLE}; if it is not set, no port is opened)",
     )
     parser.add_argument(
-        "--hub-endpoint", metavar="URL", help="URL of the hub (default: HF_ENDPOINT, else the public hub)"
+        "--hub-endpoint", metavar="URL", help="URL of the hub (default: the value of HF_ENDPOINT, or the public hub)"
     )
     return parser
 

@@ -102,7 +102,8 @@ class ResumableDownload:
                     f"{open_file.start}"
                 )
             if open_file.start == 0:
-                # Before the new version is recorded: old bytes must never be taken for bytes of the new version.
+                # The old bytes are discarded before the new version is recorded, so that they are never taken for bytes
+                # of the new version.
                 partial.discard(name)
             partial.record_version(name, open_file.version)
             size = await self._write(reader, partial, name, open_file)
@@ -118,7 +119,7 @@ class ResumableDownload:
             while data := await _next_chunk(open_file, reader.display_name(name)):
                 size += len(data)
                 try:
-                    # The source may have reported a smaller size, or none.
+                    # The size is checked again, because the source may have reported a smaller size or no size.
                     self._check_size(reader, name, size)
                 except InvalidArgument:
                     partial.discard(name)

@@ -27,7 +27,7 @@ class OpenRequestCounter:
     def __init__(self, run_dir: Path) -> None:
         path = _path(run_dir, os.getpid())
         path.parent.mkdir(exist_ok=True)
-        # Replace an old file: the process id can be reused.
+        # Replace the file of an earlier process, because a process id can be reused.
         path.unlink(missing_ok=True)
         with path.open("wb+") as file:
             file.truncate(_COUNT_FORMAT.size)

@@ -255,7 +255,8 @@ def _exit_with_server() -> None:
     The kernel's parent-death signal cannot be used. The kernel sends it as soon as the thread that started the stub
     ends. The server loads each model in a separate thread, so the signal would arrive too early.
     """
-    # The server leads its process group (child_process.py). Another parent means that the server has already ended.
+    # The server is the leader of its process group (child_process.py). If the parent of this process is another
+    # process, the server has already ended.
     server_pid = os.getpgrp()
     try:
         pidfd = os.pidfd_open(server_pid)
@@ -289,5 +290,5 @@ class _ServerLogHandler(logging.Handler):
 def _forward_logs() -> None:
     root = logging.getLogger()
     root.setLevel(logging.INFO)
-    logger.setLevel(logging.DEBUG)  # cancelled requests: the server logs them at its verbose level only
+    logger.setLevel(logging.DEBUG)  # for cancelled requests, which the server logs only at its verbose level
     root.handlers = [_ServerLogHandler()]

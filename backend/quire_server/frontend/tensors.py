@@ -105,7 +105,7 @@ def parse_request(
     params = _sampling_params(values)
     options = _output_options(inputs, stream, prompt, params)
     if options.cumulative_logprob and params.logprobs is None:
-        # The sum needs the log probabilities of the sampled tokens, which is what logprobs=0 computes.
+        # The sum needs the log probabilities of the sampled tokens. If logprobs is 0, only these are computed.
         params = dataclasses.replace(params, logprobs=0)
     target_model = _target_model(model, base, AdapterName(adapter_name) if adapter_name is not None else None)
     return GenerateRequest(
@@ -115,7 +115,7 @@ def parse_request(
 
 def initial_outputs(request_id: int, options: OutputOptions) -> list[OutputDelta]:
     """Return the delta that each output of a request has before its first response."""
-    # 0.0, because a missing sum would become NaN, which JSON does not have.
+    # The sum is 0.0, because a missing sum would become NaN, which JSON cannot represent.
     return [OutputDelta(request_id, index=index, cumulative_logprob=0.0) for index in range(options.num_outputs)]
 
 
@@ -152,7 +152,7 @@ def to_output_tensors(
         positions = [(delta.logprobs or []) if options.has_logprobs else None for delta in deltas]
         tensors[constants.LOGPROBS] = _strings(map(json.dumps, positions))
     if options.prompt_logprobs:
-        # In a stream, the first response contains them.
+        # In a stream, only the first response contains log probabilities of the prompt.
         first = next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None)
         tensors[constants.PROMPT_LOGPROBS] = _strings([json.dumps(first)])
     if options.num_input_tokens:

@@ -160,7 +160,7 @@ def _certificate_name(address: tuple[str, int], certificate: Path) -> str:
     not contain the address of this machine."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust this certificate, without its issuer
     context.load_verify_locations(certificate)
     context.set_alpn_protocols(["h2"])
     with socket.create_connection(address, _PROBE_TIMEOUT_S) as plain, context.wrap_socket(plain) as connection:

@@ -250,9 +250,11 @@ def server_command(
     if serves_others:
         argv.append(f"--model-repository={options.other_repository}")
     else:
-        # Without this flag, which has no value, the server starts a second stub per model only to generate its config.
+        # Without this flag, the server starts a second stub for each model, only to generate the model's configuration.
+        # The flag has no value.
         argv.append("--disable-auto-complete-config")
-        # The default is 32 threads per stub. stub_model responds from its own threads and needs hardly any.
+        # By default, each stub has 32 threads. stub_model responds from its own threads, so it needs hardly any of
+        # them.
         backend_config["thread-pool-size"] = 2
     argv += [f"--{name}={value}" for name, value in flags.items()]
     argv += [f"--{argument}" for argument in options.arguments]
@@ -263,7 +265,8 @@ def server_command(
         env.setdefault(_GUARD_VARIABLE, "1" if needs_guard(install) else "0")
         if options.readiness_file is not None:
             env[readiness_file.VARIABLE] = str(options.readiness_file)
-            # The file decides. Otherwise the server is not ready while it loads any model, or after one has failed.
+            # The readiness file decides whether the server is ready. Without this flag, the server would also report
+            # that it is not ready while it loads a model, or after a model has failed.
             argv.append("--strict-readiness=false")
     for argument in options.arguments:
         name, _, value = argument.partition("=")
@@ -273,7 +276,8 @@ def server_command(
         # The server does not use GPUs, but would allocate memory on each visible one.
         env["CUDA_VISIBLE_DEVICES"] = ""
     if serves_others:
-        # Stubs inherit the server's environment.
+        # Stubs inherit the server's environment. Therefore, it contains only the variables that the code of other
+        # models can read.
         env = {k: v for k, v in env.items() if _MODEL_VARIABLES.fullmatch(k) or k in options.model_env}
     return argv, env
 
@@ -355,6 +359,7 @@ def _environment(python: Interpreter) -> dict[str, str]:
     env = dict(os.environ)
     env["PATH"] = f"{python.executable.parent}:{env.get('PATH', os.defpath)}"
     env["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(python.libpython.parent), env.get("LD_LIBRARY_PATH")]))
-    # numpy's OpenBLAS starts a thread per core and reserves memory for each. A stub does no matrix products.
+    # By default, numpy's OpenBLAS starts one thread for each core, and reserves memory for each thread. A stub never
+    # computes matrix products, so it does not need these threads.
     env["OPENBLAS_NUM_THREADS"] = "1"
     return env

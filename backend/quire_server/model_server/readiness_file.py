@@ -42,7 +42,8 @@ class ReadinessFile:
             os.replace(new, self.path)
             self._content = content
         except OSError as error:
-            # Without the file nothing is ready. The next change writes it again.
+            # As long as the file does not exist, the server and all models are reported as not ready. The next change
+            # writes the file again.
             logger.error("readiness cannot be written, the server reports not ready error=%s", error)
             self._content = ""
             with contextlib.suppress(OSError):

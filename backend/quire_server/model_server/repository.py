@@ -35,7 +35,7 @@ def model_config(name: str, base: str, text_socket: Path) -> dict[str, Any]:
         "model_transaction_policy": {"decoupled": True},
         "input": [{"name": n, "data_type": t, "dims": [d], "optional": True} for n, t, d in model_interface.INPUTS],
         "output": [{"name": n, "data_type": t, "dims": [d]} for n, t, d in model_interface.OUTPUTS],
-        # A stub uses no device; the default would start one stub per GPU.
+        # A stub does not use a device. By default, the server would start one stub for each GPU.
         "instance_group": [{"kind": "KIND_CPU", "count": 1}],
         "parameters": {
             model_interface.PARAM_SOCKET: {"string_value": str(text_socket)},

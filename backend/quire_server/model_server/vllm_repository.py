@@ -42,7 +42,7 @@ def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConf
     _log_ignored(model)
     path = model.version_dir / MODEL_FILE
     arguments = {key: value for key, value in read_json_object(path).items() if value is not None}
-    # It names the model in the OpenAI API only (read_served_model_names).
+    # This argument only sets the names of the model in the OpenAI API. `read_served_model_names` reads it.
     arguments.pop("served_model_name", None)
     fields = from_vllm_arguments(arguments, f"{path}: ")
     for name in ("model", "generation_config"):
@@ -162,7 +162,7 @@ def _config_settings(path: Path) -> list[str]:
     Raises:
         ConfigError: the file is not a model configuration.
     """
-    # Imported here: the import takes 0.2 s, and few repositories have this file.
+    # These modules are imported only if they are needed. The import takes 0.2 s, and few repositories have this file.
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
 

@@ -94,7 +94,8 @@ async def _serve(settings: FrontSettings, listener: socket.socket) -> None:
         ) from error
     connect_task = asyncio.create_task(client.run())
     logger.info("OpenAI front starting host=%s port=%d", settings.host, settings.port)
-    # All objects created so far live as long as the process: keep the garbage collector from scanning them.
+    # All objects that were created so far live as long as the process. `freeze` keeps the garbage collector from
+    # scanning them.
     gc.collect()
     gc.freeze()
     try:
@@ -159,7 +160,9 @@ def _parse_settings(argv: Sequence[str] | None) -> FrontSettings:
         metavar="FILE",
         help="file with the key for requests that load and unload adapters",
     )
-    parser.add_argument("--shared-prefix-cache", action="store_true", help="let API keys share cached prompts")
+    parser.add_argument(
+        "--shared-prefix-cache", action="store_true", help="let requests with different API keys share cached prompts"
+    )
     parser.add_argument("--live", action="store_true", help="serve /live, a page that shows the running engine")
     parser.add_argument(
         "--cors-origin",

@@ -39,7 +39,7 @@ _Handler = Callable[[HttpRequest], Awaitable[Reply]]
 _EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Otherwise nginx collects events before it passes them on.
+    # Without this header, nginx collects several events before it sends them to the client.
     (b"x-accel-buffering", b"no"),
 ]
 
@@ -87,7 +87,7 @@ class Application:
             return
         request = HttpRequest.from_scope(scope, receive, self._settings.max_body_bytes)
         if request.method == "OPTIONS" and (headers := self._access.preflight_headers(request)):
-            # Browsers send no key with it.
+            # A browser does not send a key with this request, so the key is not checked.
             await self._send(request, Response(b"", 204, headers=headers), send)
             return
         if self._settings.log_requests:
@@ -97,7 +97,7 @@ class Application:
         except ClientDisconnected:
             pass
         except asyncio.CancelledError:
-            # The client left. The engine's requests are cancelled, because the context of their stream has ended.
+            # The client has disconnected. This ends the context of the stream, which cancels the engine's requests.
             if request.watcher is None or not request.watcher.done():
                 raise
         finally:
@@ -155,7 +155,8 @@ class Application:
             event = _error_event(ApiError(500, "internal error; see the log of the pod"))
             await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
-            # At once, not when the garbage collector finds it: this cancels the engine's requests.
+            # The stream is closed now, and not when it is garbage-collected, because this cancels the engine's
+            # requests.
             await reply.chunks.aclose()
         await send({"type": "http.response.body", "body": b""})
 

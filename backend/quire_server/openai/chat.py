@@ -117,7 +117,7 @@ def _own_sampling_values(
     if fields.max_completion_tokens is not None:
         values["max_tokens"] = fields.max_completion_tokens
     elif "max_tokens" not in sampling_values:
-        # Up to the context length, unless the checkpoint says otherwise.
+        # The text can have any length up to the context length, unless the checkpoint contains another limit.
         values["max_tokens"] = defaults.get("max_tokens")
     if fields.logprobs:
         values["logprobs"] = fields.top_logprobs or 0
@@ -153,7 +153,7 @@ class ChatFormatter(Formatter):
         events = self._events(choice, delta)
         if delta.finish_reason is None and not self._has_details:
             return first + b"".join([self._event_of(choice, event) for event in events])
-        # The last chunk has the tokens of the delta and the reason of the end.
+        # The last chunk also contains the delta's tokens and its finish reason.
         chunk = self.encode_event(self._chunk_choice(choice, delta, _delta_document(events[-1]) if events else {}))
         return first + b"".join([self._event_of(choice, event) for event in events[:-1]]) + chunk
 

@@ -102,7 +102,7 @@ def _normalize(message: object, path: str) -> dict[str, Any]:
     if "content" in fields:
         fields["content"] = _text(fields["content"], f"{path}.content")
     elif "tool_calls" in fields:
-        # Most templates join the content with other text.
+        # Most templates join the content with other text, so it must be a string.
         fields["content"] = ""
     else:
         raise ApiError(400, f"{path}.content: missing; give a text")

@@ -37,12 +37,13 @@ class Completions:
         """Answer a request."""
         fields, sampling_values = parse_fields(await request.json_object(), CompletionFields)
         prompts = parse_prompts(fields.prompt)
-        # The engine always generates a token, so a request for the prompt alone drops it.
+        # The engine always generates at least one token. If the request needs only the prompt, this token is dropped.
         omits_output = fields.echo and sampling_values.get("max_tokens") == 0
         if omits_output:
             sampling_values["max_tokens"] = 1
         defaults = await self._client.sampling_defaults() if self._settings.uses_generation_config else {}
-        # As in vLLM, completions have 16 tokens unless the request says otherwise.
+        # As in vLLM, a completion has up to 16 tokens if the request does not contain max_tokens. A default of the
+        # checkpoint is ignored.
         defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
         params, copies = build_sampling_params(defaults | sampling_values, fields.stream)
         if fields.echo:

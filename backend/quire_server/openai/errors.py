@@ -73,7 +73,8 @@ class ApiError(Exception):
         if self.retry_after_s is not None:
             return [(b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode())]
         if self.status == 500:
-            # The request can be the reason. Without this header, a client would send it two more times.
+            # The request itself can be the cause of the error. Without this header, the client would send it two more
+            # times.
             return [(b"x-should-retry", b"false")]
         if self.status == 401:
             return [(b"www-authenticate", b"Bearer")]

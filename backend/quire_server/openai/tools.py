@@ -82,5 +82,5 @@ def _function(tool: object, path: str) -> dict[str, Any]:
             kind = {str: "a text", dict: "a JSON schema", bool: "true or false"}[field_type]
             raise ApiError(400, f"{path}.function.{field}: must be {kind}, got {truncated_repr(value)}")
         normalized[field] = value
-    # Templates read all three; Qwen's fail without parameters.
+    # Templates read all three fields. The templates of Qwen models fail if `parameters` is missing.
     return {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}, **normalized}

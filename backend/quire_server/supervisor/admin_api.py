@@ -93,7 +93,7 @@ class AdminAPI:
             raise ConfigError("adapters: missing; list all adapters, or [] if there are none")
         self._supervisor.set_catalog(catalog, request.headers.get(REPLACES_HEADER, ""))
         logger.info("catalog accepted generation=%d adapters=%d", catalog.generation, len(catalog.adapters))
-        # 202: the catalog is applied in the background. GET /status reports the progress.
+        # The status is 202, because the catalog is applied in the background. GET /status reports the progress.
         return web.json_response({"generation": catalog.generation}, status=202)
 
     async def _index(self, request: web.Request) -> web.Response:

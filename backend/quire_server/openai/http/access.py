@@ -81,7 +81,8 @@ class AccessControl:
         content_type = request.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if request.method == "POST" and content_type != b"application/json":
             raise ApiError(415, "content-type: must be application/json", "content-type")
-        # A name of another site can point to this machine (DNS rebinding); its pages then send that name as Host.
+        # Another site can make its own name point to this machine (DNS rebinding). The requests of its pages then
+        # contain that name as Host.
         host = request.headers.get(b"host", b"").decode("latin-1")
         if self._is_loopback and not is_loopback(_without_port(host)):
             raise ApiError(

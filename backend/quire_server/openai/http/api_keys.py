@@ -41,7 +41,8 @@ class ApiKeys:
         unknown."""
         self._reload_if_changed()
         scheme, _, presented = authorization.partition(b" ")
-        # Digests have equal lengths, and every key is compared, so the time tells nothing about a key.
+        # All digests have the same length, and the key of the request is compared to every key. Therefore, a client
+        # cannot learn anything about a key from the time that the check takes.
         digest = hashlib.sha256(presented.strip()).digest()
         name = ""
         for key_name, key_digest in self._digests.items():
@@ -56,7 +57,8 @@ class ApiKeys:
         salt."""
         if self._shares_prefix_cache or len(self._digests) < 2:
             return salt
-        # A salt of a client contains no slash, so the text has one meaning.
+        # A client's salt cannot contain a slash. Therefore, two different pairs of key name and salt never result in
+        # the same text.
         return hashlib.sha256(f"{key_name}/{salt or ''}".encode()).hexdigest()
 
     def _reload_if_changed(self) -> None:
@@ -65,7 +67,7 @@ class ApiKeys:
             return
         self._checked_at = now
         try:
-            # A mounted Secret has hidden entries, which its files link to.
+            # In a mounted Secret, each file is a link to a hidden entry of the folder. Hidden entries are not keys.
             paths = sorted(path for path in self._folder.iterdir() if not path.name.startswith(".") and path.is_file())
             stats = [(path.name, path.stat()) for path in paths]
             signature = [(name, stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in stats]
@@ -81,6 +83,8 @@ class ApiKeys:
         }
         if len(self._digests) < len(paths):
             logger.error(
-                "API keys ignored count=%d limit=%d; empty or too long", len(paths) - len(self._digests), MAX_KEYS
+                "API keys ignored, they are empty, too long or over the limit count=%d limit=%d",
+                len(paths) - len(self._digests),
+                MAX_KEYS,
             )
         logger.info("API keys read count=%d", len(self._digests))

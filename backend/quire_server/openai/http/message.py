@@ -90,7 +90,7 @@ class HttpRequest:
         except msgspec.DecodeError as error:
             raise ApiError(400, f"body: is not JSON: {error}"[:300]) from None
         except RecursionError:
-            raise ApiError(400, "body: the JSON is nested too deeply; nest less") from None
+            raise ApiError(400, "body: the JSON is nested too deeply; use fewer levels") from None
         if not isinstance(document, dict):
             raise ApiError(400, f"body: must be a JSON object, got {type(document).__name__}")
         return document
@@ -106,7 +106,8 @@ class HttpRequest:
                     if message["type"] != "http.request":
                         raise ClientDisconnected
                     num_bytes += len(message.get("body", b""))
-                    # Without reading on, many clients would report a broken connection instead of the response.
+                    # The rest of a body that is too large is read, but discarded. Otherwise, many clients would report
+                    # a broken connection instead of the response.
                     if num_bytes <= limit:
                         chunks.append(message.get("body", b""))
                     elif num_bytes > _MAX_DISCARDED_BODIES * limit:

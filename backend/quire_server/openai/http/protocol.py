@@ -43,7 +43,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         was_in_head = self._is_in_head
         super().data_received(data)
         if self._is_in_head and was_in_head:
-            # The parser keeps an incomplete header, so the bytes are counted here.
+            # The parser stores the parts of an incomplete header. Their bytes are counted here, so that they cannot
+            # fill the memory.
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self._reject()

@@ -63,7 +63,7 @@ class FrontServer(uvicorn.Server):
                     config=config, server_state=self.server_state, app_state=self.lifespan.state
                 )
 
-            # A killed front leaves its socket file behind.
+            # If an earlier front was killed, its socket file still exists.
             self._probe_socket.unlink(missing_ok=True)
             server = await asyncio.get_running_loop().create_unix_server(create_protocol, str(self._probe_socket))
             self.servers.append(server)
@@ -91,7 +91,7 @@ class FrontServer(uvicorn.Server):
 
     def _close_idle_connections(self) -> None:
         for connection in self._connections():
-            # uvicorn closes it now if it has no request, else after the response.
+            # uvicorn closes the connection now if it has no request, and otherwise after the response.
             connection.shutdown()
 
     async def _reload_certificates(self, context: ssl.SSLContext) -> None:
@@ -106,7 +106,7 @@ class FrontServer(uvicorn.Server):
                 assert self.config.ssl_certfile is not None, "TLS requires a certificate"
                 context.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)
             except (OSError, ssl.SSLError) as error:
-                # The certificate and its key may be written one after the other.
+                # If the certificate and its key are written one after the other, they do not match for a moment.
                 logger.error("renewed certificate cannot be used, the last one stays in use error=%s", error)
                 continue
             loaded = signature

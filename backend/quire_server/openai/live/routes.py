@@ -93,7 +93,7 @@ class Live:
         try:
             snapshot: dict[str, Any] = await self._client.call("live")
         except ApiError as error:
-            # The page stays, and shows why it has no state.
+            # The page stays open, and shows why the state is not available.
             snapshot = {"unavailable": error.message}
         return {"time": time.time(), "version": version("quire-llm"), **snapshot}
 

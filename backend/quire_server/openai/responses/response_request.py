@@ -175,7 +175,7 @@ def _messages(items: str | list[Any]) -> list[dict[str, Any]]:
         check_depth(item, path, MAX_DEPTH)
         kind = item.get("type", "message")
         if kind == "message" and item.get("role") == "assistant":
-            # A text after a call belongs to the next turn.
+            # If a text follows a call, it belongs to the next turn.
             message = assistant_turn("tool_calls" if turn and "tool_calls" in turn else "content")
             message["content"] = item.get("content")
         elif kind == "message":

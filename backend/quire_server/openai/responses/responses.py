@@ -79,7 +79,7 @@ class ResponseFormatter:
                 async for batch in deltas:
                     events: list[StreamEvent] = []
                     if not is_started:
-                        # Items are not part of these responses, because they have not been added yet.
+                        # The responses in these events do not contain items, because no items have been added yet.
                         events += [(name, {"response": self._response("in_progress")}) for name in _FIRST_EVENTS]
                         is_started = True
                     for _, delta in batch:
@@ -106,7 +106,7 @@ class ResponseFormatter:
                 yield from self._items.add(event)
             elif event.text:
                 yield from self._items.add(event, logprobs)
-                # Of several texts in a delta, the first has the log probabilities of all.
+                # If a delta contains several texts, the first one is sent with the log probabilities of all of them.
                 logprobs = []
         if delta.finish_reason is not None:
             self._is_incomplete = delta.finish_reason == "length"
