@@ -50,7 +50,7 @@ class DeviceBlockTables:
 
     def _assign_row(self, sequence: engine_sequence.Sequence, spans: Sequence[ScheduledSpan]) -> _DeviceRow:
         if not self._free_rows:
-            # Reuse the rows of sequences that are finished or do not run now.
+            # Reuse the rows of sequences that are not in this step, because they are finished or wait.
             running = {span.sequence for span in spans}
             running_rows = {s: device_row for s, device_row in self._device_rows.items() if s in running}
             used_rows = {resident.row for resident in running_rows.values()}

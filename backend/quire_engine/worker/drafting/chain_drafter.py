@@ -97,8 +97,8 @@ class ChainDrafter(Drafter):
         """
         sequence, num_draft = span.sequence, len(span.draft_token_ids)
         tokens = sequence.tokens(span.start, span.end - num_draft)
-        # The output contains the accepted draft tokens, and the last token that was sampled. A beam has no sampled
-        # token yet.
+        # The output contains the accepted draft tokens and, after them, the token that was sampled. For a beam, no
+        # token is sampled yet.
         next_tokens = output.token_ids if span.samples else sequence.tokens(span.end, span.end + 1)
         if self._model.reads_hidden_states:
             return _Chain(index, span, (tokens + next_tokens)[1:], [])

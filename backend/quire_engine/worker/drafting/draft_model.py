@@ -171,8 +171,8 @@ def _check_vocabularies(draft: ModelConfig, folder: Path, target: ModelConfig, t
     """Raise ConfigError unless both models have the same vocabulary."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"speculative_config.model: vocab_size {draft.vocab_size} of the draft model differs from "
-            f"{target.vocab_size} of the model; use a draft model with the same vocabulary"
+            f"speculative_config.model: the draft model has vocab_size {draft.vocab_size}, but the model has "
+            f"{target.vocab_size}; use a draft model with the same vocabulary"
         )
     vocabularies = [_read_vocabulary(path / "tokenizer.json") for path in (folder, target_folder)]
     if None not in vocabularies and vocabularies[0] != vocabularies[1]:

@@ -76,7 +76,7 @@ class BeamCandidates:
         self, logits: Tensor, beams: abc.Sequence[Sequence], running: abc.Sequence[Sequence]
     ) -> Tensor:
         """Return the log probabilities of all tokens that can follow each beam, in float32."""
-        # Temperature 0 stands for the distribution of the model.
+        # If the temperature is 0, the distribution of the model is not scaled.
         temperatures = [beam.params.temperature or 1.0 for beam in beams]
         if any(temperature != 1.0 for temperature in temperatures):
             divisors = to_device_async(torch.tensor(temperatures, dtype=torch.float32), logits.device)

@@ -40,8 +40,9 @@ def find_or_build_library(folder: Path) -> Path | None:
     except subprocess.CalledProcessError as error:
         reason = error.stderr.strip()[-500:]
     logger.warning(
-        "preload library not built: HTTP streams may lose text if the server is short of CPU time, and requests can "
-        "crash the server: %s; install gcc or set CC, or build it ahead with `python -m quire_server.preload`",
+        "preload library not built (%s): without it, HTTP streams can lose text if the server is short of CPU time, "
+        "and requests can crash the server; install gcc or set CC, or build the library in advance with "
+        "`python -m quire_server.preload`",
         reason,
     )
     return None
