@@ -32,29 +32,30 @@ examples:
     python -m quire_engine generate --model examples/models/tiny --prompt "SELECT" \\
         --lora sql=examples/adapters/sql --lora pirate=examples/adapters/pirate
 
-  any parameter of docs/parameters.md: three outputs each, one word forbidden, prompts as messages to a chat model
+  any parameter of docs/parameters.md; here, a chat model gets the prompt as a message, returns three outputs, and must
+  not use one of the words
     python -m quire_engine generate --model org/name --chat --prompt "Name a fruit" --n 3 \\
         --param bad_words='["apple"]' --param repetition_penalty=1.1 --param min_p=0.05
 
-  a file with one prompt per line; outputs as JSON, one object per line
+  read one prompt per line from a file, and write each output as a JSON object on its own line
     python -m quire_engine generate --model org/name --prompt-file prompts.txt --max-tokens 128 -o json
 """
 
 _BENCH_EXAMPLES = """
 examples:
-  64 prompts at once: throughput
+  throughput: send 64 prompts at once
     python -m quire_engine bench --model examples/models/tiny --num-prompts 64 --input-len 128 --output-len 64
 
-  4 requests per second: latency under load
+  latency under load: send 4 requests per second
     python -m quire_engine bench --model examples/models/tiny --num-prompts 64 --rate 4
 
-  the cost of adapters: requests are distributed over two adapters
+  the cost of adapters: the requests use two adapters in turn
     python -m quire_engine bench --model examples/models/tiny --lora a=DIR --lora b=DIR
 
-  the cost of parameters: penalties and log probabilities for each request
+  the cost of parameters: each request uses a penalty and returns log probabilities
     python -m quire_engine bench --model examples/models/tiny --param repetition_penalty=1.1 --param logprobs=5
 
-  where the time is spent: a trace of 100 steps, for ui.perfetto.dev
+  where the time is spent: write a trace of 100 steps, and open it in ui.perfetto.dev
     python -m quire_engine bench --model examples/models/tiny --profile trace.json
 
   any engine setting, by its name in engine.json
@@ -66,7 +67,7 @@ examples:
   a folder with pytorch_model.bin
     python -m quire_engine convert ./opt-125m --into ./opt-125m-safetensors
 
-  a Hugging Face Hub id; then generate with the new folder
+  a model of the Hugging Face Hub; the second command generates with the new folder
     python -m quire_engine convert facebook/opt-125m --into ./opt-125m
     python -m quire_engine generate --model ./opt-125m --prompt "Hello"
 """
@@ -200,7 +201,7 @@ def _parse_lora_requests(args: argparse.Namespace) -> list[LoRARequest]:
     for lora_int_id, item in enumerate(args.lora, 1):
         name, separator, path = item.partition("=")
         if not (name and separator and path):
-            raise InvalidArgument(f"--lora: {item!r} is not NAME=PATH, for example sql=adapters/sql")
+            raise InvalidArgument(f"--lora: {item!r} is not of the form NAME=PATH; use for example sql=adapters/sql")
         requests.append(LoRARequest(name, lora_int_id, path))
     return requests
 
@@ -239,16 +240,16 @@ _Option = tuple[str, str | None, Callable[[str], Any], str, dict[str, Any]]
 help text, and further arguments for argparse."""
 
 _REPEATABLE: dict[str, Any] = {"action": "append", "default": []}
-_PARAM_HELP = "set a sampling parameter of docs/parameters.md to a JSON value; repeatable"
+_PARAM_HELP = "set a sampling parameter to a JSON value; docs/parameters.md lists the parameters; repeatable"
 _LORA_HELP = {
-    "generate": "also run each prompt with the adapter in DIR, under any NAME; repeatable",
-    "bench": "distribute the requests over the adapters in each DIR, under any NAME; repeatable",
+    "generate": "also run each prompt with the adapter in DIR; NAME is your name for it; repeatable",
+    "bench": "use the adapter in DIR; NAME is your name for it; repeatable: the requests use the adapters in turn",
 }
 _ENGINE_OPTIONS: tuple[_Option, ...] = (
     ("--model", "DIR", str, "folder of a checkpoint, or a Hugging Face Hub id", {"required": True}),
     ("--device", "DEVICE", str, "cpu or cuda (default cpu)", {"default": "cpu"}),
     ("--dtype", "DTYPE", str, "auto, float32, bfloat16 or float16 (default auto)", {"default": "auto"}),
-    ("--max-model-len", "N", int, "maximum number of tokens of prompt and output together", {}),
+    ("--max-model-len", "N", int, "maximum number of tokens in a prompt and its output together", {}),
     ("--set", "NAME=VALUE", str, "set a field of engine.json; repeatable", _REPEATABLE),
     ("--profile", "FILE", Path, "write a trace of the first 100 steps, for chrome://tracing or ui.perfetto.dev", {}),
     ("--param", "NAME=VALUE", str, _PARAM_HELP, _REPEATABLE),
@@ -258,13 +259,13 @@ _GENERATE_OPTIONS: tuple[_Option, ...] = (
     ("--prompt-file", "FILE", str, "file with one prompt per line; - reads standard input", {}),
     ("--max-tokens", "N", int, "maximum number of output tokens (default 64)", {"default": 64}),
     ("--temperature", "T", float, "sampling temperature; 0 is greedy (default 1)", {}),
-    ("--top-p", "P", float, "sample from the most likely tokens with total probability P (default 1)", {}),
+    ("--top-p", "P", float, "sample from the most likely tokens, whose probabilities add up to P (default 1)", {}),
     ("--top-k", "K", int, "sample from the K most likely tokens (default: all)", {}),
     ("--seed", "N", int, "seed that makes sampling reproducible", {}),
     ("--n", "N", int, "outputs per prompt (default 1)", {}),
-    ("--stop", "TEXT", str, "stop string, which ends the output; repeatable", _REPEATABLE),
+    ("--stop", "TEXT", str, "end an output where it contains this string; repeatable", _REPEATABLE),
     ("--chat", None, bool, "apply the model's chat template to each prompt", {}),
-    ("--logprobs", "N", int, "log probabilities of the N most likely tokens per position (with -o json)", {}),
+    ("--logprobs", "N", int, "with -o json, print log probabilities of the N most likely tokens per position", {}),
 )
 _BENCH_OPTIONS: tuple[_Option, ...] = (
     ("--num-prompts", "N", int, "number of requests (default 32)", {"default": 32}),
@@ -272,10 +273,10 @@ _BENCH_OPTIONS: tuple[_Option, ...] = (
     ("--output-len", "N", int, "tokens per output (default 64)", {"default": 64}),
     ("--rate", "R", float, "arrivals per second (default: all at once)", {}),
     ("--temperature", "T", float, "sampling temperature (default 0)", {"default": 0.0}),
-    ("--seed", "N", int, "seed of prompts and arrivals (default 0)", {"default": 0}),
-    ("--no-warmup", None, bool, "measure without running a few requests first", {}),
+    ("--seed", "N", int, "seed for the random prompts and the times at which they arrive (default 0)", {"default": 0}),
+    ("--no-warmup", None, bool, "do not run a few requests before the measurement", {}),
 )
-_BENCH_DESCRIPTION = "Run random prompts; print tokens per second, time to first token and time between tokens."
+_BENCH_DESCRIPTION = "Run random prompts, and print tokens per second, time to first token and time between tokens."
 _COMMANDS = {"generate": _generate, "bench": _bench, "convert": _convert, "compile": _compile}
 
 
@@ -317,14 +318,15 @@ def _add_convert_command(commands: "argparse._SubParsersAction[argparse.Argument
     command = commands.add_parser(
         "convert",
         help="convert pickled weights to safetensors",
-        description="Convert a checkpoint with pytorch_model.bin to a new folder with safetensors, and compare every "
-        "tensor with its original. Only tensors are unpickled (torch.load with weights_only=True).",
+        description="Convert a checkpoint that contains pytorch_model.bin. The command writes the weights as "
+        "safetensors to a new folder, and compares every tensor with its original. Only tensors are unpickled "
+        "(torch.load with weights_only=True).",
         epilog=_CONVERT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("model", metavar="MODEL", help="folder of a checkpoint, or a Hugging Face Hub id")
     command.add_argument("--into", metavar="DIR", type=Path, required=True, help="new folder for the result")
-    command.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
+    command.add_argument("--revision", metavar="REV", help="branch, tag or commit of the model on the Hugging Face Hub")
 
 
 def _add_compile_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -121,7 +121,7 @@ def test_latency_percentiles() -> None:
     [
         (["generate"], "error: generate: no prompt; give --prompt TEXT or --prompt-file FILE"),
         (["generate", "--prompt=a", "--prompt-file=/nowhere"], "error: --prompt-file: /nowhere: "),
-        (["generate", "--prompt=a", "--lora=sql"], "error: --lora: 'sql' is not NAME=PATH"),
+        (["generate", "--prompt=a", "--lora=sql"], "error: --lora: 'sql' is not of the form NAME=PATH"),
         (["generate", "--prompt=a", "--lora=sql=/nowhere"], "error: adapter 'sql': "),
         (["generate", "--prompt=a", "--set=blocksize=3"], "error: 'blocksize': unknown engine argument"),
         (["generate", "--prompt=a", "--set=block_size"], "error: --set: 'block_size' is not NAME=VALUE"),

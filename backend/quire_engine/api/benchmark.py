@@ -185,7 +185,7 @@ def _build_requests(engine: Engine, workload: Workload) -> list[SequenceRequest]
     params = SamplingParams.from_mapping({"max_tokens": workload.output_len, "ignore_eos": True, **workload.params})
     if params.num_sequences > 1 or params.bad_words:
         raise InvalidArgument(
-            "bench: n, best_of and bad_words are not supported, because they are implemented outside the engine; "
+            "bench: n, best_of and bad_words are not supported, because the engine itself does not implement them; "
             "leave them out"
         )
     adapter_digests = workload.adapters or (None,)

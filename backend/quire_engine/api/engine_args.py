@@ -46,7 +46,7 @@ def _value(text: str) -> Any:
         return text
 
 
-# For an argument that this engine does not have, None means that the script did not set it.
+# Arguments that this engine does not have are None by default. None means that the script did not set the argument.
 EngineArgs: Any = make_dataclass(
     "EngineArgs",
     [

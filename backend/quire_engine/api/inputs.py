@@ -81,7 +81,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         prompt_list = [prompts] if isinstance(prompts, bytes) else list(prompts)
     except TypeError as error:  # a zero-dimensional array
         raise InvalidArgument(f"prompts: invalid prompt {str(prompts)[:80]}; {_PROMPT_FORMATS}") from error
-    # An integer of numpy is not an instance of int.
+    # Integral also includes the integers of NumPy, which are not instances of int.
     is_single = len(prompt_list) > 0 and isinstance(prompt_list[0], Integral)
     return [cast(Prompt, prompt_list)] if is_single else cast(list[Prompt], prompt_list)
 
@@ -93,7 +93,7 @@ def broadcast_to_prompts(
     values can be None.
 
     Raises:
-        InvalidArgument: the list has another length, or a value is not of `expected_type`.
+        InvalidArgument: a list does not have one value per prompt, or a value is not of `expected_type`.
     """
     is_single = (
         value is None or isinstance(value, expected_type) or not isinstance(value, Sequence) or isinstance(value, str)

@@ -84,13 +84,13 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
         Number of kernels.
 
     Raises:
-        InvalidArgument: Triton is missing, or `capability` is not a compute capability from 8.0 on.
+        InvalidArgument: Triton is missing, or `capability` is not a compute capability of 8.0 or higher.
         ConfigError: a model's config.json cannot be read.
     """
     match = re.fullmatch(r"(\d{1,2})\.(\d)", capability)
     if match is None or int(match[1]) < 8:
         raise InvalidArgument(
-            f"--capability: {capability!r} is not a compute capability from 8.0 on; use 9.0 for Hopper"
+            f"--capability: {capability!r} is not a compute capability of 8.0 or higher; use 9.0 for Hopper"
         )
     version = int(match[1]), int(match[2])
     try:
@@ -104,7 +104,8 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
             for model in _models(shape, version):
                 _run_steps(model, version)
             with compilation.on_request():
-                # Weights that are quantized at load have no kernels on request.
+                # The kernels that run only on request do not support weights that are quantized at load. So only the
+                # first model is used here.
                 _run_steps(next(_models(shape, version)), version)
             compilation.compile_step_ops(shape.vocab_size, _CONFIG.block_size, _DTYPE)
 

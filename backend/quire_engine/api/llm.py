@@ -81,8 +81,8 @@ class LLM:
         self._chat_template = chat_template
         self._next_id = 0
         self._digest_cache = DigestCache()
-        # As in core/process.py: garbage collections in the middle of a step do not traverse the model. Deleting the LLM
-        # makes its objects collectable again.
+        # Freezing keeps garbage collections from traversing the model in the middle of a step, as in core/process.py.
+        # When the LLM is deleted, its objects can be collected again.
         gc.collect()
         gc.freeze()
         weakref.finalize(self, gc.unfreeze)
@@ -140,7 +140,8 @@ class LLM:
         lora_requests = broadcast_to_prompts("lora_request", lora_request, LoRARequest, len(prompt_list), optional=True)
         priorities = broadcast_to_prompts("priority", 0 if priority is None else priority, int, len(prompt_list))
         adapter_digests = {lora: self.load_adapter(lora) for lora in dict.fromkeys(lora_requests) if lora is not None}
-        # Each constraint is converted once: prompts usually share one, and a schema takes about a millisecond.
+        # Each constraint is converted only once, because prompts usually share it, and converting a schema takes about
+        # a millisecond.
         constraints = {id(p.structured_outputs): p.structured_outputs for p in params}
         grammars = {key: None if c is None else to_grammar_text(c) for key, c in constraints.items()}
         offline_requests: list[OfflineRequest] = []
@@ -227,7 +228,8 @@ class LLM:
         `chat_template_content_format` must be "string" or "auto".
 
         Raises:
-            InvalidArgument: no template exists, it rejects the messages, or `generate` rejects an argument.
+            InvalidArgument: there is no chat template, the template rejects the messages, or `generate` rejects an
+                argument.
         """
         if str(chat_template_content_format) not in ("auto", "string"):
             raise InvalidArgument(
@@ -316,7 +318,8 @@ class LLM:
         try:
             path = Path(lora.lora_path).expanduser()
             adapter_digest = self._digest_cache.get(path)
-        # ValueError: the path contains a null byte. RuntimeError: it is in the home of an unknown user.
+        # ValueError is raised if the path contains a null byte, and RuntimeError if it starts with the home directory
+        # of an unknown user.
         except (OSError, ValueError, RuntimeError) as error:
             raise InvalidArgument(f"adapter {lora.lora_name!r}: {error}") from error
         if adapter_digest not in self.engine.adapter_states():
@@ -340,7 +343,7 @@ class LLM:
                 self.engine.read_pending_adapters()
                 step = self.engine.step()
                 for sequence_id, queued_s in step.started:
-                    # A sequence of an earlier call that failed can still have results; they are ignored.
+                    # If an earlier call failed, its sequences can still return results. They are ignored.
                     if (started := offline_request_by_sequence.get(sequence_id)) is not None:
                         started.mark_started(queued_s)
                 for result in step.results:

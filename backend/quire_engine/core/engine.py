@@ -91,7 +91,7 @@ class Engine:
         self._slot_copy_started_at: dict[SlotLoad, float] = {}
         """Time at which each copy into a slot was requested, on the engine's clock."""
         self._adapter_events: list[AdapterEvent] = []
-        # Sequences that failed outside a step; returned by the next step().
+        # Results of sequences that failed outside a step. The next step() returns them.
         self._failed_results: list[SequenceDelta] = []
         self._step_executor = StepExecutor(
             self._scheduler, runner, config.uses_async_scheduling, clock, self._load_slots
@@ -107,7 +107,8 @@ class Engine:
             config: engine configuration. With tensor_parallel_size > 1, worker processes share the layers. If one
                 worker ends, all workers end, and each step raises RunnerLost.
             progress: show progress bars on stderr.
-            on_lost: called with the reason, in a thread of its own, when a worker process ends.
+            on_lost: called with the reason when a worker process ends unexpectedly. The call runs in a thread of its
+                own.
 
         Raises:
             ConfigError: the model cannot be found or served, or does not fit; the message contains the setting to
@@ -195,8 +196,9 @@ class Engine:
             digest: content digest of the adapter.
             path: folder of the adapter.
             packed_adapter: result of `read_adapter`.
-            slot_pinned: True or False registers the adapter in any case, even if it is being removed. With None, which
-                is for reads that `pop_adapter_reads` requested, an adapter that is already registered is not changed.
+            slot_pinned: whether the adapter stays in a slot. With True or False, the adapter is registered even if it
+                is being removed. None is for reads that `pop_adapter_reads` requested: if the adapter is already
+                registered, its registration does not change.
             read_s: seconds that reading took.
 
         Raises:
@@ -269,7 +271,8 @@ class Engine:
                     self.add_adapter(digest, path, packed_adapter)
                 del reads[0]
         finally:
-            # Control-C, or out of memory. The next sequence requests the read again.
+            # Some reads remain only after Control-C, or if memory ran out. The next sequence of such an adapter
+            # requests the read again.
             for digest, _ in reads:
                 self.fail_adapter(digest, Internal(f"adapter {digest!r}: reading was interrupted"))
 
@@ -343,7 +346,7 @@ class Engine:
             for slot_load in remaining:
                 self._start_slot_copy(slot_load, self._runner.load_adapter_slot(slot_load))
         finally:
-            # The list is empty, except after Control-C.
+            # Loads remain only after Control-C.
             for slot_load in remaining:
                 self.on_slot_loaded(slot_load, slot_copy_error(slot_load, "interrupted"))
         return bool(slot_loads) and not self._scheduler.waiting_for_adapters
@@ -376,7 +379,8 @@ def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: M
     """Return an empty registry.
 
     Raises:
-        ConfigError: cpu_lora_memory_bytes is too small for the host copies of `max_loras` adapters, one per slot.
+        ConfigError: cpu_lora_memory_bytes is less than the size of `max_loras` adapters, so host memory cannot hold one
+            adapter for each slot.
     """
     max_adapter_bytes = (
         lora_slot_bytes(shape, config.max_lora_rank, DTYPE_BYTES[memory.dtype]) if config.enable_lora else 0
@@ -384,9 +388,9 @@ def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: M
     min_host_bytes, max_host_bytes = config.max_loras * max_adapter_bytes, config.cpu_lora_memory_bytes
     if max_host_bytes is not None and max_host_bytes < min_host_bytes:
         raise ConfigError(
-            f"cpu_lora_memory_bytes: {max_host_bytes} is less than {min_host_bytes}, the size of host copies of "
-            f"{config.max_loras} adapters with {max_adapter_bytes} bytes each; "
-            "raise it, or lower max_loras or max_lora_rank"
+            f"cpu_lora_memory_bytes: {max_host_bytes} is less than {min_host_bytes}. Host memory must have room for "
+            f"{config.max_loras} adapters of {max_adapter_bytes} bytes each; "
+            "raise cpu_lora_memory_bytes, or lower max_loras or max_lora_rank"
         )
     return AdapterRegistry(config.max_loras, config.max_host_loras, max_host_bytes)
 

@@ -54,11 +54,11 @@ class EngineLoop:
 
         Args:
             engine: the engine.
-            publish: called with a client id and a result to send.
-            on_adapter_needed: called with the digest and path of an adapter to read. Read the adapter, and then call
-                the engine's add_adapter or fail_adapter with `submit_call`.
-            on_slot_copy: called with a slot load and the function that copies. Run this function, and then call the
-                engine's on_slot_loaded with `submit_call`.
+            publish: called with the id of a client and a result to send to it.
+            on_adapter_needed: called with the digest and path of an adapter that must be read. After the read, call the
+                engine's add_adapter or fail_adapter with `submit_call`.
+            on_slot_copy: called with a slot load and a function that copies the adapter into the slot. Run this
+                function, and then call the engine's on_slot_loaded with `submit_call`.
         """
         self._engine = engine
         engine.delegate_slot_copies(on_slot_copy)
@@ -173,7 +173,7 @@ class EngineLoop:
         except QuireError as error:
             self._send_results([SequenceDelta(request.id, [], error_code=error.code, error=str(error))])
         except Exception as error:
-            # An exception ends only this request, because no request must be able to crash the engine.
+            # An exception ends only this request. A request must never be able to crash the engine.
             logger.exception("request failed id=%d", request.id)
             reason = f"the engine failed on this request: {type(error).__name__}"
             self._send_results([SequenceDelta(request.id, [], error_code=Internal.code, error=reason)])

@@ -74,7 +74,7 @@ class InputProcessor:
         self._check_tokens("logprob_token_ids", params.logprob_token_ids or ())
         bad_words = tuple(tuple(self._check_tokens("bad_words", word)) for word in request.bad_word_ids)
         if not all(bad_words):
-            raise InvalidArgument("bad_words: a word has no tokens; give each word at least one")
+            raise InvalidArgument("bad_words: a word has no tokens; give at least one token for each word")
         _check_allowed_tokens(params, stop_token_ids | self._eos_token_ids, bad_words)
         grammar = self._create_grammar(request, params, prompt_token_ids)
         stop_strings = self._create_stop_strings(params)
@@ -87,8 +87,8 @@ class InputProcessor:
             max_output_tokens=max_output_tokens
             if params.max_tokens is None
             else min(params.max_tokens, max_output_tokens),
-            # No token can follow the end of a grammar, so the end of the grammar ends the output even with
-            # ignore_eos.
+            # After the end of its grammar, an output cannot continue. So an end-of-sequence token then ends it even
+            # with ignore_eos.
             stop_token_ids=stop_token_ids
             if params.ignore_eos and request.grammar is None
             else stop_token_ids | self._eos_token_ids,
@@ -117,7 +117,9 @@ class InputProcessor:
             grammar = self.grammar_compiler().create(request.grammar, request.begin_after_token_ids)
         if params.thinking_token_budget is not None:
             if len(request.reasoning_marks) != 2 or not request.reasoning_marks[1]:
-                raise Internal("thinking_token_budget: the request does not contain the marks of the reasoning")
+                raise Internal(
+                    "thinking_token_budget: the request does not contain the marks at which reasoning begins and ends"
+                )
             start, end = (self._check_tokens("reasoning_marks", mark) for mark in request.reasoning_marks)
             grammar = grammar or Grammar(None)
             grammar.thinking_budget = ThinkingBudget(params.thinking_token_budget, start, end, prompt_token_ids)
@@ -143,12 +145,12 @@ class InputProcessor:
 
     def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         vocab_size, max_logprobs = self._vocab_size, self._max_logprobs
-        # The number of tokens that a request names has a separate limit.
+        # If a request names tokens in logprob_token_ids, their number has its own limit.
         num_top = None if params.logprob_token_ids else params.logprobs
         for name, requested in (("logprobs", num_top), ("prompt_logprobs", params.prompt_logprobs)):
             count = vocab_size if requested == -1 else requested or 0
             if count > max_logprobs != -1:
-                requested_text = f"-1, all {count}," if requested == -1 else count
+                requested_text = f"-1 (all {count} tokens)" if requested == -1 else count
                 raise InvalidArgument(
                     f"sampling parameter {name!r}: {requested_text} is more than max_logprobs {max_logprobs}; "
                     "request fewer or raise max_logprobs"
@@ -160,13 +162,13 @@ class InputProcessor:
             ):
                 raise InvalidArgument(
                     f"sampling parameter {name!r}: got {count} for each of {num_prompt_tokens} tokens; at most "
-                    f"{MAX_PROMPT_LOGPROBS} in total can be returned, and each prompt token itself needs one; "
+                    f"{MAX_PROMPT_LOGPROBS} in total can be returned, including one for each prompt token itself; "
                     "request fewer or shorten the prompt"
                 )
 
     def _check_tokens(self, name: str, token_ids: Iterable[int]) -> list[int]:
         try:
-            # Checks types and signs at C speed: prompts have up to a hundred thousand tokens.
+            # The array checks types and signs at C speed, because a prompt can have a hundred thousand tokens.
             tokens = array("Q", token_ids)
         except (TypeError, OverflowError) as error:
             raise InvalidArgument(f"{name}: not a list of token ids: {error}") from error
@@ -183,5 +185,6 @@ def _check_allowed_tokens(
     )
     if params.allowed_token_ids and forbidden.issuperset(params.allowed_token_ids):
         raise InvalidArgument(
-            "sampling parameter 'allowed_token_ids': bad_words and min_tokens forbid all of them; allow another token"
+            "sampling parameter 'allowed_token_ids': bad_words and min_tokens forbid all of these tokens; "
+            "allow another token"
         )

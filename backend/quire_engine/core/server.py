@@ -136,7 +136,8 @@ class CoreServer(ConnectionHandler):
 
     def _on_task_done(self, task: "asyncio.Future[None]") -> None:
         self._tasks.discard(task)
-        # Re-raises an exception of the task, so that the event loop's exception handler ends the process.
+        # If the task failed, result() raises its exception again. The event loop's exception handler then ends the
+        # process.
         task.result()
 
     async def _handle_call(self, connection: Connection, call: ControlRequest) -> None:

@@ -37,9 +37,10 @@ class StepExecutor:
         Args:
             scheduler: plans the steps.
             runner: runs the steps.
-            async_scheduling: launch each step, where possible, while the last one is in flight.
+            async_scheduling: where possible, launch a step while the previous step is still in flight.
             clock: monotonic seconds.
-            load_slots: starts copies of adapters into slots; returns whether this allows further sequences to run.
+            load_slots: starts to copy adapters into slots. It returns whether further sequences can run because of
+                this.
         """
         self._scheduler = scheduler
         self._runner = runner
@@ -139,7 +140,7 @@ class StepExecutor:
             reason = f"the step failed: {type(error).__name__}: {str(error)[:200]}"
             return [error_result(sequence, Internal.code, reason) for sequence in self._fail_step(step)]
         except BaseException:
-            # After Control-C in an offline run, the caller can continue to use the engine.
+            # Control-C can interrupt an offline run. The caller must be able to use the engine afterwards.
             self._fail_step(step)
             raise
         return [
@@ -156,7 +157,7 @@ class StepExecutor:
             try:
                 next_step.get_outputs()
             except Exception as error:  # its outputs are useless; only its completion matters
-                logger.info("step after a failed step failed too error=%s: %s", type(error).__name__, str(error)[:200])
+                logger.info("step after a failed step also failed error=%s: %s", type(error).__name__, str(error)[:200])
             finally:
                 sequences += self._scheduler.fail_step(next_step.plan)
         return sequences

@@ -37,9 +37,9 @@ class Communicator:
 
         Args:
             shard: this rank's part of the model.
-            rendezvous: blocks until all ranks have loaded their weights, which can take minutes, and returns the path
-                of the rendezvous file. All ranks get the same path; the file does not exist yet.
-            timeout_s: limit of every call.
+            rendezvous: waits until all ranks have loaded their weights, which can take minutes. It then returns the
+                path of the rendezvous file. The path is the same for all ranks, and the file does not exist yet.
+            timeout_s: maximum duration of every call.
         """
         self.shard = shard
         self._rendezvous = rendezvous
@@ -59,19 +59,20 @@ class Communicator:
         rank, size, rendezvous_file = self.shard.rank, self.shard.size, self._rendezvous()
         store = dist.FileStore(str(rendezvous_file), size)  # type: ignore[attr-defined]
         if device.type == "cuda":
-            # Without this setting, a thread of torch polls the store for requests to write a dump.
+            # Without this setting, a thread of torch polls the store to find out whether it must write a debug dump.
             os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
         backend: Any = dist.ProcessGroupNCCL if self._device.type == "cuda" else dist.ProcessGroupGloo
         options = backend.Options() if self._device.type == "cuda" else backend._Options()
         options._timeout = timedelta(seconds=self._timeout_s)
         if self._device.type == "cpu":
-            # The default would be the address of the host name, which other machines can reach.
+            # By default, gloo would listen at the address of the host name, which other machines can reach.
             options._devices = [backend.create_device(hostname=_LOOPBACK)]
         self._process_group = backend(store, rank, size, options)
-        # NCCL creates its channels here, so that memory profiling includes them.
+        # The first operation makes NCCL create its channels. It runs here, so that memory profiling includes the
+        # channels.
         self.broadcast(torch.zeros(1, device=device))
-        # The file is deleted afterwards. After a failure, a thread of torch still writes to the file, and the process
-        # cannot exit before that thread ends.
+        # The file is deleted afterwards. But after a failure, a thread of torch waits for this file in order to write
+        # to it, and the process cannot exit before that thread ends. So the wait must be short.
         store.set_timeout(_STORE_FILE_TIMEOUT)
 
     def abort(self, step_lock: threading.Lock) -> None:
@@ -94,7 +95,8 @@ class Communicator:
             self._abort_thread.join(timeout_s)
 
     def _abort_process_group(self, process_group: Any, step_lock: threading.Lock) -> None:
-        # Launching a step takes milliseconds. A launch that hangs waits for the operation that is aborted here.
+        # A step is normally launched within milliseconds. If the launch hangs instead, it waits for the operation that
+        # is aborted below.
         if step_lock.acquire(timeout=self._timeout_s):
             step_lock.release()
         process_group.abort()

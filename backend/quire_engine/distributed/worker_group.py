@@ -239,7 +239,7 @@ class WorkerGroup:
         try:
             yield
         except Exception as error:
-            # The cause can be a worker that has ended, which the watch thread notices a moment later.
+            # The step may have failed because a worker has ended. The watch thread notices this a moment later.
             with self._condition:
                 self._condition.wait_for(lambda: self._lost_error is not None, _EXIT_DETECTION_S)
             raise self._mark_lost(f"a step failed in rank 0: {type(error).__name__}: {error}") from error

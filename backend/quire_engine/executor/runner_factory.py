@@ -35,7 +35,7 @@ def create_runner(
         progress: show a progress bar while the weights are loaded.
         on_lost: called with the reason when a worker has ended unexpectedly.
         start_worker: starts one worker; tests replace it.
-        timeout_s: limit of every collective operation, see Communicator.
+        timeout_s: maximum duration of every collective operation; see Communicator.
     """
     if config.tensor_parallel_size == 1:
         return DeviceModelRunner(config, shape, folder, progress=progress)

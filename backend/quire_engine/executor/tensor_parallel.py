@@ -106,8 +106,8 @@ class TensorParallelRunner(ModelRunner):
             self._worker_group.notify("discard_adapter", key=key)
             raise
         adapter = ShardedAdapter(local_shard, key)
-        # The workers discard their shards when this object is garbage-collected; a load of the adapter has started
-        # long before. At exit nothing is discarded, because all ranks end anyway.
+        # When this object is garbage-collected, the workers discard their shards. By then, every load of the adapter
+        # has started long ago. Nothing is discarded at exit, because all ranks end anyway.
         weakref.finalize(adapter, self._worker_group.notify, "discard_adapter", key=key).atexit = False
         return adapter
 
@@ -157,6 +157,6 @@ class TensorParallelRunner(ModelRunner):
 
 def _close(runner: DeviceModelRunner, worker_group: WorkerGroup) -> None:
     worker_group.close()
-    # The graphs are released now, because destroying the process group waits until its CUDA graphs are released.
+    # The graphs must be released first: the process group cannot be destroyed while CUDA graphs still use it.
     runner.close()
     worker_group.communicator.wait_for_abort(_ABORT_TIMEOUT_S)

@@ -74,7 +74,7 @@ class TensorParallelWorker:
             self._send_reply(call, error)
             raise
         self._runner = runner
-        # As in core/process.py: garbage collections in the middle of a step do not traverse the model.
+        # Freezing keeps garbage collections from traversing the model in the middle of a step, as in core/process.py.
         gc.collect()
         gc.freeze()
         self._send_reply(call)
@@ -102,7 +102,8 @@ class TensorParallelWorker:
         while frame := self._receive():
             call = json.loads(frame)
             if call["call"] in _ADAPTER_CALLS:
-                # One thread per call, as in rank 0 (lora/io_threads.py): a disk that hangs blocks only this adapter.
+                # Each call gets its own thread, as in rank 0 (lora/io_threads.py). So a disk that hangs blocks only
+                # this adapter.
                 threading.Thread(target=self._run_adapter_call, args=(call,), name="tp-adapter", daemon=True).start()
             else:
                 self._call_queue.put(call)

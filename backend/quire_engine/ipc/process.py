@@ -66,7 +66,7 @@ def run_process(process_name: str, main: Callable[[ProcessArgs], None]) -> NoRet
     try:
         main(_parse_args(process_name))
     except ConfigError as error:
-        # No traceback: the message must be the last line of the log, because it contains what to do.
+        # No traceback is logged, because the message contains the fix and must be the last line of the log.
         print(f"{process_name}: {error}", file=sys.stderr)
         exit_now(constants.EXIT_CONFIG)
     except Exception:

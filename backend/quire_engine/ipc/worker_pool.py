@@ -58,8 +58,8 @@ class WorkerPool:
         """Store the parameters; `start` starts the workers.
 
         Args:
-            module: run as `python -m module`.
-            config: the first line that each worker gets.
+            module: name of the Python module of the worker, which is run as `python -m module`.
+            config: each worker gets it as JSON in its first line.
             timeout_s: maximum time of one answer.
             queue_timeout_s: maximum wait for a free worker.
             low_priority_after_s: a worker that takes longer gets the lowest scheduling priority, so that it does not
@@ -137,7 +137,7 @@ class WorkerPool:
             logger.warning("worker did not start module=%s error=%s", self._module, error)
             if worker is not None:
                 worker.kill()
-            # The next request tries again.
+            # The next request tries to start a worker again.
             self._num_workers -= 1
 
 

@@ -35,8 +35,7 @@ class BlockManager:
         self._num_groups = layout.num_groups
         self._swap_costs = swap_costs
         self._host_pool = BlockPool(swap_costs.num_host_blocks)
-        # Host blocks that the step in flight reads or writes. A step that is planned ahead reads and writes no host
-        # blocks.
+        # The step in flight reads or writes these host blocks. A step that is planned ahead never uses host blocks.
         self._swap_in_host_blocks: list[BlockId] = []
         self._swapping_out: list[Sequence] = []
         self.num_block_copies = 0
@@ -125,8 +124,9 @@ class BlockManager:
         for beam in lacking:
             beam.block_table += self._block_pool.allocate(num_groups)
         for beam in copying:
-            # The copy takes over the beam's reference to the source block until the step is complete. The table is a
-            # new list, because a runner sends only the new end of a list that it knows.
+            # The beam's reference to the source block now belongs to the copy, until the step is complete. The table
+            # must be a new list: if a runner already knows a list, it sends only the entries that were added at the
+            # end.
             blocks = self._block_pool.allocate(num_groups)
             builder.copies += map(BlockCopy, beam.block_table[-num_groups:], blocks)
             beam.block_table = beam.block_table[:-num_groups] + blocks
@@ -253,7 +253,7 @@ class BlockManager:
         self._host_pool.check_integrity([*(s.host_blocks for s in waiting), self._swap_in_host_blocks])
         copy_sources = [copy.source for plan in plans for copy in plan.copies]
         self._block_pool.check_integrity([*(s.held_blocks for s in block_holders), copy_sources])
-        # Only the last step in flight is checked: it can share the blocks that earlier steps write.
+        # Only the writes of the last step in flight are checked, because it can share blocks that earlier steps write.
         if plans:
             self._check_writes(plans[-1].spans, Counter(block for s in block_holders for block in s.held_blocks))
 

@@ -36,8 +36,8 @@ class BlockPool:
         self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._block_by_hash: dict[bytes, BlockId] = {}
         self._empty = [BlockId(i) for i in reversed(range(num_blocks))]
-        # Both queues are in order of eviction: the block freed last is at the end. An evictable block is in exactly
-        # one of them.
+        # Both queues are in the order in which their blocks are evicted. The block that was freed last is at the end.
+        # An evictable block is in exactly one of them.
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()
         self._evictable_protected: OrderedDict[BlockId, None] = OrderedDict()
         self._is_protected = [False] * num_blocks

@@ -52,18 +52,19 @@ class KVCache:
         self.layout = layout = layout or KVLayout.uniform(shape.num_layers)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # The memory is not zeroed here: on a CPU, pages use memory only after the first write.
+        # The memory is not zeroed here, because a page on a CPU takes memory only after the first write.
         row = row_size(shape.head_dim, dtype)
         size = (layout.num_layers, 2, num_blocks + num_spare_blocks, block_size, shape.num_kv_heads, row)
         on_cpu = device.type == "cpu"
         typed_data = HugePageArena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
-        # A view of the same memory as an indexable dtype: torch cannot index 8-bit floats on any device.
+        # This is a view of the same memory with a dtype that torch can index. torch cannot index 8-bit floats on any
+        # device.
         self._data = as_indexable(typed_data)
         self.layers: tuple[Tensor, ...] = tuple(typed_data[row] for row in layout.rows)
         """One tensor [2, num_blocks, block_size, num_kv_heads, row_size] per layer: keys at index 0, values at 1; see
         `write_kv`. Layers of different groups can share a tensor, but they use different blocks of it."""
-        # With an int8 cache, only bfloat16 queries have a kernel that reads no unwritten tokens, and their dtype is
-        # not known here.
+        # With an int8 cache, only the kernel for bfloat16 queries never reads unwritten tokens. The dtype of the
+        # queries is not known here, so new blocks of an int8 cache are always zeroed.
         self._zeroes_new_blocks = reads_whole_blocks(self.layers[0], shape.num_heads) or dtype == torch.int8
 
     @property
@@ -132,7 +133,7 @@ class KVCache:
                     host[host_row].copy_(content, non_blocking=True)
             else:
                 host[host_rows] = contents.to("cpu")
-            # Otherwise the buffers of two batches would exist at the same time.
+            # Without `del`, the buffers of two batches would exist at the same time.
             del contents
 
     def load_blocks(self, blocks: Sequence[int], host: Tensor, rows: Sequence[int]) -> None:

@@ -20,6 +20,9 @@ def num_host_blocks(config: EngineConfig, layout: KVLayout, block_bytes: int) ->
     swapped."""
     num_blocks = int(config.swap_space * 2**30) // block_bytes
     if layout.num_groups > 1 and num_blocks:
-        logger.warning("swap_space: models with and without sliding windows in their layers do not swap; set it to 0")
+        logger.warning(
+            "swap_space: only some layers of this model have a sliding window, so its blocks cannot be swapped; "
+            "set swap_space to 0"
+        )
         return 0
     return num_blocks

@@ -107,7 +107,8 @@ class PrefixCache:
         """Count the cached tokens of a sequence that starts for the first time, and protect its shared blocks."""
         self.num_queries += sequence.num_tokens
         self.num_hits += hit.num_tokens
-        # Forks are not counted: outputs of one request share a prompt, which predicts nothing about other requests.
+        # The hits of forks do not protect blocks. The outputs of one request share its prompt, but this does not mean
+        # that other requests use this prompt too.
         if sequence.parent_id is None:
             self._block_pool.protect(hit.held_blocks + hit.copy_sources)
 

@@ -31,8 +31,8 @@ class DeviceAdapterSlots:
         self._module_keys = tuple(tuple(slices) for slices in module_keys)
         self._slots = slots
         self._device = device
-        # All loads use one stream. torch reuses 32 streams in turn, so with one stream per load, some load would share
-        # the stream that copies tokens to the host, and delay the tokens. Each stream would also keep memory.
+        # All loads use one stream. torch reuses 32 streams in turn. If each load had its own stream, a load could get
+        # the stream that copies tokens to the host, and would delay the tokens. Each stream would also keep memory.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
@@ -62,7 +62,7 @@ class DeviceAdapterSlots:
         if self._stream is None or queued_work is None:
             self._slots.write(adapter_slot, packed_adapter)
             return
-        # The context also sets the current device, which is always the first device in a new thread.
+        # The context also sets the current device. Without it, a new thread would use the first device.
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(queued_work)
             self._slots.write(adapter_slot, packed_adapter)
@@ -75,7 +75,7 @@ def create_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, devi
     sites = [LoRATarget(linear.in_features, tuple(linear.slices.values())) for _, linear in linears]
     module_keys = [[(layer, name) for name in linear.slices] for layer, linear in linears]
     vocab_size, embedding_size = model.embed_tokens.shape
-    # Modules are in the order of computation.
+    # The modules are in the order in which a step computes them.
     sites = [
         LoRATarget(vocab_size, (embedding_size,), is_embedding=True),
         *sites,

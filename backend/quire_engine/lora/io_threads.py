@@ -26,9 +26,9 @@ class AdapterIOThreads:
     loop."""
 
     def __init__(self) -> None:
-        # Two tasks can read, so that an adapter on a hanging disk does not delay the next adapter.
+        # Two tasks can read at the same time, so that an adapter on a hanging disk does not delay the next adapter.
         self._read_semaphore = asyncio.Semaphore(2)
-        # One task can copy: concurrent copies would share the memory bandwidth, and leave less of it to the steps.
+        # Only one task can copy at a time. Concurrent copies would leave less memory bandwidth for the steps.
         self._copy_semaphore = asyncio.Semaphore(1)
 
     async def read(self, function: Callable[[], T]) -> T:
@@ -47,7 +47,7 @@ class AdapterIOThreads:
 
 def lower_thread_priority() -> None:
     """Lower the priority of the calling thread below that of the steps, and limit it to one core."""
-    import torch  # here, so that importing the core server costs no torch
+    import torch  # imported here, so that importing the core server does not import torch
 
     # On Linux the priority is per thread. If the call is forbidden, tasks compete with steps.
     try:

@@ -60,8 +60,8 @@ class AdapterRegistry:
         self._adapter_by_digest: dict[AdapterDigest, _Adapter] = {}
         self._on_host: set[AdapterDigest] = set()
         self._active: set[AdapterDigest] = set()
-        # Adapters in `_read_queue` must be read, because sequences wait for them or they are pinned; `_reading` are
-        # being read.
+        # `_read_queue` contains adapters that must be read, because they are pinned or because sequences wait for them.
+        # `_reading` contains the adapters that are being read.
         self._read_queue: dict[AdapterDigest, None] = {}
         self._reading: set[AdapterDigest] = set()
         self._evicted_copies: list[AdapterDigest] = []
@@ -239,13 +239,13 @@ class AdapterRegistry:
             "a host copy has no adapter": not on_host <= set(adapters),
             "host memory is overcommitted": not self._fits(0, 0),
             "an adapter with a host copy is being read": bool(self._reading & on_host),
-            "an adapter with sequences has no copy and no read": not_on_host
+            "an adapter with sequences has no host copy and is not being read": not_on_host
             != (set(self._read_queue) | self._reading) & not_on_host,
             "needs differ": any(
                 (a.needed_since is not None) != (a.num_sequences > 0 and self.slot_table.num_running(d) == 0)
                 for d, a in adapters.items()
             ),
-            "an adapter is queued for reading without need": any(
+            "an adapter that nothing needs is queued for reading": any(
                 self._needed_since(d) is None for d in self._read_queue
             ),
             "an adapter is read twice": bool(self._reading & set(self._read_queue)),
@@ -312,8 +312,8 @@ class AdapterRegistry:
 
     def _mark_needed(self, digest: AdapterDigest, adapter: _Adapter) -> None:
         if adapter.needed_since is None and self.slot_table.num_running(digest) == 0:
-            # starved_since is used, because sequences can wait while other sequences of the adapter run. So host
-            # copies are granted in the same order as slots.
+            # Sequences can wait while other sequences of the same adapter run. starved_since also counts that time, so
+            # that adapters get host copies in the same order as slots.
             self._tick += 1
             adapter.needed_since = adapter.starved_since or self._tick
 

@@ -68,13 +68,13 @@ class SlotTable:
         self._slot_pinned: set[AdapterDigest] = set()
         self._tick = 0
         self._max_reserved = max(1, num_slots // 2)
-        # Monotonic seconds since which each adapter waits, oldest first.
+        # For each adapter that waits, the time in monotonic seconds at which the wait began. The oldest comes first.
         self._waiting_since: dict[AdapterDigest, float] = {}
         self._reservations: dict[SlotId, AdapterDigest] = {}
-        # Adapters with a reserved slot that have a host copy or are being read.
+        # Adapters for which a slot is reserved, and which have a host copy or are being read.
         self._usable_reservations: set[AdapterDigest] = set()
-        # Adapters for which no slot was found in this step. A second search is useless: no slot becomes free during
-        # planning.
+        # Adapters for which no slot was found in this step. It is useless to search again, because no slot becomes free
+        # while a step is planned.
         self._without_slot: set[AdapterDigest] = set()
         self._pending_loads: list[SlotLoad] = []
         self.num_evictions = 0
@@ -128,11 +128,11 @@ class SlotTable:
 
         Args:
             now: monotonic seconds.
-            is_on_host_or_reading: function that returns whether an adapter has a host copy or is being read; such
-                adapters come first.
-            order_of_need: sort key of an adapter for host copies, lowest first. Slots are reserved in the same order.
-                With another order, an adapter with a host copy could take the slot that is reserved for another
-                adapter, and start only one sequence there.
+            is_on_host_or_reading: returns whether an adapter has a host copy or is being read. Slots are reserved for
+                these adapters first.
+            order_of_need: returns a sort key for an adapter. Adapters with lower keys get host copies first, and slots
+                are reserved in the same order. If the orders differed, an adapter with a host copy could take a slot
+                that is reserved for another adapter, and could start only one sequence there.
         """
         self._without_slot.clear()
         if self._waiting_since and len(self._reservations) < self._max_reserved:
@@ -154,8 +154,8 @@ class SlotTable:
         slot = self._slot_by_digest.get(digest)
         if slot is not None:
             state = self._slots[slot]
-            # A slot that is held for waiting sequences starts them even if it has been reserved for another adapter:
-            # no other adapter can take a held slot, so otherwise both would wait forever.
+            # If a slot is held for waiting sequences, they can start even if the slot has been reserved for another
+            # adapter. No other adapter can take a slot that is held, so otherwise both adapters would wait forever.
             return not state.loading and (
                 state.held_for_waiters or not (is_new and self._reserved_for_other(slot, digest))
             )

@@ -110,7 +110,7 @@ class LlamaForCausalLM(CausalLM):
         }
         ropes = [angles[rope] for rope in self.shape.ropes]
         aux_layers = self.aux_hidden_state_layers
-        # They compute all layers with one block table.
+        # A decoder computes all layers in one call, with one block table.
         has_decoder = not aux_layers and not batch.groups
         if has_decoder and self.fused_decoder is not None and self.fused_decoder.supports(hidden, kv_cache.layers):
             caches = kv_cache.layers
@@ -126,7 +126,7 @@ class LlamaForCausalLM(CausalLM):
         batches = [batch.groups[g] for g in kv_cache.layout.groups] if batch.groups else [batch] * len(self.layers)
         for index, (layer, rope, layer_cache) in enumerate(zip(self.layers, ropes, kv_cache.layers, strict=True)):
             if index in aux_layers:
-                # The layer updates the residual stream in place.
+                # The layer updates the residual stream in place, so its input is copied.
                 inputs[index] = hidden.clone()
             hidden = layer(hidden, rope, layer_cache, batches[index])
         if aux_layers:

@@ -52,7 +52,7 @@ class JsonValueReader:
                 return False
             self.done = not self._closers
         elif not self._closers:
-            # A number, true, false or null ends before the next delimiter.
+            # This can be the start of a number, true, false or null. Such a value ends before the next delimiter.
             self.failed = char not in "-0123456789tfn"
             self._in_literal = not self.failed
             return not self.failed

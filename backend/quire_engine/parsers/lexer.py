@@ -87,7 +87,7 @@ class Lexer:
             lexeme = self._take(end, is_mark)
             if is_mark:
                 yield lexeme
-        # The beginning of a mark whose end has not arrived is not text yet.
+        # If only the beginning of a mark has arrived, it is not returned as text yet.
         arrived = self._offset + len(self._text)
         next_mark = self._mark_spans[0][0] if self._mark_spans else arrived + 1
         yield from self._plain_text(min(next_mark, arrived), finished or next_mark <= arrived)

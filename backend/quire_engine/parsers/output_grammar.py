@@ -89,7 +89,7 @@ def _calls(
     assert names.tool_call_parser is not None, "admission rejects tools without a parser"
     enforces_all = parsing.tool_choice != "auto"
     enforced = [Tool.from_request(tool, enforces_all or bool(tool["function"].get("strict"))) for tool in tools]
-    # A named function is called once.
+    # A function that tool_choice names is called only once.
     parallel = parsing.parallel_tool_calls and parsing.function is None
     return _CALL_GRAMMARS[names.tool_call_parser](enforced, _marks(tokenizer), parallel)
 

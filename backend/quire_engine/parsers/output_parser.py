@@ -122,7 +122,7 @@ def reasoning_state(names: ParserNames, prompt: str) -> str:
     text = prompt.rstrip()
     if end and text.endswith(end):
         return "done"
-    # Templates of DeepSeek-R1 differ, but its outputs begin with reasoning, with or without the mark.
+    # Only some templates of DeepSeek-R1 write the start mark, but its outputs always begin with reasoning.
     is_open = names.reasoning_parser == "deepseek_r1" or (start and text.endswith(start))
     return "open" if is_open else "possible"
 

@@ -67,7 +67,7 @@ class ParserNames:
         start, end = (
             tokenizer.encode(mark, add_special_tokens=False) for mark in REASONING_MARKS[self.reasoning_parser or ""]
         )
-        # Its outputs begin with reasoning, with or without the mark.
+        # The outputs of DeepSeek-R1 begin with reasoning, with or without the start mark.
         return [[] if self.reasoning_parser == "deepseek_r1" else start, end]
 
     @classmethod

@@ -99,7 +99,7 @@ def _parse_call(node: ast.expr) -> tuple[str, dict[str, object]]:
         if keyword.arg is None:
             raise ValueError("no keyword")
         arguments[keyword.arg] = _literal(keyword.value)
-    json.dumps(arguments)  # bytes, sets and complex numbers are no JSON
+    json.dumps(arguments)  # raises an error for bytes, sets and complex numbers
     return ast.unparse(node.func), arguments
 
 
@@ -127,7 +127,7 @@ def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGra
         properties = tool.properties()
         rules.append(f'call_{i}: {quote(tool.name + "(")} keywords_{i}_0 ")"')
         for j, (name, schema, is_required) in enumerate(properties):
-            # The rule "more" follows a keyword, so a comma comes first.
+            # The rule "more" applies after a keyword, so it begins with a comma.
             value, rest = f"{quote(name + '=')} @value_{i}_{j}", f"more_{i}_{j + 1}"
             skipped = "" if is_required else f" | keywords_{i}_{j + 1}"
             rules.append(f"keywords_{i}_{j}: {value} {rest}{skipped}")

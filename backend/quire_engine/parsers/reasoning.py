@@ -59,7 +59,7 @@ class ReasoningFormat:
             if lexeme.is_mark and lexeme.text == self._end:
                 self._state = "answer"
                 self._answer.cut()
-            # A start mark that the model repeats behind an opened block is not text.
+            # The model can repeat the start mark when the block is already open. The repeated mark is not text.
             elif not (lexeme.is_mark and lexeme.text == self._start and not self._has_text):
                 yield from self._write(lexeme.text)
             return

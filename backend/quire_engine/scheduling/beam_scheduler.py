@@ -64,7 +64,8 @@ class BeamScheduler:
                 f"sampling parameter {name!r}: {width} beams are more than max_num_seqs {self._max_num_seqs}; "
                 "use fewer, or raise max_num_seqs"
             )
-        # Blocks that all beams share. A beam that resumes computes at least one token, also of the prompt, again.
+        # All beams share the full blocks of the prompt. The last prompt token is not counted, because a beam that
+        # resumes must compute at least one token again.
         num_prompt_tokens = (len(sequence.prompt_token_ids) - 1) // self._block_size * self._block_size
         num_prompt_blocks = self._block_manager.num_blocks(num_prompt_tokens)
         num_tokens = len(sequence.prompt_token_ids) + sequence.max_output_tokens

@@ -108,7 +108,8 @@ class BeamSearch:
             return True
         if self._early_stopping is True:
             return False
-        # A longer output divides the same sum by more, so with "never" the estimate assumes the maximum length.
+        # The score of a longer output divides the same sum by a larger number. So with "never", the estimate assumes
+        # the maximum length.
         if self._early_stopping == "never" and self._length_penalty > 0:
             length = self._first_beam.max_output_tokens
         return self._score(best_score, length) > self._hypotheses[-1].score

@@ -68,7 +68,8 @@ class CapacityCheck:
             return None
         else:
             candidates = [s for s in self._running if s.priority > sequence.priority and s is not sequence.parent]
-        # Beams that resume come before more urgent sequences, which must not preempt what this step computes already.
+        # Beams that resume are planned before more urgent sequences. A more urgent sequence must not preempt a sequence
+        # that this step already computes.
         computed = {span.sequence.beam_group or span.sequence for span in builder.prefills}
         candidates = [s for s in reversed(candidates) if (s.beam_group or s) not in computed]
         # An upper bound is checked first, because the exact count takes longer and is often not necessary.

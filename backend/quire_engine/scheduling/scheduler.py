@@ -88,8 +88,8 @@ class Scheduler:
     blocks and its adapter slot until no step in flight contains it.
 
     Raises:
-        ConfigError: the pool is smaller than one sequence of `max_model_len` tokens, or a model with long rope has
-            speculation.
+        ConfigError: the pool is smaller than one sequence of `max_model_len` tokens, or speculative decoding is set for
+            a model with long rope.
     """
 
     def __init__(
@@ -180,9 +180,9 @@ class Scheduler:
         """Queue a new sequence.
 
         Raises:
-            InvalidArgument: the sequence is too long for max_model_len, or for one step without chunked prefill; it has
-                a priority, but scheduling_policy does not use priorities; its parent has a different prompt, adapter or
-                salt; or its beams do not fit.
+            InvalidArgument: the sequence is too long for max_model_len; it is too long for one step and chunked prefill
+                is off; it has a priority, but scheduling_policy does not use priorities; its parent has a different
+                prompt, adapter or salt; or its beams do not fit.
             NotFound: its adapter is not registered.
         """
         check_request(sequence, self._config, self._max_model_len)

@@ -199,7 +199,7 @@ def test_prompts_with_logprobs_fill_but_do_not_read_the_prefix_cache(models: Any
 
 
 def test_all_logprobs_require_max_logprobs_minus_one(models: Any) -> None:
-    with pytest.raises(InvalidArgument, match="'prompt_logprobs': -1, all 320, is more than max_logprobs 20"):
+    with pytest.raises(InvalidArgument, match=r"'prompt_logprobs': -1 \(all 320 tokens\) is more than max_logprobs 20"):
         models.llm.generate(PROMPTS[0], _greedy(prompt_logprobs=-1), use_tqdm=False)
     with pytest.raises(InvalidArgument, match="'logprobs': 21 is more than max_logprobs 20"):
         models.llm.generate(PROMPTS[0], _greedy(logprobs=21), use_tqdm=False)

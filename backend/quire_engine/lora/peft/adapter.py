@@ -28,7 +28,7 @@ from quire_spec.model.tensor_parallel import TensorParallelShard
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-# Maximum bytes of the header with names, shapes and metadata.
+# Maximum size of the file's header in bytes. The header contains names, shapes and metadata.
 _MAX_HEADER_BYTES = 8 << 20
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?P<module>[\w.]{1,200}?)\."
@@ -94,7 +94,8 @@ def _find_weights(folder: Path) -> Path:
         return path
     if (folder / "adapter_model.bin").exists():
         raise InvalidArgument(
-            "adapter_model.bin is not supported, because reading it can run code; save it again with safe_serialization"
+            "adapter_model.bin is not supported, because reading it can run code; "
+            "save the adapter with safe_serialization"
         )
     raise InvalidArgument(f"{WEIGHTS_FILE} is missing")
 
@@ -107,16 +108,15 @@ def _check_size(path: Path, shape: ModelConfig, max_rank: int) -> None:
     max_bytes += 2 * shape.vocab_size * shape.embedding_size * torch.float32.itemsize
     if size > max_bytes:
         raise InvalidArgument(
-            f"{WEIGHTS_FILE} has {size} bytes, but rank {max_rank} on every linear layer of this model needs at most "
-            f"{max_bytes}; check that it is for this model, or raise max_lora_rank"
+            f"{WEIGHTS_FILE} has {size} bytes, but an adapter of rank {max_rank} for all linear layers of this model "
+            f"has at most {max_bytes}; check that the adapter is for this model, or raise max_lora_rank"
         )
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
     if header_bytes > min(size, _MAX_HEADER_BYTES):
         raise InvalidArgument(
-            f"{WEIGHTS_FILE} declares a header of {header_bytes} bytes in a file of {size}; "
-            f"at most {_MAX_HEADER_BYTES} "
-            "are supported"
+            f"{WEIGHTS_FILE} declares a header of {header_bytes} bytes in a file of {size} bytes; "
+            f"a header can have at most {_MAX_HEADER_BYTES} bytes"
         )
 
 
@@ -251,13 +251,14 @@ def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
     if layer_match and shape.has_experts(layer := int(layer_match[1])):
         paths = ", ".join(shape.layer_linears(layer))
         return (
-            f"tensor {tensor_name[:200]!r}: layer {layer} is a mixture of experts, in which only {paths} can be "
-            "adapted; train the adapter without experts and router"
+            f"tensor {tensor_name[:200]!r}: layer {layer} is a mixture of experts, and an adapter can change "
+            f"only its linear layers {paths}; train the adapter without experts and router"
         )
     paths = ", ".join(shape.architecture_info.linears)
     return (
-        f"tensor {tensor_name[:200]!r} is not a LoRA matrix of a linear; those of {shape.architecture} are {paths}, "
-        f"named base_model.model.{layers}.N.PATH.lora_A|B.weight; lm_head and embed_tokens can be adapted too"
+        f"tensor {tensor_name[:200]!r} is not a LoRA matrix of a linear layer; the linear layers of "
+        f"{shape.architecture} are {paths}, and their matrices are named "
+        f"base_model.model.{layers}.N.PATH.lora_A|B.weight; lm_head and embed_tokens can be adapted too"
     )
 
 
@@ -268,7 +269,8 @@ def _check_targets(ab_pairs: Mapping[_LoRAModule, Any], config: PeftConfig, shap
     for module in ab_pairs:
         if (field := config.target_modules.excluding_field(module.name)) is not None:
             raise InvalidArgument(
-                f"the file has tensors for {module.name}, which {field} excludes; config and file do not match"
+                f"the file has tensors for {module.name}, which {field} excludes; "
+                "use the config and the weights of the same adapter"
             )
     for module in _lora_modules(shape).values():
         if module.target in config.target_modules.names_in_every_layer and module not in ab_pairs:
@@ -280,8 +282,8 @@ def _check_tied_embeddings(ab_pairs: Mapping[_LoRAModule, Any], config: PeftConf
     outer_targets = [module.target for module in ab_pairs if module.layer == NO_LAYER]
     if config.ensure_weight_tying and shape.tie_word_embeddings and outer_targets:
         raise InvalidArgument(
-            f"ensure_weight_tying True is not supported with {outer_targets[0]} adapted: embedding and output "
-            "projection would share one adapter; train the adapter without it"
+            f"ensure_weight_tying True is not supported if {outer_targets[0]} is adapted, because embedding and "
+            "output projection would share one adapter; train the adapter without ensure_weight_tying"
         )
 
 
@@ -295,8 +297,8 @@ def _check_base_copy(
         checkpoint_name = shape.tied_embedding_name
     if checkpoint is None or not equals_checkpoint(checkpoint, checkpoint_name, file.get_tensor(name)):
         raise InvalidArgument(
-            f"{name} differs from the base model's {checkpoint_name}: rows were trained or added, but only LoRA "
-            "matrices for this weight are supported (PEFT: save_embedding_layers=False omits the weight)"
+            f"{name} differs from the base model's {checkpoint_name}: rows were trained or added, but this engine "
+            "supports only LoRA matrices for this weight (PEFT: save_embedding_layers=False omits the weight)"
         )
 
 

@@ -16,7 +16,8 @@ from typing import Any, Self
 from quire_engine.lora.peft.target_modules import TargetModules, is_safe_regex
 from quire_spec.errors import InvalidArgument, truncated_repr
 
-# These fields describe the training, which the saved tensors already reflect, or the handling of files.
+# Some of these fields describe the training, and the saved tensors already contain its result. The others describe how
+# files are handled.
 IGNORED_FIELDS = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config",
@@ -28,23 +29,24 @@ IGNORED_FIELDS = frozenset(
 SUPPORTED_FIELDS = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "ensure_weight_tying"}
 )
-# Rejected unless absent, null, false or empty.
+# An adapter is rejected if one of these fields has a value other than null, false or empty.
 UNSUPPORTED_FIELDS = {
-    "alora_invocation_tokens": "the adapter applies to a part of the tokens only",
+    "alora_invocation_tokens": "the adapter applies only to some of the tokens",
     "arrow_config": "the adapter is a mixture",
     "kasa_config": "there is a diagonal between A and B",
-    "layer_replication": "the model has other layers than the base",
+    "layer_replication": "the adapted model has other layers than the base model",
     "lora_bias": "B has a bias",
     "modules_to_save": "whole modules were trained",
     "monteclora_config": "the adapter is sampled",
     "target_parameters": "parameters other than linear layers, such as experts and routers, were adapted",
     "trainable_token_indices": "rows of the embedding were trained",
     "use_bdlora": "A or B is block-diagonal",
-    "use_dora": "there are magnitudes in addition to A and B",
+    "use_dora": "the adapter has magnitudes in addition to A and B",
     "use_qalora": "inputs are pooled before A",
     "velora_config": "it is a variant",
 }
-# The other methods (pissa, olora, corda, loftq, lora_ga) subtract the initial B A from the weights of the base model.
+# The other methods (pissa, olora, corda, loftq, lora_ga) change the weights of the base model: they subtract the
+# initial product of B and A.
 SUPPORTED_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -155,7 +157,7 @@ def _check_regex(name: str, key: str) -> None:
     """Reject a regular expression that is invalid or could take forever to match."""
     try:
         if not is_safe_regex(key):
-            raise ValueError("too long, or with more than 3 repetitions or a repeated group")
+            raise ValueError("it is too long, has more than 3 repetitions, or repeats a group")
         re.compile(rf"(.*\.)?({key})$")
     except (ValueError, re.error, RecursionError, OverflowError) as error:
         raise InvalidArgument(
@@ -176,7 +178,7 @@ def _positive_int(name: str, value: Any) -> int:
 
 def _number(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= 1e9:
-        raise InvalidArgument(f"{name} {truncated_repr(value)} is not a number of at most 1e9")
+        raise InvalidArgument(f"{name} {truncated_repr(value)} is not a number from -1e9 to 1e9")
     return float(value)
 
 

@@ -45,14 +45,14 @@ class TargetModules:
         layers = [layers] if type(layers) is int else layers or None
         if layers is not None and not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
             raise InvalidArgument(
-                f"layers_to_transform {truncated_repr(layers)} is neither a layer number nor a list of them"
+                f"layers_to_transform {truncated_repr(layers)} is neither a layer number nor a list of layer numbers"
             )
         patterns = [patterns] if isinstance(patterns, str) else patterns
         if not (
             isinstance(patterns, list) and all(isinstance(p, str) and re.fullmatch(r"[\w.]+", p) for p in patterns)
         ):
             raise InvalidArgument(
-                f"layers_pattern {truncated_repr(patterns)} is neither a module name nor a list of them"
+                f"layers_pattern {truncated_repr(patterns)} is neither a module name nor a list of module names"
             )
         return cls(
             names=_parse_names(values.get("target_modules")),
@@ -76,7 +76,7 @@ class TargetModules:
             return None
         if not _matches(self.names, module):
             return "target_modules"
-        # As in PEFT, layers_to_transform applies only to names that are not whole paths.
+        # As in PEFT, layers_to_transform does not apply to a module whose whole path is in target_modules.
         if isinstance(self.names, str) or module in self.names or self.layers is None:
             return None
         layer_match = next(filter(None, (re.match(expression, module) for expression in self.layer_regexes)), None)

@@ -93,12 +93,13 @@ class Linear:
         """Allocate the weight.
 
         Args:
-            in_features: input features of all slices.
-            slices: output features by name.
+            in_features: number of input features; all slices have the same input.
+            slices: number of output features of each slice, by name.
             factory: allocates the parameters.
             bias: whether the layer has a bias.
             weight: an existing weight, for a tied output projection; None allocates one.
-            shards: for each slice of which this rank needs only a part, this part.
+            shards: parts of slices, by name. This rank needs only the given part of such a slice, and the whole of
+                every other slice.
         """
         self.in_features = in_features
         self.slices = dict(slices)
@@ -118,8 +119,8 @@ class Linear:
         if self._quantization == "int4" and not supports_int4(in_features, GROUP_SIZE):
             raise ConfigError(
                 f"quantization: 'int4' needs a multiple of {GROUP_SIZE} input features in every linear layer, but the "
-                f"input of {', '.join(slices)} has {in_features} in each of {_num_ranks(factory)} tensor-parallel "
-                "ranks; use int8 or fp8, or a smaller tensor_parallel_size"
+                f"input of {', '.join(slices)} has {in_features} features on each of {_num_ranks(factory)} "
+                "tensor-parallel ranks; use int8 or fp8, or a smaller tensor_parallel_size"
             )
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
@@ -176,7 +177,7 @@ class Linear:
         if self._quantized_parts:
             factory, parts = self._factory, self._quantized_parts
             self.weight, self.input_order = pack_quantized(parts, factory.dtype, factory.device, arena)
-            # Drops the parts, so that the files of the checkpoint are closed after the last layer.
+            # The parts are dropped, so that the files of the checkpoint are closed after the last layer.
             self._factory, self._quantized_parts = replace(factory, checkpoint=None), []
         elif self._quantization is None:
             self.weight = pack_weight(self.weight, arena)
@@ -233,7 +234,8 @@ class RowParallelLinear(Linear):
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """See Linear."""
-        # LoRA's B is linear, so the sum also contains the adapter: each rank adds B times its part of A x.
+        # Each rank adds B times its part of A x. LoRA's B is linear, so the sum of the ranks contains the whole output
+        # of the adapter.
         out = self._multiply(x, batch, None, None)
         self._communicator.all_reduce(out)
         if self.bias is not None:

@@ -146,7 +146,7 @@ class MoE(Module):
             _log_dequantization(f"no kernel multiplies with {', '.join(sorted(schemes))} of these sizes in this dtype")
             dense_gate_up, dense_down = (dequantize_experts(p, self.config.num_experts, *kind) for p in all_parts)
             self.experts = pack_experts(replace(self.experts, gate_up=dense_gate_up, down=dense_down), arena)
-        # Closes the files of the checkpoint after the last layer.
+        # The parts are dropped, so that the files of the checkpoint are closed after the last layer.
         self._factory, self._quantized_parts = replace(factory, checkpoint=None), None
 
     @property
@@ -212,8 +212,8 @@ def _check_quantization(factory: ParamFactory, hidden_size: int, intermediate_si
     if factory.quantization == "int4" and not all(supports_int4(size, GROUP_SIZE) for size in sizes):
         num_ranks = 1 if factory.communicator is None else factory.communicator.shard.size
         raise ConfigError(
-            f"quantization: 'int4' requires a number of input features that is a multiple of {GROUP_SIZE}, but the "
-            f"experts have {hidden_size} and {intermediate_size} in each of {num_ranks} tensor-parallel ranks; use "
+            f"quantization: 'int4' needs a multiple of {GROUP_SIZE} input features in every projection, but the "
+            f"experts have {hidden_size} and {intermediate_size} on each of {num_ranks} tensor-parallel ranks; use "
             "int8 or fp8, or a smaller tensor_parallel_size"
         )
 

@@ -64,7 +64,7 @@ def inverse_frequencies(rope: RopeConfig, *, long_rope: bool = False) -> Tensor:
         return _yarn(frequencies, rope)
     if rope.rope_type == "longrope":
         return frequencies / torch.tensor(rope.long_factor if long_rope else rope.short_factor)
-    # `dynamic` changes only contexts that are longer than max_position_embeddings.
+    # `dynamic` changes the frequencies only for contexts that are longer than max_position_embeddings.
     return frequencies
 
 

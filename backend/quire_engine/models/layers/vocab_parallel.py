@@ -26,7 +26,7 @@ class ParallelLMHead(Linear):
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """Compute the logits [num_rows, vocab_size] from [num_rows, in_features]; see Linear."""
         logits = self._communicator.gather(super().__call__(x, batch, residual))
-        # The last rank's last rows can be padding.
+        # The last rows of the last rank can be padding. Their logits are removed.
         return logits[:, : self._communicator.shard.model_config.vocab_size]
 
 
@@ -42,7 +42,8 @@ def build_lm_head(shape: ModelConfig, factory: ParamFactory, tied_embedding: Ten
     """
     d_in, slices = shape.embedding_size, {"lm_head": num_vocab_rows(shape, factory)}
     if factory.quantization == "int4":
-        # The rounding of the output projection changes every logit directly, so it gets 8 bits, as in other engines.
+        # Rounding errors of the output projection change the logits directly. So its weight gets 8 bits, as in other
+        # engines.
         factory = replace(factory, quantization="int8_weight_only")
     if factory.communicator is None:
         return Linear(d_in, slices, factory, weight=tied_embedding)

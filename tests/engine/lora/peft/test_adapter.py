@@ -101,7 +101,7 @@ CONFIGS = {
     "rank text": ({"r": "8"}, "r '8' is not a positive integer"),
     "alpha text": ({"lora_alpha": "16"}, "lora_alpha '16' is not a number"),
     "alpha NaN": ({"lora_alpha": math.nan}, "lora_alpha nan is not a number"),
-    "huge alpha": ({"lora_alpha": 10**4000}, "lora_alpha 1000.* is not a number of at most 1e9"),
+    "huge alpha": ({"lora_alpha": 10**4000}, "lora_alpha 1000.* is not a number from -1e9 to 1e9"),
     "flag text": ({"use_rslora": "yes"}, "use_rslora 'yes' is neither true nor false"),
     "pattern list": ({"rank_pattern": ["q_proj"]}, "rank_pattern .* is not an object"),
     "pattern value": ({"rank_pattern": {"q_proj": -1}}, r"rank_pattern\['q_proj'\] -1 is not a positive integer"),
@@ -115,7 +115,7 @@ CONFIGS = {
         "layers_to_transform '1' is neither a layer number nor a list",
     ),
     "invalid layers_pattern": ({"layers_pattern": ["(h"]}, "layers_pattern .* is neither a module name nor a list"),
-    "long expression": ({"rank_pattern": {"a" * 300: 1}}, "is not a usable regular expression: too long"),
+    "long expression": ({"rank_pattern": {"a" * 300: 1}}, "is not a usable regular expression: it is too long"),
 }
 
 
@@ -186,7 +186,8 @@ TENSORS = {
     ),
     "an unknown target": (
         lambda t: t.update({"base_model.model.model.layers.0.mlp.router.lora_A.weight": torch.ones(8, 64)}),
-        "mlp.router.lora_A.weight' is not a LoRA matrix of a linear; those of LlamaForCausalLM are self_attn.q_proj",
+        "mlp.router.lora_A.weight' is not a LoRA matrix of a linear layer; "
+        "the linear layers of LlamaForCausalLM are self_attn.q_proj",
     ),
     "a layer too many": (
         lambda t: t.update({Q0.replace(".0.", ".2.") + ".lora_A.weight": torch.ones(8, 64)}),

@@ -171,7 +171,7 @@ def test_rejects_shared_adapters_of_tied_weights(served_model, tmp_path):
     if not engine.shape.tie_word_embeddings:
         assert engine.read_adapter(folder)
         return
-    with pytest.raises(InvalidArgument, match="ensure_weight_tying True is not supported with embed_tokens adapted"):
+    with pytest.raises(InvalidArgument, match="ensure_weight_tying True is not supported if embed_tokens is adapted"):
         engine.read_adapter(folder)
 
 
