@@ -216,7 +216,7 @@ class Scheduler:
         `now` is the time in monotonic seconds, by which starved adapters are detected. Decoding sequences come first
         and always get their token. Prompts get the rest of the token budget, and drafts get what the prompts leave.
         """
-        assert not self._in_flight, "schedule() before update_from_step() or fail_step()"
+        assert not self._in_flight, "schedule() was called before update_from_step() or fail_step()"
         self._async_deferred = False
         plan = self._plan_step(self._running.snapshot(), now)
         self.waiting_for_adapters = plan is None
@@ -426,7 +426,7 @@ class Scheduler:
         """Ensure that a decoding sequence has a block for its token. Return False if it was preempted instead."""
         while not self.block_manager.append_block(sequence):
             victim = self._running.least_urgent
-            assert len(self._running) > 1, "the pool holds max_model_len tokens"
+            assert len(self._running) > 1, "the pool always has room for one sequence of max_model_len tokens"
             self._preempt(victim, builder)
             if victim is sequence:
                 return False
@@ -438,7 +438,8 @@ class Scheduler:
         When the sequences resume, they reuse the blocks that were swapped out or are still cached.
         """
         group = sequence.beam_group
-        # The first beam comes last: then no other beam shares the blocks of its prompt, so they can be swapped out.
+        # The blocks of the first beam are freed last. By then, no other beam shares the blocks of the prompt, so they
+        # can be swapped out.
         beams = [sequence] if group is None else sorted(group.sequences, key=lambda beam: beam.sort_key, reverse=True)
         for beam in beams:
             if beam.status is SequenceStatus.RUNNING:
@@ -465,8 +466,8 @@ class Scheduler:
         partial_prefills.reverse()
         waiting = self._waiting.snapshot()
         if self._beams.num_unused_places:
-            # A beam of a running group must not be delayed: until it resumes, the group occupies blocks without
-            # progress.
+            # Beams that must resume come first. Until they resume, their group makes no progress but still occupies
+            # blocks.
             waiting.sort(key=lambda sequence: not sequence.resumes_beam_group)
         for sequence in waiting:
             self._continue_prefills(builder, partial_prefills, sequence.sort_key)
@@ -498,7 +499,7 @@ class Scheduler:
         ):
             return False
         if parent := sequence.awaited_parent:
-            # A beam has a reserved place among the running sequences already.
+            # For a beam, a place among the running sequences is already reserved.
             if sequence.beam_group is not None:
                 return True
             if parent.status is SequenceStatus.RUNNING or parent.id in builder.pending_forks:
@@ -537,14 +538,14 @@ class Scheduler:
         """Return how many of the `remaining` prompt tokens to compute in this step."""
         if self._config.enable_chunked_prefill or remaining <= budget:
             return min(remaining, budget)
-        # A preempted sequence can be longer than a step because of its output. Then it can only resume in chunks.
+        # With its output, a preempted sequence can be too long for one step. It can then resume only in chunks.
         return budget if remaining > self._config.max_num_batched_tokens else 0
 
     def _usable_prefix(self, sequence: Sequence, builder: StepPlanBuilder) -> PrefixHit | None:
         """Return the cached prefix from which a sequence can start. Return None if there is not enough room for the
         rest of the sequence."""
         prefix = self.prefix_cache.match(sequence)
-        # A block that this step itself fills by a copy has no contents yet.
+        # If this step itself fills a block by a copy, the block has no contents yet and cannot be copied.
         source_unwritten = any(copy.destination in prefix.copy_sources for copy in builder.copies)
         if not source_unwritten and self._ensure_capacity(sequence, prefix, builder):
             return prefix
@@ -563,7 +564,7 @@ class Scheduler:
             self._async_deferred = True
             return False
         for victim in victims:
-            # The beams of a group are preempted together.
+            # When a beam is preempted, its whole group is preempted, so a victim may no longer be running.
             if victim.status is SequenceStatus.RUNNING:
                 self._preempt(victim, builder)
         return True

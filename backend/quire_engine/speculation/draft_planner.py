@@ -106,7 +106,7 @@ class DraftPlanner:
             draft = forced[: min(self._policy.max_forced_length(num_rows), max_tokens)]
             self._forced.add(sequence.id)
         else:
-            # The length of a draft model's draft was chosen when it was requested.
+            # If a model computes the drafts, the length of this draft was chosen when the draft was requested.
             is_computed = isinstance(self._proposer, ModelProposer)
             length = max_tokens if is_computed else min(self._policy.draft_length(sequence, num_rows), max_tokens)
             draft = self._proposer.propose(sequence, length) if length else []
@@ -123,6 +123,6 @@ class DraftPlanner:
 
     def finish(self, sequence: Sequence) -> None:
         """Tell the proposer that a sequence is finished, so that later drafts can use its output."""
-        # A beam that the search has dropped is not an output of a request.
+        # The search may have dropped a beam. Then its tokens are not an output of a request.
         if sequence.beam_group is None:
             self._proposer.finish(sequence)

@@ -70,7 +70,7 @@ def _find_tokens(context: bytearray, size: int) -> int | None:
     if size >= len(context):
         return None
     suffix, start = context[-size:], 0
-    # The occurrence must end before the last token of the context, so that a token follows it.
+    # The copy must end before the end of the context, so that at least one token follows it.
     while (start := context.find(suffix, start, len(context) - 1)) >= 0:
         if start % _TOKEN_BYTES == 0:
             return start + size

@@ -80,7 +80,8 @@ class SuffixCache:
         last = len(text.tokens) // TOKEN_BYTES - (1 if is_complete else self._depth)
         while text.num_added <= last and not text.is_evicted:
             self._add_window(text)
-            # At most two windows are removed per addition, so that the removal of a long output delays no step.
+            # For each window that is added, at most two windows are removed. So the removal of a long output never
+            # delays a step.
             self._remove_windows(2 if len(self._texts) > self._max_outputs else 0)
         while self.num_bytes > self._max_bytes:
             self._remove_windows(1)

@@ -33,7 +33,7 @@ class SuffixProposer(DraftProposer):
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
         """See DraftProposer."""
         length, draft = self._own_context.find(sequence, max_tokens)
-        # A match and its draft together are at most as long as the depth of the tree.
+        # The tree contains runs of up to `_depth` tokens. Such a run contains both the match and the draft.
         max_match = max(1, self._depth - max_tokens)
         if self._cache is not None and (tree := self._cache.tree_for(sequence)) is not None:
             context = array("I", sequence.tokens(max(0, sequence.num_tokens - max_match), sequence.num_tokens))

@@ -82,16 +82,17 @@ class SuffixTree:
         frequent continuation.
 
         Args:
-            context: tokens.
+            context: tokens, each with TOKEN_BYTES bytes.
             max_match: maximum number of tokens of the run.
             max_tokens: maximum number of tokens of the continuation.
-            min_probability: the continuation ends where the product of its tokens' relative counts falls below
-                `min_probability`.
+            min_probability: the continuation ends before the product of the relative counts of its tokens becomes less
+                than `min_probability`.
 
         Returns:
             The number of tokens of the run (0 if there is none), and the continuation.
         """
-        # If the tree continues a run, it continues all shorter ones. So the longest one is found by bisection.
+        # If the tree has a continuation for a run, it also has one for each shorter run. So bisection finds the longest
+        # run.
         shortest, longest, place = 0, min(max_match, len(context) // TOKEN_BYTES), None
         while shortest < longest:
             middle = (shortest + longest + 1) // 2

@@ -86,7 +86,7 @@ class GrammarChecker:
             result = await self._check(document)
             self._store(key, result)
         except QuireError as error:
-            # This error is not cached: its cause is time or load, so another attempt can succeed.
+            # This error is not cached, because its cause is a limit or the load. Another attempt can succeed.
             result = error
         for on_done in self._waiting.pop(key):
             on_done(result)

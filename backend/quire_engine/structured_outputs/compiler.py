@@ -101,7 +101,8 @@ class GrammarCompiler:
 
     def _build_matcher(self, grammar_text: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, grammar_text, log_level=0, limits=self._limits)
-        # Computing the first mask builds most of the lexer, so every copy of the matcher starts with this lexer.
+        # The first mask is computed here, because this builds most of the lexer. Every copy of the matcher then starts
+        # with this lexer.
         is_empty = not matcher.is_error() and not any(matcher.compute_bitmask())
         if matcher.is_error():
             raise InvalidArgument(f"structured_outputs: {describe_error(matcher)}")

@@ -92,7 +92,7 @@ class Grammar:
         the grammar, the prefix ends before this token.
         """
         if self.thinking_budget is not None:
-            # The token after the draft must not be forced either.
+            # The token that is sampled after the draft must not be forced either.
             token_ids = token_ids[: max(0, self.thinking_budget.num_unforced - 1)]
         if self._pending_begin:
             return token_ids[: self.num_rows_before_begin(token_ids)]

@@ -35,7 +35,7 @@ def to_grammar_text(params: StructuredOutputsParams) -> str:
     if params.regex is not None:
         return str(LLMatcher.grammar_from_regex(params.regex))
     if params.choice is not None:
-        # All strings are one terminal: 10,000 separate terminals take seconds to compile.
+        # All strings are in one terminal, because 10,000 separate terminals would take seconds to compile.
         return str(LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(quote, params.choice))))
     if params.grammar is not None:
         return _parse_grammar(params.grammar)
@@ -54,8 +54,8 @@ def compose_grammar_text(constraint: ComposedConstraint) -> str:
                 reason = str(error).removeprefix("sampling parameter ").removeprefix("'structured_outputs': ")
                 raise InvalidArgument(f"tools: the parameters of a tool are not supported: {reason}") from None
             raise
-        # The grammar text of a choice, a grammar or a structural tag is Lark; that of a schema or a regular expression
-        # is JSON.
+        # The grammar text of a choice, a grammar or a structural tag is in Lark. The grammar text of a schema or a
+        # regular expression is in JSON.
         [grammar] = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
         grammars.append({**grammar, "name": name})
     return json.dumps({"grammars": grammars})
@@ -72,7 +72,8 @@ def _json_options(params: StructuredOutputsParams) -> Any:
         "whitespace_pattern": params.whitespace_pattern,
         "coerce_one_of": False,
         "lenient": False,
-        # Otherwise an additional property could be another, escaped spelling of a property that has a schema.
+        # With other escapes, the output could spell the name of a property differently. The property would then count
+        # as an additional property, and its schema would not apply.
         "json_allowed_escapes": 'nrtbf"\\',
     }
 
@@ -136,11 +137,13 @@ def _read_tag(tag: dict[str, Any]) -> tuple[list[str], list[tuple[str, Any, str]
         if not isinstance(schema, dict | bool):
             raise _tag_error(f"structures[{i}]: schema must be an object")
         if not any(begin.startswith(trigger) for trigger in triggers):
-            raise _tag_error(f"structures[{i}]: begin does not start with a trigger; add a trigger")
+            raise _tag_error(
+                f"structures[{i}]: begin does not start with any of the triggers; add a trigger with which it starts"
+            )
         parsed.append((begin, schema, end))
     for trigger in triggers:
         if not any(begin.startswith(trigger) for begin, _, _ in parsed):
-            raise _tag_error(f"the trigger {trigger[:80]!r} does not begin any structure; leave it out")
+            raise _tag_error(f"no structure begins with the trigger {trigger[:80]!r}; leave the trigger out")
     return triggers, parsed
 
 

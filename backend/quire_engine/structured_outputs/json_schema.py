@@ -43,15 +43,15 @@ def prepare_schema(schema: dict[str, Any] | bool, disable_additional_properties:
 
     Args:
         schema: schema of the request.
-        disable_additional_properties: forbid properties that an object's schema does not name, unless it has a keyword
-            for them.
+        disable_additional_properties: forbid the properties that the schema of an object does not name, unless the
+            schema has a keyword for such properties.
 
     Raises:
         InvalidArgument: the schema would not be enforced.
     """
     if isinstance(schema, bool):
         if not schema:
-            raise _error("the schema is false, which never matches a value; change it")
+            raise _error("the schema is false, so no value matches it; use another schema")
         return {}
     parts = list(_dictionaries(schema))
     for part in parts:
@@ -91,7 +91,8 @@ def _check(part: dict[str, Any]) -> None:
     min_properties, required = part.get("minProperties"), part.get("required", [])
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(min_properties, int) and min_properties > max(1, num_required) and _allows_other_properties(part):
-        # A property can occur twice in the text, but only once in the parsed value.
+        # The text can contain the same property twice, but the parsed value contains it only once. So it is not enough
+        # to count the properties in the text.
         raise _error(
             f"minProperties {min_properties} cannot be enforced for properties that the schema does not require; name "
             "them in properties and required, or set additionalProperties to false"
@@ -133,7 +134,8 @@ class _Rewriter:
         for name in self._keywords_without_effect(rewritten):
             del rewritten[name]
         if rewritten.keys().isdisjoint(_IN_PLACE_KEYWORDS):
-            # Then only keywords of this schema evaluate its properties and items.
+            # In this case, only keywords of this schema evaluate its properties and items, so simpler keywords have the
+            # same effect.
             if "unevaluatedProperties" in rewritten:
                 rewritten.setdefault("additionalProperties", rewritten.pop("unevaluatedProperties"))
             if "unevaluatedItems" in rewritten and "contains" not in rewritten:

@@ -219,17 +219,17 @@ class AdmissionController:
         num_chars = len(grammar) * params.num_sequences
         if num_chars > _MAX_GRAMMAR_CHARS:
             raise InvalidArgument(
-                f"sampling parameter 'n': the constraint has a grammar of {len(grammar)} characters for each of "
-                f"{params.num_sequences} outputs, which is more than {_MAX_GRAMMAR_CHARS} characters in total; request "
-                "fewer outputs, or shorten the constraint"
+                f"sampling parameter 'n': the grammar of the constraint has {len(grammar)} characters, and each "
+                f"of the {params.num_sequences} outputs needs a copy; at most {_MAX_GRAMMAR_CHARS} characters in total "
+                "are allowed; request fewer outputs, or shorten the constraint"
             )
 
     def oversize_error(self, num_bytes: int) -> InvalidArgument:
         """Return the error for a request of `num_bytes` bytes, which is too large for a prompt of max_model_len
         tokens."""
         return InvalidArgument(
-            f"the request has {num_bytes} bytes; a prompt of max_model_len {self.limits.max_model_len} tokens has at "
-            f"most {self.limits.max_prompt_bytes}; shorten the prompt or raise max_model_len"
+            f"the request has {num_bytes} bytes, but max_model_len is {self.limits.max_model_len}, and a prompt of so "
+            f"many tokens has at most {self.limits.max_prompt_bytes} bytes; shorten the prompt or raise max_model_len"
         )
 
     def _resolve_model(self, model: str) -> tuple[AdapterName | None, AdapterDigest | None]:
@@ -244,7 +244,7 @@ class AdmissionController:
                 return adapter_name, adapter_digest
             if model in (self.loading_names or ()):
                 raise Unavailable(f"model {model!r}: the adapter is not loaded yet; try again")
-        # Clients of vllm_backend search for this sentence of vllm_backend.
+        # The message contains a sentence of vllm_backend, because clients of vllm_backend search for it.
         name, adapter_names = str(model)[:100], sorted(digest_by_name)
         num_unlisted = len(adapter_names) - _MAX_LISTED_NAMES
         raise NotFound(
@@ -280,7 +280,7 @@ class AdmissionController:
 
     def _check_prompt_input(self, request: GenerateRequest, params: SamplingParams) -> None:
         if [request.prompt, request.prompt_token_ids, request.chat].count(None) != 2:
-            raise InvalidArgument("prompt: give either a text or token ids, not both or neither")
+            raise InvalidArgument("prompt: give either a text or token ids, but not both")
         if request.chat is not None:
             self.check_chat(request.model)
             return
@@ -326,7 +326,8 @@ class AdmissionController:
             raise InvalidArgument("prompt: the model has no tokenizer; send prompt_token_ids")
         if not isinstance(prompt, str):
             raise InvalidArgument("prompt: must be a string")
-        # Counting the bytes encodes the text, so it is done only if the number of characters is not sufficient.
+        # The text must be encoded to count its bytes. So they are counted only if the number of characters does not
+        # already show that the text is short enough.
         if 4 * len(prompt) > self.limits.max_prompt_bytes:
             num_bytes = len(prompt.encode(errors="replace"))
             if num_bytes > self.limits.max_prompt_bytes:

@@ -33,7 +33,7 @@ def build_live_snapshot(
         core: result of the core's method `live`.
         served_name: name of the base model.
         digest_by_name: the adapters that requests can name.
-        load_times: mean seconds by name and destination (host or slot).
+        load_times: mean time of a load in seconds, by the name of the adapter and the destination (host or slot).
     """
     stats = core["stats"]
     first_names: dict[str, str] = {}

@@ -20,7 +20,7 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SchedulerStats
 
-# The buckets of vLLM, so that quantiles in its dashboards are comparable.
+# These are the buckets of vLLM, so that its dashboards show comparable quantiles.
 _TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -43,7 +43,7 @@ _KV_CACHE_INFO_LABELS = (
 )
 
 
-# The _created series add a line per series, and Prometheus does not use them.
+# prometheus_client would also write a `_created` line for each series. Prometheus does not use these lines.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -65,7 +65,8 @@ class RequestMetrics:
         use."""
         if not self._config.enable_lora:
             return
-        # Only one series is kept: readers use the newest one, and old combinations of names would never disappear.
+        # Only one series is kept. Readers use only the newest one, and the series of old combinations of names would
+        # never disappear by themselves.
         self._lora_requests_info.clear()
         labels = (str(self._config.max_loras), ",".join(sorted(waiting)), ",".join(sorted(running)))
         self._lora_requests_info.labels(*labels).set_to_current_time()

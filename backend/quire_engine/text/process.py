@@ -127,7 +127,7 @@ async def _serve(
     )
     server = TextServer(request_manager, metrics, frontend_calls, limits.max_frame_bytes, throttle)
     await server.listen(args.socket_path(TEXT_SOCKET))
-    # All objects created so far live as long as the process: keep the garbage collector from scanning them.
+    # All objects that exist here live as long as the process, so the garbage collector does not need to scan them.
     gc.collect()
     gc.freeze()
     await core_client.run(ResultCoalescer(request_manager, throttle))
@@ -168,7 +168,7 @@ def _load_sampling_defaults(config: EngineConfig, folder: Path) -> dict[str, Any
     The result is empty if the parameters in the checkpoint are invalid.
 
     Raises:
-        ConfigError: the parameters in the folder that the configuration names are invalid.
+        ConfigError: the configuration names a folder, and the parameters in this folder are invalid.
     """
     try:
         return load_default_sampling_params(folder, config.generation_config).to_mapping()

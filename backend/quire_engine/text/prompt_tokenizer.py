@@ -54,7 +54,7 @@ class PromptTokenizer:
 
         `on_done` runs on the event loop. For a short text it runs before this method returns.
         """
-        # A bad word is encoded twice: with a space before it and without a space.
+        # A bad word is encoded twice, with a space before it and without one, so its length counts twice.
         num_chars = len(request.prompt or "") + 2 * sum(map(len, request_state.params.bad_words))
         if num_chars <= _MAX_INLINE_CHARS:
             on_done(self._encode(request, request_state))

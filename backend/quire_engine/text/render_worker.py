@@ -84,7 +84,7 @@ class RenderWorker:
         return self._adapter_files[file]
 
     def _compile(self, files: ChatTemplateFiles) -> "_Templates":
-        # Added tokens that no template writes have no meaning in a conversation.
+        # If no template writes an added token, the token has no meaning in a conversation.
         other_tokens = [token for token in self._other_tokens if token in files.sources]
         return _Templates(files, ControlTokens(self._special_tokens, other_tokens))
 

@@ -76,7 +76,8 @@ class RequestManager:
         self._eos_token_ids = eos_token_ids
         self._chat_renderer = chat_renderer
         self._grammar_checker = grammar_checker
-        # Ids start at the current time, so that ids after a restart of the text process differ from those in the core.
+        # Ids start at the current time. So after a restart, the text process never uses an id that the core already
+        # has.
         self._next_sequence_id = int(time.time() * 1000) << 16
         self._by_sequence: dict[int, tuple[RequestState, FrontendSink]] = {}
         """Unfinished sequences by id."""
@@ -260,7 +261,7 @@ class RequestManager:
             self._fail(request_state, Internal("tools: no grammar can be built; see the log of the text process"))
             return
         if constraint is not None and request_state.params.use_beam_search:
-            # Admission has already rejected constraints of the request itself.
+            # Admission rejects a constraint of the request itself, so this constraint comes from the tools.
             reason = "tools: not allowed with use_beam_search; omit one of the two"
             self._fail(request_state, InvalidArgument(reason))
         elif constraint is None:
@@ -350,7 +351,8 @@ class RequestManager:
         assert request_state.submit_time is not None, "the core runs only submitted requests"
         request_state.is_started = True
         self.num_queued -= 1
-        # The core measures the time in its queue: the first result arrives only after the prompt is computed.
+        # Only the core can measure how long a request was in its queue, because the first result arrives after the
+        # prompt was computed.
         queue_s = request_state.submit_time - request_state.arrival_time + core_queue_s
         self._metrics.record_started(request_state.adapter_name, queue_s)
 

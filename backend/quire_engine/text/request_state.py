@@ -101,10 +101,11 @@ class RequestState:
         if grammar is not None and self.params.structured_outputs is not None:
             begin_after_token_ids = list(self.params.structured_outputs.begin_after_token_ids)
             base_request = replace(base_request, begin_after_token_ids=begin_after_token_ids)
-        # Outputs use the parameters of the core, which can request log probabilities that only `best_of` needs.
+        # Outputs are converted with the parameters that the core uses. These can request log probabilities that only
+        # `best_of` needs.
         params = self.params.child_params(0)
         if create_parser is not None:
-            # Marks can be special tokens; the parser omits all other special tokens.
+            # The parser needs the marks, which can be special tokens. It omits all other special tokens.
             params = replace(params, skip_special_tokens=False)
             self._parsers = [create_parser() for _ in self.sequence_ids]
         self.completions = [

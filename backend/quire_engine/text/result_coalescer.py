@@ -112,7 +112,7 @@ class ResultCoalescer:
         self._timer = None
         delay_s = self._throttle.delay_s(self._loop.time())
         if delay_s > 0:
-            # Results that cannot wait can have been sent in the meantime.
+            # Results that must not wait may have been sent in the meantime, so the next ones must wait longer.
             self._timer = self._loop.call_later(delay_s, self._on_timer)
         elif self._last_step is not None and (results := self._flush()):
             self._listener.on_step(StepResult(results, [], self._last_step.stats))

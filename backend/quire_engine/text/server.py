@@ -69,7 +69,7 @@ class TextServer(ConnectionHandler):
     def on_connected(self, connection: Connection) -> None:
         """Called when a peer has sent its Hello."""
         hello = connection.peer
-        assert hello is not None, "the connecting end has no Hello of its peer"
+        assert hello is not None, "only the end that accepts the connection gets a Hello"
         if hello.role == "frontend":
             self._frontends[connection] = FrontendConnection(connection, hello, self._metrics, self._throttle)
             if hello.model == OPENAI_FRONTEND:

@@ -53,7 +53,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-        # Includes errors of Python's compiler, which limits the nesting of the code that jinja2 generates.
+        # This also catches errors of Python's compiler. It limits how deeply the code that jinja2 generates can be
+        # nested.
         except Exception as error:
             raise InvalidArgument(f"chat_template: {error}") from error
 
@@ -194,7 +195,8 @@ def _truncate_at_tag(text: str, content: str) -> str:
     before, tag, after = text.rpartition(_CONTINUE_FINAL_MESSAGE_TAG.strip())
     if not tag or content.strip() not in before:
         raise InvalidArgument(
-            "continue_final_message: the chat template does not render the last message unchanged; use another template"
+            "continue_final_message: the chat template changes the last message, so it cannot be continued; "
+            "use another template"
         )
     return before if after.startswith(" ") else before.rstrip()
 

@@ -51,7 +51,8 @@ class ControlTokens:
 
     def _mark(self, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            # A mark in the text of a user could hide a control token of the template.
+            # Marks are removed from the texts of a request, because they could hide a control token that the template
+            # writes.
             if START in value or END in value:
                 value = value.replace(START, "").replace(END, "")
             return pattern.sub(rf"{START}\g<0>{END}", value)

@@ -27,7 +27,8 @@ class Segmenter:
         self._tokens: Collection[str] = frozenset()
         if not tokenizer.encode_special_tokens:
             self._tokens = frozenset(filter(_cuttable(added_tokens).__contains__, (t.content for t in added_tokens)))
-        # Some tokenizers treat the start of a text differently from text behind a token.
+        # Some tokenizers treat the start of a text differently from text that follows a token. Such tokenizers get
+        # whole texts.
         if any(not _is_exact(token, self.split, encode) for token in sorted(self._tokens)[:8]):
             self._tokens = frozenset()
 
@@ -50,7 +51,8 @@ class Segmenter:
 def _cuttable(added_tokens: Collection[tokenizers.AddedToken]) -> Collection[str]:
     """Return the added tokens that the tokenizer finds wherever a text contains them."""
     contents = [token.content for token in added_tokens]
-    # Ends of other tokens: a token that begins with such an end can be part of an earlier match.
+    # These are the ends of all tokens. If a token begins with one of them, its beginning can be part of an earlier
+    # match.
     ends = {content[i:] for content in contents for i in range(1, len(content))}
     return {
         token.content

@@ -120,7 +120,7 @@ def _build_normalizer(spec: Any) -> Any:
     steps: list[Any] = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    # Metaspace would add no space to a text that begins with a space, but SentencePiece adds one.
+    # SentencePiece adds a space even if the text already begins with a space. Metaspace would not add one.
     steps += [normalizers.Prepend(_SPACE)] if spec.add_dummy_prefix else []
     steps.append(normalizers.Replace(" ", _SPACE))
     return normalizers.Sequence(steps)

@@ -27,7 +27,7 @@ class TokenBytesTable:
     """Maps token ids to bytes. The first token of a text can have other bytes than the same token inside a text.
 
     Raises:
-        ConfigError: the tokenizer's decoder is not local or not supported.
+        ConfigError: the tokenizer's decoder is not supported, or the bytes of a token depend on the tokens before it.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -71,7 +71,8 @@ class TokenBytesTable:
         if decoder is None:
             self._token_decoders.append(_join_with_spaces)
             return
-        # The pickled state is the decoder's part of tokenizer.json; the whole tokenizer includes the vocabulary.
+        # The pickled state of the decoder is only its part of tokenizer.json. The state of the whole tokenizer would
+        # also contain the vocabulary.
         config: dict[str, Any] = json.loads(decoder.__getstate__())
         for decoder_config in config["decoders"] if config["type"] == "Sequence" else [config]:
             self._add_decoder(decoder_config)

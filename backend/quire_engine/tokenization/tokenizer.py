@@ -89,7 +89,7 @@ class Tokenizer:
         Control tokens that are marked in `text` are encoded as plain text. Each `cache_salt` has its own cached
         segments. Raises the errors of `encode`.
         """
-        # Text after the first piece continues a word or a line.
+        # The first segment of a later piece continues the text before it.
         segments = [
             (i > 0 and j == 0, segment)
             for i, piece in enumerate(split_marked(text))
@@ -105,7 +105,8 @@ class Tokenizer:
         A segment consists of a flag and a text. The flag is True if other text precedes the segment.
         """
         [newline] = self._encode(["\n"], "messages", add_special_tokens=False)
-        # After a newline, no tokenizer adds the space that it would add at the start of a text.
+        # Continued text is encoded after a newline. There, no tokenizer adds the space that it would add at the start
+        # of a text.
         encodings = self._encode(
             [f"\n{text}" if is_continued else text for is_continued, text in segments], "messages", False
         )
@@ -144,7 +145,8 @@ class Tokenizer:
         self, texts: Sequence[str], input_name: str, add_special_tokens: bool = True
     ) -> list[tokenizers.Encoding]:
         try:
-            # The batch call releases the GIL, and the "fast" one computes no offsets.
+            # encode_batch_fast is used even for one text. The batch calls release the GIL, and this one does not
+            # compute offsets.
             return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens))
         except (UnicodeError, TypeError) as error:
             raise InvalidArgument(f"{input_name}: must be valid Unicode, but contains a lone surrogate") from error

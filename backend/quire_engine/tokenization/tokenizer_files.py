@@ -63,7 +63,8 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
         raise ConfigError(f"{path}: {error}") from error
-    # Checkpoints can contain the truncation and padding of training; a server must not truncate prompts silently.
+    # A checkpoint can contain the truncation and padding that were used in training. A server must not truncate prompts
+    # silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

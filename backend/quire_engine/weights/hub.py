@@ -49,7 +49,7 @@ def resolve_model(
     try:
         folder = Path(model).expanduser()
         is_folder = folder.is_dir()
-    # The name is too long, or it starts with `~user` of an unknown user.
+    # The name is too long, or it starts with `~` and the name of an unknown user.
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"model: {model[:200]!r}: {error}") from error
     if is_folder:
@@ -91,7 +91,7 @@ def _probe_hub(model: str, revision: str | None) -> httpx.TimeoutException | Non
     except httpx.TimeoutException as error:
         return error
     except _ERRORS:
-        # `snapshot_download` reports the same error, or finds all files in its cache.
+        # Later, `snapshot_download` either reports the same error or finds all files in its cache.
         return None
     return None
 

@@ -268,5 +268,5 @@ def test_check_integrity_detects_damage() -> None:
     with pytest.raises(Internal, match=r"unfinished sequences differ.*2 adapters, 2 of at most 4 host copies"):
         registry.check_integrity({"a": 2}, {})
     registry._on_host.remove("a")
-    with pytest.raises(Internal, match="an adapter with sequences has no copy and no read"):
+    with pytest.raises(Internal, match="an adapter with sequences has no host copy and is not being read"):
         registry.check_integrity({"a": 1}, {})
