@@ -166,5 +166,5 @@ def test_adapters_on_attention_of_a_mixture_with_quantized_experts(tmp_path):
 
 def test_int4_needs_whole_groups(tmp_path: Path):
     folder = make_checkpoint(tmp_path, "qwen3_moe")
-    with pytest.raises(ConfigError, match=r"quantization: 'int4' requires .* multiple of 32, .* and 48 in each"):
+    with pytest.raises(ConfigError, match=r"quantization: 'int4' needs a multiple of 32 .* and 48 on each"):
         load_model(folder, torch.float32, quantization="int4")

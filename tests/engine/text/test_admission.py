@@ -15,8 +15,8 @@ VALID_REQUEST = {"id": 1, "model": "base", "prompt": None, "prompt_token_ids": [
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"prompt": "x"}, InvalidArgument, "not both or neither"),
-        ({"prompt_token_ids": None}, InvalidArgument, "not both or neither"),
+        ({"prompt": "x"}, InvalidArgument, "a text or token ids, but not both"),
+        ({"prompt_token_ids": None}, InvalidArgument, "a text or token ids, but not both"),
         ({"prompt_token_ids": []}, InvalidArgument, "empty"),
         ({"prompt_token_ids": [1] * 31}, None, ""),
         ({"prompt_token_ids": [1] * 32}, InvalidArgument, "has 32 tokens and max_model_len is 32"),

@@ -258,7 +258,8 @@ def test_rejects_a_file_larger_than_any_adapter_without_reading_it(adapter, shap
     with (adapter / WEIGHTS_FILE).open("r+b") as file:
         file.truncate(1 << 30)
     with pytest.raises(
-        InvalidArgument, match="has 1073741824 bytes, but rank 16 on every linear layer of this model needs at m"
+        InvalidArgument,
+        match="has 1073741824 bytes, but an adapter of rank 16 for all linear layers of this model",
     ):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
 
