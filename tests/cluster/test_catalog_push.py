@@ -192,7 +192,8 @@ def test_a_slow_deletion_of_an_object_delays_neither_adapters_nor_status(world, 
     world.until("Ready", "False", "Updating")
     (message,) = [c["message"] for c in world.operator.status()["conditions"] if c["type"] == "Ready"]
     assert message.endswith(
-        f"NetworkPolicy {world.namespace}/tales is being deleted; afterwards, the operator creates it again"
+        f"NetworkPolicy {world.namespace}/tales is being deleted; the operator creates it again when the deletion is "
+        "complete"
     )
     cluster.merge(*POLICY, LET_GO, world.namespace)
     world.until("Ready", "True", seconds=REACHED_S)

@@ -128,8 +128,8 @@ def test_a_stopped_server_stops_the_batch_and_sigterm_too(tmp_path):
     [
         (["--url=ftp://host"], "is not the URL of a server"),
         (["--url=http://user:hunter2@host"], "contains a user name"),
-        (["--url=http://host", "--volume=a=/tmp"], "--volume is only for -f"),
-        (["-f", EXAMPLES / "llmservice.yaml", "--priority=3"], "--priority is only for --url"),
+        (["--url=http://host", "--volume=a=/tmp"], "--volume can be used only with -f"),
+        (["-f", EXAMPLES / "llmservice.yaml", "--priority=3"], "--priority can be used only with --url"),
         (["--url=http://host", "--max-inflight=0"], "is not an integer of at least 1"),
     ],
 )

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     _reject(args, _SERVER_OPTIONS, "--url")
     manifest = crd.single_service(args.file)
     service = LLMService.from_body(crd.require_valid(manifest))
-    # A folder of its own, so that a batch can run beside `quire serve` of the same service.
+    # A batch has a separate folder. Therefore, it can run while `quire serve` runs the same service.
     run_dir = args.run_dir or serve.default_run_dir(f"{service.name}-batch", os.environ)
     options = serve.ServeOptions(
         volumes=args.volumes, secrets_dir=args.secrets_dir, run_dir=run_dir, cache_dir=args.cache_dir
@@ -75,4 +75,4 @@ def _reject(args: argparse.Namespace, names: tuple[str, ...], required: str) -> 
     for name in names:
         if getattr(args, name) not in (None, []):
             option = {"volumes": "volume"}.get(name, name).replace("_", "-")
-            args.usage_error(f"--{option} is only for {required}; leave it out")
+            args.usage_error(f"--{option} can be used only with {required}; omit it")

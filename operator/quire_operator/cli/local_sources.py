@@ -107,7 +107,7 @@ class LocalSources:
 
     def _iter_secret_problems(self, source: Source, source_path: FieldPath) -> Iterator[Problem]:
         for kind, field, ref in _secret_refs(source):
-            # A token of the hub can also come from this machine's own login.
+            # Without the Secret, the hub's token can come from the login that is stored on this machine.
             if self.secrets_dir is not None or kind != "huggingFace":
                 yield from self.secret_problems(ref, (*source_path, kind, field))
 

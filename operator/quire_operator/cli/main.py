@@ -47,7 +47,7 @@ examples:
 
 _SERVE_DESCRIPTION = """\
 Run an LLMService on this machine: Triton Inference Server, the engine, and the adapters in the file.
-The model is read from a folder (path), the Hugging Face hub, or the folder given for a claim with --volume."""
+The model comes from a folder (path), from the Hugging Face hub, or from a claim, for which --volume gives a folder."""
 
 _SERVE_EXAMPLES = """\
 examples:
@@ -61,7 +61,7 @@ examples:
   quire serve -f llmservice.yaml --model-repository ./models       further Triton models beside the LLM
   quire serve -f llmservice.yaml --host 0.0.0.0                    accept other machines; connections are unencrypted
 
-Press Ctrl-C to stop. Running requests then have spec.rollout.drainSeconds to finish.
+Press Ctrl-C to stop. Requests that are running then have spec.rollout.drainSeconds to finish.
 Changes to the adapters in the file take effect at the next start."""
 
 
@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (head, less) closed the pipe. Without this, Python would report it again when it closes stdout.
+        # The program that reads our output (head, less) closed the pipe. Without the next line, Python would report the
+        # error again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

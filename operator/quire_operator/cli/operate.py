@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"quire operate needs {error.name}; pip install 'quire-llm[operator]'") from error
     log_config.configure(args.log_format, args.log_level)
     if args.lease:
-        logger.warning("--lease is ignored: leader election was removed, run one replica of the operator")
+        logger.warning("--lease is ignored, because leader election was removed; run only one replica of the operator")
     options = OperatorOptions(
         cluster_config=ClusterConfig.from_environment(args.kubeconfig, args.context),
         settings=ControllerSettings(
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         asyncio.run(kopf_handlers.run_operator(options, liveness_endpoint=liveness_endpoint))
     except Exception as error:
-        # kopf's ActivityError has the error of our start-up handler as its cause.
+        # If our start-up handler fails, kopf raises an ActivityError. Its cause is the error of the handler.
         logger.error("operator ended error=%s", error.__cause__ or error)
         return 1
     return 0

@@ -16,8 +16,8 @@ from quire_spec.model import capabilities
 from quire_spec.net.addresses import ANY_ADDRESS
 
 PLAN_DESCRIPTION = """\
-Show how an LLMService will run: number of GPUs, context length, batch sizes, and the use of memory.
-Only config.json and the index or header of the weights are downloaded. No cluster and no GPU is needed."""
+Show how an LLMService will run: the number of GPUs, the context length, the batch sizes and how memory is used.
+The command downloads only config.json and the index or the header of the weights. It needs no cluster and no GPU."""
 
 PLAN_EXAMPLES = """\
 examples:
@@ -29,12 +29,13 @@ examples:
   kubectl get nodes -o json | quire plan -f llmservice.yaml --nodes -      for the smallest GPU of a cluster
   quire plan -f llmservice.yaml --gpu NVIDIA-L4 -o json    the content of status.plan
 
-Exit status 0: the model fits, 1: it does not fit or an error occurred; the message contains a fix."""
+Exit status 0: the model fits, 1: it does not fit, or an error occurred. The error message suggests a fix."""
 
 
 RENDER_DESCRIPTION = """\
 Print the Kubernetes objects that the operator creates for an LLMService. No cluster is needed.
-Objects of kinds that only some clusters have are printed if the file requires them and --with lists the kind."""
+Only some clusters have the kinds that --with can list. Objects of these kinds are printed if the file requires them
+and --with lists their kind."""
 
 RENDER_EXAMPLES = """\
 examples:
@@ -44,9 +45,10 @@ examples:
   quire render -f llmservice.yaml --image registry.example/quire:gpu --secrets-dir ./secrets -o json
 
 Each run creates a new key for the pods' admin port and prints it in a Secret. With --secrets-dir, the values of the
-other Secrets are printed too. Omitted objects are listed on standard error.
-If you apply the output without an operator, apply the Job and all objects before it first and wait for the Job:
-pods do not wait for the model and occupy their GPUs."""
+other Secrets are printed too. Objects that are not printed are listed on standard error.
+If no operator runs in the cluster, apply the output in two steps. First, apply the Job and all objects before it, and
+wait until the Job has completed. Then apply the other objects. The reason is that pods do not wait for the model: they
+would occupy their GPUs during the download."""
 
 
 OPERATE_DESCRIPTION = """\
@@ -61,9 +63,11 @@ examples:
   curl -s localhost:8080/health/live                       200, or 503 with the failed check
   curl -s localhost:8080/metrics                           quire_operator_*: passes, errors, writes, queue, watches
 
-Credentials: the service account of its pod, or else --kubeconfig, KUBECONFIG or ~/.kube/config.
-Run only one operator at a time. An operator outside the cluster cannot reach pods, so it does not push adapters.
-Exit status 0: stopped by SIGTERM or SIGINT, 1: a fatal error occurred; start it again."""
+Credentials come from the first of these sources that exists: --kubeconfig, KUBECONFIG, the service account of the pod,
+and ~/.kube/config.
+Run only one operator at a time. An operator that runs outside the cluster cannot reach pods, so it cannot push adapters
+to them.
+Exit status 0: SIGTERM or SIGINT stopped the operator, 1: a fatal error occurred; start the operator again."""
 
 
 BATCH_DESCRIPTION = """\
@@ -86,11 +90,13 @@ examples:
   quire batch --url http://localhost:8004 -i requests.jsonl -o results.jsonl
   OPENAI_API_KEY=... quire batch --url https://llm.example -i requests.jsonl -o results.jsonl
 
-Requests are sorted by model and start of the prompt, 4,096 lines at a time, so that adapters and cached prompts are
-reused. On a server, requests get priority 100: if the server schedules by priority
-(spec.engine.schedulingPolicy: priority), they run after other requests. After overload or a lost connection, a request
-is repeated.
-Exit status 0: all lines have a result, 1: stopped early, run it again, 2: wrong usage, 3: some lines failed."""
+The command reads 4,096 lines at a time and sorts them by the model and by the start of the prompt. As a result,
+requests that use the same adapter or begin with the same prompt run together.
+With --url, requests get priority 100. If the server schedules by priority (spec.engine.schedulingPolicy: priority),
+they run after other requests.
+If the server is overloaded or the connection is lost, the command repeats the request.
+Exit status 0: every line has a result, 1: the run stopped early; run the command again, 2: wrong usage, 3: some lines
+failed."""
 
 
 def add_batch_options(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +104,8 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("-f", "--file", help="the LLMService to run here; paths in it are relative to its folder")
     where.add_argument(
-        "--url", help="use this instead of -f: URL of a server with the OpenAI API, such as http://localhost:8004"
+        "--url",
+        help="URL of a server with the OpenAI API, such as http://localhost:8004; use this option instead of -f",
     )
     parser.add_argument(
         "-i", "--input", type=Path, required=True, metavar="FILE", help="file with one request on each line"
@@ -110,8 +117,8 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--error-file",
         type=Path,
         metavar="FILE",
-        help="file to which failed lines are written (default: the output file, with the suffix .errors.jsonl instead "
-        "of its own)",
+        help="file to which failed lines are written (default: the name of the output file, but with the suffix "
+        ".errors.jsonl)",
     )
     parser.add_argument(
         "--max-inflight",
@@ -134,8 +141,8 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--priority",
         type=int,
         metavar="N",
-        help="priority of requests that do not set one; a lower number runs first; with 0, no priority is sent "
-        "(default: 100)",
+        help="priority of requests that do not set one. Requests with a lower number run first. With 0, no priority is "
+        "sent (default: 100)",
     )
     server.add_argument(
         "--timeout", type=_parse_seconds, metavar="SECONDS", help="time limit of each request (default: 3600)"
@@ -206,7 +213,7 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="port of kopf's liveness endpoint, /health/live; with 0, it is not served (default: 8081)",
     )
-    # Accepted and ignored for one release: charts before 0.2 pass it.
+    # Charts before 0.2 pass this option, so it is accepted for one release. It has no effect.
     parser.add_argument("--lease", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--log-format", choices=("json", "text"), default="json", help="format of the log")
     parser.add_argument(
@@ -255,7 +262,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model-config",
         type=Path,
         metavar="PATH",
-        help="folder of the model, or its config.json; it is read instead of spec.model.source",
+        help="folder of the model, or its config.json; the command reads it instead of spec.model.source",
     )
     add_folder_options(parser)
 
@@ -275,8 +282,8 @@ def add_folder_options(parser: argparse._ActionsContainer) -> None:
         "--secrets-dir",
         type=Path,
         metavar="DIR",
-        help="folder that contains the Secrets as files DIR/SECRET/KEY (default: no Secrets are read, and only "
-        "HF_TOKEN is used)",
+        help="folder that contains the Secrets. DIR/SECRET/KEY is a file with the value of one key (default: the "
+        "command does not read Secrets, and uses only HF_TOKEN)",
     )
 
 
@@ -344,8 +351,8 @@ def add_model_repository_options(parser: argparse.ArgumentParser) -> None:
         "--model-repository",
         type=Path,
         metavar="DIR",
-        help="folder with other Triton models that are served too; their code runs as your user (default: "
-        "spec.runtime.models)",
+        help="folder with other Triton models that the server also serves; the code of these models runs as your user "
+        "(default: spec.runtime.models)",
     )
     parser.add_argument(
         "--server-arg",
@@ -382,7 +389,7 @@ def add_openai_options(parser: argparse.ArgumentParser) -> None:
         "--openai-api-server-count",
         type=_parse_count,
         metavar="N",
-        help="number of processes that serve the OpenAI API on the same port (default: spec.openai.apiServerCount, "
+        help="number of processes that share the port of the OpenAI API (default: spec.openai.apiServerCount, "
         "otherwise 1)",
     )
     parser.add_argument("--openai-enable-log-requests", action="store_true", help="log each request of the OpenAI API")

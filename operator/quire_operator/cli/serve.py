@@ -247,7 +247,7 @@ def default_run_dir(name: str, environment: Mapping[str, str]) -> Path:
     runtime = environment.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / f"quire-{name}"
-    # Directly in /tmp, where the sticky bit prevents other users from moving it.
+    # The folder is directly below /tmp. There, the sticky bit prevents other users from moving it.
     return Path(tempfile.gettempdir()) / f"quire-{os.getuid()}-{name}"
 
 
@@ -287,8 +287,8 @@ def _iter_problems(
         yield Problem(
             (*path, "huggingFace", "tokenSecretRef", "name"),
             ref.name,
-            "quire serve downloads the model and the draft model with one token",
-            "name the Secret of the model, with a token that can read both",
+            "quire serve uses the same token to download the model and the draft model",
+            "set this field to the Secret of the model, and use a token that can read both",
         )
     for i, adapter in enumerate(service.spec.adapters):
         yield from local_sources.iter_problems(adapter.source, ("spec", "adapters", i, "source"), ADAPTER_FILES)
@@ -357,7 +357,7 @@ def _supervisor_argv(service: LLMService, options: ServeOptions, run_dir: Path, 
     yield from (sys.executable, "-m", "quire_server")
     for flag, value in flags:
         yield from (flag,) if value is None else (flag, str(value))
-    # The options of the command come last, because the last value of an option counts.
+    # If an option is repeated, the server uses its last value. Therefore, the options of the command come last.
     secrets = _openai_secrets(service, options)
     keys_dir, tls_dir = (_secret_folder(secrets.get(field), options) for field in ("apiKeysSecretRef", "tlsSecretRef"))
     if options.openai_api_keys_dir is not None:
@@ -365,7 +365,7 @@ def _supervisor_argv(service: LLMService, options: ServeOptions, run_dir: Path, 
     yield from openai_arguments(service, port, keys_dir, tls_dir)
     for flag, value in options.supervisor_flags(serves_openai=port is not None):
         yield from (flag,) if value is None else (flag, str(value))
-    # The user who runs this command can read the files that the user's own LLMService names.
+    # The server runs as the user of this command. Therefore, it can read only files that this user can read anyway.
     yield "--allow-path-sources"
     if options.verbose:
         yield "--verbose"

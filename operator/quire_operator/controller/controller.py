@@ -141,7 +141,7 @@ class Controller:
         unavailable_kinds = set(OPTIONAL_RESOURCES) - available_kinds
         await self._start_reflectors([kind for kind in WATCHED_RESOURCES if kind not in unavailable_kinds])
         for heartbeat in self.heartbeats:
-            heartbeat.reset()  # the API server may have been unavailable for long
+            heartbeat.reset()  # The API server may have been unavailable for a long time.
         self.started.set()
         settings = self.settings
         logger.info("started workers=%d namespaces=%s", settings.workers, ",".join(settings.namespaces) or "all")
@@ -208,7 +208,7 @@ class Controller:
                     delay_s = self.queue.add_rate_limited(key, error.retry_after_s or 0.0, made_progress, max_delay_s)
                     logger.warning("reconcile failed service=%s/%s wait_s=%.1f error=%s", *key, delay_s, error)
                 else:
-                    # A defect in the pass of one service must not end the worker.
+                    # A defect that appears while one service is reconciled must not end the worker.
                     delay_s = self.queue.add_rate_limited(key)
                     logger.exception("reconcile raised service=%s/%s wait_s=%.1f", *key, delay_s)
             else:
@@ -266,7 +266,9 @@ class Controller:
         Otherwise, return an empty text.
         """
         age_s = self.queue.oldest_age_s
-        return f"the work queue is stuck: a service waits since {age_s:.0f} s" if age_s > _STUCK_AFTER_S else ""
+        return (
+            f"the work queue is stuck: a service has been waiting for {age_s:.0f} s" if age_s > _STUCK_AFTER_S else ""
+        )
 
     def update_gauges(self) -> None:
         """Set the gauges to the values that they have now."""

@@ -67,8 +67,9 @@ async def run_operator(
     namespaces = options.settings.namespaces
     await kopf.operator(
         memo=memo,
-        standalone=True,  # never pauses because another operator announces itself
-        # The default is made from the user's name, which user 1000 of a container does not have. Only peering uses it.
+        standalone=True,  # Without this, the operator would pause when another operator announces itself.
+        # kopf derives the default identity from the name of the user, but user 1000 of a container has no name. Only
+        # peering uses the identity.
         identity="quire-operator",  # type: ignore[arg-type]  # a NewType of str that kopf does not export
         clusterwide=not namespaces,
         namespaces=namespaces,
@@ -185,18 +186,20 @@ def configure_kopf(settings: kopf.OperatorSettings, timeouts: WatchTimeouts) -> 
     settings.peering.standalone = True
     settings.posting.enabled = False
     settings.persistence.diffbase_storage = NoDiffStorage()
-    # The kind and the namespaces are known. So the operator needs no right to read CRDs and namespaces.
+    # The kind and the namespaces are known, so kopf need not scan for them. Therefore, the operator does not need
+    # permission to read CRDs and namespaces.
     settings.scanning.disabled = True
-    # An integer: the API server rejects fractions.
+    # The value must be an integer, because the API server rejects fractions.
     settings.watching.server_timeout = max(1, int(_WATCH_INACTIVITY_PERIODS * timeouts.inactivity_s))
     settings.watching.client_timeout = 1.1 * settings.watching.server_timeout
     settings.watching.connect_timeout = _CONNECT_S
-    # A dead connection sends nothing and does not end by itself (kopf issues 585, 955, 980).
+    # If a connection is dead, no data arrives, but the connection does not end by itself (kopf issues 585, 955, 980).
     settings.watching.inactivity_timeout = timeouts.inactivity_s
     settings.watching.chunk_size = 500
     settings.networking.request_timeout = _REQUEST_S
     settings.networking.connect_timeout = _CONNECT_S
-    # Several attempts before the watch counts as stale: each error response is a sign of life.
+    # The delays are short enough for several attempts before the watch counts as stale. Each error response shows that
+    # the API server is alive.
     settings.networking.error_backoffs = EndlessBackoffs(timeouts.max_backoff_s)
     settings.process.ultimate_exiting_timeout = _EXIT_TIMEOUT_S
 

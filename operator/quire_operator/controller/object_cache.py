@@ -200,7 +200,8 @@ def _trim_pod_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_older(version: str, cached_version: str) -> bool:
-    # Kubernetes 1.35 documents that resourceVersions can be compared; with etcd they always could.
+    # Since Kubernetes 1.35, the documentation allows clients to compare resourceVersions. With etcd, the comparison was
+    # always correct.
     return version.isdecimal() and cached_version.isdecimal() and int(version) < int(cached_version)
 
 

@@ -244,7 +244,9 @@ class Applier:
             if entry is not None and entry.key == desired.key and entry.controller_uid in (desired.uid, ""):
                 if entry.deleting:
                     object_text = f"{resource.kind} {namespace}/{name}"
-                    raise PendingDeletion(f"{object_text} is being deleted; afterwards, the operator creates it again")
+                    raise PendingDeletion(
+                        f"{object_text} is being deleted; the operator creates it again when the deletion is complete"
+                    )
                 return entry
             body = await self._client.get_or_none(resource, namespace, name)
         if body is not None:
@@ -259,14 +261,14 @@ class Applier:
         is_managed = labels.get(object_names.MANAGED_BY) == object_names.MANAGER
         is_labeled = is_managed and labels.get(object_names.INSTANCE) == service_name
         owner_uid = controller_uid(body)
-        # An object without our labels, which the watch does not see, still belongs to the service that controls it.
+        # If an object lacks our labels, the watch does not see it. It still belongs to the service that controls it.
         if owner_uid == desired.uid or (is_labeled and not owner_uid):
             return
         owners = [o for o in meta.get("ownerReferences") or () if o.get("uid") == owner_uid]
         owner_names = [(o.get("kind"), o.get("name")) for o in owners]
         if is_labeled and owner_names[:1] == [(resources.LLM_SERVICE.kind, service_name)]:
-            # Of a deleted service of the same name, whose objects only the garbage collector would delete; unless the
-            # cached service is the stale one.
+            # The object belongs to a deleted service of the same name. Without this, only the garbage collector would
+            # delete it. If the cached service is stale instead, `_check_newest` raises StaleService.
             await self._check_newest(desired)
             await self._delete(resource, namespace, meta["name"], meta["uid"])
             object_text = f"{resource.kind} {namespace}/{meta['name']}"

@@ -52,7 +52,8 @@ class CatalogPusher:
         reports = [pod.report for pod in visited_pods if pod.report]
         if catalog is None or not any(has_newer_catalog(report, catalog.version) for report in reports):
             return visited_pods
-        # Either the cached service is stale, or it was restored from a backup and its pods have a later catalog.
+        # There are two possible causes. The cached service can be stale. Or the service was restored from a backup, and
+        # its pods still have a catalog that is newer than the backup.
         if not await self._is_newest(desired):
             return visited_pods
         logger.info("pods have a catalog that no longer exists service=%s/%s", *desired.key)

@@ -76,10 +76,11 @@ def build_child_objects(
     job = next((m for m in manifests if resource_for(m) is JOB), None)
     finished_job = _finished_job(job, live_objects)
     if finished_job is not None:
-        # The model is downloaded, so the Job is not run again if a new release or placement renders it differently.
+        # The model is already downloaded. Therefore, the Job does not run again, even if a new release or a new
+        # placement renders it differently.
         manifests = [m for m in manifests if m is not job]
     elif job is not None and is_terminating(live_objects.claim):
-        # Both are created after the claim is deleted; the other objects need not wait.
+        # The claim and the Job are created after the old claim has been deleted. The other objects need not wait.
         manifests = [m for m in manifests if resource_for(m) not in (PERSISTENT_VOLUME_CLAIM, JOB)]
     revision = TemplateRevision.from_manifests(pods_digest, plan, manifests)
     live_revision = TemplateRevision.from_deployment(live_objects.deployment)
@@ -92,7 +93,7 @@ def build_child_objects(
     ):
         revision = live_revision
         if service.openai_port is not None and not revision.serves_openai:
-            # Services and policies get the port together with the pods.
+            # Services and NetworkPolicies get the port of the OpenAI API when the pods get it, not earlier.
             return build_child_objects(service.without_openai(), pods_digest, plan, context, live_objects)
     replicas = service.spec.replicas if model_ready or is_serving else 0
     manifests = [_with_live_values(service, m, replicas, live_objects) for m in revision.apply_to(manifests)]

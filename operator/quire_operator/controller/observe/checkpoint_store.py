@@ -109,7 +109,7 @@ class CheckpointStore:
         """Return the facts about a service's model. If its source is a claim, a Job with the image `image` reads them.
 
         Raises:
-            NotReadYet: a Job reads the claim; the service is requeued when the Job ends.
+            NotReadYet: a Job is still reading the claim. When the Job ends, the service is requeued.
             ConfigError: the model cannot be served.
             Unavailable, NotFound: the source does not respond, denies access, or does not exist.
             ApiError: the API server rejected a Job.
@@ -163,7 +163,7 @@ class CheckpointStore:
             raise type(error)(str(error))
 
     def _back_off(self, source_key: SourceKey, seconds: float, error: ConfigError | Unavailable) -> None:
-        # A copy: the error itself references the frames of its traceback.
+        # Store a copy of the error. The error itself would keep the frames of its traceback in memory.
         self._backoff[source_key] = asyncio.get_running_loop().time() + seconds, type(error)(str(error))
 
     async def _read_remote(self, source_key: SourceKey, request: _Request, parse: Parser[T]) -> T:
@@ -199,8 +199,8 @@ class CheckpointStore:
         if checkpoint is None:
             problem = await self._describe_pod_problem(key, entry.key, name)
             raise NotReadYet(f"Job {name} reads config.json from claim {source.claimName}{problem}")
-        # The Job is kept until its plan is stored, when prune() deletes it: after a restart in between its result would
-        # be lost.
+        # The Job is not deleted here, because its result would be lost if the operator restarted before the plan is
+        # stored. prune() deletes the Job after the plan is stored.
         self._requeue_waiting(source_key)
         return checkpoint
 
@@ -210,7 +210,8 @@ class CheckpointStore:
         job = await self._client.get_or_none(resources.JOB, service.namespace, name)
         if job is None:
             try:
-                # Created, not applied: several services may need it at once, and the first one owns it.
+                # The Job is created instead of applied, because several services may need it at the same time. The
+                # first one becomes its owner.
                 job = await self._client.create(resources.JOB, manifest)
             except WriteConflict as error:
                 self._requeue((service.namespace or "", service.name), _JOB_POLL_S)
@@ -229,7 +230,7 @@ class CheckpointStore:
         """Return the exit code and the termination message of each container in the Job's pods."""
         messages, job = _termination_messages(self._job_pods(entry.key, job_name)), entry.body()
         if not messages and (job_condition(job, "Complete") or job_condition(job, "Failed")):
-            # The watch of pods may lag behind that of Jobs.
+            # The watch of pods may be behind the watch of Jobs.
             pods = await self._client.list(resources.POD, entry.key[0], label_selector=f"job-name={job_name}")
             messages = _termination_messages(pods.items)
         return messages
@@ -245,7 +246,7 @@ class CheckpointStore:
                     return f"; its pod has no node: {condition.get('message', '')}"
         pods = await self._pod_warnings.attach_warnings(job_service[0], map(parse_pod, bodies))
         if any(pod.creating for pod in pods):
-            # An event of a pod does not requeue the service.
+            # A new Event about a pod does not requeue the service, so the service must be requeued here.
             self._requeue(waiting_service, EVENT_POLL_S)
         return next((f"; its pod waits: {pod.waiting}" for pod in pods if pod.waiting), "")
 
@@ -282,13 +283,17 @@ def _read_result(
     if failed := job_condition(job, "Failed"):
         detail = next((message for _, message in messages if message), failed.get("message", ""))
         if failed.get("reason") == "DeadlineExceeded" and not messages:
-            # No node had room, or the claim could not be mounted: its content is unknown.
-            raise Unavailable(f"{source_field}: no pod of the Job that reads config.json finished in time ({detail})")
+            # No node had room for the pod, or the claim could not be mounted. The content of the claim is still
+            # unknown.
+            raise Unavailable(
+                f"{source_field}: the Job that reads config.json reached its deadline before one of its pods finished "
+                f"({detail})"
+            )
         raise ConfigError(f"{source_field}: the Job that reads config.json failed: {detail or failed.get('reason')}")
     if job_condition(job, "Complete"):
         if not messages:
-            job_text = "the pod of the Job that read config.json"
-            raise Unavailable(f"{source_field}: {job_text} was deleted before its result was read")
+            job_text = "the Job read config.json, but its pod"
+            raise Unavailable(f"{source_field}: {job_text} was deleted before the operator read the result")
         raise ConfigError(f"{source_field}: the Job that reads config.json ended without a result; check the image")
     return None
 

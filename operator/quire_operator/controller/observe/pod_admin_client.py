@@ -86,7 +86,7 @@ class PodAdminClient:
         """Pods that did not respond to their last visit. The value is the time at which the pod was last visited with
         TOTAL_TIMEOUT_S.
         """
-        # trust_env stays off: there is no proxy between the operator and its pods.
+        # trust_env stays off, because requests to pods must not use a proxy.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -115,7 +115,7 @@ class PodAdminClient:
     async def _visit_pod(self, pod: PodState, push: "CatalogPush | None", admin_key: str) -> PodState:
         is_reachable = pod.alive and pod.ip and pod.health_port
         if is_reachable and pod.downloading:
-            # A download pod does not have the admin key.
+            # A pod that downloads the model does not have the admin key.
             progress, _ = await self._visit(pod, "", lambda admin: admin.get_progress())
             return replace(pod, report=None, report_error="", progress=progress)
         if not (is_reachable and pod.started_at):
@@ -148,7 +148,8 @@ class PodAdminClient:
                     answer, result, message = await send_requests(_AdminPort(self._session, pod, admin_key))
             self._unresponsive_since.pop(pod.uid, None)
         except TimeoutError:
-            # A visit that got its turn when the time was almost over does not count.
+            # If the visit waited for the semaphore until the time was almost over, the pod is not marked as
+            # unresponsive.
             timed_out = time.monotonic() - acquired_at > timeout_s / 2
             # The same text for both timeouts: a status that changed with each pass would be written with each.
             message = "not visited: too many pods do not respond"
