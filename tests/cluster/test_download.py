@@ -180,7 +180,9 @@ def test_a_deleted_claim_is_created_and_filled_again_when_no_pod_uses_it(cluster
         before = cluster.get(*claim, namespace)["metadata"]["uid"]
         cluster.delete(*claim, namespace)
         says(operator, "ModelCached", "False", "DownloadPending")
-        assert "claim tales-models is being deleted, and exists until its last pod" in message(operator, "ModelCached")
+        assert "claim tales-models is being deleted, but it exists until the last pod" in message(
+            operator, "ModelCached"
+        )
         assert operator.condition("Available")["status"] == "True"
         # The Job's pod held it too, although it had ended.
         wait_for(lambda: not any(is_of(p, namespace) for p in cluster.items("v1", "Pod", namespace)), 20, "it is gone")

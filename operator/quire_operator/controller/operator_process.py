@@ -132,7 +132,7 @@ class OperatorProcess:
     def _on_controller_failure(self, failure: asyncio.Future[None]) -> None:
         if not failure.cancelled() and (error := failure.exception()) is not None:
             self.failure = error
-            logger.error("operator stops because a part failed error=%s", error)
+            logger.error("controller failed, so the operator stops error=%s", error)
             self._stop()
 
 

@@ -75,7 +75,7 @@ class PlanService:
         try:
             gpu = await self._resolve_gpu(service)
         except Unplannable as error:
-            # The nodes may have been scaled down, and their labels with them.
+            # The autoscaler may have removed the nodes, and the labels that describe the GPU disappeared with them.
             is_kept = is_current and error.reason is UnplannableReason.GPU_UNKNOWN
             return PlanningResult(plan=previous_plan, unplannable=None if is_kept else error)
         if is_current and _fits_gpu(previous_plan, gpu):

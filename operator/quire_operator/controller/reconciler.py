@@ -102,7 +102,7 @@ class Reconciler:
         previous = body.get("status") or {}
         state = self._states.setdefault(key, ServiceState())
         if state.desired is not None and state.desired.uid != entry.uid:
-            # Recreated, and the deletion was not reported.
+            # The service was deleted and created again, but the deletion was not reported.
             self.forget_service(key)
             state = self._states[key] = ServiceState()
         if state.desired is None or (state.desired.uid, state.desired.generation) != uid_and_generation(body):
@@ -154,7 +154,7 @@ class Reconciler:
         planning = await deps.plan_service.plan_for(desired, previous_plan, revision, context.credentials)
         if planning.plan is None or planning.spec_error or planning.unplannable or planning.waiting_for:
             return planning, ApplyResult()
-        # Also if nothing differs: a failed Job does not change any more.
+        # This is necessary even if nothing has changed, because a failed Job does not change any more.
         await self._retry_downloads(key, self._live_objects(key, service))
         inputs = (desired.generation, planning.plan, context, await self._secret_versions(key))
         live_objects, child_versions = self._live_objects(key, service), _object_versions(deps.cache.children_of(key))
@@ -168,7 +168,8 @@ class Reconciler:
         apply_result = await self._apply(desired, children, state)
         if apply_result.complete:
             inputs = (*inputs[:3], await self._secret_versions(key))
-            # The versions that this pass read and wrote: concurrent changes are left to the next pass.
+            # Store the versions that this pass read and wrote. If an object was changed concurrently, its version
+            # differs, and the next pass handles the change.
             state.last_inputs = (inputs, child_versions | _object_versions(apply_result.written_objects))
         return planning, apply_result
 
@@ -177,12 +178,12 @@ class Reconciler:
         try:
             apply_result = await deps.applier.apply(desired, children.manifests)
         except ObjectNotFound:
-            # A kind was uninstalled; refresh discovery, so that the next pass leaves it out.
+            # A kind was uninstalled. Refresh the list of available kinds, so that the next pass omits it.
             await deps.discovery.available_kinds(force_refresh=True)
             raise
         assert desired.service is not None, "manifests were rendered"
         unsupported_fields = deps.client.unsupported_fields[resources.DEPLOYMENT]
-        # Without the manifests: a thousand services' would be 50 MB.
+        # Do not store the manifests: those of a thousand services would use 50 MB.
         state.children = replace(
             children, manifests=(), unknown_fields=unknown_fields(desired.service, unsupported_fields)
         )
@@ -244,7 +245,8 @@ class Reconciler:
         if any(pod.alive and pod.downloading for pod in (*observed.pods, *observed.job_pods)):
             delays_s.append(_DOWNLOAD_POLL_S)
         if (retry_in_s := _seconds_until_retry(observed.job)) is not None:
-            # No event comes when the delay is over. Not at once: a paused service does not retry.
+            # No event is sent when the delay is over. The service is never requeued immediately, because a paused
+            # service does not retry.
             delays_s.append(max(retry_in_s, poll_s))
         if any(pod.creating for pod in (*observed.pods, *observed.job_pods)):
             delays_s.append(EVENT_POLL_S)

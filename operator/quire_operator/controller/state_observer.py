@@ -32,11 +32,13 @@ class StateObserver:
             ApiError: the API server does not respond.
         """
         cache, key = self._deps.cache, desired.key
-        # Sorted: a status names the first of several pods, so another order would be another status.
+        # The pods are sorted because a status names only the first of several pods. In another order, the status would
+        # change.
         bodies = [entry.body() for entry in sorted(cache.children_of(key, resources.POD), key=lambda entry: entry.name)]
         server_bodies = [body for body in bodies if _labels(body).get(object_names.COMPONENT) == object_names.SERVER]
         claim = cache.get_body(resources.PERSISTENT_VOLUME_CLAIM, key[0], object_names.model_claim(key[1]))
-        # Not the Job of the last apply, which may have another source or be from an earlier operator process.
+        # The Job that was applied last is not used. It may have another source, or an earlier operator process may have
+        # applied it.
         job = self._current_download_job(desired, claim)
         job_bodies = [body for body in bodies if job and _labels(body).get("job-name") == job["metadata"]["name"]]
         pods = tuple(map(parse_pod, (*server_bodies, *job_bodies)))

@@ -42,17 +42,18 @@ class StatusWriter:
             ApiError: the status was not written. Events that cannot be written are only logged.
         """
         namespace, name = desired.key
-        # Preconditions: a new service of the same name or a later generation must not get this status, and a status
-        # written since `previous` was read must not be lost.
+        # The preconditions prevent two errors. A new service of the same name or a later generation must not get this
+        # status. And if the status was written after `previous` was read, that status must not be lost.
         preconditions = {"uid": desired.uid, "generation": desired.generation, "resourceVersion": resource_version}
         metadata = {"name": name, "namespace": namespace, **preconditions}
         try:
             manifest = {**service_reference(name), "metadata": metadata, "status": status}
             body = await self._client.set_status(resources.LLM_SERVICE, manifest)
         except (ObjectNotFound, WriteConflict):
-            # The service may have been deleted or recreated: kopf reports no deletion that it missed.
+            # The service may have been deleted or recreated. If kopf missed the deletion, it does not report it later.
             await self.check_newest(desired)
-            # Or it was written meanwhile: by this request, if its first response was lost and it was sent again.
+            # Otherwise, the status was written in the meantime. This request itself can have written it, if the first
+            # response was lost and the request was repeated.
             cached = self._cache.get(resources.LLM_SERVICE, namespace, name)
             if cached is None or cached.body().get("status") != status:
                 raise StaleService from None
@@ -103,7 +104,7 @@ def _event_manifest(desired: ParsedService, event: ServiceEvent) -> dict[str, An
     return {
         "apiVersion": resources.EVENT.api_version,
         "kind": resources.EVENT.kind,
-        # The usual form of event names; a generateName must not end in a dot.
+        # Event names usually have this form. generateName cannot be used, because it must not end in a dot.
         "metadata": {"name": f"{name}.{time.time_ns():x}", "namespace": namespace},
         "eventTime": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
         "reportingController": f"{resources.LLM_SERVICE.group}/operator",

@@ -71,7 +71,7 @@ class TemplateRevision:
             body = decompress(text)
             return cls(body["spec"], body["plan"], body["template"], body["engine"])
         except (ValueError, KeyError, TypeError):
-            # Changed by hand: the pods are rendered anew.
+            # A user changed the annotation, so the pods are rendered again.
             return None
 
     @property

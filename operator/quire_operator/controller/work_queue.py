@@ -89,7 +89,7 @@ class WorkQueue(Generic[K]):
             self._wakeup.clear()
             timeout_s = self._heap[0][0] - now if self._heap else None
             try:
-                # Not wait_for: before Python 3.12 it can lose a cancellation.
+                # Do not use `asyncio.wait_for` here. Before Python 3.12, it can lose a cancellation.
                 async with asyncio.timeout(timeout_s):
                     await self._wakeup.wait()
             except TimeoutError:

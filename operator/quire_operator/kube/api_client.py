@@ -119,7 +119,7 @@ class ApiClient(ApiSession):
         try:
             return await self.request("PATCH", path, status_patch(manifest), params=params, content_type=_JSON_PATCH)
         except InvalidObject as error:
-            # A failed precondition and an invalid status are both 422.
+            # The API server returns 422 both for a failed precondition and for an invalid status.
             if meets_preconditions(manifest, await self.list_one(resource, meta["namespace"], meta["name"])):
                 raise
             raise WriteConflict(f"{error} (the object has changed, or was replaced)", error.status) from error

@@ -49,7 +49,7 @@ class ApiSession:
         self._sockets: WeakSet[socket.socket] = WeakSet()
 
     async def __aenter__(self) -> Self:
-        # Each watch keeps a connection for ever, so watches have a pool of their own.
+        # Each watch keeps its connection open, so watches have a separate connection pool.
         self._session = aiohttp.ClientSession(connector=self._create_connector(_MAX_CONNECTIONS), auto_decompress=True)
         self._watch_session = aiohttp.ClientSession(connector=self._create_connector(0))
         return self
@@ -57,8 +57,8 @@ class ApiSession:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
         await self._watch_session.close()
-        # For a cancelled request aiohttp starts the TLS shutdown and drops the connection. The shutdown waits for the
-        # server, which may be busy or gone.
+        # When a request is cancelled, aiohttp starts the TLS shutdown and forgets the connection. The shutdown waits
+        # for the server, but the server may be busy or may no longer exist.
         for sock in list(self._sockets):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -99,7 +99,7 @@ class ApiSession:
                 if delay_s is None or retry_after_s > _MAX_RETRY_AFTER_S or method not in _RETRIABLE_METHODS:
                     raise
                 await asyncio.sleep(max(retry_after_s, delay_s * random.uniform(0.5, 1.0)))
-        raise AssertionError("the last attempt returns or raises")
+        raise AssertionError("unreachable, because the last attempt returns or raises")
 
     async def _request(
         self, method: str, path: str, data: bytes | None, params: Mapping[str, str] | None, headers: Mapping[str, str]
@@ -113,11 +113,12 @@ class ApiSession:
                 ) as response:
                     content = await response.read()
             if response.status == 401 and not is_last_attempt:
-                # ServiceAccount tokens are replaced before they expire, but clocks differ.
+                # ServiceAccount tokens are replaced before they expire. But if the clocks differ, a token can expire
+                # early.
                 self.cluster_config.invalidate_token(auth_headers)
                 continue
             return _parse_response(request_line, response, content)
-        raise AssertionError("the second attempt returns or raises")
+        raise AssertionError("unreachable, because the second attempt returns or raises")
 
     def _send(
         self,
@@ -167,7 +168,7 @@ class ApiSession:
                 _parse_response(request_line, response, await response.read())
             yield _iter_lines(response.content)
         finally:
-            # A TLS shutdown would wait for the server, which may be gone.
+            # A TLS shutdown would wait for the server, but the server may no longer exist.
             if response.connection is not None and response.connection.transport is not None:
                 response.connection.transport.abort()
             response.close()
@@ -190,7 +191,10 @@ def _parse_response(request_line: str, response: aiohttp.ClientResponse, content
     if response.status >= 300:
         raise error_from_response(request_line, response.status, body, response.headers.get("Retry-After"))
     if not isinstance(body, dict):
-        message = f"{request_line}: response is not JSON, got {body!r}; check for a proxy in between"
+        message = (
+            f"{request_line}: the response is not a JSON object, got {body!r}; check whether a proxy answers instead "
+            "of the API server"
+        )
         raise ApiServerUnavailable(message, response.status)
     return body
 

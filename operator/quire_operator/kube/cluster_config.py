@@ -94,7 +94,7 @@ class ClusterConfig:
     def _on_plugin_done(self, task: "asyncio.Task[ExecCredential]") -> None:
         self._plugin_task = None
         if not task.cancelled():
-            task.exception()  # all waiting requests may have been cancelled
+            task.exception()  # Without this, asyncio would log an error if all waiting requests were cancelled.
 
     @classmethod
     def from_environment(cls, kubeconfig: str | None = None, context: str | None = None) -> "ClusterConfig":
@@ -140,7 +140,7 @@ class ClusterConfig:
             server = cluster["server"].rstrip("/")
             ssl_context = _build_ssl_context(cluster, user, path.parent) if server.startswith("https://") else None
             proxy_url = _check_proxy_url(cluster.get("proxy-url"))
-        # ssl's errors are OSErrors, and those of base64 ValueErrors.
+        # The ssl module raises OSErrors, and the base64 module raises ValueErrors.
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"kubeconfig {path}: {error!r}; see kubectl config view --kubeconfig {path}") from error
         return cls(

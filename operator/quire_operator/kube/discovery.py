@@ -46,7 +46,8 @@ class Discovery:
                 if resource.plural in await _served_plurals(self._client, resource.root):
                     available.add(resource)
             except ApiError as error:
-                # One group, such as that of an aggregated API, must not delay the others: it stays as it was.
+                # If one group fails, for example the group of an aggregated API, the other groups must not wait for it.
+                # The kinds of the failed group keep their last state.
                 errors.append(error)
                 available |= {resource} & self._available
         if len(errors) == len(OPTIONAL_RESOURCES):

@@ -58,9 +58,12 @@ class ExecPlugin:
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{location}: {error!r}; the entry must contain command and apiVersion") from error
         if entry.get("interactiveMode") == "Always":
-            raise ConfigError(f"{location}.interactiveMode: Always needs a terminal; use IfAvailable or Never")
+            raise ConfigError(
+                f"{location}.interactiveMode: Always needs a terminal, but none exists here; use IfAvailable or Never"
+            )
         if os.sep in command:
-            # As kubectl does; a bare name is looked up in PATH.
+            # As in kubectl, a path is relative to the folder of the kubeconfig. A name without a slash is searched in
+            # PATH.
             command = str(kubeconfig.parent.absolute() / command)
         return cls((command, *args), api_version, env, str(entry.get("installHint") or "").strip())
 
@@ -90,7 +93,7 @@ class ExecPlugin:
             raise self._error(f"no answer within {_TIMEOUT_S:g} s") from error
         finally:
             if process.returncode is None:
-                # The whole session: a child may keep the pipes open.
+                # Kill the whole process group, because a child of the plugin may keep the pipes open.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
@@ -109,7 +112,9 @@ class ExecPlugin:
         token = status.get("token")
         if not token or not isinstance(token, str):
             keys = ", ".join(sorted(status)) or "nothing"
-            raise self._error("no token in its output", f"its status has {keys}; client certificates are not supported")
+            raise self._error(
+                "no token in its output", f"its status contains {keys}; client certificates are not supported"
+            )
         return ExecCredential(token, expires_at)
 
     def _error(self, reason: str, details: str = "") -> Unavailable:

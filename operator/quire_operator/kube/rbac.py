@@ -34,13 +34,19 @@ _OWNED_VERBS = ("create", "delete", "get", "list", "patch", "watch")
 RULES: tuple[PolicyRule, ...] = (
     PolicyRule(resources.LLM_SERVICE, ("list", "watch")),
     PolicyRule(resources.LLM_SERVICE, ("patch",), "status"),
-    # Owner references with blockOwnerDeletion need it if the API server checks them, as in OpenShift.
+    # Some API servers check owner references with blockOwnerDeletion, for example in OpenShift. They require this
+    # permission.
     PolicyRule(resources.LLM_SERVICE, ("update",), "finalizers"),
-    # No list and no watch: the operator reads Secrets by name, those of sources and its own.
+    # The operator needs neither list nor watch, because it reads Secrets only by name: its own Secrets and those of
+    # sources.
     PolicyRule(resources.SECRET, ("create", "delete", "get", "patch")),
     *(PolicyRule(kind, _OWNED_VERBS) for kind in resources.CHILD_RESOURCES if kind is not resources.SECRET),
     PolicyRule(resources.REPLICA_SET, ("list", "watch")),
     PolicyRule(resources.POD, ("list", "watch")),
     PolicyRule(resources.EVENT, ("create", "list")),
-    PolicyRule(resources.NODE, ("list",), optional="GPUs are known from spec.gpu and the table of products only"),
+    PolicyRule(
+        resources.NODE,
+        ("list",),
+        optional="without it, the operator knows GPUs only from spec.gpu and the table of products",
+    ),
 )

@@ -112,7 +112,7 @@ class Reflector:
                 failures = 1 if was_established else failures + 1
                 retry_delay_s = backoff(failures, _FIRST_BACKOFF_S, self._timeouts.max_backoff_s, jitter=0.5)
                 delay_s = max(getattr(error, "retry_after_s", None) or 0.0, retry_delay_s)
-                # API servers before 1.25 send no bookmarks of a kind of which nothing ever happened.
+                # API servers before 1.25 do not send bookmarks for a kind if none of its objects ever changed.
                 was_idle = was_established and isinstance(error, TimeoutError)
                 logger.log(
                     logging.INFO if was_idle else logging.WARNING,
@@ -151,7 +151,8 @@ class Reflector:
     def _handle_event(self, event: dict[str, Any]) -> None:
         event_type, body = event["type"], event["object"]
         if event_type == "ERROR":
-            self._resource_version = ""  # as client-go does: the next attempt may get the same error from there
+            # Like client-go, list again: if the watch continued from this version, it could get the same error.
+            self._resource_version = ""
             raise error_from_event(event, f"watch of {self.resource.plural}")
         if event_type == "DELETED":
             self._store.remove(self.resource, body)

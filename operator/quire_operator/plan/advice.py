@@ -175,8 +175,9 @@ def _utilization_risk(inputs: PlannerInputs, candidate: Candidate) -> str:
     if unreserved >= required:
         return ""
     return (
-        f"spec.engine.gpuMemoryUtilization {inputs.engine.gpuMemoryUtilization} leaves {unreserved / GIB:.1f} GiB, "
-        f"but CUDA graphs and the server need about {required / GIB:.1f} GiB; lower it."
+        f"spec.engine.gpuMemoryUtilization {inputs.engine.gpuMemoryUtilization} leaves only "
+        f"{unreserved / GIB:.1f} GiB free, but CUDA graphs and the server need about {required / GIB:.1f} GiB; "
+        "lower it."
     )
 
 

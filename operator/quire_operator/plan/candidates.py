@@ -95,7 +95,7 @@ def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidat
     utilization = _utilization(inputs, tp)
     per_token = limits.kv_bytes_per_token(inputs, tp)
     kv_bytes = _kv_bytes(inputs, tp, costs, utilization, seqs, per_token)
-    # In all layers. More fit if blocks leave a window.
+    # This number of tokens fits if all layers keep all tokens. More fit if layers with a sliding window free KV blocks.
     pool_tokens = min(max(0, kv_bytes // per_token), MAX_KV_TOKENS)
     length = _context_length(inputs, pool_tokens)
     kv_tokens = pool_tokens

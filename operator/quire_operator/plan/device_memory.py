@@ -97,7 +97,7 @@ def activation_bytes(shape: ModelConfig, num_tokens: int, num_seqs: int, element
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     layer = num_tokens * element_bytes * (4 * shape.hidden_size + (3 * shape.intermediate_size + heads) // tp)
     if shape.moe is not None:
-        # Each token is copied to its experts.
+        # Each token is copied once for each of its experts.
         per_expert = 2 * shape.hidden_size + (3 * shape.moe.intermediate_size + heads) // tp
         layer = max(layer, num_tokens * element_bytes * (4 * shape.hidden_size + shape.moe.top_k * per_expert))
     sampling = num_seqs * shape.vocab_size * _SAMPLING_BYTES

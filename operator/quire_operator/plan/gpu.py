@@ -80,7 +80,7 @@ class GpuInfo:
         A MIG resource has its own labels, for example nvidia.com/mig-3g.40gb.memory.
 
         Raises:
-            Unplannable: pods share the node's GPUs by time-slicing or MPS, which do not partition memory.
+            Unplannable: pods share the node's GPUs through time-slicing or MPS. Neither of them partitions the memory.
         """
         prefix = resource if resource.startswith(_MIG_RESOURCES) else GPU_RESOURCE
         product, memory = labels.get(f"{prefix}.product"), _int_label(labels, f"{prefix}.memory")
@@ -90,8 +90,8 @@ class GpuInfo:
             raise Unplannable(
                 UnplannableReason.SHARED_GPU,
                 f"spec.gpu.product: nodes with {product} share each GPU among {num_sharing} pods "
-                "and do not partition its memory; use whole GPUs or MIG slices, or set spec.gpu.memory to "
-                "the memory of one pod",
+                "but do not partition its memory; use whole GPUs or MIG slices, or set spec.gpu.memory to "
+                "the memory that one pod can use",
             )
         major, minor = (_int_label(labels, f"{GPU_RESOURCE}.compute.{part}") for part in ("major", "minor"))
         compute_capability = None if major is None or minor is None else (major, minor)

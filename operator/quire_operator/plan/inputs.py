@@ -90,12 +90,12 @@ class PlannerInputs:
                 "config": self.draft.config_digest,
                 "weightsBytes": self.draft.file_bytes,
             },
-            # Absent for the default, as below.
+            # The default is omitted, for the same reason as below.
             "openai": None if self.num_openai_fronts == 1 else self.num_openai_fronts,
             "lora": to_json(self.lora) if self.lora.maxLoaded else {"maxLoaded": 0},
             "engine": {
                 **{name: getattr(engine, name) for name in _PLANNED_ENGINE_FIELDS},
-                # Absent for the default, so that plans made before this field existed keep their hash.
+                # The default is omitted. Therefore, plans that were made before this field existed keep their hash.
                 "kvCacheDtype": None if engine.kvCacheDtype == "auto" else engine.kvCacheDtype,
             },
         }

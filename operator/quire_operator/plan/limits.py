@@ -84,7 +84,7 @@ def check_dtypes(inputs: PlannerInputs) -> None:
         message = f"spec.engine.dtype: {_describe_dtype(inputs)}, {fix}"
         raise Unplannable(UnplannableReason.UNSUPPORTED_DTYPE, message)
     if inputs.gpu is not None and inputs.engine.kvCacheDtype == "int8_per_token_head":
-        fix = "GPUs have no kernels for it; set it to fp8 or auto"
+        fix = "the engine supports this dtype only on CPUs; set it to fp8 or auto"
         raise Unplannable(UnplannableReason.UNSUPPORTED_DTYPE, f"spec.engine.kvCacheDtype: int8_per_token_head: {fix}")
     if inputs.gpu is not None and (problem := dtype_error(inputs, inputs.gpu)):
         raise Unplannable(UnplannableReason.UNSUPPORTED_DTYPE, problem)
@@ -126,7 +126,7 @@ def check_speculation(inputs: PlannerInputs) -> None:
     """Check that the engine can use spec.engine.speculativeConfig with this model.
 
     Raises:
-        Unplannable: it cannot.
+        Unplannable: the engine cannot use it with this model.
     """
     speculative, shape = inputs.engine.speculativeConfig, inputs.model.shape
     if speculative is None:
@@ -209,14 +209,15 @@ def draft_bytes(inputs: PlannerInputs, tp: int) -> int:
     if draft is None:
         return 0
     if draft.checkpoint is None:
-        # A head without an embedding of its own reads the model's, of which each of several ranks has a shard.
+        # A draft head without its own embedding uses the model's embedding. With several ranks, each rank has only a
+        # shard of that embedding, so the head needs a full copy.
         shape = inputs.model.shape
         needs_copy = draft.kv_shape is not None and not draft.has_embedding and tp > 1
         embedding = shape.vocab_size * shape.embedding_size if needs_copy else 0
         return device_memory.weights_bytes((draft.num_elements + embedding) * element_bytes(inputs), 1)
     engine = replace(inputs.engine, quantization=None)
     if inputs.gpu is not None:
-        # A draft model is computed in the dtype of the model.
+        # The draft model runs in the dtype of the model.
         engine = replace(engine, dtype=inputs.engine.dtype or inputs.model.dtype)
     loaded = loaded_weights_bytes(replace(inputs, model=draft.checkpoint, engine=engine), 1)
     return device_memory.weights_bytes(loaded, 1)

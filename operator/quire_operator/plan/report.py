@@ -129,7 +129,7 @@ def _model_rows(plan: Plan, lora_note: str = "") -> list[MemoryRow]:
     kv_note = f"{plan.kvTokens} tokens, {plan.concurrency:.1f} requests of {plan.maxModelLen.value}"
     return [
         MemoryRow("W", "44", "weights", sizes.weights),
-        MemoryRow("d", "106", "draft model", sizes.draft, "its KV cache is part of the KV cache below"),
+        MemoryRow("d", "106", "draft model", sizes.draft, "without its KV cache, which is part of the KV cache below"),
         MemoryRow("s", "45", "step", sizes.activations, f"up to {plan.maxNumBatchedTokens.value} tokens in a step"),
         MemoryRow("o", "100", "other libraries", sizes.nonTorch),
         MemoryRow("A", "43", "adapters", sizes.lora, lora_note),

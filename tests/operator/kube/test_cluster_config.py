@@ -190,7 +190,7 @@ async def test_a_plugin_is_told_what_kubectl_tells_it(tmp_path):
         ("echo '[]'", "its output is not an ExecCredential"),
         ("""echo '{"status": null}'""", "its output is not an ExecCredential"),
         ("""echo '{"status": {"token": "t", "expirationTimestamp": "soon"}}'""", "its output is not an ExecCredential"),
-        ("""echo '{"status": {"clientCertificateData": "x"}}'""", "its status has clientCertificateData; client"),
+        ("""echo '{"status": {"clientCertificateData": "x"}}'""", "its status contains clientCertificateData; client"),
         ("""echo '{"status": {"token": ""}}'""", "no token in its output"),
     ],
 )

@@ -249,7 +249,8 @@ def test_unplannable_messages_have_field_value_and_fix():
     )
     assert unplannable("8b", H100, "lora: {maxLoaded: 0}\nengine: {kvCacheDtype: int8_per_token_head}") == (
         UnplannableReason.UNSUPPORTED_DTYPE,
-        "spec.engine.kvCacheDtype: int8_per_token_head: GPUs have no kernels for it; set it to fp8 or auto",
+        "spec.engine.kvCacheDtype: int8_per_token_head: the engine supports this dtype only on CPUs; set it to fp8 or "
+        "auto",
     )
 
 

@@ -151,7 +151,8 @@ class PodAdminClient:
             # If the visit waited for the semaphore until the time was almost over, the pod is not marked as
             # unresponsive.
             timed_out = time.monotonic() - acquired_at > timeout_s / 2
-            # The same text for both timeouts: a status that changed with each pass would be written with each.
+            # The text is the same for both timeouts. If it changed from pass to pass, the status would be written in
+            # each pass.
             message = "not visited: too many pods do not respond"
             if timed_out:
                 message = f"no response within {self._total_timeout_s:g} s"
@@ -162,7 +163,7 @@ class PodAdminClient:
         except _Rejected as rejection:
             result, message = rejection.result, str(rejection)
         self._record_visit(result, time.monotonic() - started_at)
-        # A pod or a proxy may return the request's header.
+        # The response of a pod or of a proxy can repeat the request's headers, which contain the key.
         message = to_single_line(message.replace(admin_key, "***") if admin_key else message, _MAX_ERROR)
         if result is VisitResult.PUSHED:
             logger.info("catalog pushed pod=%s", pod.name)
@@ -173,7 +174,7 @@ class PodAdminClient:
     def _mark_unresponsive(self, pod: PodState) -> None:
         """Record that a pod did not respond, although it had the full timeout."""
         if len(self._unresponsive_since) >= 10_000:
-            # Most entries are of deleted pods, which are not visited again.
+            # Most entries belong to deleted pods, which are not visited again.
             self._unresponsive_since.clear()
         self._unresponsive_since[pod.uid] = time.monotonic()
 
@@ -292,7 +293,7 @@ def _rejection(status: int, text: bytes, request: str) -> _Rejected:
     except (ValueError, RecursionError, KeyError, TypeError):
         message = text[:_MAX_ERROR].decode(errors="replace")
     if status in (401, 403):
-        hint = "the key in its admin Secret is not the operator's; a changed Secret reaches a pod within two minutes"
+        hint = "the pod has another admin key than the operator; after a Secret changes, pods get it within two minutes"
         return _Rejected(VisitResult.UNAUTHORIZED, f"{request}: HTTP {status}: {hint}")
     if status == 409:
         return _Rejected(VisitResult.AHEAD, message)

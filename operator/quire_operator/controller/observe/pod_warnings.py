@@ -73,7 +73,7 @@ def latest_warning(events: Iterable[dict[str, Any]]) -> str:
     """
     relevant = sorted((event for event in events if event.get("reason") != "FailedScheduling"), key=_event_time)
     last_normal = max((_event_time(event) for event in relevant if event.get("type") != "Warning"), default="")
-    # Both can have the same second, such as Scheduled and FailedMount.
+    # Both events can have a timestamp in the same second, for example Scheduled and FailedMount.
     warnings = [event for event in relevant if event.get("type") == "Warning" and _event_time(event) >= last_normal]
     if not warnings:
         return ""

@@ -103,7 +103,7 @@ class SecretStore:
         known_uid, value = self._admin_keys.get(key, ("", ""))
         if known_uid != uid or key in self._unwritten_keys:
             cached = await self.get(key[0], object_names.admin_secret(key[1]))
-            # Not the Secret of a deleted service of the same name.
+            # The Secret may belong to a deleted service of the same name. Then it is not used.
             is_owned = cached.body is not None and controller_uid(cached.body) in (uid, "")
             stored_key = cached.values.get(object_names.ADMIN_KEY_FIELD) if is_owned else None
             value = stored_key or (value if known_uid == uid else secrets.token_urlsafe(32))

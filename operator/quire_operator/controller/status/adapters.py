@@ -97,7 +97,7 @@ def common_model_names(ready_pods: Sequence[PodState]) -> list[str]:
         return []
     first, *remaining = [pod.report.models for pod in ready_pods if pod.report]
     common = set(first).intersection(*remaining)
-    # Limited as in the schema: a faulty pod must not prevent writing the status.
+    # The schema of the CRD has the same limits. A faulty pod must not prevent the operator from writing the status.
     return [name for name in dict.fromkeys(first) if name in common and _is_name(name)][:_MAX_MODELS]
 
 

@@ -138,7 +138,7 @@ def _format_message(condition: Condition) -> str:
 
 
 def _truncate(text: str, limit: int) -> str:
-    # The API server changes text that is invalid in UTF-8, which would then differ for ever.
+    # The API server changes text that is not valid UTF-8. The stored text would then always differ from ours.
     text = text.encode(errors="replace").decode()
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
 

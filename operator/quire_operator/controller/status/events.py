@@ -120,8 +120,8 @@ def _plan_events(previous: Mapping[str, Any], status: Mapping[str, Any]) -> Iter
     drift = kv_token_drift(new) or 0.0
     previous_drift = (kv_token_drift(old) or 0.0) if old.get("inputsHash") == new["inputsHash"] else 0.0
     if abs(drift) > MAX_KV_TOKEN_DRIFT >= abs(previous_drift):
-        comparison = f"{abs(drift):.0%} {'fewer' if drift < 0 else 'more'} than the {new['kvTokens']} planned"
-        gpu_cause = "something else is in the memory of the GPU, or " if new.get("gpu") else ""
+        comparison = f"{abs(drift):.0%} {'fewer' if drift < 0 else 'more'} than the {new['kvTokens']} in the plan"
+        gpu_cause = "another process uses the GPU's memory, or " if new.get("gpu") else ""
         message = (
             f"the engine has room for {new['measured']['kvTokens']} KV tokens, {comparison}; {gpu_cause}the plan is "
             "wrong for this model"

@@ -26,11 +26,12 @@ def evaluate_model_cache(
     planned_bytes = planning.plan.modelBytes if planning.plan else None
     previous_cache = previous.get("cache") or {}
     if planning.read_error is not None:
-        # No Job is created without a plan; the error that prevents the plan would prevent the Job too.
+        # Without a plan, no Job is created. The error that prevents the plan would also prevent the Job from
+        # succeeding.
         reason, message = _explain_result(service, planning.read_error, planning.waiting_for)
         return _condition(False, reason, f"{message}; it is tried again"), {"state": "Failed"}
     if planning.spec_error:
-        # Nothing is applied, and the observed objects may have another source.
+        # While the spec is invalid, nothing is applied. The observed objects may belong to another source of the model.
         message = "unknown: the spec is invalid, see ConfigValid"
         return Condition(ConditionType.MODEL_CACHED, None, Reason.INVALID, message), dict(previous_cache) or {
             "state": "Pending"
@@ -46,7 +47,7 @@ def evaluate_model_cache(
         )
         return _evaluate_job_download(service, observed, previous_cache, progress_fields)
     if mode == "EmptyDir":
-        # The other Jobs belong to an earlier spec.
+        # Pods with other download folders belong to an earlier spec.
         folders = tuple(model_storage.download_folders(service))
         pods = [pod for pod in observed.pods if pod.download_folders == folders]
         return _evaluate_pod_downloads(
@@ -101,8 +102,9 @@ def _evaluate_job_download(
     results = [outcome for pod in pods if (outcome := _download_result(pod))]
     last_result = results[-1] if results else None
     if job_succeeded(observed.job, observed.claim):
-        # The Job's pod may be deleted with its result, and a pod that downloaded nothing does not know the commit. The
-        # Job's event may also come before its last pod's: the result of an earlier attempt is not used.
+        # The commit of the model can be unknown: the Job's pod may have been deleted together with its result, and a
+        # pod that downloaded nothing does not know the commit. The event of the Job may also arrive before the event of
+        # its last pod. Therefore, results of earlier attempts are not used.
         succeeded = [outcome for outcome in results if outcome.result is DownloadReason.DOWNLOADED]
         cache = (dict(previous_cache) if previous_cache.get("state") == "Ready" else {}) | _cache_fields(
             "Ready", succeeded[-1] if succeeded else None
@@ -173,7 +175,7 @@ def _explain_failure(
         details = (
             f"{terminated.reason} (exit code {terminated.exit_code}) {terminated.message}"
             if terminated
-            else "no pod of it is left"
+            else "all pods of the download have been deleted"
         )
         return Reason.DOWNLOAD_FAILED, f"{_describe_sources(service)}: {details}"
     return _explain_result(service, last_result.result, last_result.message)
@@ -191,9 +193,9 @@ def _explain_waiting(observed: ObservedState, pods: list[PodState], last_result:
     """Return the reason why a download has not started yet."""
     if observed.claim and is_terminating(observed.claim):
         return (
-            f"claim {observed.claim['metadata']['name']} is being deleted, and exists until its last pod ends; then "
-            "the operator creates it again, and the download starts. Until then no new pod can start. To delete the "
-            "claim now, set spec.replicas to 0 until the download ends"
+            f"claim {observed.claim['metadata']['name']} is being deleted, but it exists until the last pod that "
+            "uses it ends. Then the operator creates it again, and the download starts. Until then, no new pod can "
+            "start. To delete the claim now, set spec.replicas to 0 until the download ends"
         )
     if observed.job is None:
         return "the download Job is being created"

@@ -145,12 +145,14 @@ def _config_valid(planning: PlanningResult, observed: ObservedState) -> Conditio
     if observed.unknown_fields:
         fields = ", ".join(observed.unknown_fields)
         omissions.append(
-            f"the API server does not support {fields}, so it was omitted; correct it, or remove it from the spec"
+            f"the API server does not support {fields}, so the operator omitted it; correct it, or remove it from the "
+            "spec"
         )
     if observed.unavailable_kinds:
         kind_names = ", ".join(observed.unavailable_kinds)
         omissions.append(
-            f"the API server does not serve {kind_names}, so it was omitted; install it, or remove it from the spec"
+            f"the API server does not serve {kind_names}, so the operator omitted it; install it, or remove it from "
+            "the spec"
         )
     if omissions:
         reason = Reason.FIELDS_LEFT_OUT if observed.unknown_fields else Reason.KINDS_LEFT_OUT
@@ -220,7 +222,8 @@ def kv_token_drift(plan: Mapping[str, Any]) -> float | None:
     if measured is None or not planned:
         return None
     if (plan.get("dtype") or {}).get("value") == "auto":
-        # On a CPU, where float32 is counted; the engine may take a type of half the size, which doubles the tokens.
+        # This is a plan for a CPU, and it assumes float32. If the engine selects a dtype of half the size, twice as
+        # many KV tokens fit.
         planned = min(max(planned, measured), 2 * planned)
     return float(measured / planned - 1)
 
