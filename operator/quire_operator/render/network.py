@@ -41,7 +41,8 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
     ports = service.spec.runtime.ports
     client_ports = [service.ports[name] for name in ("http", "grpc", "openai") if name in service.ports]
     clients = list(service.spec.networking.networkPolicy.ingressFrom) or [{"podSelector": {}}]
-    # An endpoint picker reads the metrics too. The spec names its Service, but the labels of its pods are unknown.
+    # An endpoint picker also reads the metrics. The spec contains the name of its Service, but not the labels of its
+    # pods. Therefore, all pods of the namespace are allowed.
     endpoint_pickers: list[Manifest] = [{"podSelector": {}}] if service.spec.networking.inferencePool else []
     ingress = [
         {"from": clients, "ports": _tcp_ports(*client_ports)},
@@ -80,7 +81,7 @@ def source_ports(service: LLMService, sources: list[Source]) -> list[int]:
 def _url_port(url: str) -> int:
     """Return the port of a URL."""
     try:
-        # The URL of a proxy can have no scheme.
+        # The URL of a proxy is allowed to omit the scheme.
         split_url = urlsplit(url if "://" in url else f"http://{url}")
         return split_url.port or (80 if split_url.scheme == "http" else 443)
     except ValueError as error:
@@ -94,7 +95,8 @@ def pod_monitor(service: LLMService) -> Manifest:
         "podMetricsEndpoints": [{"port": "health", "path": "/metrics", "interval": "15s"}],
     }
     manifest = new_manifest("monitoring.coreos.com/v1", "PodMonitor", service, service.name, spec=spec)
-    # The operator selects its objects by these labels. Without them it would create the PodMonitor again in each pass.
+    # The operator selects its objects by these labels, so users must not override them. Otherwise, each pass would
+    # create the PodMonitor again.
     reserved_labels = {object_names.MANAGED_BY, object_names.INSTANCE, object_names.COMPONENT}
     metrics_labels = service.spec.observability.metricsLabels
     manifest["metadata"]["labels"] |= {k: v for k, v in metrics_labels.items() if k not in reserved_labels}
@@ -104,7 +106,7 @@ def pod_monitor(service: LLMService) -> Manifest:
 def inference_pool(service: LLMService) -> Manifest:
     """Return the InferencePool of the Gateway API inference extension."""
     pool = service.spec.networking.inferencePool
-    assert pool is not None, "rendered only if spec.networking.inferencePool is set"
+    assert pool is not None, "an InferencePool is rendered only if spec.networking.inferencePool is set"
     picker = pool.endpointPicker
     picker_ref = {"name": picker.name, "port": {"number": picker.port}, "failureMode": picker.failureMode}
     spec = {
@@ -124,7 +126,8 @@ def _service_manifest(service: LLMService, name: str, options: Manifest) -> Mani
         **options,
         "selector": object_names.selector_labels(service, object_names.SERVER),
         "ports": [
-            # The protocol is part of an entry's key: without it, server-side apply before 1.21 rejects the list.
+            # The protocol is part of the key of an entry. Without it, server-side apply of API servers before 1.21
+            # rejects the list.
             {"name": n, "port": port, "protocol": "TCP", "targetPort": n, "appProtocol": protocols[n]}
             for n, port in service.ports.items()
         ],

@@ -30,7 +30,8 @@ def openai_arguments(
         yield f"--openai-api-keys-dir={api_keys_dir}"
     if tls_dir is not None:
         yield from (f"--openai-ssl-{option}={tls_dir}/{file}" for option, file in TLS_FILES.items())
-    # Only values that differ from the server's own defaults, so that pods of other images understand them.
+    # Yield an option only if its value differs from the server's default. Pods with another image may not
+    # support the option.
     if openai.apiServerCount > 1:
         yield f"--openai-api-server-count={openai.apiServerCount}"
     if openai.sharedPrefixCache:

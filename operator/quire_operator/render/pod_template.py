@@ -67,11 +67,13 @@ def _validate(spec: Mapping[str, Any]) -> None:
         entries = spec.get(field)
         if not isinstance(entries, list) or not all(isinstance(e, Mapping) and "name" in e for e in entries):
             raise ConfigError(
-                f"{field_path}.{field}: must be a list of objects with names; change or add single entries"
+                f"{field_path}.{field}: must be a list of objects with names; change or add entries, but do "
+                "not replace the list"
             )
     if [c["name"] for c in spec["containers"]].count(SERVER_CONTAINER) != 1:
         raise ConfigError(
-            f"{field_path}.containers: the container {SERVER_CONTAINER!r} must not be removed; change its fields"
+            f"{field_path}.containers: the container {SERVER_CONTAINER!r} must not be removed; change its fields "
+            "instead"
         )
 
 
@@ -83,7 +85,8 @@ def drain_seconds(service: LLMService) -> int:
 def startup_seconds(plan: Plan) -> int:
     """Return the maximum number of seconds until a container is ready. It depends on the number of bytes that the
     container loads."""
-    # The time of an init container's download does not count, because the kubelet starts the probes after it.
+    # If an init container downloads the model, its time is not included, because the kubelet starts the probes only
+    # after the init containers.
     return start_seconds(plan.modelBytes, downloads=False, gpu=plan.gpu is not None)
 
 
@@ -151,8 +154,8 @@ def _server_container(service: LLMService, plan: Plan) -> Manifest:
         "startupProbe": _probe("ready", _STARTUP_PERIOD_S, math.ceil(startup_seconds(plan) / _STARTUP_PERIOD_S)),
         "readinessProbe": _probe("ready", 5, failures=2),
         "livenessProbe": _probe("live", 10, failures=6),
-        # Not the sleep action, because API servers before 1.29 ignore it. The file lets the OpenAI front close its
-        # connections, which otherwise stay with this pod.
+        # The hook does not use the sleep action, because API servers before 1.29 ignore it. When the file exists, the
+        # OpenAI front closes its connections. Otherwise, clients would continue to use the connections to this pod.
         "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", f"touch {closing_file}; sleep {PROPAGATION_S}"]}}},
         "securityContext": security_context.container_security_context(service.spec.security.readOnlyRootFilesystem),
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -207,8 +210,8 @@ def _resources(service: LLMService, plan: Plan) -> Manifest:
     count = plan.gpu.count if plan.gpu else 0
     memory = runtime.memory or f"{plan.hostBytes.total // 2**20}Mi"
     requests = {"cpu": runtime.cpu or str(_BASE_CPU_CORES + count), "memory": memory}
-    # On a CPU the model is in host memory, and a pod without a limit could exhaust the node. On a GPU the planned host
-    # memory is only an estimate, and exceeding it should not kill the pod.
+    # On a CPU, the model is in host memory, so a pod without a limit could use all memory of the node. On a GPU, the
+    # plan only estimates the host memory. If a pod uses more than the estimate, it should not be killed.
     limits = {"memory": memory} if runtime.memory or not count else {}
     if count:
         limits[gpu.resourceName if gpu else GPU_RESOURCE] = str(count)
@@ -247,7 +250,7 @@ def _chat_template_volume(service: LLMService) -> Manifest | None:
 
 def _volume_mounts(service: LLMService) -> list[Manifest]:
     mounts: list[Manifest] = [
-        # Whole folders, not subPath, because a mount with subPath is never updated.
+        # Whole folders are mounted, because the kubelet never updates a mount with subPath.
         {"name": "engine", "mountPath": object_names.ENGINE_DIR, "readOnly": True},
         {"name": "catalogue", "mountPath": object_names.ADAPTER_CATALOG_DIR, "readOnly": True},
         {"name": "admin", "mountPath": object_names.ADMIN_DIR, "readOnly": True},
@@ -275,7 +278,8 @@ def _volumes(service: LLMService, plan: Plan, engine_configmap: str) -> list[Man
         {"name": "engine", "configMap": {"name": engine_configmap}},
         {"name": "catalogue", "configMap": {"name": object_names.adapter_configmap(service.name)}},
         {"name": "admin", "secret": {"secretName": object_names.admin_secret(service.name), "defaultMode": 0o440}},
-        # Optional: the Secret exists only if a source references one. It can be added later without a restart.
+        # The Secret is optional, because it exists only if a source refers to a Secret. It can be added later without a
+        # restart.
         {"name": "credentials", "secret": {"secretName": credentials, "optional": True, "defaultMode": 0o440}},
         {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "16Mi"}},
         {"name": "cache", "emptyDir": {}},
@@ -286,7 +290,8 @@ def _volumes(service: LLMService, plan: Plan, engine_configmap: str) -> list[Man
     if model_storage.cache_mode(service) != "None":
         volumes.append(model_storage.volume(service, plan))
     for name, (_, secret) in _openai_secrets(service).items():
-        # Not optional: a pod without the Secret waits with an event that names it, instead of rejecting all requests.
+        # The Secret is required. If it is missing, the pod waits, and an event names the Secret. If it were optional,
+        # the pod would start and reject all requests.
         volumes.append({"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}})
     if volume := _chat_template_volume(service):
         volumes.append(volume)

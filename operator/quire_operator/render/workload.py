@@ -14,7 +14,8 @@ number."""
 def deployment(service: LLMService, plan: Plan, template: Manifest) -> Manifest:
     """Return the Deployment with the pod template."""
     rollout = service.spec.rollout
-    # Not on the pods: different inputs can give the same plan, and then pods must not be replaced.
+    # The annotation is not on the pods, because it would replace them when it changes. But different inputs can lead to
+    # the same plan, and then the pods must stay.
     annotations = {object_names.PLAN_ANNOTATION: plan.inputsHash}
     spec = {
         "replicas": service.spec.replicas,
