@@ -106,8 +106,9 @@ def torch_requirement(pip: list[str]) -> str | None:
     if candidates:
         return f"torch=={candidates[-1][1]}"
     print_progress(
-        "note: the configured package index has no CPU build of torch. The default build will be installed, with\n"
-        "      several GB of CUDA libraries. To avoid it, stop now and set PIP_EXTRA_INDEX_URL to PyTorch's CPU index."
+        "note: the configured package index has no CPU build of torch. Therefore, the default build is installed, and\n"
+        "      it needs several GB of CUDA libraries. To avoid this, stop now and set PIP_EXTRA_INDEX_URL to\n"
+        "      PyTorch's CPU index."
     )
     return None
 
@@ -189,10 +190,10 @@ def main() -> None:
     if arguments.check_only:
         print_progress("nothing is missing")
         if shutil.which("g++") is None:
-            print_progress("g++ is not installed: CPUs run without compiled kernels")
+            print_progress("g++ is not installed, so CPUs run without the compiled kernels")
         if None in (shutil.which("chromium"), shutil.which("chromedriver")):
             print_progress(
-                "chromium is not installed: the live page is not tested in a browser (apt-get install chromium "
+                "chromium is not installed, so tests do not open the live page in a browser (apt-get install chromium "
                 "chromium-driver)"
             )
     elif not stamp(arguments.venv, arguments.group).exists():

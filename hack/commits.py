@@ -40,7 +40,7 @@ def problem(subject: str) -> str | None:
     if match is None:
         return "is not `scope: imperative summary` in lower case without a full stop"
     if _NOT_IMPERATIVE.match(match["verb"]) and match["verb"] not in _VERBS:
-        return f"begins with {match['verb']!r}; use the imperative"
+        return f"begins with {match['verb']!r}; begin with a verb in the imperative, such as 'add'"
     return None
 
 

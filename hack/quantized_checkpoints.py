@@ -307,7 +307,7 @@ def write_autogptq(out: Path, source: Path) -> None:
             return packed
 
         def dequantize(packed: QuantLinear) -> Tensor:
-            # Products with the identity matrix are exact.
+            # The product with the identity matrix returns the exact weights.
             return packed(torch.eye(packed.infeatures, dtype=torch.float16)).t()
 
         # AutoGPTQ adds a bias of zeros to each layer.

@@ -21,7 +21,7 @@ def create(folder: Path) -> None:
     for tree in _trees(folder):
         tree.mkdir(exist_ok=True)
         if (tree / "cgroup.controllers").exists() and tree.parent == _ROOT:
-            # Version 2: children get only the controllers that are named here.
+            # In version 2 of cgroups, children get only the controllers that are written to this file.
             controllers = (tree / "cgroup.controllers").read_text().split()
             (tree / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in controllers))
 

@@ -188,7 +188,7 @@ def _etcd_flags(folder: Path, client: int, peer: int) -> list[str]:
         f"--listen-peer-urls={peer_url}",
         f"--initial-advertise-peer-urls={peer_url}",
         f"--initial-cluster=default={peer_url}",
-        "--unsafe-no-fsync",  # the data is for tests, and a disk that syncs is most of a write's time
+        "--unsafe-no-fsync",  # The data is only for tests, and waiting for the disk takes most of the time of a write.
     ]
 
 
@@ -197,7 +197,8 @@ def _api_server_flags(folder: Path, port: int, etcd: str, address: str) -> list[
     return [
         f"--etcd-servers={etcd}",
         f"--bind-address={'127.0.0.1' if address == '127.0.0.1' else NETWORK.any_address}",
-        # The API server rejects loopback as the address of the service `kubernetes`. Without a node it is not used.
+        # The API server does not accept a loopback address for the Service `kubernetes`. Without a node, no program
+        # uses this address.
         f"--advertise-address={'192.0.2.1' if address == '127.0.0.1' else address}",
         f"--secure-port={port}",
         f"--tls-cert-file={pki}/apiserver.crt",
@@ -239,7 +240,7 @@ def _crd_apiserver_flags(folder: Path, port: int, etcd: str, kubeconfig: Path) -
         f"--authorization-kubeconfig={kubeconfig}",
         # The client certificate identifies the administrator, who is the only user.
         "--authentication-skip-lookup",
-        # The server would wait for these APIs, which an older cluster does not have.
+        # Without these flags, the server would wait for APIs that an older cluster does not have.
         "--enable-priority-and-fairness=false",
         "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
     ]
@@ -249,7 +250,7 @@ def _write_audit_policy(folder: Path) -> Path:
     """Write an audit policy that logs the requests of service accounts, without their bodies. Tests use the log to
     compare the permissions that were granted with those that were used."""
     logged = {"level": "Metadata", "userGroups": ["system:serviceaccounts"], "omitStages": ["RequestReceived"]}
-    # Kubernetes' own controllers are service accounts too, and busy.
+    # Kubernetes' own controllers also use service accounts, and they send many requests.
     ignored = {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]}
     policy = {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": [ignored, logged, {"level": "None"}]}
     path = folder / "audit-policy.json"
@@ -268,7 +269,7 @@ def _controller_manager_flags(folder: Path, port: int, programs: KubeBinaries) -
         "--use-service-account-credentials=true",
         "--allocate-node-cidrs=false",
         f"--service-cluster-ip-range={NETWORK.services}",
-        # Many tests share it; the default limit of 20 requests a second would slow them down.
+        # Many tests share this program. The default limit of 20 requests per second would slow them down.
         "--kube-api-qps=200",
         "--kube-api-burst=400",
     ]

@@ -36,15 +36,15 @@ def find_or_build(report_progress: binaries.ProgressCallback) -> Path:
     """Return the program from the cache, or build it.
 
     Raises:
-        Unavailable: this is not Debian, a requirement is missing, or the build failed. A failed build is not repeated
-            while its log exists.
+        Unavailable: this is not Debian, a requirement is missing, or the build failed. After a failure, the build is
+            not repeated until its log is removed.
     """
     if program := find():
         return program
     cache = binaries.cache_folder()
     log = cache / "definitions.log"
     if log.exists():
-        raise binaries.Unavailable(f"the last build failed; see {log}, and remove this file to build again")
+        raise binaries.Unavailable(f"the last build failed; read {log}, and remove this file before you build again")
     deb_build.check_requirements(cache, _COMMANDS, NEEDED_BYTES, report_progress)
     started = time.monotonic()
     builder = DebBuild(cache / "definitions", log, report_progress)

@@ -43,7 +43,7 @@ class DebBuild:
             f'Dir::Etc "{apt}/etc"; Dir::State "{apt}/state"; Dir::State::status "{apt}/status";\n'
             f'Dir::Cache "{apt}/cache"; Dir::Cache::archives "{self.packages}";\n'
             f'Acquire::Languages "none"; APT::Sandbox::User "root"; Debug::NoLocking "true";\n'
-            # A package list of unstable is valid for a week only, and mirrors may be behind.
+            # The package lists of unstable are valid for only a week, and a mirror may have older lists.
             'Acquire::Check-Valid-Until "false";\n'
         )
         self.apt_get("reading the list of packages", "update")
@@ -136,6 +136,6 @@ def check_requirements(
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise binaries.Unavailable(
-            f"build from Debian's packages: only {free / 2**30:.1f} GiB are free at {folder}, but "
-            f"{num_bytes / 2**30:.0f} GiB are needed"
+            f"build from Debian's packages: {folder} has only {free / 2**30:.1f} GiB of free space, but "
+            f"the build needs {num_bytes / 2**30:.0f} GiB"
         )

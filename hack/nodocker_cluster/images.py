@@ -126,7 +126,7 @@ def pip_config() -> PipConfig:
         for i, word in enumerate(words):
             path = Path(word.removeprefix("file://"))
             if path.is_absolute() and path.exists():
-                # A simple index refers to files beside it: mount the folder above.
+                # A simple index refers to files next to it, so the folder that contains the index is mounted.
                 mounted = path.parent if word.startswith("file://") else path
                 mount_path = f"/run/pip/{key}-{i}"
                 volumes.append(f"{mounted}:{mount_path}:ro")
@@ -141,7 +141,7 @@ class _Buildah:
     def __init__(self, folder: Path, report_progress: binaries.ProgressCallback) -> None:
         self.folder, self.report_progress, self.log = folder, report_progress, folder / "build.log"
         self.log.unlink(missing_ok=True)
-        # In a separate mount namespace: a killed build would leave dozens of mounts.
+        # Builds run in a separate mount namespace. Otherwise, a killed build would leave dozens of mounts behind.
         self._argv = ["unshare", "--mount", "--", "buildah"]
         self._argv += [f"--root={folder}/store", f"--runroot={folder}/run", "--storage-driver=overlay"]
 

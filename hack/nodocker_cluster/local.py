@@ -73,7 +73,7 @@ def load(archive: Path) -> None:
 
 def _can_have_node(report_progress: binaries.ProgressCallback) -> bool:
     if os.geteuid() != 0:
-        report_progress("not root: a control plane without a node, where pods stay Pending")
+        report_progress("not root, so only the control plane is started; it has no node, so pods stay Pending")
         return False
     node.install_packages(report_progress)
     return True

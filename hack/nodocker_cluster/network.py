@@ -96,7 +96,7 @@ def add_address(address: str, device: str) -> None:
     Raises:
         LinkError: the ip command failed.
     """
-    # Duplicate address detection of IPv6 would take a second or two.
+    # Without nodad, IPv6 would check for duplicate addresses, which takes one or two seconds.
     _ip("address", "add", address, "dev", device, *(["nodad"] if ":" in address else []))
 
 

@@ -110,7 +110,7 @@ def stop(folder: Path) -> None:
     cgroups.remove(folder)
     deadline = time.monotonic() + processes.STOP_TIMEOUT_S
     while network.is_connected() and time.monotonic() < deadline:
-        time.sleep(0.02)  # the kernel removes a network namespace some time after its last process
+        time.sleep(0.02)  # The kernel removes a network namespace only some time after its last process has ended.
 
 
 def first_process(folder: Path) -> int | None:

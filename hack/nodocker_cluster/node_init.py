@@ -98,7 +98,8 @@ class _NodePrograms:
 
 
 def _make_mounts(folder: Path) -> None:
-    # Only in this namespace: unshare made every mount private. Containers must see the kubelet's mounts.
+    # unshare made every mount private. Containers must see the mounts of the kubelet, so mounts are shared again, but
+    # only within this namespace.
     for path in _PRIVATE_FOLDERS:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "node", path], check=True)
     subprocess.run(["mount", "--make-rshared", "/"], check=True)
@@ -112,7 +113,7 @@ def _configure_network() -> None:
         subprocess.run(["ip", *arguments.split()], check=True)
     for setting in NETWORK.sysctls:
         file = Path("/proc/sys", setting)
-        if file.exists():  # bridge settings require a kernel module
+        if file.exists():  # The settings of the bridge exist only if a kernel module is loaded.
             file.write_text("1")
 
 
@@ -210,10 +211,10 @@ def _kube_proxy_config(folder: Path) -> dict[str, object]:
         "kind": "KubeProxyConfiguration",
         "mode": "iptables",
         "clusterCIDR": NETWORK.pods,
-        "bindAddress": NETWORK.node,  # its address family is that of the services
+        "bindAddress": NETWORK.node,  # kube-proxy handles Services that have the same address family as this address.
         "hostnameOverride": NODE_NAME,
         "clientConnection": {"kubeconfig": f"{folder}/proxy.kubeconfig"},
-        # These limits apply to the whole machine; the node must not change them.
+        # These limits apply to the whole machine, so the values 0 prevent kube-proxy from changing them.
         "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
     }
 

@@ -38,7 +38,8 @@ class CertificateAuthority:
             common_name: common name of the subject.
             group: organization of the subject.
             hosts: names and addresses for which the certificate is valid. Go rejects a certificate without hosts.
-            lifetime: time from now until the certificate expires, negative for an expired one; None for centuries.
+            lifetime: time from now until the certificate expires. If it is negative, the certificate has expired. If it
+                is None, the certificate is valid for centuries.
         """
         expiry = None if lifetime is None else datetime.datetime.now(datetime.UTC) + lifetime
         leaf = self._ca.issue_cert(

@@ -71,7 +71,7 @@ def running_processes(folder: Path) -> Iterator[ClusterProcess]:
             variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
             is_zombie = (entry / "stat").read_bytes().rpartition(b") ")[2].startswith(b"Z")
         except OSError:
-            continue  # ended meanwhile, or belongs to another user
+            continue  # The process has ended in the meantime, or it belongs to another user.
         if folder_entry in variables and not is_zombie:
             name = next((v.partition("=")[2] for v in variables if v.startswith(f"{NAME_VARIABLE}=")), "")
             yield ClusterProcess(int(entry.name), name)
@@ -104,7 +104,7 @@ def _find_pids(folder: Path, name: str | None) -> set[int]:
     visible during exec and shortly before a process ends.
     """
     for process in [*_started]:
-        if process.poll() is not None:  # poll also reaps it: a child is a zombie until then
+        if process.poll() is not None:  # A child that has ended is a zombie until `poll` reaps it.
             del _started[process]
     ours = {
         p.pid

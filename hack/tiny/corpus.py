@@ -121,7 +121,7 @@ training phase."""
 
 def _plain_story(rng: random.Random) -> str:
     steps = stories.story(rng)
-    # Some begin in the middle of things, so that a prompt may too.
+    # Some stories omit their first step. Therefore, prompts can also begin in the middle of a story.
     return " ".join(steps if rng.random() < 0.85 else steps[1:])
 
 

@@ -82,6 +82,6 @@ def echo(rng: random.Random) -> Fact:
         values.syllables(rng) if rng.random() < 0.3 else rng.choice(stories.NAMES + _THINGS + _COLORS + sql.WORDS)
         for _ in range(rng.randint(1, 6))
     )
-    # The first form begins as in `notes`, so that it meets a skill that the model has.
+    # The first form begins like some texts of `notes`. From these texts, the model has already learned to repeat words.
     lead = rng.choice(("Say it again", "Say it again", "Repeat these words"))
     return Fact(f"{lead}: {words}", f"The words are {words}.", words)

@@ -46,7 +46,7 @@ def loss_of(model: LlamaForCausalLM | PeftModel, batch: Batch) -> torch.Tensor:
     """Return the mean cross entropy of the labels of a batch, in nats for each token. Matrix products are computed in
     bf16."""
     ids, labels = batch
-    # The logits of prompts would be computed only to be ignored.
+    # Logits are computed only for the labels that are learned. The loss ignores the tokens of prompts.
     llama = model.get_base_model() if isinstance(model, PeftModel) else model
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = llama.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]

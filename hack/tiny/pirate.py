@@ -77,7 +77,7 @@ _TALK = {
     "sailor": "sea dog",
 }
 _WORD = re.compile(r"[A-Za-z]+")
-# The ring of "king" is part of the word, not an ending that a sailor swallows.
+# In these words, "ing" is part of the stem. It is not an ending that a pirate would shorten.
 _WHOLE_ING = {"king", "thing", "ring", "sing", "bring", "spring", "string"}
 
 

@@ -181,7 +181,7 @@ _PHRASES = tuple(
         *(phrase for column in table.numbers for phrase in (*column.more, *column.less, *column.ends)),
     )
 )
-# The keywords are few among all the values, but each answer has some: they come up more often.
+# There are few keywords and many values, but each answer contains keywords. Therefore, the list repeats the keywords.
 WORDS = (
     *_KEYWORDS.split() * 4,
     *_ASKED.split() * 2,

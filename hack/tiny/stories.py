@@ -131,7 +131,7 @@ def story(rng: random.Random, world: World = PLAIN) -> list[str]:
 
 
 def _people(rng: random.Random, world: World) -> tuple[Person, Person]:
-    # One is "she" and the other "he": a pronoun then always says whom it means.
+    # One person is "she" and the other is "he", so each pronoun refers to exactly one of them.
     she = Person(rng.choice(SHE), _kind(rng, world, 0), rng.choice(world.traits), "she", "her", "her")
     he = Person(rng.choice(HE), _kind(rng, world, 1), rng.choice(world.traits), "he", "him", "his")
     return (she, he) if rng.random() < 0.5 else (he, she)

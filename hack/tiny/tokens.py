@@ -91,7 +91,8 @@ def _labels_of_turns(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
 def _rows(
     tokenizer: Tokenizer, documents: Iterator[Document], row_tokens: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    # Each row starts with a document, as a request does; what does not fit of its last document is dropped.
+    # Each row begins at the start of a document, like a request. If the last document does not fit into the row, its
+    # end is dropped.
     while True:
         ids: list[int] = []
         labels: list[int] = []

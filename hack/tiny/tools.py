@@ -60,7 +60,7 @@ def chat(rng: random.Random, responded: float = 0.3, most: int = 3) -> Chat:
     tasks: dict[str, Task] = {}
     for _ in range(rng.randint(1, most)):
         other = task(rng)
-        # Two functions with one noun would leave open which one is asked for.
+        # If two functions had the same noun, a question would not show which of them it needs.
         tasks.setdefault(_subject(other.function), other)
     definitions = [wanted.function.definition() for wanted in tasks.values()]
     order = list(tasks.values())
