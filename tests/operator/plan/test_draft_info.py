@@ -86,7 +86,7 @@ def test_an_embedding_of_a_head_is_counted_once(name, is_sharded):
         (
             "draft_model",
             {"vocab_size": 1000},
-            "vocab_size 1000 of the draft model differs from 128256 of the model; use",
+            "the draft model has vocab_size 1000, but the model has 128256; use",
         ),
         (
             "eagle3",
