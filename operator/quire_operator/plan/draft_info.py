@@ -76,8 +76,8 @@ class DraftInfo:
         vocab_size = checkpoint.shape.vocab_size
         if vocab_size != target.vocab_size:
             raise ConfigError(
-                f"config.json: the draft model has vocab_size {vocab_size}, but the model has {target.vocab_size}; use a "
-                "draft model with the same vocabulary"
+                f"config.json: the draft model has vocab_size {vocab_size}, but the model has {target.vocab_size}; "
+                "use a draft model with the same vocabulary"
             )
         return cls(spec.method, digest, checkpoint, 0, checkpoint.shape)
 
