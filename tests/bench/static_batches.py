@@ -19,6 +19,8 @@ answers = child.reserve_stdout()
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from quire_kernels.quantization import GROUP_SIZE, expand_groups, quantize_int4  # noqa: E402
+
 
 class StaticBatches:
     """One loaded model; `settings`: model, dtype, batch, and folders of adapters for `adapted` and `worst_gap`."""
@@ -58,6 +60,16 @@ class StaticBatches:
         return outputs
 
     @torch.inference_mode()
+    def round_to_int4(self) -> None:
+        """Round the weights of all layers to the 4 bits that Quire gives them. The output projection has 8 bits there,
+        and stays as it is here."""
+        for linear in self._model.model.layers.modules():
+            if isinstance(linear, torch.nn.Linear):
+                codes, scales, zeros = quantize_int4(linear.weight)
+                scales, zeros = (expand_groups(t.float(), GROUP_SIZE, linear.in_features) for t in (scales, zeros))
+                linear.weight.copy_((codes.float() - zeros) * scales)
+
+    @torch.inference_mode()
     def worst_gap(self, prompt: list[int], output: list[int], adapter: str | None = None) -> float:
         """How far the tokens of `output` fall short of the likeliest ones at worst, in standard deviations of the
         logits at their position: 0 for greedy output of this very model, a little more with another rounding, about 4
@@ -85,5 +97,10 @@ def _adapter_name(folder: str) -> str:
 if __name__ == "__main__":
     static = StaticBatches(json.loads(sys.argv[1]))
     child.serve_commands(
-        answers, about=static.about, run=static.run, adapted=static.adapted, worst_gap=static.worst_gap
+        answers,
+        about=static.about,
+        run=static.run,
+        adapted=static.adapted,
+        round_to_int4=static.round_to_int4,
+        worst_gap=static.worst_gap,
     )

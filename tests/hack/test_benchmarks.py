@@ -11,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 from support.openai_front import TINY
-from support.tiny_checkpoints import make_llama
+from support.tiny_checkpoints import BASE, make_llama, write_checkpoint
+from support.tokenizer import byte_level, save_tokenizer
+from transformers import LlamaConfig
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 # The scripts in tests/bench are run by path and import their neighbours by bare name.
@@ -105,6 +107,24 @@ def test_serving_benchmark_rejects_wrong_output(tmp_path):
         engines.check_float32(str(model), requests, oracle, tmp_path)
         with pytest.raises(measure.WrongOutput, match="this engine generates"):
             engines.check_float32(str(other), requests, oracle, tmp_path)
+
+
+def test_outputs_of_int4_are_compared_with_weights_of_4_bits(tmp_path):
+    """Rounding to 4 bits alone changes the outputs of random weights more than the limit allows."""
+    # 4 bits need a multiple of 32 input features.
+    config = LlamaConfig(**(BASE | {"vocab_size": 384, "intermediate_size": 128}))
+    write_checkpoint(tmp_path, config, seed=0)
+    model = str(save_tokenizer(byte_level(), tmp_path))
+    workload = Workload(num_requests=4, prompt_tokens=(8, 24), output_tokens=(24, 48), vocab_size=384, seed=3)
+    requests, settings = workload.requests(0), {"model": model, "dtype": "float32"}
+    with (
+        ChildProcess("oracle", "static_batches.py", settings | {"batch": 1}, tmp_path) as oracle,
+        ChildProcess("int4", "quire_offline.py", settings | {"quantization": "int4"}, tmp_path) as quantized,
+    ):
+        outputs = quantized.call("run", requests=requests, offsets=None)["token_ids"]
+        before = engines.check_gap("int4", requests, outputs, oracle, max_gap=100)
+        oracle.call("round_to_int4")
+        assert engines.check_gap("int4", requests, outputs, oracle) < before / 4
 
 
 def test_measured_latencies():
