@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that one process reports to another. Each has the code that clients of the server receive.
+"""Errors that one process reports to another. Each error has a code, which the clients of the server receive.
 
 The code that raises an error chooses the class of the error. Each process passes the error code on unchanged
 (protocol/messages.py). The message of an error names the field or object, the problem, and the fix.
@@ -92,7 +92,7 @@ def error_from_code(code: str, message: str) -> QuireError:
 
 
 def truncated_repr(value: object) -> str:
-    """Return `repr(value)` for use in a message, cut to 80 characters."""
+    """Return `repr(value)`, cut to 80 characters, for use in a message."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits

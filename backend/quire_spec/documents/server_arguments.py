@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of Triton Inference Server that a user is allowed to set, with a pattern for the value of each.
 
-An argument has the form NAME=VALUE, such as `http-thread-count=16`. The supervisor sets all other arguments itself:
-addresses, ports, folders, restrictions, and which models to load. Callers: `quire serve`, render, and the supervisor.
+An argument has the form NAME=VALUE, such as `http-thread-count=16`. The supervisor itself sets all other arguments:
+those for addresses, ports, folders and restrictions, and those that select the models to load. Callers: `quire serve`,
+render, and the supervisor.
 """
 
 import re
@@ -57,7 +58,7 @@ _FORBIDDEN = (
 def parse_server_arguments(arguments: Sequence[str], field: str) -> dict[str, list[str]]:
     """Return a dict that maps the name of each argument to its values.
 
-    Error messages contain `field`, which is the name of the option or field with the arguments.
+    `field` is the name of the option or document field that contains the arguments. Error messages begin with it.
 
     Raises:
         ConfigError: an argument is not allowed, malformed or repeated, or it requires another argument that is missing.

@@ -93,7 +93,7 @@ class EngineConfig:
     each rank is a process, and the ranks share the CPU cores. A setting in bytes applies to each rank separately."""
 
     async_scheduling: bool | None = None
-    """Schedule and launch the next step while the current step still computes.
+    """Schedule and launch the next step while the current step is still running.
 
     The device then does not wait for the host. There is a cost: after a request ends with a stop token, one more token
     is computed for it and discarded. None: async scheduling is enabled on a GPU, unless speculative_config is set.
@@ -109,8 +109,8 @@ class EngineConfig:
     """Largest LoRA rank that an adapter can have. Every adapter slot reserves memory for this rank."""
 
     max_cpu_loras: int | None = None
-    """Maximum number of adapters in host memory. None: four times max_loras. If cpu_lora_memory_bytes is set, None
-    means that the number is not limited."""
+    """Maximum number of adapters in host memory. If cpu_lora_memory_bytes is set, None means that the number is not
+    limited. Otherwise, None means four times max_loras."""
 
     cpu_lora_memory_bytes: int | None = None
     """Host memory for adapters, in bytes. None: only the number of adapters is limited, by max_cpu_loras. An adapter
@@ -183,12 +183,12 @@ class EngineConfig:
 
     @property
     def has_drafter(self) -> bool:
-        """True if a draft model, or heads on the main model, propose the draft tokens."""
+        """True if the draft tokens are proposed by a draft model or by heads on the main model."""
         return self.speculative_config is not None and self.speculative_config.model is not None
 
     @property
     def uses_async_scheduling(self) -> bool:
-        """True if the next step is launched while the current step still computes."""
+        """True if the next step is launched while the current step is still running."""
         if self.speculative_config is not None:
             return False
         return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling

@@ -75,11 +75,11 @@ class SamplingParams:
     -100 to 100."""
 
     allowed_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_ALLOWED_TOKENS))
-    """Ids of the only tokens that can be sampled; None allows all tokens."""
+    """Only tokens with these ids can be sampled; None allows all tokens."""
 
     bad_words: tuple[str, ...] = field(default=(), metadata=max_entries(MAX_BAD_WORDS))
-    """Words that the output must not contain. If the output ends with all tokens of a word except its last, the last
-    token cannot be sampled."""
+    """Words that the output must not contain. If the output ends with all tokens of a word but the last one, that last
+    token cannot be sampled next."""
 
     seed: int | None = field(default=None, metadata=in_range(-1, MAX_SEED))
     """A request with a seed samples the same tokens each time, and the other requests in the batch do not change them.

@@ -21,10 +21,10 @@ class SpeculativeConfig:
     """How draft tokens are found.
 
     With ngram, the sequence is searched for an earlier copy of its last tokens, and the tokens after that copy are
-    proposed. With suffix, the most frequent continuation is proposed; it is searched for in the sequence itself, and in
-    past outputs that had the same adapter and cache salt. With draft_model, a smaller model is run. With eagle3, an
-    EAGLE-3 head is run, which reads the hidden states of the main model. With medusa, Medusa heads are run, one for
-    each draft token.
+    proposed. With suffix, the most frequent continuation is proposed. The engine searches for it in the sequence
+    itself, and in past outputs that had the same adapter and cache salt. With draft_model, a smaller model is run. With
+    eagle3, an EAGLE-3 head is run, which reads the hidden states of the main model. With medusa, Medusa heads are run,
+    one for each draft token.
     """
 
     num_speculative_tokens: int
@@ -98,7 +98,7 @@ class SpeculativeConfig:
         self._check_range("suffix_decoding_min_token_prob", 0, 1)
 
     def check_architecture(self, architecture: str) -> None:
-        """Raise ConfigError if this method uses heads, and heads do not support models of `architecture`."""
+        """Raise ConfigError if this method uses heads, but heads cannot be used with models of `architecture`."""
         if self.method in ("eagle3", "medusa") and architecture in capabilities.ARCHITECTURES_WITHOUT_HEADS:
             raise ConfigError(
                 f"speculative_config.method: {self.method} does not support architecture {architecture!r}; use suffix "

@@ -50,7 +50,7 @@ class StructuredOutputsParams:
     """If true, the output can be any JSON object."""
 
     structural_tag: dict[str, Any] | str | None = None
-    """Describes an output of free text that contains constrained parts.
+    """Describes an output that consists of free text and constrained parts.
 
     The value is {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as an object or as JSON text.
     """

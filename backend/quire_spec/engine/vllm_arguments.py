@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert vLLM's engine arguments to fields of EngineConfig.
 
-An argument that cannot change the output of this engine is accepted without effect. One warning lists all such
+An argument that cannot change the output of this engine is accepted, but has no effect. One warning lists all such
 arguments. For some arguments, only the values that this engine supports are accepted. If several arguments are wrong, a
 single error message reports all of them. Callers: the offline LLM and the reader of vllm_backend repositories.
 """

@@ -78,8 +78,11 @@ class Architecture:
     """Keys that have a meaning in Llama's config.json but are ignored for this architecture."""
 
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
-    """Whether linears have biases. The three values are for q, k and v together, for the output projection of
-    attention, and for the MLP. If a value is a string, it names the key of config.json that contains the value."""
+    """Whether linears have biases.
+
+    The first value applies to q, k and v, the second to the output projection of attention, and the third to the MLP.
+    If a value is a string, it names the key of config.json that contains the value.
+    """
 
     uses_sliding_window: Callable[[HFConfigReader, int], bool] | None = None
     """A function that returns True if a layer uses sliding-window attention. If it is None, no layer has a sliding
@@ -102,7 +105,7 @@ class Architecture:
 
     text_types: tuple[str, ...] = ()
     """For a multimodal architecture: the values that `model_type` in `text_config` can have. Quire serves only the
-    language model, which is described by the row with that type."""
+    language model; the row with this model type describes it."""
 
     flags: tuple[str, ...] = ()
     """Boolean keys of config.json that are used only by the model code of this architecture. `defaults` contains each

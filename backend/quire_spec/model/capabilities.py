@@ -12,7 +12,7 @@ from quire_spec.model.architectures import ARCHITECTURES
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 ACTIVATION_ALIASES = {"swish": "silu"}
-"""Other names that transformers has for these activations, and the name in ACTIVATIONS for each."""
+"""For some of these activations, transformers also uses another name. Maps that name to the name in ACTIVATIONS."""
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -34,8 +34,8 @@ SPECULATIVE_MODEL_METHODS = ("draft_model", "eagle3", "medusa")
 """Methods of speculative decoding that need weights of their own, besides the weights of the main model."""
 SPECULATIVE_METHODS = ("ngram", "suffix", *SPECULATIVE_MODEL_METHODS)
 ARCHITECTURES_WITHOUT_HEADS = ("OPTForCausalLM",)
-"""EAGLE-3 and Medusa heads cannot be used with these architectures, because the heads cannot read their hidden
-states."""
+"""EAGLE-3 and Medusa heads cannot be used with these architectures, because the heads cannot read the hidden states of
+such models."""
 TOOL_CALL_PARSERS = (
     *("hermes", "qwen3_coder", "qwen3_xml", "llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "mistral"),
     "openai",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of an EAGLE-3 head.
 
-It is read from the config.json of the head, which has the layout of SafeAILab/EAGLE or that of speculators.
+It is read from the config.json of the head, which can have the layout of SafeAILab/EAGLE or the layout of speculators.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,8 @@ class Eagle3Config:
     draft_vocab_size: int
     """Number of different tokens that the head can propose."""
     norm_before_residual: bool
-    """If true, the output of the layer is added to the hidden state after normalization. If false, it is added to the
-    hidden state before normalization."""
+    """If true, the outputs of attention and of the MLP are added to the normalized hidden state. If false, they are
+    added to the hidden state without normalization."""
     norm_before_fc: bool
     """Whether the hidden states of the target's layers are normalized together, after they are concatenated."""
     fc_norm: bool

@@ -75,7 +75,7 @@ class KVLayout:
 
     @property
     def total_layers(self) -> int:
-        """Number of layers for which one block of each group has room, added over all groups. Places that are not used
+        """Number of layers for which `num_groups` blocks have room, one block of each group. Places that are not used
         are counted, too."""
         return self.num_layers * self.num_groups
 

@@ -69,9 +69,9 @@ def _expert_elements(model_config: ModelConfig, layer: int) -> int:
 
 
 def vocab_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the input size and the output size of each module that adapters can change outside the layers.
+    """Return the input size and the output size of the modules that adapters can change.
 
-    The key is the name of the module.
+    Only modules outside the layers are included. The key is the name of the module.
     """
     hidden, tokens = model_config.embedding_size, model_config.vocab_size
     return {"embed_tokens": (tokens, hidden), "lm_head": (hidden, tokens)}

@@ -40,7 +40,7 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     embedding_size: int
-    """Number of elements of an embedding, which is also the input size of the output projection. It differs from
+    """Number of elements of an embedding. The output projection has the same input size. This number differs from
     hidden_size only in some OPT models."""
     max_position_embeddings: int
     num_learned_positions: int
@@ -204,7 +204,7 @@ class ModelConfig:
 
 
 def _text_config(config: Mapping[str, Any], architecture_info: Architecture) -> tuple[dict[str, Any], Architecture]:
-    """Return the config of the language model inside a multimodal model, and the row for its architecture."""
+    """Return the config of the language model inside a multimodal model, and the table row for that language model."""
     text_config = config.get("text_config")
     text_type = text_config.get("model_type") if isinstance(text_config, Mapping) else None
     if not isinstance(text_config, Mapping) or text_type not in architecture_info.text_types:

@@ -43,9 +43,8 @@ class WeightScheme:
     strategy: str
     """Which weights share a scale.
 
-    With tensor, all weights of a tensor share a scale. With channel, the weights of an output feature share one. With
-    group, the weights of an output feature for a group of input features share one. With block, the weights of a block
-    share one.
+    With tensor, the whole tensor has one scale. With channel, each output feature has one scale. With group, each
+    output feature has one scale for each group of input features. With block, each block has one scale.
     """
     block: tuple[int, int] | None = None
     """A scale is shared by this number of output features and this number of input features. Set only for the
@@ -61,7 +60,7 @@ class WeightScheme:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a device that has kernels for quantized weights can keep these weights quantized in its memory."""
+        """Whether these weights can stay quantized in memory on a device that has kernels for quantized weights."""
         if self.layout == "fp8":
             return self.block in (None, FP8_BLOCK)
         if self.layout == "int8":
@@ -76,8 +75,8 @@ class QuantizationScheme:
     method: str
     """quant_method of config.json."""
     groups: tuple[tuple[tuple[str, ...], WeightScheme], ...]
-    """Each pair consists of targets and the scheme of the modules that they select. A target is the name of a module, a
-    pattern that starts with `re:`, or the class `Linear`."""
+    """Each pair consists of targets, and of the scheme for the modules that these targets select. A target is the name
+    of a module, a pattern that starts with `re:`, or the class `Linear`."""
     ignore: tuple[str, ...]
     """Modules that are not quantized. Each item is a name or a pattern that starts with `re:`."""
     ignore_key: str
@@ -108,7 +107,7 @@ class QuantizationScheme:
         return cls(method, groups, ignore, ignore_key)
 
     def has_kernels(self, tensor_parallel_size: int, has_experts: bool = False) -> bool:
-        """Return whether a device that has kernels for quantized weights can keep all weights quantized in its memory.
+        """Return whether all weights can stay quantized in memory on a device that has kernels for quantized weights.
 
         With act order, the input features of a rank belong to many groups, none of which is complete. The kernels do
         not support this. The kernels also cannot reorder the inputs separately for each expert.

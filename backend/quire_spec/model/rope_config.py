@@ -38,17 +38,17 @@ class RopeConfig:
     original_max_position / low_freq_factor and original_max_position / high_freq_factor."""
     high_freq_factor: float = 1.0
     beta_fast: float = 32.0
-    """For yarn: frequencies between two bounds are scaled by an interpolated factor. The bounds are frequencies that
-    make beta_fast and beta_slow rotations within original_max_position."""
+    """For yarn: frequencies between two bounds are scaled by an interpolated factor. One bound is the frequency that
+    makes beta_fast rotations within original_max_position tokens. The other bound makes beta_slow rotations."""
     beta_slow: float = 1.0
     truncate: bool = True
     """For yarn: whether the bounds of the interpolation are rounded to whole pairs of elements."""
     short_factor: tuple[float, ...] = ()
-    """For longrope: the frequencies are divided by these dim / 2 numbers if a sequence has at most
-    original_max_position tokens."""
+    """For longrope: if a sequence has at most original_max_position tokens, its rotary frequencies are divided by these
+    numbers, one number for each frequency."""
     long_factor: tuple[float, ...] = ()
-    """For longrope: the frequencies are divided by these dim / 2 numbers if a sequence has more than
-    original_max_position tokens."""
+    """For longrope: if a sequence has more than original_max_position tokens, its rotary frequencies are divided by
+    these numbers, one number for each frequency."""
     query_scaling_beta: float = 0.0
     """llama_4_scaling_beta: the query at position p is multiplied by
     1 + beta * ln(1 + floor(p / original_max_position)). Only Ministral 3 sets this parameter."""

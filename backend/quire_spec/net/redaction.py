@@ -7,7 +7,7 @@ import re
 _URL = re.compile(r"(https?://)(?:[^/\s@]*@)?([^\s?#]*)(?:[?#]\S*)?", re.IGNORECASE)
 _PROXY_ERROR_TYPES = ("ProxyError", "ClientHttpProxyError")
 _MAX_CHARS = 300
-"""Maximum number of characters that are kept of a library's message. Some libraries quote a whole HTML page."""
+"""An error message of a library is cut to this number of characters. Some libraries quote a whole HTML page."""
 
 
 def describe_error(error: BaseException) -> str:

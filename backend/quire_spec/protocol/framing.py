@@ -3,9 +3,10 @@
 
 A frame consists of a length, a version, and one message as JSON. This module does no I/O.
 
-    frontend --GenerateRequest, CancelRequests, RequestRejected--> text --SequenceRequest, AbortSequences--> core
-             <----------------- OutputDeltas ---------------------      <----------- StepResult ------------
-    supervisor <--ControlRequest, ControlResponse--> text, core
+- The frontend sends GenerateRequest, CancelRequests and RequestRejected to the text process. The text process sends
+  OutputDeltas to the frontend.
+- The text process sends SequenceRequest and AbortSequences to the core. The core sends StepResult to the text process.
+- The supervisor sends ControlRequest to the text process and to the core. They answer with ControlResponse.
 
 Threads and asyncio readers pass received bytes to the decoder. All processes of a pod come from one image. Therefore, a
 frame that has another version is an error.

@@ -2,8 +2,8 @@
 """Messages between the processes of a pod. Each is a frozen dataclass, and framing.py encodes it.
 
 The sender of a GenerateRequest or SequenceRequest chooses an id that is unique on the connection. The first message on
-a connection is Hello. If a process closes a connection, the other process cancels or fails all requests that are open
-on it.
+a connection is Hello. If a process closes a connection while requests are open on it, the other process cancels these
+requests or reports them as failed.
 """
 
 import dataclasses
@@ -86,7 +86,8 @@ class RequestRejected:
 class OutputDelta:
     """New part of one output of a request.
 
-    The last delta of a request has either an error code, or a finish_reason while other_outputs_pending is False.
+    A delta is the last one of its request if it has an error code. It is also the last one if it has a finish_reason
+    and other_outputs_pending is False.
     """
 
     id: int
@@ -96,15 +97,15 @@ class OutputDelta:
     """stop or length."""
     cumulative_logprob: float | None = None
     logprobs: list[dict[str, dict[str, Any]]] | None = None
-    """For each new token, a mapping in vLLM's form: token id -> {logprob, rank, decoded_token}."""
+    """For each new token, a dict in vLLM's form. It maps a token id to {logprob, rank, decoded_token}."""
     num_input_tokens: int = 0
     num_output_tokens: int = 0
     """Number of output tokens so far. The tokens of this delta are counted, too."""
     error_code: str | None = None
     error: str = ""
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
-    """For each token of the prompt, an entry in the form that logprobs has. The entry of the first token is null. Only
-    one delta of a request contains this list."""
+    """One entry for each token of the prompt. It has the same form as an entry of logprobs. The entry of the first
+    token is null. Only one delta of a request contains this list."""
     index: int = 0
     """Index of this output among the outputs of the request."""
     other_outputs_pending: bool = False
@@ -205,8 +206,8 @@ class SequenceDelta:
     error_code: str | None = None
     error: str = ""
     prompt_logprobs: list[list[list[float]]] | None = None
-    """For each prompt token except the first, a list in the form that logprobs has. Only the first delta of a request
-    contains these lists."""
+    """One list for each token of the prompt except the first. It has the same form as a list in logprobs. Only the
+    first delta of a request contains these lists."""
     num_cached_tokens: int | None = None
     """Number of prompt tokens that were found in the prefix cache. Only the first delta of a sequence contains it."""
     cumulative_logprob: float | None = None
@@ -252,8 +253,7 @@ class SchedulerStats:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     accepted_draft_tokens_per_position: list[int] = field(default_factory=list)
-    """For each position in a draft, how many draft tokens were accepted there. Empty if speculative decoding is not
-    used."""
+    """Number of accepted draft tokens for each position in a draft. Empty if speculative decoding is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,7 @@ class AdapterEvent:
     """
     digest: AdapterDigest
     duration_s: float = 0.0
-    """Number of seconds that the load took, including the time that it waited in the queue."""
+    """Number of seconds that it took to load the adapter, including the wait in the queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +277,8 @@ class StepResult:
 
     results: list[SequenceDelta]
     started: list[tuple[int, float]]
-    """For each sequence that ran in this step for the first time, its id and the number of seconds that it waited in
-    the core."""
+    """The sequences that ran for the first time in this step. Each item contains the id of a sequence, and the number
+    of seconds for which it waited in the core."""
     stats: SchedulerStats
     adapter_events: list[AdapterEvent] = field(default_factory=list)
     """The adapter events that happened since the previous step."""
@@ -286,8 +286,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """supervisor -> text or core, frontend -> text, text -> core: asks the receiver to call `method`. The receiver
-    answers with one ControlResponse, which has the same id."""
+    """Asks the receiver to call `method`.
+
+    The supervisor sends it to the text process or to the core. The frontend sends it to the text process, and the text
+    process sends it to the core. The receiver answers with one ControlResponse, which has the same id.
+    """
 
     id: int
     method: str
