@@ -24,7 +24,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @Op
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up. A merged projection has computed both, gate and up.
+    """Return silu(gate) * up. One merged projection has computed both gate and up.
 
     Args:
         gate_up: [num_tokens, 2 * intermediate_size], gate first, any float dtype.

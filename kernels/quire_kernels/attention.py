@@ -37,8 +37,8 @@ class AttentionGroup:
     """Spans of the same length. The gathering implementation computes them in one call."""
 
     rows: slice | Tensor
-    """The rows in the batch that contain the tokens of these spans. They are ordered by span, and are a slice if the
-    rows are contiguous."""
+    """The rows in the batch that contain the tokens of these spans. They are ordered by span. If they are contiguous,
+    this is a slice."""
     num_spans: int
     length: int
     """Tokens of each span."""
@@ -58,8 +58,8 @@ class AttentionGroup:
 
     @property
     def is_prompts(self) -> bool:
-        """Whether the spans are whole prompts or first chunks. The tokens of these attend only to tokens of the same
-        span."""
+        """Whether the spans are whole prompts or first chunks. The tokens of such a span attend only to tokens of the
+        same span."""
         return 1 < self.length == self.num_keys
 
     def num_skipped_keys(self, window: int | None, block_size: int) -> int:
@@ -245,9 +245,9 @@ def _build_group(
 
 
 def reads_whole_blocks(cache: Tensor, num_heads: int) -> bool:
-    """Return whether `paged_attention` may read the part of a sequence's last block that is after its context.
+    """Return whether `paged_attention` may read beyond the context of a sequence, up to the end of its last block.
 
-    If it may, the values in that part must be finite.
+    If it may, the values in this part of the block must be finite.
 
     Args:
         cache: see `paged_attention`.

@@ -118,7 +118,8 @@ def get_library() -> ctypes.CDLL:
 
 
 def supported_instructions() -> InstructionSet | None:
-    """Return the fastest instruction set that has a build and is supported by this processor. None if there is none."""
+    """Return the fastest instruction set that has a build and is supported by this processor. Return None if the
+    processor supports none of them."""
     return next((each for each in _INSTRUCTION_SETS if each.cpu_flags <= _cpu_flags()), None)
 
 
@@ -149,8 +150,8 @@ def build(instructions: InstructionSet) -> Path:
 
 
 def _remove_stale_builds(library: Path) -> None:
-    """Remove builds of other versions that were not loaded for a month, and temporary folders that killed builds left
-    behind."""
+    """Remove builds of other versions that were not loaded for a month, and temporary folders that remain from builds
+    that were killed."""
     oldest = time.time() - _BUILD_RETENTION_S
     for path in library.parent.glob("native-*"):
         with suppress(OSError):

@@ -43,8 +43,8 @@ class SwiGLU:
     def __call__(self, gate_up: Tensor) -> Tensor:
         """Compute the gated features.
 
-        `gate_up` contains the gate and up features, [num_rows, 2 * intermediate_size]. The result is [num_rows,
-        intermediate_size].
+        `gate_up` has the shape [num_rows, 2 * intermediate_size] and contains the gate and up features. The result has
+        the shape [num_rows, intermediate_size].
         """
         gate, up = gate_up[:, ::2].clamp(max=self.limit), gate_up[:, 1::2].clamp(-self.limit, self.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
@@ -94,8 +94,8 @@ class ExpertWeights:
 
     @property
     def activate(self) -> Callable[[Tensor], Tensor]:
-        """The activation as a function. Its argument is one tensor that contains gate and up, [num_rows, 2 *
-        intermediate_size]."""
+        """The activation as a function. Its argument is one tensor of shape [num_rows, 2 * intermediate_size], which
+        contains gate and up."""
         return get_gated_op(self.activation) if isinstance(self.activation, str) else self.activation
 
     @property

@@ -138,7 +138,7 @@ class _Step(ctypes.Structure):
 
 
 class FusedDecoder:
-    """A callable that computes layers of the same shape. `build_fused_decoder` creates it."""
+    """A callable that computes decoder layers, which must all have the same shape. `build_fused_decoder` creates it."""
 
     def __init__(self, layers: Sequence[LayerWeights], heads: AttentionShape, eps: float) -> None:
         self._layers = tuple(layers)  # keeps the tensors alive that the C structs point to

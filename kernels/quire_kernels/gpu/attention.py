@@ -4,7 +4,8 @@
 Short spans are computed with split-KV, and long spans with tiles of queries. Each of the two has its own launch.
 
 A program multiplies a key by all query heads that share the key's KV head (packed GQA). Therefore, it reads the key
-only once for all of them. Row m of its tile is query head m % group of token m // group.
+only once for all of them. Row m of its tile belongs to token m // group. The query head of the row is number m % group
+of the heads that share the KV head.
 
 For short spans (decoding, or a few tokens), the limit is the bandwidth with which keys and values are read. The key
 tiles of all short spans are put in order, by span and then by head. They are divided into equal shares, one for each
@@ -18,9 +19,10 @@ For long spans (prompts and chunks), the limit is compute. Each program processe
 contain the last queries are processed first, because they have the most keys. Only key tiles on the diagonal are
 masked.
 
-Short and long spans have separate kernels. A kernel with a branch for each would take the registers and the shared
-memory of the larger branch. One program of the kernel for long spans already fills a multiprocessor. Therefore, a
-common kernel would have only one worker per multiprocessor for short spans, instead of three.
+Short and long spans have separate kernels. A common kernel would have a branch for each of them. It would always need
+the registers and the shared memory of the larger branch. One program of the kernel for long spans already fills a
+multiprocessor. Therefore, a common kernel would have only one worker per multiprocessor for short spans, instead of
+three.
 
 Sources: the equal shares are those of Stream-K (Osama et al. 2023, arXiv 2301.03598). Here they are applied to the
 split of the keys in Flash-Decoding (Dao et al. 2023). Packed GQA works as in vLLM's triton_unified_attention.py.
@@ -52,8 +54,8 @@ _measured_workers_per_sm: dict[tuple[torch.device, int, int], int] = {}
 """Measured number of workers that fit on a multiprocessor. A number is stored only if it is lower than planned. The key
 is the device, the head size and the element size."""
 MIN_SHARE = 2
-"""A worker's share has at least this number of key tiles. With a smaller share, it would cost more than it gains to
-write, read and merge a partial result."""
+"""A worker's share has at least this number of key tiles. With a smaller share, splitting the work would save less time
+than it takes to write, read and merge a partial result."""
 NUM_INTERPRETED_WORKERS = 5
 _NO_LENGTH = (1 << 31) - 1
 """A number of tokens that is greater than the length of any span."""
@@ -74,9 +76,9 @@ class AttentionTiles:
     num_stages: int
     """Number of stages in the pipeline that the compiler builds.
 
-    It is odd, because reading addresses from the block table takes as many stages as reading keys and values. With 3
-    stages, a tile is requested at the end of an iteration, and the next iteration waits for it when it starts. With 5
-    stages, a request can take as long as one iteration. 4 stages behave like 3.
+    For 16-bit types, the number is odd, because reading addresses from the block table takes as many stages as reading
+    keys and values. With 3 stages, a tile is requested at the end of an iteration, and the next iteration waits for it
+    when it starts. With 5 stages, a request can take as long as one iteration. 4 stages behave like 3.
 
     For short spans, shared memory contains one or two tiles. For long spans, it contains one more tile, because wgmma
     is still reading that one (compiled for sm_90).
@@ -183,8 +185,8 @@ def _attend_short_spans(
 def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 1) -> AttentionTiles:
     """Return the sizes of the tiles.
 
-    They are chosen so that the queries, and the keys and values of all stages, fit into the shared memory of a
-    multiprocessor.
+    They are chosen so that the shared memory of a multiprocessor has room for the queries, and for the keys and values
+    of all stages.
     """
     is_wide, is_float32 = next_power_of_2(head_dim) > 128, element_size > 2
     short_keys = 32 if is_wide or is_float32 else 64
@@ -215,8 +217,7 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
 def num_workers(device: torch.device, head_dim: int, element_size: int) -> int:
     """Return the number of workers for short spans.
 
-    The result is the number that was measured to fit on the device. If it was not measured, the result is the planned
-    number.
+    If the number that fits on the device was measured, the result is that number. Otherwise, it is the planned number.
     """
     if device.type != "cuda":
         return NUM_INTERPRETED_WORKERS
@@ -233,7 +234,7 @@ def _check_occupancy(kernel: Any, device: torch.device, head_dim: int, element_s
 
     All shares are equal. If some workers had to wait for a multiprocessor, the launch would take twice as long. How
     many registers and how much shared memory a kernel uses depends on the version of the compiler. The warm-up launches
-    each kernel, which runs this check. In later launches, the check is only a look-up.
+    each kernel, and the first launch of a kernel runs this check. In later launches, the check is only a look-up.
     """
     _checked_kernels.add(kernel.hash)
     found = max(programs_per_sm(kernel, device), 1)
@@ -251,10 +252,11 @@ def _check_occupancy(kernel: Any, device: torch.device, head_dim: int, element_s
 
 
 def _get_work_plan(batch: AttentionMetadata, window: int, max_short: int, short_keys: int, long_tokens: int) -> Tensor:
-    """Return where the work of each span begins, as [2, num_spans + 1] int32.
+    """Return where the work of each span begins.
 
-    The first row counts key tiles, for short spans. The second row counts query tiles, for long spans. The first layer
-    of a step computes this plan. It does so on the device, because the lengths may be known only there.
+    The result is an int32 tensor of shape [2, num_spans + 1]. Its first row counts the key tiles of short spans. Its
+    second row counts the query tiles of long spans. The first layer of a step computes this plan. It does so on the
+    device, because the lengths may be known only there.
     """
     separate_from = batch.separate_prefill_min_tokens, batch.separate_chunk_min_tokens
     key = window, max_short, short_keys, long_tokens, separate_from

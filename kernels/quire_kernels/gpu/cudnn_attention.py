@@ -29,7 +29,8 @@ accepts ragged offsets for queries."""
 _QUERIES, _KEYS, _VALUES, _OUT, _KEY_PAGES, _VALUE_PAGES, _OFFSETS, _QUERY_LENGTH, _KEY_LENGTH = range(1, 10)
 """Numbers that identify the tensors in a graph."""
 _ALIGNMENT = 4
-"""The int32 numbers of a chunk are in one tensor, in several parts. Each part begins at a multiple of 16 bytes."""
+"""All int32 numbers of a chunk are stored in one tensor, which has several parts. Each part begins at a multiple of 16
+bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ class ChunkPlans:
     def attend(
         self, queries: Tensor, cache: Tensor, batch: AttentionMetadata, chunk: PrefillSpan, scale: float, out: Tensor
     ) -> None:
-        """Compute the attention of a chunk. Write it to the rows of the chunk in out [num_tokens, num_heads,
-        head_dim]."""
+        """Compute the attention of a chunk. Write it to the rows of the chunk in `out`, which has the shape
+        [num_tokens, num_heads, head_dim]."""
         shape = ChunkShape(
             max(next_power_of_2(chunk.length), MIN_TOKENS),
             queries.shape[1],
@@ -188,7 +189,7 @@ def paged_attention(
 
 
 def rehearse(cache: Tensor, num_heads: int, scale: float, dtype: torch.dtype, max_tokens: int, max_blocks: int) -> int:
-    """Build and run the plans for this cache, for chunks of up to `max_tokens` tokens.
+    """For this cache, build and run the plans for chunks of up to `max_tokens` tokens.
 
     Plans for another cache of the device are dropped.
 

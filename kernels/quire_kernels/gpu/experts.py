@@ -9,11 +9,11 @@ every choice of experts. A program multiplies a tile of tokens, which all use th
 expert's columns. A program whose tile has no tokens exits at once. Nothing is padded or sorted in memory, because
 programs gather the rows that they need. The kernels do not use atomics, so the result is deterministic.
 
-Weights of 4 or 8 bits are dequantized in registers. The layout of the weights and the code for this are those of
-gpu/quantized_linear.py. If a byte contains several codes, they belong to adjacent inputs. The kernel multiplies these
-inputs one after the other. Inputs are not quantized.
+Weights of 4 or 8 bits are dequantized in registers. gpu/quantized_linear.py defines the layout of the weights and
+contains the code for this. If a byte contains several codes, they belong to adjacent inputs. The kernel multiplies
+these inputs one after the other. Inputs are not quantized.
 
-Source: the fused MoE kernel of vLLM also groups pairs by tiles.
+Source: the fused MoE kernel of vLLM also groups the pairs into tiles.
 """
 
 from typing import Any
@@ -47,8 +47,8 @@ def fused_experts(
     """See experts.fused_experts.
 
     An expert's weights are read once for each tile of its tokens. Only the first of these reads is from memory. Two
-    intermediate tensors are written once and read once: the gated features [num_tokens * top_k, intermediate_size], and
-    the outputs of the experts [num_tokens * top_k, hidden_size].
+    intermediate tensors are written once and read once. The gated features have the shape [num_tokens * top_k,
+    intermediate_size]. The outputs of the experts have the shape [num_tokens * top_k, hidden_size].
     """
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
     num_experts, inner = experts.num_experts, experts.intermediate_size

@@ -5,8 +5,8 @@ gpu/attention.py computes all other spans.
 
 On Hopper, PyTorch selects cuDNN. cuDNN uses the copy engine (TMA) and specialized warps; the Triton kernel does not use
 them. `prefill_attention.py` selects this implementation on Hopper. tests/bench/gpu.py measures both implementations.
-Published figures for an H100 with 16 heads, a head size of 128 and 8,192 tokens: cuDNN reaches 582 TFLOP/s. The
-attention of Triton's tutorial, which resembles ours, reaches 469 TFLOP/s
+According to published figures, cuDNN reaches 582 TFLOP/s on an H100 (16 heads, a head size of 128 and 8,192 tokens).
+The attention of Triton's tutorial, which resembles ours, reaches 469 TFLOP/s
 (https://github.com/meta-pytorch/tritonbench/issues/141).
 """
 
@@ -129,7 +129,7 @@ def planned_length(length: int) -> int:
     """Round `length` up to a planned length.
 
     Between two powers of two, there are eight planned lengths. cuDNN takes some tens of milliseconds to plan for a new
-    length, so there should not be many of them.
+    length, so the number of planned lengths should be small.
     """
     step = max(1 << (length - 1).bit_length() - 4, 1)
     return -(-length // step) * step

@@ -4,8 +4,8 @@
 This module computes the key of the cache, and copies the cache into Triton's cache folder.
 
 `python -m quire_engine compile` fills a folder with kernels and writes its key. At start, `install_shipped_cache`
-compares the key. If it matches, the function copies the folder to Triton's own cache, which must be writable. A kernel
-that is not in the folder is compiled when it is used for the first time.
+compares this key with the key for the device. If it matches, the function copies the folder to Triton's own cache,
+which must be writable. A kernel that is not in the folder is compiled when it is used for the first time.
 """
 
 import functools

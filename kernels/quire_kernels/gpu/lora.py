@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA deltas on a GPU, which take two kernel launches for each linear and all its slices.
+"""LoRA deltas on a GPU. Two kernel launches compute the deltas of a linear and all its slices.
 
 The first kernel shrinks the inputs to partial sums of A x. The second kernel expands them and adds the result to the
 base output.

@@ -3,9 +3,9 @@
 
 `_linear_codes` dequantizes a tile of the weight in registers. The tensor cores then multiply it in the dtype of the
 activations. The kernel reads in_features * out_features * bits / 8 bytes of codes, and the scales. With up to about 64
-tokens, these reads determine how long it takes. The kernel is used for 4-bit codes and for 8-bit integers. For fp8,
-torch._scaled_mm is used instead if the device has instructions for fp8 and torch accepts the shape. It multiplies in 8
-bits.
+tokens, these reads determine how long the kernel takes. The kernel is used for 4-bit codes and for 8-bit integers. For
+fp8, torch._scaled_mm is used instead if the device has instructions for fp8 and torch accepts the shape. This operation
+multiplies in 8 bits.
 
 In the scheme w8a8, the reference also quantizes the inputs. The kernel here does not do that, so its result is closer
 to the result of the unquantized model.
