@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between host and device that do not wait until the device has done its queued work."""
+"""Functions that copy data between host and device, without waiting until the device has done its queued work."""
 
 import weakref
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ memory.
 
 
 def to_device_async(values: Tensor | Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
-    """Queue a copy of a host tensor or of a sequence of numbers to `device`.
+    """Copy a host tensor or a sequence of numbers to `device`, without waiting for the copy.
 
     The copy runs after the work that is already queued on the device.
 

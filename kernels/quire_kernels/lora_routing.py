@@ -4,8 +4,8 @@
 Each step groups its tokens into tiles whose tokens have the same slot.
 
 The host does not have to know which slots the tokens use. A captured step can therefore be replayed with other
-adapters. The maximum number of tiles depends only on the sizes of the step and of the slots. A launch has one program
-for each possible tile. A program whose tile has no tokens exits at once.
+adapters. The maximum number of tiles depends only on the number of tokens in the step and on the number of slots. A
+launch has one program for each possible tile. A program whose tile has no tokens exits at once.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class TokenRouting:
     """
 
     tile_slots: Tensor
-    """[max_tiles] int32: the slot of each tile, in ascending order. The tiles at the end that have no tokens have the
+    """[max_tiles] int32: the slot of each tile, in ascending order. Tiles without tokens are at the end, and have the
     slot -1.
     """
     tile_rows: Tensor
@@ -53,7 +53,8 @@ class TokenRouting:
 def max_tiles(num_tokens: int, num_slots: int, rows_per_tile: int = ROWS_PER_TILE) -> int:
     """Return the largest number of tiles that a step can need.
 
-    It is reached if the last tile of each slot that has tokens contains only one token.
+    A step needs this number if its tokens use as many slots as possible, and if the last tile of each of these slots
+    contains only one token.
     """
     return (num_tokens + (rows_per_tile - 1) * min(num_tokens, num_slots)) // rows_per_tile
 

@@ -29,9 +29,9 @@ PANEL_COLUMNS = 32
 PINNED_BYTES = 4 << 20
 """In pinned memory, an adapter is divided into chunks of this many bytes.
 
-torch rounds a pinned allocation up to a power of two, so 80 MiB would take 128 MiB. It also reuses a freed allocation
-only for another allocation of the same size. Because all chunks have the same size, adapters of any rank can reuse
-them.
+torch rounds a pinned allocation up to a power of two, so 80 MiB would take 128 MiB. Moreover, torch reuses a freed
+allocation only for another allocation of the same size. Because all chunks have the same size, adapters of any rank can
+reuse them.
 """
 
 LoRAPair = tuple[Tensor, Tensor]
@@ -113,8 +113,8 @@ class ModuleSlots:
         """Copy of `entries` on the host. If the device is the CPU, this is the same tensor."""
         self.max_rank = max_rank
         self.active_slots = set(range(len(slot_weights)))
-        """Slots that the module must be computed for. An empty slot is in the set too, because warm-up steps use empty
-        slots to measure memory.
+        """The module must be computed if a step uses one of these slots. The set also contains the empty slots, because
+        warm-up steps use them to measure memory.
         """
         self.is_panel_packed = _supports_panels(target, slot_weights)
         """Whether the matrices have the layout that the compiled kernels need."""

@@ -2,7 +2,7 @@
 """Selection of the attention kernel for long prompts.
 
 On Hopper, cuDNN is selected if a rehearsal with cuDNN succeeds. Otherwise, the Triton kernel is used. If QUIRE_KERNELS
-requests it, cuDNN also computes long chunks of a prompt that come after other tokens of the context.
+selects paged_attention=cudnn, cuDNN also computes long chunks that do not begin at the start of a context.
 """
 
 import logging
@@ -16,8 +16,8 @@ from quire_kernels.attention import paged_attention
 logger = logging.getLogger(__name__)
 
 _CUDNN_CAPABILITY = (9, 0)
-"""Compute capability of Hopper. On Hopper, the speed of a kernel depends more on TMA and specialized warps than on
-other GPUs. The Triton kernel uses neither of them.
+"""Compute capability of Hopper. A kernel without TMA and specialized warps loses more speed on Hopper than on other
+GPUs. The Triton kernel uses neither of them.
 """
 
 

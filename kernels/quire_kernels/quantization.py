@@ -89,7 +89,7 @@ def expand_groups(scales: Tensor, group_size: int, in_features: int) -> Tensor:
 
 @functools.cache
 def int4_codebook() -> Tensor:
-    """Return the values of the 16 integer codes if the zero point is 8: [16] bfloat16."""
+    """Return the values that the 16 integer codes have with a zero point of 8: [16] bfloat16."""
     return torch.arange(-8, 8, dtype=torch.bfloat16)
 
 

@@ -6,7 +6,7 @@ There are these schemes, which have the same names as in vLLM:
 - w4a16: integers of 4 bits. Each group of inputs has a scale, and can have a zero point. If a weight was quantized when
   it was loaded, the compiled kernel of a CPU also quantizes the inputs of each group to 8 bits.
 - mxfp4: 4-bit floating point (E2M1). Each group of inputs has a scale, which is a power of 2.
-- fp8: float8_e4m3fn. Each row has a scale, or each block of 128 x 128 has one.
+- fp8: float8_e4m3fn. Either each row has a scale, or each block of 128 x 128 numbers.
 - w8a16: integers of 8 bits. Each row has a scale.
 - w8a8: integers of 8 bits. Each row has a scale. The inputs of a token are also quantized to 8 bits, in groups of 64.
 
@@ -44,7 +44,7 @@ _INPUTS_MULTIPLE = 16
 MIN_CAPABILITY_FOR_FP8 = (8, 9)
 """Lowest compute capability (major, minor) at which a GPU has instructions for float8_e4m3fn."""
 FP8_BLOCK = 128
-"""A block that has its own scale consists of this number of rows and this number of columns."""
+"""A block that has its own scale is a square with this number of rows and columns."""
 
 
 class _Weight(ctypes.Structure):
@@ -66,8 +66,9 @@ class QuantizedWeight:
     values: Tensor
     """If the weight is in panels, these are the bytes of the panels.
 
-    Otherwise, 8-bit codes are [out_features, in_features] int8 or float8_e4m3fn. 4-bit codes are [out_features,
-    in_features / 2] uint8; each byte contains two inputs, the first of them in the lower bits.
+    Otherwise, these are the codes. 8-bit codes have the shape [out_features, in_features] and the dtype int8 or
+    float8_e4m3fn. 4-bit codes have the shape [out_features, in_features / 2] and the dtype uint8, because each byte
+    contains the codes of two inputs. The code of the first input is in the lower bits.
     """
     group_size: int
     """Number of inputs that share a scale."""

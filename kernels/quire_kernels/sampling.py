@@ -43,7 +43,7 @@ uniform.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
 
 @Op
 def argmax_first(logits: Tensor) -> Tensor:
-    """Return the index of the largest element of each row, [num_rows] int64.
+    """Return the index of the largest element of each row: [num_rows] int64.
 
     If several elements are equal, the first one is returned.
     """
@@ -77,7 +77,7 @@ def apply_penalties(
     repetition: Tensor,
     token_ids: Tensor | None = None,
 ) -> None:
-    """Change the logits of tokens that have occurred, in place.
+    """Penalize the tokens that have occurred, by changing their logits in place.
 
     The repetition penalty is applied first, then the frequency and presence penalties.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder layers for small numbers of tokens on a GPU, which take six launches per layer instead of ten.
+"""Decoder layers for small numbers of tokens on a GPU.
 
-Each launch requests its weights before the previous kernel has ended.
+Each layer takes six launches instead of ten. Each launch requests its weights before the previous kernel has ended.
 
 This decoder is used only if QUIRE_KERNELS selects `rms_norm_linear=small`, because its effect has not been measured.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token sampling that needs no sort and does not wait for the host.
 
-It finds the thresholds of the filters by bisection, and draws tokens by inverse transform sampling.
+The thresholds of the filters are found by bisection. Tokens are drawn by inverse transform sampling.
 
 A program processes one row of logits in several passes. In bfloat16, 256 rows with a vocabulary of 128,256 take 66 MB.
 Most of this stays in the L2 cache of a large GPU between two passes.
@@ -41,7 +41,7 @@ def sample(
     """See sampling.sample. The most likely token is computed for all rows, even for those that are not greedy.
 
     A greedy row is read once, and any other row three times. The top-k filter adds 13 passes, and the top-p filter adds
-    13. Each of these passes narrows the range of the 30-bit threshold to a fifth.
+    13. The threshold has 30 bits. Each of these passes divides the range that can contain it by 5.
     """
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -31,8 +31,8 @@ _WARPS = 4
 _PREFETCHED = 1024
 """For each of its outputs, a program requests the weights of this many inputs before it waits for the previous kernel.
 
-These weights are 32 KB for each program. With 6,144 outputs, they are 12 MB for the launch, which is a quarter of the
-L2 cache.
+These weights are 32 KB for each program. A launch with 6,144 outputs requests 12 MB in this way, which is a quarter of
+the L2 cache.
 """
 
 

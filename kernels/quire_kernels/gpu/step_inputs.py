@@ -12,7 +12,7 @@ def prepare_inputs(rows: Tensor, query_starts: Tensor, state: SequenceState, blo
     """See step_inputs.prepare_inputs.
 
     Moves 16 bytes for each KV block of a context, and 16 bytes for each token. The launch has one program for each
-    span. This is efficient for decoding, but a prompt of 2,048 tokens takes its program 16 iterations.
+    span. This is efficient for decoding. For a prompt of 2,048 tokens, however, the program needs 16 iterations.
     """
     width = out.block_tables.shape[1]
     assert width <= state.tables.shape[1]
