@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LLMService resource: validation, planning, rendering, `quire serve` and the operator. Never imports torch."""
+"""Validation, planning and rendering of LLMServices, the `quire` commands and the operator. Never imports torch."""

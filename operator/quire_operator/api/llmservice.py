@@ -211,7 +211,7 @@ class ModelsSpec:
 
     @property
     def source(self) -> Source:
-        """The folder that contains other Triton models, as a Source."""
+        """The source of the folder that contains other Triton models."""
         return Source(pvc=self.pvc, path=self.path)
 
 
@@ -302,7 +302,7 @@ class SecuritySpec:
 
 @dataclass(frozen=True, slots=True)
 class LLMServiceSpec:
-    """spec, to which the CRD's defaults have been added."""
+    """The field `spec` of an LLMService. The CRD's defaults have been added to it."""
 
     device: Device
     model: ModelSpec

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAPI validation.
 
-It removes nulls and adds defaults in the same way as an API server, and then checks the value against the schema.
+The module removes nulls and adds defaults in the same way as an API server, and then checks the value against the
+schema.
 
 The module is pure: it takes a schema and a value, and returns a value or yields problems. Called by crd.py;
 cel_rules.py contains the CEL rules. As in kubectl, an unknown field is a problem. An API server may drop such a field

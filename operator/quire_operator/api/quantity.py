@@ -27,7 +27,10 @@ def to_bytes(text: str) -> int:
 
 
 def to_decimal(text: str) -> Decimal | None:
-    """Return the exact number of a quantity such as 500m, 2, 1Gi or 1e3, or None if the text is not a quantity."""
+    """Return the exact number of a quantity, such as 500m, 2, 1Gi or 1e3.
+
+    If the text is not a quantity, return None.
+    """
     match = _QUANTITY.fullmatch(text)
     if match is None:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of YAML manifests, which remembers the line number of each field.
+"""Reads YAML manifests, and remembers the line number of each field.
 
 The reader rejects duplicate keys, and it reads dates and keys as strings. kubectl does this too, but PyYAML does not.
 Independent of LLMService. Called by the commands and crd.py.

@@ -134,8 +134,8 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         "--vllm-repository",
         type=Path,
         metavar="DIR",
-        help="use this instead of -f to serve a model of NVIDIA's vllm_backend: the model's folder, which contains "
-        "1/model.json and has the name of the model",
+        help="use this option instead of -f to serve a model of NVIDIA's vllm_backend; DIR is the model's folder, "
+        "which contains 1/model.json and has the name of the model",
     )
     parser.add_argument(
         "--device",

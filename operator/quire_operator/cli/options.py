@@ -340,7 +340,7 @@ def add_expose_option(parser: argparse.ArgumentParser) -> None:
         "--expose",
         choices=("http", "grpc", "http,grpc", "none"),
         metavar="PROTOCOLS",
-        help="protocols that clients can use: http, grpc, http,grpc (both), or none; the server accepts other "
+        help="protocols that clients can use: http, grpc, both (http,grpc), or none; the server accepts other "
         "protocols only on loopback (default: spec.runtime.expose, otherwise both)",
     )
 

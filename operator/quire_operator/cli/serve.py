@@ -100,8 +100,9 @@ class ServeOptions:
     """Whether the log of Triton Inference Server is printed too."""
 
     def supervisor_flags(self, serves_openai: bool) -> Iterator[tuple[str, object]]:
-        """Yield the name and the value of each supervisor option that LLMServices and vllm_backend repositories both
-        have. If the value is None, the option takes no value.
+        """Yield the supervisor options that LLMServices and vllm_backend repositories have in common.
+
+        An option consists of a name and a value. If the value is None, the option takes no value.
         """
         if self.model_repository is not None:
             yield "--model-repository", self.model_repository.absolute()

@@ -4,8 +4,8 @@
 It detects a watch that stopped without an error.
 
 For the comparison, only the metadata of objects is listed. Started by the controller. If a difference does not go away,
-the operator ends. An exception is an LLMService that was deleted but is still in the cache: it is removed from the
-cache, and the operator continues.
+the operator ends. This does not apply to an LLMService that was deleted but is still in the cache. The LLMService is
+removed from the cache, and the operator continues.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class CacheVerifier:
         metrics: ControllerMetrics,
         namespaces: Sequence[str] = (),
     ) -> None:
-        """`namespaces` are the namespaces that are watched. If it is empty, all namespaces are watched."""
+        """`namespaces` are the namespaces that are watched. If there are none, all namespaces are watched."""
         self._client, self._cache, self._reflectors, self._metrics = client, cache, reflectors, metrics
         self._namespaces = namespaces
 

@@ -47,8 +47,8 @@ _OUTAGE_RETRY_S = 30.0
 because no event reports that the outage has ended.
 """
 _STUCK_AFTER_S = 900.0
-"""The work queue counts as stuck if a service has waited for more than this number of seconds, or if a worker has
-worked on it for longer than that.
+"""The work queue counts as stuck if a service has waited in it, or a worker has worked on a service, for more than this
+number of seconds.
 """
 
 
@@ -57,19 +57,19 @@ class ControllerSettings:
     """Settings of a controller."""
 
     namespaces: tuple[str, ...] = ()
-    """The namespaces that are watched. If it is empty, all namespaces are watched."""
+    """The namespaces that are watched. If there are none, all namespaces are watched."""
     workers: int = 8
     images: Mapping[str, str] = field(default_factory=lambda: DEFAULT_IMAGES)
     """Default images of the pods, for GPU and CPU."""
     operator_peer: Mapping[str, Any] | None = None
-    """The operator as a peer in NetworkPolicies. If it is None, the policies deny all access to the admin port."""
+    """NetworkPolicy peer that selects the operator. If it is None, the policies deny all access to the admin port."""
     resync_s: float = RESYNC_S
     secret_ttl_s: float = SECRET_TTL_S
     verify_interval_s: float = 600.0
     """Seconds between two comparisons of the cache with the API server."""
     verify_grace_s: float = 30.0
-    """Seconds that a difference must last before it counts. The event that reports a change can arrive later than the
-    list that already contains it.
+    """Seconds that a difference must last before it counts. A change can be in the list although its event has not
+    arrived yet.
     """
     watch_timeouts: WatchTimeouts = field(default_factory=WatchTimeouts)
 

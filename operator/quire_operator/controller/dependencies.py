@@ -37,5 +37,5 @@ class ReconcilerDeps:
     status_writer: StatusWriter
     record_write: Callable[[Resource, str], None]
     operator_peer: Mapping[str, Any] | None = None
-    """The operator as a peer in NetworkPolicies."""
+    """NetworkPolicy peer that selects the operator."""
     resync_s: float = RESYNC_S

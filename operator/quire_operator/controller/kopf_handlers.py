@@ -162,7 +162,7 @@ class NoDiffStorage(kopf.DiffBaseStorage):
         return None
 
     def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
-        raise AssertionError("kopf must not store anything, because no handler of this module does")
+        raise AssertionError("kopf must not store anything, because the handlers of this module have no state")
 
 
 class EndlessBackoffs:
@@ -180,8 +180,8 @@ class EndlessBackoffs:
 
 
 def configure_kopf(settings: kopf.OperatorSettings, timeouts: WatchTimeouts) -> None:
-    """Change kopf's settings. Waits get a time limit, requests are repeated without limit, and kopf must not write
-    anything.
+    """Change kopf's settings. Every wait gets a time limit, failed requests are repeated without limit, and kopf is not
+    allowed to write anything.
     """
     settings.peering.standalone = True
     settings.posting.enabled = False
@@ -205,7 +205,9 @@ def configure_kopf(settings: kopf.OperatorSettings, timeouts: WatchTimeouts) -> 
 
 
 def trace_watches(heartbeats: Sequence[WatchHeartbeat]) -> aiohttp.TraceConfig:
-    """Return a trace for kopf's session. It updates the heartbeats of the watches of LLMServices."""
+    """Return a trace for kopf's session. The trace updates a heartbeat when kopf receives a response to a watch request
+    for LLMServices.
+    """
     paths = {heartbeat.resource.path(heartbeat.namespace): heartbeat for heartbeat in heartbeats}
 
     async def on_request_end(

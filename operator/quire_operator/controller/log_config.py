@@ -13,7 +13,8 @@ _QUIET_LOGGERS = ("aiohttp.access", "kopf.objects", "kopf.activities")
 class JsonFormatter(logging.Formatter):
     """Formats a record as a JSON object.
 
-    The object contains ts, level, logger and message. If the record has a traceback, it also contains error.
+    The object contains the fields ts, level, logger and message. If the record has a traceback, the object also
+    contains the field error.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -33,7 +33,7 @@ PORT_VARIABLE = "QUIRE_OPERATOR_PORT"
 this port.
 """
 _CRD_POLL_S, _CRD_LOG_INTERVAL_S = 2.0, 60.0
-"""Seconds between two checks whether the CRD exists, and seconds between two log messages that it is missing."""
+"""Seconds between two checks for the CRD, and between two log messages that report it as missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class OperatorOptions:
     cluster_config: ClusterConfig | None = None
     """Address and credentials of the API server. If it is None, ClusterConfig.from_environment is used."""
     settings: ControllerSettings = field(default_factory=ControllerSettings)
-    """Settings of the controller. Their field operator_peer is ignored, because it is derived from the cluster
-    config.
+    """Settings of the controller. The field operator_peer of these settings is ignored. Its value is derived from the
+    cluster config.
     """
     host: str = ANY_ADDRESS
     port: int = field(default_factory=lambda: int(os.environ.get(PORT_VARIABLE, DEFAULT_PORT)))
@@ -137,7 +137,7 @@ class OperatorProcess:
 
 
 def _network_policy_peer(cluster_config: ClusterConfig) -> Mapping[str, Any] | None:
-    """Return the operator as a peer in NetworkPolicies, or None if it runs outside of a cluster."""
+    """Return a NetworkPolicy peer that selects the operator, or None if it runs outside of a cluster."""
     if cluster_config.token_file is None:
         return None
     return {

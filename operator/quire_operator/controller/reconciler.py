@@ -55,7 +55,7 @@ corrected.
 
 @dataclass(frozen=True, slots=True)
 class ReconcileResult:
-    """When the next pass over a service starts."""
+    """The time at which the next pass over a service starts."""
 
     requeue_after_s: float
     backoff: bool = False
@@ -75,7 +75,7 @@ class ServiceState:
     """Generation of the service at the last apply that was complete."""
     children: ChildObjects | None = None
     not_ready_since: float | None = None
-    """Time of the event loop at which the service stopped being ready. None while the service is ready."""
+    """The value of the event loop's clock when the service stopped being ready. None while the service is ready."""
 
 
 class Reconciler:

@@ -3,8 +3,8 @@
 
 This happens once in each pass. It reads only.
 
-The observer works in two steps. Between them, the reconciler pushes the adapter catalog, which also adds the reports of
-the pods.
+The observer works in two steps. Between them, the reconciler pushes the adapter catalog. This push also adds the
+reports of the pods.
 """
 
 from collections.abc import Mapping

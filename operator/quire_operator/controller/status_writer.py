@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class StaleService(Exception):
-    """Since the pass read the service, the service was changed or deleted."""
+    """The service was changed or deleted after the pass had read it."""
 
 
 class StatusWriter:

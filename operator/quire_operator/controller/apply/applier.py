@@ -174,7 +174,7 @@ class Applier:
 
         Raises the same errors as `apply`.
 
-        A ConfigMap is kept if a ReplicaSet or a pod mounts it. An old pod would not restart without its ConfigMap.
+        A ConfigMap is kept if a ReplicaSet or a pod mounts it. Without its ConfigMap, an old pod could not restart.
         """
         mounted: set[str] = set()
         for entry in self._cache.children_of(desired.key, resources.POD, resources.REPLICA_SET):
@@ -378,7 +378,7 @@ async def _gather(requests: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
 def _with_applied_digest(manifest: Manifest) -> Manifest:
     """Add the annotation with the digest to a manifest.
 
-    Secrets do not get a digest, because it would make it easier to guess their values.
+    Secrets do not get a digest, because a digest would make it easier to guess their values.
     """
     if manifest["kind"] == resources.SECRET.kind:
         return manifest

@@ -21,7 +21,7 @@ from quire_operator.render.objects import render_objects
 
 Body = Mapping[str, Any]
 _POD_TEMPLATE_PATH = ("spec", "template")
-"""Path in a Deployment at which the fields of spec.podTemplate are."""
+"""Path of the part of a Deployment that contains the fields of spec.podTemplate."""
 _DEFAULT_KINDS = ("PodDisruptionBudget", "PodMonitor")
 """Kinds that every service uses by default (Auto). If a cluster does not have one of them, the status does not contain
 a warning.

@@ -22,8 +22,8 @@ _ATOMIC_LISTS = ("tolerations", "args", "command", "ingress", "egress", "from", 
 def is_up_to_date(desired: Any, live: Any, field: str = "", atomic: bool = False) -> bool:
     """Whether `live` contains all values of `desired`.
 
-    `field` is the name of the field that contains these values. If `atomic` is true, a list in `live` must not contain
-    any entries that `desired` does not contain.
+    `field` is the name of the field that contains these values. If `atomic` is true, a list in `live` must have no
+    additional entries.
     """
     if isinstance(desired, Mapping):
         if not isinstance(live, Mapping):

@@ -36,7 +36,7 @@ from quire_spec.documents.adapter_catalog import PvcSource, SecretRef, Source
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 
 SecretValues = Mapping[str, Mapping[str, str]]
-"""The values of Secrets. The keys are the name of the Secret and the key in it."""
+"""The values of Secrets. The first key is the name of a Secret, and the second key is a key in this Secret."""
 
 SourceKey = tuple[str, ...]
 """Key of the cache. It consists of the service's namespace and the source as JSON.
@@ -56,7 +56,9 @@ _MAX_RETRY_AFTER_S = 300.0
 model.
 """
 _JOB_POLL_S = 5.0
-"""If a Job was started for another service, wait this many seconds until the cache contains it."""
+"""If a Job was started for another service but is not in the cache yet, a pass looks for it again after this many
+seconds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class _Request:
     uid: str
     secrets: SecretValues
     image: str
-    """Image of the Job that reads the source if it is a claim."""
+    """If the source is a claim, a Job with this image reads it."""
     path: FieldPath
     """Path of the source's field in the LLMService."""
 

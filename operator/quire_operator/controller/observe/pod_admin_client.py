@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of the pods' admin port, which reads the status, pushes the adapter catalog and reads the download progress.
+"""Client of the pods' admin port: it reads the status and the download progress, and pushes the adapter catalog.
 
 The client does not trust the responses of pods. It does not follow redirects, and it limits the size of a response.
 Messages never contain the key. Called by the catalog pusher.

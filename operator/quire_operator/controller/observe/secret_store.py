@@ -29,8 +29,8 @@ SECRET_TTL_S = 300.0
 time, plus a minute for the kubelet.
 """
 MISSING_SECRET_TTL_S = 15.0
-"""If a Secret or a key in it does not exist, this fact is cached for this many seconds. The time is short, because the
-user often creates the Secret soon.
+"""If a Secret or a key in it does not exist, the operator does not look for it again within this many seconds. The time
+is short, because the user often creates the Secret soon.
 """
 
 

@@ -20,7 +20,9 @@ from quire_spec.documents.adapter_catalog import AdapterCatalog, CatalogVersion
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, PodStatus
 
 MAX_FAILURES = 10
-"""The message of the condition contains the errors of at most this many adapters. Its counts include all adapters."""
+"""The message of the condition contains the errors of at most this many adapters. The numbers in the message include
+all adapters.
+"""
 _MAX_ERROR = 512
 _MAX_MODELS = 1025
 _MAX_DIGEST = 71

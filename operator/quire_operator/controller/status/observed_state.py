@@ -151,8 +151,8 @@ class ObservedState:
 
 @dataclass(frozen=True, slots=True)
 class PlanningResult:
-    """Result of planning. At most one of `spec_error`, `unplannable` and `waiting_for` is set. In this case, `plan` is
-    the previous valid plan, which stays deployed.
+    """Result of planning. At most one of `spec_error`, `unplannable` and `waiting_for` is set. If one of them is set,
+    `plan` is the previous valid plan, which stays deployed.
     """
 
     plan: Plan | None = None
@@ -208,7 +208,9 @@ def _download_folders(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 _CREATING_REASONS = ("ContainerCreating", "PodInitializing")
-"""Waiting reasons of containers that wait for volumes, for the network or for an earlier container."""
+"""Reasons that the kubelet reports for a container that waits for volumes, for the network or for an earlier
+container.
+"""
 
 
 def _container_statuses(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

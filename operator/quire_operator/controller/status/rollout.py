@@ -13,8 +13,8 @@ from quire_operator.controller.status.observed_state import ObservedState, PodSt
 _MAX_POD_MESSAGE = 400
 """Maximum number of characters in the message about one pod."""
 _OMIT_MESSAGE_REASONS = ("CrashLoopBackOff",)
-"""If a container waits for one of these reasons, its message is omitted. It contains a duration that changes, and not
-the cause.
+"""If one of these is the reason why a container is waiting, the kubelet's message is omitted. The message contains a
+duration that changes, but it does not contain the cause.
 """
 
 

@@ -40,7 +40,7 @@ def build_status(
     previous: Mapping[str, Any],
     now: datetime,
 ) -> dict[str, Any]:
-    """Build the complete .status. If it differs from the previous .status, it replaces that.
+    """Build the complete .status. The caller writes it if it differs from the previous .status.
 
     If the spec cannot be parsed, `service` is None and planning.spec_error contains the reason. Each timestamp changes
     only if the value that it belongs to changes. Therefore, the status of a service that does not change stays the
@@ -231,8 +231,8 @@ def kv_token_drift(plan: Mapping[str, Any]) -> float | None:
 _MAX_KV_VALUE = 2**31
 """Larger values are not plausible and are ignored. An API server would reject integers of more than 64 bits."""
 MAX_KV_TOKEN_DRIFT = 0.10
-"""The condition reports a difference between the measured and the planned number of KV tokens if it is more than this
-fraction.
+"""If the measured number of KV tokens differs from the planned number by more than this fraction, the condition reports
+the difference.
 """
 
 
