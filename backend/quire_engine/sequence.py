@@ -18,8 +18,8 @@ SlotId = NewType("SlotId", int)
 PLACEHOLDER_TOKEN = -1
 """Takes the place of a token that the step in flight will sample, until the value of the token is known."""
 MAX_ASYNC_LOGPROBS = 32
-"""Maximum number of log probabilities per token with async scheduling. They arrive on the host one step late, so a
-larger number would need more device memory.
+"""Maximum number of log probabilities per token with async scheduling. They arrive on the host one step late and use
+device memory until then, so their number is limited.
 """
 
 
@@ -107,7 +107,7 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not occur in the output."""
     grammar: Grammar | None = None
-    """State of the grammar that the output matches; None allows any output."""
+    """State of the grammar that the output must match; None allows any output."""
     stop_strings: StopStrings | None = None
     """Strings that end the output of a beam. The text process searches for the stop strings of all other sequences."""
     adapter_digest: AdapterDigest | None = None
@@ -134,9 +134,9 @@ class Sequence:
     flight are not counted.
     """
     block_table: list[BlockId] = field(default_factory=list)
-    """If there is one group of layers, block i contains tokens [i * block_size, (i + 1) * block_size). If there are
-    several groups, each of them has a block for these tokens, and the entries of these blocks are next to each other,
-    see KVLayout."""
+    """If there is one group of layers, block i contains `block_size` tokens, from token i * block_size on. If there are
+    several groups, each group has its own block for these tokens. The entries of these blocks are next to each other
+    (see KVLayout)."""
     num_freed_entries: int = 0
     """Number of entries at the start of the table whose blocks have left the sliding window. These blocks belong to the
     pool again. Their entries stay, so that the copy of the table on the device remains valid. Attention ignores the
@@ -158,7 +158,8 @@ class Sequence:
     num_shared_blocks: int = 0
     """Number of blocks at the start of the table that were not swapped out, because another sequence shares them."""
     num_swapped_tokens: int = 0
-    """If the sequence is swapped out: the shared blocks and the host blocks contain tokens [0, num_swapped_tokens)."""
+    """If the sequence is swapped out, its shared blocks and its host blocks contain this number of tokens, from the
+    first token on."""
     num_cached_blocks: int = 0
     """Number of blocks at the start of the table that came from the prefix cache or were passed to it."""
     sort_key: tuple[int, int, int] = (0, 0, 0)
@@ -184,8 +185,8 @@ class Sequence:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Number of tokens that this sequence can compute independently of other beams. These are all its tokens. If
-        its group has other beams, the last token is not included.
+        """Number of tokens that this sequence can compute independently of other beams. The number includes all its
+        tokens or, if its group has other beams, all tokens except the last one.
         """
         has_siblings = self.beam_group is not None and len(self.beam_group.sequences) > 1
         return self.num_tokens - 1 if has_siblings else self.num_tokens
@@ -225,7 +226,7 @@ class Sequence:
     def awaited_parent(self) -> "Sequence | None":
         """The parent for which this sequence waits, or None.
 
-        A fork that never ran, and a preempted beam, wait until the prompt of the parent is computed.
+        A fork that never ran waits until the prompt of its parent is computed, and so does a preempted beam.
         """
         parent, preempted = self.parent, SequenceStatus.PREEMPTED
         if parent is None or parent.status is SequenceStatus.FINISHED:

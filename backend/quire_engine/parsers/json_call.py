@@ -26,7 +26,7 @@ class JsonCallReader:
         self._name_text = ""
         self._arguments = ""
         """Arguments that are withheld because the name of the tool is not known yet. Some models write the arguments as
-        JSON inside a string; these are withheld until the string is complete."""
+        JSON inside a string; such a string is withheld until it is complete."""
         self._has_arguments = False
         self._is_quoted = False
         """True if the arguments are a string that contains JSON."""

@@ -66,7 +66,7 @@ class JsonObjectReader:
         self.done = False
         self.failed = False
         self._expects = "{"
-        """The element that must come next: "{", "key", ":", "value", or "," after a value."""
+        """The element that must come next: "{", "key", ":", "value" or ","."""
         self._key_text = ""
         self._value = JsonValueReader()
 

@@ -26,7 +26,8 @@ class MistralFormat:
         self._content = Content()
         self._num_calls = 0
         self._state = "content"
-        """State: content, begin (after the mark), list, call (an object in the list), name, id, arguments, or end."""
+        """State: content, begin, list, call, name, id, arguments or end. In the state begin, the mark has just ended.
+        In the state call, an object in the list is read."""
         self._call = JsonCallReader(0)
         self._value = JsonValueReader()
         self._name = ""
@@ -92,7 +93,11 @@ class MistralFormat:
 
 
 def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
-    """Return the grammar of calls; if the tokenizer has a token for `[ARGS]`, the model uses the newer form."""
+    """Return the grammar of calls.
+
+    If the tokenizer has a token for `[ARGS]`, the calls are written with this mark. Otherwise, they are written as a
+    JSON list.
+    """
     if _ARGUMENTS in marks.token_ids:
         calls = (f"{quote(tool.name)} {marks.terminal(_ARGUMENTS)} @arguments_{i}" for i, tool in enumerate(tools))
         return CallGrammar(_CALLS, either(calls), "" if parallel else None, (), argument_parts(tools))

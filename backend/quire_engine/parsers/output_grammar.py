@@ -3,7 +3,7 @@
 
 The text process builds this grammar if the request requires a tool call, names a function or contains a strict tool. It
 also builds the grammar if the request constrains the answer of a reasoning model. The grammar refers to JSON schemas.
-The process that checks constraints compiles it together with these schemas.
+It is compiled together with these schemas in the process that checks constraints.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -27,8 +27,8 @@ _TOOL_CALL_MARKS = (
     ("llama3_json", '"parameters": '),
     ("pythonic", "[func_name"),
 )
-"""Pairs of a parser's name and a text that occurs in chat templates of its format. The first entry whose text occurs in
-a template selects the parser."""
+"""Each entry contains the name of a parser, and a text that occurs in the chat templates of the parser's format. The
+first entry whose text occurs in a template selects the parser."""
 
 
 @dataclass(frozen=True, slots=True)

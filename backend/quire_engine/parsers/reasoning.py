@@ -26,8 +26,8 @@ class ReasoningFormat:
     def __init__(
         self, answer: ContentFormat, start: str = "<think>", end: str = "</think>", is_open: bool = False
     ) -> None:
-        """Set `is_open` if the prompt ends inside the reasoning. In that case, the output contains only the end
-        mark."""
+        """Set `is_open` if the prompt ends inside the reasoning. In that case, the output contains the end of the
+        reasoning, but not its beginning."""
         self.marks = answer.marks | {start, end}
         self._answer = answer
         self._start, self._end = start, end

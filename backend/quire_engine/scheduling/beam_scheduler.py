@@ -43,7 +43,7 @@ class BeamScheduler:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._searches: dict[int, tuple[BeamGroup, BeamSearch]] = {}
-        """Open searches by the id of the group."""
+        """Maps the id of a group to the group and its open search."""
 
     @property
     def num_unused_places(self) -> int:

@@ -28,8 +28,7 @@ class Hypothesis:
     """Score with the length penalty; higher is better."""
     cumulative_logprob: float
     finish_reason: FinishReason
-    """If a stop string ended the output, the reason is LENGTH, too, because the text process detects the stop string
-    itself."""
+    """If a stop string ended the output, the reason is LENGTH, too. The text process detects the stop string itself."""
     logprobs: list[list[Logprob]] | None
 
 
@@ -44,8 +43,8 @@ class Continuation:
 def num_candidates(params: SamplingParams, num_stop_tokens: int) -> int:
     """Return the number of continuations that a step considers.
 
-    The number is large enough that at least `width` continuations do not end with a stop token, even if every beam can
-    be continued with every stop token.
+    The number is large enough that at least `width` of these continuations do not end with a stop token, even if all
+    stop tokens of all beams are among them.
     """
     return max(2, 1 + num_stop_tokens) * params.num_sequences
 
@@ -95,8 +94,8 @@ class BeamSearch:
         return [] if self.is_finished else beams
 
     def best_outputs(self) -> list[Hypothesis]:
-        """Return the `n` best outputs. If the search found fewer outputs, because few tokens are allowed, the last
-        output repeats.
+        """Return the `n` best outputs. The search can find fewer outputs if few tokens are allowed; in that case, the
+        last output is repeated.
         """
         num_outputs = self._first_beam.params.n
         best = self._hypotheses[:num_outputs]

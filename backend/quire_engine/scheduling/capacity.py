@@ -17,8 +17,8 @@ from quire_engine.step.builder import StepPlanBuilder
 class CapacityCheck:
     """Checks the two limits of a step: the number of sequences, and the number of free blocks.
 
-    At most `max_num_seqs` sequences run. One free block stays in reserve for each running sequence and each group of
-    layers.
+    At most `max_num_seqs` sequences run. For each running sequence, one free block per group of layers stays in
+    reserve.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class CapacityCheck:
         preempted: abc.Sequence[Sequence] = (),
         num_freed_blocks: int = 0,
     ) -> bool:
-        """Return whether a sequence can start if the running sequences in `preempted` stop and thus free
+        """Return whether a sequence can start after the running sequences in `preempted` have stopped and have released
         `num_freed_blocks` blocks."""
         num_places = self._num_places(builder, preempted)
         num_reserved = num_places + 1 if num_places and not sequence.resumes_beam_group else 0

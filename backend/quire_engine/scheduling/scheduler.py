@@ -67,8 +67,8 @@ class Scheduler:
     sequence then returns to the waiting queue with the same sort key. This happens at most once per sequence. The
     sequence computes all its tokens again and does not reuse its earlier blocks.
 
-    No thrash. A new or preempted sequence is admitted only if, after that, one block is still free for each running
-    sequence. A running sequence allocates at most one block in `block_size` steps. Therefore, at least `block_size`
+    No thrash. A new or preempted sequence is admitted only if at least one free block per running sequence is left
+    afterwards. A running sequence allocates at most one block in `block_size` steps. Therefore, at least `block_size`
     steps pass between an admission and the next preemption for decoding. A preempted sequence is never admitted again
     in the same step, because some of the blocks that it freed are already in use. If no other sequence runs, no free
     blocks are required.
@@ -83,9 +83,9 @@ class Scheduler:
     draft tokens are overwritten by the next step.
 
     Async scheduling. While a step is in flight, the next step can be planned as if the step in flight were complete
-    (see async_scheduling). Such a plan never preempts a sequence and never swaps one in. If that is necessary, planning
-    waits until the step in flight is complete. A sequence that is aborted, or that turns out to be finished, keeps its
-    blocks and its adapter slot until no step in flight contains it.
+    (see async_scheduling). Such a plan never preempts a sequence and never swaps one in. If a preemption or a swap-in
+    is necessary, planning waits until the step in flight is complete. A sequence that is aborted, or that turns out to
+    be finished, keeps its blocks and its adapter slot until no step in flight contains it.
 
     Raises:
         ConfigError: the pool is smaller than one sequence of `max_model_len` tokens, or speculative decoding is set for
@@ -213,8 +213,8 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan a step; return None if nothing can run.
 
-        `now` is the time in monotonic seconds, by which starved adapters are detected. Decoding sequences come first
-        and always get their token. Prompts get the rest of the token budget, and drafts get what the prompts leave.
+        `now` is the time in monotonic seconds. It is used to detect starved adapters. Decoding sequences come first and
+        always get their token. Prompts get the rest of the token budget, and drafts get what is left after that.
         """
         assert not self._in_flight, "schedule() was called before update_from_step() or fail_step()"
         self._async_deferred = False
@@ -461,8 +461,10 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def _schedule_prefills(self, builder: StepPlanBuilder, partial_prefills: list[Sequence], now: float) -> None:
-        """Spend the token budget on prompts, in order of urgency: those of partial prefills, and those of waiting
-        sequences that fit."""
+        """Spend the token budget on prompts, in order of urgency.
+
+        These are the prompts of partial prefills and of waiting sequences that fit.
+        """
         partial_prefills.reverse()
         waiting = self._waiting.snapshot()
         if self._beams.num_unused_places:
