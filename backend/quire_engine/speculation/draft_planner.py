@@ -99,7 +99,7 @@ class DraftPlanner:
         """Return the draft of a sequence.
 
         If the grammar of the sequence forces the next tokens, they are the draft. Otherwise, the proposer proposes
-        tokens, and the draft consists of the first ones, as far as the grammar allows them.
+        tokens, and the draft is the longest prefix of these tokens that the grammar allows.
         """
         grammar = sequence.grammar
         if grammar is not None and (forced := grammar.forced_token_ids()):

@@ -20,8 +20,8 @@ _SMOOTHING = 0.25
 """After a draft is verified, its result has this weight in the new estimate for its sequence."""
 _GLOBAL_SMOOTHING = 0.05
 _PROBE_INTERVAL = 64
-"""A sequence that currently gets no drafts still gets a single draft token whenever the number of its output tokens is
-a multiple of this number."""
+"""A sequence that currently gets no drafts still gets a single draft token after every _PROBE_INTERVAL output
+tokens."""
 
 
 @dataclass(slots=True)

@@ -49,8 +49,8 @@ class NgramProposer(DraftProposer):
         return self.find(sequence, max_tokens)[1]
 
     def find(self, sequence: Sequence, max_tokens: int) -> tuple[int, list[int]]:
-        """Return how many of the last tokens have an earlier copy, and the draft. The number is 0 if there is no
-        copy."""
+        """Return how many of the last tokens have an earlier copy, and return the draft that follows this copy. If
+        there is no copy, the number is 0 and the draft is empty."""
         context = self._contexts.setdefault(sequence, bytearray())
         new_tokens = sequence.tokens(len(context) // _TOKEN_BYTES, sequence.num_tokens)
         context += array("I", new_tokens).tobytes()

@@ -3,7 +3,7 @@
 
 There is a separate suffix tree for each adapter and cache salt. Therefore, the drafts of a tenant never depend on
 outputs of another adapter or salt, and the duration of its requests does not depend on them either. Outputs are added
-while they grow, one window per token, so that a step never waits until a whole long output is added. The memory of all
+while they grow, one window per token. Therefore, a step never has to add a whole long output at once. The memory of all
 trees is limited: the oldest outputs are removed first.
 """
 
@@ -30,7 +30,8 @@ Partition: TypeAlias = tuple[AdapterDigest | None, str | None]
 
 @dataclass(eq=False, slots=True)
 class _Text:
-    """The stored tokens of one output. The tree contains the windows [num_removed, num_added) of the output."""
+    """The stored tokens of one output. The tree contains the windows of the output from index num_removed to index
+    num_added - 1."""
 
     partition: Partition
     next_index: int

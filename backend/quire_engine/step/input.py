@@ -36,8 +36,8 @@ class StepInput:
     token_ids: Tensor
     """[num_tokens] int64 on the CPU."""
     block_ids: Tensor
-    """[num_blocks] int64 on the CPU: per span, the entries of the block table for all tokens up to the end of the
-    span."""
+    """[num_blocks] int64 on the CPU. For each span, it contains the entries of the block table for all tokens up to the
+    end of the span."""
     logit_rows: list[int]
     """Indices of the tokens whose logits are computed: first those for sampling, then those for prompt log
     probabilities.
@@ -64,12 +64,13 @@ class GraphStepInput:
     has_adapters: bool
     """Whether to use the graph with adapters."""
     inputs: Tensor
-    """[4 or 5, size] int64 on the CPU, where `size` is the number of tokens of the graph. Two rows have an element for
-    each span: the row of its sequence in the block tables on the device, and the position of its first token. Two rows
-    have an element for each token: its id, and its adapter slot. For a mixed graph, another row contains the index of
-    the first token of each span. The rest of each row is padding."""
+    """[4 or 5, size] int64 on the CPU, where `size` is the number of tokens of the graph. Two rows have one element for
+    each span: the number of its sequence in the block tables on the device, and the position of its first token. Two
+    other rows have one element for each token: its id, and its adapter slot. For a mixed graph, another row contains
+    the index of the first token of each span. The rest of each row is padding."""
     table_updates: Tensor
-    """[3, num_entries] int64 on the CPU: rows, columns and blocks to write into the block tables before the step."""
+    """[3, num_entries] int64 on the CPU. Before the step, these entries are written into the block tables. Each entry
+    consists of a row, a column and a block."""
     logit_rows: list[int]
     """Indices of the tokens whose logits are sampled."""
     awaits_tokens: bool = False
@@ -85,7 +86,7 @@ class GraphStepInput:
 
 
 def sort_spans(spans: Sequence[ScheduledSpan]) -> list[int]:
-    """Return the indices of spans in the order of computation.
+    """Return the indices of spans in the order in which they are computed.
 
     Tokens of one adapter are adjacent, and base model tokens come first. Among the spans of one adapter, decode spans
     come first, sorted by decreasing context, so that adjacent spans have similar lengths.

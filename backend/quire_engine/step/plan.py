@@ -16,8 +16,8 @@ from quire_spec.errors import Unavailable
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSpan:
-    """The tokens of one sequence that a step computes: tokens [start, start + length). The last ones can be draft
-    tokens."""
+    """The tokens that a step computes for one sequence: `length` tokens, from position `start` on. The last ones can be
+    draft tokens."""
 
     sequence: Sequence
     start: int
