@@ -4,8 +4,8 @@ grammars.
 
 Each constraint is first compiled in a worker of the text process, which may die. If the constraint is wrong, the
 request is rejected with an error. The core then compiles the same text again, and has the same limits. The limits apply
-to the amount of work, not to the time. Therefore, a text that compiled in the text process compiles in the core, too.
-Thread-safe; llguidance releases the GIL while it compiles.
+to the amount of work, not to the time. Therefore, if the text process could compile a text, the core can compile it,
+too. Thread-safe; llguidance releases the GIL while it compiles.
 """
 
 import threading

@@ -104,8 +104,8 @@ class Grammar:
         return token_ids[: num_allowed - ends]
 
     def num_rows_before_begin(self, draft_token_ids: Sequence[int]) -> int:
-        """Return how many tokens precede the constrained part. The draft tokens and the one token after them are
-        considered."""
+        """Return how many of the next tokens precede the constrained part. The next tokens are the draft tokens and the
+        one token after them."""
         if not (begin := self._pending_begin):
             return 0
         last_token_ids = self._last_token_ids

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepares a JSON schema (draft 2020-12) for llguidance: rejects keywords that llguidance would not enforce, and
-rewrites keywords that it lacks.
+replaces some keywords that llguidance does not implement.
 
 llguidance itself rejects the keywords that it does not implement. However, there are some keywords that it accepts but
 does not enforce. They were found with JSON-Schema-Test-Suite and by experiment, and this module handles them. The
@@ -78,7 +78,7 @@ def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check(part: dict[str, Any]) -> None:
-    """Reject an object that, if it is used as a schema, would be enforced wrongly."""
+    """Reject an object if llguidance would not enforce it correctly as a schema."""
     for name, value in part.items():
         texts = [name] if name in _ANNOTATIONS else [name, *_strings(value)]
         if any(_CONTROL_CHARACTERS.search(text) for text in texts):

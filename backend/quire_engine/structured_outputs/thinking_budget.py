@@ -48,8 +48,8 @@ class ThinkingBudget:
 
     @property
     def num_unforced(self) -> int:
-        """At least this number of tokens, from the next one on, are not forced. After the end of the reasoning, it is a
-        very large number."""
+        """Minimum number of tokens that come before the next forced token. After the end of the reasoning, it is a very
+        large number."""
         return sys.maxsize if self._state == "behind" else max(0, self._num_left)
 
     def accept_token(self, token_id: int) -> bool:

@@ -23,9 +23,9 @@ from quire_spec.protocol.messages import GenerateRequest
 from quire_spec.protocol.parsed_output import OutputParsing
 
 _MIN_PROMPT_BYTES = 64 * 1024
-"""A prompt that has at most this number of bytes is always tokenized before its length is checked, which takes
-milliseconds. The number of bytes alone is not sufficient for the check: a tokenizer that normalizes text can return
-fewer tokens than the length of its longest token suggests.
+"""A prompt that has at most this number of bytes is always tokenized before its length is checked. Tokenizing it takes
+only milliseconds. A check of the number of bytes could reject a valid prompt: a tokenizer that normalizes text can
+convert more bytes to one token than the longest token contains.
 """
 
 _MAX_SALT_CHARS = 256

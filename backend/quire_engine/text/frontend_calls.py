@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a frontend that do not run a request: they return model names or metrics, or tokenize or detokenize a text.
+"""Frontend calls that do not run a request: they return model names or metrics, or tokenize or detokenize a text.
 
 The text server passes each ControlRequest of a frontend to `FrontendCalls.handle`, which answers with one
 ControlResponse. Work that can take longer than a millisecond runs in a thread.

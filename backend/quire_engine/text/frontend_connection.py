@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class FrontendConnection:
-    """A frontend's connection with its send buffer."""
+    """The connection to one frontend, including its send buffer."""
 
     def __init__(
         self, connection: Connection, hello: Hello, metrics: RequestMetrics, throttle: ResponseThrottle

@@ -17,7 +17,7 @@ MAX_OWNERS = 12
 single owner."""
 _STATE_ORDER = {"slot": 0, "host": 1}
 REMOVED = "removed"
-"""Name of the owner of KV blocks whose adapter was removed although open requests still use it."""
+"""The page shows this name as the owner of KV blocks if their adapter was removed, but open requests still use it."""
 OTHERS = "others"
 
 

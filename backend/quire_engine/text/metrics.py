@@ -185,8 +185,8 @@ class RequestMetrics:
         return generate_latest(self.registry).decode()
 
     def render_vllm_backend(self) -> str:
-        """Return the series of vLLM with the names and labels of NVIDIA's vllm_backend. The call is as slow as
-        `render`.
+        """Return the series whose names begin with `vllm:` in the form in which NVIDIA's vllm_backend exports them. The
+        call is as slow as `render`.
         """
         registry = CollectorRegistry()
         registry.register(_VllmBackendCollector(self.registry))

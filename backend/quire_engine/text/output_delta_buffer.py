@@ -32,12 +32,12 @@ _EVENT_BYTES = 200
 
 
 class OutputDeltaBuffer:
-    """The deltas that wait. There is at most one for each output of a request, and the final delta of a request comes
-    last."""
+    """The deltas that wait. For each output of a request, at most one delta is sent at a time. The final delta of a
+    request comes last."""
 
     def __init__(self) -> None:
         self._pending: dict[int, dict[int, _PendingOutput]] = {}
-        """Waiting outputs by request id, then by output index."""
+        """Maps the id of a request to its waiting outputs, which are stored by their index."""
         self._num_bytes = 0
         self._max_merged_bytes = 0
 
@@ -84,8 +84,8 @@ class OutputDeltaBuffer:
 
 
 class _PendingOutput:
-    """The deltas of one output. They are not merged before `pop_batches`, because merging them on each append would
-    take quadratic time."""
+    """The deltas of one output. `pop_batches` merges them. If they were merged on each append, this would take
+    quadratic time."""
 
     __slots__ = ("deltas", "num_bytes")
 

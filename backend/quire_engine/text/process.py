@@ -70,7 +70,7 @@ def main(args: process.ProcessArgs) -> None:
 
 
 def load_tokenizer(folder: Path, config: EngineConfig) -> Tokenizer | None:
-    """Return the tokenizer of the checkpoint in `folder`, or None with skip_tokenizer_init.
+    """Return the tokenizer of the checkpoint in `folder`, or None if skip_tokenizer_init is set.
 
     Raises:
         ConfigError: the checkpoint has no tokenizer and skip_tokenizer_init is not set, or a file is invalid.

@@ -34,7 +34,7 @@ class TokenBucket:
 
 
 class AdapterRateLimiter:
-    """Open requests and token buckets by adapter name."""
+    """The number of open requests and the token bucket of each adapter."""
 
     def __init__(self) -> None:
         self._limits: Mapping[str, AdapterLimits] = {}

@@ -243,7 +243,8 @@ class RequestManager:
         self._tokenize(replace(request, prompt=text), request_state)
 
     def _on_tokenized(self, request_state: RequestState, tokenized: TokenizedPrompt | QuireError) -> None:
-        """Check the constraint of a tokenized request, then send it; do nothing if it has ended in the meantime."""
+        """Check the constraint of a tokenized request, then send the request; do nothing if it has ended in the
+        meantime."""
         if request_state.is_closed:
             return
         try:

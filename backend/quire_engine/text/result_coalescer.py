@@ -39,8 +39,8 @@ class ResponseThrottle:
         return max(0.0, self._next_send_at - now)
 
     def record_sent(self, num_responses: float, now: float) -> None:
-        """Count the responses that were sent at `now`, including those that could not wait. If a response is cheap, it
-        is counted as a fraction of a response.
+        """Count the responses that were sent at `now`, including those that could not wait. A cheap response counts as
+        a fraction of a response.
         """
         self._next_send_at = max(self._next_send_at, now) + num_responses * self._interval_s
 
@@ -53,8 +53,8 @@ class ResultCoalescer:
         self._throttle = throttle
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, list[SequenceDelta]] = {}
-        """Waiting results by sequence. If the first tokens of a sequence were passed on and no result of it waits, its
-        list is empty."""
+        """Maps the id of a sequence to its waiting results. The list is empty if the first tokens of the sequence were
+        passed on and none of its results waits."""
         self._last_step: StepResult | None = None
         self._timer: asyncio.TimerHandle | None = None
 
