@@ -44,8 +44,8 @@ class CompletionState:
         self.stop_reason: int | str | None = None
         """The stop string or the stop token that ended the output. None if a token in `eos_token_ids` ended it."""
         self.cumulative_logprob = 0.0 if params.logprobs is not None else None
-        """Sum of the tokens' log probabilities so far; None unless the core returns log probabilities or the output is
-        a beam.
+        """Sum of the log probabilities of the tokens so far. It is known only if the core returns log probabilities or
+        the output is a beam; otherwise, it is None.
         """
         self.last_token_time: float | None = None
         """Time in monotonic seconds at which the last tokens arrived. The request manager sets it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes control tokens in the text of users as plain text.
+"""Ensures that control tokens in the messages of users are encoded as plain text.
 
 To recognize these tokens, `ControlTokens` marks them in the messages before the chat template is rendered. A chat
 template writes control tokens such as <|im_end|> between the contents of messages. If a user writes the same text in a
@@ -31,7 +31,7 @@ class ControlTokens:
         self._all = _pattern([*special, *others])
 
     def mark_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages with their control tokens marked; keys and roles are not changed."""
+        """Return a copy of the messages in which control tokens are marked; keys and roles are not changed."""
         return [
             {
                 name: value
@@ -43,7 +43,7 @@ class ControlTokens:
         ]
 
     def mark(self, value: Any) -> Any:
-        """Return `value` with the control tokens in all its strings marked.
+        """Return a copy of `value` in which the control tokens in all strings are marked.
 
         `value` is plain data, such as the tools of a request.
         """

@@ -13,7 +13,8 @@ from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.sampling_params import SamplingParams
 
 _SURROGATES_TO_REPLACEMENT = {0xDC00 + byte: "�" for byte in range(0x80, 0x100)}
-"""Maps surrogates to U+FFFD. The error handler "surrogateescape" decodes each invalid byte to such a surrogate."""
+"""Maps surrogates to U+FFFD. The error handler "surrogateescape" decodes each invalid byte to one of these
+surrogates."""
 
 _MAX_INCOMPLETE_CHARACTER_TOKENS = 8
 """If a prompt ends with an incomplete character, the character begins in the last tokens of the prompt. This is the

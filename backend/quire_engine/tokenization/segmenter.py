@@ -49,7 +49,7 @@ class Segmenter:
 
 
 def _cuttable(added_tokens: Collection[tokenizers.AddedToken]) -> Collection[str]:
-    """Return the added tokens that the tokenizer finds wherever a text contains them."""
+    """Return the added tokens that the tokenizer recognizes at every place where a text contains them."""
     contents = [token.content for token in added_tokens]
     # These are the ends of all tokens. If a token begins with one of them, its beginning can be part of an earlier
     # match.

@@ -101,7 +101,7 @@ class TokenBytesTable:
         else:
             raise ConfigError(
                 f"tokenizer.json: decoder {json.dumps(decoder_config, ensure_ascii=False)[:200]} is not supported; "
-                "use ByteLevel, or Metaspace, ByteFallback, Fuse, Replace and Strip as SentencePiece models do"
+                "use ByteLevel, or the decoders of SentencePiece models (Metaspace, ByteFallback, Fuse, Replace, Strip)"
             )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the files of a checkpoint's tokenizer, as transformers does.
 
-Usually, this is tokenizer.json. If tokenizer.json does not exist, tokenizer.model is read, or else vocab.json with
-merges.txt. tokenizer.py calls this module.
+Usually, this is tokenizer.json. If tokenizer.json does not exist, tokenizer.model is read. If that does not exist
+either, vocab.json and merges.txt are read. tokenizer.py calls this module.
 """
 
 from pathlib import Path
@@ -106,7 +106,9 @@ def _add_post_processor(tokenizer: tokenizers.Tokenizer, config: dict[str, Any],
         token = config[name]["content"] if isinstance(config[name], dict) else config[name]
         token_id = None if token is None else tokenizer.token_to_id(token)
         if token_id is None:
-            raise ConfigError(f"{path}: {name} {token!r} is not in the vocabulary; correct it or add_{name}")
+            raise ConfigError(
+                f"{path}: {name} {token!r} is not in the vocabulary; correct {name}, or set add_{name} to false"
+            )
         template = form.format(token) if name == "bos_token" else form.format(template, token)
         special_tokens.append((token, token_id))
     if special_tokens:
@@ -127,9 +129,8 @@ def _apply_tokenizer_config(tokenizer: tokenizers.Tokenizer, config: dict[str, A
 def _add_config_tokens(tokenizer: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Add the tokens that tokenizer_config.json names, as transformers does.
 
-    If a text contains a special token, it is encoded as a special token, unless split_special_tokens is set. The
-    settings add_bos_token and add_eos_token are ignored here, because transformers also ignores them if a
-    tokenizer.json exists.
+    A special token in a text is encoded as a special token, unless split_special_tokens is set. The settings
+    add_bos_token and add_eos_token are ignored here, because transformers also ignores them if a tokenizer.json exists.
 
     Source: `TokenizersBackend` in transformers 5, src/transformers/tokenization_utils_tokenizers.py
     """

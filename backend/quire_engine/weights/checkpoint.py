@@ -83,7 +83,7 @@ def _update_length_prefixed(sha: "hashlib._Hash", data: bytes) -> None:
 def _generation_config_eos(path: Path) -> frozenset[int]:
     """Return the end-of-sequence tokens of generation_config.json.
 
-    Of a checkpoint's files, only this one contains the token that ends a turn of a chat.
+    No other file of a checkpoint contains the token that ends a turn of a chat.
     """
     if not path.exists():
         return frozenset()
