@@ -229,10 +229,13 @@ def format_report(results: dict[str, Any]) -> str:
             ratios.append([f"{bar.numerator} / {bar.denominator}", *cells])
     heading = (
         f"{report.environment_line(results)}"
-        f"{results['adapters']} adapters of rank {results['rank']} on all linears; {workload['requests']} requests, "
-        f"{report.lengths(workload)}, all at once; medians of {workload['runs']} alternating rounds, in each of\n"
-        f"them of {workload['repeats']} runs of this engine.\nChecked: in float32, outputs of "
-        f"{NUM_CHECKED} adapters equal peft's; those measured are within {results['gap']:.2f} deviations of its logits."
+        f"{results['adapters']} adapters of rank {results['rank']} on all linear layers; {workload['requests']} "
+        f"requests, {report.lengths(workload)}, all at once. Each value is the median of {workload['runs']} "
+        f"alternating\nrounds. In each round, Quire runs {workload['repeats']} times, and the median of these runs "
+        "counts.\n"
+        f"Checked: in float32, the outputs of {NUM_CHECKED} adapters equal those of peft. In the measured dtype, the "
+        f"logit of each checked token is at most {results['gap']:.2f} standard\ndeviations below the highest logit "
+        "of peft in float32."
     )
     head = ["output tokens/s in the same round", "ratio", "least-most", "bar", "aim", ""]
     return "\n\n".join(

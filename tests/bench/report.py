@@ -93,12 +93,12 @@ def lengths(workload: dict[str, Any]) -> str:
 
 def _heading(results: dict[str, Any]) -> str:
     workload, check = results["workload"], results["check"]
-    compared = f"{check['requests']} outputs in float32 equal transformers'; " if check["requests"] else ""
+    compared = f"in float32, {check['requests']} outputs equal those of transformers. " if check["requests"] else ""
     return (
         f"{environment_line(results)}"
         f"{workload['requests']} requests, {lengths(workload)}; medians of {workload['runs']} alternating runs.\n"
-        f"Checked: {compared}those measured are within {max(check['gaps'].values()):.2f} deviations of transformers' "
-        "logits in float32."
+        f"Checked: {compared}In the measured dtype, the logit of each checked token is at most "
+        f"{max(check['gaps'].values()):.2f} standard deviations\nbelow the highest logit of transformers in float32."
     )
 
 

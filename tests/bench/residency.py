@@ -195,7 +195,7 @@ def format_table(results: dict[str, Any]) -> str:
             rows.append((f"catalogue change to first token of a new adapter, {description}", figure, "2 s"))
     head, *body = rows
     lines = [f"| {' | '.join(head)} |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in body)]
-    threads = f"{results['threads']} computing threads" if results["threads"] else "as many threads as by itself"
+    threads = f"{results['threads']} computing threads" if results["threads"] else "default number of threads"
     runs = f"; medians of {results['runs']} runs (least-most)" if {"itl", "change"} & set(results) else ""
     return f"{report.environment_line(results)}{threads}{runs}.\n\n" + "\n".join(lines)
 
