@@ -20,8 +20,8 @@ LAYOUT_VERSION = 1
 class BlockHasher:
     """All parameters that determine the bytes of a block, except for the tokens.
 
-    The hash of block i is sha256(hash of block i - 1, its tokens as little-endian uint32). `root` returns the hash
-    before block 0. The hashes of the root and of blocks use a fixed binary encoding.
+    The hash of block i is sha256(hash of block i - 1, tokens of block i as little-endian uint32). `root` returns the
+    hash before block 0. The hashes of the root and of blocks use a fixed binary encoding.
     """
 
     model_digest: str

@@ -65,7 +65,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def num_evictable(self, blocks: Iterable[BlockId]) -> int:
-        """Return how many of `blocks` no sequence uses.
+        """Return how many of `blocks` are not used by any sequence.
 
         When these blocks are acquired, `num_free` decreases by this number.
         """

@@ -95,7 +95,7 @@ class KVCache:
         return blocks.view(-1, self.layout.num_groups).T[:, rows]
 
     def addresses(self, tables: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the addresses of tokens for `write_kv`: block * block_size + offset, [num_tokens] int64.
+        """Return the addresses of tokens for `write_kv`, [num_tokens] int64. An address is block * block_size + offset.
 
         Args:
             tables: the block tables of one group, from `pad_tables`.

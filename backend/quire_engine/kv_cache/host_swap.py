@@ -64,7 +64,7 @@ class HostSwap:
 def _seconds_per_unit(function: Callable[[], int]) -> float:
     """Return the seconds that `function` takes per unit of work.
 
-    The function runs once for warm-up, and then three times, of which the shortest run counts.
+    The function runs once for warm-up, and then three times. The shortest of these three runs counts.
     """
     best_s = float("inf")
     for attempt in range(4):

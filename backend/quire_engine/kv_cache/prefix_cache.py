@@ -86,8 +86,8 @@ class PrefixCache:
         return self._extend_with_swapped(sequence, hit)
 
     def full_blocks_only(self, hit: PrefixHit) -> PrefixHit:
-        """Return the part of `hit` that consists of full blocks. A sequence that continues after this part needs no
-        copy of a block."""
+        """Return the part of `hit` that consists of full blocks. A sequence that continues after this part does not
+        need a copy of any block."""
         num_rows = len(hit.blocks) // self._layout.num_groups
         return self._make_hit(hit.blocks, num_rows * self._block_hasher.block_size)
 
@@ -165,8 +165,8 @@ class PrefixCache:
         """Return the cached full blocks from the start of a sequence up to the first block that is not cached.
 
         If there are several groups, a row contains one block of each group. If a block of layers with a window is not
-        cached, the first block of its row takes its place. The result ends at a row after which a sequence of at most
-        `max_tokens` tokens can continue without reading such a replacement.
+        cached, the first block of its row replaces it. The result is shortened so that a sequence of at most
+        `max_tokens` tokens can continue after it without reading such a replacement.
         """
         block_size, num_groups = self._block_hasher.block_size, self._layout.num_groups
         blocks: list[BlockId] = []

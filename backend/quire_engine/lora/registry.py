@@ -30,7 +30,8 @@ class _Adapter:
     starved_since: int | None = None
     """Tick at which a sequence first had to wait for the adapter, even if other sequences of the adapter run."""
     last_used: int = 0
-    """Tick of the last arrival or start of a sequence. The adapter with the lowest tick is evicted first."""
+    """Tick at which a sequence of the adapter last arrived or started. The adapter with the lowest tick is evicted
+    first."""
     num_bytes: int = 0
     """Bytes of the adapter's host copy. The size is known, because an adapter is registered only after it was read."""
 
@@ -51,8 +52,8 @@ class AdapterRegistry:
     def __init__(self, max_loras: int, max_host_loras: int, max_host_bytes: int | None = None) -> None:
         """Create an empty registry.
 
-        `max_host_bytes` limits all host copies together; None means no limit. For each slot, it must have room for one
-        adapter of the largest size.
+        `max_host_bytes` limits all host copies together; None means no limit. This limit must allow one adapter of the
+        largest size for each slot.
         """
         self.slot_table = SlotTable(max_loras)
         self._max_host_loras = max_host_loras
@@ -161,7 +162,7 @@ class AdapterRegistry:
         self._mark_needed(digest, self._adapter_by_digest[digest])
 
     def remove_sequence(self, digest: AdapterDigest) -> None:
-        """Called when a sequence that is not running ends."""
+        """Called when a sequence ends while it is not running."""
         adapter = self._adapter_by_digest[digest]
         adapter.num_sequences -= 1
         if adapter.num_sequences == self.slot_table.num_running(digest):
@@ -181,7 +182,7 @@ class AdapterRegistry:
         self.slot_table.begin_step(now, self._is_on_host_or_reading, self._order_of_need)
 
     def pop_reads(self) -> list[tuple[AdapterDigest, Path]]:
-        """Return the adapters that must be read from disk now. There are only as many as fit in host memory.
+        """Return the adapters that must be read from disk now. Only as many are returned as fit in host memory.
 
         Each is returned once. For each of them, the caller must call `add` or `on_read_failed`.
         """
@@ -336,8 +337,8 @@ class AdapterRegistry:
         return self._max_host_bytes is None or self.host_bytes + num_bytes <= self._max_host_bytes
 
     def _make_host_room(self, digest: AdapterDigest) -> bool:
-        """Ensure that the host copy of an adapter fits. If this frees enough memory, the method evicts copies of
-        adapters that are not needed, or have been needed for a shorter time.
+        """Ensure that the host copy of an adapter fits. If necessary, evict copies of adapters that are not needed or
+        have been needed for a shorter time. If even this would not free enough memory, evict nothing and return False.
         """
         needed_since, num_bytes = self._needed_since(digest), self._copy_bytes(digest)
         if self._fits(1, num_bytes):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of adapter slots: knows which adapter is in which device slot, and decides which adapter gets a slot next.
 
-The table is a part of the adapter registry. It contains only this policy: it does not hold weights or host memory, and
-all that it knows about sequences is how many of each adapter run. An adapter with running sequences keeps its slot.
-When an adapter needs a slot, the least recently used idle adapter loses its slot.
+The table is a part of the adapter registry. It contains only this policy: it does not hold weights or host memory. It
+does not know individual sequences, only the number of running sequences of each adapter. An adapter with running
+sequences keeps its slot. When an adapter needs a slot, the least recently used idle adapter loses its slot.
 """
 
 from collections.abc import Callable
@@ -26,15 +26,16 @@ class _Slot:
     digest: AdapterDigest | None = None
     num_running: int = 0
     last_used: int = 0
-    """Tick of the last arrival or start of a sequence. The slot with the lowest tick is evicted first."""
+    """Tick at which a sequence of the slot's adapter last arrived or started. The slot with the lowest tick is evicted
+    first."""
     last_started: int = 0
-    """Tick of the last start of a sequence. The slot with the lowest tick is drained first."""
+    """Tick at which a sequence of the slot's adapter last started. The slot with the lowest tick is drained first."""
     loading: bool = False
     """True while an adapter is copied into the slot. If `digest` is None, the adapter was evicted during the copy.
     """
     held_for_waiters: bool = False
-    """True if the slot's adapter was loaded for sequences of which none has started yet. Until one of them starts, no
-    other adapter gets the slot.
+    """True if the slot's adapter was loaded for waiting sequences, and none of them has started yet. Until one of them
+    starts, no other adapter gets the slot.
     """
 
     @property
@@ -50,11 +51,11 @@ class SlotTable:
     slot is held until the first of these sequences starts, so that no later adapter can take the slot.
 
     Fairness. A slot is reserved for an adapter that has waited longer than RESERVE_AFTER_S. If there is an idle slot,
-    this slot is reserved. Otherwise, the slot of the running adapter whose last sequence started longest ago is
-    reserved. From then on, no new sequences of the slot's current adapter start, so the slot drains. Only the sequence
-    for which the current adapter was loaded can still start. An idle slot waits for its new adapter only if the new
-    adapter has a host copy or is being read; otherwise, other adapters can use the slot. At most half of the slots are
-    reserved at a time, for the adapters that have waited longest. The other slots keep their large batches.
+    this slot is reserved. Otherwise, a slot with running sequences is reserved: the one whose last sequence started
+    longest ago. From then on, no new sequences of the slot's current adapter start, so the slot drains. Only the
+    sequence for which the current adapter was loaded can still start. An idle slot waits for its new adapter only if
+    the new adapter has a host copy or is being read; otherwise, other adapters can use the slot. At most half of the
+    slots are reserved at a time, for the adapters that have waited longest. The other slots keep their large batches.
     Therefore, if D adapters wait and R slots can be reserved, the last adapter gets its slot after at most ceil(D / R)
     drains. A drain takes as long as the longest sequence in the slot, plus one load.
 
@@ -297,8 +298,8 @@ class SlotTable:
         return min(idle_slots)[3] if idle_slots else None
 
     def _slot_to_reserve(self, digest: AdapterDigest) -> SlotId | None:
-        """Return an idle slot. If there is none, return the slot of the running adapter whose last sequence started
-        longest ago.
+        """Return an idle slot. If there is none, return a slot with running sequences: the one whose last sequence
+        started longest ago.
 
         Return None if no slot is left.
         """

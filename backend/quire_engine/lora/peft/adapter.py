@@ -168,8 +168,8 @@ def _shard_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelShard) -> 
 
 
 def _vocab_shard_rows(rows: Tensor, shard: TensorParallelShard) -> Tensor:
-    """Return the rows for the tokens in a tensor-parallel rank's part of the vocabulary. The padding rows of the last
-    rank are 0."""
+    """Return the rows of the tokens that belong to a tensor-parallel rank's part of the vocabulary. The padding rows of
+    the last rank are 0."""
     token_range = shard.vocab_range
     shard_rows = rows.new_zeros(shard.vocab_rows_per_rank, rows.shape[1])
     shard_rows[: len(token_range)] = rows[token_range.start : token_range.stop]

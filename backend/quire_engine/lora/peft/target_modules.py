@@ -84,7 +84,7 @@ class TargetModules:
 
 
 def is_safe_regex(expression: str) -> bool:
-    """Return whether an expression is matched quickly, because it has no repeated groups and few repetitions."""
+    """Return whether an expression can be matched quickly: it has few repetitions and no repeated groups."""
     has_few_repetitions = len(re.findall(r"[*+?{]", expression)) <= 3 and not re.search(r"\)[*+?{]", expression)
     return len(expression) <= _MAX_REGEX_LENGTH and has_few_repetitions
 
