@@ -35,8 +35,9 @@ class CausalLM(ABC):
         self.lm_head = build_lm_head(shape, factory, self.embed_tokens if shape.tie_word_embeddings else None)
         self.embedding_adapters: ModuleSlots | None = None
         self.aux_hidden_state_layers: tuple[int, ...] = ()
-        """Indices of the layers whose inputs are kept for a draft head by the next forward pass. The index num_layers
-        stands for the output of the last layer. Architectures in ARCHITECTURES_WITHOUT_HEADS never keep inputs.
+        """The next forward pass keeps the inputs of the layers with these indices, for a draft head. The index
+        num_layers stands for the output of the last layer. Architectures in ARCHITECTURES_WITHOUT_HEADS never keep
+        inputs.
         """
         self.aux_hidden_states: Tensor | None = None
         """The layer inputs that the last forward pass kept: [num_tokens, len(aux_hidden_state_layers) *

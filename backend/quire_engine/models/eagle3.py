@@ -71,8 +71,8 @@ class Eagle3AuxNorms(Module):
 
 
 class Eagle3Head(Module):
-    """Proposes tokens from hidden states. The attributes have the names that SafeAILab's checkpoints use, except that
-    the norms before fc have the names that speculators uses."""
+    """Proposes tokens from hidden states. Most attributes have the names that SafeAILab's checkpoints use. The norms
+    before `fc` have the names from the `speculators` project instead."""
 
     def __init__(self, config: Eagle3Config, target_hidden_size: int, factory: ParamFactory) -> None:
         """Allocate the parameters; `load` fills them."""
@@ -117,8 +117,8 @@ class Eagle3Head(Module):
         return self.fc(aux_hidden_states, batch)
 
     def propose(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the most likely token for each row of hidden states. Tokens are token ids of the target, [num_rows]
-        int64."""
+        """Return the most likely token for each row of hidden states. The result contains token ids of the target,
+        [num_rows] int64."""
         normalized = hidden if self._config.norm_output else self.norm(hidden)
         return self.d2t[self.lm_head(normalized, batch).argmax(dim=-1)]
 
@@ -158,7 +158,9 @@ class Eagle3Head(Module):
             raise ConfigError(f"speculative_config.model: d2t is missing, but draft_vocab_size is {size}")
         if offsets is not None:
             if offsets.shape != (size,) or offsets.dtype != torch.int64:
-                raise ConfigError(f"speculative_config.model: d2t must be {size} int64, got {tuple(offsets.shape)}")
+                raise ConfigError(
+                    f"speculative_config.model: d2t must contain {size} int64 values, got shape {tuple(offsets.shape)}"
+                )
             self.d2t += offsets.to(self.d2t.device)
             if self.d2t.min() < 0 or self.d2t.max() >= target_vocab_size:
                 raise ConfigError(f"speculative_config.model: d2t has tokens outside 0..{target_vocab_size - 1}")

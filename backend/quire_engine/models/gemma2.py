@@ -2,7 +2,7 @@
 """Gemma 2.
 
 It differs from Llama in these ways: attention and MLP each have a norm before and a norm after them, the embeddings are
-scaled, attention scores and logits have a soft cap, and every other layer has a sliding window.
+scaled, attention scores and logits have a soft cap, and every second layer has a sliding window.
 """
 
 import torch

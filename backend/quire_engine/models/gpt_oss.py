@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpt-oss: Llama with a mixture of experts, attention sinks, and a sliding window in every other layer."""
+"""gpt-oss: Llama with a mixture of experts, attention sinks, and a sliding window in every second layer."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,7 +36,8 @@ class GptOssAttention(RotaryAttention):
 
 class GptOssMoE(MoE):
     """Experts with biases and a clamped activation. The checkpoint has one tensor for all experts, in which gate and up
-    features alternate. Matrices are [in_features, out_features]. In mxfp4, they are [out_features, in_features]."""
+    features alternate. Matrices are [in_features, out_features]. In mxfp4, the matrices are [out_features,
+    in_features]."""
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         super().__init__(shape, factory)

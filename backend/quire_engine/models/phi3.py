@@ -2,7 +2,8 @@
 """Phi-3 and Phi-4-mini: Llama with fused linear layers.
 
 Checkpoints and adapters have one fused layer for q, k and v, and one for gate and up. This module has no code for
-sliding windows, for long contexts or for heads of which only a part is rotated: the model config describes these.
+sliding windows, for long contexts or for heads that are only partly rotated, because the model config describes these
+features.
 """
 
 from quire_engine.models.layers.attention import RotaryAttention

@@ -66,7 +66,7 @@ class ParamFactory:
 
 @dataclass(frozen=True, slots=True)
 class LinearShard:
-    """The part of a linear layer in the checkpoint that a rank needs."""
+    """The part of a checkpoint's linear layer that a rank needs."""
 
     shape: tuple[int, int]
     """Number of output features and of input features in the checkpoint."""
@@ -78,7 +78,7 @@ class Linear:
     """A linear layer, or several layers that have the same input and are merged into one. For example, q, k and v are
     merged, and so are gate and up.
 
-    Each slice keeps its Hugging Face name, which the tensors of checkpoints and adapters contain.
+    Each slice keeps its Hugging Face name, because tensor names in checkpoints and adapters contain this name.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class Linear:
 
     def pack(self, arena: HugePageArena) -> None:
         """Repack the loaded weight for speed, and quantize it if the model is quantized. The old weight must not be
-        used afterwards. On a machine with kernels for quantized weights, a weight is not quantized if no kernel
-        supports its shape.
+        used afterwards. If the machine has kernels for quantized weights, but none of them supports the shape of a
+        weight, this weight is not quantized.
         """
         if isinstance(self.weight, QuantizedWeight):
             return

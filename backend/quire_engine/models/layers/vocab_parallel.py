@@ -16,7 +16,7 @@ from quire_spec.model.model_config import ModelConfig
 
 class ParallelLMHead(Linear):
     """Output projection whose vocabulary is divided among the ranks. Rank 0 gets the logits of the whole vocabulary,
-    and every other rank gets the logits of its shard.
+    and each of the other ranks gets the logits of its own shard.
     """
 
     def __init__(self, communicator: Communicator, *args: Any, **kwargs: Any) -> None:
