@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inference engine. Use `LLM` for offline generation. The processes of a pod do not use this file, and import the
-modules that they need.
+"""The inference engine. Use `LLM` for offline generation. The processes of a pod do not use this file; they import each
+module that they need.
 
 Names are imported when they are first used. Therefore, importing the package does not import torch and does not load a
 model.

@@ -236,8 +236,8 @@ def _format_as_json(output: RequestOutput) -> str:
 
 
 _Option = tuple[str, str | None, Callable[[str], Any], str, dict[str, Any]]
-"""A command line option. The items are its name, the name of its value in help texts, its type (bool for a flag), its
-help text, and further arguments for argparse."""
+"""A command line option. The items are the option's name, the name of its value in help texts, the type of its value
+(bool for a flag), the help text, and further arguments for argparse."""
 
 _REPEATABLE: dict[str, Any] = {"action": "append", "default": []}
 _PARAM_HELP = "set a sampling parameter to a JSON value; docs/parameters.md lists the parameters; repeatable"

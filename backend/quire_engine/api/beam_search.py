@@ -62,8 +62,8 @@ class BeamSearchSequence:
     finish_reason: str | None
     """stop or length."""
     stop_reason: int | str | None
-    """The stop token id that ended the output. None if the output reached the maximum length or the end-of-sequence
-    token ended it."""
+    """The stop token id that ended the output. None if the output ended at the maximum length or with the
+    end-of-sequence token."""
     lora_request: LoRARequest | None = None
 
 

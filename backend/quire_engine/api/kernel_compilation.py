@@ -62,8 +62,8 @@ for Qwen3-8B, which differs in its MLP.
 _CONFIG = EngineConfig(model="", device="cuda", dtype="bfloat16", enable_lora=True)
 _DTYPE, _DEVICE = torch.bfloat16, torch.device("meta")
 _SPAN_COUNTS = (1, 17, 33, 65, 129, 257)
-"""The compiled steps have these numbers of spans. Each number selects another variant of the attention plan, and steps
-with up to 257 spans need no other variant."""
+"""The compiled steps have these numbers of spans. Each number selects a different variant of the attention plan. Steps
+with up to 257 spans use only these variants."""
 _LONGEST_STEP = 8192
 """Number of tokens of the longest compiled step. With so many tokens, even a model with hundreds of experts uses tiles
 of many rows."""
@@ -72,8 +72,8 @@ of many rows."""
 def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
     """Compile the kernels of bfloat16 models into a folder, and mark the folder as complete.
 
-    The folder also contains the kernels for adapters, for an fp8 KV cache and for weights that are quantized at load,
-    and the kernels that run only if QUIRE_KERNELS selects them.
+    The folder also contains the kernels for adapters, for an fp8 KV cache and for weights that are quantized at load.
+    In addition, it contains the kernels that run only if QUIRE_KERNELS selects them.
 
     Args:
         models: folders with a config.json; if empty, kernels are compiled for the shape of Llama-3.1-8B.
@@ -113,9 +113,9 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
 
 
 def _models(shape: ModelConfig, capability: tuple[int, int]) -> Iterator[CausalLM]:
-    """Yield the model without quantization at load.
+    """Yield the model with weights that are not quantized at load.
 
-    If its checkpoint is not quantized, also yield the model once for each quantization that is possible at load.
+    If the checkpoint is not quantized either, also yield the model once for each quantization that is possible at load.
     """
     for quantization in (None, *QUANTIZATIONS) if shape.quantization is None else (None,):
         factory = ParamFactory(_DTYPE, _DEVICE, quantization=quantization)
@@ -153,7 +153,7 @@ def _quantize_like_checkpoint(model: CausalLM, quantization: QuantizationScheme)
 def _quantize_experts_like_checkpoint(
     model: CausalLM, quantization: QuantizationScheme, capability: tuple[int, int]
 ) -> None:
-    """Replace the weights of experts as `_quantize_like_checkpoint` replaces those of linear layers.
+    """Replace the weights of experts in the same way as `_quantize_like_checkpoint` does for linear layers.
 
     The experts of a layer remain quantized only if all of them have the same scheme.
     """

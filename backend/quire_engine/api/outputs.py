@@ -75,8 +75,8 @@ class CompletionOutput:
     finish_reason: str | None
     """stop or length."""
     stop_reason: int | str | None
-    """The stop string or stop token id that ended the output. None if the output reached the maximum length or the
-    end-of-sequence token ended it."""
+    """The stop string or stop token id that ended the output. None if the output ended at the maximum length or with
+    the end-of-sequence token."""
     lora_request: LoRARequest | None = None
 
     def finished(self) -> bool:

@@ -18,8 +18,8 @@ from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import StepResult
 
 MAX_PROFILED_STEPS = 100
-"""Maximum number of steps in a trace. With this number of steps of an 8B model, the file has about 30 MB. Trace viewers
-cannot open files of some hundreds of MB."""
+"""Maximum number of steps in a trace. A trace of this many steps of an 8B model has about 30 MB. Trace viewers cannot
+open files of some hundreds of MB."""
 
 logger = logging.getLogger(__name__)
 

@@ -231,8 +231,8 @@ class Engine:
         """Let the owner of the engine copy adapters into slots, in another thread. Without this call, each step copies
         in its own thread.
 
-        `start_slot_copy` is called with a slot load and with the function that makes the copy. The owner must run this
-        function, and then call `on_slot_loaded`.
+        `start_slot_copy` is called with a SlotLoad and with the function that copies the adapter. The owner must run
+        this function, and then call `on_slot_loaded`.
         """
         self._start_slot_copy = start_slot_copy
 

@@ -101,7 +101,7 @@ class EngineLoop:
     def run(self) -> NoReturn:
         """Run forever, in the thread that loaded the engine.
 
-        An exception must end the process, because the state of the engine is unknown after it.
+        If this method raises an exception, the process must end, because the state of the engine is then unknown.
         """
         while True:
             self._process_inbox()

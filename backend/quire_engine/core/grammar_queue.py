@@ -3,7 +3,7 @@
 
 A separate thread compiles the grammars, so that steps do not wait for them.
 
-The core server owns it. Sequences with grammars keep their order; sequences without a grammar start at once.
+The core server owns the queue. Sequences with grammars keep their order; sequences without a grammar start at once.
 """
 
 import asyncio

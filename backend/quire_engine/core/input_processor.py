@@ -29,9 +29,9 @@ class InputProcessor:
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int, clock: Callable[[], float]
     ) -> None:
-        """`clock` returns monotonic seconds. Sequences get their arrival times from it."""
+        """`clock` returns monotonic seconds. The arrival times of sequences come from this clock."""
         self.tokenizer_folder = checkpoint.folder
-        """Folder of the tokenizer. The offline API can replace it before the first request."""
+        """Folder of the tokenizer. The offline API can set another folder before the first request."""
         self._max_logprobs = config.max_logprobs
         self._vocab_size = checkpoint.shape.vocab_size
         self._eos_token_ids = checkpoint.eos_token_ids
@@ -162,8 +162,8 @@ class InputProcessor:
             ):
                 raise InvalidArgument(
                     f"sampling parameter {name!r}: got {count} for each of {num_prompt_tokens} tokens; at most "
-                    f"{MAX_PROMPT_LOGPROBS} in total can be returned, including one for each prompt token itself; "
-                    "request fewer or shorten the prompt"
+                    f"{MAX_PROMPT_LOGPROBS} in total can be returned, and each prompt token itself counts as one; "
+                    "request fewer, or shorten the prompt"
                 )
 
     def _check_tokens(self, name: str, token_ids: Iterable[int]) -> list[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handle on a started tensor-parallel worker, and the file descriptors that the worker inherits. Used by
+"""A handle on a started tensor-parallel worker, and the file descriptors that the worker inherits. Used by
 `worker_group.py`."""
 
 import signal

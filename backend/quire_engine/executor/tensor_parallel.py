@@ -25,7 +25,7 @@ from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 _ABORT_TIMEOUT_S = 5.0
-"""An exiting process waits at most this many seconds for the end of an abort that was started. An abort takes
+"""When the process exits, it waits at most this many seconds for an abort that is still running. An abort takes
 milliseconds."""
 
 

@@ -88,7 +88,7 @@ class TensorParallelWorker:
             self._doorbell.wait()
 
     def stop(self) -> None:
-        """Make `run` return the next time it waits; used if the worker is a thread. Safe to call from any thread."""
+        """Make `run` return when it next waits; used if the worker is a thread. Safe to call from any thread."""
         self._is_running = False
         self._doorbell.notify()
         self._call_queue.put({"call": "stop"})

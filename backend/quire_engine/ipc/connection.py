@@ -56,7 +56,7 @@ class Connection(asyncio.Protocol):
         self, handler: ConnectionHandler, hello: Hello | None = None, max_frame_bytes: int = MAX_FRAME_BYTES
     ) -> None:
         self.peer: Hello | None = None
-        """The Hello of the connecting end; None on the connecting end itself."""
+        """The Hello that the peer sent. None on the connecting end, because only this end sends a Hello."""
         self.write_paused = False
         """True while more than HIGH_WATER_BYTES are unsent."""
         self._handler = handler

@@ -4,8 +4,8 @@
 Each worker reads JSON objects from its standard input, one per line. It answers each of them with a JSON object.
 
 The workers process input from clients, which can need any amount of time or memory. A worker that takes too long is
-killed and replaced; another worker serves in the meantime. The first line that a worker gets is its configuration; its
-answer means that it is ready.
+killed and replaced; another worker serves in the meantime. The first line that a worker gets contains its
+configuration. When the worker answers this line, it is ready.
 """
 
 import asyncio
