@@ -56,8 +56,8 @@ _LLAMA_3_1_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
-"""Configuration of Llama-3.1-8B. Most of the kernels are the same for Mistral 7B, which differs in its vocabulary, and
-for Qwen3-8B, which differs in its MLP.
+"""Configuration of Llama-3.1-8B. Mistral 7B has another vocabulary, and Qwen3-8B has another MLP, but most of their
+kernels are the same.
 """
 _CONFIG = EngineConfig(model="", device="cuda", dtype="bfloat16", enable_lora=True)
 _DTYPE, _DEVICE = torch.bfloat16, torch.device("meta")

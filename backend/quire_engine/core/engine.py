@@ -396,7 +396,7 @@ def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: M
 
 
 def slot_copy_error(slot_load: SlotLoad, reason: str) -> Internal:
-    """Return the error with which sequences fail if their adapter could not be copied into a slot."""
+    """Return the error for the sequences of an adapter that could not be copied into a slot."""
     return Internal(f"adapter {slot_load.adapter_digest!r}: copying it into a slot failed: {reason}")
 
 

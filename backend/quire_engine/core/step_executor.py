@@ -117,7 +117,7 @@ class StepExecutor:
     def _sample_tokens(self, step: InFlightStep | None) -> InFlightStep | None:
         """Sample the tokens of a step that was launched without sampling.
 
-        Such a step has grammars that needed the tokens of the previous step.
+        A step is launched in this way if it has grammars, because they need the tokens of the previous step.
         """
         if step is None or step.launch_failed or not any(span.sequence.grammar for span in step.plan.spans):
             return step

@@ -47,7 +47,7 @@ class Content:
         yield ContentDelta(emitted)
 
     def cut(self) -> None:
-        """Drop the line breaks that are withheld, and those with which the next text begins."""
+        """Drop the line breaks that are withheld, and the line breaks at the start of the next text."""
         self._line_breaks, self._at_start = "", True
 
     def finish(self) -> Iterator[Event]:

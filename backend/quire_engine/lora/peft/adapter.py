@@ -263,7 +263,7 @@ def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
 
 
 def _check_targets(ab_pairs: Mapping[_LoRAModule, Any], config: PeftConfig, shape: ModelConfig) -> None:
-    """Reject a file whose tensors do not match the modules in its config: the file is truncated or from another
+    """Reject a file whose tensors do not match the modules in its config: the file is truncated or belongs to another
     adapter.
     """
     for module in ab_pairs:
