@@ -116,7 +116,7 @@ def read_tensor(folder: Path, name: str) -> Tensor:
 def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
     """Return whether a tensor is equal to the checkpoint's tensor `name`.
 
-    Both are compared in the narrower of their two dtypes.
+    Before the comparison, both tensors are converted to the narrower of their two dtypes.
 
     Raises:
         ConfigError: the checkpoint cannot be read, or does not contain the tensor.
@@ -169,6 +169,6 @@ def _copy_shard(source: TensorSource, target: ParamShard, copy: CopyFunction) ->
 
 
 def summarize_names(names: list[str]) -> str:
-    """Return a text for an error: the first three names, the number of further names, and the verb "is" or "are"."""
+    """Return names as the subject and the verb of an error message, such as "a, b, c and 4 more are"."""
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"{listed} {'is' if len(names) == 1 else 'are'}"

@@ -33,8 +33,8 @@ class ParamShard:
     def chunks(self, max_bytes: int) -> Iterator[tuple[int, Tensor, range]]:
         """Split the destination into chunks, and yield them.
 
-        Each chunk is yielded with the index of its expert and with the rows of the checkpoint tensor that must be
-        copied to it. A chunk has at most `max_bytes`, unless a single row is larger.
+        Each chunk comes with the index of its expert, and with the range of checkpoint rows that must be copied to the
+        chunk. A chunk has at most `max_bytes`, unless a single row is larger.
         """
         size = max(1, max_bytes // (self.tensor.element_size() * max(1, self.tensor.shape[-1])))
         for expert, matrix in enumerate(self.tensor if self.tensor.dim() == 3 else self.tensor[None]):
@@ -47,7 +47,7 @@ class ParamShard:
 
 
 LoadTarget: TypeAlias = Tensor | ParamShard
-"""The destination of a checkpoint tensor. It is a tensor of the same shape, or a shard."""
+"""The destination of a checkpoint tensor. It is a tensor with the shape of the checkpoint tensor, or a shard."""
 
 
 def unsharded(target: LoadTarget) -> ParamShard:

@@ -28,7 +28,7 @@ MIN_TORCH = (2, 6)
 """Minimum version of torch. Earlier versions can run code from a file even with weights_only=True (CVE-2025-32434)."""
 MAX_FILES, MAX_TENSORS = 1000, 200_000
 MAX_EXPANSION = 2
-"""A file is rejected if the size of its tensors is more than this many times the size of the file. Tensors can be
+"""The total size of the tensors in a file, divided by the size of the file, must not exceed this number. Tensors can be
 larger than their file if several of them share the same memory. In a real checkpoint, only tied weights share memory.
 """
 _COPIED_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -68,7 +68,7 @@ def convert_checkpoint(source: Path, target: Path) -> ConversionReport:
         _copy_other_files(source, partial)
         partial.rename(target)
     except OSError as error:
-        raise ConfigError(f"{error}; free space or choose another folder with --into") from error
+        raise ConfigError(f"{error}; make room, or choose another folder with --into") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return report
@@ -103,8 +103,8 @@ def _check_space(files: list[Path], target: Path) -> None:
     needed, free = sum(file.stat().st_size for file in files), shutil.disk_usage(target).free
     if needed > free:
         raise ConfigError(
-            f"--into {str(target.parent)!r}: {needed} bytes are needed and {free} are free; free space or choose "
-            "another folder"
+            f"--into {str(target.parent)!r}: {needed} bytes are needed, but only {free} bytes are available; "
+            "make room, or choose another folder"
         )
 
 
@@ -138,7 +138,9 @@ def _load_tensors(file: Path) -> dict[str, Tensor]:
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zipfile and torch raise many kinds of errors
-        raise ConfigError(f"{file}: contains other objects than tensors, or is damaged: {str(error)[:300]}") from error
+        raise ConfigError(
+            f"{file}: contains objects that are not tensors, or is damaged: {str(error)[:300]}"
+        ) from error
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"{file}: must contain a dict of tensors, but contains {type(content).__name__}; {_FIX}")
     if len(content) > MAX_TENSORS:
@@ -150,7 +152,7 @@ def _load_tensors(file: Path) -> dict[str, Tensor]:
         if num_bytes > limit:
             raise ConfigError(
                 f"{file}: the tensors up to {name[:80]!r} have {num_bytes} bytes, more than {MAX_EXPANSION} times the "
-                f"file; {_FIX}"
+                f"size of the file; {_FIX}"
             )
     return {name: tensor.detach().contiguous() for name, tensor in content.items()}
 

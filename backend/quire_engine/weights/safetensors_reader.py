@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of safetensors files that reads tensors instead of mapping them into memory.
+"""Reads tensors from safetensors files without mapping the files into memory.
 
 The safetensors library is only used to validate a file. To read tensors, the library would map them into memory. If
 another process truncates a mapped file, the next access kills the process (SIGBUS). If a truncated file is read
@@ -42,7 +42,10 @@ class SafetensorsReader:
         return list(self._safetensors_file.keys())
 
     def get_slice(self, name: str) -> Any:
-        """Return a description of a tensor with the methods `get_dtype()` and `get_shape()`. The tensor is not read."""
+        """Return a description of a tensor.
+
+        The description has the methods `get_dtype()` and `get_shape()`. The tensor is not read.
+        """
         return self._safetensors_file.get_slice(name)
 
     def get_tensor(self, name: str) -> Tensor:

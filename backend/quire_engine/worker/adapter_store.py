@@ -92,7 +92,7 @@ class AdapterStore:
     def load_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
         """Return a function that copies an adapter into a slot.
 
-        The source is the adapter's copy that is in host memory now, see `ModelRunner`.
+        The function uses the copy of the adapter that is in host memory when `load_slot` is called. See `ModelRunner`.
         """
         assert self.slots is not None
         return self.slots.copy_to_slot(self._packed_adapter_by_digest[slot_load.adapter_digest], slot_load.adapter_slot)

@@ -4,10 +4,11 @@
 There is one graph for each shape (`graph_shapes.py`). Steps with adapters and steps without adapters have separate
 graphs. On CUDA devices only.
 
-A graph contains memory addresses. Therefore, everything that a step reads is in persistent tensors. These are the block
-tables, with one row for each sequence in `SequenceState`, and a few numbers for each sequence and token. Only new
-entries of the block tables are sent to the device in a step. A graph outputs the hidden states of all tokens. The
-logits are computed after the graph has run, and only for tokens after which a new token is sampled.
+A graph contains memory addresses. Therefore, everything that a step reads is in persistent tensors. These tensors
+contain the block tables, and a few numbers for each sequence and each token. The block tables have one row for each
+sequence in `SequenceState`. Only new entries of the block tables are sent to the device in a step. A graph outputs the
+hidden states of all tokens. The logits are computed after the graph has run, and only for tokens after which a new
+token is sampled.
 
 If a step is smaller than its graph, it is padded with a dummy sequence. The keys and values of this sequence are
 written to the spare block of the KV cache. In a graph of single tokens, each row after the rows of the batch is one
@@ -306,7 +307,7 @@ class CudaGraphRunner:
         return batches[0] if len(batches) == 1 else replace(batches[0], groups=tuple(batches))
 
     def _reserved_bytes(self) -> int:
-        """Return the number of bytes that PyTorch has reserved, and reset its record of the highest number."""
+        """Return the number of bytes that PyTorch has reserved, and reset its peak memory statistics."""
         if self._device.type != "cuda":
             return 0
         torch.cuda.empty_cache()

@@ -16,8 +16,8 @@ class _DeviceRow:
 
     row: int
     table: list[BlockId] = field(default_factory=list)
-    """The sequence's own block table. It is not a copy: the sequence extends the same list, but replaces it with a new
-    list after each preemption."""
+    """The sequence's own block table. It is not a copy. The sequence appends to the same list, and replaces it with a
+    new list after each preemption."""
     num_sent: int = 0
     """Number of blocks at the start of the table that were already sent to the device."""
 
@@ -27,7 +27,7 @@ class DeviceBlockTables:
     Pure bookkeeping."""
 
     def __init__(self, num_rows: int) -> None:
-        """`num_rows` must be at least the number of sequences of any step."""
+        """`num_rows` must be at least the maximum number of sequences in a step."""
         self._num_rows = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._device_rows: weakref.WeakKeyDictionary[engine_sequence.Sequence, _DeviceRow] = weakref.WeakKeyDictionary()

@@ -35,7 +35,7 @@ class GraphCapture:
     def __call__(self, function: CapturedFunction) -> CapturedFunction:
         """Capture `function` and return a function that replays its graph.
 
-        Before the capture, `function` must have run once in each of its variants.
+        Before the capture, `warm_up` must have run `function`.
         """
         graph = torch.cuda.CUDAGraph()
         # NCCL's threads query events at any time. In the mode "thread_local", such calls of other threads do not

@@ -11,8 +11,8 @@ from typing import NamedTuple
 SIZES_PER_DOUBLING = 4
 ADAPTER_SIZES_PER_DOUBLING = 2
 """Number of sizes per doubling for graphs with adapters. It is lower than for other graphs, so that adapters add at
-most 60 % to the capture time. Fewer sizes lead to more padding, but padding costs little if memory bandwidth is the
-limit: a row of padding does not read weights or adapters, and it reads almost no keys.
+most 60 % to the capture time. Fewer sizes lead to more padding. If memory bandwidth is the limit, padding costs little,
+because a row of padding does not read weights or adapters, and it reads almost no keys.
 """
 MAX_MIXED_TOKENS = 512
 """Maximum number of tokens in a mixed graph. Larger steps do not need a graph, because the host launches them faster
@@ -77,9 +77,9 @@ class GraphShapes:
 def decode_sizes(max_num_seqs: int, sizes_per_doubling: int = SIZES_PER_DOUBLING) -> tuple[int, ...]:
     """Return the batch sizes for which a graph of single tokens is captured.
 
-    The sizes are 1, 2, 4 and 8. Above 8, a size doubles in `sizes_per_doubling` equal steps. With 4 sizes per doubling,
-    at most a fifth of a batch is padding, and there are 24 sizes up to 256. With 2 sizes per doubling, at most a third
-    is padding, and there are 14 sizes.
+    The sizes are 1, 2, 4 and 8. Above 8, there are `sizes_per_doubling` equal steps from a size to its double. With 4
+    sizes per doubling, at most a fifth of a batch is padding, and there are 24 sizes up to 256. With 2 sizes per
+    doubling, at most a third is padding, and there are 14 sizes.
     """
     return _limit((1, 2, 4, *_double(8, max_num_seqs, sizes_per_doubling)), max_num_seqs)
 
@@ -87,8 +87,8 @@ def decode_sizes(max_num_seqs: int, sizes_per_doubling: int = SIZES_PER_DOUBLING
 def mixed_sizes(max_num_tokens: int, sizes_per_doubling: int = SIZES_PER_DOUBLING) -> tuple[int, ...]:
     """Return the numbers of tokens for which a mixed graph is captured.
 
-    The numbers are 16, 32 and 64. Above 64, a number doubles in `sizes_per_doubling` equal steps, up to 512. The result
-    is empty if a step has at most one token.
+    The numbers are 16, 32 and 64. Above 64, there are `sizes_per_doubling` equal steps from a number to its double, up
+    to 512. The result is empty if a step has at most one token.
     """
     largest = min(max_num_tokens, MAX_MIXED_TOKENS)
     sizes = (*_SMALL_MIXED_SIZES[:-1], *_double(_SMALL_MIXED_SIZES[-1], largest, sizes_per_doubling))

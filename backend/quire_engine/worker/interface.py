@@ -18,8 +18,8 @@ class ModelRunner(Protocol):
     """Executes step plans, and stores the adapters that the plans use."""
 
     swap_costs: SwapCosts
-    """How much host memory is available for KV blocks of preempted sequences, and the measured cost of copying blocks
-    there and back."""
+    """The amount of host memory that is available for KV blocks of preempted sequences, and the measured cost of
+    copying blocks there and back."""
 
     def read_adapter(self, path: Path) -> object:
         """Read an adapter's folder and pack it for `store_adapter`. This is slow. Any thread can call it.
@@ -43,8 +43,9 @@ class ModelRunner(Protocol):
     def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
         """Return a function that copies an adapter into a slot.
 
-        The source is the adapter's copy that is in host memory now. Call the returned function exactly once. Any thread
-        can call it while steps run. Steps that start before the function returns must not use the slot.
+        The function uses the copy of the adapter that is in host memory when `load_adapter_slot` is called. Call the
+        returned function exactly once. Any thread can call it while steps run. Steps that start before the function
+        returns must not use the slot.
         """
 
     def execute(self, plan: StepPlan) -> list[SpanOutput]:
@@ -58,8 +59,8 @@ class ModelRunner(Protocol):
     def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
         """Queue `plan` after all steps that were started earlier, and return a function that waits for it.
 
-        The returned function has the results and the errors of `execute`. A sequence can contain PLACEHOLDER_TOKEN. It
-        stands for the token that the most recently started step samples for this sequence.
+        The returned function returns the same results and raises the same errors as `execute`. A sequence can contain
+        PLACEHOLDER_TOKEN. It stands for the token that the most recently started step samples for this sequence.
 
         A step with a grammar only computes logits at first, because its token masks depend on the tokens of the
         previous step. Call `sample_tokens` when the sequences have these tokens, and before the next step is started.

@@ -32,7 +32,8 @@ class MemoryBudget:
     weights: int
     lora: int
     activations: int
-    """Peak memory of a step. Weights, adapters and graphs are not included, but the memory of other processes is."""
+    """Peak memory of a step. It does not include weights, adapters or graphs, but it includes the memory of other
+    processes."""
     graphs: int = 0
     """Memory of the captured CUDA graphs; 0 on a CPU."""
 

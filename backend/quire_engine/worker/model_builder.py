@@ -28,7 +28,8 @@ class BuiltModel:
 
     model: CausalLM
     factory: ParamFactory
-    """Allocates parameters with the same dtype on the same device. Adapters and draft models use it."""
+    """Allocates parameters that have the model's dtype and are on the model's device. Adapters and draft models also
+    use it."""
     checkpoint: QuantizedTensors | None
     """The tensors of a quantized checkpoint. None if the weights are not quantized."""
 

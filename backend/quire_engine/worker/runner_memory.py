@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that the startup of a model runner allocates and that the runner keeps."""
+"""The memory that a model runner allocates at startup and keeps."""
 
 from dataclasses import dataclass
 

@@ -83,7 +83,7 @@ def compile_steps(config: EngineConfig, max_model_len: int) -> Iterator[list[Sch
 def dummy_span(
     start: int, length: int, block_size: int, adapter_slot: SlotId | None = None, params: SamplingParams = _GREEDY
 ) -> ScheduledSpan:
-    """Return a span that samples. The block table of its sequence contains only block 0."""
+    """Return a span that samples a token. The block table of its sequence contains only block 0."""
     sequence = Sequence(0, [0] * (start + length), params, seed=0, max_output_tokens=1)
     span = ScheduledSpan(sequence, start, length, adapter_slot)
     set_block_tables([span], block_size, 1)
@@ -114,7 +114,10 @@ def _all_sampling_params(vocab_size: int, num_logprobs: int) -> SamplingParams:
 
 
 def _with_all_masks(span: ScheduledSpan, vocab_size: int) -> ScheduledSpan:
-    """Forbid as many tokens as the limits allow. Each bad word has two entries: with and without a leading space."""
+    """Give a span the maximum number of forbidden tokens and bad words, and return it.
+
+    Each bad word has two entries, one with and one without a leading space.
+    """
     span.sequence.suppressed_token_ids = frozenset(range(1, min(MAX_STOP_TOKENS + 2, vocab_size)))
     span.sequence.bad_words = tuple((1 + token % (vocab_size - 1),) for token in range(2 * MAX_BAD_WORDS))
     return span

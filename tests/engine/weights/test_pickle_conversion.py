@@ -67,7 +67,7 @@ class Code:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ({"w": Code()}, "other objects than tensors"),
+        ({"w": Code()}, "objects that are not tensors"),
         ({"w": torch.zeros(1).expand(10**9)}, "4000000000 bytes, more than 2 times"),
         ({"w": 1}, "'w' is not a dense tensor"),
         ({"w": torch.zeros(2, 2).to_sparse()}, "'w' is not a dense tensor"),

@@ -50,10 +50,10 @@ class AWQTensor(QuantizedTensor):
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """Unpack a tensor of [n, m] int32 to a contiguous tensor of [8 m, n] uint8.
+    """Unpack an int32 tensor [n, m] to a contiguous uint8 tensor [8 m, n].
 
-    The tensor is transposed before it is unpacked, because this is faster. Unpacking and packing a 4096 x 4096 weight
-    takes 0.2 s in this order and 0.7 s in the other order (one shared core).
+    The tensor is transposed before it is unpacked, because this is faster. On one shared core, it takes 0.2 s to unpack
+    and pack a 4096 x 4096 weight in this order, and 0.7 s in the other order.
     """
     words = packed.t().contiguous()
     codes = torch.empty(len(words), _FACTOR, words.shape[1], dtype=torch.uint8)

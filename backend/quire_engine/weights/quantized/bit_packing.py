@@ -24,6 +24,6 @@ def unpack_int32(packed: Tensor, num_bits: int) -> Tensor:
 def unpack_nibbles(packed_bytes: Tensor) -> Tensor:
     """Split each byte into two values of 4 bits. The value of the lower bits comes first.
 
-    The result for a tensor of [..., n] uint8 is a tensor of [..., 2 n] uint8.
+    A uint8 tensor [..., n] becomes a uint8 tensor [..., 2 n].
     """
     return torch.stack((packed_bytes & 15, packed_bytes >> 4), -1).flatten(-2)

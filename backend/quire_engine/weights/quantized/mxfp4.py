@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP4, the format in which gpt-oss stores its experts.
 
-A value is a 4-bit floating-point number. Each block of 32 values has a scale, which is a power of 2. The formats of
-values and scales are E2M1 and E8M0 of the OCP Microscaling Formats specification.
+A value is a 4-bit floating-point number. Each block of 32 values has a scale, which is a power of 2. In the OCP
+Microscaling Formats specification, the format of the values is called E2M1, and the format of the scales is called
+E8M0.
 """
 
 from collections.abc import Mapping

@@ -2,8 +2,8 @@
 """Reads the format `pack-quantized` of compressed-tensors.
 
 Values are packed along the input features, and zero points are packed along the output features. Values and zero points
-are stored as unsigned integers: half of their range was added to them. If features are ordered by activation,
-`weight_g_idx` contains the group of each input feature.
+are stored as unsigned integers, because half of their range is added before they are stored. If features are ordered by
+activation, `weight_g_idx` contains the group of each input feature.
 """
 
 import math
@@ -36,7 +36,8 @@ class PackQuantizedTensor(QuantizedTensor):
             columns = int(self.slice_of(".weight_shape", (2,), ("I64", "I32"))[...][1])
             if not words * self._factor - self._factor < columns <= words * self._factor:
                 raise ConfigError(
-                    f"{module}.weight_shape contains {columns} columns; {module}.weight_packed has {words}"
+                    f"{module}.weight_shape contains {columns} columns, but {module}.weight_packed has {words} int32 "
+                    "values in each row"
                 )
         self.shape = (rows, columns)
         self._values = self.slice_of(self.MARKER, (rows, words), ("I32",))

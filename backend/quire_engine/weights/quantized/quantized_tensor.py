@@ -16,13 +16,15 @@ _FLOAT_DTYPES = ("F32", "BF16", "F16")
 
 
 class QuantizedTensor(ABC):
-    """A quantized weight of one linear layer, which consists of several tensors in the files. `read` and `read_codes`
-    read only the requested part."""
+    """A quantized weight of one linear layer.
+
+    In the files, such a weight consists of several tensors. `read` and `read_codes` read only the requested part.
+    """
 
     MARKER: ClassVar[str]
     """Name suffix of the tensor that contains the values."""
     SCALES: ClassVar[tuple[str, ...]]
-    """The name suffixes that are possible for the tensor with the scales."""
+    """Possible name suffixes of the tensor that contains the scales."""
     REQUIRED: ClassVar[tuple[str, ...]] = ()
     """Name suffixes of other tensors that must exist."""
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
@@ -66,7 +68,7 @@ class QuantizedTensor(ABC):
         return weight[row : row + len(rows), column : column + len(columns)]
 
     def align(self, rows: range, columns: range) -> tuple[range, range]:
-        """Return the smallest ranges that contain `rows` and `columns` and that `read_codes` accepts."""
+        """Return `rows` and `columns`, extended to the smallest ranges that `read_codes` accepts."""
         return (
             _align(rows, self.row_multiple, self.shape[0]),
             _align(columns, self.column_multiple, self.shape[1]),

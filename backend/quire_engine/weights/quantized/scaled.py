@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads weights that are stored as float8_e4m3fn or int8, without packing.
 
-The formats are `fp8`, `fbgemm_fp8`, and the formats float-quantized, int-quantized and naive-quantized of
-compressed-tensors. The name of the scale is `weight_scale`, or `weight_scale_inv` in the format of DeepSeek. For both
-names, the values must be multiplied by the scale.
+It reads `fp8`, `fbgemm_fp8`, and three formats of compressed-tensors: float-quantized, int-quantized and
+naive-quantized. The name of the scale is `weight_scale`, or `weight_scale_inv` in the format of DeepSeek. In both
+cases, the values must be multiplied by the scale.
 """
 
 from collections.abc import Mapping

@@ -32,13 +32,13 @@ class WeightCodes:
     """The zero points, as uint8 in the shape of `scales`. None means that all zero points are 0. If `values` are uint8,
     None means that all zero points are `1 << (num_bits - 1)`."""
     block: tuple[int, int]
-    """Size of a block that shares a scale, as a number of output features and a number of input features."""
+    """Number of output features and number of input features of a block. The values of a block share one scale."""
     num_bits: int
     """Bits of a value; 4 or 8."""
     groups: Tensor | None = None
-    """The group of each input feature, as [in_features] int64. A group is a column of `scales`. This tensor is needed
-    only if the features of a group are not adjacent (act order). If `groups` is None, feature i belongs to group i //
-    block[1]."""
+    """The group of each input feature, as [in_features] int64. The number of a group is the index of its column in
+    `scales`. This tensor is needed only if the features of a group are not adjacent (act order). If `groups` is None,
+    feature i belongs to group i // block[1]."""
     is_e2m1: bool = False
     """True if `values` are indices of `e2m1_codebook`. In this case, there are no zero points."""
 
@@ -123,7 +123,7 @@ class WeightCodes:
 def concatenate(parts: Sequence[WeightCodes]) -> WeightCodes | None:
     """Concatenate weights along their rows.
 
-    The result has scales for each row. Return None if the weights differ in more than the number of rows.
+    The result has scales for each row. Return None if the weights differ in anything except the number of rows.
     """
     parts = [part.by_row() for part in parts]
     first = parts[0]

@@ -22,7 +22,7 @@ from quire_spec.errors import ConfigError
 def build_drafter(
     config: EngineConfig, target: CausalLM, target_folder: Path, factory: ParamFactory, progress: bool
 ) -> Drafter | None:
-    """Return a drafter, or None if the method does not need one or the rank is not 0.
+    """Return a drafter, or None if the method does not need one, or if the rank is not 0.
 
     The weights of the drafter are allocated, but not loaded. Only rank 0 has a drafter, and it is not split between
     ranks. This works because a drafter is small, every rank has the hidden states, and only rank 0 has the tokens of a

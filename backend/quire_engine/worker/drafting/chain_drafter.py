@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chain drafter: after each step of the target, it runs a draft model token by token.
 
-The draft model has its own KV cache. In both caches, a block id stands for the same tokens. After a step, the draft
-model computes the same positions as the target. It skips the positions of rejected draft tokens. As a result, if a
-block contains valid keys of the target, it also contains valid keys of the draft model. Therefore, the drafter does not
-need any state for sequences. Then the draft model continues each sequence token by token. It uses the blocks that the
-scheduler has reserved for drafts.
+The draft model has its own KV cache. A block id stands for the same tokens in this cache and in the cache of the
+target. After a step, the draft model computes the same positions as the target. It skips the positions of rejected
+draft tokens. As a result, if a block contains valid keys of the target, it also contains valid keys of the draft model.
+Therefore, the drafter does not need any state for sequences. Then the draft model continues each sequence token by
+token. It uses the blocks that the scheduler has reserved for drafts.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from quire_kernels import to_device_async
 
 @dataclass(slots=True)
 class _Chain:
-    """The tokens of one sequence that the first pass reads, and the draft so far."""
+    """The draft of one sequence so far, and the tokens that the first pass reads for it."""
 
     index: int
     """Position of the sequence's span in the list of spans of the step."""

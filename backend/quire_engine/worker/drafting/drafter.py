@@ -11,7 +11,7 @@ from quire_engine.step.plan import BlockCopy, ScheduledSpan, SpanOutput
 
 
 class Drafter(ABC):
-    """Computes drafts. A drafter owns the weights for this, and the cache that these weights need."""
+    """Computes drafts. A drafter owns the weights that it needs for this, and a KV cache if the weights need one."""
 
     num_bytes: int
     """Bytes of the weights."""

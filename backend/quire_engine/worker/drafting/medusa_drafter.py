@@ -76,10 +76,10 @@ class MedusaDrafter(Drafter):
         tensors = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in read_tensors(self._folder).items()}
         for name, parameter in self._parameters().items():
             if (tensor := tensors.get(name)) is None or tensor.shape != parameter.shape:
-                found = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
+                found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
                 raise ConfigError(
-                    f"speculative_config.model: {name} of the Medusa heads is {found}; config.json and the model imply "
-                    f"{tuple(parameter.shape)}"
+                    f"speculative_config.model: {name} of the Medusa heads {found}; config.json and the model require "
+                    f"the shape {tuple(parameter.shape)}"
                 )
             parameter.copy_(tensor)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the candidates of beam searches on the device.
 
-The candidates of a group are the best continuations of all its beams. Only these continuations are copied to the host,
-a few for each beam. The span sampler calls this module in each step that has beams. Allowed tokens, biases and
-penalties change the log probabilities of a beam, as in transformers.
+The candidates of a group are the best continuations of all its beams. Only these few continuations are copied to the
+host. The span sampler calls this module in each step that has beams. Allowed tokens, biases and penalties change the
+log probabilities of a beam, as in transformers.
 """
 
 from collections import abc, defaultdict

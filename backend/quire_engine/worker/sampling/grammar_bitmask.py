@@ -2,8 +2,8 @@
 """Bitmasks of the tokens that grammars allow.
 
 If a sequence has a grammar, each of its sampled rows has one row of bits. The library llguidance fills the bits on the
-host, and releases the GIL while it does. The bits are applied to the logits on the device just before sampling. The
-span sampler owns the `GrammarBitmask`.
+host, and releases the GIL while it fills them. The bits are applied to the logits on the device just before sampling.
+The span sampler owns the `GrammarBitmask`.
 """
 
 import os
@@ -31,7 +31,7 @@ class TokenBitmask:
     """The tokens that are allowed in some rows of a batch. Several rows can belong to the same sequence."""
 
     rows: list[int]
-    """Numbers of these rows in the logits, in ascending order."""
+    """Indices of these rows in the logits, in ascending order."""
     bits: Tensor
     """The allowed tokens, as [len(rows), ceil(vocab_size / 32)] int32 on the device. Bit i of word w allows token 32 *
     w + i."""

@@ -24,8 +24,8 @@ _MAX_COLUMNS_TO_LIST = 128
 
 
 RequestedLogprobs: TypeAlias = int | tuple[int, ...]
-"""Describes which other tokens a row returns. It is a number of most likely tokens (-1 means all tokens), or a tuple of
-token ids."""
+"""Describes for which tokens a row needs log probabilities, in addition to its own token. It is a number of most likely
+tokens (-1 means all tokens), or a tuple of token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,10 @@ class LogprobTensors:
     """Log probabilities of some rows, on the device."""
 
     tensors: tuple[Tensor, ...]
-    """The first three tensors are [num_rows]. They contain the tokens, their log probabilities and their ranks. The
-    next two tensors are [num_rows, max_logprobs]. They contain the most likely tokens, or the tokens that the request
-    names, and their log probabilities. If a request names tokens, a tensor with the ranks of these tokens follows.
+    """The first three tensors have the shape [num_rows]. They contain the tokens, their log probabilities and their
+    ranks. The next two tensors have the shape [num_rows, max_logprobs]. They contain the most likely tokens, or the
+    tokens that the request names, and their log probabilities. If a request names tokens, a tensor with the ranks of
+    these tokens follows.
     """
     num_logprobs: list[int]
     """For each row, the number of log probabilities that its request needs."""
@@ -43,7 +44,7 @@ class LogprobTensors:
     def to_lists(self, tensors: Sequence[Tensor]) -> list[list[Logprob]]:
         """Return a list for each row: it contains the row's token, and then the requested tokens.
 
-        `tensors` is `self.tensors`, or contains copies of them.
+        `tensors` contains the tensors of `self.tensors`, or copies of them.
         """
         logprob_lists = []
         columns = *(tensor.tolist() for tensor in tensors[:3]), *map(self._top_entries, tensors[3:])

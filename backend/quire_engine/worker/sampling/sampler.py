@@ -2,9 +2,9 @@
 """Sampler: selects a token for each row of logits, with the sampling parameters of the row's sequence.
 
 The model runner calls it once in each step. A row is one position of one sequence. Sampling parameters are copied to
-the device once, and stay there until the batch changes. Parameters that no request uses take no time. A random draw
-depends only on the row's logits, the sequence's seed and the position. It does not depend on the batch, on the row's
-index in the batch, or on earlier preemptions.
+the device once, and stay there until the batch changes. A parameter that no request uses does not slow down a step. A
+random draw depends only on the row's logits, the sequence's seed and the position. It does not depend on the batch, on
+the row's index in the batch, or on earlier preemptions.
 """
 
 from collections import abc
@@ -52,7 +52,8 @@ class SampledTokens:
     token_ids: Tensor
     """[num_rows] int64."""
     logprob_chunks: list[tuple[list[int], LogprobTensors]] = field(default_factory=list)
-    """Pairs of two lists: rows whose requests set `logprobs`, and the log probabilities of these rows."""
+    """Each item is a list of rows and the log probabilities of these rows. It contains only rows whose requests set
+    `logprobs`."""
 
     @property
     def logprob_tensors(self) -> list[Tensor]:
@@ -113,7 +114,7 @@ class Sampler:
     def token_counts(self, logits: Tensor) -> TokenCounts:
         """Return the token counts of sequences with penalties.
 
-        Their vocabulary size and device are those of `logits` [any, vocab_size].
+        `logits` [any, vocab_size] determines their vocabulary size and their device.
         """
         if self._token_counts is None:
             self._token_counts = TokenCounts(self._max_rows, logits.shape[1], logits.device)
