@@ -3,9 +3,9 @@
 
 The size of a download is limited. An interrupted download is resumed, and a complete one is verified. An adapter is
 added to the cache only when all its files are complete. The fetcher uses the readers of quire_sources and does not
-depend on protocols. A cached adapter is immutable: a name can get another digest, but the content of a digest never
-changes. The fetcher reads only the two required files and a chat template. Therefore, a source cannot deliver code. A
-chat template runs in a sandbox. The adapter manager calls this module.
+depend on protocols. A cached adapter is immutable: a name can get another digest, but the content with a given digest
+never changes. The fetcher reads only the two required files and a chat template. Therefore, a source cannot deliver
+code. A chat template runs in a sandbox. The adapter manager calls this module.
 """
 
 import asyncio

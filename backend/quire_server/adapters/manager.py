@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reconciles the adapters of a pod with the catalog. Each adapter has its own task.
 
-The tasks are level-triggered. A task compares the actual state, which is in the process handles, with the desired
-state. Then it applies the difference. The task does this again after every change of the catalog and every restart of a
+The tasks are level-triggered. The process handles contain the actual state. A task compares it with the desired state,
+and makes the necessary changes. The task does this again after every change of the catalog and every restart of a
 process. Therefore, a restart does not need separate code, and a broken adapter does not delay other adapters. The
 manager does not depend on protocols.
 
@@ -11,9 +11,9 @@ An adapter has one of four states:
 - Fetching: the source is being downloaded to the cache.
 - Loading: the core loads the adapter, the text process gets its name, and the server loads its model.
 - Ready: the adapter serves requests.
-- Failed: the last attempt failed, and the status contains the reason. The next attempt starts after 30 s, and later
-  ones after 1 min and so on, up to 5 min. If the source sends Retry-After, the wait is at least that long, but never
-  longer than 5 min. An invalid adapter is not tried again until the catalog changes.
+- Failed: the last attempt failed, and the status contains the reason. The first retry starts after 30 s. After each
+  further failure, the wait is twice as long, up to 5 min. If the source sends Retry-After, the wait is at least that
+  long, but never longer than 5 min. An invalid adapter is not tried again until the catalog changes.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgume
 logger = logging.getLogger(__name__)
 
 _MAX_FETCHES_PER_HOST = 8
-"""Maximum number of concurrent fetches from one host. A host that hangs blocks each of its fetches for a minute. This
+"""Maximum number of concurrent fetches from one host. If a host hangs, each fetch from it is blocked for a minute. This
 must not delay adapters on other hosts."""
 _MAX_TOTAL_FETCHES = 32
 _MAX_ADAPTER_LOADS = 4
@@ -502,7 +502,7 @@ class AdapterManager:
     def _on_content_replaced(self, previous: CachedAdapter | None, replacement: CachedAdapter | None) -> None:
         """Reconcile the other adapters that use the previous content.
 
-        The content can lose its pinning, because it lost the name of this adapter.
+        The previous content is not pinned any more if this adapter was the only pinned adapter that used it.
         """
         if previous in (None, replacement):
             return

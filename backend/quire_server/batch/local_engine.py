@@ -134,7 +134,7 @@ class LocalEngine:
 async def fetch_adapters(
     catalog: AdapterCatalog, served_name: str, fetcher: AdapterFetcher
 ) -> dict[AdapterName, CachedAdapter]:
-    """Fetch all adapters, and return the content of each by its name.
+    """Fetch all adapters, and return the content of each adapter under its name.
 
     Raises:
         ConfigError: adapters cannot be fetched; the message lists all of these adapters.

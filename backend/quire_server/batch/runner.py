@@ -24,8 +24,8 @@ MAX_LOST = 4
 """Maximum number of lost attempts. An attempt is lost if the server received it but did not complete it. After this
 number of lost attempts, the request itself is considered the cause, and it fails."""
 _MAX_LOST_TOGETHER = 2
-"""After this number of lost attempts, a request is only sent while no other such request is running. Otherwise, one of
-them could make the others fail."""
+"""Requests that have lost this many attempts are sent one after the other. If they were sent together, one of them
+could make the others fail."""
 SYNC_INTERVAL_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class BatchRunner:
                 return reply
             if now - max(first_failure_time, self._last_success_time) > self._settings.retry_s:
                 raise Unavailable(
-                    f"no request succeeded for {self._settings.retry_s:g} s, the last request failed with "
+                    f"no request succeeded for {self._settings.retry_s:g} s, and the last request failed with "
                     f"{reply.describe()}; run the same command again when the server answers"
                 )
             logger.info("request repeated line=%d attempt=%d %s", line.number, num_attempts, reply.describe())

@@ -72,7 +72,7 @@ class CoreHandle:
     async def unload_adapter(self, digest: AdapterDigest, required_digests: Callable[[], set[AdapterDigest]]) -> None:
         """Unload an adapter from the core.
 
-        If the adapter is required again when the lock has been acquired, do nothing.
+        If the adapter is required again by the time the lock is acquired, do nothing.
         """
         async with self._locks[digest]:
             if digest in required_digests() or digest not in self.possibly_loaded():

@@ -2,10 +2,9 @@
 """`python -m quire_server.read_model`: reads facts about a model on a volume, and writes them as the termination
 message of its container.
 
-The operator runs this program in a Job, because only a pod can read a claim. The message contains config.json and one
-number that gives the size of the weights: either the total size in the weights' index or, if there is no index, the
-offset at which the last tensor of the weights file ends. The message is compressed, because Kubernetes keeps only 4096
-bytes of it.
+The operator runs this program in a Job, because only a pod can read a claim. The message contains config.json and the
+size of the weights. This size is the total size in the weights' index. If there is no index, it is the offset at which
+the last tensor of the weights file ends. The message is compressed, because Kubernetes keeps only 4096 bytes of it.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 """`python -m quire_server.download`: downloads a model into a folder, once. A Job runs this program before a GPU is
 allocated.
 
-If an earlier run was interrupted, the download resumes after the last byte that this run received. Files are checked
-against their digests if the source declares digests. The folder gets its final name only when its last file is
+If an earlier run was interrupted, the download resumes after the last byte that the earlier run received. Files are
+checked against their digests if the source declares digests. The folder gets its final name only when its last file is
 complete. The program downloads only safetensors weights, the configuration and the tokenizer. It never downloads code.
 The names of the files are fixed, so that the program also works with a source that cannot list its files.
 """
@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if len(args.source) != len(targets):
             raise ConfigError(
-                f"--into: got {len(targets)} for {len(args.source)} --source; give one --into for each --source"
+                f"--into: is given {len(targets)} times, but --source is given {len(args.source)} times; "
+                "give one --into for each --source"
             )
         for text, target in zip(args.source, targets, strict=True):
             if not target.name:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream of responses to one request. A stub collects the deltas that it receives from the text process until a
-sender thread sends all of them as one response.
+"""The stream of responses to one request. A stub collects the deltas that it receives from the text process. A sender
+thread then sends all collected deltas as one response.
 
 While the sender threads are fast enough, each delta becomes one response. Otherwise, one response contains several
 deltas. At any time, a stream has at most one owner. The owner is either a thread or the queue of the senders. Therefore
@@ -33,7 +33,8 @@ class ResponseStream:
 
     request_id: int
     options: OutputOptions | None
-    """The outputs that the request selects. None if the request was rejected: then its only response is an error."""
+    """The outputs that the request selects. None if the request was rejected. In this case, its only response is an
+    error."""
     sender: Any
     """The server's response sender."""
     opened_at: float
@@ -91,7 +92,7 @@ class ResponseStream:
             return deltas
 
     def push_back(self, delta: OutputDelta) -> None:
-        """Put the last delta that was popped back into the stream."""
+        """Make `delta` pending again. It must be the delta that was popped last."""
         with self._lock:
             self._pending_deltas = [delta]
 
