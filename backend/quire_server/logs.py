@@ -2,8 +2,8 @@
 """Log output of a pod. The lines of all processes are written to one stream, and each line begins with the name of its
 process.
 
-Without --verbose, the INFO lines and the tables that the server prints are dropped. Its warnings and errors are always
-kept, except for a few that are known to be harmless.
+Without --verbose, the INFO lines and the tables that the server prints are dropped. The server's warnings and errors
+are always kept, except for a few that are known to be harmless.
 """
 
 import contextlib

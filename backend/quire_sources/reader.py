@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of all source readers. A reader opens files at a byte offset, and reports their versions and their
-names for messages.
+"""The interface of all source readers. A reader opens a file at a byte offset, and reports the file's version and the
+name that messages use for the file.
 
 Each reader implements one protocol. An error of a reader names the file that it could not read. Retries, size limits
 and files on disk are not part of this module; they belong to quire_server.downloads. The operator reads config.json and
@@ -39,8 +39,8 @@ class OpenFile:
 
 
 class SourceReader(Protocol):
-    """The protocol that each reader of a model's or an adapter's files implements. All errors are QuireErrors. They
-    name a URL or a path, and contain no secrets."""
+    """The protocol that each reader of a model's or an adapter's files implements. All errors are QuireErrors. An error
+    names a URL or a path, and never contains secrets."""
 
     @property
     def is_immutable(self) -> bool:

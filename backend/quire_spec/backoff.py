@@ -10,7 +10,8 @@ maximum, a long outage would raise OverflowError."""
 
 
 def backoff(attempt: int, first: float, cap: float, jitter: float = 0.0) -> float:
-    """Return the seconds to wait before retry `attempt`, counted from 0: min(cap, first * 2**attempt).
+    """Return how many seconds to wait before retry `attempt`: min(cap, first * 2**attempt). The first retry has the
+    number 0.
 
     With `jitter`, a random fraction of the result is then subtracted. The fraction is at most `jitter`. Because of
     this, clients that failed at the same time retry at different times.

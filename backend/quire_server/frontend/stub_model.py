@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that the server's Python backend runs. It passes requests to the text process, and sends the deltas that
-come back as responses.
+"""The model that the server's Python backend runs. It passes requests to the text process. The text process returns
+deltas, which the model sends as responses.
 
-Every model that Quire adds to the server, for the base model or for an adapter, runs this program in a stub process.
-This module is the only one that uses the server's Python API. `execute` never blocks and never raises. If a request
-fails, that request gets an error response.
+Quire adds one model to the server for the base model, and one for each exposed adapter. Each of these models runs this
+program in a stub process. This module is the only one that uses the server's Python API. `execute` never blocks and
+never raises. If a request fails, that request gets an error response.
 
-A stub has these threads: the threads of the server, the writer and the reader of text_client.py, and NUM_SENDER_THREADS
-threads that send responses. It also has three threads of its own: one checks idle requests for cancellation, one delays
-early errors, and one ends the stub when its server ends. This module must not import large packages, because a pod runs
-one stub for the base model and one for each exposed adapter.
+A stub runs the threads that the server itself starts, the two threads of text_client.py (writer and reader), and
+NUM_SENDER_THREADS threads that send responses. It also has three threads of its own: one checks idle requests for
+cancellation, one delays early errors, and one ends the stub when its server ends. This module must not import large
+packages, because a pod runs one stub for the base model and one for each exposed adapter.
 """
 
 import itertools
@@ -73,8 +73,8 @@ class TritonPythonModel:
         self._streams: dict[int, ResponseStream] = {}
         self._send_queue: queue.SimpleQueue[ResponseStream | None] = queue.SimpleQueue()
         self._delayed_errors: queue.SimpleQueue[tuple[float, ResponseStream] | None] = queue.SimpleQueue()
-        """Streams that are acquired and whose error is not sent yet. Each is stored with the time at which its error
-        can be sent."""
+        """Streams that this module has acquired, and that still wait until their error can be sent. Each stream is
+        stored with the time at which this is possible."""
         self._closing = threading.Event()
         headers = os.environ.get(model_interface.FORWARDED_HEADERS_VARIABLE)
         self._forwarded_headers = re.compile(headers) if headers else None
@@ -188,7 +188,7 @@ class TritonPythonModel:
         stream.sender = None
 
     def _send_failure(self, stream: ResponseStream, error: Exception) -> None:
-        """End a request whose response could not be sent. To do this, try to send an error response."""
+        """Try to end a request with an error response, because its normal response could not be sent."""
         try:
             stream.sender.send(_error_response(_error_delta(stream.request_id, error)), flags=_FINAL)
         except Exception:

@@ -41,9 +41,9 @@ CACHE_SALT = "cache_salt"
 have the same salt."""
 
 PRIORITY = "priority"
-"""Name of the parameter that contains the priority. Requests with a lower number run first. If a request parameter has
-this name, the server removes it, except on its generate endpoint. Therefore clients of all other endpoints must put the
-priority into the tensor sampling_parameters."""
+"""Name of the parameter that contains the priority. Requests with a lower number run first. The server removes a
+request parameter that has this name, except on its generate endpoint. Therefore clients of all other endpoints must put
+the priority into the tensor sampling_parameters."""
 
 _SERVER_PARAMETERS = frozenset(("id", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"))
 """Fields that belong to the server's own protocol. They are not parameters of Quire. They appear among the parameters
@@ -114,7 +114,7 @@ def parse_request(
 
 
 def initial_outputs(request_id: int, options: OutputOptions) -> list[OutputDelta]:
-    """Return the delta that each output of a request has before its first response."""
+    """Return one empty delta for each output. They are the value of `last_sent` for the first response of a request."""
     # The sum is 0.0, because a missing sum would become NaN, which JSON cannot represent.
     return [OutputDelta(request_id, index=index, cumulative_logprob=0.0) for index in range(options.num_outputs)]
 
@@ -122,7 +122,7 @@ def initial_outputs(request_id: int, options: OutputOptions) -> list[OutputDelta
 def merge_by_output(deltas: Sequence[OutputDelta], last_sent: Sequence[OutputDelta]) -> list[OutputDelta]:
     """Merge successive deltas of a request into one delta for each output.
 
-    If an output has no new delta, its delta is empty and takes its state from `last_sent`.
+    An output that has no new delta gets an empty delta, whose state is copied from `last_sent`.
     """
     by_output: list[list[OutputDelta]] = [[] for _ in last_sent]
     for delta in deltas:
@@ -138,9 +138,9 @@ def to_output_tensors(
 ) -> dict[str, Array]:
     """Return the output tensors of a response, by name. Each tensor has one element per output of the request.
 
-    `deltas` is the result of `merge_by_output`, and `last_sent` is its result for the previous response. `output_ids`
-    contains the tokens of all outputs, one output after the other. num_output_tokens contains the number of tokens of
-    each output.
+    `deltas` is what `merge_by_output` returned for this response, and `last_sent` is what it returned for the previous
+    one. `output_ids` contains the tokens of all outputs, one output after the other. num_output_tokens contains the
+    number of tokens of each output.
     """
     tensors = {constants.TEXT_OUTPUT: _strings(options.prompt_prefix + delta.text for delta in deltas)}
     if options.finish_reason:
@@ -216,7 +216,7 @@ def _string_value(inputs: Mapping[str, Array], name: str) -> str:
     """Return the only element of a string tensor."""
     array = inputs[name]
     if array.size != 1:
-        raise InvalidArgument(f"{name}: must have shape [1], because a request has one prompt, got {list(array.shape)}")
+        raise InvalidArgument(f"{name}: must have shape [1], got {list(array.shape)}; a request has one prompt")
     value = array.reshape(-1)[0]
     if isinstance(value, str):
         return value
@@ -313,8 +313,8 @@ def _target_model(model: str, base: str, adapter_name: AdapterName | None) -> st
         return model
     if model != base:
         raise InvalidArgument(
-            f"{constants.LORA_NAME}: not allowed for model {model!r}, which is an adapter, got {adapter_name!r}; send "
-            f"the request to {base!r}"
+            f"{constants.LORA_NAME}: got {adapter_name!r}, but model {model!r} is itself an adapter; send the request "
+            f"to {base!r}"
         )
     return adapter_name
 

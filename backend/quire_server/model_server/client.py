@@ -38,8 +38,8 @@ this proxy even for loopback."""
 
 
 class ModelServerClient(AsyncExitStack):
-    """Client of one server, which it reaches on its HTTP and gRPC ports. A ModelServerClient is used as an async
-    context manager."""
+    """Client of one server; it uses the HTTP port and the gRPC port of this server. A ModelServerClient is used as an
+    async context manager."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class ModelServerClient(AsyncExitStack):
         """Return True if the server has loaded this model. The result stays True even after the stub of the model has
         died.
 
-        This is not the readiness that the server reports to others, which also depends on the supervisor
-        (readiness_file.py).
+        The readiness that the server reports to other clients can be different, because it also depends on the
+        supervisor (readiness_file.py).
         """
         return await self._probe(f"/models/{name}")
 

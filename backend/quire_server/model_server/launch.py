@@ -27,7 +27,7 @@ IMAGE_ROOT = Path("/opt/tritonserver")
 KEY_HEADER = "quire-server-key"
 """HTTP header with the key for the server's restricted APIs."""
 GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
-"""Name of the header KEY_HEADER in gRPC requests. For gRPC, the server requires this prefix."""
+"""Name of the header KEY_HEADER in gRPC requests. For gRPC, the server requires the prefix `triton-grpc-protocol-`."""
 RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
 """APIs of the server that require the key. Only the supervisor has the key, so only the supervisor can use these APIs.
 The APIs for metadata, config and statistics need no key, because load generators use them."""
@@ -39,11 +39,11 @@ SHM_RESERVE_BYTES = 8 * 2**20
 """Free space in /dev/shm that is needed in addition, because large prompts make the region of a stub grow."""
 
 _GUARD_VARIABLE = "QUIRE_SERVER_GUARD"
-"""Environment variable that turns the request guard in the preload library on (1) or off (0). The guard rejects
-requests that would crash the server. If the variable is not set, `needs_guard` decides."""
+"""Environment variable for the request guard in the preload library: 1 turns the guard on, and 0 turns it off. The
+guard rejects requests that would crash the server. If the variable is not set, `needs_guard` decides."""
 _FIRST_FIXED_VERSION = (2, 59)
-"""The first server version (release 25.07) that needs no guard. This version itself limits the size of bodies, the
-nesting of JSON, and chunks."""
+"""The first server version (release 25.07) that needs no guard. This version itself limits the size of a body, the
+nesting of its JSON, and its chunks."""
 
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 _STUB_FILE = "triton_python_backend_stub"
@@ -53,9 +53,9 @@ _MODEL_VARIABLES = re.compile(
     r"|HF_HOME|HF_HUB_(CACHE|OFFLINE)|QUIRE_(SERVER_GUARD|READINESS_FILE|FORWARDED_HEADERS)|POD_IP"
     r"|(LC|CUDA|NVIDIA|NCCL|OMP|MKL|KMP|GOMP|OPENBLAS)_\w*|PYTHON\w*"
 )
-"""If the server also runs the models of --model-repository, their code can read only the environment variables that
-match this pattern, and those in ServerOptions.model_env. The variables in this pattern belong to libraries and contain
-no secrets."""
+"""The server can also run the models of --model-repository. In that case, the code of these models can read only the
+environment variables that match this pattern, and the variables in ServerOptions.model_env. The variables in this
+pattern belong to libraries and contain no secrets."""
 
 
 @dataclass(frozen=True, slots=True)

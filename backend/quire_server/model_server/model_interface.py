@@ -3,8 +3,8 @@
 
 repository.py writes them into the config of each model. frontend/tensors.py and stub_model.py use them to read
 requests. Names, types and shapes are the same as in NVIDIA's vllm_backend (auto_complete_config), with two differences.
-text_input is optional, because input_ids can replace it. Ids are INT64, because in an INT32 tensor the server silently
-wraps larger numbers.
+text_input is optional, because input_ids can replace it. Ids are INT64, because the server silently wraps numbers that
+are too large for an INT32 tensor.
 
 Source: https://github.com/triton-inference-server/vllm_backend/blob/00ea75bc67f48ad7c6283b1983620e1dbb1a9cfe/src/model.py
 """

@@ -22,8 +22,8 @@ ADAPTERS_FILE = "multi_lora.json"
 _MAX_SERVED_NAMES = 16
 _MAX_SERVED_NAME_CHARS = 256
 _USED_SETTINGS = frozenset(("name", "backend", "default_model_filename"))
-"""Settings of config.pbtxt that the log does not report as ignored. Each of them either agrees with the served model or
-only names a file."""
+"""Settings of config.pbtxt that the log does not report as ignored. `name` and `backend` agree with the served model,
+and `default_model_filename` is only the name of a file."""
 
 
 def read_vllm_repository(folder: Path, device: str = "cuda") -> tuple[EngineConfig, AdapterCatalog]:

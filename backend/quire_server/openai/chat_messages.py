@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts the messages of a chat request to the form that chat templates read.
 
-The parts of a message's content are joined into one text. The role developer is replaced with system. The arguments of
-earlier tool calls are parsed into objects, because templates encode them again. Image, audio and file parts are
+The parts of a message's content are joined into one text. The role `developer` is replaced with `system`. The arguments
+of earlier tool calls are parsed into objects, because templates encode them again. Image, audio and file parts are
 rejected, so that a message can never make the server fetch a URL.
 """
 

@@ -2,9 +2,9 @@
 """One generation request of a client. It has one or several engine requests, the choices of its response, and its
 usage.
 
-If a client's request has several prompts, one engine request runs for each prompt. If it is greedy and has n outputs, n
-equal engine requests run for each prompt. The choices are numbered in the order of the prompts. The modules for
-completions and chat completions format the deltas.
+If a client's request has several prompts, one engine request runs for each prompt. If the client's request is greedy
+and asks for n outputs, n equal engine requests run for each prompt. The choices are numbered in the order of the
+prompts. The modules for completions and chat completions format the deltas.
 """
 
 import time

@@ -48,8 +48,8 @@ class FrontSettings:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names of the base model in the OpenAI API. If a request names no model, its response contains the first
-        name."""
+        """Names of the base model in the OpenAI API. If a request does not name a model, the response contains the
+        first of these names."""
         return self.served_model_names or (self.served_name,)
 
     def engine_model(self, name: str) -> str:

@@ -149,8 +149,9 @@ def _open_cache(settings: SupervisorSettings) -> AdapterCache:
 def _check_ports(settings: SupervisorSettings) -> None:
     """Raise an error if two options have the same port, or if a port is already in use.
 
-    Without this check, the server would print its whole usage text if two ports are equal. If another process already
-    used the port, the server would report this late for HTTP. For gRPC, it would report nothing and share the port.
+    Without this check, the server would print its whole usage text if two ports were equal. If another process already
+    used the HTTP port, the server would report this late. If another process already used the gRPC port, the server
+    would report nothing, and both would share the port.
     """
     flag_by_port: dict[int, str] = {}
     for flag, port in settings.ports.items():

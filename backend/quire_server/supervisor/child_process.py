@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child process in its own process group. Its output is passed on line by line, and a pidfd shows when it has ended.
+"""A child process in its own process group. Its output is passed on line by line, and a pidfd shows when the process
+has ended.
 
 This module does not know which program runs, and never restarts it (managed_process.py). A child is watched through the
 event loop, without a thread or a timer. When the process ends, its whole group is killed. Therefore the stubs of a
@@ -126,7 +127,7 @@ class ChildProcess:
         self.exited.set_result(self._popen.wait())
 
     async def _reap_group(self) -> None:
-        """Reap the processes of the group that have ended. They became children of this process through
+        """Reap those processes of the group that have ended. They became children of this process through
         `become_subreaper`."""
         deadline = asyncio.get_running_loop().time() + _REAP_TIMEOUT_S
         while asyncio.get_running_loop().time() < deadline:

@@ -100,8 +100,8 @@ class OtherModels:
         return sorted(self._gating) if asyncio.get_running_loop().time() < self._gate_deadline else []
 
     def readiness(self, own: Mapping[str, bool]) -> dict[str, bool]:
-        """Return a mapping that shows for each model whether it can respond. `own` is such a mapping for Quire's
-        models. An ensemble can respond if all models that it calls can respond."""
+        """Return a mapping that shows for each model of the repository whether it can respond. `own` shows the same for
+        Quire's own models. An ensemble can respond if all models that it calls can respond."""
         loaded = {name: status.state is OtherModelState.READY for name, status in self._statuses.items()}
         return {
             name: is_loaded and all(own.get(part, loaded.get(part, True)) for part in self._ensembles.get(name, ()))

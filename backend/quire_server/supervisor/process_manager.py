@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervision of the pod's processes (core, text, server, openai): their sessions, and the reaction to each death.
 
-    core dies     text ends the open requests; core restarts, adapters are loaded again
-    text dies     stubs and OpenAI front fail their open requests; text restarts, aliases are sent again
-    server dies   connections end; server restarts, adapter models are loaded again
-    openai dies   its connections end; it restarts
-    stub dies     if it has no open requests, its model is loaded again. If it has open requests, the server is killed
-                  and restarted, because the clients would otherwise wait forever. A model that is not Quire's is
-                  always just loaded again (other_models.py).
+- If core dies, text ends the open requests. Then core is restarted, and the adapters are loaded again.
+- If text dies, the stubs and the OpenAI front fail their open requests. Then text is restarted, and the aliases are
+  sent again.
+- If server dies, its connections end. Then server is restarted, and the models of the adapters are loaded again.
+- If openai dies, its connections end. Then openai is restarted.
+- If a stub of the server dies without open requests, its model is loaded again. If the stub has open requests, the
+  server is killed and restarted, because the clients would otherwise wait forever. If the model of the stub is not
+  one of Quire's models, it is always loaded again, and the server keeps running (other_models.py).
 
 This module owns the processes and their handles. adapters/manager.py reloads adapters; supervisor.py owns readiness and
 shutdown.

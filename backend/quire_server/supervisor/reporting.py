@@ -62,7 +62,7 @@ def supervisor_metrics(status: PodStatus) -> str:
 
 
 def concat_pages(*pages: str) -> str:
-    """Concatenate pages of metrics, so that each page ends with a newline."""
+    """Concatenate pages of metrics. If a page does not end with a newline, add one."""
     return "".join(page if page.endswith("\n") else f"{page}\n" for page in pages if page)
 
 

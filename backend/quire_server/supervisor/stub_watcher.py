@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 SCAN_INTERVAL_S = 0.5
 """Seconds between two scans for new stubs. A stub that is already known is watched without polling."""
 DEATH_CONFIRMATION_S = 0.2
-"""Seconds to wait until the server has reaped a stub. If the server ended the stub itself, it needs less than 10 ms for
-this."""
+"""Seconds to wait until the server has reaped a stub. If the server itself ended the stub, it reaps the stub in less
+than 10 ms."""
 UNKNOWN_DEATH_CONFIRMATION_S = 3.0
-"""Seconds to wait until the server has reaped a stub whose model is unknown, which normally happens after a failed
-load. The wait is longer, because it is unknown how many open requests such a stub has. If it was reported as dead by
-mistake, the whole server would be restarted."""
+"""The same as DEATH_CONFIRMATION_S, for a stub whose model is unknown. Normally, only a stub whose load has failed has
+an unknown model. The wait is longer, because it is not known how many open requests the stub has. If such a stub were
+reported as dead by mistake, the whole server would be restarted."""
 UNLOAD_GRACE_S = 3.0
-"""After its last request, the stub of an unloaded model must exit within this many seconds. The exit normally takes 0.1
-s. It does not happen if the server has lost a request."""
+"""After its last request, the stub of an unloaded model must exit within this many seconds. Normally, this takes 0.1 s.
+If the server has lost a request, the stub does not exit by itself."""
 
 _PROC = Path("/proc")
 _STUB_PROGRAM = "triton_python_backend_stub"

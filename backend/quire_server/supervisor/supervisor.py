@@ -231,7 +231,7 @@ class Supervisor:
             print(reporting.ready_banner(self._settings, self.status(), time.monotonic() - started_at), flush=True)
 
     def _check_required_adapters(self) -> None:
-        """Raise StartupFailed if an adapter has failed although the start requires all adapters."""
+        """Raise StartupFailed if all adapters are required and one of them has failed."""
         if self._settings.require_adapters:
             failed = [adapter for adapter in self._adapter_manager.statuses() if adapter.state is AdapterState.FAILED]
             if failed:

@@ -41,7 +41,7 @@ def create_session() -> aiohttp.ClientSession:
 
 
 class HttpClient:
-    """Sends requests in one session. Subclasses convert the error responses of their protocol."""
+    """Sends requests in one session. Subclasses convert the error responses of their protocol to QuireErrors."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -50,8 +50,8 @@ class HttpClient:
     async def open(
         self, url: URL, secret_headers: Mapping[str, str], plain_headers: Mapping[str, str], display_name: str
     ) -> AsyncIterator[OpenFile]:
-        """Send a GET request for a file. `plain_headers` is the result of `range_headers`. Raises NotFound and
-        Unavailable. The iterator over the chunks can raise them, too.
+        """Send a GET request for a file. `plain_headers` is the result of `range_headers`. Raises NotFound or
+        Unavailable. The iterator over the chunks can raise these errors, too.
 
         If the range in the response cannot be used, the file is requested again from its beginning.
         """
@@ -76,7 +76,8 @@ class HttpClient:
             return response
         if response.status in (404, 410):
             raise FileMissing(
-                f"{display_name}: HTTP {response.status}; check the URL, and that the files are stored as safetensors"
+                f"{display_name}: HTTP {response.status}; check the URL, and check that the files are stored as "
+                "safetensors"
             )
         raise error_from_status(display_name, response.status, response.headers)
 
@@ -125,8 +126,9 @@ class HttpClient:
 def range_headers(
     start: int, version: str | None, num_bytes: int | None = None, condition: str = "If-Range"
 ) -> dict[str, str]:
-    """Return the headers of a request for a part of a file: `num_bytes` bytes (None: all) from offset `start`. The
-    server sends this part only if the file still has `version`.
+    """Return the headers that request a part of a file. The part begins at offset `start` and has `num_bytes` bytes. If
+    `num_bytes` is None, the part ends at the end of the file. The server sends the part only if the file still has
+    `version`.
 
     With If-Range, the server sends the whole file if the file has changed.
     """

@@ -18,7 +18,7 @@ from quire_spec.errors import ConfigError
 
 _BUCKET_NAME = re.compile(r"[\w.-]+", re.ASCII)
 _MAX_ERROR_BYTES = 2**14
-"""The error code is searched only in this many bytes at the start of an error response."""
+"""Only this many bytes at the start of an error response are searched for the error code."""
 
 
 class S3Reader:
@@ -77,7 +77,7 @@ class S3Reader:
 
 
 class _S3HttpClient(HttpClient):
-    """Converts the error responses of buckets."""
+    """Sends requests to a bucket and converts its error responses to QuireErrors."""
 
     async def check_response(self, response: aiohttp.ClientResponse, display_name: str) -> aiohttp.ClientResponse:
         if response.status in (200, 206):

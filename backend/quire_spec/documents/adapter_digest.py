@@ -24,8 +24,8 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 _READ_BYTES = 2**20
 _RACY_S = 2.0
-"""If a file was changed less than this number of seconds ago, a further change may leave its timestamp as it is. Git
-calls such a file racy."""
+"""If a file was changed less than this number of seconds ago, its timestamp may stay the same after a further change.
+Git calls such a file racy."""
 
 
 def file_sha256(path: Path) -> bytes:

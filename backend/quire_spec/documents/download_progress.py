@@ -15,7 +15,7 @@ PROGRESS_PORT_VARIABLE = "QUIRE_PROGRESS_PORT"
 """Environment variable that contains the port for GET /progress. The port is not passed as an argument. A newer
 operator can run an older image, whose download program would reject an argument that it does not know."""
 _MAX_BYTES = 2**63
-"""Byte counts must be less than this number; `parse` rejects a document with a larger one."""
+"""Every number of bytes must be less than this limit. Otherwise, `parse` rejects the document."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ PERMANENT_REASONS = (
     DownloadReason.DIGEST_MISMATCH,
     DownloadReason.SOURCE_INVALID,
 )
-"""A retry fails again for these reasons, until a user corrects the cause."""
+"""If a download fails for one of these reasons, every retry fails too, until a user corrects the cause."""
 
 
 @dataclass(frozen=True, slots=True)

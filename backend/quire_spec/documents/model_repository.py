@@ -4,8 +4,8 @@
 Quire reads two kinds: repositories of NVIDIA's vllm_backend, and repositories of other models that the same server
 serves.
 
-This module looks only at the names of files and folders, and never reads the files. Callers: the reader of vllm_backend
-repositories, the supervisor, `quire serve`.
+This module looks only at the names of files and folders, and never reads the files. The reader of vllm_backend
+repositories, the supervisor and `quire serve` call this module.
 """
 
 from collections.abc import Set

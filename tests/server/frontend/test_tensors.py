@@ -80,7 +80,7 @@ class TestPrompt:
                 for text in (b"\xff", b"ok \xc3", b"\xed\xa0\x80")
             ),
             *(
-                ({"text_input": array}, "text_input: must have shape [1], because a request has one prompt, got")
+                ({"text_input": array}, "text_input: must have shape [1], got")
                 for array in (strings(), strings("a", "b"), np.array([["a", "b"]], np.object_))
             ),
             ({"text_input": np.array([1.5])}, "text_input: must be a string, got float64"),
@@ -180,7 +180,7 @@ class TestModel:
         assert parse(model="sql", parameters='{"lora_name": "sql"}')[0].model == "sql"
 
     def test_lora_name_for_an_adapters_model(self):
-        words = ("lora_name: not allowed for model 'sql'", "got 'pirate'", "'tales'")
+        words = ("lora_name: got 'pirate'", "model 'sql' is itself an adapter", "'tales'")
         assert_rejected(*words, model="sql", parameters='{"lora_name": "pirate"}')
 
 

@@ -52,7 +52,8 @@ class Live:
     def close(self) -> None:
         """End all streams of events.
 
-        The streams are endless. When the server stops, it waits for open streams, so it would wait for them forever.
+        When the server stops, it waits until all open streams have ended. These streams never end by themselves, so
+        without this method the server would wait forever.
         """
         self._closed.set()
 

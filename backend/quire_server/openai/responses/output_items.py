@@ -20,7 +20,7 @@ from quire_spec.protocol.parsed_output import (
 
 Document = dict[str, Any]
 StreamEvent = tuple[str, Document]
-"""A server-sent event: its type, and its fields except for type and sequence number."""
+"""A server-sent event: its type, and its other fields without the sequence number."""
 
 
 class OutputItems:

@@ -92,7 +92,7 @@ class ResponseFields(msgspec.Struct, kw_only=True):
 
 
 def parse_response_request(document: Mapping[str, Any]) -> tuple[ResponseFields, dict[str, Any]]:
-    """Return the request's own fields, and the request for chat completions that produces its output.
+    """Return the parsed fields of a request, and the request for chat completions that is run instead.
 
     Raises:
         ApiError: a field is invalid or not supported.
@@ -202,8 +202,8 @@ def _messages(items: str | list[Any]) -> list[dict[str, Any]]:
 
 
 def _reasoning(item: Mapping[str, Any]) -> str:
-    """Return the text of a reasoning item. The text is taken from its content, or from its summary if it has no
-    content."""
+    """Return the text of a reasoning item. The text is taken from the item's content, or from the summary if the item
+    has no content."""
     parts = item.get("content") or item.get("summary") or []
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "\n".join(text for text in texts if isinstance(text, str))
