@@ -28,7 +28,7 @@ PODS_ANNOTATION = f"{spec_names.API_GROUP}/pods"
 
 @dataclass(frozen=True, slots=True)
 class TemplateRevision:
-    """What the pods of a Deployment were rendered from, and the result."""
+    """The inputs from which the pods of a Deployment were rendered, and the result."""
 
     pods_digest: str
     """Result of pods_digest() for the service."""
@@ -53,7 +53,7 @@ class TemplateRevision:
 
     @property
     def inputs(self) -> tuple[str, str]:
-        """Return pods_digest and inputs_hash. Together, they identify what the pods were rendered from."""
+        """Return pods_digest and inputs_hash. Together, they identify the inputs from which the pods were rendered."""
         return self.pods_digest, self.inputs_hash
 
     @property
@@ -81,7 +81,7 @@ class TemplateRevision:
         return compress({**inputs, "template": self.template, "engine": self.engine_configmap})
 
     def apply_to(self, manifests: Iterable[Manifest]) -> list[Manifest]:
-        """Return the manifests, in which the pod template and the ConfigMap are replaced by those of this revision."""
+        """Return a copy of the manifests that contains the pod template and the ConfigMap of this revision."""
         result = []
         for manifest in manifests:
             meta = manifest["metadata"]

@@ -19,8 +19,8 @@ BASE_DELAY_S, MAX_DELAY_S = 1.0, 300.0
 """The first value is the delay in seconds after the first failure of a key. Each further failure doubles the delay. The
 second value is the maximum delay."""
 MIN_INTERVAL_S = 0.1
-"""Minimum number of seconds between two passes over a key. Without it, a burst of events would start many passes, and
-so would another writer that always undoes the operator's changes."""
+"""Minimum number of seconds between two passes over a key. Without it, a burst of events would start many passes.
+Another writer that always undoes the operator's changes would also start many passes."""
 MIN_RETRY_S = 2.0
 """After a failure, a key is delayed by at least this number of seconds, even if it is added again."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of the API server: get, list, watch, apply and delete objects by resource. Raises ApiError.
+"""Client of the API server. It can get, list, watch, apply and delete objects. Raises ApiError.
 
 `apply` sends a forced server-side apply, always with the same field manager. Therefore, the operator owns the fields
 that it sets, and it does not change other fields. The client works with objects of any kind; nothing in it is specific

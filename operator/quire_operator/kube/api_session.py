@@ -31,8 +31,8 @@ _CLOSE_TIMEOUT_S = 5.0
 """Maximum number of seconds to wait until all connections are closed. Usually, this takes only a few iterations of the
 event loop."""
 _RETRIABLE_METHODS = ("GET", "PATCH", "DELETE")
-"""Requests with these methods are safe to send again. A patch is either a server-side apply or has preconditions, and a
-delete request contains the uid of the object."""
+"""Requests with these methods are safe to send again. A PATCH request either is a server-side apply or contains
+preconditions. A DELETE request contains the uid of the object."""
 _RETRY_DELAYS_S = (0.2, 1.0)
 _MAX_RETRY_AFTER_S = 2.0
 """If a response has a Retry-After of at most this number of seconds, the session waits and then sends the request

@@ -29,7 +29,7 @@ _TOKEN_REREAD_S = 60
 """A token file is read again after this number of seconds. The kubelet writes a new token long before the old one
 expires."""
 _EXPIRY_MARGIN_S = 60
-"""The operator requests a new token from a plugin this number of seconds before the old one expires."""
+"""If a token expires in less than this number of seconds, the operator requests a new one from the plugin."""
 
 
 @dataclass(slots=True)

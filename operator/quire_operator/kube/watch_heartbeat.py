@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records for how long the API server has not responded to a watch. Watchers update this record. The liveness probe and
-the metrics read it."""
+the metrics use it."""
 
 import time
 

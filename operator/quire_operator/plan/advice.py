@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advice for a plan with little KV cache, and for a model that does not fit.
 
-The advice lists the candidates that were tried, larger GPUs and other settings. Before this module recommends a
+The advice lists larger GPUs, other settings, and the candidates that were tried. Before this module recommends a
 setting, it makes a plan with it. Therefore, the engine accepts every recommendation. The functions are pure. Called by
 planner.py and build_plan.py.
 """
@@ -25,7 +25,7 @@ MIN_FULL_LENGTH_REQUESTS = 4
 """The KV cache should have space for this number of requests with maxModelLen tokens each. If it has space for fewer
 requests, the plan gets the reason LowConcurrency."""
 _LARGE_LORA_DIVISOR = 4
-"""The advice suggests fewer adapter slots if the slots use more than 1/4 of the KV cache's size."""
+"""If the adapter slots need more than 1/4 as much memory as the KV cache, the advice suggests fewer slots."""
 _RELAXABLE_FIELDS = (
     "kvCacheMemory", "gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "tensorParallelSize", "dtype",
     "swapSpace",
@@ -64,8 +64,8 @@ def explain_no_fit(inputs: PlannerInputs, attempts: list[Candidate]) -> str:
 
 
 def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
-    """For each number of GPUs, yield the number and the smallest product on which the model fits with it. Numbers that
-    the engine or the model does not support are omitted."""
+    """Yield pairs of a number of GPUs and a GPU product. The product is the smallest one with which the model fits on
+    this number of GPUs. Numbers that the engine or the model does not support are omitted."""
     for count in limits.TP_SIZES:
         if count not in capabilities.TENSOR_PARALLEL_SIZES or unsupported_reason(inputs.model.shape, count):
             continue
@@ -122,7 +122,7 @@ def _sufficient_gpus(inputs: PlannerInputs) -> str:
 
 
 def _reduction_options(inputs: PlannerInputs) -> str:
-    """Return changes of the spec with which the model needs less memory: values to lower, and fields to omit."""
+    """Return changes to the spec that reduce the memory of the model: values to lower, and fields to omit."""
     engine, options = inputs.engine, ["a smaller model"]
     if inputs.lora.maxLoaded:
         options.append(f"lower spec.lora.maxLoaded ({inputs.lora.maxLoaded}) or maxRank ({inputs.lora.maxRank})")

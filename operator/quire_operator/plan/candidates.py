@@ -26,8 +26,8 @@ context."""
 GPU_MAX_NUM_SEQS = (512, 256, 128, 64, 32, 16)
 CPU_MAX_NUM_SEQS = (64, 32, 16, 8, 4, 2, 1)
 GPU_TOKEN_BUDGETS = ((70 * GIB, 8192), (32 * GIB, 4096), (0, 2048))
-"""Pairs of a minimum GPU memory and the token budget for it. A larger GPU is fully utilized only if a step has more
-tokens."""
+"""Each pair contains a size of GPU memory, and the token budget for GPUs with at least this memory. A larger GPU is
+fully utilized only if a step has more tokens."""
 CPU_TOKEN_BUDGET = 512
 """Token budget of a step on a CPU. With 2048 tokens, one long prompt would delay running requests by seconds."""
 MAX_KV_TOKENS = 2**63 - 1
@@ -107,8 +107,8 @@ def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidat
 def choose_block_size(inputs: PlannerInputs, candidate: Candidate) -> int:
     """Return the number of tokens in a KV block.
 
-    Blocks have 32 tokens for many long sequences, and otherwise 16. Smaller blocks are chosen if partly filled blocks
-    would waste more than 2 % of the KV cache.
+    A block has 32 tokens if the candidate has many long sequences, and otherwise 16. Smaller blocks are chosen if
+    partly filled blocks would waste more than 2 % of the KV cache.
     """
     if inputs.engine.blockSize is not None:
         return inputs.engine.blockSize

@@ -65,7 +65,7 @@ class CheckpointInfo:
 
 
 def index_total_bytes(index: object) -> int:
-    """Return the number of bytes of all tensors, which a parsed model.safetensors.index.json contains.
+    """Read the number of bytes of all tensors from a parsed model.safetensors.index.json.
 
     Raises:
         ConfigError: the index does not contain a valid total size.
@@ -74,7 +74,7 @@ def index_total_bytes(index: object) -> int:
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
     # Some tools write it as a float.
     if isinstance(total, bool) or not isinstance(total, int | float) or not math.isfinite(total) or total <= 0:
-        raise ConfigError(f"{INDEX_FILE}: metadata.total_size must be the bytes of all tensors, got {total!r}")
+        raise ConfigError(f"{INDEX_FILE}: metadata.total_size must be the size of all tensors in bytes, got {total!r}")
     return int(total)
 
 

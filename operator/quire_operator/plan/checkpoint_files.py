@@ -51,7 +51,7 @@ async def read_local_checkpoint(path: Path, parse: Parser[T]) -> T:
 
 
 async def read_checkpoint(reader: SourceReader, parse: Parser[T]) -> T:
-    """Read those files of a model that a plan needs, pass them to `parse`, and return its result.
+    """Read the files that a plan for the model needs, pass them to `parse`, and return its result.
 
     Raises:
         ConfigError: config.json does not exist, or a file has invalid content.

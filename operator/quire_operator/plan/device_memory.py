@@ -30,8 +30,8 @@ _WEIGHTS_PERCENT = 101
 of files."""
 _ACTIVATIONS_PERCENT = 115
 _SAMPLING_BYTES = 20
-"""Sampling needs this number of bytes for each sequence and each entry of the vocabulary. They are used for the logits,
-for copies that sorting and softmax make, and for the counts of penalties."""
+"""Sampling needs this number of bytes for each sequence and each entry of the vocabulary. These bytes are used for the
+logits, for copies that sorting and softmax make, and for the counts of penalties."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts that a plan needs about a draft model, an EAGLE-3 head or Medusa heads.
 
-The facts are the memory that they need, and whether they match the served model. The functions are pure;
-checkpoint_files.py reads the files.
+The facts are the memory that the draft model or the heads need, and whether they match the served model. The functions
+are pure; checkpoint_files.py reads the files.
 """
 
 import hashlib

@@ -7,7 +7,7 @@ from quire_spec.errors import ConfigError
 
 
 class UnplannableReason(StrEnum):
-    """Reasons of the condition Planned with status False."""
+    """Reasons of the condition Planned if its status is False."""
 
     DOES_NOT_FIT = "DoesNotFit"
     GPU_UNKNOWN = "GPUUnknown"

@@ -53,9 +53,16 @@ class GpuInfo:
         """Estimate of the memory that CUDA reports. It is memory_mib minus 640 MiB or minus 1.1 %; the larger reduction
         counts.
 
-        These products have the following labels (in MiB) and the following values in CUDA (in GiB): L4 23034 and 22.03;
-        A10G 23028 and 22.06; A100 40960 and 39.4 to 39.6; A100 81920 and 79.14 to 79.25; H100 81559 and 79.1; H200
-        143771 and 139.7 to 139.8. For each of them, the estimate is lower than the value in CUDA.
+        These are the memory labels of some products and the memory that CUDA reports for them:
+
+        - L4: The label is 23034 MiB, and CUDA reports 22.03 GiB.
+        - A10G: The label is 23028 MiB, and CUDA reports 22.06 GiB.
+        - A100 with 40 GB: The label is 40960 MiB, and CUDA reports 39.4 to 39.6 GiB.
+        - A100 with 80 GB: The label is 81920 MiB, and CUDA reports 79.14 to 79.25 GiB.
+        - H100: The label is 81559 MiB, and CUDA reports 79.1 GiB.
+        - H200: The label is 143771 MiB, and CUDA reports 139.7 to 139.8 GiB.
+
+        For each of these products, the estimate is lower than the value that CUDA reports.
         """
         label = self.memory_mib * MIB
         return max(label - max(640 * MIB, label * 11 // 1000), MIB)
@@ -184,8 +191,8 @@ PRODUCTS: Mapping[str, tuple[int, tuple[int, int]]] = {
     "NVIDIA-H200": (143771, (9, 0)),
     "NVIDIA-B200": (183359, (10, 0)),
 }
-"""Maps each product label to the memory of the product (in MiB, as in the memory label) and its compute capability. The
-products are sorted by memory. If a node has labels, they take precedence over this table."""
+"""Maps each product label to the memory of the product and its compute capability. The memory is in MiB, as in the
+memory label. The products are sorted by memory. If a node has labels, they take precedence over this table."""
 
 
 def node_labels(node_list: Any) -> list[dict[str, str]]:

@@ -2,8 +2,9 @@
 """Host memory and shared memory of a pod, and the time that it can take to start.
 
 The constants are based on measurements with `quire serve -f examples/llmservice.yaml` on two cores, with Python 3.11.
-The processes had these proportional set sizes in MiB: stub 22, supervisor 54, text 31, server 34, core 235 with a model
-of 2.8 million parameters, OpenAI front 21, template renderer 16, grammar checker 20. Users can add adapters without a
+The proportional set sizes of the processes were 22 MiB for a stub, 54 MiB for the supervisor, 31 MiB for the text
+process, 34 MiB for the server, 235 MiB for the core process with a model of 2.8 million parameters, 21 MiB for an
+OpenAI front, 16 MiB for a template renderer, and 20 MiB for a grammar checker. Users can add adapters without a
 restart, so the plan has memory for the maximum number of stubs.
 """
 

@@ -37,13 +37,14 @@ class PlannerInputs:
     max_gpus: int = 1
     """A replica can use at most this number of GPUs."""
     memory_limit: int | None = None
-    """Memory limit of the container in bytes; None: the planner chooses it."""
+    """Memory limit of the container in bytes. If it is None, the planner chooses it."""
     shared_memory: int | None = None
-    """Size of /dev/shm in bytes; None: the planner chooses it."""
+    """Size of /dev/shm in bytes. If it is None, the planner chooses it."""
     image: str | None = None
-    """Image of the pods; None: the image of this release. An upgrade of the operator does not change a plan's image."""
+    """Image of the pods. If it is None, the image of this release is used. An upgrade of the operator does not change a
+    plan's image."""
     num_openai_fronts: int = 1
-    """Number of processes that serve the OpenAI API; 0: the API is turned off."""
+    """Number of processes that serve the OpenAI API. If it is 0, the API is turned off."""
     draft: DraftInfo | None = None
     """The draft model or the heads that spec.engine.speculativeConfig selects; None if its method uses neither."""
 

@@ -156,8 +156,8 @@ def check_quantization(inputs: PlannerInputs) -> None:
 
 
 def check_lora_cache(inputs: PlannerInputs) -> None:
-    """Check that maxCachedMemory has space for one adapter for each slot, because the engine keeps copies of them in
-    host memory.
+    """Check that maxCachedMemory has space for as many adapters as there are slots. The engine keeps copies of the
+    adapters in host memory.
 
     Raises:
         Unplannable: maxCachedMemory is too small, and the engine would reject it.

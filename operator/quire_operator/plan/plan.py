@@ -33,7 +33,7 @@ class Origin(StrEnum):
 
 
 class FitReason(StrEnum):
-    """Reasons of the condition Planned with status True."""
+    """Reasons of the condition Planned if its status is True."""
 
     FITS = "Fits"
     LOW_CONCURRENCY = "LowConcurrency"
@@ -134,7 +134,7 @@ class Plan:
     """Image of the pods. It is part of the plan, so that an upgrade of the operator does not change the image of
     existing pods."""
     modelBytes: int
-    """Size of the weights' files, including those of a draft model, in whole MiB."""
+    """Size in whole MiB of the files with the weights, including those of a draft model."""
     kvTokens: int
     fit: FitReason
     advice: str
@@ -142,7 +142,7 @@ class Plan:
 
     @property
     def concurrency(self) -> float:
-        """Number of requests with maxModelLen tokens each that fit into the KV cache."""
+        """Number of requests that fit into the KV cache if each of them has maxModelLen tokens."""
         return self.kvTokens / self.maxModelLen.value
 
     def to_json(self) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 """The text report of `quire plan`. It shows the memory as a bar and a table, the settings with their reasons, and the
 advice.
 
-The functions are pure. The caller passes the width of the terminal and whether to use color, and receives lines. Called
-by cli/plan.py.
+The functions are pure. The caller passes the width of the terminal, and whether to use color. It receives the lines of
+the report. Called by cli/plan.py.
 """
 
 import textwrap
@@ -75,8 +75,8 @@ def render_lines(
 
 
 def memory_bar(rows: Sequence[MemoryRow], width: int, use_color: bool) -> str:
-    """Return a bar of `width` columns. Each row has a segment in the bar, with a length in proportion to the size of
-    the row.
+    """Return a bar of `width` columns. Each row has a segment in the bar. The length of the segment is in proportion to
+    the size of the row.
 
     The segment of a row with a size above 0 has at least one column.
     """

@@ -21,7 +21,8 @@ class RenderContext:
     available_kinds: frozenset[str] = frozenset()
     """Those of the OPTIONAL_KINDS that the API server supports."""
     credentials: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """For each Secret that a source refers to, the keys that the source uses and their values."""
+    """Credentials from the Secrets that sources refer to. For each Secret, the mapping contains the keys that are used,
+    and their values."""
     operator_peer: Mapping[str, Any] | None = None
     """The peer that stands for the operator in a NetworkPolicy. If it is None, the policy does not let the operator
     connect to the admin port."""

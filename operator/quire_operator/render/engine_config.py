@@ -88,8 +88,8 @@ def engine_arguments(
     The values of the plan take precedence over those of the spec. If the spec sets a field, the plan contains the same
     value.
 
-    `chat_template` is the path of the file with the chat template that spec.openai.chatTemplate sets; None if it sets
-    none. `draft` is the location of the draft model in spec.engine.speculativeConfig.model.
+    `chat_template` is the path of a file with the chat template in spec.openai.chatTemplate, or None if this field is
+    not set. `draft` is the location of the draft model that spec.engine.speculativeConfig.model sets.
 
     Raises:
         UnsupportedByEngine: the engine does not support a value of the spec.
@@ -107,8 +107,8 @@ def engine_arguments(
 
 
 def _spec_path(name: str) -> FieldPath:
-    """Convert the name of a field of EngineConfig, or of its speculative_config, to the path of the field in the
-    spec."""
+    """Return the path in the spec that corresponds to a field of EngineConfig. The field can also be in its
+    speculative_config."""
     section, _, field = name.partition(".")
     if section == "speculative_config" and field:
         first, *words = field.split("_")

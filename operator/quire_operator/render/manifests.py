@@ -10,14 +10,13 @@ from quire_operator.render import object_names
 from quire_spec import constants as spec_names
 
 Manifest = dict[str, Any]
-"""A Kubernetes object in the form in which the operator applies it, or a part of the object."""
+"""A Kubernetes object, or a part of one, in the form in which the operator applies it."""
 
 PLACEMENT_FIELDS = (
     "affinity", "imagePullSecrets", "nodeSelector", "priorityClassName", "schedulerName", "securityContext",
     "tolerations",
 )  # fmt: skip
-"""A Job's pod spec gets a copy of these fields of the server's pod spec, so that the pods of both run on the same
-nodes."""
+"""A Job gets these fields from the server's pod spec, so that its pod runs on the same nodes as the server pods."""
 
 
 def new_manifest(
@@ -31,7 +30,8 @@ def new_manifest(
 
 
 def service_reference(name: str) -> Manifest:
-    """Return the apiVersion, kind and name of an LLMService, as owner references and scale targets need them."""
+    """Return the apiVersion, kind and name of an LLMService, in the form that owner references and scale targets
+    require."""
     api_version = f"{spec_names.API_GROUP}/{spec_names.API_VERSION}"
     return {"apiVersion": api_version, "kind": spec_names.KIND, "name": name}
 
@@ -48,7 +48,7 @@ def new_job(service: LLMService, name: str, component: str, job_fields: Manifest
 
 
 def container_ports(template: Mapping[str, Any]) -> dict[str, int]:
-    """Return a mapping from the name of each port in a pod template to its number. Ports without a name are omitted."""
+    """Return the ports of a pod template as a mapping from names to numbers. Ports without a name are omitted."""
     containers = template["spec"].get("containers") or ()
     ports = (port for container in containers for port in container.get("ports") or ())
     return {port["name"]: port["containerPort"] for port in ports if "name" in port}

@@ -105,7 +105,7 @@ def download_container(service: LLMService, image: str, security: Manifest) -> M
 
     While it downloads, the container reports its progress on the health port. The server container uses the same port,
     but it starts only after all init containers have ended. spec.podTemplate can give environment variables and files
-    to the server container, for example for a proxy. This container then gets them too.
+    to the server container, for example for a proxy. The download container then gets them too.
     """
     arguments = [
         argument
@@ -159,8 +159,8 @@ def _template_overrides(service: LLMService) -> Manifest:
 
 
 def _mapping_entries(entries: Any) -> list[Mapping[str, Any]]:
-    """Return those entries of a list in a patch that are objects and not `$patch` directives. Other entries can be
-    omitted here, because the API server rejects them later."""
+    """Return only the entries that are objects without a `$patch` directive. Other entries can be omitted here, because
+    the API server rejects them later."""
     items = entries if isinstance(entries, list) else []
     return [entry for entry in items if isinstance(entry, Mapping) and "$patch" not in entry]
 

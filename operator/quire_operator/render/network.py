@@ -13,7 +13,7 @@ from quire_spec.errors import ConfigError
 _PROTOCOLS = {"http": "http", "grpc": "kubernetes.io/h2c", "metrics": "http", "health": "http"}
 _DNS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
 _PROMETHEUS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
-"""A NetworkPolicy peer that matches Prometheus in any namespace, by the label that the Prometheus operator and the
+"""A NetworkPolicy peer that matches Prometheus in any namespace. It uses the label that the Prometheus operator and the
 Prometheus charts set. Prometheus can connect to the health port. The admin API uses the same port, but it requires a
 key."""
 
@@ -66,8 +66,8 @@ def download_network_policy(service: LLMService, context: RenderContext) -> Mani
 
 
 def source_ports(service: LLMService, sources: list[Source]) -> list[int]:
-    """Return the ports to which a pod must connect: the ports of the sources, the ports of the hub mirror and of the
-    proxies that the environment variables contain, and port 443.
+    """Return the ports to which a pod must connect. They are port 443, the ports of the sources, and the ports of the
+    hub mirror and the proxies that environment variables set.
 
     Raises:
         ConfigError: a URL is invalid although it matches the pattern in the CRD.

@@ -59,12 +59,12 @@ def adapter_configmap(service_name: str) -> str:
 
 
 def admin_secret(service_name: str) -> str:
-    """Return the name of the Secret with the key of the pods' admin port."""
+    """Return the name of the Secret that contains the key for the admin port of the pods."""
     return f"{service_name}-admin"
 
 
 def credentials_secret(service_name: str) -> str:
-    """Return the name of the Secret with copies of the Secrets that sources reference."""
+    """Return the name of the Secret that contains copies of the Secrets to which sources refer."""
     return f"{service_name}-credentials"
 
 

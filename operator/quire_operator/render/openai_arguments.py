@@ -11,7 +11,7 @@ from quire_operator.api.quantity import to_bytes
 from quire_operator.render import object_names
 
 TLS_FILES = {"certfile": "tls.crt", "keyfile": "tls.key"}
-"""Maps the last part of an option's name to the key in a Secret of type kubernetes.io/tls."""
+"""Maps the last part of an option's name to the name of the file in a Secret of type kubernetes.io/tls."""
 
 
 def openai_arguments(

@@ -91,8 +91,8 @@ def startup_seconds(plan: Plan) -> int:
 
 
 def progress_seconds(service: LLMService, plan: Plan) -> int:
-    """Return progressDeadlineSeconds: the time in which one pod drains and another pod starts, and 300 s to schedule
-    the pod and to pull its image."""
+    """Return progressDeadlineSeconds. It is the time that one pod needs to drain and another pod needs to start, plus
+    300 s to schedule the new pod and to pull its image."""
     if service.spec.rollout.progressDeadlineSeconds is not None:
         return service.spec.rollout.progressDeadlineSeconds
     start = start_seconds(plan.modelBytes, downloads=model_storage.pods_download(service), gpu=plan.gpu is not None)

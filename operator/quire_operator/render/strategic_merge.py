@@ -6,8 +6,8 @@ Two objects are merged field by field; if the patch contains null, the field is 
 entries with the same value of this key are merged. The patch replaces all other lists. `$patch: delete` removes an
 entry, and `$patch: replace` replaces the whole value by the patch.
 
-Source: https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/. The merge keys are
-those in x-kubernetes-patch-merge-key of the fields of a PodSpec.
+Source: https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/. The schema of a
+PodSpec defines the merge keys in x-kubernetes-patch-merge-key.
 """
 
 from collections.abc import Mapping
@@ -35,8 +35,8 @@ _MERGE_KEYS: Mapping[str, str] = {
 """For each field with a list that can be merged, the merge key of the list."""
 
 _UNION_LISTS: Mapping[str, frozenset[str]] = {"volumes": frozenset({"name"})}
-"""For each field with a list whose entries can have several types, the keys that entries of every type have. If the
-patch has another type than the entry, it replaces the entry."""
+"""Fields with a list whose entries can have several types. Each field is mapped to the keys that entries of all types
+have. If the patch has another type than the entry, it replaces the entry."""
 
 
 def merge(base: Any, patch: Any, field: str = "") -> Any:

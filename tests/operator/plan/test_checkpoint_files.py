@@ -122,7 +122,7 @@ async def test_reads_a_local_folder_or_config_file(tmp_path):
         ({"config.json": b"{}"}, "architecture 'none' is not supported"),
         (SINGLE | {"model.safetensors": b"PK"}, "does not begin like a safetensors file"),
         (SINGLE | {"model.safetensors": WEIGHTS[:20]}, "its header is not JSON"),
-        (SHARDED | {"model.safetensors.index.json": b"{}"}, "total_size must be the bytes of all tensors, got None"),
+        (SHARDED | {"model.safetensors.index.json": b"{}"}, "must be the size of all tensors in bytes, got None"),
     ],
 )
 async def test_rejects_invalid_files(tmp_path, content, message):
