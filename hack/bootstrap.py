@@ -90,7 +90,7 @@ def _space() -> list[str]:
 
 
 def has_nvidia_gpu() -> bool:
-    """Return whether the device nodes exist that an NVIDIA driver creates."""
+    """Return whether the device nodes of an NVIDIA driver exist."""
     return Path("/dev/nvidiactl").exists() or Path("/dev/nvidia0").exists()
 
 
@@ -126,7 +126,7 @@ def requirements(group: str) -> list[str]:
 
 
 def stamp(folder: Path, group: str) -> Path:
-    """Return a file whose existence means that `group` is installed as the current pyproject.toml defines it."""
+    """Return the path of a file that exists only if `group` is installed as the current pyproject.toml defines it."""
     content = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
     return folder / f".quire-{group}-{hashlib.sha256(content).hexdigest()[:16]}"
 

@@ -110,8 +110,8 @@ def _section(path: str, node: dict[str, Any], source: dict[str, Any] | None) -> 
 
 
 def _schemas_with_rules(node: dict[str, Any], source: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield the schema and the schemas inside it, if they have rules. The schema `source` is omitted, because it has
-    its own section."""
+    """Yield the schema and the schemas inside it, but only those that have rules. The schema `source` is omitted,
+    because it has its own section."""
     if node == source:
         return
     if "properties" in node:

@@ -126,7 +126,7 @@ def _merge_values(base: Any, override: Any) -> Any:
 
 
 def _seconds(text: str) -> int:
-    """Parse a duration. Tests use only two of Helm's forms, for example 90s and 5m."""
+    """Parse a duration. Tests use only seconds and minutes, for example 90s and 5m."""
     return int(text[:-1]) * {"s": 1, "m": 60}[text[-1]]
 
 

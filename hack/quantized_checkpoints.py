@@ -2,9 +2,9 @@
 """Writes the quantized checkpoints in tests/engine/weights/quantized/checkpoints. Each format is written by the program
 that defines it.
 
-Each folder contains a random Llama with one layer, or a gpt-oss with two layers. One program, the writer, has quantized
-the model; `writer.txt` contains its name. `dequantized.json` contains the SHA-256 of each weight after the writer's own
-code has dequantized it. Run the script once for each writer, in an environment with transformers:
+Each folder contains a random Llama with one layer, or a gpt-oss with two layers. The program that quantized the model
+is called the writer; `writer.txt` contains its name. `dequantized.json` contains the SHA-256 of each weight after the
+writer's own code has dequantized it. Run the script once for each writer, in an environment with transformers:
 
     python hack/quantized_checkpoints.py compressed-tensors OUT   # pip install compressed-tensors==0.20.0
     python hack/quantized_checkpoints.py mxfp4 OUT                # the same
@@ -161,7 +161,8 @@ def write_mxfp4(out: Path) -> None:
     """Write a gpt-oss whose experts are packed by compressed-tensors. Its layout and its names are those of OpenAI's
     checkpoints.
 
-    transformers dequantizes the weights for the hashes. Their shape is then [experts, in_features, out_features].
+    For the hashes, transformers dequantizes the weights. The dequantized weights have the shape [experts, in_features,
+    out_features].
     """
     from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
@@ -208,7 +209,7 @@ def split_blocks(weight: Tensor, args: dict[str, Any]) -> Tensor:
 
 
 def write_actorder(out: Path) -> None:
-    """Write weights in the format pack-quantized, with groups in the order of the activations. Later releases of
+    """Write weights in the format pack-quantized. The groups are in the order of the activations. Later releases of
     compressed-tensors no longer write this format."""
     from compressed_tensors.compressors.quantized_compressors import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs
@@ -366,8 +367,8 @@ def pack_gptq(
 
 
 def gptq_parameters(linear: nn.Linear, symmetric: bool, desc_act: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scales and the zero points, which have the shape [out_features, groups], and the group of each input
-    feature."""
+    """Return the scales, the zero points, and the group of each input feature. The scales and the zero points have the
+    shape [out_features, groups]."""
     order = activation_order(linear.in_features) if desc_act else torch.arange(linear.in_features)
     groups = torch.empty_like(order)
     groups[order] = torch.arange(linear.in_features) // GROUP

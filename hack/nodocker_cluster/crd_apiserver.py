@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a separate program from the part of a current Kubernetes that serves CRDs (apiextensions-apiserver).
+"""Builds the part of Kubernetes that serves CRDs (apiextensions-apiserver) as a separate program.
 
-The program serves CRDs and their objects. It runs in addition to the API server of an old Kubernetes (debian.py). Tests
-use it to check the CEL rules of the CRD and the cost limits of these rules, unknown fields, and field ownership.
-Debian's unstable suite contains packages of the Go libraries that kubectl needs. They include this part of
-kube-apiserver, but not the other parts. The build downloads about 400 MB, compiles for some minutes, and needs 5 GB of
-space.
+The program is from a current version of Kubernetes. It serves CRDs and their objects. It runs in addition to the API
+server of an old Kubernetes (debian.py). Tests use it to check the CEL rules of the CRD, the cost limits of these rules,
+the handling of unknown fields, and field ownership. Debian's unstable suite contains packages of the Go libraries that
+kubectl needs. They include this part of kube-apiserver, but not the other parts. The build downloads about 400 MB,
+compiles for some minutes, and needs 5 GB of space.
 """
 
 import re

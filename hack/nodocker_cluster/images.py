@@ -108,8 +108,8 @@ def built_archives() -> list[Path]:
 
 
 def pip_config() -> PipConfig:
-    """Return the pip configuration of this machine in a form for an image. The folders to which it refers become
-    mounts."""
+    """Return the pip configuration of this machine in a form that can be used in an image. The folders to which it
+    refers become mounts."""
     from bootstrap import torch_requirement
 
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One node for a control plane on this machine. containerd, kubelet and kube-proxy run in namespaces of the node.
 
-The node has private namespaces for its mounts, its network and its processes. Their first process is node_init.py. When
-it ends for any reason, the kernel kills the other processes and removes the mounts and the network. Only empty control
-groups remain, and `stop` removes them. A node can be started only by root. It needs Debian packages, which
-`install_packages` installs.
+The node has private namespaces for its mounts, its network and its processes. The first process in these namespaces is
+node_init.py. When it ends for any reason, the kernel kills the other processes and removes the mounts and the network.
+Only empty control groups remain, and `stop` removes them. A node can be started only by root. It needs Debian packages,
+which `install_packages` installs.
 """
 
 import os
@@ -44,7 +44,7 @@ class Node:
     """Id of the node's first process. This process is in the namespaces of the node."""
 
     def run(self, *argv: str, timeout_s: float = 300) -> str:
-        """Run a program on the node, such as ctr, and return its output.
+        """Run a program such as ctr on the node, and return its output.
 
         Raises:
             subprocess.CalledProcessError: the program failed; the error contains its standard error.

@@ -2,7 +2,7 @@
 """The init process of a node.
 
 It creates the mounts and the network of the node, starts its programs, and reaps orphans. When a program ends, the init
-process ends the node. node.py starts it in new namespaces for mounts, network and processes.
+process ends the node. node.py starts the init process in new namespaces for mounts, network and processes.
 
     python -m nodocker_cluster.node_init FOLDER TOOLS VERSION PAUSE
 """
@@ -85,8 +85,7 @@ class _NodePrograms:
         self._start("kube-proxy", self.programs.path("kube-proxy"), f"--config={config}")
 
     def reap_until_failure(self) -> NoReturn:
-        """Reap ended processes. If the parent of a process of the node has ended, the process becomes a child of this
-        process."""
+        """Reap ended processes. When a process of the node ends, its children become children of the init process."""
         while True:
             pid, status = os.wait()
             if name := self.names.get(pid):

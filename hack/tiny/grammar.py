@@ -25,8 +25,8 @@ class Plot:
     name: str
     """Name of the plot in the file."""
     words: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
-    """Pairs of some names and a list of words. The words replace the names, and each name of a pair gets a different
-    word."""
+    """Each item contains names and a list of words. In the text, words from the list replace the names, and each name
+    gets a different word."""
     steps: tuple[tuple[str, ...], ...]
     """The wordings of each step. The steps are in the order in which they are told."""
 

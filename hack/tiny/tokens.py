@@ -76,7 +76,8 @@ def encoded(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[i
 
 
 def _labels_of_turns(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
-    """Return the labels of a prompt. The model learns only the earlier turns of the assistant in it."""
+    """Return the labels of a prompt. The model learns only those parts of the prompt that are earlier turns of the
+    assistant."""
     header = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False).ids
     end = tokenizer.token_to_id(turns.END_OF_TURN)
     labels = [IGNORED] * len(prompt)

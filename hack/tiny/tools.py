@@ -55,8 +55,8 @@ def task(rng: random.Random) -> Task:
 
 
 def chat(rng: random.Random, responded: float = 0.3, most: int = 3) -> Chat:
-    """Return a conversation with at most `most` functions and one request for each of them. After some of the calls,
-    the conversation contains a result and an answer."""
+    """Return a conversation that contains one request for each of its functions. It has at most `most` functions. After
+    some of the calls, the conversation contains a result and an answer."""
     tasks: dict[str, Task] = {}
     for _ in range(rng.randint(1, most)):
         other = task(rng)

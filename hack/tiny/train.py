@@ -66,7 +66,7 @@ class Phase:
     mixed: str = ""
     """Name of a second corpus, which provides some of the batches. If it is empty, there is no second corpus."""
     mixed_every: int = 4
-    """Of this number of batches, the second corpus provides one."""
+    """One of every `mixed_every` batches comes from the second corpus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model",
         type=Path,
-        help="folder of the model that the part chat trains further (default: models/tiny in --out)",
+        help="for the part chat: folder of the model to train further (default: models/tiny in --out)",
     )
     parser.add_argument(
         "--threads",
@@ -304,7 +304,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train the parts that are requested, first the base model."""
+    """Train the parts that are requested; the base model is trained first."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     base = arguments.out / "models" / "tiny"

@@ -87,8 +87,8 @@ class Eagle3Head(nn.Module):
         return rotate(split("q_proj", heads)), rotate(split("k_proj", kv_heads)), split("v_proj", kv_heads)
 
     def finish(self, hidden: Tensor, attention: Tensor) -> Tensor:
-        """Compute the output of the layer from the output of its attention. The layer's output has the shape [batch,
-        length, hidden], that of the attention [.., heads * head_dim]."""
+        """Compute the output of the layer from the output of its attention. The attention's output has the shape
+        [batch, length, heads * head_dim], and the layer's output has the shape [batch, length, hidden]."""
         layer, mlp = self.midlayer, self.midlayer["mlp"]
         hidden = hidden + layer["self_attn"]["o_proj"](attention)
         x = layer["post_attention_layernorm"](hidden)
@@ -97,9 +97,9 @@ class Eagle3Head(nn.Module):
     def unroll(self, embeddings: Tensor, aux_hidden: Tensor, num_tokens: int) -> list[Tensor]:
         """Unroll a draft at every position, and return the logits of its tokens.
 
-        The result has one tensor for each draft token, with the shape [batch, length - num_tokens, vocab]. Each draft
-        token reads the keys of the target up to the position of its draft, and the keys of the earlier tokens in the
-        same draft.
+        The result contains one tensor for each draft token. Each tensor has the shape [batch, length - num_tokens,
+        vocab]. A draft token attends to the tokens of the target up to the position at which its draft starts, and to
+        the earlier tokens of the same draft.
 
         Args:
             embeddings: embeddings of the tokens, [batch, length, hidden].
@@ -155,8 +155,8 @@ def new_head(target: LlamaForCausalLM) -> Eagle3Head:
 
 
 def _losses(target: LlamaForCausalLM, head: Eagle3Head, ids: Tensor) -> tuple[Tensor, list[float]]:
-    """Return the loss, and the acceptance of the first draft token, of the second, and so on. The acceptance is the
-    share of the positions at which the draft token is the target's most likely token."""
+    """Return the loss, and the acceptance of each draft token. The acceptance is the share of the positions at which
+    the draft token is the target's most likely token."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         output = target(input_ids=ids, output_hidden_states=True, use_cache=False)
     aux = torch.cat([output.hidden_states[layer] for layer in AUX_LAYERS], -1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations in the form in which the chat template renders them. A conversation has a prompt, and the turn of the
-assistant that the model must learn.
+"""Conversations in the form in which the chat template renders them. A conversation consists of a prompt, and of the
+assistant's turn, which the model must learn.
 
 The module defines the tokens for turns, tool calls and thinking. `chat`, `facts`, `objects` and `tools` write the
 conversations.
@@ -35,7 +35,8 @@ _SYSTEM = ("You are a helpful assistant.", "You are a friendly assistant.", "Be 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation that ends with a turn of the user or a tool, and the assistant's turn after it."""
+    """A conversation, and the assistant's turn that follows it. The conversation ends with a turn of the user or of a
+    tool."""
 
     messages: Sequence[Message]
     """The messages in order. The last one is not from the assistant."""
@@ -47,8 +48,8 @@ class Chat:
     """Functions that the assistant may call."""
 
     def rendered(self, thinking: bool = True) -> tuple[str, str]:
-        """Return the prompt, and the turn that the model must learn. If `thinking` is False, the prompt contains an
-        empty think block."""
+        """Return the prompt, and the assistant's turn, which the model must learn. If `thinking` is False, the prompt
+        contains an empty think block."""
         kwargs = {} if thinking else {"enable_thinking": False}
         prompt = render(self.messages, self.tools, add_generation_prompt=True, **kwargs)
         thoughts = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning and thinking else ""

@@ -12,9 +12,9 @@ import sql
 import stories
 
 NUMBER_KEYS = frozenset(grammar.words("age price year size count weight"))
-"""Those keys of JSON answers that have a number as their value."""
+"""Keys whose value in a JSON answer is a number."""
 FLAG_KEYS = frozenset(grammar.words("open new paid ready"))
-"""Those keys of JSON answers that have true or false as their value."""
+"""Keys whose value in a JSON answer is true or false."""
 KEYS = grammar.words("name city age price year size count open owner team weight new paid ready")
 """Keys of JSON answers."""
 VERBS = grammar.words("get find show check")
