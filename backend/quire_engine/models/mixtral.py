@@ -8,7 +8,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class MixtralMoE(MoE):
-    """A mixture of experts with the names of Mixtral's checkpoints."""
+    """Mixture of experts whose parameters have the names that Mixtral's checkpoints use."""
 
     PATH = "block_sparse_moe"
     EXPERT = ("w1", "w3", "w2")

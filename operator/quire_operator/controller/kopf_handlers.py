@@ -86,7 +86,9 @@ async def start_operator(memo: kopf.Memo, settings: kopf.OperatorSettings, **_: 
     """Configure kopf, and start the OperatorProcess."""
     options: OperatorOptions = memo.get("options") or OperatorOptions()
     if not settings.peering.clusterwide and not options.settings.namespaces:
-        raise kopf.PermanentError("kopf run: use --all-namespaces, or quire operate --namespace NAMESPACE")
+        raise kopf.PermanentError(
+            "kopf run needs --all-namespaces; to watch one namespace, run quire operate --namespace NAMESPACE"
+        )
     configure_kopf(settings, options.settings.watch_timeouts)
     try:
         memo.operator = OperatorProcess(options, memo.get("stop") or _stop_process)
