@@ -151,8 +151,8 @@ def install(folder: Path, group: str) -> None:
 
 
 def install_emulated(folder: Path) -> None:
-    """Create the environment for `make emulated`. It contains only the engine. The packages are installed in an order
-    in which pip does not install CUDA's libraries."""
+    """Create the environment for `make emulated`. It contains only the engine. The packages are installed in such an
+    order that pip does not install CUDA's libraries."""
     import tomllib
 
     started = time.monotonic()

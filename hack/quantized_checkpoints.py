@@ -318,9 +318,9 @@ def write_autogptq(out: Path, source: Path) -> None:
 
 
 def write_gptqmodel(out: Path, source: Path) -> None:
-    """Write a checkpoint in the second version of the GPTQ format, and one in the first version, in which some zero
-    points are 0. The first version stores each zero point minus 1. If a zero point is 0, this subtraction borrows from
-    the next zero point in the same word."""
+    """Write a checkpoint in the second version of the GPTQ format, and a checkpoint in the first version. The
+    checkpoint in the first version has some zero points that are 0. The first version stores each zero point minus 1.
+    If a zero point is 0, this subtraction borrows from the next zero point in the same word."""
     for module in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
         sys.modules[module] = MagicMock(__spec__=ModuleSpec(module, None))
     sys.path.insert(0, str(source))

@@ -185,8 +185,8 @@ class Sequence:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Number of tokens that this sequence can compute independently of other beams. The number includes all its
-        tokens or, if its group has other beams, all tokens except the last one.
+        """Number of tokens that this sequence can compute independently of other beams. These are all tokens of the
+        sequence or, if its group has other beams, all of them except the last one.
         """
         has_siblings = self.beam_group is not None and len(self.beam_group.sequences) > 1
         return self.num_tokens - 1 if has_siblings else self.num_tokens

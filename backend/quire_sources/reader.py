@@ -39,8 +39,8 @@ class OpenFile:
 
 
 class SourceReader(Protocol):
-    """The protocol that each reader of a model's or an adapter's files implements. All errors are QuireErrors. An error
-    names a URL or a path, and never contains secrets."""
+    """The protocol that each reader implements. A reader reads the files of a model or an adapter. All errors are
+    QuireErrors. An error names a URL or a path, and never contains secrets."""
 
     @property
     def is_immutable(self) -> bool:
@@ -71,8 +71,8 @@ class SourceReader(Protocol):
         """Open a file. If it still has `version` (None: any version), read it from offset `start`; otherwise read it
         from its beginning.
 
-        `chunks` contains at least `num_bytes` bytes that follow `start`, or fewer if the file ends earlier. If
-        `num_bytes` is None, it contains all bytes that follow `start`.
+        `chunks` contains at least `num_bytes` bytes from offset `start`. If the file ends earlier, it contains fewer
+        bytes. If `num_bytes` is None, it contains all bytes that follow `start`.
 
         Raises:
             FileMissing, NotFound, Unavailable: see `version`. `chunks` raises Unavailable if the connection is lost.

@@ -92,7 +92,7 @@ def to_json(value: object) -> Any:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Remove the fields that are null from a JSON value, at every depth."""
+    """Remove all null fields from a JSON value, at every depth."""
     if isinstance(value, Mapping):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list | tuple) else value

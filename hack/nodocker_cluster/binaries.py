@@ -106,7 +106,8 @@ def find_or_build(report_progress: ProgressCallback) -> KubeBinaries:
 
 
 def install_packages(programs: Mapping[str, str], report_progress: ProgressCallback) -> None:
-    """Install the Debian packages of those programs that are missing. `programs` maps each program to its package.
+    """Find out which programs are missing, and install their Debian packages. `programs` maps each program to its
+    package.
 
     Raises:
         Unavailable: the packages cannot be installed on this machine; the message lists them.

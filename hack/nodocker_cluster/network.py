@@ -32,12 +32,12 @@ class Network:
     any_cidr: str
     """IP range of all addresses."""
     sysctls: tuple[str, ...]
-    """Kernel settings of the node that are set to 1. They turn on forwarding. They also turn on address translation if
-    a pod calls a service and the endpoint is on the same bridge as the pod."""
+    """Kernel settings of the node that are set to 1. They turn on forwarding. They also turn on address translation for
+    calls from a pod to a service whose endpoint is on the same bridge as the pod."""
 
     @property
     def any_address(self) -> str:
-        """The wildcard address. A program that listens on it listens on all addresses."""
+        """The wildcard address. If a program listens on this address, it listens on all addresses."""
         return self.any_cidr.partition("/")[0]
 
 

@@ -2,8 +2,8 @@
 """Chooses free TCP ports for programs that start to listen on their port only some seconds later.
 
 The kernel uses the ports of its ephemeral range for outgoing connections. Such a port could be taken before the program
-listens on it. Therefore, this module chooses ports below that range. It chooses the same port again only after it has
-chosen all other ports; this holds for all processes of one user.
+listens on it. Therefore, this module chooses ports below that range. It chooses the same port again only after all
+other ports have been chosen; for this purpose, the choices of all processes of one user are counted together.
 """
 
 import fcntl

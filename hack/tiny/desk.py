@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions to a support desk, and their answers. Besides the stories, they are the plain prose that the base model
-learns.
+"""Questions to a support desk, and their answers. The base model learns plain prose from them and from the stories.
 
 `desk.txt` contains the questions and the answers.
 """

@@ -5,7 +5,8 @@ exactly.
     python hack/tiny/evaluate.py                    the model under examples/
     python hack/tiny/evaluate.py --out /tmp/tiny    the model that train.py --out wrote
 
-Losses are in nats per character, because models with different vocabularies have different numbers of tokens.
+Losses are in nats per character, because models with different vocabularies split the same text into different numbers
+of tokens.
 """
 
 import argparse

@@ -68,7 +68,7 @@ def written_call(name: str, arguments: Mapping[str, object]) -> str:
 
 
 def system_turn(rng: random.Random) -> list[Message]:
-    """Return a list with a system message in some cases, but in most cases an empty list."""
+    """In most cases, return an empty list; in the other cases, return a list with a system message."""
     return [said("system", rng.choice(_SYSTEM))] if rng.random() < 0.25 else []
 
 

@@ -150,7 +150,7 @@ def build(instructions: InstructionSet) -> Path:
 
 
 def _remove_stale_builds(library: Path) -> None:
-    """Remove builds of other versions that were not loaded for a month, and temporary folders that remain from builds
+    """Remove builds of other versions that were not loaded for a month. Also remove the temporary folders of builds
     that were killed."""
     oldest = time.time() - _BUILD_RETENTION_S
     for path in library.parent.glob("native-*"):

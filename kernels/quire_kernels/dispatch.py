@@ -132,7 +132,7 @@ class Op(Generic[P, R]):
     def override(self) -> str | None:
         """Name of the implementation that QUIRE_KERNELS selects, for this operation or for all operations.
 
-        None if QUIRE_KERNELS does not select one; the dispatcher then selects it.
+        None if QUIRE_KERNELS does not select one; the dispatcher then selects the implementation.
         """
         return overrides().get(self.name) or overrides().get("")
 

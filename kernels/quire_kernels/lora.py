@@ -103,7 +103,7 @@ def build_lora_batch(segments: Sequence[AdapterSegment], num_tokens: int, device
 
 
 def build_routed_lora_batch(adapter_slots: Tensor, routing: TokenRouting) -> LoRABatch:
-    """Build the batch from slots that are known only on the device, without synchronizing.
+    """Build the batch without synchronizing, from slots that are known only on the device.
 
     Args:
         adapter_slots: [num_tokens] int64, in any order; -1 for tokens without an adapter.

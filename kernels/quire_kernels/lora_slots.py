@@ -135,7 +135,8 @@ class ModuleSlots:
             self.address = ctypes.addressof(self.native)
 
     def applies_to(self, batch: "LoRABatch") -> bool:
-        """Return whether this module must be computed for the batch, because an adapter of the batch may change it."""
+        """Return whether this module must be computed for the batch. This is the case if an adapter of the batch may
+        change the module."""
         return batch.active_slots is None or not self.active_slots.isdisjoint(batch.active_slots)
 
     def set_next_module(self, next_module: "ModuleSlots") -> None:

@@ -16,7 +16,8 @@ It applies to weights that are quantized to 4 bits when they are loaded. In all 
 features is a multiple of this number, even after the weights are split into tensor-parallel shards.
 """
 ACTIVATION_GROUP = 64
-"""Number of inputs of a token that share a scale in the scheme w8a8. It must be equal to kGroup in csrc/int8.cpp."""
+"""Size of a group in the scheme w8a8: this many inputs of a token share a scale. It must be equal to kGroup in
+csrc/int8.cpp."""
 _TINY = torch.finfo(torch.float32).tiny
 _HALF = torch.finfo(torch.float16)
 

@@ -6,7 +6,7 @@ There are these schemes, which have the same names as in vLLM:
 - w4a16: integers of 4 bits. Each group of inputs has a scale, and can have a zero point. If a weight was quantized when
   it was loaded, the compiled kernel of a CPU also quantizes the inputs of each group to 8 bits.
 - mxfp4: 4-bit floating point (E2M1). Each group of inputs has a scale, which is a power of 2.
-- fp8: float8_e4m3fn. Either each row has a scale, or each block of 128 x 128 numbers.
+- fp8: float8_e4m3fn. Either each row or each block of 128 x 128 numbers has a scale.
 - w8a16: integers of 8 bits. Each row has a scale.
 - w8a8: integers of 8 bits. Each row has a scale. The inputs of a token are also quantized to 8 bits, in groups of 64.
 

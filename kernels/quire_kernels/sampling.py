@@ -318,7 +318,7 @@ def _sample_cpu(
     any_filtered: bool = True,
     any_greedy: bool = True,
 ) -> Tensor:
-    """Sample rows that have no filters in a single pass over the logits.
+    """Use a single pass over the logits to sample the rows that have no filters.
 
     How a row is sampled depends only on its own parameters. For 64 rows of 49,152 tokens in bf16, this takes 2.0 ms,
     compared with 9.8 ms for torch (measured on two shared cores).

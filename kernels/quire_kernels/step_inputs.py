@@ -20,8 +20,8 @@ class SequenceState:
     lengths: Tensor
     """[num_rows] int32: the number of tokens whose keys and values are in the cache."""
     tables: Tensor
-    """[num_rows, max_blocks] int64: the KV blocks. The entries after the blocks of the computed and scheduled tokens
-    are undefined.
+    """[num_rows, max_blocks] int64: the KV blocks. The entries after the blocks that contain computed or scheduled
+    tokens are undefined.
     """
 
     @classmethod

@@ -113,7 +113,7 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
 
 
 def _models(shape: ModelConfig, capability: tuple[int, int]) -> Iterator[CausalLM]:
-    """Yield the model with weights that are not quantized at load.
+    """Yield the model; its weights are not quantized at load.
 
     If the checkpoint is not quantized either, also yield the model once for each quantization that is possible at load.
     """

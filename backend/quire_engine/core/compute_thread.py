@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only thread of the core process that computes: it loads the engine, and then runs its steps.
+"""The compute thread: in the core process, only this thread computes. It loads the engine, and then runs its steps.
 
 libgomp keeps a team of workers for every thread that has computed before. Once there are more workers than cores, they
 sleep instead of spinning. The matrix products of a layer took 25 % longer in this thread when the main thread had

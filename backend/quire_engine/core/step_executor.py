@@ -60,7 +60,7 @@ class StepExecutor:
         return self._step_async() if self.async_scheduling else self._step_sync()
 
     def pop_started(self) -> list[tuple[int, float]]:
-        """Return the sequences that ran for the first time since the last call.
+        """Return the sequences whose first step ended after the previous call of this method.
 
         Each item contains the id of the sequence and the seconds that it spent in the queue.
         """

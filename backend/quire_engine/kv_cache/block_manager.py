@@ -210,8 +210,8 @@ class BlockManager:
         sequence.host_blocks, sequence.num_swapped_tokens = [], 0
 
     def complete_step(self, plan: StepPlan, step_failed: bool) -> None:
-        """Release the blocks from which a completed step has copied. They can be on the device or in host memory. If
-        the step failed, also drop its copies to host memory."""
+        """When a step is complete, release the blocks that its copies have read. They can be on the device or in host
+        memory. If the step failed, also drop its copies to host memory."""
         self._block_pool.free([copy.source for copy in plan.copies])
         self._host_pool.free(self._swap_in_host_blocks)
         self._swap_in_host_blocks = []

@@ -140,8 +140,7 @@ class PrefixCache:
         return PrefixHit(num_tokens, entries, copy_sources, first, kept_blocks)
 
     def _num_unread(self, num_blocks: int) -> int:
-        """Return how many blocks at the start of a prefix are outside the sliding window of the tokens after the
-        prefix.
+        """Return how many blocks at the start of a prefix are outside the sliding window of every later token.
 
         `num_blocks` is the number of full blocks in the prefix. Tokens after the full blocks are ignored, so that
         `full_blocks_only` does not change the result.
@@ -165,8 +164,8 @@ class PrefixCache:
         """Return the cached full blocks from the start of a sequence up to the first block that is not cached.
 
         If there are several groups, a row contains one block of each group. If a block of layers with a window is not
-        cached, the first block of its row replaces it. The result is shortened so that a sequence of at most
-        `max_tokens` tokens can continue after it without reading such a replacement.
+        cached, the first block of its row replaces it. Rows at the end are dropped, so that the tokens that are
+        computed next do not read such a replacement. The caller uses the result for at most `max_tokens` tokens.
         """
         block_size, num_groups = self._block_hasher.block_size, self._layout.num_groups
         blocks: list[BlockId] = []

@@ -52,8 +52,8 @@ class AdapterRegistry:
     def __init__(self, max_loras: int, max_host_loras: int, max_host_bytes: int | None = None) -> None:
         """Create an empty registry.
 
-        `max_host_bytes` limits all host copies together; None means no limit. This limit must allow one adapter of the
-        largest size for each slot.
+        `max_host_bytes` limits all host copies together; None means no limit. The limit must leave room for one adapter
+        per slot, even if each of these adapters has the largest possible size.
         """
         self.slot_table = SlotTable(max_loras)
         self._max_host_loras = max_host_loras
@@ -134,8 +134,8 @@ class AdapterRegistry:
         self._request_read(digest, adapter)
 
     def can_run(self, digest: AdapterDigest, now: float, *, is_new: bool) -> bool:
-        """Return whether a sequence can run in this step; if not, record the wait. Set `is_new` if the sequence was
-        never preempted."""
+        """Return whether a sequence can run in this step; if not, record the wait. The caller must set `is_new` if the
+        sequence was never preempted."""
         if digest in self._on_host and self.slot_table.can_start(digest, is_new=is_new):
             return True
         self.slot_table.mark_waiting(digest, now)

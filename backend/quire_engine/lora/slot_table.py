@@ -147,8 +147,8 @@ class SlotTable:
             self._assign(digest, slot)
 
     def can_start(self, digest: AdapterDigest, *, is_new: bool) -> bool:
-        """Return whether the adapter is in a slot and a sequence can start. Set `is_new` if the sequence was never
-        preempted.
+        """Return whether the adapter is in a slot and a sequence can start. The caller must set `is_new` if the
+        sequence was never preempted.
 
         If the adapter has no slot, it gets one if possible. The sequence can then start in a later step.
         """
@@ -196,8 +196,8 @@ class SlotTable:
             self._slots[slot].held_for_waiters = False
 
     def evict(self, digest: AdapterDigest, *, count_eviction: bool = False) -> None:
-        """Empty the slot of an idle adapter; do nothing if the adapter has no slot. Set `count_eviction` if another
-        adapter needs the slot or the memory."""
+        """Empty the slot of an idle adapter; do nothing if the adapter has no slot. The caller must set
+        `count_eviction` if another adapter needs the slot or the memory."""
         slot = self._slot_by_digest.pop(digest, None)
         if slot is not None:
             if count_eviction:

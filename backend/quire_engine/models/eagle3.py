@@ -57,8 +57,8 @@ class Eagle3Layer(Module):
 
 
 class Eagle3AuxNorms(Module):
-    """Normalizes the target's hidden states. The hidden states of each layer have a norm of their own. The checkpoint
-    numbers these norms from 0 on."""
+    """Normalizes the target's hidden states. The hidden states of each layer have a norm of their own. In the
+    checkpoint, these norms have the numbers 0, 1 and so on."""
 
     def __init__(self, num_layers: int, size: int, eps: float, factory: ParamFactory) -> None:
         vars(self).update({str(i): RMSNorm(size, eps, factory) for i in range(num_layers)})

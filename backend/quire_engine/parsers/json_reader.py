@@ -60,7 +60,7 @@ class JsonValueReader:
 
 
 class JsonObjectReader:
-    """Reads one object; yields the text of each value in parts, together with its key."""
+    """Reads one object; yields the text of each value in parts, and the key of the value with each part."""
 
     def __init__(self) -> None:
         self.done = False

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool calls of Mistral, which begin with `[TOOL_CALLS]`.
 
-This mark is followed either by a JSON list of calls, or by the name of a function, `[ARGS]` and the arguments.
+After this mark comes either a JSON list of calls, or a single call, which consists of the name of a function, `[ARGS]`
+and the arguments.
 """
 
 from collections.abc import Iterator, Sequence

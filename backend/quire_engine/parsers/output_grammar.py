@@ -79,8 +79,8 @@ def _calls(
     tools: Sequence[Mapping[str, Any]],
     is_needed: bool,
 ) -> CallGrammar | None:
-    """Return the grammar of the calls. Return None if calls are not allowed, or if the grammar is not needed and no
-    tool is strict."""
+    """Return the grammar of the calls. Return None in two cases: if calls are not allowed; or if no tool is strict and
+    the grammar is not needed."""
     if parsing.function is not None:
         tools = [tool for tool in tools if tool["function"]["name"] == parsing.function]
     is_strict = any(tool["function"].get("strict") for tool in tools)

@@ -34,7 +34,8 @@ class ReasoningFormat:
         self._state = "reasoning" if is_open else "begin"
         """State: begin, reasoning or answer."""
         self._line_breaks = ""
-        """Line breaks that are withheld, because they are dropped if the reasoning begins or ends after them."""
+        """Line breaks that are withheld until it is known whether the reasoning begins or ends directly after them; if
+        it does, they are dropped."""
         self._has_text = False
 
     @property

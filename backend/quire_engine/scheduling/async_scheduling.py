@@ -2,8 +2,8 @@
 """Async scheduling: the scheduler plans the next step while the current step is still in flight.
 
 For this, the scheduler calls this module, which changes each sequence as if the step in flight were complete. It is
-known in advance which tokens the step will compute. It is also known that a span will sample one more token if it
-reaches the end of its sequence. Only the value of the sampled token is unknown, so PLACEHOLDER_TOKEN stands for it.
+known in advance which tokens the step will compute. It is also known which spans will sample one more token: those that
+reach the end of their sequence. Only the value of the sampled token is unknown, so PLACEHOLDER_TOKEN stands for it.
 Whether a sequence finishes with that token is known only when the step is complete.
 
 Source: the placeholders of vLLM's async scheduling (v1/core/sched/async_scheduler.py). The overlap schedulers of SGLang

@@ -28,7 +28,8 @@ class Hypothesis:
     """Score with the length penalty; higher is better."""
     cumulative_logprob: float
     finish_reason: FinishReason
-    """If a stop string ended the output, the reason is LENGTH, too. The text process detects the stop string itself."""
+    """The reason is LENGTH not only at the maximum length, but also if a stop string ended the output. The text process
+    detects the stop string itself."""
     logprobs: list[list[Logprob]] | None
 
 
@@ -43,8 +44,8 @@ class Continuation:
 def num_candidates(params: SamplingParams, num_stop_tokens: int) -> int:
     """Return the number of continuations that a step considers.
 
-    The number is large enough that at least `width` of these continuations do not end with a stop token, even if all
-    stop tokens of all beams are among them.
+    The number is so large that at least `width` of these continuations do not end with a stop token, even if the
+    continuations include every stop token of every beam.
     """
     return max(2, 1 + num_stop_tokens) * params.num_sequences
 

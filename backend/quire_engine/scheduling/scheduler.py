@@ -7,7 +7,7 @@ slots.
 
 The step executor calls schedule(), runs the plan, and calls update_from_step() or fail_step(). Between these calls it
 can call schedule_async() once. After schedule_async(), two steps are in flight. The step that was planned first also
-completes first. The engine can call add() and abort() at any time in between.
+completes first. The engine can call add() and abort() between any two of these calls.
 """
 
 import sys

@@ -17,11 +17,11 @@ _MIN_ROW_COST = 0.05
 cores, the measured fraction is 0.03."""
 _FIRST_ACCEPTANCE = 0.6
 _SMOOTHING = 0.25
-"""After a draft is verified, its result has this weight in the new estimate for its sequence."""
+"""When a draft of a sequence is verified, the result has this weight in the new estimate for this sequence."""
 _GLOBAL_SMOOTHING = 0.05
 _PROBE_INTERVAL = 64
-"""A sequence that currently gets no drafts still gets a single draft token after every _PROBE_INTERVAL output
-tokens."""
+"""If the estimate for a sequence is so low that the sequence gets no drafts, it nevertheless gets a single draft token
+after every _PROBE_INTERVAL output tokens."""
 
 
 @dataclass(slots=True)

@@ -31,9 +31,9 @@ class DraftProposer(Protocol):
 class NgramProposer(DraftProposer):
     """Searches a sequence for an earlier copy of its last tokens, and proposes the tokens that followed this copy.
 
-    The longest run of last tokens that has a copy is used. If it has several copies, the first one is used. The search
-    compares bytes in C, so a context of 4,096 tokens takes only microseconds. It never reads other sequences, so it
-    reveals nothing about other tenants.
+    The proposer uses the copy of as many last tokens as possible. If there are several such copies, the first one is
+    used. The search compares bytes in C, so a context of 4,096 tokens takes only microseconds. It never reads other
+    sequences, so it reveals nothing about other tenants.
 
     Source: prompt lookup decoding, and vLLM's v1/spec_decode/ngram_proposer.py.
     """

@@ -129,8 +129,8 @@ class SpanOutput:
 
     token_ids: list[int]
     logprobs: list[list[Logprob]] | None = None
-    """For each token, log probabilities of the sampled token and then of the most likely tokens. None unless the
-    request requires them."""
+    """For each token: first its own log probability, then those of the most likely tokens. None unless the request
+    requires them."""
     prompt_logprobs: list[list[Logprob]] | None = None
     """Log probabilities of the prompt tokens that follow the positions in `ScheduledSpan.prompt_logprob_positions`."""
     candidates: list[BeamCandidate] | None = None

@@ -30,7 +30,7 @@ evaluate the properties and items of the value."""
 _ANNOTATIONS = frozenset({"title", "description", "$comment", "default"})
 
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
-"""Characters that JSON writes as \\u escapes, which the grammar does not contain."""
+"""JSON writes these characters as \\u escapes, and the grammar does not contain such escapes."""
 _CONTROL_ESCAPES = re.compile(
     r"\\(x\{?0*[01]?[0-9a-fA-F](?![0-9a-fA-F])|x[01][0-9a-fA-F]|u\{?0*[01][0-9a-fA-F]|u000|c|0|a|v|e)"
 )

@@ -24,8 +24,8 @@ from quire_spec.protocol.parsed_output import OutputParsing
 
 _MIN_PROMPT_BYTES = 64 * 1024
 """A prompt that has at most this number of bytes is always tokenized before its length is checked. Tokenizing it takes
-only milliseconds. A check of the number of bytes could reject a valid prompt: a tokenizer that normalizes text can
-convert more bytes to one token than the longest token contains.
+only milliseconds. A check of the number of bytes could reject a valid prompt: if a tokenizer normalizes text, a piece
+of text that has more bytes than the longest token can become a single token.
 """
 
 _MAX_SALT_CHARS = 256
@@ -225,8 +225,8 @@ class AdmissionController:
             )
 
     def oversize_error(self, num_bytes: int) -> InvalidArgument:
-        """Return the error for a request of `num_bytes` bytes, which is too large for a prompt of max_model_len
-        tokens."""
+        """Return the error for a request of `num_bytes` bytes, which is more than a request with a prompt of
+        max_model_len tokens can have."""
         return InvalidArgument(
             f"the request has {num_bytes} bytes, but max_model_len is {self.limits.max_model_len}, and a prompt of so "
             f"many tokens has at most {self.limits.max_prompt_bytes} bytes; shorten the prompt or raise max_model_len"

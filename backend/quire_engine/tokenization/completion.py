@@ -13,8 +13,8 @@ from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
 
 MIN_LOGPROB = -9999.0
-"""This number replaces NaN and the logarithm of zero, because JSON cannot represent them. vLLM uses the same number. It
-must be the first argument of `max`: if the second argument is NaN, `max` then returns this number.
+"""This number replaces NaN and the logarithm of zero, because JSON cannot represent them. vLLM uses the same number. If
+`max` is called with this number and NaN, this number must be the first argument, because `max` then returns it.
 """
 
 

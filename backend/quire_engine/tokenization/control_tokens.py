@@ -24,8 +24,9 @@ class ControlTokens:
     def __init__(self, special: Collection[str], others: Collection[str]) -> None:
         """`special` tokens are marked in every message.
 
-        `others` are added tokens that the template writes, such as <think>. `others` are not marked in the messages of
-        the assistant. In these messages, clients send the model's own earlier output, which can contain such tokens.
+        `others` are tokens such as <think>, which were added to the vocabulary and which the template writes. `others`
+        are not marked in the messages of the assistant. In these messages, clients send the model's own earlier output,
+        which can contain such tokens.
         """
         self._special = _pattern(special)
         self._all = _pattern([*special, *others])

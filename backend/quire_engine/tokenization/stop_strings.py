@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects that a token ends an output because it completes a stop string.
+"""Detects whether a token completes a stop string and therefore ends the output.
 
 The stop strings are compared, as bytes, with the end of the output. Therefore, the text of the whole output is not
 needed. The beam search of the scheduler uses this module, because it must know at once which beams end. For all other

@@ -98,7 +98,8 @@ def _check_class(path: Path, config: dict[str, Any], known: tuple[str | None, ..
 
 
 def _add_post_processor(tokenizer: tokenizers.Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """If add_bos_token or add_eos_token is set, make the tokenizer add this token before or after each text."""
+    """If add_bos_token is set, make the tokenizer add the beginning-of-sequence token before each text; if
+    add_eos_token is set, make it add the end-of-sequence token after each text."""
     template, special_tokens = "$A", []
     for name, form in (("bos_token", "{} $A"), ("eos_token", "{} {}")):
         if not config.get(f"add_{name}"):

@@ -39,7 +39,7 @@ class Checkpoint:
 
 
 def load_eos_token_ids(folder: Path, shape: ModelConfig) -> frozenset[int]:
-    """Return the end-of-sequence tokens of config.json and generation_config.json that the vocabulary contains.
+    """Return those end-of-sequence tokens of config.json and generation_config.json that are in the vocabulary.
 
     Raises:
         ConfigError: generation_config.json is wrong.

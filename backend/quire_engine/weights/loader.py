@@ -169,6 +169,6 @@ def _copy_shard(source: TensorSource, target: ParamShard, copy: CopyFunction) ->
 
 
 def summarize_names(names: list[str]) -> str:
-    """Return names as the subject and the verb of an error message, such as "a, b, c and 4 more are"."""
+    """Return the names and a verb for an error message, such as "a, b, c and 4 more are"."""
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"{listed} {'is' if len(names) == 1 else 'are'}"

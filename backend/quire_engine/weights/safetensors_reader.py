@@ -2,10 +2,10 @@
 """Reads tensors from safetensors files without mapping the files into memory.
 
 The safetensors library is only used to validate a file. To read tensors, the library would map them into memory. If
-another process truncates a mapped file, the next access kills the process (SIGBUS). If a truncated file is read
-instead, this is only an error. The library also holds the interpreter lock while it copies, but the steps of a running
-engine need this lock. While an adapter of 20 MB is read, the library holds the lock for 10 ms. This reader holds the
-lock for 0.02 ms.
+another process truncates a mapped file, the next access kills the process (SIGBUS). If files are read instead of
+mapped, a truncated file only leads to an error. The library also holds the interpreter lock while it copies, but the
+steps of a running engine need this lock. While an adapter of 20 MB is read, the library holds the lock for 10 ms. This
+reader holds the lock for 0.02 ms.
 """
 
 import json

@@ -168,7 +168,8 @@ class CudaGraphRunner:
     def build_input(self, plan: StepPlan) -> GraphStepInput | None:
         """Return the input for a graph, or None if no graph can compute the step.
 
-        Each input that this method returns must be passed to `run` exactly once, in the order of the calls.
+        Each returned input must be passed to `run` exactly once. The inputs must be passed in the order in which they
+        were returned.
         """
         spans = plan.spans
         shape = self._select_shape(spans)

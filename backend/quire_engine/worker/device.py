@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets up the device, and finds out which CPU cores, memory and dtypes this process can use.
 
-It only chooses values for settings that are "auto" in `EngineConfig`. The model runner and its startup call it.
+If a setting is "auto" in `EngineConfig`, it chooses the value. It does not change other settings. The model runner and
+its startup call it.
 """
 
 import ctypes
@@ -61,8 +62,8 @@ def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
     """Return the dtype of weights and activations.
 
     `auto` selects the checkpoint's dtype, with two exceptions on a CPU. The dtype float16 becomes float32, because few
-    CPUs can multiply float16. The dtype bfloat16 becomes float32 if there are no compiled kernels and the CPU lacks
-    AVX-512 BF16, AMX and Arm BF16. In this case, torch would have to convert each operand.
+    CPUs can multiply float16. The dtype bfloat16 becomes float32 if there are no compiled kernels and the CPU has
+    neither AVX-512 BF16 nor AMX nor Arm BF16. In this case, torch would have to convert each operand.
 
     Raises:
         ConfigError: the engine cannot compute in the checkpoint's dtype.

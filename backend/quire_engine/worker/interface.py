@@ -67,4 +67,4 @@ class ModelRunner(Protocol):
         """
 
     def sample_tokens(self) -> None:
-        """Sample the tokens of the most recently started step, if they were not sampled yet because of a grammar."""
+        """If the most recently started step has a grammar and its tokens were not sampled yet, sample them now."""

@@ -160,7 +160,7 @@ class RunnerStartup:
 
     @property
     def _weights_bytes(self) -> int:
-        """Number of bytes of the weights of the model and of the draft model."""
+        """Size of all weights in bytes, including the weights of the draft model."""
         return self._model.num_bytes + (0 if self._drafter is None else self._drafter.num_bytes)
 
     def _measure_memory(self) -> MemoryBudget:

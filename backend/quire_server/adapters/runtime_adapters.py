@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes the adapter catalog at run time, one adapter at a time.
 
-The routes of vLLM that load and unload an adapter use this module. This module checks the location that a request
-contains. The adapter manager then loads or unloads the adapter. The changes are not stored in a file, so they are lost
-when the supervisor ends. The supervisor's control server calls this module.
+vLLM's routes /v1/load_lora_adapter and /v1/unload_lora_adapter use this module. This module checks the location that a
+request contains. The adapter manager then loads or unloads the adapter. The changes are not stored in a file, so they
+are lost when the supervisor ends. The supervisor's control server calls this module.
 """
 
 import asyncio

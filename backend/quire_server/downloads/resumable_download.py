@@ -22,7 +22,7 @@ from quire_spec.errors import InvalidArgument, Unavailable
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-"""Maximum number of attempts in a row that make no progress. After that, the download fails."""
+"""Maximum number of successive attempts that make no progress. After that, the download fails."""
 _MIN_PROGRESS_BYTES = 2**16
 """An attempt makes progress only if at least this many bytes arrive. During an attempt, at least this many bytes must
 also arrive in each period of NO_ANSWER_TIMEOUT_S seconds. Therefore a download from a very slow source fails."""

@@ -3,7 +3,7 @@
 
 A writer thread opens the connection and sends requests; a reader thread receives and decodes deltas. `submit` and
 `cancel` therefore never block on the socket. When the connection ends, each open request gets a delta with the error
-UNAVAILABLE. The writer does not wait for the next request before it connects again. Therefore every running frontend is
+UNAVAILABLE. The writer connects again without waiting for the next request. Therefore every running frontend is
 connected to the text process. The client does not use the server's API. It is owned by stub_model.py.
 """
 

@@ -33,8 +33,8 @@ _NO_ANSWER_STATUSES = ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED",
 _NOT_OPEN = "ModelServerClient must be used as an async context manager"
 _CONNECTION_CLOSED = "server: ended, its connection is closed"
 _CHANNEL_ARGS: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
-"""Options of the gRPC channel. They turn off the proxy that the environment variables set. Otherwise, gRPC would use
-this proxy even for loopback."""
+"""Options of the gRPC channel. They make gRPC ignore the proxy that is set in environment variables. Otherwise, gRPC
+would use this proxy even for loopback."""
 
 
 class ModelServerClient(AsyncExitStack):

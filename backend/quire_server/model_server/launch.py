@@ -36,7 +36,7 @@ SHM = Path("/dev/shm")
 SHM_BYTES_PER_MODEL = 2**20
 """Initial size, in bytes, of each stub's region in /dev/shm. This is the default of the Python backend."""
 SHM_RESERVE_BYTES = 8 * 2**20
-"""Free space in /dev/shm that is needed in addition, because large prompts make the region of a stub grow."""
+"""Additional free space that is needed in /dev/shm, because large prompts make the region of a stub grow."""
 
 _GUARD_VARIABLE = "QUIRE_SERVER_GUARD"
 """Environment variable for the request guard in the preload library: 1 turns the guard on, and 0 turns it off. The

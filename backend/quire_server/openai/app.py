@@ -76,8 +76,8 @@ class Application:
             self._routes |= {"/live": {"GET": self._live.page}, "/live/events": {"GET": self._live.events}}
 
     def close(self) -> None:
-        """End the streams of /live/events, which are endless. This must happen before the server waits for open
-        responses."""
+        """End the streams of /live/events, which never end by themselves. This must happen before the server waits for
+        open responses."""
         if self._live is not None:
             self._live.close()
 

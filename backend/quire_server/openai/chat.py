@@ -112,7 +112,8 @@ def build_conversation(fields: ConversationFields) -> dict[str, Any]:
 def _own_sampling_values(
     fields: ChatFields, sampling_values: dict[str, Any], defaults: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the sampling parameters whose name or default is different in chat completions."""
+    """Return those sampling parameters that have a different name or a different default in chat completions than in
+    completions."""
     values: dict[str, Any] = {}
     if fields.max_completion_tokens is not None:
         values["max_tokens"] = fields.max_completion_tokens

@@ -115,8 +115,8 @@ class CompletionFormatter(Formatter):
         return self._choice(choice, delta, True)
 
     def usage(self) -> dict[str, Any]:
-        """Return the usage so far. A request can ask for its prompt alone, without any output. Even then, the engine
-        generates one token, which is not counted."""
+        """Return the usage so far. A request can ask for a response that contains only the prompt, without any output.
+        Even then, the engine generates one token, which is not counted."""
         usage = super().usage()
         if self._omits_output:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}

@@ -3,7 +3,7 @@
 code}}.
 
 This module maps the codes of the text process to HTTP statuses. OpenAI's clients repeat a request after status 408, 409
-or 429, and after every status from 500, unless the response has `x-should-retry: false`.
+or 429, and after every status of 500 or higher. They do not repeat it if the response has `x-should-retry: false`.
 """
 
 import math

@@ -12,7 +12,7 @@ def merge_response_format(response_format: Mapping[str, Any] | None, structured_
     """Return `structured_outputs` with the constraint that `response_format` describes. The result is empty if there is
     no constraint.
 
-    A request can set both fields: its `structured_outputs` can contain options, such as disable_any_whitespace.
+    A request can set both fields, because its `structured_outputs` can contain options, such as disable_any_whitespace.
 
     Raises:
         ApiError: the format is not one of text, json_object, json_schema and structural_tag, or has no schema.

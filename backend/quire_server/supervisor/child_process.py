@@ -2,9 +2,9 @@
 """A child process in its own process group. Its output is passed on line by line, and a pidfd shows when the process
 has ended.
 
-This module does not know which program runs, and never restarts it (managed_process.py). A child is watched through the
-event loop, without a thread or a timer. When the process ends, its whole group is killed. Therefore the stubs of a
-killed server end, too.
+This module does not know which program runs, and never restarts it; managed_process.py does this. A child is watched
+through the event loop, without a thread or a timer. When the process ends, its whole group is killed. Therefore the
+stubs of a killed server end, too.
 """
 
 import asyncio

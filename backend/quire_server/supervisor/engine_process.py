@@ -29,8 +29,8 @@ _EXIT_GRACE_S = 2.0
 
 ENGINE_ENV = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 """Default environment variables of the engine processes. They set the sizes of two caches, in which torch and oneDNN
-store compiled matrix products. A cache has one entry for each combination of a number of tokens and a weight shape.
-With the default of 1,024 entries, a core that computes float32 on a CPU needed 0.7 GB more memory after some thousand
+store compiled matrix products. In a cache, each combination of a token count and a weight shape has its own entry. With
+the default of 1,024 entries, a core that computes float32 on a CPU needed 0.7 GB more memory after some thousand
 requests. With 128 entries, it needed only 0.15 GB more, and was as fast."""
 
 

@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 SCAN_INTERVAL_S = 0.5
 """Seconds between two scans for new stubs. A stub that is already known is watched without polling."""
 DEATH_CONFIRMATION_S = 0.2
-"""Seconds to wait until the server has reaped a stub. If the server itself ended the stub, it reaps the stub in less
-than 10 ms."""
+"""After a stub has ended, this is the number of seconds to wait for the server to reap it. If the server itself ended
+the stub, it reaps the stub in less than 10 ms."""
 UNKNOWN_DEATH_CONFIRMATION_S = 3.0
-"""The same as DEATH_CONFIRMATION_S, for a stub whose model is unknown. Normally, only a stub whose load has failed has
-an unknown model. The wait is longer, because it is not known how many open requests the stub has. If such a stub were
-reported as dead by mistake, the whole server would be restarted."""
+"""The same as DEATH_CONFIRMATION_S, for a stub whose model is unknown. Normally, the model of a stub is unknown only if
+its load has failed. The wait is longer, because it is not known how many open requests the stub has. If such a stub
+were reported as dead by mistake, the whole server would be restarted."""
 UNLOAD_GRACE_S = 3.0
 """After its last request, the stub of an unloaded model must exit within this many seconds. Normally, this takes 0.1 s.
 If the server has lost a request, the stub does not exit by itself."""

@@ -21,8 +21,8 @@ from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 from quire_spec.net.redaction import describe_error
 
 SIGNED_URL_LIFETIME = timedelta(minutes=15)
-"""A signed URL is valid for this time, measured by the clock of the bucket. AWS accepts clocks that differ by up to the
-same time."""
+"""A signed URL is valid for this time, measured by the clock of the bucket. AWS accepts a request even if the clocks of
+the client and the bucket differ by up to the same time."""
 _DEFAULT_REGION = "us-east-1"
 _ANONYMOUS_CREDENTIALS = {"access_key_id": "-", "secret_access_key": "-"}
 """Placeholder credentials for public buckets. The URL is signed with them, and then the signature is removed."""

@@ -147,8 +147,8 @@ class AdapterSpec:
     pinned: bool = False
     """If true, the adapter always stays in an adapter slot on the device."""
     expose: Expose | None = None
-    """None means `Model` until 64 adapters of the catalog have a server model, and `Parameter` for all adapters after
-    that."""
+    """None means `Model` until 64 adapters of the catalog have a server model. For all further adapters, None means
+    `Parameter`."""
     limits: AdapterLimits | None = None
 
 

@@ -67,7 +67,7 @@ def find_vllm_model(folder: Path) -> VllmModelFolder:
 
 
 def find_other_models(folder: Path, own_names: Set[str], own_folder: Path | None = None) -> tuple[str, ...]:
-    """Return the names of the models in the repository `folder` in ascending order.
+    """Return the names of the models in the repository `folder`, sorted in ascending order.
 
     `own_names` are the names of the base model and the adapters. `own_folder` is the folder of the vllm_backend model
     that Quire serves. The result does not contain this model.

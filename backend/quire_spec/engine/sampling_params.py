@@ -78,8 +78,8 @@ class SamplingParams:
     """Only tokens with these ids can be sampled; None allows all tokens."""
 
     bad_words: tuple[str, ...] = field(default=(), metadata=max_entries(MAX_BAD_WORDS))
-    """Words that the output must not contain. If the output ends with all tokens of a word but the last one, that last
-    token cannot be sampled next."""
+    """Words that the output must not contain. If only the last token of such a word is missing at the end of the
+    output, that token cannot be sampled next."""
 
     seed: int | None = field(default=None, metadata=in_range(-1, MAX_SEED))
     """A request with a seed samples the same tokens each time, and the other requests in the batch do not change them.
@@ -103,10 +103,10 @@ class SamplingParams:
     """Do not end the output at an end-of-sequence token."""
 
     logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Number of the most likely tokens whose log probabilities are returned at each position.
+    """At each position, log probabilities are returned for this number of the most likely tokens.
 
-    The log probability of the sampled token is returned, too. With -1, those of all tokens are returned. The engine's
-    max_logprobs is the largest value that is allowed.
+    The log probability of the sampled token is returned, too. With -1, the log probabilities of all tokens are
+    returned. The engine's max_logprobs is the largest value that is allowed.
     """
 
     logprob_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_LOGPROB_TOKENS))
@@ -114,8 +114,8 @@ class SamplingParams:
     tokens."""
 
     prompt_logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
-    """Number of the most likely tokens whose log probabilities are returned at each prompt position except the first.
-    The whole prompt is then computed, even if the prefix cache contains a part of it."""
+    """At each prompt position except the first, log probabilities are returned for this number of the most likely
+    tokens. The whole prompt is then computed, even if the prefix cache contains a part of it."""
 
     detokenize: bool = True
     """Convert the output to text. If false, only token ids are returned."""

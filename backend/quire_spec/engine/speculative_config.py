@@ -39,12 +39,12 @@ class SpeculativeConfig:
     """Branch, tag or commit if `model` is a hub id. None selects the default branch of the hub."""
 
     prompt_lookup_min: int | None = None
-    """An earlier part of the sequence is a match only if it equals at least this number of the last tokens. None: the
-    value of prompt_lookup_max, or 5 if prompt_lookup_max is also None."""
+    """A match is an earlier part of the sequence that equals the last tokens of the sequence. It has at least this
+    number of tokens. None: the value of prompt_lookup_max, or 5 if prompt_lookup_max is also None."""
 
     prompt_lookup_max: int | None = None
-    """At most this number of the last tokens are compared with an earlier part of the sequence. The longest match is
-    used. None: the value of prompt_lookup_min, or 5 if prompt_lookup_min is also None."""
+    """A match has at most this number of tokens. The longest match is used. None: the value of prompt_lookup_min, or 5
+    if prompt_lookup_min is also None."""
 
     suffix_decoding_max_tree_depth: int = 24
     """A match and the draft tokens after it have at most this number of tokens together."""

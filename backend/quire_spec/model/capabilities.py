@@ -22,7 +22,7 @@ KV_SCALE_BYTES = {"int8_per_token_head": 4}
 """In these KV cache dtypes, each key and each value has a scale. Maps the dtype to the size of a scale in bytes. In all
 other dtypes, keys and values have no scales."""
 QUANTIZATIONS: tuple[str, ...] = ("int8", "int4", "fp8")
-"""Formats to which the engine can quantize a checkpoint while it loads it."""
+"""Formats to which the engine can quantize the weights of a checkpoint while it loads them."""
 QUANTIZED_KERNEL_DEVICES = ("cpu", "cuda")
 """Devices that have kernels for quantized weights. On any other device, the engine converts quantized weights to an
 unquantized dtype when it loads the checkpoint."""

@@ -30,7 +30,7 @@ class Eagle3Config:
     """Number of different tokens that the head can propose."""
     norm_before_residual: bool
     """If true, the outputs of attention and of the MLP are added to the normalized hidden state. If false, they are
-    added to the hidden state without normalization."""
+    added to the hidden state as it was before normalization."""
     norm_before_fc: bool
     """Whether the hidden states of the target's layers are normalized together, after they are concatenated."""
     fc_norm: bool

@@ -75,8 +75,8 @@ class KVLayout:
 
     @property
     def total_layers(self) -> int:
-        """Number of layers for which `num_groups` blocks have room, one block of each group. Places that are not used
-        are counted, too."""
+        """If each group has one block, these `num_groups` blocks together have room for this number of layers. Places
+        that are not used are counted, too."""
         return self.num_layers * self.num_groups
 
     def num_tokens(self, pool_tokens: int, max_model_len: int, block_size: int) -> int:
@@ -107,8 +107,8 @@ class KVLayout:
     def num_outside_window(self, num_tokens: int, block_size: int) -> int:
         """Return how many blocks at the start of a sequence are not needed by its later tokens.
 
-        The first `num_tokens` tokens are already computed. A block counts if it is outside the windows of all tokens
-        after them.
+        The first `num_tokens` tokens are already computed. A block is counted if it is outside the windows of all later
+        tokens.
 
         Layers with a window do not read these blocks any more. The result is 0 if the group also contains layers
         without a window.

@@ -78,8 +78,8 @@ def vocab_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def linear_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the input size and the output size of each linear in a layer. The key is the path that the linear has
-    within the layer of a checkpoint."""
+    """Return the input size and the output size of each linear in a layer. The key is the path of the linear in a
+    checkpoint, relative to its layer."""
     q, kv = model_config.num_heads * model_config.head_dim, model_config.num_kv_heads * model_config.head_dim
     inner = model_config.intermediate_size
     sizes = {

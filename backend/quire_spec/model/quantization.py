@@ -116,7 +116,7 @@ class QuantizationScheme:
         return all(scheme.has_kernel and not (scheme.has_act_order and needs_order) for _, scheme in self.groups)
 
     def scheme_of(self, module: str) -> WeightScheme:
-        """Return the scheme of `module`. This is the name of a module that has quantized tensors in the checkpoint.
+        """Return the scheme of `module`. `module` is the name of a module that has quantized tensors in the checkpoint.
 
         Raises:
             ConfigError: according to config.json, the module is not quantized.

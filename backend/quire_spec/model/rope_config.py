@@ -39,7 +39,8 @@ class RopeConfig:
     high_freq_factor: float = 1.0
     beta_fast: float = 32.0
     """For yarn: frequencies between two bounds are scaled by an interpolated factor. One bound is the frequency that
-    makes beta_fast rotations within original_max_position tokens. The other bound makes beta_slow rotations."""
+    makes beta_fast rotations within original_max_position tokens. The other bound is the frequency that makes beta_slow
+    rotations within the same number of tokens."""
     beta_slow: float = 1.0
     truncate: bool = True
     """For yarn: whether the bounds of the interpolation are rounded to whole pairs of elements."""

@@ -67,8 +67,8 @@ class TensorParallelShard:
 
     @property
     def vocab_rows_per_rank(self) -> int:
-        """Number of rows of the embedding and of the output projection that each rank stores. The last ranks may not
-        use all of them."""
+        """Number of rows of the embedding and of the output projection that each rank stores. It is possible that the
+        last ranks do not use all of them."""
         return -(-self.model_config.vocab_size // self.size)
 
     @property

@@ -40,9 +40,9 @@ def encode_frame(message: IpcMessage) -> bytes:
 class FrameDecoder:
     """Decoder that receives bytes in chunks and converts them to messages.
 
-    A frame is oversize if it is longer than `max_bytes`. The decoder passes the first HEAD_BYTES bytes of an oversize
-    frame and its length to `on_oversize`. It drops the rest of the frame. If `on_oversize` is not given, an oversize
-    frame is an error.
+    A frame is oversize if it is longer than `max_bytes`. If a frame is oversize, the decoder passes its first
+    HEAD_BYTES bytes and its length to `on_oversize`. It drops the rest of the frame. If `on_oversize` is not given, an
+    oversize frame is an error.
     """
 
     def __init__(

@@ -50,7 +50,8 @@ class GenerateRequest:
     return_prompt_token_ids: bool = False
     """Whether the first delta contains the token ids of the prompt."""
     return_token_bytes: bool = False
-    """Whether an entry of logprobs also contains the exact bytes of its token if the text is not valid UTF-8."""
+    """If this is true and the text of a token is not valid UTF-8, the token's entry in logprobs also contains the exact
+    bytes of the token."""
     chat: dict[str, Any] | None = None
     """A conversation that replaces the prompt: {messages, tools, documents, add_generation_prompt,
     continue_final_message, template_kwargs}.

@@ -4,8 +4,8 @@
 Short spans are computed with split-KV, and long spans with tiles of queries. Each of the two has its own launch.
 
 A program multiplies a key by all query heads that share the key's KV head (packed GQA). Therefore, it reads the key
-only once for all of them. Row m of its tile belongs to token m // group. The query head of the row is number m % group
-of the heads that share the KV head.
+only once for all of them. Row m of its tile belongs to token m // group. The query head of the row has the number m %
+group among the heads that share the KV head.
 
 For short spans (decoding, or a few tokens), the limit is the bandwidth with which keys and values are read. The key
 tiles of all short spans are put in order, by span and then by head. They are divided into equal shares, one for each
@@ -77,11 +77,11 @@ class AttentionTiles:
     """Number of stages in the pipeline that the compiler builds.
 
     For 16-bit types, the number is odd, because reading addresses from the block table takes as many stages as reading
-    keys and values. With 3 stages, a tile is requested at the end of an iteration, and the next iteration waits for it
-    when it starts. With 5 stages, a request can take as long as one iteration. 4 stages behave like 3.
+    keys and values. With 3 stages, a tile is requested at the end of an iteration, and the next iteration begins by
+    waiting for this tile. With 5 stages, a request can take as long as one iteration. 4 stages behave like 3.
 
-    For short spans, shared memory contains one or two tiles. For long spans, it contains one more tile, because wgmma
-    is still reading that one (compiled for sm_90).
+    For short spans, shared memory contains one or two tiles. For long spans, it contains one tile more: the tile that
+    wgmma is still reading (compiled for sm_90).
     """
     max_registers: int | None = None
     """Maximum number of registers per thread. None: the compiler decides."""

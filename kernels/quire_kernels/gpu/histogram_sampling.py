@@ -147,8 +147,8 @@ def _filter(
 ):  # fmt: skip
     """Select a bin of the histogram that the previous stage filled.
 
-    Then take the tokens of this part that are in the selected bin, and add them to the next histogram. The last stage
-    does not fill a histogram. Instead, it adds up the weights of the tokens that are kept.
+    Then take the tokens that are in the selected bin and in this program's part of the row, and add them to the next
+    histogram. The last stage does not fill a histogram. Instead, it adds up the weights of the tokens that are kept.
     """
     row = tl.program_id(0)
     part = tl.program_id(1)

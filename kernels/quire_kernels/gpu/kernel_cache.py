@@ -24,8 +24,8 @@ SHIPPED_CACHE_VARIABLE = "QUIRE_KERNEL_CACHE"
 """Environment variable that contains the path of the cache in the image."""
 _KEY_NAME = "key.json"
 _GROUP_PREFIX = "__grp__"
-"""Triton writes files that contain the absolute paths of a kernel's other files. The names of these files begin with
-this prefix."""
+"""Some of the files that Triton writes for a kernel contain the absolute paths of the other files of this kernel. The
+names of these files begin with this prefix."""
 
 
 @functools.cache

@@ -161,8 +161,8 @@ def _launch_shrink(planes: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRA
 
 
 def _launch_expand_planes(out: Tensor, planes: Tensor, adapters: ModuleSlots, batch: LoRABatch, early: bool) -> None:
-    """Launch the expand kernel. If `early` is true, the shrink kernel that writes these planes comes directly before it
-    in the stream and may still be running.
+    """Launch the expand kernel. If `early` is true, the shrink kernel that writes these planes comes directly before
+    the expand kernel in the stream, and may still be running.
     """
     assert out.stride(1) == 1
     strides = planes.stride(0), planes.stride(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMS normalisation in one pass, with or without the addition of the residual before it."""
+"""RMS normalisation in one pass. A variant of the operation adds the residual first, in the same pass."""
 
 import triton
 import triton.language as tl

@@ -184,7 +184,7 @@ def _threshold(row, vocab_size, row_max, temperature, low, target, COUNTS: tl.co
     """Find the threshold of a filter, and return its float32 bits.
 
     The threshold is the smallest weight for which the sum of all larger weights is less than `target`. It is never less
-    than `low`. If COUNTS is true, the number of larger weights is compared with `target` instead of their sum. The
+    than `low`. If COUNTS is true, `target` is compared with the number of larger weights, not with their sum. The
     result is either the weight of a token or `low`.
     """
     # These are the bits of 1.0, which is the weight of the most likely token. No weight is larger.

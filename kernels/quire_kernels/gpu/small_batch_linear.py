@@ -29,7 +29,8 @@ _DEPTH = 256
 _STAGES = 4
 _WARPS = 4
 _PREFETCHED = 1024
-"""For each of its outputs, a program requests the weights of this many inputs before it waits for the previous kernel.
+"""Before a program waits for the previous kernel, it requests the first weights of each of its outputs: the weights of
+this many inputs.
 
 These weights are 32 KB for each program. A launch with 6,144 outputs requests 12 MB in this way, which is a quarter of
 the L2 cache.

@@ -108,7 +108,8 @@ def validate(body: object, old: object = ABSENT) -> ValidationResult:
 
 
 def is_service(body: object) -> bool:
-    """Return whether a document is meant to be an LLMService, because it has the API group or the kind of one."""
+    """Return whether a document is meant to be an LLMService. This is the case if it has the API group or the kind of
+    an LLMService."""
     if not isinstance(body, Mapping):
         return False
     group = str(body.get("apiVersion", "")).partition("/")[0]

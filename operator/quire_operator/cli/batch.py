@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire batch`: runs a file of requests on this machine, with the model of an LLMService, or on a server.
+"""`quire batch`: runs the requests of a file, either on this machine with the model of an LLMService, or on a server.
 
 If the model runs on this machine, the command prepares it in the same way as `quire serve`. In both cases, the command
 then replaces its own process with `python -m quire_server.batch`. Called by main.py.

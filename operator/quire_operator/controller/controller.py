@@ -47,8 +47,8 @@ _OUTAGE_RETRY_S = 30.0
 because no event reports that the outage has ended.
 """
 _STUCK_AFTER_S = 900.0
-"""The work queue counts as stuck if a service has waited in it, or a worker has worked on a service, for more than this
-number of seconds.
+"""The work queue counts as stuck if a service has waited in it for more than this number of seconds, or if a worker has
+worked on a service for that long.
 """
 
 

@@ -265,8 +265,8 @@ def _seconds_until_retry(job: Mapping[str, Any] | None) -> float | None:
 def _object_versions(entries: Iterable[CachedObject]) -> dict[tuple[str, str], tuple[Any, ...]]:
     """Return a version of each child object.
 
-    The version changes only if a change of the object can affect the manifests. For a pod, the version is only the uid.
-    For a Job, it includes the status.
+    If an object changes in a way that cannot affect the manifests, its version stays the same. For a pod, the version
+    is only the uid. For a Job, it includes the status.
     """
     versions: dict[tuple[str, str], tuple[Any, ...]] = {}
     for entry in entries:

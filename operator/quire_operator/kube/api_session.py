@@ -200,8 +200,8 @@ def _parse_response(request_line: str, response: aiohttp.ClientResponse, content
 
 
 async def _iter_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines of a response, which can have any length. StreamReader itself rejects lines of more than 128 KiB,
-    but an object can have 1.5 MiB."""
+    """Yield the lines of a response; a line can have any length. StreamReader itself rejects lines of more than 128
+    KiB, but an object can have 1.5 MiB."""
     remainder = b""
     async for chunk in content.iter_any():
         *lines, remainder = (remainder + chunk).split(b"\n")

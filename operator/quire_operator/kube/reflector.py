@@ -8,10 +8,10 @@ reflector closes a watch that has not received data for too long. An API server 
 connection is dead. The controller runs a reflector for each child kind and namespace.
 
 The operator does not use kopf to watch child kinds, for four reasons, which were tested with kopf 1.45.2. First, kopf
-needs 0.7 ms of CPU time for an event, but the reflector needs only 0.1 ms. Second, if the watch of one kind fails with
-an error, gets a 404, or gets a 403 for a longer time, kopf ends. The operator would then end too. Third, if an object
-is deleted while kopf does not watch, kopf lists the objects again, but does not send a DELETED event. Fourth, kopf does
-not signal when it has finished the first list.
+needs 0.7 ms of CPU time for an event, but the reflector needs only 0.1 ms. Second, kopf ends if the watch of one kind
+fails with an error or gets a 404, or if it gets a 403 for some time. The operator would then end too. Third, if an
+object is deleted while kopf does not watch, kopf lists the objects again, but does not send a DELETED event. Fourth,
+kopf does not signal when it has finished the first list.
 """
 
 import asyncio

@@ -64,8 +64,8 @@ def explain_no_fit(inputs: PlannerInputs, attempts: list[Candidate]) -> str:
 
 
 def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
-    """Yield pairs of a number of GPUs and a GPU product. The product is the smallest one with which the model fits on
-    this number of GPUs. Numbers that the engine or the model does not support are omitted."""
+    """Yield pairs; each pair consists of a number of GPUs and a GPU product. The product is the smallest one with which
+    the model fits on this number of GPUs. Numbers that the engine or the model does not support are omitted."""
     for count in limits.TP_SIZES:
         if count not in capabilities.TENSOR_PARALLEL_SIZES or unsupported_reason(inputs.model.shape, count):
             continue

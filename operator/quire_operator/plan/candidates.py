@@ -69,8 +69,8 @@ def best_candidate(inputs: PlannerInputs, candidates: Iterable[Candidate]) -> Ca
 def sort_key(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, int, int, int]:
     """Return the sort key of a candidate; the best candidate has the highest key.
 
-    The longest context for minConcurrency requests is best. Among candidates with the same context, fewer GPUs are
-    better, then more sequences, and then a larger token budget.
+    The longest context for minConcurrency requests is best. Candidates with the same context are compared by three
+    criteria, in this order: fewer GPUs, more sequences, larger token budget.
 
     More sequences are better only as long as the KV cache has MEAN_SEQUENCE_LEN tokens for each of them. Further
     sequences would often wait for KV blocks.

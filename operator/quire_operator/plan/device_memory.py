@@ -31,7 +31,7 @@ of files."""
 _ACTIVATIONS_PERCENT = 115
 _SAMPLING_BYTES = 20
 """Sampling needs this number of bytes for each sequence and each entry of the vocabulary. These bytes are used for the
-logits, for copies that sorting and softmax make, and for the counts of penalties."""
+logits, for copies that sorting and softmax make, and for the token counts that penalties need."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ def resolve_gpu(gpu_spec: GpuSpec | None, nodes: Iterable[Labels] = (), product:
     """Return the GPU to plan for: the smallest GPU on which the pods can run.
 
     `nodes` are the labels of the cluster's nodes. `product` is an option of the command line and overrides the spec.
-    spec.gpu.memory takes precedence over node labels and the table of products.
+    The memory in spec.gpu.memory takes precedence over node labels and the table of products.
 
     Raises:
         Unplannable: the memory of the GPU is unknown, or pods share the nodes' GPUs.

@@ -19,7 +19,7 @@ class RenderContext:
     admin_key: str
     """Key for the admin port of the pods. The operator creates it once and never changes it."""
     available_kinds: frozenset[str] = frozenset()
-    """Those of the OPTIONAL_KINDS that the API server supports."""
+    """The kinds in OPTIONAL_KINDS that the API server supports."""
     credentials: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Credentials from the Secrets that sources refer to. For each Secret, the mapping contains the keys that are used,
     and their values."""

@@ -67,7 +67,7 @@ def download_network_policy(service: LLMService, context: RenderContext) -> Mani
 
 def source_ports(service: LLMService, sources: list[Source]) -> list[int]:
     """Return the ports to which a pod must connect. They are port 443, the ports of the sources, and the ports of the
-    hub mirror and the proxies that environment variables set.
+    hub mirror and of the proxies. Environment variables set the mirror and the proxies.
 
     Raises:
         ConfigError: a URL is invalid although it matches the pattern in the CRD.

@@ -84,7 +84,7 @@ def _required_objects(service: LLMService, plan: Plan, context: RenderContext) -
 
 
 def _optional_objects(service: LLMService, plan: Plan) -> Iterator[Manifest]:
-    """Yield the objects of OPTIONAL_KINDS that the spec requires."""
+    """Yield the objects that the spec requires and whose kinds are in OPTIONAL_KINDS."""
     spec = service.spec
     if spec.observability.podMonitor == "Auto":
         yield network.pod_monitor(service)

@@ -91,8 +91,8 @@ def startup_seconds(plan: Plan) -> int:
 
 
 def progress_seconds(service: LLMService, plan: Plan) -> int:
-    """Return progressDeadlineSeconds. It is the time that one pod needs to drain and another pod needs to start, plus
-    300 s to schedule the new pod and to pull its image."""
+    """Return progressDeadlineSeconds. By default, it is the sum of three times: the time that one pod needs to drain,
+    the time that another pod needs to start, and 300 s to schedule the new pod and to pull its image."""
     if service.spec.rollout.progressDeadlineSeconds is not None:
         return service.spec.rollout.progressDeadlineSeconds
     start = start_seconds(plan.modelBytes, downloads=model_storage.pods_download(service), gpu=plan.gpu is not None)
@@ -194,7 +194,8 @@ def server_arguments(service: LLMService) -> list[str]:
 
 
 def _other_model_arguments(service: LLMService) -> Iterator[str]:
-    """Yield the options to which spec.runtime.models and spec.runtime.serverArgs are converted. Raises ConfigError."""
+    """Convert spec.runtime.models and spec.runtime.serverArgs to options of the server, and yield these options. Raises
+    ConfigError."""
     runtime = service.spec.runtime
     parse_server_arguments(runtime.serverArgs, "spec.runtime.serverArgs")
     yield from (f"--server-arg={argument}" for argument in runtime.serverArgs)

@@ -32,11 +32,11 @@ _MERGE_KEYS: Mapping[str, str] = {
     "volumeMounts": "mountPath",
     "volumes": "name",
 }
-"""For each field with a list that can be merged, the merge key of the list."""
+"""Maps each field whose value is a list that can be merged to the merge key of this list."""
 
 _UNION_LISTS: Mapping[str, frozenset[str]] = {"volumes": frozenset({"name"})}
-"""Fields with a list whose entries can have several types. Each field is mapped to the keys that entries of all types
-have. If the patch has another type than the entry, it replaces the entry."""
+"""Fields with a list whose entries can have several types. Each field is mapped to those keys that the types have in
+common. If an entry of the patch has a different type than the existing entry, it replaces the existing entry."""
 
 
 def merge(base: Any, patch: Any, field: str = "") -> Any:

@@ -7,8 +7,8 @@ from quire_operator.render import object_names, pod_template
 from quire_operator.render.manifests import Manifest, new_manifest, service_reference
 
 _QUEUE_SHARE = 8
-"""The autoscaler's target for the waiting requests of a pod is the target for its running requests, divided by this
-number."""
+"""The autoscaler has two targets for each pod: one for its running requests, and one for its waiting requests. The
+second target is the first one divided by this number."""
 
 
 def deployment(service: LLMService, plan: Plan, template: Manifest) -> Manifest:

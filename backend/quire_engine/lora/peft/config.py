@@ -65,7 +65,7 @@ class PeftConfig:
     first expression that matches is used."""
     alpha_pattern: Mapping[str, float]
     ensure_weight_tying: bool
-    """Whether a tied embedding and output projection share one adapter."""
+    """Whether the embedding and the output projection, if they are tied, share one adapter."""
     target_modules: TargetModules
     """The modules that were adapted."""
 

@@ -19,7 +19,7 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.quantization import WeightScheme
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""For each size of packed integers in bits, an int32 in which every packed integer is 1."""
+"""Maps the number of bits of a packed integer to an int32 in which every packed integer is 1."""
 
 
 class GPTQTensor(QuantizedTensor):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the format `pack-quantized` of compressed-tensors.
 
-Values are packed along the input features, and zero points are packed along the output features. Values and zero points
-are stored as unsigned integers, because half of their range is added before they are stored. If features are ordered by
-activation, `weight_g_idx` contains the group of each input feature.
+Values are packed along the input features, and zero points are packed along the output features. Before values and zero
+points are stored, half of their range is added to them, so that the stored integers are unsigned. If features are
+ordered by activation, `weight_g_idx` contains the group of each input feature.
 """
 
 import math

@@ -100,7 +100,8 @@ class QuantizedTensors:
         return MXFP4Tensor(name, {suffix: self.files.get_slice(full) for suffix, full in names.items()}, scheme)
 
     def _marker(self, module: str) -> str | None:
-        """Return the suffix of the tensor with the values of a module, or None if the module is not quantized."""
+        """Return the name suffix of the tensor that contains a module's values, or None if the module is not
+        quantized."""
         for marker in _PACKED_MARKERS:
             if f"{module}{marker}" in self.files:
                 return marker

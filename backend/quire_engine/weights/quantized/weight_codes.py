@@ -106,7 +106,7 @@ class WeightCodes:
         return self.values.dtype, self.num_bits, self.block, self.is_e2m1
 
     def _expand(self, grid: Tensor) -> Tensor:
-        """Return a tensor that contains the entry of `grid` for each value of the weight.
+        """For each value of the weight, look up its entry in `grid`, and return these entries as a tensor.
 
         `grid` has one entry for each block of values.
 

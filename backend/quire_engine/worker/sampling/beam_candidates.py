@@ -20,8 +20,8 @@ from quire_engine.worker.sampling.sampler import CPU_CHUNK_BYTES, Sampler
 from quire_kernels import to_device_async
 
 _BLOCK_TOKENS = 64
-"""Number of tokens in a block. The first top-k only compares the maximum of each block. This is faster, because the
-maximum is computed with vector instructions and a top-k is not."""
+"""Number of tokens in a block. The first top-k compares only the maxima of the blocks, and not all values. This is
+faster, because vector instructions are used to compute a maximum, but not to compute a top-k."""
 
 
 class BeamCandidates:
@@ -135,8 +135,8 @@ class BeamCandidates:
 def _top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest values of each row, and their indices.
 
-    The result is the same as that of `values.topk(k)` for values [num_rows, num_values]. It is computed in blocks: the
-    k largest values are always in the k blocks with the largest maxima.
+    `values` has the shape [num_rows, num_values], and the result is the same as that of `values.topk(k)`. It is
+    computed in blocks: the k largest values are always in the k blocks with the largest maxima.
     """
     num_rows, num_values = values.shape
     if num_values <= 4 * k * _BLOCK_TOKENS:

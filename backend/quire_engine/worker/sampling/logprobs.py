@@ -34,9 +34,9 @@ class LogprobTensors:
 
     tensors: tuple[Tensor, ...]
     """The first three tensors have the shape [num_rows]. They contain the tokens, their log probabilities and their
-    ranks. The next two tensors have the shape [num_rows, max_logprobs]. They contain the most likely tokens, or the
-    tokens that the request names, and their log probabilities. If a request names tokens, a tensor with the ranks of
-    these tokens follows.
+    ranks. The next two tensors have the shape [num_rows, max_logprobs]. The first of them contains the most likely
+    tokens, or the tokens that the request names. The second contains the log probabilities of these tokens. If a
+    request names tokens, a tensor with the ranks of these tokens follows.
     """
     num_logprobs: list[int]
     """For each row, the number of log probabilities that its request needs."""
@@ -74,7 +74,7 @@ def max_rows(vocab_size: int, max_logprobs: int = 0) -> int:
 
 
 def logit_row_chunks(step_input: StepInput, vocab_size: int) -> Iterator[slice]:
-    """Yield the rows of hidden states whose logits are computed at once.
+    """Yield the rows of hidden states in chunks. The logits of one chunk are computed together.
 
     All rows that sample a token come first, in one chunk. The rows of prompt log probabilities follow in several
     chunks, because the logits of a whole prompt need gigabytes.
@@ -105,7 +105,8 @@ def compute_prompt_logprobs(
 ) -> list[list[list[Logprob]]]:
     """Return the log probabilities of prompt tokens, one list for each span.
 
-    The list contains the prompt tokens after the positions in the span's `prompt_logprob_positions`.
+    The list has one item for each position in the span's `prompt_logprob_positions`. The item contains the log
+    probabilities for the prompt token after this position.
 
     Args:
         spans: spans in the order of the rows of logits.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Span sampler: samples the spans of a step from the logits of the step.
 
-The tokens are sampled at once, or the sampling is queued on the device after the forward pass. If sampling needs the
-tokens of the previous step, it is postponed until they are known. The span sampler owns the sampler, the bitmask of the
-grammars and the postponed sampling. The model runner calls it on tensor-parallel rank 0.
+The tokens are sampled immediately, or the sampling is queued on the device after the forward pass. If sampling needs
+the tokens of the previous step, it is postponed until they are known. The span sampler owns the sampler, the bitmask of
+the grammars and the postponed sampling. The model runner calls it on tensor-parallel rank 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the LD_PRELOAD library preload.c, which prevents the server from crashing and its streams from losing text.
+"""Builds the LD_PRELOAD library from preload.c. The library prevents crashes of the server, and prevents the loss of
+text in its streams.
 
 In an image without a compiler, the library must already exist: `python -m quire_server.preload` builds it ahead of
 time.

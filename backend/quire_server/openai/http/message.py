@@ -20,7 +20,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 BODY_TIMEOUT_S = 60.0
 """A client must send the complete body of its request within this many seconds."""
 _MAX_DISCARDED_BODIES = 8
-"""If a body is too large, the server still reads it, up to this multiple of the limit, and discards the data."""
+"""If a body is larger than the limit, the server reads and discards the rest, until the size of the body exceeds this
+multiple of the limit."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 """Pattern of a valid header traceparent (W3C Trace Context). A value that does not match is not logged."""

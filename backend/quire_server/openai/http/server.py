@@ -43,7 +43,7 @@ class FrontServer(uvicorn.Server):
         on_shutdown: Callable[[], None] = lambda: None,
     ) -> None:
         """The supervisor creates `closing_file` when the pod is about to stop. `on_shutdown` ends the responses that
-        are endless."""
+        never end by themselves."""
         super().__init__(config)
         self._closing_file = closing_file
         self._on_shutdown = on_shutdown

@@ -61,7 +61,7 @@ class TextConfig(msgspec.Struct, kw_only=True):
 
 
 class ResponseFields(msgspec.Struct, kw_only=True):
-    """Fields of a request that do not exist in chat completions or have another name there."""
+    """Fields of a request that chat completions do not have, or that have another name there."""
 
     input: str | list[Any]
     instructions: str | None = None

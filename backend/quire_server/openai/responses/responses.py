@@ -71,8 +71,8 @@ class ResponseFormatter:
         return self._response(self._end_status())
 
     async def events(self, client: TextClient) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events. A chunk contains all events that are ready when it is sent. An error that
-        occurs before the first event is raised."""
+        """Yield the server-sent events. A chunk contains all events that are ready when it is sent. If an error occurs
+        before the first event, this error is raised."""
         is_started = False
         try:
             async with aclosing(self._generation.deltas(client)) as deltas:

@@ -21,7 +21,7 @@ from quire_operator.render.objects import render_objects
 
 Body = Mapping[str, Any]
 _POD_TEMPLATE_PATH = ("spec", "template")
-"""Path of the part of a Deployment that contains the fields of spec.podTemplate."""
+"""In a Deployment, the fields of spec.podTemplate are below this path."""
 _DEFAULT_KINDS = ("PodDisruptionBudget", "PodMonitor")
 """Kinds that every service uses by default (Auto). If a cluster does not have one of them, the status does not contain
 a warning.
@@ -114,7 +114,7 @@ def unknown_fields(service: LLMService, unsupported_fields: Collection[tuple[str
 
 
 def _with_live_values(service: LLMService, manifest: Manifest, replicas: int, live_objects: LiveObjects) -> Manifest:
-    """Return the manifest with those values that the live objects determine."""
+    """Return the manifest, in which the values that the live objects determine are set."""
     if manifest["kind"] == "Deployment":
         return {**manifest, "spec": {**manifest["spec"], "replicas": replicas}}
     if manifest["kind"] == "PersistentVolumeClaim" and live_objects.claim is not None:

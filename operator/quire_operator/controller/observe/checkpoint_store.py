@@ -156,7 +156,8 @@ class CheckpointStore:
         return self._checkpoints[source_key]
 
     def _raise_if_backing_off(self, source_key: SourceKey, key: ServiceKey) -> None:
-        """If a source must wait before it is read again, requeue the service for that time and raise the last error."""
+        """If it is too early to read a source again, raise its last error, and requeue the service for the time when
+        the source can be read."""
         now = asyncio.get_running_loop().time()
         self._backoff = {other: backoff for other, backoff in self._backoff.items() if backoff[0] > now}
         if source_key in self._backoff:

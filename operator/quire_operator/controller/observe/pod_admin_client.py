@@ -100,10 +100,10 @@ class PodAdminClient:
 
         All pods that have a running container are visited at the same time. Each visit reads the status of the pod (GET
         /status), or the progress if the pod is still downloading (GET /progress). If the pod has a different catalog,
-        `catalog` is pushed to it (PUT /adapters), and the status is read again. If a pod has a newer catalog, it is
-        replaced only if `replace_newer` is true. The caller must then know that `catalog` is the latest one. None
-        pushes no catalog. A visit takes at most 4 s. For unresponsive pods, it usually takes 1 s. If a pod causes an
-        error, the error is stored in the returned pod and not raised.
+        `catalog` is pushed to it (PUT /adapters), and the status is read again. A newer catalog in a pod is replaced
+        only if `replace_newer` is true. The caller must then know that `catalog` is the latest one. None pushes no
+        catalog. A visit takes at most 4 s. For unresponsive pods, it usually takes 1 s. If a pod causes an error, the
+        error is stored in the returned pod and not raised.
         """
         push = None if catalog is None else CatalogPush.from_catalog(catalog, replace_newer)
         return tuple(await asyncio.gather(*(self._visit_pod(pod, push, admin_key) for pod in pods)))
@@ -131,7 +131,7 @@ class PodAdminClient:
     ) -> tuple[T | None, str]:
         """Return the pod's response and an error.
 
-        The error is not empty if the pod did not respond or rejected the catalog.
+        If the pod rejected the catalog or did not respond, the error is not empty.
         """
         started_at = time.monotonic()
         is_unresponsive = started_at - self._unresponsive_since.get(pod.uid, -math.inf) < _FULL_TIMEOUT_INTERVAL_S
@@ -193,7 +193,7 @@ class CatalogPush:
         return cls(catalog.version, body, replace_newer)
 
     def replaced_digest(self, report: PodStatus) -> str:
-        """Return the digest of the pod's catalog, if that catalog is newer and this catalog is allowed to replace it.
+        """If the pod has a newer catalog and this push may replace it, return the digest of the pod's catalog.
 
         Otherwise, return an empty text.
         """

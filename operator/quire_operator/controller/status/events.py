@@ -3,8 +3,8 @@
 
 There is one event for each transition of its status. Pure. Called by the status writer.
 
-A transition is a change of the status or the reason of a condition, of the state of an adapter, or of the plan. If only
-the message of a condition changes, no event is created.
+A transition occurs if a condition gets another status or reason, if an adapter gets another state, or if the plan
+changes. If only the message of a condition changes, no event is created.
 """
 
 from collections.abc import Iterator, Mapping
