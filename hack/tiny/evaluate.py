@@ -31,8 +31,8 @@ _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def character_loss(model: LlamaForCausalLM | PeftModel, tokenizer: PreTrainedTokenizerFast, name: str) -> float:
-    """Return the loss on unseen documents of a corpus, in nats for each learned character. The documents are evaluated
-    one at a time."""
+    """Return the model's loss on documents of a corpus that the training did not use. The unit is nats per character.
+    Characters that a training run would ignore are not counted. The documents are evaluated one at a time."""
     total, num_chars = 0.0, 0
     for document in islice(corpus.CORPORA[name](_SEED), 40):
         ids, labels = tokens.encoded(tokenizer.backend_tokenizer, document)

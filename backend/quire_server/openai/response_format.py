@@ -9,8 +9,8 @@ from quire_spec.errors import truncated_repr
 
 
 def merge_response_format(response_format: Mapping[str, Any] | None, structured_outputs: Any) -> dict[str, Any]:
-    """Return `structured_outputs` with the constraint that `response_format` describes. The result is empty if there is
-    no constraint.
+    """Translate `response_format` into a constraint, add the constraint to `structured_outputs`, and return both. The
+    result is empty if there is no constraint.
 
     A request can set both fields, because its `structured_outputs` can contain options, such as disable_any_whitespace.
 

@@ -85,7 +85,8 @@ def load_schema() -> Mapping[str, Any]:
 
 
 def validate(body: object, old: object = ABSENT) -> ValidationResult:
-    """Check a document. Return the problems in it, and the document in the form in which an API server would store it.
+    """Check a document. Return its problems. Also return the document in the form in which an API server would store
+    it.
 
     `old` is the stored object that the document replaces. If `old` is not given, rules about changes are skipped. The
     function ignores the status, as an API server does.

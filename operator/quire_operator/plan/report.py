@@ -78,7 +78,7 @@ def memory_bar(rows: Sequence[MemoryRow], width: int, use_color: bool) -> str:
     """Return a bar of `width` columns. Each row has a segment in the bar. The length of the segment is in proportion to
     the size of the row.
 
-    The segment of a row with a size above 0 has at least one column.
+    If the size of a row is not 0, its segment has at least one column.
     """
     bar_width = width - 2
     end_columns, total, cumulative = [], sum(row.size for row in rows) or 1, 0
