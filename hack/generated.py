@@ -101,8 +101,8 @@ def _scalar_fields(node: dict[str, Any]) -> list[str]:
 
 
 def _section(path: str, node: dict[str, Any], source: dict[str, Any] | None) -> str:
-    """Return the section of an object, or of the entries of a list. It contains the rules and the table of the
-    fields."""
+    """Return the section of the page that describes an object. For a list, the section describes its entries. It
+    contains the rules and the table of the fields."""
     inner = node.get("items", node)
     suffix = "[]" if "items" in node else ""
     rules = "".join(_rule_list(schema) for schema in _schemas_with_rules(inner, source))

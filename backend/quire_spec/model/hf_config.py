@@ -22,8 +22,8 @@ class HFConfigReader:
     def __init__(
         self, values: object, defaults: Mapping[str, Any] | None = None, location: str = "config.json"
     ) -> None:
-        """`defaults` contains values for keys that are absent. If a key of `values` is null, it counts as absent, but
-        its default is not used."""
+        """`defaults` contains values for keys that are not in `values`. A key whose value in `values` is null has no
+        value, not even its default."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"{location}: expected an object, got {truncated_repr(values)}")
         self._values = {**(defaults or {}), **values}

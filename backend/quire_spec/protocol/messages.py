@@ -264,8 +264,9 @@ class AdapterEvent:
     kind: str
     """Kind of the event: host, slot or evicted.
 
-    The kind host means that the adapter was loaded to host memory. The kind slot means that it was loaded to an adapter
-    slot. The kind evicted means that it was removed from its adapter slot.
+    - "host": the adapter was loaded to host memory.
+    - "slot": the adapter was loaded to an adapter slot.
+    - "evicted": the adapter was removed from its adapter slot.
     """
     digest: AdapterDigest
     duration_s: float = 0.0

@@ -120,7 +120,7 @@ def _side_stream(device: torch.device) -> "torch.cuda.Stream":
 
 
 def _allocate_planes(x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> Tensor:
-    """Allocate the planes of A x: [num_splits, num_tokens, num_slices, rank] float32."""
+    """Allocate the partial results of the product `A x`: [num_splits, num_tokens, num_slices, rank] float32."""
     num_tokens, in_features = x.shape
     num_slices = len(adapters.target.widths)
     # For each adapter, only as many columns are written and read as its LoRA rank. The other columns take up memory,

@@ -297,7 +297,7 @@ def _parsers(ready: tuple[PodState, ...]) -> dict[str, str]:
 
 
 def _addresses(service: LLMService, deployment: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the fields address and endpoints of the status."""
+    """Return two fields of the status: `address` and `endpoints`."""
     ports, host = service.ports, ".".join([service.name, *([service.namespace] if service.namespace else []), "svc"])
     forms = {"http": f"http://{host}:{ports.get('http')}", "grpc": f"{host}:{ports.get('grpc')}"}
     endpoints = {name: url for name, url in forms.items() if name in ports}
