@@ -8,13 +8,14 @@ EMULATED ?= .venv-emulated
 # At most two threads per process in tests, because tests start several processes.
 export OMP_NUM_THREADS ?= 2
 # Waiting OpenMP threads do not spin: that would take cores from threads that have work.
-test test-fast e2e: export OMP_WAIT_POLICY ?= passive
-# Three test files at a time on two cores: half of the time they wait for servers and timers. In file order, so that the
-# long ones, which start Kubernetes, are not the last. Not on an existing cluster, where two operators would interfere.
-SIDE_BY_SIDE = $(if $(QUIRE_TEST_KUBECONFIG),,-n 3 --dist loadfile --no-loadscope-reorder)
+test test-server test-cluster test-kernels test-tools e2e: export OMP_WAIT_POLICY ?= passive
+# Three test files at a time on two cores, because tests wait for servers and timers half of the time. In file order, so
+# that the long ones of tests/cluster, tests/e2e and tests/engine are not the last.
+PYTEST = $(BIN)/python -m pytest -q --durations=10
+SIDE_BY_SIDE = -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-env dev-env emulated-env doctor test test-fast test-clients bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated rehearsal
+.PHONY: cpu-kernels help demo demo-env dev-env emulated-env doctor test test-server test-cluster test-kernels test-tools test-clients bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
 # A Kubernetes cluster for tests and manual use: hack/nodocker_cluster. IPV6=1: IPv6 only.
 export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
 CLUSTER = PYTHONPATH=hack $(BIN)/python -m nodocker_cluster
@@ -25,25 +26,36 @@ help: ## this list
 demo: demo-env ## demo: a real server, the tiny model, three adapters, requests over HTTP, gRPC and the OpenAI API
 	@$(BIN)/python hack/demo.py
 
-test: dev-env ## all tests that this machine can run, and a line for each skipped one
-	@# Before the first server starts, which would wait for the compiler (30 s on processors with AVX2 only).
-	@$(BIN)/python -c 'from quire_kernels.cpu_native import load_library; load_library()'
-	@$(BIN)/python -m pytest -q --durations=10 $(SIDE_BY_SIDE)
+test: cpu-kernels ## test all packages without a server or Kubernetes, and list each skipped test (WHAT="path or -k name")
+	@$(PYTEST) $(SIDE_BY_SIDE) $(or $(WHAT),-m "not server" --ignore=tests/kernels/gpu \
+		tests/spec tests/sources tests/kernels tests/engine tests/server tests/operator tests/test_repo.py)
 
-test-fast: dev-env ## the tests that start no server (seconds)
-	@$(BIN)/python -m pytest -q -m "not server"
+test-server: cpu-kernels ## test real Triton servers: quire serve, its clients, hostile input, killed processes
+	@$(PYTEST) $(SIDE_BY_SIDE) -m server tests/e2e tests/server
+
+test-cluster: cpu-kernels ## test the operator and the chart with a real Kubernetes API server (see cluster-tools)
+	@# Not side by side on an existing cluster, where two operators would interfere.
+	@$(PYTEST) $(if $(QUIRE_TEST_KUBECONFIG),,$(SIDE_BY_SIDE)) tests/cluster
+
+test-kernels: dev-env ## test the GPU kernels without a GPU: in Triton's interpreter, and compiled for sm_90
+	@$(PYTEST) $(SIDE_BY_SIDE) tests/kernels/gpu
+
+test-tools: cpu-kernels ## test the tools: the benchmarks, the measuring of a GPU with faults on this CPU, the tiny model
+	@# Not side by side: these tests start programs that use all cores, and run beside `make emulated` in CI.
+	@$(PYTEST) tests/hack
 
 test-clients: dev-env ## openai's, LangChain's and LiteLLM's clients against quire serve, from environments of their own
 	@PYTHONPATH=tests:hack $(BIN)/python tests/clients/run.py
+
+cpu-kernels: dev-env
+	@# Before the first server starts, which would wait for the compiler (30 s on processors with AVX2 only).
+	@$(BIN)/python -c 'from quire_kernels.cpu_native import load_library; load_library()'
 
 bench: dev-env ## measure serving on a quiet machine: this engine, the server, transformers (BENCH="--help" explains)
 	@env -u OMP_NUM_THREADS $(BIN)/python tests/bench/serving.py --shape 135m $(BENCH)
 
 emulated: emulated-env ## the GPU path without a GPU: PyTorch's CUDA build on an emulated device (minutes; WHAT="path or -k name")
 	@PYTHONPATH=tests $(EMULATED)/bin/python -m emulator -m pytest -p emulator.plugin -q --durations=5 $(or $(WHAT),tests/emulated)
-
-rehearsal: dev-env ## rehearse the measuring of a GPU on this CPU, with faults (minutes)
-	@QUIRE_REHEARSAL=1 $(BIN)/python -m pytest -q tests/hack/test_gpu_driver.py
 
 cluster-tools: dev-env ## find, download or build the programs of Kubernetes for the cluster tests (minutes, once)
 	@$(CLUSTER) tools

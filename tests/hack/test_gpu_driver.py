@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 pytestmark = pytest.mark.timeout(1200)
-in_rehearsal = pytest.mark.skipif("QUIRE_REHEARSAL" not in os.environ, reason="takes minutes: make rehearsal")
 
 BENCH = Path(__file__).parents[1] / "bench"
 DRIVER = [sys.executable, str(BENCH / "gpu.py")]
@@ -30,7 +29,6 @@ def _outcomes(results):
     return {name: phase["outcome"] for name, phase in results["phases"].items()}
 
 
-@in_rehearsal
 def test_rehearsal_with_faults_loses_no_result(bench_modules, tmp_path):
     """All phases. A crash, an exhausted memory and a hang in three of them: each is retried, and every phase has its
     rows."""
@@ -61,7 +59,6 @@ def test_rehearsal_with_faults_loses_no_result(bench_modules, tmp_path):
     assert re.search(r"limits +complete, \d+ of 400 s, 2 rows, QUIRE_EARLY_LAUNCH=0", done.stdout)
 
 
-@in_rehearsal
 def test_a_killed_run_is_resumed(tmp_path):
     """The supervisor, and then a phase's process with it, are killed; what was measured stays."""
     folder = tmp_path / "run"

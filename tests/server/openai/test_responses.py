@@ -63,8 +63,9 @@ def client(tmp_path_factory):
             yield client
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            process.terminate()
+        for process in processes:
+            process.wait(20)
 
 
 def create(client, events=(), **fields):
