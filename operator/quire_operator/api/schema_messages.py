@@ -49,7 +49,7 @@ the normalized name of the field.
 _MAX_SUGGESTED_PATHS = 3
 """If a field name occurs at more paths than this, it is too common to be suggested."""
 _MAX_UNKNOWN_FIELDS = 50
-"""At most this many unknown fields of an object are reported one by one, and the others only by their number. The search
+"""At most this many unknown fields of an object are reported one by one, and the others only by their number. Searching
 for a suggestion takes 0.1 ms for each field.
 """
 
