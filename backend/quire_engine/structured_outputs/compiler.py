@@ -27,8 +27,8 @@ _MIN_BYTES = 256 * 1024
 text."""
 MAX_ERROR_CHARS = 300
 MAX_LEXER_STATES = 10_000
-"""Maximum number of states that the lexer of one grammar can have. A state takes about 1 kB. The default of llguidance
-is 250,000 states. A hostile expression that reaches this maximum takes 3 MB for each sequence.
+"""Maximum number of states that the lexer of one grammar can have. The default of llguidance is 250,000 states. A
+hostile expression that reaches this maximum takes 3 MB for each sequence.
 """
 STEP_LEXER_FUEL = 100_000
 """Maximum amount of work for one mask. It is half of llguidance's default, and takes about 7 ms. If a mask took longer,

@@ -15,7 +15,7 @@ streams of 50 tokens/s reach this limit in 25 s. A healthy frontend reads the sa
 
 MAX_PENDING_STREAM_BYTES = 4 * 2**20
 """Limit for the deltas that wait for one streamed request, in bytes. It is enough for 10,000 tokens, which take 200 s
-at 50 tokens/s. If each token has 20 log probabilities, it is enough for 600 tokens, which take 11 s. A healthy reader
+at 50 tokens/s. If each token has 20 log probabilities, it is enough for 600 tokens, which take 12 s. A healthy reader
 never falls this far behind.
 """
 
