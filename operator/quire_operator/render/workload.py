@@ -35,8 +35,8 @@ def deployment(service: LLMService, plan: Plan, template: Manifest) -> Manifest:
 
 
 def disruption_budget(service: LLMService) -> Manifest | None:
-    """Return the PodDisruptionBudget. It is None if there is only one pod. A budget that allows one unavailable pod would
-    not protect this pod, and a budget that allows none would prevent draining its node."""
+    """Return the PodDisruptionBudget. It is None if there is only one pod. A budget that allows one unavailable pod
+    would not protect this pod, and a budget that allows none would prevent draining its node."""
     scaling = service.spec.autoscaling
     min_replicas = scaling.minReplicas if scaling else service.spec.replicas
     if service.spec.disruption.pdb == "None" or min_replicas < 2:
