@@ -75,7 +75,7 @@ HOSTILE_ADAPTERS = {
         lambda f: (f / CONFIG).write_text(
             json.dumps(json.loads((f / CONFIG).read_text()) | {"rank_pattern": {r"([\w.]+)+x": 1}})
         ),
-        "repeated group",
+        "repeats a group",
     ),
 }
 """By name: the modification of a valid adapter, and the text of its error."""

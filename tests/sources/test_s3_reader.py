@@ -116,7 +116,7 @@ async def test_s3_errors(tmp_path, bucket):
         with pytest.raises(InvalidArgument, match="s3://bucket/prefix") as caught:
             await f.fetch(s3(bucket, "s3://AKIA1:s3cr3t@models/a"))
         assert "s3cr3t" not in str(caught.value)
-        with pytest.raises(ConfigError, match="the endpoint is not"):
+        with pytest.raises(ConfigError, match="the endpoint must be http"):
             await f.fetch(Source(s3=S3Source("s3://models/a", "http://[::")))
     with pytest.raises(InvalidArgument, match="--max-adapter-bytes"):
         await fetch(tmp_path, s3(bucket), **bucket.options, max_weights_bytes=2**20)

@@ -228,7 +228,7 @@ def test_the_shipped_head_proposes_well() -> None:
 def test_errors_name_field_and_fix(models: Any, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", LlamaConfig(**(BASE | {"vocab_size": VOCAB - 1})), 0)
     speculation = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(other)}
-    with pytest.raises(ConfigError, match=f"speculative_config.model: vocab_size {VOCAB - 1} of the draft model"):
+    with pytest.raises(ConfigError, match=f"speculative_config.model: the draft model has vocab_size {VOCAB - 1}, but"):
         models.load(speculative_config=speculation)
     with pytest.raises(ConfigError, match=r"speculative_config.model: folder '/nowhere' does not exist"):
         models.load(speculative_config=speculation | {"model": "/nowhere"})

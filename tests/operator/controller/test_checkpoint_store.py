@@ -110,7 +110,7 @@ async def test_a_job_whose_pod_said_nothing():
 async def test_a_job_whose_pod_is_gone_is_started_again():
     """Its node went away, or it was deleted: the model is unknown."""
     pods = Pods()
-    with pytest.raises(Unavailable, match=r"claim 'models', path 'tiny': the pod of the Job .* was deleted"):
+    with pytest.raises(Unavailable, match=r"claim 'models', path 'tiny': the Job .* its pod was deleted"):
         await _found(pods)
     assert len(pods.deleted) == 1
 
@@ -119,7 +119,7 @@ async def test_a_job_that_had_no_time_says_nothing_of_the_model():
     """It is started again, where a model that is wrong is left alone for a while."""
     late = {"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": "active longer than specified"}
     pods = Pods()
-    with pytest.raises(Unavailable, match=r"claim 'models', path 'tiny': no pod .* in time \(active longer"):
+    with pytest.raises(Unavailable, match=r"claim 'models', path 'tiny': the Job .* its deadline .* \(active longer"):
         await _found(pods, late)
     assert len(pods.deleted) == 1
     with pytest.raises(ConfigError, match=r"the Job that reads config\.json failed: killed"):

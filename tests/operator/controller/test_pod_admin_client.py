@@ -141,7 +141,7 @@ async def test_a_wrong_key_is_named_and_not_shown(pusher, serve, caplog):
     _, seen = serve()
     with caplog.at_level(logging.DEBUG):
         found = await one(pusher, seen, key="another-key-that-is-wrong")
-    assert found.report is None and "HTTP 401: the key in its admin Secret" in found.report_error
+    assert found.report is None and "HTTP 401: the pod has another admin key" in found.report_error
     assert "another-key" not in found.report_error + caplog.text
     assert pusher.told == [VisitResult.UNAUTHORIZED]
 

@@ -293,7 +293,7 @@ def test_from_json_rejects_invalid_plans():
 def test_high_requested_utilization_is_reported():
     plan = plan_for("8b", H100, "lora: {maxLoaded: 0}\nengine: {gpuMemoryUtilization: '0.995'}")
     assert plan.fit is FitReason.UTILIZATION_RISK
-    assert plan.advice.startswith("spec.engine.gpuMemoryUtilization 0.995 leaves 0.4 GiB")
+    assert plan.advice.startswith("spec.engine.gpuMemoryUtilization 0.995 leaves only 0.4 GiB")
 
 
 def test_requested_kv_cache_is_used_exactly_or_rejected():

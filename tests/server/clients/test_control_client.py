@@ -101,7 +101,7 @@ async def test_end_of_the_peer_fails_every_call(peer):
             await control.call("status", timeout_s=60)
         async with asyncio.timeout(10):
             await control.closed.wait()
-        with pytest.raises(ConnectionLost, match="core: connection closed before the call of 'status'"):
+        with pytest.raises(ConnectionLost, match="core: the connection was closed before 'status'"):
             await control.call("status", timeout_s=60)
 
 

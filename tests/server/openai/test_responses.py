@@ -183,7 +183,7 @@ def test_nothing_is_stored(client):
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ({"metadata": {"a": "x" * 513}}, "metadata"),
         ({"metadata": {"a": {"b": 1}}}, "metadata"),
-        ({"text": json.loads('{"format":' * 200 + "{}" + "}" * 200)}, "text: more than 32 levels"),
+        ({"text": json.loads('{"format":' * 200 + "{}" + "}" * 200)}, "text: is nested more than 32 levels"),
         ({"input": 5}, "input"),
         ({"input": ["a"]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "send the item itself"),

@@ -54,7 +54,7 @@ def test_adapter_of_an_expert_is_rejected(tmp_path):
     adapter = make_adapter(model, tmp_path / "adapter", target_modules=["q_proj"])
     name = "base_model.model.model.layers.1.mlp.experts.0.gate_proj.lora_A.weight"
     _rewrite(adapter, lambda tensors: tensors.update({name: torch.ones(8, 64)}))
-    with pytest.raises(InvalidArgument, match=r"gate_proj.*layer 1 is a mixture of experts, .* only self_attn.q_proj,"):
+    with pytest.raises(InvalidArgument, match=r"gate_proj.*layer 1 is a mixture of experts, .* only its linear layers self_attn.q_proj,"):
         read_adapter(adapter, ModelConfig.load(model), MAX_RANK, torch.float32)
 
 
@@ -109,7 +109,7 @@ CONFIGS = {
         {"alpha_pattern": {"(q_proj": 1}},
         r"alpha_pattern: key '\(q_proj' is not a usable regular expression",
     ),
-    "slow expression": ({"rank_pattern": {r"([\w.]+)+x": 1}}, "repeated group"),
+    "slow expression": ({"rank_pattern": {r"([\w.]+)+x": 1}}, "repeats a group"),
     "layers of a wrong type": (
         {"layers_to_transform": "1"},
         "layers_to_transform '1' is neither a layer number nor a list",
