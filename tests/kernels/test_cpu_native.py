@@ -420,15 +420,23 @@ def test_damaged_library_does_not_crash(tmp_path: Path) -> None:
 
 
 @requires_native_kernels
-@pytest.mark.timeout(500)
 def test_concurrent_processes_build_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "quire_kernels.cpu_native"]
-    environment = os.environ | {"QUIRE_NATIVE_CACHE": str(tmp_path)}
+    """With one small source: the build of all sources is the same, and takes a minute."""
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources/one.cpp").write_text('extern "C" int one() { return 1; }')
+    # The others find no library while the first one waits.
+    (tmp_path / "slow").write_text('#!/bin/sh\nsleep 2\nexec c++ "$@"\n')
+    (tmp_path / "slow").chmod(0o700)
+    code = (
+        "import pathlib, sys; from quire_kernels import cpu_native; cpu_native._SOURCE_DIR = pathlib.Path(sys.argv[1])"
+    )
+    command = [sys.executable, "-c", f"{code}; sys.exit(cpu_native.main())", str(tmp_path / "sources")]
+    environment = os.environ | {"QUIRE_NATIVE_CACHE": str(tmp_path), "CXX": str(tmp_path / "slow")}
     together = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    outputs = [process.communicate(timeout=400) for process in together]
+    outputs = [process.communicate(timeout=100) for process in together]
     # One build for each instruction set.
     assert sum(err.count("compiling") for _, err in outputs) == 2
     assert all(set(out.split()) == set(map(str, tmp_path.glob("*.so"))) for out, _ in outputs)
