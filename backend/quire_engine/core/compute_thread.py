@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class ComputeThread:
-    """A thread that runs functions one after the other."""
+    """A thread that runs functions one after the other. The name of the thread begins with "steps"."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "steps")

@@ -2,9 +2,9 @@
 """Engine loop: the loop that runs the engine in the compute thread. Requests and calls arrive in a queue; results leave
 through a callback.
 
-Only this thread uses the engine. The loop never uses sockets or files. The thread of the event loop encodes and sends
-results, and other threads read adapters. The thread blocks while there is nothing to run. The core server owns the
-engine loop.
+Only the compute thread uses the engine. The loop never uses sockets or files. The thread of the event loop encodes and
+sends results, and other threads read adapters. The compute thread blocks while there is nothing to run. The core server
+owns the engine loop.
 """
 
 import logging
@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """The engine's thread. All methods except `run` are safe to call from other threads, and return at once.
+    """The loop that runs the engine in the ComputeThread. All methods except `run` are safe to call from other threads,
+    and return at once.
 
     A client id identifies a connection of a text process. All sequences belong to the latest client. The sequences are
     aborted when this client disconnects or another client connects. Each result is published with the id of its client.
@@ -50,7 +51,7 @@ class EngineLoop:
         on_adapter_needed: Callable[[AdapterDigest, Path], None],
         on_slot_copy: Callable[[SlotLoad, Callable[[], None]], None],
     ) -> None:
-        """Create the loop. The callbacks run in the engine's thread and must not block.
+        """Create the loop. The callbacks run in the compute thread and must not block.
 
         Args:
             engine: the engine.
@@ -85,7 +86,7 @@ class EngineLoop:
         self._inbox.put(lambda: self._change_client(0) if client_id == self._client_id else None)
 
     def generate(self, client_id: int, request: SequenceRequest) -> None:
-        """Start a sequence."""
+        """Put a request into the inbox. The loop starts its sequence before the next step."""
         self._inbox.put(partial(self._add_request, client_id, request))
 
     def abort(self, client_id: int, sequence_ids: list[int]) -> None:
@@ -93,13 +94,13 @@ class EngineLoop:
         self._inbox.put(partial(self._abort, client_id, sequence_ids))
 
     def submit_call(self, action: Callable[[], T]) -> "Future[T]":
-        """Run a function in the engine's thread between two steps; return a future of its result."""
+        """Run a function in the compute thread between two steps; return a future of its result."""
         future: Future[T] = Future()
         self._inbox.put(partial(self._run_call, action, future))
         return future
 
     def run(self) -> NoReturn:
-        """Run forever, in the thread that loaded the engine.
+        """Run forever, in the compute thread.
 
         If this method raises an exception, the process must end, because the state of the engine is then unknown.
         """

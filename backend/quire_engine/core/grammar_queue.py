@@ -33,7 +33,10 @@ class GrammarQueue:
         self._thread_pool.submit(self._try_get_compiler)
 
     def init_grammar(self, client_id: int, request: SequenceRequest) -> None:
-        """Compile the grammar of a sequence in the background, and then start the sequence (vLLM `grammar_init`)."""
+        """Compile the grammar of a sequence in the background, and then start the sequence (vLLM `grammar_init`).
+
+        A sequence without a grammar starts at once.
+        """
         if request.grammar is None:
             self._start_sequence(client_id, request)
             return

@@ -5,9 +5,9 @@ quire_engine.core`.
     text process --SequenceRequest, AbortSequences--> CoreServer --queue--> EngineLoop -> Engine
                  <-----------StepResult-------------             <---------
 
-CoreServer puts a sequence with a grammar into the GrammarQueue first. When the grammar is compiled, the sequence enters
-the queue of the EngineLoop. The main thread serves the sockets, and another thread runs the engine. The process listens
-only when the engine is ready.
+CoreServer passes every sequence to the GrammarQueue. A sequence without a grammar enters the queue of the EngineLoop at
+once. A sequence with a grammar enters it when the grammar is compiled. The main thread serves the sockets, and the
+compute thread runs the engine. The process listens only when the engine is ready.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server of the core process: accepts connections of the text process and of supervisors.
 
-The server runs asyncio in the main thread. The engine runs in another thread (see engine_loop). All results of a step
-are sent in one small message, so one thread can serve all peers while the next step runs.
+The server runs asyncio in the main thread. The engine runs in the compute thread (see engine_loop). All results of a
+step are sent in one small message, so one thread can serve all peers while the next step runs.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ class CoreServer(ConnectionHandler):
             self._engine_loop.detach_client(self._client_id)
 
     def _publish(self, client_id: int, result: StepResult) -> None:
-        """Send a result to its client; called in the engine's thread."""
+        """Send a result to its client; called in the compute thread."""
         self._event_loop.call_soon_threadsafe(self._send_result, client_id, result)
 
     def _send_result(self, client_id: int, result: StepResult) -> None:
@@ -122,11 +122,11 @@ class CoreServer(ConnectionHandler):
             self._text_connection.abort()
 
     def _on_adapter_needed(self, digest: AdapterDigest, path: Path) -> None:
-        """Start to read an adapter; called in the engine's thread."""
+        """Start to read an adapter; called in the compute thread."""
         self._event_loop.call_soon_threadsafe(lambda: self._start_task(self._reload_adapter(digest, path)))
 
     def _on_slot_copy(self, slot_load: SlotLoad, copy: Callable[[], None]) -> None:
-        """Start to copy an adapter into a slot; called in the engine's thread."""
+        """Start to copy an adapter into a slot; called in the compute thread."""
         self._event_loop.call_soon_threadsafe(lambda: self._start_task(self._copy_to_slot(slot_load, copy)))
 
     def _start_task(self, coroutine: Awaitable[None]) -> None:

@@ -115,9 +115,9 @@ class StepExecutor:
             return InFlightStep(plan, partial(_raise, error), launch_failed=True)
 
     def _sample_tokens(self, step: InFlightStep | None) -> InFlightStep | None:
-        """Sample the tokens of a step that was launched without sampling.
+        """Run only the sampling that was postponed because a step has grammars. Do nothing for other steps.
 
-        A step is launched in this way if it has grammars, because they need the tokens of the previous step.
+        Grammars need the tokens of the previous step.
         """
         if step is None or step.launch_failed or not any(span.sequence.grammar for span in step.plan.spans):
             return step

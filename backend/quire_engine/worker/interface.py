@@ -67,4 +67,7 @@ class ModelRunner(Protocol):
         """
 
     def sample_tokens(self) -> None:
-        """If the most recently started step has a grammar and its tokens were not sampled yet, sample them now."""
+        """Run only the sampling that `execute_async` postponed because the most recently started step has a grammar.
+
+        Do nothing if no sampling was postponed.
+        """

@@ -42,7 +42,7 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class DeviceModelRunner(ModelRunner):
-    """Executes step plans on this process's device.
+    """Executes step plans on this process's device. See worker/interface.py for the protocol ModelRunner.
 
     Raises:
         ConfigError: the device, the weights or the memory do not fit the configuration; the message names the setting

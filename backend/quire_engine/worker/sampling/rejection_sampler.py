@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rejection sampler: samples the rows of a span in order, until a sampled token differs from the draft token.
 
+In a synchronous step, span_sampler.py passes all spans to this module, except beams. This includes spans without
+drafts.
+
 The method is rejection sampling. It treats a draft as a distribution in which the draft token has the probability 1.
 Therefore, it is exact for every sampling parameter. A draft token is accepted with the probability that the model gives
 it. If a draft token is rejected, it is replaced by the token that was sampled in its row. Each row is sampled with the

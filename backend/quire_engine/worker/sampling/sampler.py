@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampler: selects a token for each row of logits, with the sampling parameters of the row's sequence.
 
-The model runner calls it once in each step. A row is one position of one sequence. Sampling parameters are copied to
-the device once, and stay there until the batch changes. A parameter that no request uses does not slow down a step. A
-random draw depends only on the row's logits, the sequence's seed and the position. It does not depend on the batch, on
-the row's index in the batch, or on earlier preemptions.
+The rejection sampler calls it in synchronous steps, once in each round of drafts. The span sampler calls it in
+asynchronous steps. The beam candidates use only its token counts. A row is one position of one sequence. Sampling
+parameters are copied to the device once, and stay there until the batch changes. A parameter that no request uses does
+not slow down a step. A random draw depends only on the row's logits, the sequence's seed and the position. It does not
+depend on the batch, on the row's index in the batch, or on earlier preemptions.
 """
 
 from collections import abc
