@@ -25,7 +25,9 @@ class ConnectionLost(Unavailable):
 
 
 class ControlClient:
-    """One connection to the text process or the core process."""
+    """One connection of the supervisor to the text process or the core process. The peer is the server of that process,
+    not a ControlServer.
+    """
 
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.name = name

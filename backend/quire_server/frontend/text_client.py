@@ -3,8 +3,9 @@
 
 A writer thread opens the connection and sends requests; a reader thread receives and decodes deltas. `submit` and
 `cancel` therefore never block on the socket. When the connection ends, each open request gets a delta with the error
-UNAVAILABLE. The writer connects again without waiting for the next request. Therefore every running frontend is
-connected to the text process. The client does not use the server's API. It is owned by stub_model.py.
+UNAVAILABLE. The writer connects again without waiting for the next request. Therefore every running stub is connected
+to the text process. The client does not use the server's API. It is owned by stub_model.py. The OpenAI front has its
+own client in openai/text_client.py.
 """
 
 import logging

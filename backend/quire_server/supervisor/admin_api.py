@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP API of the health port. Probes and metrics need no key. The status and the adapter catalog need the admin key.
+"""HTTP API of the health port, which the operator calls admin port.
+
+Probes and metrics need no key. The status and the adapter catalog need the admin key.
 
 This module handles only HTTP; the Supervisor owns state and actions. supervisor/app.py serves the API.
 """

@@ -23,7 +23,9 @@ _READ_BYTES = 2**16
 
 
 class ControlServer:
-    """The connections of the socket, and the calls that are running."""
+    """The connections of the socket, and the calls that are running. The peer is the OpenAI front, not a
+    ControlClient.
+    """
 
     def __init__(self, methods: Mapping[str, Method]) -> None:
         self._methods = methods
