@@ -69,21 +69,23 @@ def evaluate_adapters(
 ) -> AdaptersState:
     """Evaluate the adapters. `ready_pods` are those pods in `pods` that receive requests."""
     version = catalog.version
-    by_name = {pod.uid: _adapters_by_name(pod, version) for pod in pods}
+    adapters_by_pod = {pod.uid: _adapters_by_name(pod, version) for pod in pods}
     reporting_pods = list(ready_pods) or [pod for pod in pods if pod.report]
     entries = []
     num_failures = 0
     for adapter in catalog.adapters:
-        state, pod_name, error = _least_ready_state(adapter.name, reporting_pods, by_name)
-        ready = sum(by_name[pod.uid][adapter.name].state is AdapterState.READY
-                    for pod in ready_pods if adapter.name in by_name[pod.uid])  # fmt: skip
+        state, pod_name, error = _least_ready_state(adapter.name, reporting_pods, adapters_by_pod)
+        ready = sum(adapters_by_pod[pod.uid][adapter.name].state is AdapterState.READY
+                    for pod in ready_pods if adapter.name in adapters_by_pod[pod.uid])  # fmt: skip
         message = ""
         if error and num_failures < MAX_FAILURES:
             num_failures += 1
             message = to_single_line(f"pod {pod_name}: {error}", _MAX_ERROR)
         entry = {"name": adapter.name, "ready": ready, "total": len(ready_pods), "state": state}
         entries.append(
-            entry | _common_digest(adapter.name, reporting_pods, by_name) | ({"message": message} if message else {})
+            entry
+            | _common_digest(adapter.name, reporting_pods, adapters_by_pod)
+            | ({"message": message} if message else {})
         )
     num_ready = sum(_is_ready_everywhere(entry) for entry in entries)
     condition = _condition(entries, num_ready, version, ready_pods)
@@ -169,32 +171,38 @@ def _adapters_by_name(pod: PodState, version: CatalogVersion) -> dict[str, Adapt
 
 
 def _least_ready_state(
-    name: str, pods: Sequence[PodState], by_name: dict[str, dict[str, AdapterStatus]]
+    name: str, pods: Sequence[PodState], adapters_by_pod: dict[str, dict[str, AdapterStatus]]
 ) -> tuple[str, str, str]:
     """Return the state of an adapter on the pod where it has made the least progress.
 
     The result also contains the name of the pod and the error.
     """
-    states = [_adapter_state(name, pod, by_name) for pod in pods]
+    states = [_adapter_state(name, pod, adapters_by_pod) for pod in pods]
     return min(
         states, key=lambda item: (_STATES_LEAST_READY_FIRST.index(item[0]), item[1]), default=("Pending", "", "")
     )
 
 
-def _adapter_state(name: str, pod: PodState, by_name: dict[str, dict[str, AdapterStatus]]) -> tuple[str, str, str]:
-    status = by_name[pod.uid].get(name)
+def _adapter_state(
+    name: str, pod: PodState, adapters_by_pod: dict[str, dict[str, AdapterStatus]]
+) -> tuple[str, str, str]:
+    status = adapters_by_pod[pod.uid].get(name)
     return ("Pending", pod.name, "") if status is None else (status.state.value, pod.name, status.error)
 
 
-def _common_digest(name: str, pods: Sequence[PodState], by_name: dict[str, dict[str, AdapterStatus]]) -> dict[str, str]:
+def _common_digest(
+    name: str, pods: Sequence[PodState], adapters_by_pod: dict[str, dict[str, AdapterStatus]]
+) -> dict[str, str]:
     """Return the digest of the adapter, if all pods that report a digest report the same one."""
-    digests = set(_known_digests(name, pods, by_name))
+    digests = set(_known_digests(name, pods, adapters_by_pod))
     return {"digest": digests.pop()} if len(digests) == 1 else {}
 
 
-def _known_digests(name: str, pods: Sequence[PodState], by_name: dict[str, dict[str, AdapterStatus]]) -> Iterator[str]:
+def _known_digests(
+    name: str, pods: Sequence[PodState], adapters_by_pod: dict[str, dict[str, AdapterStatus]]
+) -> Iterator[str]:
     for pod in pods:
-        status = by_name[pod.uid].get(name)
+        status = adapters_by_pod[pod.uid].get(name)
         if status is not None and status.digest and len(status.digest) <= _MAX_DIGEST and status.digest.isascii():
             yield status.digest
 
