@@ -7,6 +7,8 @@ A new release of the operator can render pods differently. So that an upgrade do
 the stored template until the spec, the model or the GPU changes. The compressed template is stored in an annotation of
 about 2 KB. The live template cannot be used for this. It also contains defaults of the API server, and manual changes
 that the operator must undo.
+
+This module also decides which fields of the spec replace pods: _POD_FIELDS and pods_digest().
 """
 
 import hashlib
@@ -24,6 +26,10 @@ from quire_operator.render.manifests import Manifest, container_ports
 from quire_spec import constants as spec_names
 
 PODS_ANNOTATION = f"{spec_names.API_GROUP}/pods"
+
+_POD_FIELDS = ("device", "model", "lora", "engine", "openai", "runtime", "gpu", "security", "podTemplate")
+"""Fields of the spec whose change renders the pods again, including all fields below them. pods_digest() adds parts of
+other fields, such as the mode of the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,3 @@ def mounted_configmaps(pod_spec: Mapping[str, Any]) -> set[str]:
     """Return the names of the ConfigMaps that a pod mounts."""
     volumes = pod_spec.get("volumes") or ()
     return {volume["configMap"]["name"] for volume in volumes if "configMap" in volume}
-
-
-_POD_FIELDS = ("device", "model", "lora", "engine", "openai", "runtime", "gpu", "security", "podTemplate")

@@ -10,7 +10,7 @@ from quire_operator.render.manifests import PLACEMENT_FIELDS, Manifest, new_job
 EXIT_INVALID_CONFIG = 2
 """quire_server.download exits with this code after an error that a retry cannot fix."""
 _MAX_RETRIES = 6
-_POD_FIELDS = sorted((*PLACEMENT_FIELDS, "serviceAccountName"))
+_POD_SPEC_FIELDS = sorted((*PLACEMENT_FIELDS, "serviceAccountName"))
 
 
 def job(service: LLMService, plan: Plan, server_pod_spec: Manifest) -> Manifest:
@@ -26,7 +26,7 @@ def job(service: LLMService, plan: Plan, server_pod_spec: Manifest) -> Manifest:
     }
     mounted_volumes = [mount["name"] for mount in downloader["volumeMounts"] if mount["name"] != "model"]
     spec = {
-        **{name: server_pod_spec[name] for name in _POD_FIELDS if name in server_pod_spec},
+        **{name: server_pod_spec[name] for name in _POD_SPEC_FIELDS if name in server_pod_spec},
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "restartPolicy": "Never",
