@@ -98,6 +98,8 @@ class OperatorProcess:
     def handle_service_event(self, event_type: str | None, body: dict[str, Any]) -> None:
         """Update the cache with one event of kopf's watch. If `event_type` is None, the object comes from kopf's first
         list.
+
+        If the object differs from the cached one, the cache then puts the service into the work queue.
         """
         if event_type == "DELETED":
             self.controller.cache.remove(resources.LLM_SERVICE, body)

@@ -112,6 +112,7 @@ class Reconciler:
             planning, apply_result = await self._converge(desired, previous, state)
             generation, now = desired.generation, datetime.now(UTC).replace(microsecond=0)
             pods = await self._observer.observe_pods(desired)
+            # This also reads the /status of the pods, even if no catalog is pushed.
             pods = await self._deps.catalog_pusher.push_catalog(desired, pods)
             observed = self._observer.observe(desired, pods, state.children, state.applied_generation, apply_result)
             new_status = build_status(desired.service, generation, planning, observed, previous, now)

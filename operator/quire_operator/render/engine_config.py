@@ -42,8 +42,8 @@ _SPEC_PATHS: Mapping[str, FieldPath] = {
     "tool_call_parser": ("openai", "toolCallParser"),
     "reasoning_parser": ("openai", "reasoningParser"),
 }
-"""Maps each field of EngineConfig to the path of the corresponding field in the spec. Error messages contain this
-path."""
+"""Maps fields of EngineConfig to the paths of the corresponding fields in the spec. It serves only error messages, and
+it is not complete. The values come from _spec_arguments and _plan_arguments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> R
 
 
 def _required_objects(service: LLMService, plan: Plan, context: RenderContext) -> Iterator[Manifest]:
-    """Yield the objects of kinds that every cluster supports."""
+    """Yield the objects of kinds that need no installed CRD."""
     spec = service.spec
     chat_template = chat_template_path(service)
     draft = service.draft_source

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pod template of the server: `python -m quire_server` with its volumes, probes, security context and drain time.
-quire_server/__main__.py defines the options of the server. A test parses the rendered arguments with the server's
+"""The pod template: the supervisor (`python -m quire_server`), its volumes, probes, security context and drain time.
+
+quire_server/__main__.py defines the supervisor's options. A test parses the rendered arguments with the supervisor's
 parser. Called by objects.py and workload.py.
 """
 
@@ -173,7 +174,7 @@ def _probe(check: str, period_s: int, failures: int) -> Manifest:
 
 
 def server_arguments(service: LLMService) -> list[str]:
-    """Return the arguments of `python -m quire_server`, the entry point of the image."""
+    """Return the supervisor's options. The entry point of the image, `python -m quire_server`, is the supervisor."""
     paths = {name: path for name, (path, _) in _openai_secrets(service).items()}
     return [
         f"--engine={object_names.ENGINE_DIR}/engine.json",
@@ -194,8 +195,10 @@ def server_arguments(service: LLMService) -> list[str]:
 
 
 def _other_model_arguments(service: LLMService) -> Iterator[str]:
-    """Convert spec.runtime.models and spec.runtime.serverArgs to options of the server, and yield these options. Raises
-    ConfigError."""
+    """Convert spec.runtime.models and spec.runtime.serverArgs to the supervisor's options, and yield these options.
+
+    Raises ConfigError.
+    """
     runtime = service.spec.runtime
     parse_server_arguments(runtime.serverArgs, "spec.runtime.serverArgs")
     yield from (f"--server-arg={argument}" for argument in runtime.serverArgs)

@@ -2,7 +2,8 @@
 """Observed state of one service in one pass.
 
 It contains everything about the service's objects that the status depends on. Pure. state_observer.py builds it,
-catalog_pusher.py adds the reports of the pods, and status.py evaluates it.
+catalog_pusher.py adds the reports of the pods, and status.py evaluates it. The module also contains PlanningResult, the
+result of planning in the same pass.
 """
 
 from collections.abc import Iterator, Mapping
