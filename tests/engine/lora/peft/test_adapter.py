@@ -54,7 +54,10 @@ def test_adapter_of_an_expert_is_rejected(tmp_path):
     adapter = make_adapter(model, tmp_path / "adapter", target_modules=["q_proj"])
     name = "base_model.model.model.layers.1.mlp.experts.0.gate_proj.lora_A.weight"
     _rewrite(adapter, lambda tensors: tensors.update({name: torch.ones(8, 64)}))
-    with pytest.raises(InvalidArgument, match=r"gate_proj.*layer 1 is a mixture of experts, .* only its linear layers self_attn.q_proj,"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"gate_proj.*layer 1 is a mixture of experts, .* only its linear layers self_attn.q_proj,",
+    ):
         read_adapter(adapter, ModelConfig.load(model), MAX_RANK, torch.float32)
 
 

@@ -156,7 +156,11 @@ def _replaced(name, tensor):
 
 
 ERRORS = {
-    "scales": ("ct-fp8-channel", _without("q_proj.weight_scale"), rf"{Q_PROJ}.weight_scale is missing, .* for {Q_PROJ}"),
+    "scales": (
+        "ct-fp8-channel",
+        _without("q_proj.weight_scale"),
+        rf"{Q_PROJ}.weight_scale is missing, .* for {Q_PROJ}",
+    ),
     "zeros": ("gptq", _without("q_proj.qzeros"), rf"{Q_PROJ}.qzeros is missing, .* for {Q_PROJ}.qweight"),
     "packed zeros": ("ct-int4-zeros", _without("q_proj.weight_zero_point"), rf"{Q_PROJ}.weight_zero_point is missing"),
     "shape": ("awq", _replaced(f"{Q_PROJ}.scales", torch.ones(1, 64).half()), r"F16 of shape \(1, 64\); .*\(2, 64\)"),
@@ -165,7 +169,11 @@ ERRORS = {
         _replaced(f"{Q_PROJ}.weight", torch.ones(64, 64).byte()),
         "U8 of shape .* implies I8 of shape",
     ),
-    "groups": ("gptq-desc_act", _replaced(f"{Q_PROJ}.g_idx", torch.full((64,), 2)), r"q_proj.g_idx must contain .* 0 to 1"),
+    "groups": (
+        "gptq-desc_act",
+        _replaced(f"{Q_PROJ}.g_idx", torch.full((64,), 2)),
+        r"q_proj.g_idx must contain .* 0 to 1",
+    ),
     "not a matrix": ("ct-int8", _replaced(f"{Q_PROJ}.weight", torch.ones(64).char()), r"shape \(64,\), .* a matrix"),
     "columns": ("ct-actorder", _replaced(f"{Q_PROJ}.weight_shape", torch.tensor([64, -1])), "contains -1 columns"),
     "unexpected": ("gptq", _replaced(f"{Q_PROJ}.bias", torch.ones(64)), rf"{Q_PROJ}.bias is unexpected"),
