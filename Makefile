@@ -9,9 +9,9 @@ EMULATED ?= .venv-emulated
 export OMP_NUM_THREADS ?= 2
 # Waiting OpenMP threads do not spin: that would take cores from threads that have work.
 test test-server test-cluster test-kernels test-tools e2e: export OMP_WAIT_POLICY ?= passive
+PYTEST = $(BIN)/python -m pytest -q --durations=10
 # Three test files at a time on two cores, because tests wait for servers and timers half of the time. In file order, so
 # that the long ones of tests/cluster, tests/e2e and tests/engine are not the last.
-PYTEST = $(BIN)/python -m pytest -q --durations=10
 SIDE_BY_SIDE = -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
@@ -70,7 +70,7 @@ cluster-load: dev-env
 	@$(CLUSTER) load
 
 e2e: cluster-tools cluster-images ## test real pods: the chart, an LLMService, tokens, on a new node (root on Debian; IPV6=1)
-	@QUIRE_PODS=1 $(BIN)/python -m pytest -q --durations=10 $(or $(WHAT),tests/pods)
+	@QUIRE_PODS=1 $(PYTEST) $(or $(WHAT),tests/pods)
 
 cluster-down: dev-env ## stop the cluster of make cluster-up, with everything on it
 	@$(CLUSTER) down

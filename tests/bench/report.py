@@ -94,11 +94,17 @@ def lengths(workload: dict[str, Any]) -> str:
 def _heading(results: dict[str, Any]) -> str:
     workload, check = results["workload"], results["check"]
     compared = f"in float32, {check['requests']} outputs equal those of transformers. " if check["requests"] else ""
+    weights = ", with the same weights of 4 bits" if results["settings"].get("quantization") == "int4" else ""
+    gaps = (
+        f"In the measured dtype, the logit of each checked token is at most {max(check['gaps'].values()):.2f} standard "
+        f"deviations\nbelow the highest logit of transformers in float32{weights}."
+        if check["gaps"]
+        else "no output, only the number of tokens."
+    )
     return (
         f"{environment_line(results)}"
         f"{workload['requests']} requests, {lengths(workload)}; medians of {workload['runs']} alternating runs.\n"
-        f"Checked: {compared}In the measured dtype, the logit of each checked token is at most "
-        f"{max(check['gaps'].values()):.2f} standard deviations\nbelow the highest logit of transformers in float32."
+        f"Checked: {compared}{gaps}"
     )
 
 
