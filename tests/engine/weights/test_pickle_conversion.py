@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from support.tiny_checkpoints import make_checkpoint
 
 from quire_engine.__main__ import main
-from quire_engine.weights import pickle_conversion
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_engine.weights.pickle_conversion import convert_checkpoint
 from quire_engine.weights.tensor_files import CONVERT_COMMAND, TensorFiles
@@ -92,10 +91,3 @@ def test_archives_that_expand_and_wrong_indexes_are_rejected(tmp_path):
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(ConfigError, match="download"):
             convert_checkpoint(tmp_path, tmp_path / "out")
-
-
-def test_torch_before_2_6_is_rejected(tmp_path, monkeypatch):
-    pickled(tmp_path / "m")
-    monkeypatch.setattr(pickle_conversion.torch, "__version__", "2.5.1+cpu")
-    with pytest.raises(ConfigError, match="CVE-2025-32434"):
-        convert_checkpoint(tmp_path / "m", tmp_path / "out")

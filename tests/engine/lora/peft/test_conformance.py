@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import LoraConfig
+from support.near_ties import assert_top_tokens
 from support.tiny_checkpoints import load_adapted_oracle, make_adapter, make_checkpoint
 
 from quire_engine.core.engine import Engine
@@ -153,7 +154,7 @@ def test_logits_equal_peft(row, served_model, tmp_path):
         logprobs += [entries for result in engine.step().results for entries in result.logprobs]
     engine.remove_adapter(digest)
     assert len(logprobs) == 1
-    assert [int(entry[0]) for entry in logprobs[0][1:]] == expected.topk(20).indices.tolist()
+    assert_top_tokens([int(entry[0]) for entry in logprobs[0][1:]], expected)
     assert max(abs(entry[1] - expected[int(entry[0])].item()) for entry in logprobs[0]) < 1e-4
 
 
