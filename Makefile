@@ -8,14 +8,14 @@ EMULATED ?= .venv-emulated
 # At most two threads per process in tests, because tests start several processes.
 export OMP_NUM_THREADS ?= 2
 # Waiting OpenMP threads do not spin: that would take cores from threads that have work.
-test test-server test-cluster test-kernels test-tools e2e: export OMP_WAIT_POLICY ?= passive
+test test-server test-cluster test-kernels test-tools test-torch-min e2e: export OMP_WAIT_POLICY ?= passive
 PYTEST = $(BIN)/python -m pytest -q --durations=10
 # Three test files at a time on two cores, because tests wait for servers and timers half of the time. In file order, so
 # that the long ones of tests/cluster, tests/e2e and tests/engine are not the last.
 SIDE_BY_SIDE = -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: cpu-kernels help demo demo-env dev-env emulated-env doctor test test-server test-cluster test-kernels test-tools test-clients bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
+.PHONY: cpu-kernels help demo demo-env dev-env emulated-env doctor test test-server test-cluster test-kernels test-tools test-clients test-torch-min bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
 # A Kubernetes cluster for tests and manual use: hack/nodocker_cluster. IPV6=1: IPv6 only.
 export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
 CLUSTER = PYTHONPATH=hack $(BIN)/python -m nodocker_cluster
@@ -55,7 +55,11 @@ bench: dev-env ## measure serving on a quiet machine: this engine, the server, t
 	@env -u OMP_NUM_THREADS $(BIN)/python tests/bench/serving.py --shape 135m $(BENCH)
 
 emulated: emulated-env ## the GPU path without a GPU: PyTorch's CUDA build on an emulated device (minutes; WHAT="path or -k name")
-	@PYTHONPATH=tests $(EMULATED)/bin/python -m emulator -m pytest -p emulator.plugin -q --durations=5 $(or $(WHAT),tests/emulated)
+	@PYTHONPATH=tests:hack $(EMULATED)/bin/python -m emulator -m pytest -p emulator.plugin -q --durations=5 $(or $(WHAT),tests/emulated)
+
+test-torch-min: emulated-env ## test the engine on a CPU with the lowest PyTorch that is supported
+	@$(EMULATED)/bin/python -m pytest -q --durations=5 $(or $(WHAT),tests/engine/core/test_parity.py \
+		tests/engine/weights tests/kernels/test_ops.py tests/kernels/test_sampling.py)
 
 cluster-tools: dev-env ## find, download or build the programs of Kubernetes for the cluster tests (minutes, once)
 	@$(CLUSTER) tools

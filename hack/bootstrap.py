@@ -4,7 +4,7 @@ or for tests.
 
 The script runs with the machine's own Python and needs only the standard library. It reports all missing requirements
 together, with a fix for each of them. On a machine without an NVIDIA GPU, the script installs PyTorch's CPU build if
-the package index offers one. The default build would also install several gigabytes of CUDA libraries.
+the package index offers one. Otherwise, it installs the default build without 3 GB of CUDA libraries (nvidia_stubs.py).
 
     python3.11 hack/bootstrap.py --for demo|dev|emulated [--venv .venv] [--check-only]
 """
@@ -23,19 +23,25 @@ import time
 import venv
 from pathlib import Path
 
+import nvidia_stubs
+
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "engine,server,openai,operator"
-TORCH_RANGE = ((2, 6), (3, 0))
+TORCH_RANGE = ((2, 11), (3, 0))
 """The first version of torch that is supported, and the first version that is too new. pyproject.toml contains the same
 range."""
 _GROUP_ORDER = ("demo", "dev")
 """Names of dependency groups. Each group includes the groups before it."""
 EMULATED = "emulated"
-"""Name of the group that contains PyTorch for CUDA, but not NVIDIA's libraries. tests/emulator replaces these
-libraries."""
-EMULATED_TORCH = ("torch==2.11.0", "triton==3.6.0", "nvidia-cuda-runtime==13.0.96", "peft>=0.17,<1", "accelerate>=1,<2")
-"""Packages that are installed without their dependencies. Only the headers of nvidia-cuda-runtime are used."""
-NEEDED_BYTES = 4 * 2**30
+"""Name of the group that contains the lowest supported PyTorch, for CUDA but without NVIDIA's libraries. tests/emulator
+replaces these libraries."""
+EMULATED_TORCH = ("torch==2.11.0", "triton==3.6.0")
+EMULATED_HEADERS = "nvidia-cuda-runtime===13.0.96"
+"""tests/emulator needs only its headers. The three equals signs exclude the stub, which has the label `+stub`."""
+TORCH = f"torch>={'.'.join(map(str, TORCH_RANGE[0]))},<{TORCH_RANGE[1][0]}"
+NEEDED_BYTES = 6 * 2**30
+"""Space for the environment of the tests: 3.7 GB, and 0.6 GB for torch's wheel. With NVIDIA's libraries, it needs 3 GB
+more."""
 
 
 def missing_requirements() -> list[str]:
@@ -105,12 +111,25 @@ def torch_requirement(pip: list[str]) -> str | None:
     candidates = sorted(b for b in builds if low <= b[0][:2] < high)
     if candidates:
         return f"torch=={candidates[-1][1]}"
-    print_progress(
-        "note: the configured package index has no CPU build of torch. Therefore, the default build is installed, and\n"
-        "      it needs several GB of CUDA libraries. To avoid this, stop now and set PIP_EXTRA_INDEX_URL to\n"
-        "      PyTorch's CPU index."
-    )
     return None
+
+
+def torch_options(pip: list[str]) -> list[str]:
+    """Return arguments of `pip install` that select a build of torch for this machine. See nvidia_stubs.py."""
+    if has_nvidia_gpu():
+        return []
+    if requirement := torch_requirement(pip):
+        return [requirement]
+    if programs := nvidia_stubs.missing_programs():
+        print_progress(
+            "note: the configured package index has no CPU build of torch. Therefore, the default build is installed,\n"
+            f"      with 3 GB of CUDA libraries. To avoid this, stop now and install {' and '.join(programs)}\n"
+            "      (Debian, Ubuntu: apt-get install g++ binutils), or set PIP_EXTRA_INDEX_URL to PyTorch's CPU index."
+        )
+        return []
+    print_progress("getting torch without CUDA's libraries (a download of 0.5 GB)")
+    folder = nvidia_stubs.build_wheels(pip, TORCH)
+    return [f"--find-links={folder}", f"--constraint={folder / nvidia_stubs.CONSTRAINTS}"]
 
 
 def requirements(group: str) -> list[str]:
@@ -127,7 +146,8 @@ def requirements(group: str) -> list[str]:
 
 def stamp(folder: Path, group: str) -> Path:
     """Return the path of a file that exists only if `group` is installed as the current pyproject.toml defines it."""
-    content = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
+    files = ROOT / "pyproject.toml", Path(__file__), Path(nvidia_stubs.__file__)
+    content = b"".join(file.read_bytes() for file in files)
     return folder / f".quire-{group}-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
@@ -138,9 +158,8 @@ def install(folder: Path, group: str) -> None:
     if not (folder / "bin/python").exists():
         print_progress(f"making {folder.name} with Python {platform.python_version()}")
         venv.create(folder, with_pip=True, symlinks=True)
-    torch = torch_requirement(pip)
-    print_progress(f"installing quire-llm[{EXTRAS}] and what {group} needs (torch: {torch or 'default build'})")
-    arguments = [*([torch] if torch else []), "-e", f"{ROOT}[{EXTRAS}]", *requirements(group)]
+    arguments = [*torch_options(pip), "-e", f"{ROOT}[{EXTRAS}]", *requirements(group)]
+    print_progress(f"installing quire-llm[{EXTRAS}] and what {group} needs")
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     done = subprocess.run([*pip, "install", *quiet, *arguments], check=False)
     if done.returncode:
@@ -151,19 +170,19 @@ def install(folder: Path, group: str) -> None:
 
 
 def install_emulated(folder: Path) -> None:
-    """Create the environment for `make emulated`. It contains only the engine. The packages are installed in such an
-    order that pip does not install CUDA's libraries."""
-    import tomllib
-
+    """Create the environment for `make emulated` and `make test-torch-min`. It contains only the engine."""
     started = time.monotonic()
-    pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
     if not (folder / "bin/python").exists():
         venv.create(folder, with_pip=True, symlinks=True)
     print_progress(f"installing {', '.join(EMULATED_TORCH)}, without CUDA's libraries")
-    engine = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["engine"]
-    engine_requirements = [entry for entry in engine if not entry.startswith("torch")]
-    for arguments in ([*engine_requirements, *requirements(EMULATED)], ["--no-deps", *EMULATED_TORCH, "-e", str(ROOT)]):
-        if code := subprocess.run([*pip, *arguments], check=False).returncode:
+    wheels = nvidia_stubs.build_wheels(pip, EMULATED_TORCH[0])
+    options = [f"--find-links={wheels}", f"--constraint={wheels / nvidia_stubs.CONSTRAINTS}"]
+    for arguments in (
+        [*options, *EMULATED_TORCH, "-e", f"{ROOT}[engine]", *requirements(EMULATED)],
+        ["--no-deps", EMULATED_HEADERS],
+    ):
+        if code := subprocess.run([*pip, "install", "--quiet", *arguments], check=False).returncode:
             sys.exit(f"bootstrap: pip failed with {code}; see its last lines")
     stamp(folder, EMULATED).touch()
     print_progress(f"ready in {time.monotonic() - started:.0f} s: {folder}")

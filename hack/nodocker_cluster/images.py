@@ -2,9 +2,9 @@
 """Builds the images of this checkout from its Dockerfiles. It uses buildah and needs neither a registry nor Docker.
 
 The base image of the Dockerfiles is Python on Debian. mmdebstrap creates it from the mirror that apt uses. The base
-image also gets the pip configuration of this machine: the index, the folders with wheels, the certificates, and the CPU
-build of torch if there is one. The Dockerfiles themselves are not changed. Layers are cached, so a second build is
-incremental. When the disk is nearly full, the layers that are not part of a current image are removed.
+image also gets the pip configuration of this machine: the index, the folders with wheels, the certificates, and a build
+of torch without CUDA's libraries (nvidia_stubs.py). The Dockerfiles themselves are not changed. Layers are cached, so a
+second build is incremental. When the disk is nearly full, the layers that are not part of a current image are removed.
 """
 
 import contextlib
@@ -18,6 +18,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import bootstrap
+import nvidia_stubs
 
 from nodocker_cluster import binaries, deb_build, debian
 
@@ -110,12 +113,11 @@ def built_archives() -> list[Path]:
 def pip_config() -> PipConfig:
     """Return the pip configuration of this machine in a form that can be used in an image. The folders to which it
     refers become mounts."""
-    from bootstrap import torch_requirement
-
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     output = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=True).stdout
     copied_keys = {"index-url", "extra-index-url", "find-links", "trusted-host", "timeout", "proxy"}
     settings = dict(re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", output, re.MULTILINE))
+    constraints = _torch_constraints(pip, settings)
     lines, volumes = ["[global]", "break-system-packages = true", "constraint = /etc/pip-constraints.txt"], []
     if _CERTIFICATES.exists():
         lines.append(f"cert = {_CERTIFICATES}")
@@ -132,7 +134,19 @@ def pip_config() -> PipConfig:
                 volumes.append(f"{mounted}:{mount_path}:ro")
                 words[i] = word.replace(str(mounted), mount_path)
         lines.append(f"{key} = {' '.join(words)}")
-    return PipConfig("\n".join(lines) + "\n", f"{torch_requirement(pip) or ''}\n", tuple(volumes))
+    return PipConfig("\n".join(lines) + "\n", constraints, tuple(volumes))
+
+
+def _torch_constraints(pip: list[str], settings: dict[str, str]) -> str:
+    """Return constraints that select a build of torch without CUDA's libraries, and add its wheels to the settings."""
+    if requirement := bootstrap.torch_requirement(pip):
+        return f"{requirement}\n"
+    if programs := nvidia_stubs.missing_programs():
+        raise binaries.Unavailable(f"{' and '.join(programs)}: not installed; run apt-get install g++ binutils")
+    wheels = nvidia_stubs.build_wheels(pip, bootstrap.TORCH)
+    folders = [settings.get("find-links", ""), str(wheels), str(wheels / nvidia_stubs.WITHOUT_TRITON)]
+    settings["find-links"] = " ".join(folders).strip()
+    return (wheels / nvidia_stubs.WITHOUT_TRITON / nvidia_stubs.CONSTRAINTS).read_text()
 
 
 class _Buildah:

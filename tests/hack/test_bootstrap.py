@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The preflight says what a machine lacks, each with its fix, and finds the CPU build of torch where there is one."""
 
+import ctypes
 import importlib.util
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import nvidia_stubs
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "hack/bootstrap.py"
@@ -52,6 +55,46 @@ def test_range_equals_pyproject(bootstrap):
     (low, high) = (".".join(map(str, v)) for v in bootstrap.TORCH_RANGE)
     text = (SCRIPT.parents[1] / "pyproject.toml").read_text()
     assert f'"torch>={low},<{high.split(".")[0]}"' in text
+
+
+def compile_c(target: Path, code: str, *options: str) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", "-x", "c", "-", "-x", "none", "-o", str(target)]
+    subprocess.run([*command, *options], input=code, text=True, check=True)
+
+
+def test_pip_accepts_stubs_instead_of_libraries_of_nvidia(tmp_path):
+    """In an environment that pip makes, a library with versioned functions of NVIDIA loads and learns of no device."""
+    script = tmp_path / "map"
+    script.write_text("libcublas.so.13 { global: cublasCreate_v2; };")
+    compile_c(tmp_path / "libcublas.so.13", "int cublasCreate_v2() { return 0; }", f"-Wl,--version-script={script}")
+    code = "int cublasCreate_v2(); int probe() { return cublasCreate_v2(); }"
+    library = tmp_path / "torch/lib/libtorch_cuda.so"
+    run_path = "-Wl,-rpath,$ORIGIN/../../nvidia/cu13/lib"
+    compile_c(library, code, str(tmp_path / "libcublas.so.13"), run_path)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    metadata = """Metadata-Version: 2.1\nName: torch\nVersion: 2.99.0
+Requires-Dist: cuda-toolkit[cublas,nvtx]==13.2.2; platform_system == "Linux"
+Requires-Dist: nvidia-nccl-cu13<3,>=2.30
+Requires-Dist: triton~=3.9.0
+Requires-Dist: nvidia-never; extra == "never"
+"""
+    wheel = wheels / "torch-2.99.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(library, "torch/lib/libtorch_cuda.so")
+        archive.writestr("torch-2.99.0.dist-info/METADATA", metadata)
+        archive.writestr("torch-2.99.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any")
+        archive.writestr("torch-2.99.0.dist-info/RECORD", "")
+    nvidia_stubs._write_stub_wheels(wheel, wheels)
+    without_triton = wheels / nvidia_stubs.WITHOUT_TRITON
+    assert (wheels / nvidia_stubs.CONSTRAINTS).read_text() + "triton==3.9.0+stub\n" == (
+        without_triton / nvidia_stubs.CONSTRAINTS
+    ).read_text()
+    folders = [f"--find-links={wheels}", f"--find-links={without_triton}"]
+    pip = [sys.executable, "-m", "pip", "--isolated", "install", "--no-index", *folders, f"--target={tmp_path / 'env'}"]
+    subprocess.run([*pip, f"--constraint={without_triton / nvidia_stubs.CONSTRAINTS}", "torch"], check=True)
+    assert ctypes.CDLL(str(tmp_path / "env/torch/lib/libtorch_cuda.so")).probe() == 100
 
 
 def test_check_only_installs_nothing(tmp_path):
