@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from quire_engine.api.inputs import TextPrompt, TokensPrompt
     from quire_engine.api.llm import LLM
     from quire_engine.api.outputs import CompletionOutput, Logprob, LoRARequest, RequestMetrics, RequestOutput
-    from quire_spec.engine.sampling_params import SamplingParams
-    from quire_spec.engine.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
+    from quire_engine.api.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -41,10 +40,10 @@ _MODULES = {
     "BeamSearchParams": "quire_engine.api.beam_search",
     "BeamSearchSequence": "quire_engine.api.beam_search",
     "EngineArgs": "quire_engine.api.engine_args",
-    "GuidedDecodingParams": "quire_spec.engine.structured_outputs",
+    "GuidedDecodingParams": "quire_engine.api.sampling_params",
     "LLM": "quire_engine.api.llm",
-    "SamplingParams": "quire_spec.engine.sampling_params",
-    "StructuredOutputsParams": "quire_spec.engine.structured_outputs",
+    "SamplingParams": "quire_engine.api.sampling_params",
+    "StructuredOutputsParams": "quire_engine.api.sampling_params",
     "TextPrompt": "quire_engine.api.inputs",
     "TokensPrompt": "quire_engine.api.inputs",
 }

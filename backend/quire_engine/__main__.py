@@ -19,8 +19,8 @@ from typing import Any
 from quire_engine.api import benchmark
 from quire_engine.api.llm import LLM
 from quire_engine.api.outputs import LoRARequest, RequestOutput
+from quire_engine.api.sampling_params import SamplingParams
 from quire_spec.dataclass_json import to_json
-from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, QuireError
 
 _GENERATE_EXAMPLES = """

@@ -15,6 +15,7 @@ from support.requirements_of_machine import emulated_device, requires_emulated_g
 from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
 from torch.nn.attention import SDPBackend
 
+from quire_engine import SamplingParams, StructuredOutputsParams
 from quire_engine.api.llm import LLM
 from quire_engine.api.outputs import LoRARequest
 from quire_engine.speculation.draft_policy import DraftPolicy
@@ -25,8 +26,6 @@ from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_kernels import SmallBatchDecoder, dispatch, linear, paged_attention, rms_norm_linear, sample
 from quire_kernels.gpu import fused_attention
 from quire_kernels.lora import adapted_linear
-from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import ConfigError
 
 pytestmark = requires_emulated_gpu

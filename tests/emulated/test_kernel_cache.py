@@ -21,7 +21,7 @@ import json, sys
 from triton import knobs
 from quire_engine.api.llm import LLM
 from quire_engine.api.outputs import LoRARequest
-from quire_spec.engine.sampling_params import SamplingParams
+from quire_engine import SamplingParams
 found = []
 def listen(src, cache_hit, **event):
     found.append(cache_hit)

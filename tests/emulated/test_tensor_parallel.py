@@ -19,7 +19,7 @@ import json, os, signal, sys, time
 import psutil
 from quire_engine.api.llm import LLM
 from quire_spec.errors import QuireError
-from quire_spec.engine.sampling_params import SamplingParams
+from quire_engine import SamplingParams
 model, device, size, kill = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "kill"
 llm = LLM(model=model, device=device, tensor_parallel_size=size, dtype="float32", max_model_len=64, block_size=8,
           max_num_seqs=2, max_num_batched_tokens=32)

@@ -2,10 +2,12 @@
 """Dataclasses of the parameters and results of `LLM.beam_search`, with the names that vLLM uses."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from quire_engine.api.outputs import LoRARequest
+from quire_engine.api.sampling_params import SamplingParams
 from quire_spec.engine.param_fields import check_range
-from quire_spec.engine.sampling_params import MAX_OUTPUTS, SamplingParams
+from quire_spec.engine.sampling_params import MAX_OUTPUTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,7 @@ class BeamSearchParams:
     """Divides the logits; 0 and 1 leave the logits unchanged."""
     length_penalty: float = 1.0
     """`length_penalty` and `early_stopping` are explained in SamplingParams."""
-    early_stopping: bool | str = False
+    early_stopping: bool | Literal["never"] = False
     include_stop_str_in_output: bool = False
     """Keep the end-of-sequence token in the text."""
 

@@ -19,6 +19,7 @@ from quire_engine.api.beam_search import BeamSearchOutput, BeamSearchParams, Bea
 from quire_engine.api.inputs import ParsedPrompt, Prompt, as_prompt_list, broadcast_to_prompts
 from quire_engine.api.offline_request import OfflineRequest
 from quire_engine.api.outputs import CompletionOutput, LoRARequest, RequestOutput
+from quire_engine.api.sampling_params import SamplingParams
 from quire_engine.core.engine import Engine
 from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.structured_outputs.grammar_text import to_grammar_text
@@ -35,7 +36,7 @@ from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_digest import DigestCache
 from quire_spec.engine.config import EngineConfig
-from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.engine.sampling_params import SamplingParams as FrozenParams
 from quire_spec.engine.vllm_arguments import from_vllm_arguments
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.protocol.messages import SequenceRequest
@@ -107,7 +108,8 @@ class LLM:
         Raises:
             ConfigError: a value in the file is out of range.
         """
-        return load_default_sampling_params(self.engine.model_folder, self.engine.config.generation_config)
+        defaults = load_default_sampling_params(self.engine.model_folder, self.engine.config.generation_config)
+        return SamplingParams(**defaults.to_mapping())
 
     def generate(
         self,
@@ -131,12 +133,9 @@ class LLM:
         """
         prompt_list = as_prompt_list(prompts)
         default_params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        # The parameters are copied: replace() validates all fields, and later assignments by the caller have no
-        # effect.
-        params = [
-            replace(p)
-            for p in broadcast_to_prompts("sampling_params", default_params, SamplingParams, len(prompt_list))
-        ]
+        given_params = broadcast_to_prompts("sampling_params", default_params, SamplingParams, len(prompt_list))
+        frozen = {id(p): p.freeze() for p in given_params}
+        params = [frozen[id(p)] for p in given_params]
         lora_requests = broadcast_to_prompts("lora_request", lora_request, LoRARequest, len(prompt_list), optional=True)
         priorities = broadcast_to_prompts("priority", 0 if priority is None else priority, int, len(prompt_list))
         adapter_digests = {lora: self.load_adapter(lora) for lora in dict.fromkeys(lora_requests) if lora is not None}
@@ -267,7 +266,7 @@ class LLM:
         return template
 
     def _build_request(
-        self, prompt: Prompt, params: SamplingParams, adapter_digest: AdapterDigest | None, priority: int
+        self, prompt: Prompt, params: FrozenParams, adapter_digest: AdapterDigest | None, priority: int
     ) -> SequenceRequest:
         """Return the engine request for one output of a prompt; its sampling parameters are set later."""
         parsed_prompt = ParsedPrompt.from_prompt(prompt)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import structs
+
 from quire_engine.parsers.output_parser import OutputParser
 from quire_engine.text.admission import AdmittedRequest
 from quire_engine.tokenization.completion import MIN_LOGPROB, CompletionDelta, CompletionState, fan_out, select_best_of
@@ -106,7 +108,7 @@ class RequestState:
         params = self.params.child_params(0)
         if create_parser is not None:
             # The parser needs the marks, which can be special tokens. It omits all other special tokens.
-            params = replace(params, skip_special_tokens=False)
+            params = structs.replace(params, skip_special_tokens=False)
             self._parsers = [create_parser() for _ in self.sequence_ids]
         self.completions = [
             CompletionState(params, self._tokenizer, prompt_token_ids, eos_token_ids) for _ in self.sequence_ids

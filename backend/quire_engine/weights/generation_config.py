@@ -42,6 +42,6 @@ def load_default_sampling_params(folder: Path, source: str = "auto") -> Sampling
         if config.get(hf_name) is not None
     }
     try:
-        return SamplingParams(**values)
+        return SamplingParams.checked(**values)
     except InvalidArgument as error:
         raise ConfigError(f"{path}: {error}") from error

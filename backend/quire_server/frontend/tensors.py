@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from quire_server.model_server.model_interface import INPUTS
 from quire_spec import constants
@@ -52,7 +53,7 @@ because the generate endpoint passes on every top-level key."""
 _NON_SAMPLING_NAMES = (constants.LORA_NAME, CACHE_SALT, PRIORITY, *(name for name, _, _ in INPUTS))
 """Names that can appear at the top level of a generate request but are not sampling parameters."""
 
-_KNOWN_NAMES = frozenset((*(f.name for f in dataclasses.fields(SamplingParams)), *_NON_SAMPLING_NAMES, *FORMER_NAMES))
+_KNOWN_NAMES = frozenset((*SamplingParams.__struct_fields__, *_NON_SAMPLING_NAMES, *FORMER_NAMES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ def parse_request(
     options = _output_options(inputs, stream, prompt, params)
     if options.cumulative_logprob and params.logprobs is None:
         # The sum needs the log probabilities of the sampled tokens. If logprobs is 0, only these are computed.
-        params = dataclasses.replace(params, logprobs=0)
+        params = structs.replace(params, logprobs=0)
     target_model = _target_model(model, base, AdapterName(adapter_name) if adapter_name is not None else None)
     return GenerateRequest(
         request_id, target_model, prompt, token_ids, params.to_mapping(), stream, cache_salt, priority

@@ -2,8 +2,9 @@
 """POST /v1/completions: continues one or several prompts. As in vLLM, the response is either complete or a stream of
 server-sent events."""
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from quire_server.openai.errors import ApiError
 from quire_server.openai.formatter import Formatter, encode
@@ -48,7 +49,8 @@ class Completions:
         params, copies = build_sampling_params(defaults | sampling_values, fields.stream)
         if fields.echo:
             prompts = [await self._with_text(prompt) for prompt in prompts]
-            params = replace(params, prompt_logprobs=params.logprobs if params.logprobs is not None else None)
+            params = structs.replace(params, prompt_logprobs=params.logprobs)
+            params.check_consistency()
         generation = Generation("cmpl-", request, fields, params, copies, prompts, self._settings)
         formatter = CompletionFormatter(generation, fields, params, omits_output)
         return_prompt_token_ids = fields.echo and params.logprobs is not None

@@ -10,7 +10,6 @@ ignored without notice.
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import fields as dataclass_fields
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +20,7 @@ from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.structured_outputs import FORMER_NAMES, merge_former_names
 from quire_spec.errors import InvalidArgument, truncated_repr
 
-SAMPLING_FIELDS = (frozenset(f.name for f in dataclass_fields(SamplingParams)) | FORMER_NAMES) - {"detokenize"}
+SAMPLING_FIELDS = (frozenset(SamplingParams.__struct_fields__) | FORMER_NAMES) - {"detokenize"}
 
 BOOKKEEPING_FIELDS = frozenset(
     {
@@ -131,8 +130,8 @@ def build_sampling_params(values: dict[str, Any], stream: bool) -> tuple[Samplin
         values = dict(merge_former_names(values))
         is_greedy = values.get("temperature", 1) == 0 and not values.get("use_beam_search")
         if is_greedy and type(values.get("n")) is int and "best_of" not in values:
-            copies = SamplingParams(n=values.pop("n")).n
-        params = SamplingParams(**values)
+            copies = SamplingParams.checked(n=values.pop("n")).n
+        params = SamplingParams.checked(**values)
     except InvalidArgument as error:
         raise ApiError(400, str(error)) from None
     if stream and params.prompt_logprobs is not None:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling parameters of one request. They have the same names and meanings as in vLLM.
 
-The first process that receives a request validates its parameters. This is the frontend, the text process or the
-offline LLM. Later code does not validate them again. An unknown name is rejected. Otherwise, a parameter that is
-misspelt or not supported would be ignored silently.
+The values are checked once, where a request enters: in the stub, in the OpenAI front, or in the offline `LLM`. There,
+`SamplingParams.from_mapping` or `SamplingParams.checked` builds an immutable value, which travels to the engine core as
+it is. An unknown name is rejected. Otherwise, a parameter that is misspelt or not supported would be ignored silently.
 """
 
 import difflib
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import InitVar, dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from quire_spec.engine.param_fields import check_range, in_range, max_entries, normalize, one_of, parse_text, validate
+from msgspec import Meta, Struct, structs, to_builtins
+
+from quire_spec.engine.param_fields import check_parameter, check_range, describe_parameters, parse_text
 from quire_spec.engine.structured_outputs import FORMER_NAMES, StructuredOutputsParams, merge_former_names
 from quire_spec.errors import InvalidArgument, truncated_repr
 
@@ -32,88 +32,84 @@ response."""
 MAX_OUTPUTS = 128
 MAX_SEED = 2**63 - 1
 _MAX_COUNT = 2**31 - 1
+_StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
-@dataclass(slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
     """Sampling parameters of one request. All of them are keyword arguments.
 
-    The class is not frozen, because scripts for vLLM assign to fields (`params.max_tokens = 64`). Whenever a value is
-    assigned to a field, it is checked. The constructor checks that the values are consistent with each other; this
-    check is repeated when the parameters are used.
-
-    Raises:
-        InvalidArgument: a value has the wrong type or is out of range; the message names the parameter.
+    The constructor checks nothing. `checked` and `from_mapping` check the values of users and clients. The class of the
+    offline API allows assignments (quire_engine.api.sampling_params).
     """
 
-    temperature: float = field(default=1.0, metadata=in_range(0.0, 100.0))
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
     """With 0, the most likely token is always selected. A higher value makes the output more random."""
 
-    top_p: float = field(default=1.0, metadata=in_range(1e-6, 1.0))
+    top_p: Annotated[float, Meta(ge=1e-6, le=1.0)] = 1.0
     """Sample only from the most likely tokens: the smallest set of them whose probabilities add up to at least this
     value."""
 
-    top_k: int = field(default=0, metadata=in_range(-1, _MAX_COUNT))
+    top_k: Annotated[int, Meta(ge=-1, le=_MAX_COUNT)] = 0
     """Sample only from this number of most likely tokens. With 0 or -1, all tokens can be sampled."""
 
-    min_p: float = field(default=0.0, metadata=in_range(0.0, 1.0))
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """Exclude a token if its probability is less than min_p times the probability of the most likely token."""
 
-    presence_penalty: float = field(default=0.0, metadata=in_range(-2.0, 2.0))
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     """This value is subtracted from the logit of each token that already occurs in the output. A negative value favours
     repetition."""
 
-    frequency_penalty: float = field(default=0.0, metadata=in_range(-2.0, 2.0))
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     """The logit of a token is reduced by this value once for each occurrence of the token in the output."""
 
-    repetition_penalty: float = field(default=1.0, metadata=in_range(1e-6, 1e6))
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
     """Applies to tokens that occur in the prompt or the output. A positive logit is divided by this value, and a
     negative logit is multiplied by it. 1 disables the penalty."""
 
-    logit_bias: dict[int, float] | None = field(default=None, metadata=max_entries(MAX_BIASED_TOKENS))
+    logit_bias: Annotated[dict[int, float], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
     """Maps the id of a token to a value that is added to the token's logit. Each value is clamped to the range from
     -100 to 100."""
 
-    allowed_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_ALLOWED_TOKENS))
+    allowed_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_ALLOWED_TOKENS)] | None = None
     """Only tokens with these ids can be sampled; None allows all tokens."""
 
-    bad_words: tuple[str, ...] = field(default=(), metadata=max_entries(MAX_BAD_WORDS))
+    bad_words: Annotated[tuple[_StopString, ...], Meta(max_length=MAX_BAD_WORDS)] = ()
     """Words that the output must not contain. If only the last token of such a word is missing at the end of the
     output, that token cannot be sampled next."""
 
-    seed: int | None = field(default=None, metadata=in_range(-1, MAX_SEED))
+    seed: Annotated[int, Meta(ge=-1, le=MAX_SEED)] | None = None
     """A request with a seed samples the same tokens each time, and the other requests in the batch do not change them.
     None or -1: it samples different tokens each time."""
 
-    max_tokens: int | None = field(default=16, metadata=in_range(1, _MAX_COUNT))
+    max_tokens: Annotated[int, Meta(ge=1, le=_MAX_COUNT)] | None = 16
     """Maximum number of output tokens. None: the output can be as long as max_model_len allows."""
 
-    min_tokens: int = field(default=0, metadata=in_range(0, _MAX_COUNT))
+    min_tokens: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 0
     """Minimum number of output tokens. Until the output has this number of tokens, it does not end at an
     end-of-sequence token, a stop token or a stop string."""
 
-    stop: tuple[str, ...] = field(default=(), metadata=max_entries(MAX_STOP_STRINGS))
+    stop: Annotated[tuple[_StopString, ...], Meta(max_length=MAX_STOP_STRINGS)] = ()
     """The output ends when its text contains one of these strings. The returned text contains the stop string only if
     include_stop_str_in_output is set."""
 
-    stop_token_ids: tuple[int, ...] = field(default=(), metadata=max_entries(MAX_STOP_TOKENS))
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKENS)] = ()
     """The output ends with the first token whose id is in this list."""
 
     ignore_eos: bool = False
     """Do not end the output at an end-of-sequence token."""
 
-    logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
+    logprobs: Annotated[int, Meta(ge=-1, le=_MAX_COUNT)] | None = None
     """At each position, log probabilities are returned for this number of the most likely tokens.
 
     The log probability of the sampled token is returned, too. With -1, the log probabilities of all tokens are
     returned. The engine's max_logprobs is the largest value that is allowed.
     """
 
-    logprob_token_ids: tuple[int, ...] | None = field(default=None, metadata=max_entries(MAX_LOGPROB_TOKENS))
+    logprob_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_LOGPROB_TOKENS)] | None = None
     """If logprobs is set, return the log probabilities of these token ids instead of those of the most likely
     tokens."""
 
-    prompt_logprobs: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=_MAX_COUNT)] | None = None
     """At each prompt position except the first, log probabilities are returned for this number of the most likely
     tokens. The whole prompt is then computed, even if the prefix cache contains a part of it."""
 
@@ -129,21 +125,21 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     """Some tokenizers insert a space between two adjacent added tokens. Keep this space."""
 
-    truncate_prompt_tokens: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=_MAX_COUNT)] | None = None
     """Number of prompt tokens to keep. -1 means max_model_len minus max_tokens."""
 
-    truncation_side: str = field(default="left", metadata=one_of("left", "right"))
+    truncation_side: Literal["left", "right"] = "left"
     """Side of the prompt at which tokens are removed if truncate_prompt_tokens is set."""
 
-    thinking_token_budget: int | None = field(default=None, metadata=in_range(-1, _MAX_COUNT))
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=_MAX_COUNT)] | None = None
     """Maximum number of reasoning tokens. When the reasoning has this length, the engine forces the end mark of the
     reasoning. None or -1: the length is not limited."""
 
-    n: int = field(default=1, metadata=in_range(1, MAX_OUTPUTS))
+    n: Annotated[int, Meta(ge=1, le=MAX_OUTPUTS)] = 1
     """Number of outputs that are returned for each prompt. If a seed is set, output number i uses seed + i. More than
     one output requires a temperature above 0."""
 
-    best_of: int | None = field(default=None, metadata=in_range(1, MAX_OUTPUTS))
+    best_of: Annotated[int, Meta(ge=1, le=MAX_OUTPUTS)] | None = None
     """Number of outputs to generate. The default is n. Of these outputs, the n with the highest cumulative log
     probability are returned."""
 
@@ -151,10 +147,10 @@ class SamplingParams:
     """Use a beam search instead of sampling. The search uses best_of beams. The n outputs with the highest scores are
     returned."""
 
-    length_penalty: float = field(default=1.0, metadata=in_range(-10.0, 10.0))
+    length_penalty: Annotated[float, Meta(ge=-10.0, le=10.0)] = 1.0
     """An exponent. The score of a beam is (sum of its log probabilities) / length ** length_penalty."""
 
-    early_stopping: bool | str = False
+    early_stopping: bool | Literal["never"] = False
     """Decides when a beam search ends.
 
     With True, it ends when best_of outputs are complete. With False, it ends when best_of outputs are complete and it
@@ -164,27 +160,6 @@ class SamplingParams:
 
     structured_outputs: StructuredOutputsParams | None = None
     """Constraint that the output must match, such as a JSON schema. None allows any text."""
-
-    guided_decoding: InitVar[StructuredOutputsParams | None] = None
-    """Older name that vLLM had for structured_outputs."""
-
-    def __post_init__(self, guided_decoding: StructuredOutputsParams | None) -> None:
-        if guided_decoding is not None:
-            self.structured_outputs = guided_decoding
-        self._check_consistency()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if (parameter := type(self).__dataclass_fields__.get(name)) is None:
-            raise _unknown_parameter(name)
-        value = validate(parameter, normalize(parameter, value))
-        if name in ("seed", "thinking_token_budget") and value == -1:
-            value = None
-        elif name == "logit_bias" and value is not None:
-            value = {token: float(max(-MAX_BIAS, min(MAX_BIAS, b))) for token, b in value.items()} or None
-        elif name in ("stop", "bad_words"):
-            for text in value:
-                _check_length(name, text)
-        object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -212,19 +187,15 @@ class SamplingParams:
         """Number of outputs that the engine core returns for the request."""
         return self.n if self.use_beam_search else self.num_sequences
 
-    def clone(self) -> Self:
-        """Return an independent copy."""
-        return deepcopy(self)
-
     def child_params(self, index: int) -> Self:
         """Return the parameters for output number `index`. The engine core treats each output as a separate sequence.
 
         A beam search is an exception: the engine core treats it as one sequence, although it has several outputs.
         """
         if self.use_beam_search:
-            return replace(self)
+            return self
         selects_best = self.num_sequences > self.n
-        return replace(
+        return structs.replace(
             self,
             n=1,
             best_of=None,
@@ -250,6 +221,18 @@ class SamplingParams:
         return token_ids[-limit:] if self.truncation_side == "left" else token_ids[:limit]
 
     @classmethod
+    def checked(cls, **values: Any) -> Self:
+        """Build an instance from values that a user or a client gave. They can have all forms that vLLM accepts.
+
+        Raises:
+            InvalidArgument: a name is unknown, a value has the wrong type or is out of range, or the values contradict
+                each other. The message names the parameter.
+        """
+        params = cls(**{name: check_value(name, value) for name, value in values.items()})
+        params.check_consistency()
+        return params
+
+    @classmethod
     def from_mapping(cls, values: Mapping[str, Any], extra_names: Sequence[str] = ()) -> Self:
         """Build an instance from the parameters that a client sent.
 
@@ -262,18 +245,18 @@ class SamplingParams:
             InvalidArgument: a name is unknown or a value is wrong.
         """
         values = merge_former_names(values)
-        known = {f.name: f for f in fields(cls)}
-        if unknown := sorted(set(values) - set(known)):
+        if unknown := sorted(values.keys() - _PARAMETERS.keys()):
             raise _unknown_parameter(unknown[0], extra_names)
-        return cls(**{name: parse_text(known[name], value) for name, value in values.items()})
+        return cls.checked(**{name: parse_text(_PARAMETERS[name], value) for name, value in values.items()})
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the parameters that differ from their defaults. The result can be written as JSON, and `from_mapping`
         can read it."""
-        pairs = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
-        return {name: _to_json(v) for name, v, default in pairs if v != default}
+        mapping: dict[str, Any] = to_builtins(self)
+        return mapping
 
-    def _check_consistency(self) -> None:
+    def check_consistency(self) -> None:
+        """Raise InvalidArgument if the values contradict each other."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidArgument(
                 f"sampling parameter 'min_tokens': must be at most max_tokens {self.max_tokens}, got "
@@ -319,14 +302,21 @@ class SamplingParams:
                 )
 
 
-def _to_json(value: Any) -> Any:
-    if isinstance(value, StructuredOutputsParams):
-        return value.to_mapping()
-    return list(value) if isinstance(value, tuple) else value
+def check_value(name: str, value: Any) -> Any:
+    """Return the value of one parameter in the form that the field stores. Raises InvalidArgument if the name is
+    unknown or the value is invalid."""
+    if (parameter := _PARAMETERS.get(name)) is None:
+        raise _unknown_parameter(name)
+    value = check_parameter(parameter, value)
+    if name in ("seed", "thinking_token_budget") and value == -1:
+        return None
+    if name == "logit_bias" and value is not None:
+        return {token: float(max(-MAX_BIAS, min(MAX_BIAS, bias))) for token, bias in value.items()} or None
+    return value
 
 
 def _unknown_parameter(name: str, extra_names: Sequence[str] = ()) -> InvalidArgument:
-    known = sorted(f.name for f in fields(SamplingParams))
+    known = sorted(_PARAMETERS)
     suggestions = difflib.get_close_matches(
         name[:80].lower(), [other for other in (*known, *extra_names, *FORMER_NAMES) if other != name], n=1
     )
@@ -336,9 +326,4 @@ def _unknown_parameter(name: str, extra_names: Sequence[str] = ()) -> InvalidArg
     )
 
 
-def _check_length(name: str, text: str) -> None:
-    if not text or len(text) > MAX_STOP_LENGTH:
-        raise InvalidArgument(
-            f"sampling parameter {name!r}: each string must have 1 to {MAX_STOP_LENGTH} characters, got {len(text)} in "
-            f"{truncated_repr(text)}"
-        )
+_PARAMETERS = describe_parameters(SamplingParams)

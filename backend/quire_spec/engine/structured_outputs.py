@@ -10,8 +10,9 @@ contains the constraint.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any, Self
+
+from msgspec import Struct, msgpack, structs, to_builtins
 
 from quire_spec.errors import InvalidArgument, truncated_repr
 
@@ -26,12 +27,11 @@ CONSTRAINT_NAMES = ("json", "regex", "choice", "grammar", "json_object", "struct
 """Names of the fields that set a constraint. Exactly one of these fields is set."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputsParams:
+class StructuredOutputsParams(Struct, frozen=True, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
     """Constraint that the output must match. Exactly one of the first six fields is set.
 
-    Raises:
-        InvalidArgument: none or several of these six fields are set, or a value has the wrong type or is too large.
+    The constructor checks nothing. `from_mapping` checks the values of clients. The class of the offline API checks its
+    arguments (quire_engine.api.sampling_params).
     """
 
     json: dict[str, Any] | bool | str | None = None
@@ -70,7 +70,32 @@ class StructuredOutputsParams:
     """The constraint begins after these tokens. An example is the mark that ends the reasoning. The output cannot end
     before it contains these tokens. If the list is empty, the constraint applies from the first token of the output."""
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Build an instance from the object that a client sent. Raises InvalidArgument if it is wrong."""
+        names = cls.__struct_fields__
+        unknown = [name for name in values if name not in names]
+        if unknown:
+            raise _error(f"{truncated_repr(unknown[0])} is unknown; known fields are {', '.join(names)}")
+        # For every field, null has the same effect as omitting the field, which is then not set or has its default.
+        constraint = cls(**{name: value for name, value in values.items() if value is not None})
+        constraint.check()
+        return constraint
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults. The result can be written as JSON, and `from_mapping` can
+        read it."""
+        mapping: dict[str, Any] = to_builtins(self)
+        return mapping
+
+    def check(self) -> None:
+        """Check the values of a new instance, and convert them to the form that the fields store. JSON text is parsed,
+        and lists become tuples.
+
+        Raises:
+            InvalidArgument: none or several of the first six fields are set, or a value has the wrong type or is too
+                large.
+        """
         # The schema `false` is a constraint, although no output matches it. json_object=False sets no constraint.
         values = {name: getattr(self, name) for name in CONSTRAINT_NAMES}
         present = [name for name, v in values.items() if v is not None and not (name == "json_object" and v is False)]
@@ -83,22 +108,6 @@ class StructuredOutputsParams:
         self._check_types()
         self._check_sizes()
 
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Build an instance from the object that a client sent. Raises InvalidArgument if it is wrong."""
-        names = [f.name for f in fields(cls)]
-        unknown = [name for name in values if name not in names]
-        if unknown:
-            raise _error(f"{truncated_repr(unknown[0])} is unknown; known fields are {', '.join(names)}")
-        # For every field, null has the same effect as omitting the field, which is then not set or has its default.
-        return cls(**{name: value for name, value in values.items() if value is not None})
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults. The result can be written as JSON, and `from_mapping` can
-        read it."""
-        pairs = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
-        return {name: list(v) if isinstance(v, tuple) else v for name, v, default in pairs if v != default}
-
     def _normalize_json(self, name: str) -> None:
         """If the value is JSON text, parse it. Check that the result is an object; a JSON schema can also be true or
         false."""
@@ -110,15 +119,15 @@ class StructuredOutputsParams:
                 value = json.loads(value)
             except (ValueError, RecursionError) as error:
                 raise _error(f"{name} is not JSON: {str(error)[:100]}") from None
-            object.__setattr__(self, name, value)
+            structs.force_setattr(self, name, value)
         if value is not None and not isinstance(value, dict) and not (name == "json" and isinstance(value, bool)):
             raise _error(f"{name} must be an object, got {truncated_repr(value)}")
 
     def _check_types(self) -> None:
         if isinstance(self.choice, list):
-            object.__setattr__(self, "choice", tuple(self.choice))
+            structs.force_setattr(self, "choice", tuple(self.choice))
         if isinstance(self.begin_after_token_ids, list):
-            object.__setattr__(self, "begin_after_token_ids", tuple(self.begin_after_token_ids))
+            structs.force_setattr(self, "begin_after_token_ids", tuple(self.begin_after_token_ids))
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
@@ -151,6 +160,13 @@ class StructuredOutputsParams:
             raise _error(f"a value cannot be written as JSON in valid Unicode: {str(error)[:100]}") from None
         if num_bytes > MAX_CONSTRAINT_BYTES:
             raise _error(f"the constraint has {num_bytes} bytes; at most {MAX_CONSTRAINT_BYTES} are allowed")
+        try:
+            msgpack.encode(self)
+        except OverflowError:
+            # MessagePack has no larger integers, and the grammar library reads them as floats anyway.
+            for name in ("json", "structural_tag"):
+                value = json.loads(json.dumps(getattr(self, name)), parse_int=_parse_int)
+                structs.force_setattr(self, name, value)
 
 
 def _check_document(name: str, document: Any) -> None:
@@ -170,6 +186,12 @@ def _check_document(name: str, document: Any) -> None:
             elif isinstance(value, list):
                 children += [child for child in value if isinstance(child, dict | list)]
         level = children
+
+
+def _parse_int(text: str) -> int | float:
+    """Return a float if the integer has more than 64 bits."""
+    number = int(text)
+    return number if -(2**63) <= number < 2**64 else float(text)
 
 
 def _error(problem: str) -> InvalidArgument:
@@ -223,11 +245,3 @@ def _parse_list(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def GuidedDecodingParams(
-    *, backend: str | None = None, disable_fallback: bool | None = None, **constraint: Any
-) -> StructuredOutputsParams:
-    """Build a `StructuredOutputsParams`. Older versions of vLLM used the name GuidedDecodingParams for it. `backend`
-    and `disable_fallback` are accepted, but have no effect."""
-    return StructuredOutputsParams(**constraint)

@@ -40,7 +40,7 @@ REQUIRED_PACKAGES = {"torch": "engine", "tokenizers": "engine", "aiohttp": "serv
 """The packages that the supervisor or the engine imports. Each value is the extra of quire-llm that installs the
 package.
 """
-OPENAI_PACKAGES = {"uvicorn": "openai", "uvloop": "openai", "httptools": "openai", "msgspec": "openai"}
+OPENAI_PACKAGES = {"uvicorn": "openai", "uvloop": "openai", "httptools": "openai"}
 """The packages that the OpenAI front imports. Each value is the extra of quire-llm that installs the package."""
 
 

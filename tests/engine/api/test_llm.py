@@ -9,12 +9,12 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from support.near_ties import assert_top_tokens
 from support.tiny_checkpoints import make_checkpoint
 

@@ -2,12 +2,12 @@
 """Each sampling parameter has the same effect as in transformers, in any batch and after preemption."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from support.near_ties import NEAR_TIE, assert_top_tokens
 from support.tiny_checkpoints import VOCAB, make_checkpoint
 

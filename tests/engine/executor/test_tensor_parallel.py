@@ -18,6 +18,7 @@ from support.graph_captures import replace_captures
 from support.thread_workers import ThreadWorker, engine_with_thread_workers, tp_worker_processes
 from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
 
+from quire_engine import SamplingParams
 from quire_engine.api.llm import LLM
 from quire_engine.core.engine import Engine
 from quire_engine.distributed.communicator import Communicator
@@ -25,7 +26,6 @@ from quire_engine.distributed.worker_handle import WorkerProcess
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.step.plan import RunnerLost
 from quire_spec.engine.config import EngineConfig
-from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.memory_sizing import kv_block_bytes, lora_slot_bytes

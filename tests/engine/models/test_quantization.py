@@ -12,7 +12,7 @@ from support.requirements_of_machine import requires_native_kernels
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from quire_engine import LLM, LoRARequest
+from quire_engine import LLM, LoRARequest, SamplingParams
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.models.base import CausalLM
 from quire_engine.models.forward_batch import build_forward_batch
@@ -24,7 +24,6 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_engine.weights.loader import load_weights
 from quire_engine.worker.device import warn_of_slow_quantization
 from quire_kernels import QuantizedWeight, cpu_native, pack_weight_int8, quantize_int8, quantize_weight
-from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
 

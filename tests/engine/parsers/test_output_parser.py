@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.parser_vectors import MARKS, TOOLS, VECTORS, Vector, expected, groups, hermes, make_tokenizers, normalized
 
+from quire_engine import SamplingParams
 from quire_engine.parsers.output_parser import OutputParser, create_parser, reasoning_state
 from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.tokenization.detokenizer import IncrementalDetokenizer
 from quire_engine.tokenization.tokenizer import Tokenizer
-from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.model.capabilities import REASONING_PARSERS, TOOL_CALL_PARSERS
 from quire_spec.protocol.parsed_output import Event, ParsedOutput, ToolCall, merge_events
 

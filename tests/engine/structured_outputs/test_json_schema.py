@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from quire_engine import StructuredOutputsParams
 from quire_engine.structured_outputs.compiler import GrammarCompiler
 from quire_engine.structured_outputs.grammar_text import to_grammar_text
 from quire_engine.tokenization.tokenizer import Tokenizer
-from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import InvalidArgument
 
 TOKENIZER = Tokenizer(Path(__file__).parents[3] / "examples/models/tiny")

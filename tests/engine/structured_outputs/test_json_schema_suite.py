@@ -7,11 +7,11 @@ import pytest
 from support import json_schema_suite
 from support.json_schema_suite import spellings
 
+from quire_engine import StructuredOutputsParams
 from quire_engine.structured_outputs.compiler import GrammarCompiler
 from quire_engine.structured_outputs.grammar import Grammar
 from quire_engine.structured_outputs.grammar_text import to_grammar_text
 from quire_engine.tokenization.tokenizer import Tokenizer
-from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import InvalidArgument
 
 MIN_SERVED = 190

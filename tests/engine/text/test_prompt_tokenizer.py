@@ -10,11 +10,11 @@ import pytest
 import tokenizers
 from support.tokenizer import byte_level, save_tokenizer
 
+from quire_engine import SamplingParams
 from quire_engine.text.admission import AdmittedRequest
 from quire_engine.text.prompt_tokenizer import PromptTokenizer, TokenizedPrompt
 from quire_engine.text.request_state import RequestState
 from quire_engine.tokenization.tokenizer import Tokenizer
-from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, QuireError
 from quire_spec.protocol.messages import GenerateRequest
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tokenizer import save_tokenizer
 
+from quire_engine import SamplingParams
 from quire_engine.tokenization.detokenizer import IncrementalDetokenizer
 from quire_engine.tokenization.tokenizer import Tokenizer
-from quire_spec.engine.sampling_params import SamplingParams
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], cuts: list[int], params: SamplingParams | None = None) -> list[str]:

@@ -106,7 +106,7 @@ class TestParameters:
             ("{}", '{"top_p": "0.95", "max_tokens": "100"}', {"top_p": 0.95, "max_tokens": 100}),
             ('{"max_tokens": 5, "seed": 3}', '{"max_tokens": 9}', {"max_tokens": 9, "seed": 3}),
             ("{}", '{"max_tokens": null, "lora_name": null}', {}),
-            (json.dumps({"stop": '["x", "y"]'}), "{}", {"stop": ["x", "y"]}),
+            (json.dumps({"stop": '["x", "y"]'}), "{}", {"stop": ("x", "y")}),
         ],
         ids=[
             "request",

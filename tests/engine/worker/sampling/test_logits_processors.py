@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers.generation import logits_process as oracle
 
+from quire_engine import SamplingParams
 from quire_engine.sequence import Sequence
 from quire_engine.worker.sampling.grammar_bitmask import TokenBitmask
 from quire_engine.worker.sampling.logits_processors import LogitsProcessors
 from quire_engine.worker.sampling.penalty_state import TokenCounts
 from quire_engine.worker.sampling.sampler import Sampler, SamplingRow
 from quire_kernels import apply_penalties
-from quire_spec.engine.sampling_params import SamplingParams
 
 VOCAB = 60
 PROMPT = [1, 2, 3, 3, 9]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers.generation import logits_process
 
+from quire_engine import SamplingParams
 from quire_engine.sequence import Sequence
 from quire_engine.worker.sampling import sampler as sampler_module
 from quire_engine.worker.sampling.sampler import Sampler, SamplingRow
-from quire_spec.engine.sampling_params import SamplingParams
 
 VOCAB = 50
 PROMPT = [1, 2, 3]
