@@ -23,6 +23,7 @@ OPENAI_FRONTEND = "/openai"
 """Name that the OpenAI front sends in its message Hello. A model cannot have this name, because it is not a valid model
 name."""
 
+CONFIG_FILE = "pod.json"
 ENGINE_FILE = "engine.json"
 CATALOG_FILE = "adapters.json"
 

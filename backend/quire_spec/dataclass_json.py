@@ -22,8 +22,8 @@ T = TypeVar("T")
 def from_json(cls: type[T], data: object, field_path: str = "", ignore_unknown: bool = False) -> T:
     """Build the dataclass `cls` from parsed JSON.
 
-    The function supports nested dataclasses, lists, tuples, dicts with string keys, enums, unions with None, and the
-    scalar types. An int is accepted where a float is expected.
+    The function supports nested dataclasses, lists, tuples, dicts with string keys, enums, unions with None, absolute
+    paths, and the scalar types. An int is accepted where a float is expected.
 
     Args:
         field_path: path of `data` in its document, for error messages.
@@ -78,17 +78,30 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def to_json(value: object) -> Any:
-    """Convert a dataclass to JSON. The result contains every field; an enum becomes its value, and a tuple becomes a
-    list."""
+    """Convert a dataclass to JSON. The result contains every field; an enum becomes its value, a tuple becomes a list,
+    and a path becomes a string."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, Mapping):
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [to_json(v) for v in value]
     return value
+
+
+def non_default_json(value: Any) -> dict[str, Any]:
+    """Convert a dataclass to JSON, without the fields that are equal to their defaults, at every depth."""
+    document = {}
+    for f in dataclasses.fields(value):
+        item = getattr(value, f.name)
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        if item != default:
+            document[f.name] = non_default_json(item) if dataclasses.is_dataclass(item) else to_json(item)
+    return document
 
 
 def drop_nulls(value: Any) -> Any:
@@ -147,6 +160,10 @@ def _convert_enum(hint: type[Enum], value: object, field_path: str) -> Enum:
 def _convert_scalar(hint: Any, value: object, field_path: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is Path:
+        if not isinstance(value, str) or not value.startswith("/"):
+            raise ConfigError(f"{field_path}: expected an absolute path, got {truncated_repr(value)}; begin it with /")
+        return Path(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(
             f"{field_path}: expected {_expected_type(hint)}, got {_type_name(value)} {truncated_repr(value)}"

@@ -159,6 +159,6 @@ def inter_token_seconds(responses: list[CoreResponse]) -> list[float]:
 
 
 def core_config(model: str, **overrides: Any) -> dict[str, Any]:
-    """engine.json of the core that is measured."""
+    """The engine's part of pod.json of the core that is measured."""
     lora = {"enable_lora": True, "max_loras": 8, "max_lora_rank": 16}
     return {"model": model, "kv_cache_memory_bytes": 1 << 30, **lora, **overrides}

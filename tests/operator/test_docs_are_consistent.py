@@ -26,7 +26,7 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.plan import FitReason
 from quire_operator.plan.planner import make_plan
 from quire_operator.render.context import RenderContext
-from quire_operator.render.engine_config import ModelLocation, engine_config
+from quire_operator.render.engine_config import ModelLocation, engine_arguments
 from quire_operator.render.objects import render_objects
 from quire_server.downloads import model_download
 from quire_spec.documents.download_result import DownloadReason
@@ -233,7 +233,8 @@ def test_migrated_repository_has_the_same_engine_config():
     service = LLMService.from_body(crd.validate(yaml.safe_load(text)).body)
     vllm_config = EngineConfig.from_json({"device": "cuda", **vllm_arguments.from_vllm_arguments(model)})
     plan = make_plan(PlannerInputs.from_service(service, MODELS["8b"], resolve_gpu(service.spec.gpu)))
-    migrated_config = engine_config(service, ModelLocation("/weights/backbone/llama-3.1-8b"), plan)
+    arguments = engine_arguments(service, ModelLocation("/weights/backbone/llama-3.1-8b"), plan)
+    migrated_config = EngineConfig.from_json(arguments)
     names = set(vllm_arguments.from_vllm_arguments(model))
     assert len(names) >= 10
     for name in names:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real text and core processes for tests, and a blocking client of their sockets."""
 
-import json
 import os
 import signal
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+from support.pod_config import write_pod_config
 
 from quire_spec.errors import error_from_code
 from quire_spec.protocol.framing import FrameDecoder, encode_frame
@@ -148,17 +148,17 @@ class EngineProcesses:
         core: Sequence[str] = ("-m", "quire_engine.core"),
         **config: Any,
     ) -> None:
-        """Write engine.json.
+        """Write pod.json.
 
         Args:
             folder: run folder.
             num_threads: OMP_NUM_THREADS of the processes; None for the default.
             core: Python arguments that start the core.
-            config: contents of engine.json.
+            config: the engine's part of pod.json.
         """
         self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        (folder / "engine.json").write_text(json.dumps(config))
+        self.config_file = write_pod_config(folder / "pod.json", {"engine": config})
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._programs = {"text": ("-m", "quire_engine.text"), "core": tuple(core)}
         self._env = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
@@ -175,8 +175,8 @@ class EngineProcesses:
         """Start `text`, `core` or both, and wait until they accept connections."""
         for name in names:
             with (self.folder / f"{name}.log").open("ab") as log:
-                argv = [sys.executable, *self._programs[name], "--engine"]
-                argv += [str(self.folder / "engine.json"), "--served-name", "base", "--run-dir", str(self.folder)]
+                argv = [sys.executable, *self._programs[name], "--config", str(self.config_file)]
+                argv += ["--run-dir", str(self.folder)]
                 self.processes[name] = subprocess.Popen(argv, stderr=log, env=os.environ | self._env)
         for name in names:
             wait_for(lambda name=name: self._is_serving(name), timeout_s, what=f"{name}:\n{self.log(name)}")
@@ -232,7 +232,7 @@ LONG_CONTEXT = 131072
 
 
 def engine_config(model: Path, **overrides: object) -> dict[str, object]:
-    """Return the contents of engine.json for a test model."""
+    """Return the engine's part of pod.json for a test model."""
     return {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": 96 * 2**20, **overrides}
 
 

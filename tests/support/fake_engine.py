@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_spec import constants
+from quire_spec.documents.pod_config import PodConfig
 from quire_spec.errors import Code
 from quire_spec.protocol import framing
 from quire_spec.protocol.messages import (
@@ -57,7 +58,7 @@ class FakeProcess:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         self.name = name
         self.run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
-        self.served_name = sys.argv[sys.argv.index("--served-name") + 1]
+        self.served_name = PodConfig.load(Path(sys.argv[sys.argv.index("--config") + 1])).servedName
         self.behaviour = json.loads(Path(os.environ[_BEHAVIOUR_VARIABLE]).read_text())
         self.started_at = str(time.time())
         self.call_tasks: set[asyncio.Task[None]] = set()

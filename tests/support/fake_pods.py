@@ -19,6 +19,7 @@ from support.fake_kubelet import FailedMount, FakeKubelet
 
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.documents.download_progress import DownloadProgress
+from quire_spec.documents.pod_config import PodConfig
 
 Manifest = dict[str, Any]
 _COMPONENT_LABEL = "app.kubernetes.io/component"
@@ -91,8 +92,9 @@ class FakePods:
             running.fake_pod.restart(catalog)
             return
         port = _health_port(pod)
-        (name,) = [a.partition("=")[2] for a in pod["spec"]["containers"][0]["args"] if a.startswith("--served-name=")]
-        fake_pod = self._pod_class(**{"served_name": name, "catalog": catalog, **self.pod_options(pod)})
+        fake_pod = self._pod_class(
+            **{"served_name": self._served_name(pod), "catalog": catalog, **self.pod_options(pod)}
+        )
         self._ports.open(fake_pod, address, self._key_file(pod), port)
         with self._lock:
             self._running_by_uid[metadata["uid"]] = RunningPod(pod, fake_pod, address, port)
@@ -108,6 +110,15 @@ class FakePods:
         if running is not None:
             running.fake_pod.hangs = False
             self._ports.close(running.host, running.port)
+
+    def _served_name(self, pod: Manifest) -> str:
+        """Return the name that the arguments set, as before pod.json, or that pod.json sets."""
+        for argument in pod["spec"]["containers"][0]["args"]:
+            if argument.startswith("--served-name="):
+                return str(argument.partition("=")[2])
+        (name,) = [v["configMap"]["name"] for v in pod["spec"]["volumes"] if v["name"] == "engine"]
+        document = self._mounted_object(pod, "ConfigMap", name)["data"]["pod.json"]
+        return PodConfig.from_json(json.loads(document)).servedName
 
     def _mounted_catalog(self, pod: Manifest) -> AdapterCatalog:
         config_map = self._mounted_object(pod, "ConfigMap", f"{_instance(pod)}-adapters")

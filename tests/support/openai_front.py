@@ -18,6 +18,7 @@ import openai
 import psutil
 from nodocker_cluster.ports import free_ports
 from support.engine_processes import EngineProcesses, engine_config, wait_for
+from support.pod_config import write_pod_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "examples/models/tiny"
@@ -39,11 +40,17 @@ class Answer:
 class OpenAIFront:
     """One running `python -m quire_server.openai`."""
 
-    def __init__(self, engine: EngineProcesses, *flags: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, engine: EngineProcesses, config: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        """`config` is merged into the pod.json of the front."""
         self.engine = engine
         [self.port] = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
-        self._flags = flags
+        document = json.loads(engine.config_file.read_text())
+        self._config_file = write_pod_config(
+            engine.folder / "front.json", document, {"openai": {"port": self.port}}, config or {}
+        )
         self._env = dict(env or {})
         self._clients: list[openai.OpenAI] = []
         self.log_file = engine.folder / "openai.log"
@@ -51,8 +58,8 @@ class OpenAIFront:
 
     def start(self) -> None:
         """Start the process and wait until it answers."""
-        command = [sys.executable, "-m", "quire_server.openai", f"--run-dir={self.engine.folder}"]
-        command += ["--served-name=base", f"--port={self.port}", *self._flags]
+        command = [sys.executable, "-m", "quire_server.openai", f"--config={self._config_file}"]
+        command.append(f"--run-dir={self.engine.folder}")
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(command, stderr=log, env=os.environ | self._env)
         wait_for(self._is_serving, what=f"front:\n{self.log_file.read_text()}")
@@ -124,7 +131,7 @@ class OpenAIFront:
 @contextlib.contextmanager
 def running_front(
     folder: Path,
-    *flags: str,
+    openai: Mapping[str, Any] | None = None,
     model: Path = TINY,
     env: Mapping[str, str] | None = None,
     num_threads: int | None = 1,
@@ -132,13 +139,13 @@ def running_front(
 ) -> Iterator[OpenAIFront]:
     """Start text, core and front; check at the end that no request is left in the engine.
 
-    `num_threads` are those of the engine, None for the default.
+    `openai` are settings of the front. `num_threads` are those of the engine, None for the default.
     """
     with EngineProcesses(folder, num_threads, **engine_config(model, **config)) as engine:
         engine.start("core", "text")
         with engine.connect("text", "supervisor") as supervisor:
             supervisor.call("set_adapters", adapters={}, limits={})
-        front = OpenAIFront(engine, *flags, env=env)
+        front = OpenAIFront(engine, {"openai": openai or {}}, env)
         try:
             yield front
             engine.wait_idle()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rendered objects of services, as in a cluster."""
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,12 @@ def server_container(manifests: Iterable[Manifest]) -> tuple[Manifest, Manifest]
     """Return the pod spec and its server container."""
     template = next(m for m in manifests if m["kind"] == "Deployment")["spec"]["template"]["spec"]
     return template, next(c for c in template["containers"] if c["name"] == "server")
+
+
+def pod_document(manifests: Iterable[Manifest]) -> Any:
+    """Return the pod.json that the pods mount."""
+    (files,) = [m["data"] for m in manifests if m["kind"] == "ConfigMap" and m.get("immutable")]
+    return json.loads(files["pod.json"])
 
 
 GPU = "gpu: {product: NVIDIA-L4}\n"

@@ -7,18 +7,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 from nodocker_cluster.ports import free_ports
 from support import fake_engine
+from support.pod_config import write_pod_config
 from support.quire_serve import PORTS, QuireServeProcess, command_line
 
 from quire_server.clients.control_client import ControlClient
-
-ENGINE = '{"model": "none"}'
 
 
 def adapter_folder(folder: Path, rank: int = 8, weights: bytes = b"w" * 1000) -> Path:
@@ -42,19 +41,17 @@ class SupervisorHarness(QuireServeProcess):
     """One running `python -m quire_server`."""
 
     def __init__(
-        self, folder: Path, adapters: dict[str, Any], *flags: str, engine: str = ENGINE, **behaviour: Any
+        self, folder: Path, adapters: dict[str, Any], *config: Mapping[str, Any], run_dir: Path | None, **behaviour: Any
     ) -> None:
         self.folder = folder
         self.ports = dict(zip(PORTS, free_ports(4), strict=True))
-        self.run_dir = folder / "run"
+        self.run_dir = run_dir or folder / "run"
         self.log, self.stdout = folder / "log", folder / "out"
-        (folder / "engine.json").write_text(engine)
         (folder / "adapters.json").write_text(json.dumps(adapters))
-        command = [sys.executable, "-m", "quire_server", "--served-name=tales", "--allow-path-sources"]
-        command += [f"--engine={folder / 'engine.json'}", f"--adapters={folder / 'adapters.json'}"]
+        document = {"servedName": "tales", "ports": self.ports, "sources": {"allowPaths": True}}
+        config_file = write_pod_config(folder / "pod.json", document, *config)
+        command = [sys.executable, "-m", "quire_server", f"--config={config_file}"]
         command += [f"--run-dir={self.run_dir}", f"--cache-dir={folder / 'cache'}"]
-        command += [f"--{name}-port={port}" for name, port in self.ports.items()]
-        command += flags
         env = fake_engine.install(folder / "fake-engine", **behaviour)
         with self.log.open("wb") as log, self.stdout.open("wb") as stdout:
             self.process = subprocess.Popen(command, stdout=stdout, stderr=log, env=env, start_new_session=True)
@@ -93,10 +90,13 @@ class SupervisorHarness(QuireServeProcess):
 
 @contextlib.contextmanager
 def running_supervisor(
-    folder: Path, adapters: dict[str, Any], *flags: str, **behaviour: Any
+    folder: Path, adapters: dict[str, Any], *config: Mapping[str, Any], run_dir: Path | None = None, **behaviour: Any
 ) -> Iterator[SupervisorHarness]:
-    """Start a supervisor, wait until it is ready, stop it at the end, and check that nothing is left behind."""
-    with started_supervisor(folder, adapters, *flags, **behaviour) as harness:
+    """Start a supervisor, wait until it is ready, stop it at the end, and check that nothing is left behind.
+
+    The mappings of `config` are merged into its pod.json.
+    """
+    with started_supervisor(folder, adapters, *config, run_dir=run_dir, **behaviour) as harness:
         harness.wait_ready(30)
         yield harness
         assert harness.stop() == 0
@@ -105,11 +105,11 @@ def running_supervisor(
 
 @contextlib.contextmanager
 def started_supervisor(
-    folder: Path, adapters: dict[str, Any], *flags: str, **behaviour: Any
+    folder: Path, adapters: dict[str, Any], *config: Mapping[str, Any], run_dir: Path | None = None, **behaviour: Any
 ) -> Iterator[SupervisorHarness]:
     """Start a supervisor; kill it at the end if it still runs."""
     folder.mkdir(exist_ok=True)
-    harness = SupervisorHarness(folder, adapters, *flags, **behaviour)
+    harness = SupervisorHarness(folder, adapters, *config, run_dir=run_dir, **behaviour)
     try:
         yield harness
     finally:

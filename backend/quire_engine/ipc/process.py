@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quire_spec import constants
+from quire_spec.documents.pod_config import PodConfig
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProcessArgs:
-    """Command line arguments of both processes."""
+    """Arguments of both processes, from the command line and pod.json."""
 
     config: EngineConfig
     served_name: str
@@ -104,11 +105,11 @@ def install_exit_handlers(loop: asyncio.AbstractEventLoop) -> None:
 
 def _parse_args(process_name: str) -> ProcessArgs:
     parser = argparse.ArgumentParser(prog=process_name)
-    parser.add_argument("--engine", type=Path, required=True, help="path of engine.json")
-    parser.add_argument("--served-name", required=True, help="model name of the base model in requests")
+    parser.add_argument("--config", type=Path, required=True, help="path of pod.json")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder of the pod's Unix sockets")
     args = parser.parse_args()
-    return ProcessArgs(EngineConfig.load(args.engine), args.served_name, args.run_dir)
+    config = PodConfig.load(args.config)
+    return ProcessArgs(config.engine, config.servedName, args.run_dir)
 
 
 def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -158,7 +158,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
 
     def _size_limit(self, name: str) -> tuple[int, str]:
         if name == WEIGHTS_FILE:
-            return self._max_weights_bytes, "; raise --max-adapter-bytes"
+            return self._max_weights_bytes, "; raise limits.maxAdapterBytes in pod.json"
         return _MAX_CONFIG_BYTES, ""
 
     @contextlib.asynccontextmanager

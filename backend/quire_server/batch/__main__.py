@@ -27,7 +27,7 @@ DEFAULT_HTTP_PRIORITY = 100
 _CANCEL_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _HELP = """\
-Run the requests of a file in the format of OpenAI's Batch API, on a server (--url) or on the model of engine.json.
+Run the requests of a file in the format of OpenAI's Batch API, on a server (--url) or on the model of pod.json.
 `quire batch --help` explains the files and has examples."""
 
 
@@ -133,21 +133,14 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     server.add_argument("--priority", type=int, metavar="N", help="priority of requests that do not set one")
     server.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="time limit of one request")
     local = parser.add_argument_group("on this machine")
-    local.add_argument("--engine", type=Path, metavar="FILE", help="path of engine.json")
-    local.add_argument("--adapters", type=Path, metavar="FILE", help="path of adapters.json, the adapter catalog")
-    local.add_argument("--served-name", metavar="NAME", help="model name of the base model")
+    local.add_argument("--config", type=Path, metavar="FILE", help="pod.json")
     local.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for the sockets of this batch; it must not be shared"
     )
     local.add_argument("--cache-dir", type=Path, metavar="DIR", help="folder in which adapters are kept for later runs")
-    local.add_argument(
-        "--secrets-dir", type=Path, metavar="DIR", help="folder that contains Secrets as files DIR/<secret>/<key>"
-    )
-    local.add_argument("--pvc", dest="pvcs", action="append", default=[], metavar="CLAIM=DIR")
     args = parser.parse_args(argv)
-    local_values = (args.engine, args.adapters, args.served_name, args.run_dir, args.cache_dir)
-    if args.url is None and None in local_values:
-        parser.error("--engine, --adapters, --served-name, --run-dir and --cache-dir are required, unless --url is set")
+    if args.url is None and None in (args.config, args.run_dir, args.cache_dir):
+        parser.error("--config, --run-dir and --cache-dir are required, unless --url is set")
     if args.max_inflight is not None and args.max_inflight < 1:
         parser.error(f"--max-inflight {args.max_inflight}: must be at least 1")
     return args

@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable
-from pathlib import Path
 from typing import Any
 
 from quire_server.adapters.fetcher import AdapterFetcher
@@ -22,7 +21,7 @@ from quire_server.supervisor.child_process import become_subreaper
 from quire_sources.factory import SourceOptions
 from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog
-from quire_spec.engine.config import EngineConfig
+from quire_spec.documents.pod_config import PodConfig
 
 
 @contextlib.asynccontextmanager
@@ -35,24 +34,23 @@ async def open_local_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[L
         ConfigError: a document, a folder or an adapter is invalid.
         StartupFailed: a process did not start.
     """
-    config, catalog = EngineConfig.load(args.engine), AdapterCatalog.load(args.adapters)
-    constants.check_model_name(args.served_name, "--served-name")
+    config = PodConfig.load(args.config)
+    catalog, sources = AdapterCatalog.load(config.adapters), config.sources
     become_subreaper()
-    pvcs = dict(_parse_pvc(text) for text in args.pvcs)
-    options = SourceOptions(args.secrets_dir, pvcs, allow_paths=True)
+    options = SourceOptions(sources.secretsDir, sources.claims, sources.allowPaths)
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(run_dir.locked_run_dir(args.run_dir))
         fetcher = await stack.enter_async_context(AdapterFetcher(AdapterCache(args.cache_dir), options))
-        cached_adapter_by_name = await fetch_adapters(catalog, args.served_name, fetcher)
+        cached_adapter_by_name = await fetch_adapters(catalog, config.servedName, fetcher)
         relay = LogRelay(True) if args.verbose else _drop
-        engine = LocalEngine(args.engine.absolute(), args.served_name, folder, cached_adapter_by_name, relay)
+        engine = LocalEngine(args.config.absolute(), folder, cached_adapter_by_name, relay)
         client = TextClient(folder / constants.TEXT_SOCKET)
         await stack.enter_async_context(_running(engine.run(), client.run()))
         await engine.wait_ready()
         # Twice as many requests are sent as can run at the same time. When a sequence ends, the next request is already
         # tokenized.
-        max_inflight = max(1, min(2 * config.max_num_seqs, config.max_num_queued_reqs))
-        yield LocalEndpoint(engine, client, folder, args.served_name), max_inflight
+        max_inflight = max(1, min(2 * config.engine.max_num_seqs, config.engine.max_num_queued_reqs))
+        yield LocalEndpoint(engine, client, folder, config.servedName), max_inflight
 
 
 @contextlib.asynccontextmanager
@@ -79,8 +77,3 @@ def _drop(name: str, line: str) -> None:
 
     If a process does not start, the error still contains its last lines.
     """
-
-
-def _parse_pvc(text: str) -> tuple[str, Path]:
-    claim, _, folder = text.partition("=")
-    return claim, Path(folder)

@@ -16,6 +16,7 @@ from quire_server.batch.reply import Reply
 from quire_server.openai.app import Application
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
+from quire_spec.documents.pod_config import OpenAIConfig
 
 _HEADERS = [(b"content-type", b"application/json"), (b"host", b"localhost")]
 
@@ -25,7 +26,7 @@ class LocalEndpoint:
 
     def __init__(self, engine: LocalEngine, client: TextClient, run_dir: Path, served_name: str) -> None:
         self._engine = engine
-        self._application = Application(FrontSettings(run_dir, served_name, "127.0.0.1", 0), client)
+        self._application = Application(FrontSettings(run_dir, served_name, "127.0.0.1", OpenAIConfig()), client)
 
     async def post(self, url: str, body: dict[str, Any]) -> Reply:
         """Run one request. If the request fails, no error is raised, and the Reply describes the failure."""

@@ -31,15 +31,13 @@ class LocalEngine:
 
     def __init__(
         self,
-        engine: Path,
-        served_name: str,
+        config_file: Path,
         run_dir: Path,
         cached_adapter_by_name: Mapping[AdapterName, CachedAdapter],
         relay: Callable[[str, str], None],
     ) -> None:
-        """`engine` is the path of engine.json. `relay(name, line)` is called for each line that a process prints."""
-        self._engine = engine
-        self._served_name = served_name
+        """`config_file` is the path of pod.json. `relay(name, line)` is called for each line that a process prints."""
+        self._config_file = config_file
         self._run_dir = run_dir
         self._cached_adapter_by_name = cached_adapter_by_name
         self._relay = relay
@@ -80,7 +78,7 @@ class LocalEngine:
         await self._rejected
 
     async def _start(self, name: str) -> ChildProcess:
-        return await engine_process.start(name, self._engine, self._served_name, self._run_dir, self._relay)
+        return await engine_process.start(name, self._config_file, self._run_dir, self._relay)
 
     async def _core_session(self, child: ChildProcess) -> str:
         async with engine_process.connect("core", self._run_dir) as control:

@@ -71,7 +71,7 @@ class Application:
             "/tokenize": {"POST": tokenization.tokenize},
             "/detokenize": {"POST": tokenization.detokenize},
         }
-        self._live = Live(client) if settings.live else None
+        self._live = Live(client) if settings.openai.live else None
         if self._live is not None:
             self._routes |= {"/live": {"GET": self._live.page}, "/live/events": {"GET": self._live.events}}
 
@@ -85,12 +85,12 @@ class Application:
         """Answer one request."""
         if scope["type"] != "http":
             return
-        request = HttpRequest.from_scope(scope, receive, self._settings.max_body_bytes)
+        request = HttpRequest.from_scope(scope, receive, self._settings.openai.maxBodyBytes)
         if request.method == "OPTIONS" and (headers := self._access.preflight_headers(request)):
             # A browser does not send a key with this request, so the key is not checked.
             await self._send(request, Response(b"", 204, headers=headers), send)
             return
-        if self._settings.log_requests:
+        if self._settings.openai.enableLogRequests:
             send = _logged(request, send)
         try:
             await self._respond(request, send)

@@ -85,7 +85,7 @@ class ChatCompletions:
             chat["tools"], fields.tool_choice, fields.parallel_tool_calls, fields.separate_reasoning
         )
         prompt = Prompt(chat=chat, parsing=parsing)
-        defaults = await self._client.sampling_defaults() if self._settings.uses_generation_config else {}
+        defaults = await self._client.sampling_defaults() if self._settings.openai.generationConfig == "auto" else {}
         values = defaults | sampling_values | _own_sampling_values(fields, sampling_values, defaults)
         params, copies = build_sampling_params(values, fields.stream)
         generation = Generation(id_prefix, request, fields, params, copies, [prompt], self._settings)

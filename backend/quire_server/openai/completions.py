@@ -42,7 +42,7 @@ class Completions:
         omits_output = fields.echo and sampling_values.get("max_tokens") == 0
         if omits_output:
             sampling_values["max_tokens"] = 1
-        defaults = await self._client.sampling_defaults() if self._settings.uses_generation_config else {}
+        defaults = await self._client.sampling_defaults() if self._settings.openai.generationConfig == "auto" else {}
         # As in vLLM, a completion has up to 16 tokens if the request does not contain max_tokens. A default of the
         # checkpoint is ignored.
         defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}

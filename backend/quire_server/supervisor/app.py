@@ -21,6 +21,7 @@ from quire_server.adapters.runtime_adapters import RuntimeAdapters
 from quire_server.downloads.adapter_cache import AdapterCache
 from quire_server.logs import LogRelay
 from quire_server.model_server import launch
+from quire_server.model_server.vllm_repository import log_ignored_parts
 from quire_server.supervisor import run_dir
 from quire_server.supervisor.admin_api import AdminAPI
 from quire_server.supervisor.child_process import become_subreaper
@@ -32,8 +33,9 @@ from quire_server.supervisor.supervisor import Supervisor
 from quire_sources.factory import SourceOptions
 from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.model_repository import find_vllm_model
+from quire_spec.documents.pod_config import PodConfig
 from quire_spec.documents.server_arguments import check_server_files, parse_server_arguments
-from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 from quire_spec.net.addresses import format_for_url, is_ipv6
 
@@ -49,31 +51,33 @@ async def run(settings: SupervisorSettings) -> None:
         ConfigError: the configuration is invalid, or the machine cannot run it; a restart would fail again.
         StartupFailed: a process did not start.
     """
-    config, catalog = EngineConfig.load(settings.engine), AdapterCatalog.load(settings.adapters)
-    constants.check_model_name(settings.served_name, "--served-name")
-    check_server_files(parse_server_arguments(settings.server_args, "--server-arg"), "--server-arg")
+    config, field = settings.config, "server.serverArgs"
+    catalog = AdapterCatalog.load(config.adapters)
+    check_server_files(parse_server_arguments(config.server.serverArgs, field), field)
+    if config.vllmRepository is not None:
+        log_ignored_parts(config.vllmRepository)
     install, python = launch.find_server(), launch.current_interpreter()
     launch.preflight(install, python, 1 + len(catalog.exposed_names()))
     become_subreaper()
-    source_options = SourceOptions(settings.secrets_dir, settings.pvcs, settings.allow_path_sources)
+    source_options = SourceOptions(config.sources.secretsDir, config.sources.claims, config.sources.allowPaths)
     async with contextlib.AsyncExitStack() as stack:
         run_folder = stack.enter_context(run_dir.locked_run_dir(settings.run_dir))
         fetcher = await stack.enter_async_context(
-            AdapterFetcher(_open_cache(settings), source_options, settings.max_adapter_bytes)
+            AdapterFetcher(_open_cache(settings), source_options, config.limits.maxAdapterBytes)
         )
         session = await stack.enter_async_context(aiohttp.ClientSession())
         process_manager = ProcessManager(
-            settings, run_folder, (install, python), config.device == "cuda", LogRelay(settings.shows_server_log)
+            settings, run_folder, (install, python), config.engine.device == "cuda", LogRelay(config.server.shows_log)
         )
-        adapter_manager = AdapterManager(settings.served_name, fetcher, process_manager.handles)
+        adapter_manager = AdapterManager(config.servedName, fetcher, process_manager.handles)
         stack.push_async_callback(adapter_manager.close)
         adapter_manager.check(catalog)
-        other_models = _find_other_models(settings, run_folder, process_manager, adapter_manager, catalog)
+        other_models = _find_other_models(config, run_folder, process_manager, adapter_manager, catalog)
         _check_ports(settings)
         supervisor = Supervisor(settings, process_manager, adapter_manager, other_models, session)
         await stack.enter_async_context(_admin_server(supervisor, settings))
-        if settings.allow_runtime_lora_updating:
-            runtime_adapters = RuntimeAdapters(adapter_manager, settings.allowed_local_lora_paths)
+        if config.openai is not None and config.openai.allowRuntimeLoraUpdating:
+            runtime_adapters = RuntimeAdapters(adapter_manager, config.openai.allowedLocalLoraPaths)
             methods = {"load_lora_adapter": runtime_adapters.load, "unload_lora_adapter": runtime_adapters.unload}
             await stack.enter_async_context(ControlServer(methods).listen(run_folder / constants.SUPERVISOR_SOCKET))
         adapter_manager.set_catalog(catalog)
@@ -81,13 +85,13 @@ async def run(settings: SupervisorSettings) -> None:
 
 
 def _find_other_models(
-    settings: SupervisorSettings,
+    config: PodConfig,
     run_folder: Path,
     process_manager: ProcessManager,
     adapter_manager: AdapterManager,
     catalog: AdapterCatalog,
 ) -> OtherModels:
-    """Return the models of --model-repository.
+    """Return the models of server.modelRepository.
 
     Raises:
         ConfigError: the folder cannot be read, or the name of a model is invalid or already in use.
@@ -95,25 +99,28 @@ def _find_other_models(
 
     def own_names() -> Set[str]:
         current = adapter_manager.catalog if adapter_manager.catalog_version.digest else catalog
-        return {settings.served_name, *(adapter.name for adapter in current.adapters)}
+        return {config.servedName, *(adapter.name for adapter in current.adapters)}
 
     try:
         return OtherModels(
-            *(settings.model_repository, run_folder / run_dir.OTHER_REPOSITORY, process_manager.handles, own_names),
-            settings.own_model_folder,
+            config.server.modelRepository,
+            run_folder / run_dir.OTHER_REPOSITORY,
+            process_manager.handles,
+            own_names,
+            None if config.vllmRepository is None else find_vllm_model(config.vllmRepository).path,
         )
     except ConfigError as error:
-        raise ConfigError(f"--model-repository {error}") from error
+        raise ConfigError(f"server.modelRepository: {error}") from error
 
 
 @contextlib.asynccontextmanager
 async def _admin_server(supervisor: Supervisor, settings: SupervisorSettings) -> AsyncIterator[None]:
     """Serve the health port while the context is open."""
-    app = AdminAPI(supervisor, settings.admin_key_file).app()
+    app = AdminAPI(supervisor, settings.config.adminKeyFile).app()
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_ADMIN_SHUTDOWN_TIMEOUT_S)
     await runner.setup()
     try:
-        await web.TCPSite(runner, settings.host, settings.health_port).start()
+        await web.TCPSite(runner, settings.host, settings.config.ports.health).start()
         yield
     finally:
         await runner.cleanup()
@@ -147,22 +154,14 @@ def _open_cache(settings: SupervisorSettings) -> AdapterCache:
 
 
 def _check_ports(settings: SupervisorSettings) -> None:
-    """Raise an error if two options have the same port, or if a port is already in use.
+    """Raise an error if a port is already in use.
 
-    Without this check, the server would print its whole usage text if two ports were equal. If another process already
-    used the HTTP port, the server would report this late. If another process already used the gRPC port, the server
-    would report nothing, and both would share the port.
+    Without this check, the server would report late that another process uses the HTTP port. If another process used
+    the gRPC port, the server would report nothing, and both would share the port.
     """
-    flag_by_port: dict[int, str] = {}
-    for flag, port in settings.ports.items():
-        if (other_flag := flag_by_port.setdefault(port, flag)) != flag:
-            raise ConfigError(f"{other_flag} {port} and {flag} {port}: ports must differ; use different numbers")
-    errors = {
-        f"{flag} {port}": _listen_error(settings.listen_host(flag), port) for flag, port in settings.ports.items()
-    }
-    unavailable = [
-        f"{flag_and_port} ({error.strerror})" for flag_and_port, error in errors.items() if error is not None
-    ]
+    ports = settings.config.named_ports
+    errors = {f"{name} {port}": _listen_error(settings.listen_host(name), port) for name, port in ports.items()}
+    unavailable = [f"{port} ({error.strerror})" for port, error in errors.items() if error is not None]
     if unavailable:
         raise ConfigError(
             f"{', '.join(unavailable)}: cannot listen on {format_for_url(settings.host)}; stop the process that uses "
@@ -180,7 +179,7 @@ def _listen_error(host: str, port: int) -> OSError | None:
         except OSError as error:
             if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(
-                    f"--host {host}: not an address of this machine ({error.strerror}); use one of its addresses, or "
+                    f"host {host}: not an address of this machine ({error.strerror}); use one of its addresses, or "
                     "0.0.0.0 for all"
                 ) from error
             return error

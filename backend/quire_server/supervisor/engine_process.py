@@ -34,14 +34,11 @@ the default of 1,024 entries, a core that computes float32 on a CPU needed 0.7 G
 requests. With 128 entries, it needed only 0.15 GB more, and was as fast."""
 
 
-async def start(
-    name: str, engine: Path, served_name: str, run_dir: Path, relay: Callable[[str, str], None]
-) -> ChildProcess:
-    """Start `core` or `text` with the configuration file `engine`; raises OSError if the process cannot be created."""
+async def start(name: str, config_file: Path, run_dir: Path, relay: Callable[[str, str], None]) -> ChildProcess:
+    """Start `core` or `text`, which read pod.json; raises OSError if the process cannot be created."""
     # A killed process leaves its socket file behind.
     (run_dir / SOCKETS[name]).unlink(missing_ok=True)
-    argv = [sys.executable, "-m", f"quire_engine.{name}", "--engine", str(engine)]
-    argv += ["--served-name", served_name, "--run-dir", str(run_dir)]
+    argv = [sys.executable, "-m", f"quire_engine.{name}", "--config", str(config_file), "--run-dir", str(run_dir)]
     return await ChildProcess.start(name, argv, relay, ENGINE_ENV | os.environ)
 
 

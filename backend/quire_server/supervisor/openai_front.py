@@ -10,7 +10,6 @@ from pathlib import Path
 import aiohttp
 
 from quire_server.supervisor.child_process import ChildProcess
-from quire_server.supervisor.settings import SupervisorSettings
 from quire_spec import constants
 
 _START_TIMEOUT_S = 60.0
@@ -31,7 +30,7 @@ class OpenAIFront:
 
     def __init__(
         self,
-        settings: SupervisorSettings,
+        config_file: Path,
         run_dir: Path,
         index: int,
         relay: Callable[[str, str], None],
@@ -39,7 +38,7 @@ class OpenAIFront:
     ) -> None:
         """`mark_ready` is called when the process responds for the first time. `index` is the number of the front, from
         0."""
-        self._settings = settings
+        self._config_file = config_file
         self._run_dir = run_dir
         self._name = openai_process_name(index)
         self._probe_socket = run_dir / constants.openai_probe_socket(index)
@@ -48,12 +47,8 @@ class OpenAIFront:
 
     async def start(self) -> ChildProcess:
         """Start the process."""
-        settings = self._settings
-        argv = [sys.executable, "-m", "quire_server.openai", "--run-dir", str(self._run_dir)]
-        argv += ["--served-name", settings.served_name, "--host", settings.host, "--port", str(settings.openai_port)]
-        argv += [f"--probe-socket={self._probe_socket}", *settings.openai_flags]
-        if settings.openai_api_server_count > 1:
-            argv.append("--reuse-port")
+        argv = [sys.executable, "-m", "quire_server.openai", "--config", str(self._config_file)]
+        argv += ["--run-dir", str(self._run_dir), f"--probe-socket={self._probe_socket}"]
         return await ChildProcess.start(self._name, argv, self._relay)
 
     async def session(self, child: ChildProcess) -> str:

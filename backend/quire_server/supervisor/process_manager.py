@@ -69,25 +69,26 @@ class ProcessManager:
         self._settings = settings
         self._run_dir = run_dir
         self._server_runtime = server_runtime
+        config = settings.config
         key, shm_prefix = launch.new_key(), launch.new_shm_prefix()
         self._readiness_file = ReadinessFile(run_dir / readiness_file.NAME)
         self._options = launch.ServerOptions(
-            *(run_dir / REPOSITORY, settings.served_name, run_dir, key, shm_prefix),
+            *(run_dir / REPOSITORY, config.servedName, run_dir, key, shm_prefix),
             http_host=settings.server_host("http"),
-            http_port=settings.http_port,
+            http_port=config.ports.http,
             grpc_host=settings.server_host("grpc"),
-            grpc_port=settings.grpc_port,
+            grpc_port=config.ports.grpc,
             metrics_host=settings.host,
-            metrics_port=settings.metrics_port,
+            metrics_port=config.ports.metrics,
             gpu_metrics=has_gpu,
             readiness_file=self._readiness_file.path,
             exit_timeout_s=_EXIT_TIMEOUT_S,
-            other_repository=run_dir / OTHER_REPOSITORY if settings.model_repository is not None else None,
-            model_env=settings.model_env,
-            arguments=settings.server_args,
+            other_repository=run_dir / OTHER_REPOSITORY if config.server.modelRepository is not None else None,
+            model_env=frozenset(config.server.modelEnv),
+            arguments=config.server.serverArgs,
         )
         self.other_models: OtherModels | None = None
-        """The models of --model-repository. The supervisor sets this attribute before it calls `run`."""
+        """The models of server.modelRepository. The supervisor sets this attribute before it calls `run`."""
         write_shm_prefix(run_dir, self._options.shm_prefix)
         self._relay = relay
         self.on_change: Callable[[], None] = lambda: None
@@ -99,14 +100,14 @@ class ProcessManager:
             for name in engine_process.SOCKETS
         }
         self.processes["server"] = ManagedProcess("server", self._start_server, self._server_session, notify)
-        if settings.openai_port is not None:
-            for index in range(settings.openai_api_server_count):
+        if config.openai is not None:
+            for index in range(config.openai.apiServerCount):
                 self._add_openai_front(index)
 
     def _add_openai_front(self, index: int) -> None:
         name = openai_process_name(index)
         front = OpenAIFront(
-            self._settings, self._run_dir, index, self._relay, lambda: self.processes[name].mark_ready()
+            self._settings.config_file, self._run_dir, index, self._relay, lambda: self.processes[name].mark_ready()
         )
         self.processes[name] = ManagedProcess(name, front.start, front.session, self._notify_change)
 
@@ -121,7 +122,7 @@ class ProcessManager:
         the adapter serves requests."""
         is_ready = self.engine_is_ready() and not is_draining
         models = {name: is_ready and is_serving for name, is_serving in adapters.items()}
-        models[self._settings.served_name] = is_ready
+        models[self._settings.config.servedName] = is_ready
         others = self._require_other_models()
         models |= {name: can_answer and not is_draining for name, can_answer in others.readiness(models).items()}
         self._readiness_file.write(is_ready and not others.gating(), models)
@@ -138,7 +139,7 @@ class ProcessManager:
                 for process in self.processes.values():
                     group.create_task(process.run(), name=f"process {process.name}")
         except ExceptionGroup as group_error:
-            # Several processes can fail for the same reason, for example because engine.json is invalid. Only the first
+            # Several processes can fail for the same reason, for example because pod.json is invalid. Only the first
             # error is raised.
             raise group_error.exceptions[0] from None
 
@@ -179,14 +180,13 @@ class ProcessManager:
     # Starts
 
     async def _start_engine(self, name: str) -> ChildProcess:
-        settings = self._settings
-        return await engine_process.start(name, settings.engine, settings.served_name, self._run_dir, self._relay)
+        return await engine_process.start(name, self._settings.config_file, self._run_dir, self._relay)
 
     async def _start_server(self) -> ChildProcess:
         socket = self._run_dir / constants.TEXT_SOCKET
         launch.clear_shared_memory(self._options.shm_prefix)
         shutil.rmtree(self._options.repository, ignore_errors=True)
-        base = self._settings.served_name
+        base = self._settings.config.servedName
         repository.write_model(self._options.repository, base, base, socket)
         argv, env = launch.server_command(*self._server_runtime, self._options)
         return await ChildProcess.start("server", argv, self._relay, env)
@@ -207,12 +207,12 @@ class ProcessManager:
                 self._notify_change()
 
     async def _server_session(self, child: ChildProcess) -> str:
-        settings = self._settings
-        http = settings.client_host("http"), settings.http_port
-        grpc = settings.client_host("grpc"), settings.grpc_port
-        async with ModelServerClient(http, grpc, self._options.key, settings.grpc_certificate) as client:
+        settings, config = self._settings, self._settings.config
+        http = settings.client_host("http"), config.ports.http
+        grpc = settings.client_host("grpc"), config.ports.grpc
+        async with ModelServerClient(http, grpc, self._options.key, config.server.grpc_certificate) as client:
             async with asyncio.timeout(SERVER_START_TIMEOUT_S):
-                while not await client.is_loaded(settings.served_name):
+                while not await client.is_loaded(config.servedName):
                     await asyncio.sleep(_PROBE_INTERVAL_S)
             await client.connect_tls()
             stubs = StubWatcher(
@@ -222,7 +222,7 @@ class ProcessManager:
             )
             self.handles.server = ServerHandle(
                 client,
-                settings.served_name,
+                config.servedName,
                 self._options.repository,
                 self._run_dir / constants.TEXT_SOCKET,
                 stubs.scan,

@@ -19,24 +19,26 @@ def summarize_names(names: Sequence[str]) -> str:
 
 def ready_banner(settings: SupervisorSettings, status: PodStatus, startup_s: float) -> str:
     """Return the text that is printed once when the pod is ready."""
-    host = format_for_url(settings.host)
+    config, host = settings.config, format_for_url(settings.host)
     failed = [(a.name, a.error) for a in status.adapters if a.state is AdapterState.FAILED]
     failed += [(m.name, m.error) for m in status.other_models if m.state is OtherModelState.FAILED]
     others = [m.name for m in status.other_models if m.state is OtherModelState.READY]
     parameter_only = [a.name for a in status.adapters if a.state is AdapterState.READY and a.model is None]
-    scheme = "https" if any(flag.startswith("--ssl-certfile") for flag in settings.openai_flags) else "http"
-    openai = [] if settings.openai_port is None else [f"  OpenAI    {scheme}://{host}:{settings.openai_port}/v1"]
+    openai = []
+    if config.openai is not None:
+        scheme = "http" if config.openai.sslCertfile is None else "https"
+        openai = [f"  OpenAI    {scheme}://{host}:{config.openai.port}/v1"]
     server = {
-        "http": f"  HTTP      http://{host}:{settings.http_port}/v2/models/{status.served_name}/generate",
-        "grpc": f"  gRPC      {host}:{settings.grpc_port}",
+        "http": f"  HTTP      http://{host}:{config.ports.http}/v2/models/{status.served_name}/generate",
+        "grpc": f"  gRPC      {host}:{config.ports.grpc}",
     }
     lines = [
         f"Quire {status.version} is ready after {startup_s:.1f} s",
-        *(line for protocol, line in server.items() if protocol in settings.expose),
+        *(line for protocol, line in server.items() if protocol in config.server.expose),
         *openai,
-        f"  metrics   http://{host}:{settings.health_port}/metrics",
-        f"  health    http://{host}:{settings.health_port}/health/ready",
-        f"  status    http://{host}:{settings.health_port}/status",
+        f"  metrics   http://{host}:{config.ports.health}/metrics",
+        f"  health    http://{host}:{config.ports.health}/health/ready",
+        f"  status    http://{host}:{config.ports.health}/status",
         f"  models    {', '.join(status.models)}",
     ]
     if parameter_only:

@@ -73,7 +73,7 @@ class Supervisor:
                 return f"{name} is {process.state.value.lower()}"
         server = self._process_manager.handles.server
         if server is None or not server.base_ready:
-            return f"model {self._settings.served_name!r} is loading on the server"
+            return f"model {self._settings.config.servedName!r} is loading on the server"
         if not self._process_manager.core_connected:
             return "text is connecting to core"
         if gating := self._adapter_manager.gating():
@@ -89,7 +89,7 @@ class Supervisor:
         adapters = self._adapter_manager.statuses()
         return PodStatus(
             version=version("quire-llm"),
-            served_name=self._settings.served_name,
+            served_name=self._settings.config.servedName,
             ready=not reason,
             reason=reason,
             core_started_at=core.started_at if core else None,
@@ -118,7 +118,7 @@ class Supervisor:
         handles = self._process_manager.handles
         if handles.core is None or handles.text is None or handles.server is None:
             return []
-        base = [self._settings.served_name] if handles.server.base_ready else []
+        base = [self._settings.config.servedName] if handles.server.base_ready else []
         return base + sorted(self._adapter_manager.served_names() & handles.server.models)
 
     async def vllm_backend_metrics(self) -> str:
@@ -134,7 +134,7 @@ class Supervisor:
         return ""
 
     async def _server_metrics(self) -> str:
-        host, port = self._settings.loopback, self._settings.metrics_port
+        host, port = self._settings.loopback, self._settings.config.ports.metrics
         url = f"http://{addresses.format_for_url(host)}:{port}/metrics"
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with self._session.get(url, timeout=_METRICS_TIMEOUT) as response:
@@ -203,7 +203,7 @@ class Supervisor:
         """Wait until the open requests have ended; return False if some are still open."""
         self.draining = True
         self._publish_readiness()
-        timeout_s = self._settings.drain_timeout_s
+        timeout_s = self._settings.config.limits.drainSeconds
         logger.info("draining: rejecting new requests, waiting for open ones timeout_s=%g", timeout_s)
         drain_task = asyncio.create_task(self._process_manager.drain(timeout_s))
         tasks: list[asyncio.Future[Any]] = [drain_task, run_task]
@@ -232,7 +232,7 @@ class Supervisor:
 
     def _check_required_adapters(self) -> None:
         """Raise StartupFailed if all adapters are required and one of them has failed."""
-        if self._settings.require_adapters:
+        if self._settings.config.sources.requireAdapters:
             failed = [adapter for adapter in self._adapter_manager.statuses() if adapter.state is AdapterState.FAILED]
             if failed:
                 problems = "\n".join(f"adapter {adapter.name!r}: {adapter.error}" for adapter in failed)

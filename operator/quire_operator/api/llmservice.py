@@ -25,6 +25,7 @@ from quire_spec.documents.adapter_catalog import (
     SecretRef,
     Source,
 )
+from quire_spec.documents.pod_config import OpenAIOptions, Ports
 
 MODEL_SOURCE: FieldPath = ("spec", "model", "source")
 DRAFT_SOURCE: FieldPath = ("spec", "engine", "speculativeConfig", "model", "source")
@@ -124,15 +125,11 @@ class ChatTemplateSpec:
     configMapKeyRef: ConfigMapKeyRef | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OpenAISpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAISpec(OpenAIOptions):
     """spec.openai"""
 
     enabled: bool
-    apiServerCount: int
-    sharedPrefixCache: bool
-    live: bool
-    generationConfig: str
     toolCallParser: str
     reasoningParser: str
     limits: OpenAILimitsSpec
@@ -140,7 +137,6 @@ class OpenAISpec:
     apiKeysSecretRef: SecretRef | None = None
     tlsSecretRef: SecretRef | None = None
     chatTemplate: ChatTemplateSpec | None = None
-    corsAllowedOrigins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,21 +184,6 @@ class EnvVar:
 
 
 @dataclass(frozen=True, slots=True)
-class PortsSpec:
-    """spec.runtime.ports"""
-
-    http: int
-    grpc: int
-    metrics: int
-    health: int
-
-    @property
-    def by_name(self) -> dict[str, int]:
-        """The number of each port, by the port's name."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-@dataclass(frozen=True, slots=True)
 class ModelsSpec:
     """spec.runtime.models. Exactly one of the fields is set."""
 
@@ -219,7 +200,7 @@ class ModelsSpec:
 class RuntimeSpec:
     """spec.runtime"""
 
-    ports: PortsSpec
+    ports: Ports
     expose: tuple[str, ...]
     image: str | None = None
     imagePullSecrets: tuple[dict[str, str], ...] = ()
@@ -367,15 +348,6 @@ class LLMService:
         hidden = set(constants.SERVER_PROTOCOLS) - set(runtime.expose)
         ports = {name: port for name, port in runtime.ports.by_name.items() if name not in hidden}
         return ports | ({} if openai_port is None else {"openai": openai_port})
-
-    @property
-    def expose_option(self) -> str | None:
-        """Value of the supervisor's option --expose, or None if the option has its default value.
-
-        In this case, pods do not get the option, so that an upgrade of the operator does not change their template.
-        """
-        expose = [name for name in constants.SERVER_PROTOCOLS if name in self.spec.runtime.expose]
-        return None if len(expose) == len(constants.SERVER_PROTOCOLS) else ",".join(expose) or "none"
 
     @property
     def grpc_uses_tls(self) -> bool:

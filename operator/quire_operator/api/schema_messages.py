@@ -41,6 +41,7 @@ _VLLM_ALIASES = {
     "maxlorarank": "maxrank",
     "maxcpuloras": "maxcached",
     "cpuloramemorybytes": "maxcachedmemory",
+    "enableprefixcaching": "prefixcaching",
 }
 """Fields that correspond to engine arguments of vLLM. The key is the normalized name of the argument, and the value is
 the normalized name of the field.

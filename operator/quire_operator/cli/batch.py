@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from quire_operator.api import crd
 from quire_operator.api.llmservice import LLMService
 from quire_operator.cli import serve
-from quire_spec import constants
 
 _SERVER_OPTIONS = ("url", "api_key_env", "priority", "timeout")
 _LOCAL_OPTIONS = ("volumes", "secrets_dir", "run_dir", "cache_dir")
@@ -39,21 +38,9 @@ def run(args: argparse.Namespace) -> int:
     launch_plan = serve.prepare(manifest, service, options, os.environ)
     serve.require_packages(serves_openai=True)
     serve.write_run_dir(launch_plan)
-    local = {
-        "engine": run_dir / constants.ENGINE_FILE,
-        "adapters": run_dir / constants.CATALOG_FILE,
-        "served-name": service.served_name,
-        "run-dir": run_dir,
-        "cache-dir": args.cache_dir or serve.default_cache_dir(os.environ),
-        **({"secrets-dir": args.secrets_dir} if args.secrets_dir else {}),
-    }
-    pvcs = [f"--pvc={claim}={folder.absolute()}" for claim, folder in args.volumes]
-    print(
-        f"quire batch: {service.served_name} on {service.spec.device} from {launch_plan.engine.model}", file=sys.stderr
-    )
-    serve.exec_supervisor(
-        [*common, *(f"--{name}={value}" for name, value in local.items()), *pvcs], launch_plan.environment
-    )
+    engine = launch_plan.config.engine
+    print(f"quire batch: {service.served_name} on {engine.device} from {engine.model}", file=sys.stderr)
+    serve.exec_supervisor([*common, *launch_plan.pod_options], launch_plan.environment)
 
 
 def _common_flags(args: argparse.Namespace) -> Iterator[str]:

@@ -237,19 +237,20 @@ def _serve(args: argparse.Namespace) -> int:
             if getattr(args, name) is not None:
                 option = f"--{name.replace('_', '-')}"
                 args.usage_error(f"{option} cannot be used with --vllm-repository; set {name} in model.json")
-        argv = list(serve_vllm.supervisor_argv(args.vllm_repository, args.device or "cuda", serve_options, os.environ))
-        serve.require_packages("--openai-port" in argv)
-        serve.exec_supervisor(argv, os.environ)
-    if args.device is not None:
+        launch_plan = serve_vllm.prepare(args.vllm_repository, args.device or "cuda", serve_options, os.environ)
+    elif args.device is not None:
         args.usage_error("--device requires --vllm-repository; for an LLMService, set spec.device")
-    manifest = crd.single_service(args.file)
-    service = LLMService.from_body(crd.require_valid(manifest))
-    launch_plan = serve.prepare(manifest, service, serve_options, os.environ)
-    serve.require_packages(serve.openai_port(service, serve_options) is not None)
+    else:
+        manifest = crd.single_service(args.file)
+        service = LLMService.from_body(crd.require_valid(manifest))
+        launch_plan = serve.prepare(manifest, service, serve_options, os.environ)
+    config = launch_plan.config
+    serve.require_packages(config.openai is not None)
     serve.write_run_dir(launch_plan)
     if args.verbose:
-        print(json.dumps(launch_plan.engine.to_json(), indent=2), *launch_plan.argv, file=sys.stderr)
-    print(f"quire: {service.served_name} on {service.spec.device} from {launch_plan.engine.model}", file=sys.stderr)
+        document = config.to_json() | {"engine": config.engine.to_json()}
+        print(json.dumps(document, indent=2), *launch_plan.argv, file=sys.stderr)
+    print(f"quire: {config.servedName} on {config.engine.device} from {config.engine.model}", file=sys.stderr)
     serve.exec_supervisor(launch_plan.argv, launch_plan.environment)
 
 

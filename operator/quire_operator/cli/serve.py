@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quire serve`: runs an LLMService on this machine, with the same supervisor as in a pod.
 
-`prepare` builds the launch plan. `write_run_dir` writes engine.json and adapters.json. `exec_supervisor` replaces the
+`prepare` builds the launch plan. `write_run_dir` writes pod.json and adapters.json. `exec_supervisor` replaces the
 process with `python -m quire_server`. This module checks that quire_server and torch are installed, but does not import
 them.
 """
@@ -22,11 +22,12 @@ from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.api.validation_errors import FieldPath, InvalidService, Problem
 from quire_operator.api.yaml_manifest import Manifest
 from quire_operator.cli.local_sources import ADAPTER_FILES, MODEL_FILES, LocalSources, unsupported_sources
-from quire_operator.render.engine_config import ModelLocation, UnsupportedByEngine, engine_config
+from quire_operator.render.engine_config import ModelLocation, UnsupportedByEngine, engine_arguments
 from quire_operator.render.object_names import CHAT_TEMPLATE_FILE
-from quire_operator.render.openai_arguments import openai_arguments
+from quire_operator.render.pod_config import PodFiles, pod_config
 from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog, SecretRef, Source
+from quire_spec.documents.pod_config import OpenAIConfig, PodConfig, Ports
 from quire_spec.documents.server_arguments import parse_server_arguments
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
@@ -42,6 +43,9 @@ package.
 """
 OPENAI_PACKAGES = {"uvicorn": "openai", "uvloop": "openai", "httptools": "openai"}
 """The packages that the OpenAI front imports. Each value is the extra of quire-llm that installs the package."""
+
+_PROTOCOLS = {"http": ("http",), "grpc": ("grpc",), "http,grpc": ("http", "grpc"), "none": ()}
+"""Maps the values of --expose to protocols."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,44 +103,73 @@ class ServeOptions:
     verbose: bool = False
     """Whether the log of Triton Inference Server is printed too."""
 
-    def supervisor_flags(self, serves_openai: bool) -> Iterator[tuple[str, object]]:
-        """Yield the supervisor options that LLMServices and vllm_backend repositories have in common.
+    def apply_to(self, config: PodConfig) -> PodConfig:
+        """Return the configuration with the values of these options. An option that is not set changes nothing.
 
-        An option consists of a name and a value. If the value is None, the option takes no value.
+        Raises:
+            ConfigError: an option contradicts another one or the configuration.
         """
-        if self.model_repository is not None:
-            yield "--model-repository", self.model_repository.absolute()
-        for argument in self.server_args:
-            yield "--server-arg", argument
-        if self.admin_key_file is not None:
-            yield "--admin-key-file", self.admin_key_file.absolute()
-        for name in ("ssl_certfile", "ssl_keyfile") if serves_openai else ():
-            path: Path | None = getattr(self, f"openai_{name}")
-            if path is not None:
-                yield f"--openai-{name.replace('_', '-')}", path.absolute()
-        if serves_openai:
-            yield "--openai-live", None
-        if serves_openai and self.openai_api_server_count is not None:
-            yield "--openai-api-server-count", self.openai_api_server_count
-        if serves_openai and self.openai_enable_log_requests:
-            yield "--openai-enable-log-requests", None
-        if serves_openai and self.allow_runtime_lora_updating:
-            yield "--allow-runtime-lora-updating", None
-        for folder in self.allowed_local_lora_path if serves_openai else ():
-            yield "--allowed-local-lora-path", folder.absolute()
+        parse_server_arguments(self.server_args, "--server-arg")
+        if config.openai is not None and self.allow_runtime_lora_updating and self.admin_key_file is None:
+            raise ConfigError("--allow-runtime-lora-updating requires --admin-key-file; add it")
+        if config.openai is not None and self.allowed_local_lora_path and not self.allow_runtime_lora_updating:
+            raise ConfigError("--allowed-local-lora-path requires --allow-runtime-lora-updating; add it")
+        server, ports = config.server, config.ports.by_name
+        updated = replace(
+            config,
+            ports=Ports(**{name: getattr(self, f"{name}_port") or port for name, port in ports.items()}),
+            adminKeyFile=_absolute(self.admin_key_file),
+            server=replace(
+                server,
+                expose=server.expose if self.expose is None else _PROTOCOLS[self.expose],
+                serverArgs=tuple(self.server_args) or server.serverArgs,
+                modelRepository=_absolute(self.model_repository) or server.modelRepository,
+                verbose=self.verbose,
+            ),
+            openai=None if config.openai is None else self._apply_to_openai(config.openai),
+        )
+        updated.validate()
+        return updated
+
+    def _apply_to_openai(self, openai: OpenAIConfig) -> OpenAIConfig:
+        certfile = _absolute(self.openai_ssl_certfile)
+        return replace(
+            openai,
+            port=self.openai_port or openai.port,
+            # The live page is always served on a laptop.
+            live=True,
+            apiServerCount=self.openai_api_server_count or openai.apiServerCount,
+            apiKeysDir=_absolute(self.openai_api_keys_dir) or openai.apiKeysDir,
+            sslCertfile=certfile or openai.sslCertfile,
+            sslKeyfile=_absolute(self.openai_ssl_keyfile) or (None if certfile else openai.sslKeyfile),
+            enableLogRequests=self.openai_enable_log_requests,
+            allowRuntimeLoraUpdating=self.allow_runtime_lora_updating,
+            allowedLocalLoraPaths=tuple(folder.absolute() for folder in self.allowed_local_lora_path),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """Everything that is needed to start the supervisor."""
 
-    engine: EngineConfig
+    config: PodConfig
     catalog: AdapterCatalog
     chat_template: str | None
     """Text of spec.openai.chatTemplate, or None if the spec does not contain the text."""
     run_dir: Path
-    argv: tuple[str, ...]
+    cache_dir: Path
     environment: Mapping[str, str]
+
+    @property
+    def pod_options(self) -> tuple[str, ...]:
+        """The options that the supervisor and a batch have in common."""
+        config_file = self.run_dir / constants.CONFIG_FILE
+        return f"--config={config_file}", f"--run-dir={self.run_dir}", f"--cache-dir={self.cache_dir}"
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The command line of the supervisor."""
+        return (sys.executable, "-m", "quire_server", *self.pod_options)
 
 
 def prepare(
@@ -152,43 +185,55 @@ def prepare(
 
     Raises:
         InvalidService: the service cannot run on this machine; the message has each reason with the field's line.
-        ConfigError: the token of the model's Secret cannot be read, or an argument of the server is not allowed.
+        ConfigError: the token of the model's Secret cannot be read, or an option or an argument of the server is wrong.
     """
     local_sources = LocalSources(manifest.folder, dict(options.volumes), options.secrets_dir)
+    service = _with_openai_port(service, options)
     if problems := list(_iter_problems(service, options, local_sources, dev_dir)):
         raise InvalidService(problems, manifest.location)
-    options = _with_spec_models(service, options, local_sources)
-    run_dir = options.run_dir or default_run_dir(service.name, environment)
+    run_dir = (options.run_dir or default_run_dir(service.name, environment)).absolute()
     catalog, template = service.build_catalog(), service.spec.openai.chatTemplate
     local_adapters = tuple(
         replace(adapter, source=local_sources.localize(adapter.source)) for adapter in catalog.adapters
     )
+    engine = replace(
+        _build_engine_config(manifest, service, local_sources), **_engine_overrides(service, options, run_dir)
+    )
+    config = pod_config(service, engine, _pod_files(service, options, local_sources, run_dir), options.host)
+    # The server runs as the user of this command. Therefore, it can read only files that this user can read anyway.
+    config = replace(config, sources=replace(config.sources, allowPaths=True))
     return LaunchPlan(
-        engine=replace(
-            _build_engine_config(manifest, service, local_sources),
-            **_engine_overrides(service, options, run_dir),
-        ),
+        config=options.apply_to(config),
         catalog=replace(catalog, adapters=local_adapters),
         chat_template=None if template is None else template.text,
         run_dir=run_dir,
-        argv=tuple(_supervisor_argv(service, options, run_dir, options.cache_dir or default_cache_dir(environment))),
+        cache_dir=(options.cache_dir or default_cache_dir(environment)).absolute(),
         environment=dict(environment)
         | {e.name: e.value for e in service.spec.runtime.env}
         | _hub_token_env(local_sources, service),
     )
 
 
-def _with_spec_models(service: LLMService, options: ServeOptions, local_sources: LocalSources) -> ServeOptions:
-    """Add spec.runtime.models and spec.runtime.serverArgs to the options, unless the options already set them.
+def _with_openai_port(service: LLMService, options: ServeOptions) -> LLMService:
+    """Return the service with the port of the OpenAI API that the options select. 0 turns the API off."""
+    if options.openai_port is None:
+        return service
+    openai = replace(service.spec.openai, enabled=options.openai_port > 0, port=options.openai_port or None)
+    return replace(service, spec=replace(service.spec, openai=openai))
 
-    Raises ConfigError if an argument is not allowed.
-    """
-    runtime = service.spec.runtime
-    if options.model_repository is None and runtime.models is not None:
-        options = replace(options, model_repository=local_sources.resolve(runtime.models.source))
-    parse_server_arguments(options.server_args, "--server-arg")
-    parse_server_arguments(runtime.serverArgs, "spec.runtime.serverArgs")
-    return replace(options, server_args=options.server_args or runtime.serverArgs)
+
+def _pod_files(service: LLMService, options: ServeOptions, local_sources: LocalSources, run_dir: Path) -> PodFiles:
+    """Return where the files of pod.json are on this machine."""
+    secrets, models = _openai_secrets(service, options), service.spec.runtime.models
+    folder = options.model_repository or (None if models is None else local_sources.resolve(models.source))
+    return PodFiles(
+        adapters=run_dir / constants.CATALOG_FILE,
+        secrets=_absolute(options.secrets_dir),
+        claims={claim: folder.absolute() for claim, folder in options.volumes},
+        api_keys=_secret_folder(secrets.get("apiKeysSecretRef"), options),
+        tls=_secret_folder(secrets.get("tlsSecretRef"), options),
+        models=_absolute(folder),
+    )
 
 
 def write_run_dir(launch_plan: LaunchPlan) -> None:
@@ -205,7 +250,7 @@ def write_run_dir(launch_plan: LaunchPlan) -> None:
                 f"run folder {folder}: belongs to another user or is a link; give another folder with --run-dir"
             )
         with _locked_run_dir(folder):
-            (folder / constants.ENGINE_FILE).write_text(json.dumps(launch_plan.engine.to_json(), indent=2))
+            (folder / constants.CONFIG_FILE).write_text(json.dumps(launch_plan.config.to_json(), indent=2))
             (folder / constants.CATALOG_FILE).write_text(json.dumps(launch_plan.catalog.to_json(), indent=2))
             if launch_plan.chat_template is not None:
                 (folder / CHAT_TEMPLATE_FILE).write_text(launch_plan.chat_template)
@@ -218,11 +263,6 @@ def exec_supervisor(argv: Sequence[str], environment: Mapping[str, str]) -> NoRe
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(argv[0], list(argv), dict(environment))
-
-
-def openai_port(service: LLMService, options: ServeOptions) -> int | None:
-    """Return the port of the OpenAI API, or None if the API is turned off."""
-    return service.openai_port if options.openai_port is None else options.openai_port or None
 
 
 def require_packages(serves_openai: bool = False) -> None:
@@ -295,7 +335,7 @@ def _iter_problems(
         yield from local_sources.iter_problems(adapter.source, ("spec", "adapters", i, "source"), ADAPTER_FILES)
     if service.spec.runtime.models is not None and options.model_repository is None:
         yield from local_sources.iter_problems(service.spec.runtime.models.source, ("spec", "runtime", "models"), ())
-    if openai_port(service, options) is not None:
+    if service.openai_port is not None:
         for field, ref in _openai_secrets(service, options).items():
             yield from local_sources.secret_problems(ref, ("spec", "openai", field))
     template = service.spec.openai.chatTemplate
@@ -311,7 +351,7 @@ def _iter_problems(
 def _build_engine_config(manifest: Manifest, service: LLMService, local_sources: LocalSources) -> EngineConfig:
     model, *draft = [_locate(source, local_sources) for source in service.model_sources.values()]
     try:
-        return engine_config(service, model, draft=draft[0] if draft else None)
+        return EngineConfig.from_json(engine_arguments(service, model, draft=draft[0] if draft else None))
     except UnsupportedByEngine as error:
         raise InvalidService([error.problem], manifest.location) from error
 
@@ -322,7 +362,7 @@ def _locate(source: Source, local_sources: LocalSources) -> ModelLocation:
 
 
 def _engine_overrides(service: LLMService, options: ServeOptions, run_dir: Path) -> dict[str, Any]:
-    """Return the fields of engine.json whose values depend on this machine or on an option of the command."""
+    """Return the fields of the engine whose values depend on this machine or on an option of the command."""
     template = options.chat_template
     if template is not None and not template.is_file():
         raise ConfigError(f"--chat-template {template}: no such file; give a file with a chat template")
@@ -334,42 +374,6 @@ def _engine_overrides(service: LLMService, options: ServeOptions, run_dir: Path)
         "reasoning_parser": options.reasoning_parser,
     }
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _supervisor_argv(service: LLMService, options: ServeOptions, run_dir: Path, cache_dir: Path) -> Iterator[str]:
-    ports, port = service.spec.runtime.ports, openai_port(service, options)
-    flags: list[tuple[str, object | None]] = [
-        ("--engine", run_dir / constants.ENGINE_FILE),
-        ("--adapters", run_dir / constants.CATALOG_FILE),
-        ("--served-name", service.served_name),
-        ("--run-dir", run_dir),
-        ("--cache-dir", cache_dir),
-        ("--host", options.host),
-        ("--http-port", options.http_port or ports.http),
-        ("--grpc-port", options.grpc_port or ports.grpc),
-        ("--metrics-port", options.metrics_port or ports.metrics),
-        ("--health-port", options.health_port or ports.health),
-        *(("--expose", value) for value in (options.expose or service.expose_option,) if value),
-        ("--drain-timeout", service.spec.rollout.drainSeconds),
-        *(("--model-env", variable.name) for variable in service.spec.runtime.env if options.model_repository),
-        *((("--secrets-dir", options.secrets_dir),) if options.secrets_dir else ()),
-        *(("--pvc", f"{claim}={folder.absolute()}") for claim, folder in options.volumes),
-    ]
-    yield from (sys.executable, "-m", "quire_server")
-    for flag, value in flags:
-        yield from (flag,) if value is None else (flag, str(value))
-    # If an option is repeated, the server uses its last value. Therefore, the options of the command come last.
-    secrets = _openai_secrets(service, options)
-    keys_dir, tls_dir = (_secret_folder(secrets.get(field), options) for field in ("apiKeysSecretRef", "tlsSecretRef"))
-    if options.openai_api_keys_dir is not None:
-        keys_dir = str(options.openai_api_keys_dir.absolute())
-    yield from openai_arguments(service, port, keys_dir, tls_dir)
-    for flag, value in options.supervisor_flags(serves_openai=port is not None):
-        yield from (flag,) if value is None else (flag, str(value))
-    # The server runs as the user of this command. Therefore, it can read only files that this user can read anyway.
-    yield "--allow-path-sources"
-    if options.verbose:
-        yield "--verbose"
 
 
 def _openai_secrets(service: LLMService, options: ServeOptions) -> dict[str, SecretRef]:
@@ -385,8 +389,12 @@ def _openai_secrets(service: LLMService, options: ServeOptions) -> dict[str, Sec
     return {field: ref for field, ref in refs.items() if ref is not None}
 
 
-def _secret_folder(ref: SecretRef | None, options: ServeOptions) -> str | None:
-    return None if ref is None or options.secrets_dir is None else str((options.secrets_dir / ref.name).absolute())
+def _secret_folder(ref: SecretRef | None, options: ServeOptions) -> Path | None:
+    return None if ref is None or options.secrets_dir is None else (options.secrets_dir / ref.name).absolute()
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
 
 
 def _hub_token_refs(service: LLMService) -> dict[FieldPath, SecretRef]:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quire serve --vllm-repository`: serves a model repository of NVIDIA's vllm_backend without changes.
 
-The module builds the command line of the supervisor. The supervisor itself reads model.json and multi_lora.json. Called
-by main.py.
+The module converts model.json and multi_lora.json to pod.json and adapters.json. Called by main.py.
 """
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from quire_operator.cli.serve import ServeOptions, default_cache_dir, default_run_dir
+from quire_operator.cli.serve import LaunchPlan, ServeOptions, default_cache_dir, default_run_dir
 from quire_spec import constants
 from quire_spec.documents.model_repository import find_vllm_model
+from quire_spec.documents.pod_config import OpenAIConfig, PodConfig, SourcesConfig
+from quire_spec.documents.vllm_repository import read_served_model_names, read_vllm_repository
 from quire_spec.errors import ConfigError
 
 
@@ -29,35 +29,37 @@ def served_name(repository: Path) -> str:
     return name
 
 
-def supervisor_argv(
-    repository: Path, device: str, options: ServeOptions, environment: Mapping[str, str]
-) -> Iterator[str]:
-    """Yield the arguments of the supervisor's command line. Raises the same errors as `served_name`."""
+def prepare(repository: Path, device: str, options: ServeOptions, environment: Mapping[str, str]) -> LaunchPlan:
+    """Return a plan for launching the model of a repository on `device`, if model.json sets no other device.
+
+    Raises:
+        ConfigError: the repository is not valid, see `read_vllm_repository`, or an option is wrong.
+    """
     name = served_name(repository)
-    port = constants.OPENAI_PORT if options.openai_port is None else options.openai_port or None
-    flags: list[tuple[str, object | None]] = [
-        ("--vllm-repository", repository),
-        ("--device", device),
-        ("--served-name", name),
-        ("--run-dir", options.run_dir or default_run_dir(name, environment)),
-        ("--cache-dir", options.cache_dir or default_cache_dir(environment)),
-        ("--host", options.host),
-        ("--expose", options.expose),
-        ("--http-port", options.http_port),
-        ("--grpc-port", options.grpc_port),
-        ("--metrics-port", options.metrics_port),
-        ("--health-port", options.health_port),
-        ("--openai-port", port),
-        ("--openai-api-keys-dir", options.openai_api_keys_dir if port else None),
-        ("--secrets-dir", options.secrets_dir),
-    ]
-    yield from (sys.executable, "-m", "quire_server")
-    for flag, value in flags:
-        if value is not None:
-            yield from (flag, str(value))
-    for flag, value in options.supervisor_flags(serves_openai=port is not None):
-        yield from (flag,) if value is None else (flag, str(value))
-    if options.allowed_local_lora_path:
-        yield "--allow-path-sources"
-    if options.verbose:
-        yield "--verbose"
+    engine, catalog = read_vllm_repository(repository, device)
+    run_dir = (options.run_dir or default_run_dir(name, environment)).absolute()
+    openai = None
+    if options.openai_port != 0:
+        openai = OpenAIConfig(servedModelNames=read_served_model_names(repository))
+    config = PodConfig(
+        servedName=name,
+        engine=engine,
+        adapters=run_dir / constants.CATALOG_FILE,
+        host=options.host,
+        openai=openai,
+        # multi_lora.json may contain local folders.
+        sources=SourcesConfig(
+            secretsDir=None if options.secrets_dir is None else options.secrets_dir.absolute(),
+            allowPaths=True,
+            requireAdapters=True,
+        ),
+        vllmRepository=repository.absolute(),
+    )
+    return LaunchPlan(
+        config=options.apply_to(config),
+        catalog=catalog,
+        chat_template=None,
+        run_dir=run_dir,
+        cache_dir=(options.cache_dir or default_cache_dir(environment)).absolute(),
+        environment=environment,
+    )

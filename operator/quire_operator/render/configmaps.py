@@ -10,6 +10,7 @@ from quire_operator.api.llmservice import LLMService
 from quire_operator.render import object_names
 from quire_operator.render.context import RenderContext
 from quire_operator.render.manifests import Manifest, new_manifest
+from quire_spec import constants
 from quire_spec.dataclass_json import drop_nulls
 from quire_spec.documents.adapter_catalog import SecretRef, Source
 from quire_spec.errors import ConfigError
@@ -19,18 +20,19 @@ MAX_CONFIGMAP_BYTES = 1_000_000
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
-def engine_configmap(service: LLMService, arguments: Mapping[str, Any]) -> Manifest:
-    """Return the ConfigMap that contains engine.json. If the spec contains the text of a chat template, the ConfigMap
-    contains it too.
+def engine_configmap(service: LLMService, document: Mapping[str, Any]) -> Manifest:
+    """Return the ConfigMap that contains `document` as pod.json. If the spec contains the text of a chat template, the
+    ConfigMap contains it too.
 
-    engine.json does not contain default values. Otherwise, a new release with other defaults would restart the pods.
+    For one release, it also contains engine.json, which images before pod.json read.
     """
-    content = json.dumps(dict(arguments), indent=2, sort_keys=True)
+    files = {constants.CONFIG_FILE: document, constants.ENGINE_FILE: document["engine"]}
+    data = {name: json.dumps(content, indent=2, sort_keys=True) for name, content in files.items()}
     template = service.spec.openai.chatTemplate
-    text = template.text if template is not None else None
-    chat_template = {} if text is None else {object_names.CHAT_TEMPLATE_FILE: text}
-    name = object_names.engine_configmap(service, content + (text or ""))
-    return new_manifest("v1", "ConfigMap", service, name, immutable=True, data={"engine.json": content} | chat_template)
+    if template is not None and template.text is not None:
+        data[object_names.CHAT_TEMPLATE_FILE] = template.text
+    name = object_names.engine_configmap(service, "".join(data.values()))
+    return new_manifest("v1", "ConfigMap", service, name, immutable=True, data=data)
 
 
 def adapter_configmap(service: LLMService) -> Manifest:
@@ -47,7 +49,7 @@ def adapter_configmap(service: LLMService) -> Manifest:
             f"ConfigMap can have {MAX_CONFIGMAP_BYTES}; shorten the sources, or split the service"
         )
     name = object_names.adapter_configmap(service.name)
-    return new_manifest("v1", "ConfigMap", service, name, data={"adapters.json": content})
+    return new_manifest("v1", "ConfigMap", service, name, data={constants.CATALOG_FILE: content})
 
 
 def admin_secret(service: LLMService, context: RenderContext) -> Manifest:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts an LLMService and its plan to the configuration of the engine.
 
-If neither the spec nor the plan sets a field, the engine uses its own default. Pure. Called by cli/serve.py and
-objects.py.
+If neither the spec nor the plan sets a field, the engine uses its own default. Pure. Called by pod_config.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from quire_operator.api.llmservice import Device, LLMService, SpeculativeConfigSpec
@@ -18,32 +18,49 @@ from quire_operator.plan.plan import Plan
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
-_SPEC_PATHS: Mapping[str, FieldPath] = {
-    "model": ("model", "source"),
-    "device": ("device",),
-    "dtype": ("engine", "dtype"),
-    "max_model_len": ("engine", "maxModelLen"),
-    "gpu_memory_utilization": ("engine", "gpuMemoryUtilization"),
-    "kv_cache_memory_bytes": ("engine", "kvCacheMemory"),
-    "kv_cache_dtype": ("engine", "kvCacheDtype"),
-    "block_size": ("engine", "blockSize"),
-    "max_num_seqs": ("engine", "maxNumSeqs"),
-    "max_num_batched_tokens": ("engine", "maxNumBatchedTokens"),
-    "max_num_queued_reqs": ("engine", "maxNumQueuedReqs"),
-    "max_logprobs": ("engine", "maxLogprobs"),
-    "skip_tokenizer_init": ("engine", "skipTokenizerInit"),
-    "scheduling_policy": ("engine", "schedulingPolicy"),
-    "swap_space": ("engine", "swapSpace"),
-    "tensor_parallel_size": ("engine", "tensorParallelSize"),
-    "max_loras": ("lora", "maxLoaded"),
-    "max_lora_rank": ("lora", "maxRank"),
-    "max_cpu_loras": ("lora", "maxCached"),
-    "cpu_lora_memory_bytes": ("lora", "maxCachedMemory"),
-    "tool_call_parser": ("openai", "toolCallParser"),
-    "reasoning_parser": ("openai", "reasoningParser"),
+
+def _unless(default: str) -> Callable[[str], str | None]:
+    return lambda value: None if value == default else value
+
+
+def _keep(value: Any) -> Any:
+    return value
+
+
+_SPEC_FIELDS: Mapping[str, tuple[FieldPath, Callable[[Any], Any]]] = {
+    "dtype": (("engine", "dtype"), _keep),
+    "max_model_len": (("engine", "maxModelLen"), _keep),
+    "gpu_memory_utilization": (("engine", "gpuMemoryUtilization"), float),
+    "kv_cache_memory_bytes": (("engine", "kvCacheMemory"), to_bytes),
+    "kv_cache_dtype": (("engine", "kvCacheDtype"), _keep),
+    "block_size": (("engine", "blockSize"), _keep),
+    "max_num_seqs": (("engine", "maxNumSeqs"), _keep),
+    "max_num_batched_tokens": (("engine", "maxNumBatchedTokens"), _keep),
+    "max_num_queued_reqs": (("engine", "maxNumQueuedReqs"), _keep),
+    "max_logprobs": (("engine", "maxLogprobs"), _keep),
+    "skip_tokenizer_init": (("engine", "skipTokenizerInit"), lambda value: value or None),
+    "scheduling_policy": (("engine", "schedulingPolicy"), _keep),
+    "swap_space": (("engine", "swapSpace"), lambda size: to_bytes(size) / GIB),
+    "tensor_parallel_size": (("engine", "tensorParallelSize"), _keep),
+    "quantization": (("engine", "quantization"), _unless("None")),
+    "enable_prefix_caching": (("engine", "prefixCaching"), _keep),
+    "max_loras": (("lora", "maxLoaded"), _keep),
+    "max_lora_rank": (("lora", "maxRank"), _keep),
+    "max_cpu_loras": (("lora", "maxCached"), _keep),
+    "cpu_lora_memory_bytes": (("lora", "maxCachedMemory"), to_bytes),
+    "tool_call_parser": (("openai", "toolCallParser"), _unless("auto")),
+    "reasoning_parser": (("openai", "reasoningParser"), _unless("auto")),
 }
-"""Maps fields of EngineConfig to the paths of the corresponding fields in the spec. It serves only error messages, and
-it is not complete. The values come from _spec_arguments and _plan_arguments."""
+"""Maps each field of EngineConfig that follows from one field of the spec to the path of that field, and to a function
+that converts its value. If the function returns None, the engine uses its default."""
+_PLANNED_FIELDS = frozenset((
+    "dtype", "tensor_parallel_size", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "gpu_memory_utilization", "kv_cache_memory_bytes",
+))  # fmt: skip
+"""Fields whose value a plan contains, under the name that they have in the spec. If the spec sets the value, the plan
+contains the same value."""
+_ADAPTER_FIELDS = frozenset(("max_loras", "max_cpu_loras", "cpu_lora_memory_bytes"))
+"""Fields that are set only if the engine accepts adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +74,7 @@ class ModelLocation:
 
     @property
     def arguments(self) -> dict[str, str]:
-        """Return the fields that describe this location in engine.json or in its speculative_config."""
+        """Return the fields of EngineConfig or of its speculative_config that describe this location."""
         return {"model": self.model, **({} if self.revision is None else {"revision": self.revision})}
 
 
@@ -69,13 +86,6 @@ class UnsupportedByEngine(Exception):
         super().__init__(str(problem))
 
 
-def engine_config(
-    service: LLMService, model: ModelLocation, plan: Plan | None = None, draft: ModelLocation | None = None
-) -> EngineConfig:
-    """Return the engine's configuration without a chat template; see `engine_arguments` for the parameters."""
-    return EngineConfig.from_json(engine_arguments(service, model, plan, draft=draft))
-
-
 def engine_arguments(
     service: LLMService,
     model: ModelLocation,
@@ -83,10 +93,7 @@ def engine_arguments(
     chat_template: str | None = None,
     draft: ModelLocation | None = None,
 ) -> dict[str, Any]:
-    """Return the content of engine.json.
-
-    The values of the plan take precedence over those of the spec. If the spec sets a field, the plan contains the same
-    value.
+    """Return the fields of EngineConfig that the plan or the spec sets.
 
     `chat_template` is the path of a file with the chat template in spec.openai.chatTemplate, or None if this field is
     not set. `draft` is the location of the draft model that spec.engine.speculativeConfig.model sets.
@@ -94,8 +101,9 @@ def engine_arguments(
     Raises:
         UnsupportedByEngine: the engine does not support a value of the spec.
     """
-    chat = {"chat_template": chat_template} if chat_template is not None else {}
-    arguments = {**model.arguments, **chat, **_spec_arguments(service, draft), **_plan_arguments(plan)}
+    arguments = {**model.arguments, **dict(_fields(service, plan, draft))}
+    if chat_template is not None:
+        arguments["chat_template"] = chat_template
     try:
         EngineConfig.from_json(arguments)
     except ConfigError as error:
@@ -106,6 +114,24 @@ def engine_arguments(
     return arguments
 
 
+def _fields(service: LLMService, plan: Plan | None, draft: ModelLocation | None) -> Iterator[tuple[str, Any]]:
+    spec = service.spec
+    cpu, accepts_adapters = spec.device is Device.CPU, spec.lora.maxLoaded > 0
+    yield "device", "cpu" if cpu else "cuda"
+    yield "enable_lora", accepts_adapters
+    if spec.engine.speculativeConfig is not None:
+        yield "speculative_config", _speculative_config(spec.engine.speculativeConfig, draft)
+    for name, (path, convert) in _SPEC_FIELDS.items():
+        if name in _ADAPTER_FIELDS and not accepts_adapters:
+            continue
+        planned = getattr(plan, str(path[-1])) if plan is not None and name in _PLANNED_FIELDS else None
+        value = attrgetter(".".join(map(str, path)))(spec) if planned is None else planned.value
+        if value is None and name == "max_num_batched_tokens":
+            value = _batched_tokens(cpu, spec.engine.maxNumSeqs)
+        if value is not None and (converted := convert(value)) is not None:
+            yield name, converted
+
+
 def _spec_path(name: str) -> FieldPath:
     """Return the path in the spec that corresponds to a field of EngineConfig. The field can also be in its
     speculative_config."""
@@ -113,48 +139,13 @@ def _spec_path(name: str) -> FieldPath:
     if section == "speculative_config" and field:
         first, *words = field.split("_")
         return ("engine", "speculativeConfig", first + "".join(map(str.title, words)))
-    return _SPEC_PATHS.get(name, ("engine",))
+    if name in ("model", "device"):
+        return {"model": ("model", "source"), "device": ("device",)}[name]
+    path, _ = _SPEC_FIELDS.get(name, (("engine",), _keep))
+    return path
 
 
-def _spec_arguments(service: LLMService, draft: ModelLocation | None) -> dict[str, Any]:
-    """Return the fields of EngineConfig that follow from the spec, including its device."""
-    spec, lora, openai = service.spec.engine, service.spec.lora, service.spec.openai
-    cpu = service.spec.device is Device.CPU
-    requested = {
-        "dtype": spec.dtype,
-        "max_model_len": spec.maxModelLen,
-        "gpu_memory_utilization": _to_float(spec.gpuMemoryUtilization),
-        "kv_cache_memory_bytes": None if spec.kvCacheMemory is None else to_bytes(spec.kvCacheMemory),
-        "kv_cache_dtype": spec.kvCacheDtype,
-        "block_size": spec.blockSize,
-        "max_num_seqs": spec.maxNumSeqs,
-        "max_num_batched_tokens": spec.maxNumBatchedTokens or _batched_tokens(cpu, spec.maxNumSeqs),
-        "max_num_queued_reqs": spec.maxNumQueuedReqs,
-        "max_logprobs": spec.maxLogprobs,
-        "skip_tokenizer_init": spec.skipTokenizerInit or None,
-        "scheduling_policy": spec.schedulingPolicy,
-        "swap_space": None if spec.swapSpace is None else to_bytes(spec.swapSpace) / GIB,
-        "tensor_parallel_size": spec.tensorParallelSize,
-        "quantization": None if spec.quantization == "None" else spec.quantization,
-        "speculative_config": _speculative_config(spec.speculativeConfig, draft),
-        "tool_call_parser": None if openai.toolCallParser == "auto" else openai.toolCallParser,
-        "reasoning_parser": None if openai.reasoningParser == "auto" else openai.reasoningParser,
-        "max_loras": lora.maxLoaded or None,
-        "max_cpu_loras": lora.maxCached if lora.maxLoaded else None,
-        "cpu_lora_memory_bytes": to_bytes(lora.maxCachedMemory) if lora.maxCachedMemory and lora.maxLoaded else None,
-    }
-    return {
-        "device": "cpu" if cpu else "cuda",
-        "enable_prefix_caching": spec.prefixCaching,
-        "enable_lora": lora.maxLoaded > 0,
-        "max_lora_rank": lora.maxRank,
-        **{name: value for name, value in requested.items() if value is not None},
-    }
-
-
-def _speculative_config(spec: SpeculativeConfigSpec | None, draft: ModelLocation | None) -> dict[str, Any] | None:
-    if spec is None:
-        return None
+def _speculative_config(spec: SpeculativeConfigSpec, draft: ModelLocation | None) -> dict[str, Any]:
     values = {
         **({} if draft is None else draft.arguments),
         "method": spec.method,
@@ -171,24 +162,6 @@ def _speculative_config(spec: SpeculativeConfigSpec | None, draft: ModelLocation
 
 def _to_float(text: str | None) -> float | None:
     return None if text is None else float(text)
-
-
-def _plan_arguments(plan: Plan | None) -> dict[str, Any]:
-    """Return the fields of EngineConfig that the plan sets. If the spec sets a value, the plan contains it
-    unchanged."""
-    if plan is None:
-        return {}
-    kv, utilization = plan.kvCacheMemory, plan.gpuMemoryUtilization
-    return {
-        "dtype": plan.dtype.value,
-        "tensor_parallel_size": plan.tensorParallelSize.value,
-        "block_size": plan.blockSize.value,
-        "max_model_len": plan.maxModelLen.value,
-        "max_num_seqs": plan.maxNumSeqs.value,
-        "max_num_batched_tokens": plan.maxNumBatchedTokens.value,
-        **({"gpu_memory_utilization": float(utilization.value)} if utilization else {}),
-        **({"kv_cache_memory_bytes": to_bytes(kv.value)} if kv else {}),
-    }
 
 
 def _batched_tokens(cpu: bool, max_num_seqs: int | None) -> int:

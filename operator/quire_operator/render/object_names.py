@@ -47,7 +47,7 @@ def headless_service(service: LLMService) -> str:
 
 
 def engine_configmap(service: LLMService, content: str) -> str:
-    """Return the name of the ConfigMap of engine.json. The name contains a digest of the content. If the content
+    """Return the name of the ConfigMap of pod.json. The name contains a digest of the content. If the content
     changes, the name changes too, and the pods are replaced."""
     return f"{service.name}-engine-{digest(content)}"
 

@@ -12,9 +12,8 @@ from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.plan import Plan
 from quire_operator.render import configmaps, download_job, model_storage, network, pod_template, workload
 from quire_operator.render.context import RenderContext
-from quire_operator.render.engine_config import ModelLocation, engine_arguments
 from quire_operator.render.manifests import Manifest, owner_reference
-from quire_operator.render.openai_arguments import chat_template_path
+from quire_operator.render.pod_config import cluster_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +49,7 @@ def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> R
 def _required_objects(service: LLMService, plan: Plan, context: RenderContext) -> Iterator[Manifest]:
     """Yield the objects of kinds that need no installed CRD."""
     spec = service.spec
-    chat_template = chat_template_path(service)
-    draft = service.draft_source
-    arguments = engine_arguments(
-        service,
-        ModelLocation(model_storage.folder(service.spec.model.source)),
-        plan,
-        chat_template,
-        None if draft is None else ModelLocation(model_storage.folder(draft)),
-    )
-    engine_configmap = configmaps.engine_configmap(service, arguments)
+    engine_configmap = configmaps.engine_configmap(service, cluster_document(service, plan))
     template = pod_template.template(service, plan, engine_configmap["metadata"]["name"])
     yield configmaps.service_account(service)
     yield configmaps.admin_secret(service, context)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pod template: the supervisor (`python -m quire_server`), its volumes, probes, security context and drain time.
 
-quire_server/__main__.py defines the supervisor's options. A test parses the rendered arguments with the supervisor's
-parser. Called by objects.py and workload.py.
+pod_config.py renders the settings of the supervisor. A test reads the rendered files with the supervisor's own reader.
+Called by objects.py and workload.py.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from quire_operator.api.llmservice import LLMService
@@ -16,14 +16,14 @@ from quire_operator.plan.plan import Plan
 from quire_operator.render import model_storage, object_names, security_context
 from quire_operator.render.env import container_env
 from quire_operator.render.manifests import Manifest
-from quire_operator.render.openai_arguments import openai_arguments
+from quire_operator.render.pod_config import claim_names
 from quire_operator.render.strategic_merge import merge
 from quire_spec import constants
-from quire_spec.documents.server_arguments import parse_server_arguments
 from quire_spec.errors import ConfigError
-from quire_spec.net.addresses import ANY_ADDRESS
 
 SERVER_CONTAINER = object_names.SERVER
+CONFIG_OPTION = "--config"
+"""Option of the supervisor. Pods that were rendered before pod.json do not have it."""
 PROPAGATION_S = 10
 """Before a pod gets SIGTERM, Kubernetes has this number of seconds to remove the pod from its endpoints. After SIGTERM,
 the server rejects new connections."""
@@ -36,10 +36,10 @@ _BASE_CPU_CORES = 2
 
 def template(service: LLMService, plan: Plan, engine_configmap: str) -> Manifest:
     """Return the pod template after spec.podTemplate is merged into it. `engine_configmap` is the ConfigMap with
-    engine.json.
+    pod.json.
 
     Raises:
-        ConfigError: spec.podTemplate cannot be merged, or spec.runtime.serverArgs is wrong.
+        ConfigError: spec.podTemplate cannot be merged.
     """
     rendered = {
         "metadata": {
@@ -148,7 +148,7 @@ def _server_container(service: LLMService, plan: Plan) -> Manifest:
     return {
         "name": SERVER_CONTAINER,
         "image": plan.image.value,
-        "args": server_arguments(service),
+        "args": server_arguments(),
         "env": container_env(service),
         "ports": [{"name": name, "containerPort": port} for name, port in service.ports.items()],
         "resources": _resources(service, plan),
@@ -173,40 +173,13 @@ def _probe(check: str, period_s: int, failures: int) -> Manifest:
     }
 
 
-def server_arguments(service: LLMService) -> list[str]:
-    """Return the supervisor's options. The entry point of the image, `python -m quire_server`, is the supervisor."""
-    paths = {name: path for name, (path, _) in _openai_secrets(service).items()}
+def server_arguments() -> list[str]:
+    """Return the supervisor's arguments. The entry point of the image, `python -m quire_server`, is the supervisor."""
     return [
-        f"--engine={object_names.ENGINE_DIR}/engine.json",
-        f"--adapters={object_names.ADAPTER_CATALOG_DIR}/adapters.json",
-        f"--served-name={service.served_name}",
+        f"{CONFIG_OPTION}={object_names.ENGINE_DIR}/{constants.CONFIG_FILE}",
         f"--run-dir={object_names.RUN_DIR}",
         f"--cache-dir={object_names.CACHE_DIR}/adapters",
-        f"--host={ANY_ADDRESS}",
-        *(f"--{name}-port={port}" for name, port in service.spec.runtime.ports.by_name.items()),
-        *(f"--expose={value}" for value in (service.expose_option,) if value),
-        f"--admin-key-file={object_names.ADMIN_DIR}/{object_names.ADMIN_KEY_FIELD}",
-        f"--secrets-dir={object_names.SECRETS_DIR}",
-        *(f"--pvc={claim}={object_names.CLAIMS_DIR}/{claim}" for claim in _claim_names(service)),
-        f"--drain-timeout={service.spec.rollout.drainSeconds}",
-        *_other_model_arguments(service),
-        *openai_arguments(service, service.openai_port, paths.get("api-keys"), paths.get("tls")),
     ]
-
-
-def _other_model_arguments(service: LLMService) -> Iterator[str]:
-    """Convert spec.runtime.models and spec.runtime.serverArgs to the supervisor's options, and yield these options.
-
-    Raises ConfigError.
-    """
-    runtime = service.spec.runtime
-    parse_server_arguments(runtime.serverArgs, "spec.runtime.serverArgs")
-    yield from (f"--server-arg={argument}" for argument in runtime.serverArgs)
-    if runtime.models is not None:
-        pvc = runtime.models.pvc
-        folder = runtime.models.path if pvc is None else f"{object_names.CLAIMS_DIR}/{pvc.claimName}/{pvc.path}"
-        yield f"--model-repository={folder}"
-        yield from (f"--model-env={variable.name}" for variable in runtime.env)
 
 
 def _resources(service: LLMService, plan: Plan) -> Manifest:
@@ -220,14 +193,6 @@ def _resources(service: LLMService, plan: Plan) -> Manifest:
     if count:
         limits[gpu.resourceName if gpu else GPU_RESOURCE] = str(count)
     return {"requests": requests, "limits": limits} if limits else {"requests": requests}
-
-
-def _claim_names(service: LLMService) -> list[str]:
-    """Return the names of the claims of the model, the draft model, the adapters and further models."""
-    sources = [*service.model_sources.values(), *(adapter.source for adapter in service.spec.adapters)]
-    if service.spec.runtime.models is not None:
-        sources.append(service.spec.runtime.models.source)
-    return sorted({source.pvc.claimName for source in sources if source.pvc is not None})
 
 
 def _openai_secrets(service: LLMService) -> dict[str, tuple[str, str]]:
@@ -271,7 +236,7 @@ def _volume_mounts(service: LLMService) -> list[Manifest]:
         mounts.append({"name": name, "mountPath": path, "readOnly": True})
     if volume := _chat_template_volume(service):
         mounts.append({"name": volume["name"], "mountPath": object_names.CHAT_TEMPLATE_DIR, "readOnly": True})
-    for i, claim in enumerate(_claim_names(service)):
+    for i, claim in enumerate(claim_names(service)):
         mounts.append({"name": f"claim-{i}", "mountPath": f"{object_names.CLAIMS_DIR}/{claim}", "readOnly": True})
     return mounts
 
@@ -299,6 +264,6 @@ def _volumes(service: LLMService, plan: Plan, engine_configmap: str) -> list[Man
         volumes.append({"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}})
     if volume := _chat_template_volume(service):
         volumes.append(volume)
-    for i, claim in enumerate(_claim_names(service)):
+    for i, claim in enumerate(claim_names(service)):
         volumes.append({"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
     return volumes

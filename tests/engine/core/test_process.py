@@ -264,8 +264,7 @@ process.run_process("core", core_process.main)
 def test_failed_steps_fail_their_sequences_and_three_in_a_row_exit(model: Path, tmp_path: Path):
     # Without a real device failure, the runner of an otherwise real core raises for one token.
     engine = EngineProcesses(tmp_path, **config_of(model))
-    argv = [sys.executable, "-c", FAILING, "--engine", str(tmp_path / "engine.json")]
-    argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
+    argv = [sys.executable, "-c", FAILING, "--config", str(engine.config_file), "--run-dir", str(tmp_path)]
     with engine, (tmp_path / "core.log").open("wb") as log:
         engine.processes["core"] = subprocess.Popen(argv, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
         wait_for(lambda: engine._is_serving("core"))

@@ -40,11 +40,13 @@ FAILURES = {
 }
 
 
-def start_process(tmp_path: Path, body: str, document: str = '{"model": "m"}') -> subprocess.Popen[str]:
-    engine = tmp_path / "engine.json"
-    engine.write_text(document)
-    argv = [sys.executable, "-c", SCRIPT.format(body=body), "--engine", str(engine)]
-    argv += ["--served-name", "base", "--run-dir", str(tmp_path)]
+DOCUMENT = '{"servedName": "base", "adapters": "/a", "engine": {"model": "m"}}'
+
+
+def start_process(tmp_path: Path, body: str, document: str = DOCUMENT) -> subprocess.Popen[str]:
+    config_file = tmp_path / "pod.json"
+    config_file.write_text(document)
+    argv = [sys.executable, "-c", SCRIPT.format(body=body), "--config", str(config_file), "--run-dir", str(tmp_path)]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -59,9 +61,9 @@ def test_unhandled_exception_ends_the_process(tmp_path: Path, failure: str):
 
 def test_configuration_error_is_reported_in_one_line(tmp_path: Path):
     documents = {
-        '{"model": "m"}': "max_loras",
-        '{"model": "m", "gpu_utilisation": 1}': "gpu_utilisation",
-        "{": "engine.json",
+        DOCUMENT: "max_loras",
+        DOCUMENT.replace('"m"', '"m", "gpu_utilisation": 1'): "engine.gpu_utilisation",
+        "{": "pod.json",
     }
     for document, field in documents.items():
         with start_process(tmp_path, "raise ConfigError('max_loras: must be at least 1, got 0')", document) as process:

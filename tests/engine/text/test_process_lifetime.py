@@ -69,8 +69,7 @@ def test_sigterm_ends_the_text_process_with_exit_code_0(model: Path, tmp_path: P
 
 def test_process_dies_with_its_parent(model: Path, tmp_path: Path):
     pod = EngineProcesses(tmp_path / "run", **engine_config(model))
-    argv = [sys.executable, "-m", "quire_engine.text", "--engine", str(pod.folder / "engine.json")]
-    argv += ["--served-name", "base", "--run-dir", str(pod.folder)]
+    argv = [sys.executable, "-m", "quire_engine.text", "--config", str(pod.config_file), "--run-dir", str(pod.folder)]
     code = f"import subprocess; p = subprocess.Popen({argv!r}); print(p.pid, flush=True); p.wait()"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert parent.stdout is not None

@@ -12,6 +12,7 @@ from quire_operator.api import crd, quantity
 from quire_operator.api.llmservice import Device, LLMService, LLMServiceSpec
 from quire_operator.api.yaml_manifest import parse_manifests, read_manifests
 from quire_spec.documents.adapter_catalog import AdapterCatalog, Expose
+from quire_spec.documents.pod_config import OpenAIOptions, Ports
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -39,10 +40,11 @@ def pairs(cls, schema, where="spec"):
         inner = schema["properties"][name]
         dataclass = nested_dataclass(hint)
         # The classes of the catalog are shared with adapters.json; test_crd.py compares their fields.
-        if dataclass and dataclass.__module__ == LLMServiceSpec.__module__:
+        if dataclass and dataclass.__module__ in (LLMServiceSpec.__module__, Ports.__module__):
             yield from pairs(dataclass, inner.get("items", inner), f"{where}.{name}")
 
 
+SHARED_FIELDS = (*dataclasses.fields(OpenAIOptions), *dataclasses.fields(Ports))
 PAIRS = list(pairs(LLMServiceSpec, crd.load_schema()["properties"]["spec"]))
 
 
@@ -53,7 +55,11 @@ def test_fields_match_the_crd(where, cls, schema):
     for name, field in fields.items():
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         always = name in schema.get("required", ()) or "default" in schema["properties"][name]
-        assert optional != always, name
+        if field in SHARED_FIELDS and always:
+            # The class is shared with pod.json, whose defaults must then be those of the resource.
+            assert field.default == schema["properties"][name]["default"], name
+        else:
+            assert optional != always, name
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quire serve`: the engine configuration, catalog and command line made from a file, and rejected files."""
+"""`quire serve`: pod.json, catalog and command line made from a file, and rejected files."""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from quire_operator.cli import serve, serve_vllm
 from quire_operator.cli.serve import ServeOptions, prepare, write_run_dir
 from quire_operator.plan import candidates
 from quire_spec import constants
+from quire_spec.dataclass_json import non_default_json
 from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.pod_config import OpenAIConfig, PodConfig
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
@@ -44,6 +47,10 @@ def folder(tmp_path):
     return tmp_path
 
 
+def engine_of(run_dir):
+    return PodConfig.load(run_dir / "pod.json").engine
+
+
 def launch(folder, spec, environment=None, dev=Path("/nowhere"), **options):
     (folder / "f.yaml").write_text(f"{HEAD}spec: {spec}\n")
     (document,) = read_manifests(str(folder / "f.yaml"))
@@ -57,23 +64,11 @@ def problems(folder, spec, **options):
     return str(error.value).replace(str(folder), "HERE").splitlines()
 
 
-def flags(launched):
-    """Map each flag after `python -m quire_server` to its values; a flag without a value has True."""
-    assert launched.argv[:3] == (sys.executable, "-m", "quire_server")
-    rest = list(launched.argv[3:])
-    values = {}
-    while rest:
-        flag = rest.pop(0)
-        value = rest.pop(0) if rest and not rest[0].startswith("--") else True
-        values.setdefault(flag, []).append(value)
-    return values
-
-
 def test_run_folder_has_engine_config_and_catalog(folder):
     launched = launch(folder, TALES, run_dir=folder / "run")
     write_run_dir(launched)
-    engine = EngineConfig.load(folder / "run/engine.json")
-    assert engine == launched.engine
+    engine = engine_of(folder / "run")
+    assert engine == launched.config.engine
     assert (folder / "run").stat().st_mode & 0o777 == 0o700
     assert (engine.model, engine.device, engine.dtype) == (str(folder / "models/tiny"), "cpu", "auto")
     assert (engine.enable_lora, engine.max_loras, engine.max_lora_rank, engine.max_cpu_loras) == (True, 4, 32, None)
@@ -82,16 +77,28 @@ def test_run_folder_has_engine_config_and_catalog(folder):
     assert (pirate.name, pirate.source.path, pirate.pinned) == ("pirate", str(folder / "adapters/pirate"), True)
 
 
-def test_supervisor_accepts_the_command_line(folder):
+def test_supervisor_reads_the_run_folder(folder):
     secrets = folder / "secrets"
     secrets.mkdir()
     volumes = (("loras", folder / "adapters"),)
-    launched = launch(folder, TALES, run_dir=folder / "run", secrets_dir=secrets, volumes=volumes, verbose=True)
-    settings = quire_server.__main__._settings(quire_server.__main__._parse_args(launched.argv[3:]))
-    assert settings.engine == folder / "run/engine.json"
-    assert (settings.served_name, settings.drain_timeout_s) == ("once-upon", 60)
-    assert (settings.pvcs, settings.secrets_dir) == ({"loras": folder / "adapters"}, secrets)
-    assert settings.allow_path_sources and settings.verbose
+    launched = launch(
+        folder,
+        TALES,
+        run_dir=folder / "run",
+        cache_dir=folder / "cache",
+        secrets_dir=secrets,
+        volumes=volumes,
+        verbose=True,
+    )
+    write_run_dir(launched)
+    assert launched.argv[:3] == (sys.executable, "-m", "quire_server")
+    args = quire_server.__main__._build_parser().parse_args(launched.argv[3:])
+    assert (args.run_dir, args.cache_dir) == (folder / "run", folder / "cache")
+    config = PodConfig.load(args.config)
+    assert config == launched.config
+    assert (config.servedName, config.limits.drainSeconds) == ("once-upon", 60)
+    assert (config.sources.claims, config.sources.secretsDir) == ({"loras": folder / "adapters"}, secrets)
+    assert config.sources.allowPaths and config.server.verbose
 
 
 @pytest.mark.parametrize(
@@ -104,9 +111,7 @@ def test_supervisor_accepts_the_command_line(folder):
     ],
 )
 def test_the_option_overrides_the_protocols_of_the_spec(folder, spec, option, expected):
-    launched = launch(folder, f"{TALES}{spec}", expose=option)
-    args = quire_server.__main__._parse_args(launched.argv[3:])
-    assert quire_server.__main__._settings(args).expose == expected
+    assert launch(folder, f"{TALES}{spec}", expose=option).config.server.expose == expected
 
 
 @pytest.mark.parametrize(
@@ -130,10 +135,9 @@ def test_other_models_of_the_spec_and_the_options(folder, spec, options, reposit
     if "volumes" in options:
         options["volumes"] = tuple((claim, folder / path) for claim, path in options["volumes"])
     text = f"{TALES}  runtime: {spec}".replace("ROOT", str(folder)) if spec else TALES
-    launched = launch(folder, text, **options)
-    settings = quire_server.__main__._settings(quire_server.__main__._parse_args(launched.argv[3:]))
-    assert settings.model_repository == (None if repository is None else folder / repository)
-    assert settings.server_args == arguments
+    server = launch(folder, text, **options).config.server
+    assert server.modelRepository == (None if repository is None else folder / repository)
+    assert server.serverArgs == arguments
 
 
 def test_other_models_that_this_machine_lacks_are_problems(folder):
@@ -152,38 +156,36 @@ def test_chat_options_reach_the_engine_config(folder):
     chat = {"chat_template": folder / "chat.jinja", "tool_call_parser": "mistral", "reasoning_parser": "none"}
     launched = launch(folder, TALES, run_dir=folder / "run", **chat)
     write_run_dir(launched)
-    engine = EngineConfig.load(folder / "run/engine.json")
+    engine = engine_of(folder / "run")
     assert {name: getattr(engine, name) for name in chat} == chat | {"chat_template": str(folder / "chat.jinja")}
     with pytest.raises(ConfigError, match=r"absent\.jinja: no such file"):
         launch(folder, TALES, chat_template=folder / "absent.jinja")
 
 
 def test_openai_fields_of_the_spec_and_options_that_override_them(folder):
-    def settings(spec, **options):
-        argv = launch(folder, f"{TALES}  openai: {spec}\n", **options).argv[3:]
-        return quire_server.__main__._settings(quire_server.__main__._parse_args(argv))
-
     def openai(spec, **options):
-        found = settings(spec, **options)
+        config = launch(folder, f"{TALES}  openai: {spec}\n", **options).config.openai
         # The live page is always served on a laptop.
-        return found.openai_port, tuple(flag for flag in found.openai_flags if flag != "--live")
+        return config and non_default_json(replace(config, live=not config.live))
 
     (folder / "secrets/keys").mkdir(parents=True)
     secrets = {"secrets_dir": folder / "secrets"}
     spec = "{port: 9000, apiKeysSecretRef: {name: keys}, corsAllowedOrigins: [https://a], limits: {maxBodySize: 1Mi}}"
-    keys = f"--api-keys-dir={folder}/secrets/keys"
-    assert openai(spec, **secrets) == (9000, (keys, "--max-body-bytes=1048576", "--cors-origin=https://a"))
+    common = {"maxBodyBytes": 2**20, "corsAllowedOrigins": ["https://a"]}
+    assert openai(spec, **secrets) == {"port": 9000, "apiKeysDir": f"{folder}/secrets/keys", **common}
     own = openai(spec, openai_port=9001, openai_api_keys_dir=folder / "own")
-    assert own[0] == 9001 and own[1][0] == f"--api-keys-dir={folder}/own"
-    assert openai("{}") == (constants.OPENAI_PORT, ())
-    assert openai("{enabled: false}") == openai("{}", openai_port=0) == openai(spec, openai_port=0) == (None, ())
-    assert openai("{enabled: false}", openai_port=9001) == (9001, ())
+    assert own == {"port": 9001, "apiKeysDir": f"{folder}/own", **common}
+    assert openai("{}") == {}
+    assert openai("{enabled: false}") is openai("{}", openai_port=0) is openai(spec, openai_port=0) is None
+    assert openai("{enabled: false}", openai_port=9001) == {"port": 9001}
     tls = "{tlsSecretRef: {name: keys}, apiServerCount: 2}"
-    certificate = (f"--ssl-certfile={folder}/secrets/keys/tls.crt", f"--ssl-keyfile={folder}/secrets/keys/tls.key")
-    assert (openai(tls, **secrets)[1], settings(tls, **secrets).openai_api_server_count) == (certificate, 2)
+    certificate = {"sslCertfile": f"{folder}/secrets/keys/tls.crt", "sslKeyfile": f"{folder}/secrets/keys/tls.key"}
+    assert openai(tls, **secrets) == {**certificate, "apiServerCount": 2}
     own_files = {"openai_ssl_certfile": folder / "c.pem", "openai_api_server_count": 3}
-    assert openai(tls, **own_files)[1] == (f"--ssl-certfile={folder}/c.pem",)
-    assert settings(tls, **own_files).openai_api_server_count == 3
+    assert openai(tls, **own_files) == {"sslCertfile": f"{folder}/c.pem", "apiServerCount": 3}
+    log = {"openai_enable_log_requests": True, "openai_ssl_keyfile": folder / "k.pem"}
+    expected = {"sslCertfile": f"{folder}/c.pem", "sslKeyfile": f"{folder}/k.pem", "enableLogRequests": True}
+    assert openai("{}", openai_ssl_certfile=folder / "c.pem", **log) == expected
     (message,) = problems(folder, f"{TALES}  openai: {spec}\n")
     assert 'spec.openai.apiKeysSecretRef.name: "keys": Secrets are not available on this machine' in message
 
@@ -191,7 +193,7 @@ def test_openai_fields_of_the_spec_and_options_that_override_them(folder):
 def test_chat_template_and_parsers_of_the_spec_reach_the_engine_config(folder):
     def chat_template(spec, **options):
         write_run_dir(launch(folder, f"{TALES}  openai: {spec}\n", run_dir=folder / "run", **options))
-        engine = EngineConfig.load(folder / "run/engine.json")
+        engine = engine_of(folder / "run")
         text = None if engine.chat_template is None else Path(engine.chat_template).read_text()
         return text, engine.tool_call_parser, engine.reasoning_parser
 
@@ -217,7 +219,7 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
     maxNumSeqs: 12, maxNumBatchedTokens: 3000, maxNumQueuedReqs: 7, prefixCaching: false,
     schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5, skipTokenizerInit: true}
 """
-    assert launch(folder, spec, dev=folder / "dev").engine == EngineConfig(
+    assert launch(folder, spec, dev=folder / "dev").config.engine == EngineConfig(
         model="org/model",
         revision="v1",
         device="cuda",
@@ -246,7 +248,7 @@ def test_the_source_of_a_draft_model_reaches_the_engine_config(folder):
   engine: {speculativeConfig: {method: draft_model, numSpeculativeTokens: 3, model: {source: SOURCE}}}
 """
     drafts = [
-        launch(folder, spec.replace("SOURCE", source)).engine.speculative_config
+        launch(folder, spec.replace("SOURCE", source)).config.engine.speculative_config
         for source in ("{path: models/tiny}", "{huggingFace: {repo: o/small, revision: v2}}")
     ]
     assert [(d.model, d.revision) for d in drafts] == [(str(folder / "models/tiny"), None), ("o/small", "v2")]
@@ -264,9 +266,9 @@ def test_volume_option_maps_claims_to_folders(folder):
 """
     volumes = (("weights", folder / "models"), ("loras", folder / "adapters"))
     launched = launch(folder, spec, volumes=volumes)
-    assert launched.engine.model == str(folder / "models/tiny")
+    assert launched.config.engine.model == str(folder / "models/tiny")
     assert launched.catalog.adapters[0].source.pvc.path == "pirate"
-    assert flags(launched)["--pvc"] == [f"weights={folder}/models", f"loras={folder}/adapters"]
+    assert launched.config.sources.claims == {"weights": folder / "models", "loras": folder / "adapters"}
 
 
 def test_hub_token_is_passed_as_an_environment_variable(folder):
@@ -283,8 +285,8 @@ def test_hub_token_is_passed_as_an_environment_variable(folder):
     with_secret = launch(folder, spec, {"HF_TOKEN": "own"}, secrets_dir=folder / "secrets")
     assert with_secret.environment["HF_TOKEN"] == "secret"
     assert with_secret.catalog.adapters[0].source.huggingFace.tokenSecretRef.name == "hub"
-    assert flags(with_secret)["--secrets-dir"] == [str(folder / "secrets")]
-    documents = [with_secret.argv, with_secret.engine.to_json(), with_secret.catalog.to_json()]
+    assert with_secret.config.sources.secretsDir == folder / "secrets"
+    documents = [with_secret.argv, with_secret.config.to_json(), with_secret.catalog.to_json()]
     assert "secret\n" not in json.dumps(documents)
 
 
@@ -340,7 +342,7 @@ def test_problem_messages(folder, spec, message):
 
 def test_rejects_a_hub_repository_with_the_name_of_a_local_folder(folder, monkeypatch):
     spec = "{device: CPU, model: {source: {huggingFace: {repo: models/tiny}}}}"
-    assert launch(folder, spec).engine.model == "models/tiny"
+    assert launch(folder, spec).config.engine.model == "models/tiny"
     monkeypatch.chdir(folder)
     (message,) = problems(folder, spec)
     assert message == (
@@ -387,7 +389,7 @@ def test_rejects_a_run_folder_that_is_a_link(folder):
 def test_does_not_overwrite_the_run_folder_of_a_running_supervisor(folder):
     run = folder / "run"
     write_run_dir(launch(folder, TALES, run_dir=run))
-    before = (run / "engine.json").read_text()
+    before = (run / "pod.json").read_text()
     lock = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print('locked'); input()"
     with subprocess.Popen(
         [sys.executable, "-u", "-c", lock, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -398,7 +400,7 @@ def test_does_not_overwrite_the_run_folder_of_a_running_supervisor(folder):
         ):
             write_run_dir(launch(folder, TALES.replace("maxRank: 32", "maxRank: 64"), run_dir=run))
         running.communicate("\n", timeout=10)
-    assert (run / "engine.json").read_text() == before
+    assert (run / "pod.json").read_text() == before
 
 
 EXEC_SCRIPT = """
@@ -425,15 +427,20 @@ def test_missing_packages_are_reported_with_their_extra(monkeypatch):
 def test_vllm_backend_repository_is_served_under_the_folder_name(tmp_path):
     model = tmp_path / "repository" / "vllm_model"
     (model / "1").mkdir(parents=True)
-    (model / "1/model.json").write_text('{"model": "somewhere"}')
+    arguments = {"model": "somewhere", "served_model_name": ["a", "org/b"], "enable_lora": True}
+    (model / "1/model.json").write_text(json.dumps(arguments))
+    (model / "1/multi_lora.json").write_text('{"sql": "/a"}')
     for repository in (model, model.parent):
-        argv = list(
-            serve_vllm.supervisor_argv(repository, "cpu", ServeOptions(http_port=18000, cache_dir=tmp_path), {})
-        )
-        args = quire_server.__main__._parse_args(argv[3:])
-        assert (args.vllm_repository, args.device, args.served_name) == (repository, "cpu", "vllm_model")
-        assert (args.http_port, args.grpc_port, args.cache_dir) == (18000, constants.GRPC_PORT, tmp_path)
-        assert args.engine is None and args.run_dir.name == f"quire-{os.getuid()}-vllm_model"
+        launched = serve_vllm.prepare(repository, "cpu", ServeOptions(http_port=18000, cache_dir=tmp_path), {})
+        config = launched.config
+        assert (config.vllmRepository, config.engine.device, config.servedName) == (repository, "cpu", "vllm_model")
+        assert config.openai == OpenAIConfig(live=True, servedModelNames=("a", "org/b"))
+        assert (config.ports.http, config.ports.grpc, launched.cache_dir) == (18000, constants.GRPC_PORT, tmp_path)
+        assert [adapter.name for adapter in launched.catalog.adapters] == ["sql"]
+        assert config.sources.allowPaths and config.sources.requireAdapters
+        assert launched.run_dir.name == f"quire-{os.getuid()}-vllm_model"
+        off = serve_vllm.prepare(repository, "cpu", ServeOptions(openai_port=0), {})
+        assert off.config.openai is None
     (tmp_path / "repository/another/1").mkdir(parents=True)
     (tmp_path / "repository/another/1/model.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"VERSION/model.json is required, got 2"):

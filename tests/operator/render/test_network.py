@@ -6,7 +6,7 @@ import re
 
 import pytest
 from support.planning import llm_service
-from support.rendering import GPU, OPERATOR_PEER, RENDER_CONTEXT, rendered_objects
+from support.rendering import GPU, OPERATOR_PEER, RENDER_CONTEXT, pod_document, rendered_objects
 
 from quire_spec.errors import ConfigError
 
@@ -18,10 +18,8 @@ def test_only_exposed_protocols_are_reachable():
     ingress = objects["NetworkPolicy", "s"]["spec"]["ingress"]
     assert {port["port"] for rule in ingress for port in rule["ports"]} == {8001, 8002, 8003, 8004}
     container = objects["Deployment", "s"]["spec"]["template"]["spec"]["containers"][0]
-    assert {port["name"] for port in container["ports"]} == names and "--expose=grpc" in container["args"]
-    # Pods of an earlier release have no such argument: by default there is none, so that an upgrade replaces no pods.
-    (default,) = rendered_objects(llm_service(GPU))["Deployment", "s"]["spec"]["template"]["spec"]["containers"]
-    assert not any("expose" in argument for argument in default["args"])
+    assert {port["name"] for port in container["ports"]} == names
+    assert pod_document(objects.values())["server"] == {"expose": ["grpc"]}
 
 
 def test_network_policies():

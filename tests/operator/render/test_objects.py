@@ -26,6 +26,7 @@ from support.rendering import (
     example_service,
     only_of_kind,
     plan_of_service,
+    pod_document,
     rendered_objects,
     server_container,
 )
@@ -40,6 +41,7 @@ from quire_operator.render.object_names import CLAIMS_DIR
 from quire_operator.render.objects import render_objects
 from quire_server.downloads import model_download
 from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.pod_config import PodConfig
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
@@ -86,30 +88,43 @@ def test_objects_match_the_schemas_of_kubernetes(rendered):
             kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_server_parses_the_rendered_arguments(rendered):
+def pod_config(manifests):
+    """Return the pod.json that the container mounts, and the arguments of the supervisor."""
+    template, container = server_container(manifests)
+    args = quire_server.__main__._build_parser().parse_args(container["args"])
+    maps = {m["metadata"]["name"]: m["data"] for m in manifests if m["kind"] in ("ConfigMap", "Secret")}
+    volumes = {v["name"]: v for v in template["volumes"]}
+    (mount,) = [m for m in container["volumeMounts"] if m["mountPath"] == str(args.config.parent)]
+    return PodConfig.from_json(json.loads(maps[volumes[mount["name"]]["configMap"]["name"]][args.config.name])), args
+
+
+def test_server_reads_the_rendered_files(rendered):
     _, service, plan, manifests = rendered
     template, container = server_container(manifests)
-    args = quire_server.__main__._parse_args(container["args"])
-    settings = quire_server.__main__._settings(args)
-    assert settings.served_name == service.served_name
-    assert settings.host == "0.0.0.0"
-    assert {p["containerPort"] for p in container["ports"]} == set(settings.ports.values())
-    assert settings.drain_timeout_s == service.spec.rollout.drainSeconds
-    assert template["terminationGracePeriodSeconds"] > pod_template.PROPAGATION_S + settings.drain_timeout_s + 30
+    config, args = pod_config(manifests)
+    assert config.servedName == service.served_name
+    assert config.host == "0.0.0.0"
+    assert {p["containerPort"] for p in container["ports"]} == set(config.named_ports.values())
+    assert config.limits.drainSeconds == service.spec.rollout.drainSeconds
+    assert template["terminationGracePeriodSeconds"] > pod_template.PROPAGATION_S + config.limits.drainSeconds + 30
     # The files that the server reads are in the mounted ConfigMaps and Secrets.
     maps = {m["metadata"]["name"]: m["data"] for m in manifests if m["kind"] in ("ConfigMap", "Secret")}
     volumes = {v["name"]: v for v in template["volumes"]}
     mounts = {m["mountPath"]: volumes[m["name"]] for m in container["volumeMounts"]}
-    engine = EngineConfig.from_json(
-        json.loads(maps[mounts[str(settings.engine.parent)]["configMap"]["name"]]["engine.json"])
-    )
-    catalog = maps[mounts[str(settings.adapters.parent)]["configMap"]["name"]]["adapters.json"]
+    files = maps[mounts[str(args.config.parent)]["configMap"]["name"]]
+    engine = config.engine
+    assert EngineConfig.from_json(json.loads(files["engine.json"])) == engine, "images before pod.json read engine.json"
+    catalog = maps[mounts[str(config.adapters.parent)]["configMap"]["name"]]["adapters.json"]
     assert AdapterCatalog.from_json(json.loads(catalog)) == service.build_catalog()
-    key = maps[mounts[str(settings.admin_key_file.parent)]["secret"]["secretName"]][settings.admin_key_file.name]
+    key = maps[mounts[str(config.adminKeyFile.parent)]["secret"]["secretName"]][config.adminKeyFile.name]
     assert base64.b64decode(key) == b"k"
-    assert mounts[str(settings.secrets_dir)]["secret"]["optional"]
-    for folder in (engine.model, settings.run_dir, settings.cache_dir, *settings.pvcs.values()):
+    assert mounts[str(config.sources.secretsDir)]["secret"]["optional"]
+    for folder in (engine.model, args.run_dir, args.cache_dir, *config.sources.claims.values()):
         assert any(Path(folder).is_relative_to(path) for path in mounts), folder
+    openai = config.openai
+    secrets = [] if openai is None else [openai.apiKeysDir, openai.sslCertfile and openai.sslCertfile.parent]
+    for folder in filter(None, secrets):
+        assert not mounts[str(folder)]["secret"].get("optional"), folder
     assert engine.max_model_len == plan.maxModelLen.value
     assert engine.max_num_seqs == plan.maxNumSeqs.value
     assert engine.device == ("cpu" if service.spec.device is Device.CPU else "cuda")
@@ -201,12 +216,17 @@ def test_pinning_planned_values_does_not_restart_pods():
 
 
 def test_operator_upgrade_does_not_change_planned_pods():
-    """engine.json contains no default values, and the image comes from the plan, so a new release changes neither."""
+    """pod.json contains no default values, and the image comes from the plan, so a new release changes neither."""
     service = llm_service(GPU)
     objects = rendered_objects(service)
-    config = json.loads(next(m for (k, n), m in objects.items() if n.startswith("s-engine"))["data"]["engine.json"])
+    document = pod_document(objects.values())
+    config = document["engine"]
     assert set(config) < {field.name for field in dataclasses.fields(EngineConfig)}
     assert "seed" not in config and "swap_space" not in config
+    assert set(document) == {"servedName", "engine", "adapters", "host", "adminKeyFile", "openai", "sources", "limits"}
+    assert document["openai"] == {}
+    # A planned value must not depend on the defaults of the pods' image.
+    assert config["block_size"] == EngineConfig("m").block_size
     template, _ = server_container(objects.values())
     assert template["containers"][0]["image"] == plan_of_service(service).image.value
 
@@ -236,7 +256,7 @@ def test_model_folder_and_volume():
     job = only_of_kind(objects, "Job")["spec"]["template"]["spec"]
     (args,) = [c["args"] for c in job["containers"]]
     into = next(a for a in args if a.startswith("--into=")).removeprefix("--into=")
-    config = json.loads(next(m for (k, n), m in objects.items() if n.startswith("s-engine"))["data"]["engine.json"])
+    config = pod_document(objects.values())["engine"]
     assert config["model"] == into
     assert only_of_kind(objects, "PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"] == "19913Mi"
     # EmptyDir: an init container downloads the model. A claim source: nothing is downloaded.
@@ -247,7 +267,7 @@ def test_model_folder_and_volume():
     objects = rendered_objects(llm_service(f"{GPU}model: {{source: {{pvc: {{claimName: c, path: m/n}}}}}}"))
     template, _ = server_container(objects.values())
     assert "initContainers" not in template
-    config = json.loads(next(m for (k, n), m in objects.items() if n.startswith("s-engine"))["data"]["engine.json"])
+    config = pod_document(objects.values())["engine"]
     assert config["model"] == "/mnt/claims/c/m/n"
 
 
@@ -263,9 +283,9 @@ def test_other_models_are_mounted_read_only(models, folder):
     runtime = f"env: [{{name: A, value: b}}], serverArgs: [log-verbose=1, rate-limit=off], models: {models}"
     objects = rendered_objects(llm_service(f"{GPU}runtime: {{{runtime}}}"))
     template, container = server_container(objects.values())
-    settings = quire_server.__main__._settings(quire_server.__main__._parse_args(container["args"]))
-    assert settings.model_repository == Path(folder) and settings.model_env == {"A"}
-    assert settings.server_args == ("log-verbose=1", "rate-limit=off")
+    server = pod_config(objects.values())[0].server
+    assert server.modelRepository == Path(folder) and server.modelEnv == ("A",)
+    assert server.serverArgs == ("log-verbose=1", "rate-limit=off")
     claims = [v["persistentVolumeClaim"] for v in template["volumes"] if "persistentVolumeClaim" in v]
     mounts = [m for m in container["volumeMounts"] if m["mountPath"].startswith("/mnt/claims")]
     assert ({"claimName": "m", "readOnly": True} in claims) == ("pvc" in models)
@@ -318,9 +338,8 @@ speculativeConfig: {method: eagle3, numSpeculativeTokens: 3, model: {source: SOU
 def test_heads_are_downloaded_with_the_model_and_read_from_the_same_folder(model, heads):
     engine = HEADS.strip().replace("SOURCE", f"{{{heads}}}")
     service = llm_service(f"{GPU}model: {{source: {{{model}}}}}\nengine: {{{engine}}}")
-    manifests = rendered_objects(service).values()
-    configmaps = [m["data"] for m in manifests if m["kind"] == "ConfigMap"]
-    (config,) = (json.loads(data["engine.json"]) for data in configmaps if "engine.json" in data)
+    objects = rendered_objects(service)
+    manifests, config = objects.values(), pod_document(objects.values())["engine"]
     folders = [config["model"], config["speculative_config"]["model"]]
     jobs = [m for m in manifests if m["kind"] == "Job"]
     downloaded = [f for f in folders if not f.startswith(CLAIMS_DIR)]
@@ -344,13 +363,13 @@ def test_heads_are_downloaded_with_the_model_and_read_from_the_same_folder(model
         assert service.draft_source.huggingFace.tokenSecretRef.name == "hub"
 
 
-def test_the_text_of_a_chat_template_is_beside_engine_json():
+def test_the_text_of_a_chat_template_is_beside_pod_json():
     def engine(text):
         service = llm_service(f"{GPU}openai: {{chatTemplate: {{text: '{text}'}}}}")
         return next(m for (_, name), m in rendered_objects(service).items() if name.startswith("s-engine"))
 
     config, path = engine("a"), "/etc/quire/engine/chat_template.jinja"
-    assert json.loads(config["data"]["engine.json"])["chat_template"] == path
+    assert json.loads(config["data"]["pod.json"])["engine"]["chat_template"] == path
     assert config["data"][Path(path).name] == "a"
     assert config["metadata"]["name"] != engine("b")["metadata"]["name"], "another text replaces the pods"
 

@@ -40,8 +40,8 @@ def keys(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory, keys):
-    flags = (f"--api-keys-dir={keys}", "--cors-origin=https://chat.example", "--max-body-bytes=100000")
-    with running_front(tmp_path_factory.mktemp("guarded"), *flags) as front:
+    openai = {"apiKeysDir": keys, "corsAllowedOrigins": ["https://chat.example"], "maxBodyBytes": 100000}
+    with running_front(tmp_path_factory.mktemp("guarded"), openai) as front:
         yield front
 
 

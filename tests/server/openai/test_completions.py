@@ -13,6 +13,7 @@ import pytest
 from quire_server.openai import generation
 from quire_server.openai.app import Application
 from quire_server.openai.settings import FrontSettings
+from quire_spec.documents.pod_config import OpenAIConfig
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -291,7 +292,7 @@ async def test_an_idle_stream_gets_comments(monkeypatch):
         sent.append(message)
 
     headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-    settings = FrontSettings(run_dir=Path(), served_name="base", host="127.0.0.1", port=1)
+    settings = FrontSettings(run_dir=Path(), served_name="base", host="127.0.0.1", openai=OpenAIConfig())
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
     await Application(settings, text)(scope, receive, send)
     assert sent[0]["status"] == 200 and dict(sent[0]["headers"])[b"content-type"].startswith(b"text/event-stream")

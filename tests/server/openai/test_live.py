@@ -25,7 +25,7 @@ def live(tmp_path_factory):
     folder = tmp_path_factory.mktemp("live")
     (folder / "keys").mkdir()
     (folder / "keys" / "alice").write_text(KEY)
-    with running_front(folder / "run", "--live", f"--api-keys-dir={folder / 'keys'}") as front:
+    with running_front(folder / "run", {"live": True, "apiKeysDir": folder / "keys"}) as front:
         yield front
 
 

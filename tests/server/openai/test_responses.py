@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nodocker_cluster.ports import free_ports
 from support import fake_engine
+from support.pod_config import write_pod_config
 
 from quire_server.openai.errors import ApiError
 from quire_server.openai.responses.output_items import OutputItems
@@ -43,13 +44,9 @@ def client(tmp_path_factory):
     env = fake_engine.install(folder / "fakes")
     [port] = free_ports(1)
     names = ("quire_engine.core", "quire_engine.text", "quire_server.openai")
-    common = ["--run-dir", str(folder), "--served-name", "base"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", name, *common, *([f"--port={port}"] if "openai" in name else [])], env=env
-        )
-        for name in names
-    ]
+    config_file = write_pod_config(folder / "pod.json", {"openai": {"port": port}})
+    common = ["--config", str(config_file), "--run-dir", str(folder)]
+    processes = [subprocess.Popen([sys.executable, "-m", name, *common], env=env) for name in names]
     try:
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=20) as client:
             deadline = time.monotonic() + 30

@@ -7,6 +7,7 @@ import ssl
 import uvicorn
 from nodocker_cluster.pki import CertificateAuthority
 from nodocker_cluster.ports import free_ports
+from support.pod_config import write_pod_config
 
 from quire_server.openai import __main__ as front
 from quire_server.openai.http import server
@@ -60,11 +61,7 @@ async def test_a_renewed_certificate_serves_new_connections_and_a_broken_one_doe
 def test_files_that_are_no_certificate_end_the_start_with_the_reason(tmp_path, capsys):
     (tmp_path / "x.pem").write_text("no certificate")
     [port] = free_ports(1)
-    arguments = [
-        f"--run-dir={tmp_path}",
-        "--served-name=base",
-        f"--port={port}",
-        f"--ssl-certfile={tmp_path / 'x.pem'}",
-    ]
-    assert front.main(arguments) == constants.EXIT_CONFIG
-    assert "x.pem" in capsys.readouterr().err
+    openai = {"port": port, "sslCertfile": tmp_path / "x.pem"}
+    config_file = write_pod_config(tmp_path / "pod.json", {"openai": openai})
+    assert front.main([f"--config={config_file}", f"--run-dir={tmp_path}"]) == constants.EXIT_CONFIG
+    assert f"openai.sslCertfile {tmp_path / 'x.pem'}" in capsys.readouterr().err

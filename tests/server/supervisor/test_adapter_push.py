@@ -67,9 +67,9 @@ async def test_catalog_is_applied_by_every_pod_and_after_restarts(tmp_path):
     two = adapter_folder(tmp_path / "two", weights=b"2" * 1000)
     bad = adapter_folder(tmp_path / "bad", rank=0)
     (tmp_path / "key").write_text(KEY)
-    flags = (f"--admin-key-file={tmp_path / 'key'}",)
+    config = {"adminKeyFile": tmp_path / "key"}
     empty = {"generation": 0, "adapters": []}
-    with running_supervisor(tmp_path / "a", empty, *flags) as a, running_supervisor(tmp_path / "b", empty, *flags) as b:
+    with running_supervisor(tmp_path / "a", empty, config) as a, running_supervisor(tmp_path / "b", empty, config) as b:
         pods = [ready_pod(n, ip="127.0.0.1", health_port=s.ports["health"]) for n, s in (("a", a), ("b", b))]
         operator = Operator(pods)
         try:
@@ -127,11 +127,11 @@ async def test_catalog_is_applied_by_every_pod_and_after_restarts(tmp_path):
 async def test_restarted_container_with_stale_file_gets_the_current_catalog(tmp_path):
     one = adapter_folder(tmp_path / "one")
     (tmp_path / "key").write_text(KEY)
-    flags = (f"--admin-key-file={tmp_path / 'key'}",)
+    config = {"adminKeyFile": tmp_path / "key"}
     # Until the kubelet has updated the ConfigMap, a container starts with the previous one.
     stale = {"generation": 1, "adapters": []}
     desired = catalog(2, sql=one)
-    with running_supervisor(tmp_path / "container", stale, *flags, load_s=2.0) as container:
+    with running_supervisor(tmp_path / "container", stale, config, load_s=2.0) as container:
         operator = Operator([ready_pod("s-0", ip="127.0.0.1", health_port=container.ports["health"])])
         try:
             assert (await operator.reconcile(desired)).condition.is_true is False

@@ -26,7 +26,8 @@ LONG = {"model": "tales", "prompt": "x", "max_tokens": 5000, "stream": True}
 def pod(tmp_path):
     document = catalog(1, a=adapter_folder(tmp_path / "a"))
     (port,) = free_ports(1)
-    with started_supervisor(tmp_path / "pod", document, f"--openai-port={port}", "--drain-timeout=20") as pod:
+    config = {"openai": {"port": port}, "limits": {"drainSeconds": 20}}
+    with started_supervisor(tmp_path / "pod", document, config) as pod:
         pod.ports["openai"] = port
         pod.wait_ready(30)
         yield pod
@@ -92,8 +93,8 @@ def test_sigterm_lets_open_streams_end(pod):
 def test_two_fronts_share_a_port_with_tls_and_one_may_die(tmp_path):
     CertificateAuthority(tmp_path).issue("front", "front", hosts=["localhost", "127.0.0.1"])
     [port] = free_ports(1)
-    flags = [f"--openai-port={port}", "--openai-api-server-count=2", "--openai-enable-log-requests"]
-    flags += [f"--openai-ssl-certfile={tmp_path / 'front.crt'}", f"--openai-ssl-keyfile={tmp_path / 'front.key'}"]
+    openai = {"port": port, "apiServerCount": 2, "enableLogRequests": True}
+    openai |= {"sslCertfile": tmp_path / "front.crt", "sslKeyfile": tmp_path / "front.key"}
     context = ssl.create_default_context(cafile=tmp_path / "ca.crt")
     traceparent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
@@ -106,7 +107,7 @@ def test_two_fronts_share_a_port_with_tls_and_one_may_die(tmp_path):
     def fronts_that_answered(pod):
         return set(re.findall(r"^(openai\S*) *\|.*request_id=same", pod.log.read_text(), re.MULTILINE))
 
-    with started_supervisor(tmp_path / "pod", catalog(1), *flags) as pod:
+    with started_supervisor(tmp_path / "pod", catalog(1), {"openai": openai}) as pod:
         pod.wait_ready(30)
         pod.wait(lambda: f"https://127.0.0.1:{port}/v1" in pod.stdout.read_text(), 10, "announced")
 

@@ -35,14 +35,14 @@ def pod(tmp_path_factory):
     repository = write_repository(folder / "repository", "tales", "a")
     write_plain(repository, "broken", "raise ValueError('broken on purpose')")
     (folder / "key").write_text(KEY)
-    flags = f"--model-repository={repository}", f"--admin-key-file={folder / 'key'}", "--model-env=MY_SETTING"
-    flags += ("--server-arg=http-thread-count=3", "--server-arg=http-header-forward-pattern=[xX]-.*")
-    flags += ("--server-arg=grpc-header-forward-pattern=x-.*",)
+    arguments = ["http-thread-count=3", "http-header-forward-pattern=[xX]-.*", "grpc-header-forward-pattern=x-.*"]
+    server = {"modelRepository": repository, "modelEnv": ["MY_SETTING"], "serverArgs": arguments}
+    config = {"adminKeyFile": folder / "key", "server": server}
     documents = catalog(1, a=adapter_folder(folder / "a"))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SECRETS.items():
             patch.setenv(name, value)
-        with running_supervisor(folder / "pod", documents, *flags) as pod:
+        with running_supervisor(folder / "pod", documents, config) as pod:
             pod.repository = repository
             # The ensemble needs the adapter's model, which is loaded after the base model.
             pod.wait(lambda: state(pod, "ensemble") == "Ready", 30, "ensemble ready")
@@ -233,9 +233,9 @@ def test_models_are_loaded_again_after_a_kill_of_the_server(pod):
 # Starts
 
 
-def start_error(folder, *flags):
+def start_error(folder, **server):
     """Return the last lines of a supervisor that does not start."""
-    with started_supervisor(folder, catalog(1, a=adapter_folder(folder / "a")), *flags) as pod:
+    with started_supervisor(folder, catalog(1, a=adapter_folder(folder / "a")), {"server": server}) as pod:
         assert pod.process.wait(30) == 2, pod.tail()
         return pod.tail()
 
@@ -253,8 +253,8 @@ def test_names_that_collide_are_one_error(tmp_path, folder, error):
     (tmp_path / "pod").mkdir()
     if folder is not None:
         write_plain(tmp_path / "repository", folder)
-    tail = start_error(tmp_path / "pod", f"--model-repository={tmp_path / 'repository'}")
-    assert "--model-repository" in tail and error in tail
+    tail = start_error(tmp_path / "pod", modelRepository=tmp_path / "repository")
+    assert "server.modelRepository: " in tail and error in tail
 
 
 def test_grpc_with_tls(tmp_path):
@@ -264,8 +264,8 @@ def test_grpc_with_tls(tmp_path):
     for path, blobs in zip(files, (certificate.cert_chain_pems, [certificate.private_key_pem]), strict=True):
         path.write_bytes(b"".join(blob.bytes() for blob in blobs))
     arguments = ("grpc-use-ssl=true", f"grpc-server-cert={files[0]}", f"grpc-server-key={files[1]}")
-    flags = [f"--server-arg={argument}" for argument in arguments]
-    with running_supervisor(tmp_path / "pod", catalog(1, a=adapter_folder(tmp_path / "a")), *flags) as pod:
+    adapters, config = catalog(1, a=adapter_folder(tmp_path / "a")), {"server": {"serverArgs": arguments}}
+    with running_supervisor(tmp_path / "pod", adapters, config) as pod:
         assert "text_output" in pod.generate("a", "x", max_tokens=1).body
         authority.cert_pem.write_to_path(tmp_path / "ca.pem")
         options = [("grpc.ssl_target_name_override", "a.llm.example")]
@@ -281,14 +281,14 @@ def test_grpc_with_tls(tmp_path):
 def test_missing_files_of_arguments_are_named(tmp_path):
     (tmp_path / "pod").mkdir()
     arguments = ("grpc-use-ssl=true", "grpc-server-cert=/none/cert.pem", "grpc-server-key=/none/key.pem")
-    tail = start_error(tmp_path / "pod", *(f"--server-arg={argument}" for argument in arguments))
-    assert "--server-arg: grpc-server-cert: '/none/cert.pem' cannot be read: No such file" in tail
+    tail = start_error(tmp_path / "pod", serverArgs=arguments)
+    assert "server.serverArgs: grpc-server-cert: '/none/cert.pem' cannot be read: No such file" in tail
 
 
 def test_a_stub_that_ends_while_it_starts_does_not_end_the_server(tmp_path):
     write_plain(tmp_path / "repository", "exits", "import os; os._exit(3)")
-    flags = [f"--model-repository={tmp_path / 'repository'}"]
-    with started_supervisor(tmp_path / "pod", catalog(1), *flags) as pod:
+    config = {"server": {"modelRepository": tmp_path / "repository"}}
+    with started_supervisor(tmp_path / "pod", catalog(1), config) as pod:
         pod.wait(lambda: pod.generate("tales", "x", max_tokens=1).status == 200, 30, "answering")
         server = pod.pid("server")
         time.sleep(stub_watcher.UNKNOWN_DEATH_CONFIRMATION_S + 1)

@@ -26,13 +26,10 @@ def pod(tmp_path_factory):
     (folder / "keys").mkdir()
     (folder / "keys/alice").write_text("key-a")
     [port] = free_ports(1)
-    flags = (
-        f"--openai-port={port}",
-        f"--admin-key-file={folder / 'admin'}",
-        f"--openai-api-keys-dir={folder / 'keys'}",
-    )
-    flags += ("--allow-runtime-lora-updating", f"--allowed-local-lora-path={folder / 'loras'}")
-    with started_supervisor(folder / "pod", catalog(1), *flags, load_s=1.0) as pod:
+    openai = {"port": port, "apiKeysDir": folder / "keys"}
+    openai |= {"allowRuntimeLoraUpdating": True, "allowedLocalLoraPaths": [folder / "loras"]}
+    config = {"adminKeyFile": folder / "admin", "openai": openai}
+    with started_supervisor(folder / "pod", catalog(1), config, load_s=1.0) as pod:
         pod.ports["openai"] = port
         pod.wait_ready(30)
         yield pod

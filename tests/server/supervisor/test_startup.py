@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 from nodocker_cluster.ports import free_ports
+from support.pod_config import write_pod_config
 from support.quire_serve import PORTS
-from support.supervisor_harness import ENGINE, catalog, started_supervisor
+from support.supervisor_harness import catalog, started_supervisor
 
 from quire_server.__main__ import main
 from quire_server.supervisor.child_process import ChildProcess
@@ -50,13 +51,12 @@ EMPTY = catalog(1)
 def rejected(tmp_path, monkeypatch, capsys):
     """Return a function that runs the supervisor's main; it must fail before it starts a process."""
 
-    def run(*flags, engine=ENGINE, adapters=EMPTY):
-        (tmp_path / "engine.json").write_text(engine)
+    def run(config, adapters=EMPTY):
+        ports = dict(zip(PORTS, free_ports(4), strict=True))
         (tmp_path / "adapters.json").write_text(json.dumps(adapters))
-        arguments = ["--served-name=tales", f"--run-dir={tmp_path / 'run'}", f"--cache-dir={tmp_path / 'cache'}"]
-        arguments += [f"--engine={tmp_path / 'engine.json'}", f"--adapters={tmp_path / 'adapters.json'}"]
-        ports = zip(PORTS, free_ports(4), strict=True)
-        assert main([*arguments, *(f"--{name}-port={port}" for name, port in ports), *flags]) == 2
+        config_file = write_pod_config(tmp_path / "pod.json", {"servedName": "tales", "ports": ports}, config)
+        folders = [f"--run-dir={tmp_path / 'run'}", f"--cache-dir={tmp_path / 'cache'}"]
+        assert main([f"--config={config_file}", *folders]) == 2
         return capsys.readouterr().err
 
     monkeypatch.setattr("quire_server.__main__.configure_logging", lambda: None)
@@ -65,44 +65,44 @@ def rejected(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("engine", "adapters", "message"),
+    ("config", "adapters", "message"),
     [
-        ('{"model": "m", "max_lora": 3}', catalog(1), "max_lora: unknown field"),
-        ("{", catalog(1), "engine.json: Expecting"),
-        (ENGINE, catalog(1, tales="/a"), "'tales' is the base model's name"),
-        (ENGINE, {"adapter": []}, "adapter: unknown field"),
+        ({"engine": {"max_lora": 3}}, EMPTY, "pod.json: engine.max_lora: unknown field"),
+        ({"server": {"expose": ["https"]}}, EMPTY, "pod.json: server.expose: 'https' is not a protocol; give http"),
+        ({}, catalog(1, tales="/a"), "'tales' is the base model's name"),
+        ({}, {"adapter": []}, "adapter: unknown field"),
     ],
 )
-def test_rejects_invalid_file(rejected, engine, adapters, message):
-    assert message in rejected(engine=engine, adapters=adapters)
+def test_rejects_invalid_file(rejected, config, adapters, message):
+    assert message in rejected(config, adapters)
 
 
 @pytest.mark.parametrize("ports", [["http"], ["grpc"], ["metrics"], ["health"], ["http", "metrics", "health"]])
 def test_error_names_all_ports_in_use(rejected, ports):
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in ports]
-        flags = [f"--{name}-port={s.getsockname()[1]}" for name, s in zip(ports, listeners, strict=True)]
-        error = rejected(*flags)
-    named = ", ".join(f"{flag.replace('=', ' ')} (Address already in use)" for flag in flags)
+        used = {name: listener.getsockname()[1] for name, listener in zip(ports, listeners, strict=True)}
+        error = rejected({"ports": used})
+    named = ", ".join(f"ports.{name} {port} (Address already in use)" for name, port in used.items())
     assert f"{named}: cannot listen on 127.0.0.1; stop" in error
 
 
 @pytest.mark.parametrize(("one", "other"), [("http", "grpc"), ("grpc", "health"), ("metrics", "health")])
 def test_ports_must_differ(rejected, one, other):
-    error = rejected(f"--{one}-port=9000", f"--{other}-port=9000")
-    assert f"--{one}-port 9000 and --{other}-port 9000: ports must differ; use different numbers" in error
+    error = rejected({"ports": {one: 9000, other: 9000}})
+    assert f"ports.{other}: 9000 is also the value of ports.{one}; ports must differ" in error
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-name.invalid"])
 def test_rejects_host_of_another_machine(rejected, host):
-    error = rejected(f"--host={host}")
-    assert f"--host {host}: not an address of this machine" in error and "port" not in error
+    error = rejected({"host": host})
+    assert f"host {host}: not an address of this machine" in error and "port" not in error
 
 
 def test_run_dir_has_one_owner(tmp_path):
     with started_supervisor(tmp_path / "first", catalog(1)) as first:
         first.wait(first.run_dir.exists, 10, "started")
-        with started_supervisor(tmp_path / "second", catalog(1), f"--run-dir={first.run_dir}") as second:
+        with started_supervisor(tmp_path / "second", catalog(1), run_dir=first.run_dir) as second:
             code, log = wait_for_exit(second)
         assert (code, first.process.poll()) == (2, None)
         assert "in use by another supervisor" in log
@@ -113,7 +113,7 @@ def test_help_lists_paths_exit_codes_and_examples(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    assert "/health/ready" in text and "exit codes:" in text and "Examples:" in text
+    assert "/health/ready" in text and "exit codes:" in text and "Example:" in text
 
 
 async def test_failed_cache_prune_is_logged_and_retried(caplog):
@@ -127,23 +127,3 @@ async def test_failed_cache_prune_is_logged_and_retried(caplog):
     await asyncio.wait([prune_task], timeout=0.1)
     assert not prune_task.done() and "cache prune failed" in caplog.text
     prune_task.cancel()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--served-name=m", "--engine and --adapters are required, unless --vllm-repository is set"),
-        ("--vllm-repository=m --engine=e", "--vllm-repository cannot be combined with --engine or --adapters"),
-        ("--engine=e --adapters=a --device=cpu", "--device requires --vllm-repository; otherwise set device in"),
-        ("--engine=e --adapters=a --http-port=http", "must be a port from 1 to 65535, got 'http'"),
-        (
-            "--engine=e --adapters=a --expose=https",
-            "'https' is not a protocol; give 'http', 'grpc', 'http,grpc' or 'none'",
-        ),
-        ("--engine=e --adapters=a --expose=none", "--expose none requires --openai-port"),
-    ],
-)
-def test_rejects_wrong_arguments(capsys, arguments, message):
-    with pytest.raises(SystemExit, match="2"):
-        main(["--served-name=m", "--run-dir=r", "--cache-dir=c", *arguments.split()])
-    assert message in capsys.readouterr().err

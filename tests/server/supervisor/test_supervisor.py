@@ -299,7 +299,7 @@ def test_sigterm_drains_open_requests_and_rejects_new_ones(tmp_path, folders):
 
 
 def test_drain_timeout_ends_requests_with_an_error(tmp_path):
-    with running_supervisor(tmp_path / "pod", catalog(1), "--drain-timeout=0.5") as pod:
+    with running_supervisor(tmp_path / "pod", catalog(1), {"limits": {"drainSeconds": 0.5}}) as pod:
         pod.child_processes()
 
         async def scenario():
@@ -345,7 +345,7 @@ def test_killed_supervisor_leaves_no_process_and_the_next_one_cleans_up(tmp_path
         pod.kill()
         pod.assert_nothing_left()
         assert regions and regions <= set(os.listdir("/dev/shm"))
-        with running_supervisor(tmp_path / "next", catalog(1), f"--run-dir={pod.run_dir}") as next_pod:
+        with running_supervisor(tmp_path / "next", catalog(1), run_dir=pod.run_dir) as next_pod:
             next_pod.run_dir = tmp_path / "next/run"
             assert not regions & set(os.listdir("/dev/shm"))
         assert list(pod.run_dir.iterdir()) == []
@@ -367,7 +367,7 @@ def test_cleans_up_shared_memory_of_killed_servers(tmp_path, folders):
 def test_ipv6(host, displayed, tmp_path, folders, monkeypatch):
     """An explicit IPv6 address, and 0.0.0.0 in a pod with an IPv6 address."""
     monkeypatch.setenv("POD_IP", "fd00::7")
-    with started_supervisor(tmp_path / "pod", catalog(1, a=folders["a"]), f"--host={host}") as pod:
+    with started_supervisor(tmp_path / "pod", catalog(1, a=folders["a"]), {"host": host}) as pod:
         pod.wait(lambda: "is ready" in pod.stdout.read_text(), 30, "ready")
         pod.child_processes()
         assert f"gRPC      [{displayed}]:{pod.ports['grpc']}\n" in pod.stdout.read_text()
@@ -379,9 +379,9 @@ def test_ipv6(host, displayed, tmp_path, folders, monkeypatch):
 
 
 def test_a_hidden_protocol_listens_on_loopback_only(tmp_path, folders):
-    """--host is another address of this machine than the one that the supervisor uses for a hidden protocol."""
-    arguments = "--host=127.0.0.2", "--expose=grpc"
-    with started_supervisor(tmp_path / "pod", catalog(1, a=folders["a"]), *arguments) as pod:
+    """`host` is another address of this machine than the one that the supervisor uses for a hidden protocol."""
+    config = {"host": "127.0.0.2", "server": {"expose": ["grpc"]}}
+    with started_supervisor(tmp_path / "pod", catalog(1, a=folders["a"]), config) as pod:
         pod.wait(lambda: "is ready" in pod.stdout.read_text(), 30, "ready")
         pod.child_processes()
         banner = pod.stdout.read_text()

@@ -111,7 +111,7 @@ class StartedPod:
 
     fake_pod: ChaosPod
     engine_config: Manifest
-    """engine.json that it mounts."""
+    """The engine's part of the pod.json that it mounts."""
     claim_names: frozenset[str]
     """Claims that it mounts."""
 
@@ -174,7 +174,7 @@ class RecordingFakePods(FakePods):
         (engine_config_name,) = [
             v["configMap"]["name"] for v in volumes if "-engine-" in v.get("configMap", {}).get("name", "")
         ]
-        config = orjson.loads(self._mounted_object(pod, "ConfigMap", engine_config_name)["data"]["engine.json"])
+        config = orjson.loads(self._mounted_object(pod, "ConfigMap", engine_config_name)["data"]["pod.json"])["engine"]
         claims = frozenset(v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v)
         super()._on_pod_start(pod, address)
         uid = pod["metadata"]["uid"]

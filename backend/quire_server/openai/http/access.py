@@ -30,10 +30,11 @@ class AccessControl:
     """Checks the requests of one front."""
 
     def __init__(self, settings: FrontSettings) -> None:
-        self._keys = ApiKeys(settings.api_keys_dir, settings.shared_prefix_cache) if settings.api_keys_dir else None
+        openai = settings.openai
+        self._keys = ApiKeys(openai.apiKeysDir, openai.sharedPrefixCache) if openai.apiKeysDir else None
         self._admin_key = AdminKey(settings.admin_key_file) if settings.admin_key_file else None
         self._is_loopback = is_loopback(settings.host)
-        self._origins = {origin.encode() for origin in settings.cors_origins}
+        self._origins = {origin.encode() for origin in openai.corsAllowedOrigins}
 
     def check(self, request: HttpRequest) -> None:
         """Check a request and record the name of its API key; raises ApiError if the request is not allowed."""
