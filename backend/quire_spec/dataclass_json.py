@@ -34,12 +34,13 @@ def from_json(cls: type[T], data: object, field_path: str = "", ignore_unknown: 
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{field_path or cls.__name__}: expected an object, got {_type_name(data)}")
+    names = [field.name for field in dataclasses.fields(cast(Any, cls))]
     hints = typing.get_type_hints(cls)
     if ignore_unknown:
-        data = {key: value for key, value in data.items() if key in hints}
-    elif unknown := sorted(set(data) - set(hints)):
+        data = {key: value for key, value in data.items() if key in names}
+    elif unknown := sorted(set(data) - set(names)):
         raise ConfigError(
-            f"{_join_path(field_path, str(unknown[0]))}: unknown field; {cls.__name__} has {', '.join(sorted(hints))}"
+            f"{_join_path(field_path, str(unknown[0]))}: unknown field; {cls.__name__} has {', '.join(sorted(names))}"
         )
     for field in dataclasses.fields(cast(Any, cls)):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

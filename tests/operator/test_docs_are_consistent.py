@@ -11,7 +11,7 @@ import pytest
 import yaml
 from support.chart import CHART, ROOT
 from support.doc_snippets import DOCS, code_blocks, shell_commands
-from support.openapi import CRD, OPENAPI, walk
+from support.openapi import OPENAPI, walk
 from support.planning import MODELS
 
 from quire_operator.api import crd
@@ -153,7 +153,7 @@ def check_helm_command(words):
 
 
 def test_reference_is_current():
-    assert generated.reference(CRD) == REFERENCE, "run `make generated`"
+    assert [path for path, text in generated.texts().items() if path.read_text() != text] == [], "run `make generated`"
 
 
 def test_reference_contains_every_field_and_rule():

@@ -13,10 +13,11 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from quire_spec import constants
 from quire_spec.dataclass_json import drop_nulls, from_json, read_json, to_json
+from quire_spec.documents.field_schema import OBJECT_NAME, Restarts, Rule, schema_field
 from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
@@ -45,61 +46,100 @@ class SecretRef:
     """Reference to a mounted Secret. The Secret is mounted in a folder that has its name. Each key of the Secret is a
     file in that folder."""
 
-    name: str
-    key: str | None = None
+    name: str = schema_field(**OBJECT_NAME)
+    """Name of a Secret in the same namespace."""
+    key: str | None = schema_field(None, crd_default="token", min_length=1, max_length=253, pattern="^[-._a-zA-Z0-9]+$")
+    """Key in the Secret that contains the token. Default token."""
 
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceSource:
     """A hub repository."""
 
-    repo: str
-    revision: str | None = None
-    """Branch, tag or commit. None selects the default branch of the hub."""
-    tokenSecretRef: SecretRef | None = None
+    repo: str = schema_field(
+        min_length=1, max_length=192, pattern="^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$"
+    )
+    """Repository ID, organization/name."""
+    revision: str | None = schema_field(None, min_length=1, max_length=255, pattern="^[A-Za-z0-9][A-Za-z0-9._/-]*$")
+    """Branch, tag or commit. Default: the hub's default branch. Set a commit in production, because a branch can change
+    before a pod restarts."""
+    tokenSecretRef: SecretRef | None = schema_field(None)
+    """Secret with the token for a gated or private repository. Default: no token for the model, and the model's token
+    for an adapter or a draft model."""
 
 
 @dataclass(frozen=True, slots=True)
 class S3Source:
     """A prefix in an S3-compatible bucket."""
 
-    uri: str
-    """s3://bucket/prefix"""
-    endpoint: str | None = None
-    region: str | None = None
-    credentialsSecretRef: SecretRef | None = None
-    """Secret with the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."""
+    uri: str = schema_field(min_length=6, max_length=1024, pattern="^s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/.*)?$")
+    """s3://bucket/folder. All files in it belong to the model or adapter."""
+    endpoint: str | None = schema_field(None, min_length=8, max_length=1024, pattern="^https?://[^ ]+$")
+    """URL of the store. Default: Amazon's endpoint for the region."""
+    region: str | None = schema_field(None, min_length=1, max_length=63, pattern="^[a-z0-9-]+$")
+    """Region of the bucket. Default us-east-1. Most S3-compatible stores ignore it."""
+    credentialsSecretRef: SecretRef | None = schema_field(None, without=("key",))
+    """Secret with the keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and optionally AWS_SESSION_TOKEN. Default:
+    none; the pod first uses its own identity, then anonymous access."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpSource:
     """A folder served over HTTP(S): adapter_config.json and adapter_model.safetensors under one URL."""
 
-    url: str
-    sha256: str | None = None
-    """The SHA-256 hash that adapter_model.safetensors must have."""
-    headersSecretRef: SecretRef | None = None
-    """Secret for HTTP headers. Each key is sent as the name of a header, and its value as the header's value."""
+    url: str = schema_field(min_length=8, max_length=2048, pattern="^https?://[^ ]+$")
+    """URL of the folder."""
+    sha256: str | None = schema_field(None, min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")
+    """SHA-256 of the weights, in hexadecimal. The file is adapter_model.safetensors for an adapter and
+    model.safetensors for a model. A file with another checksum is rejected. Default: not checked. Set it when you do
+    not control the URL."""
+    headersSecretRef: SecretRef | None = schema_field(None, without=("key",))
+    """Secret whose entries are sent as HTTP headers, such as Authorization. Default: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PvcSource:
     """A folder on a mounted PersistentVolumeClaim."""
 
-    claimName: str
-    path: str = ""
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!self.path.startsWith('/') && !self.path.matches('(^|/)[.][.](/|$)')",
+            "path must stay inside the volume, without a leading / and without ..; give the folder relative to the "
+            "root of the volume.",
+        ),
+    )
+
+    claimName: str = schema_field(**OBJECT_NAME, restarts=Restarts.YES)
+    """Name of the claim."""
+    path: str = schema_field("", max_length=1024)
+    """Folder, relative to the root of the volume. Default: the root."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where the files of an adapter or a model come from. Exactly one field is set."""
 
-    huggingFace: HuggingFaceSource | None = None
-    s3: S3Source | None = None
-    http: HttpSource | None = None
-    pvc: PvcSource | None = None
-    path: str | None = None
-    """A local folder. Only `quire serve` accepts it."""
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "[has(self.huggingFace), has(self.s3), has(self.http), has(self.pvc), has(self.path)].exists_one(given, "
+            "given)",
+            "source must have exactly one of huggingFace, s3, http, pvc and path; keep the one that contains the "
+            "files.",
+        ),
+    )
+
+    huggingFace: HuggingFaceSource | None = schema_field(None)
+    """A repository on the Hugging Face hub."""
+    s3: S3Source | None = schema_field(None)
+    """A folder in a bucket of Amazon S3 or of an S3-compatible store."""
+    http: HttpSource | None = schema_field(None)
+    """A folder on a web server. It has the same file names as a hub repository."""
+    pvc: PvcSource | None = schema_field(None)
+    """A folder on a PersistentVolumeClaim in the same namespace. Pods mount the claim read-only and read the files on
+    it."""
+    path: str | None = schema_field(None, min_length=1, max_length=1024)
+    """A folder on the machine that runs `quire serve`, relative to the LLMService file. The operator rejects it,
+    because nodes do not have that folder; use pvc in a cluster."""
 
     def validate(self, field_path: str) -> None:
         """Raise ConfigError unless exactly one field is set."""
@@ -125,11 +165,11 @@ class AdapterLimits:
     """Limits of an adapter. They apply on each pod separately. A request that exceeds a limit is rejected with
     UNAVAILABLE."""
 
-    maxConcurrentRequests: int | None = None
-    """Maximum number of requests that run or wait at the same time; None: no limit."""
-    maxTokensPerSecond: int | None = None
-    """Maximum number of tokens per second on average. Prompt tokens and output tokens both count. None: no limit. In a
-    burst, the adapter can use as many tokens at once as the limit allows in ten seconds."""
+    maxConcurrentRequests: int | None = schema_field(None, minimum=1, maximum=1048576)
+    """Maximum number of open requests, running and waiting. Default: unlimited."""
+    maxTokensPerSecond: int | None = schema_field(None, minimum=1, maximum=1000000000)
+    """Average rate of prompt and output tokens together. A burst can use up to ten seconds of unused tokens. Default:
+    unlimited."""
 
     def validate(self, field_path: str) -> None:
         """Raise ConfigError if a limit is so low that every request would be rejected."""
@@ -142,14 +182,21 @@ class AdapterLimits:
 class AdapterSpec:
     """One adapter of the catalog."""
 
-    name: str
-    source: Source
-    pinned: bool = False
-    """If true, the adapter always stays in an adapter slot on the device."""
-    expose: Expose | None = None
-    """None means `Model` until 64 adapters of the catalog have a server model. For all further adapters, None means
-    `Parameter`."""
-    limits: AdapterLimits | None = None
+    name: str = schema_field(min_length=1, max_length=63, pattern="^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$")
+    """Model name that clients use. It must be unique and different from servedName."""
+    source: Source = schema_field()
+    """Location of the files: set exactly one field. Weights must be in safetensors format. Code in a model repository
+    is never executed."""
+    pinned: bool = schema_field(False)
+    """Keep the adapter in an adapter slot, so that its requests never wait for a load. Default false: slots contain the
+    most recently used adapters."""
+    expose: Expose | None = schema_field(None)
+    """How clients select the adapter. The request parameter `lora_name` on the base model always works. With Model, the
+    server also has a model with the adapter's name, which needs a process of about 22 MiB in each pod. With Parameter,
+    there is no such model. Default: Model for the first 64 adapters, Parameter for all others."""
+    limits: AdapterLimits | None = schema_field(None)
+    """Limits of the adapter in each replica. A request above a limit gets the error UNAVAILABLE, whose message contains
+    the delay before a retry."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from quire_spec import constants
 from quire_spec.dataclass_json import from_json, non_default_json, read_json
+from quire_spec.documents.field_schema import Rule, schema_field
 from quire_spec.documents.server_arguments import parse_server_arguments
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
@@ -28,12 +29,22 @@ is parsed, the event loop is blocked for about 20 ms."""
 class Ports:
     """Ports of a pod, except the port of the OpenAI API."""
 
-    http: int = constants.HTTP_PORT
-    grpc: int = constants.GRPC_PORT
-    metrics: int = constants.SERVER_METRICS_PORT
-    """Port of the server's own metrics."""
-    health: int = constants.HEALTH_PORT
-    """Port of the supervisor: probes, all metrics, status and admin API."""
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.http != self.grpc && self.http != self.metrics && self.http != self.health && self.grpc != "
+            "self.metrics && self.grpc != self.health && self.metrics != self.health",
+            "ports must be different, because one container listens on all of them; give each its own number.",
+        ),
+    )
+
+    http: int = schema_field(constants.HTTP_PORT, minimum=1024, maximum=65535)
+    """Requests over HTTP. Default 8000, the default of Triton Inference Server."""
+    grpc: int = schema_field(constants.GRPC_PORT, minimum=1024, maximum=65535)
+    """Requests over gRPC. Default 8001, the default of Triton Inference Server."""
+    metrics: int = schema_field(constants.SERVER_METRICS_PORT, minimum=1024, maximum=65535)
+    """Metrics of Triton Inference Server. Default 8002, the default of that server."""
+    health: int = schema_field(constants.HEALTH_PORT, minimum=1024, maximum=65535)
+    """Probes, all metrics, status and administration. Default 8003."""
 
     @property
     def by_name(self) -> dict[str, int]:
@@ -77,17 +88,24 @@ class OpenAIOptions:
     """Options of the OpenAI front that spec.openai of an LLMService and pod.json have in common. An option that is
     added here reaches the front from both."""
 
-    apiServerCount: int = 1
-    """Number of processes that serve the OpenAI API on one port."""
-    sharedPrefixCache: bool = False
-    """True if requests with different API keys can use the same cached prompts."""
-    live: bool = False
-    """True if the front serves /live, a page that shows the running engine."""
-    generationConfig: str = "auto"
-    """auto: the defaults of sampling parameters come from the checkpoint's generation_config.json; vllm: this file is
-    ignored."""
-    corsAllowedOrigins: tuple[str, ...] = ()
-    """The web pages of these origins can read responses. * stands for all origins."""
+    apiServerCount: int = schema_field(1, minimum=1, maximum=constants.MAX_OPENAI_FRONTS)
+    """Number of processes that serve the API on its port. More than one needs free CPU cores. Default 1."""
+    sharedPrefixCache: bool = schema_field(False)
+    """Share cached prompts between requests of different API keys. Default false, because a client could find out by
+    timing what prompts others have sent."""
+    live: bool = schema_field(False)
+    """Serve /live, a page that shows the running engine and can send requests. The HTML page needs no API key, but its
+    data does. Default false; `quire serve` always serves the page."""
+    generationConfig: str = schema_field("auto", enum=("auto", "vllm"))
+    """Source of the defaults of sampling parameters. With auto, generation_config.json of the checkpoint sets them.
+    With vllm, the defaults of vLLM apply. Default auto, as in vLLM."""
+    corsAllowedOrigins: tuple[str, ...] = schema_field(
+        (),
+        items={"min_length": 1, "max_length": 512, "pattern": "^([*]|https?://[^ /]+)$"},
+        max_items=32,
+        list_type="set",
+    )
+    """Origins, such as https://chat.example, whose web pages can call the API; * allows all. Default: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,32 +3,54 @@
 
 They are created from a document that crd.py has validated.
 
-The fields have the same names as in the custom resource. crds/llmservices.yaml documents each field, and a test checks
-that both have the same fields. Values that are only copied into Kubernetes objects stay dictionaries. Called by the
+The fields have the same names as in the custom resource. These types are the source of the CRD: `make generated` writes
+crds/llmservices.yaml from them. Values that are only copied into Kubernetes objects stay dictionaries. Called by the
 controller, render, plan and the commands.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+from quire_operator.api.engine_spec import EngineSpec, LoraSpec
+from quire_operator.api.networking_spec import NetworkingSpec
+from quire_operator.api.openai_spec import OpenAISpec
+from quire_operator.api.pod_spec import CacheSpec, GpuSpec, PodTemplateSpec, RuntimeSpec, SecuritySpec
 from quire_operator.api.validation_errors import FieldPath
+from quire_operator.api.workload_spec import AutoscalingSpec, DisruptionSpec, ObservabilitySpec, RolloutSpec
 from quire_spec import constants
 from quire_spec.dataclass_json import from_json
 from quire_spec.documents.adapter_catalog import (
     AdapterCatalog,
     AdapterSpec,
     HuggingFaceSource,
-    PvcSource,
-    SecretRef,
     Source,
 )
-from quire_spec.documents.pod_config import OpenAIOptions, Ports
+from quire_spec.documents.field_schema import Restarts, Rule, schema_field
 
 MODEL_SOURCE: FieldPath = ("spec", "model", "source")
 DRAFT_SOURCE: FieldPath = ("spec", "engine", "speculativeConfig", "model", "source")
+SERVICE_RULES = (
+    Rule(
+        "size(self.metadata.name) <= 48",
+        "metadata.name must be at most 48 characters, because the operator adds a suffix for other objects and their "
+        "names are limited to 63; choose a shorter name.",
+    ),
+    Rule(
+        "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+        "metadata.name must begin with a letter and contain only a-z, 0-9 and '-', because it becomes the DNS name of "
+        "a Service; rename the service, and set spec.model.servedName to the name that clients use.",
+    ),
+    Rule(
+        "!has(self.spec.adapters) || has(self.spec.model.servedName) || self.spec.adapters.all(a, a.name != "
+        "self.metadata.name)",
+        "spec.adapters must not contain an adapter with the name of the service, because the base model has that name "
+        "when servedName is not set; rename the adapter or set spec.model.servedName.",
+    ),
+)
+"""Rules of an LLMService as a whole."""
 
 
 class Device(StrEnum):
@@ -38,271 +60,141 @@ class Device(StrEnum):
     CPU = "CPU"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """spec.model"""
 
-    source: Source
-    servedName: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LoraSpec:
-    """spec.lora"""
-
-    maxLoaded: int
-    maxRank: int
-    maxCached: int | None = None
-    maxCachedMemory: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculativeModelSpec:
-    """spec.engine.speculativeConfig.model"""
-
-    source: Source
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculativeConfigSpec:
-    """spec.engine.speculativeConfig"""
-
-    method: str
-    numSpeculativeTokens: int
-    model: SpeculativeModelSpec | None = None
-    promptLookupMin: int | None = None
-    promptLookupMax: int | None = None
-    suffixDecodingMaxTreeDepth: int | None = None
-    suffixDecodingMaxCachedRequests: int | None = None
-    suffixDecodingMaxSpecFactor: str | None = None
-    suffixDecodingMinTokenProb: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """spec.engine. If a field is None, the planner chooses its value."""
-
-    prefixCaching: bool
-    minConcurrency: int
-    maxModelLen: int | None = None
-    gpuMemoryUtilization: str | None = None
-    kvCacheMemory: str | None = None
-    kvCacheDtype: str | None = None
-    blockSize: int | None = None
-    tensorParallelSize: int | None = None
-    dtype: str | None = None
-    quantization: str | None = None
-    speculativeConfig: SpeculativeConfigSpec | None = None
-    maxNumSeqs: int | None = None
-    maxNumBatchedTokens: int | None = None
-    maxNumQueuedReqs: int | None = None
-    maxLogprobs: int | None = None
-    skipTokenizerInit: bool | None = None
-    schedulingPolicy: str | None = None
-    swapSpace: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OpenAILimitsSpec:
-    """spec.openai.limits"""
-
-    maxBodySize: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigMapKeyRef:
-    """spec.openai.chatTemplate.configMapKeyRef"""
-
-    name: str
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChatTemplateSpec:
-    """spec.openai.chatTemplate. Exactly one of the fields is set."""
-
-    text: str | None = None
-    configMapKeyRef: ConfigMapKeyRef | None = None
+    source: Source = schema_field()
+    """Location of the files: set exactly one field. Weights must be in safetensors format. Code in a model repository
+    is never executed."""
+    servedName: str | None = schema_field(
+        None, min_length=1, max_length=63, pattern="^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$"
+    )
+    """Model name that clients use. Default: metadata.name. Unlike metadata.name, it can contain capitals, dots and
+    underscores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAISpec(OpenAIOptions):
-    """spec.openai"""
-
-    enabled: bool
-    toolCallParser: str
-    reasoningParser: str
-    limits: OpenAILimitsSpec
-    port: int | None = None
-    apiKeysSecretRef: SecretRef | None = None
-    tlsSecretRef: SecretRef | None = None
-    chatTemplate: ChatTemplateSpec | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GpuSpec:
-    """spec.gpu"""
-
-    resourceName: str
-    product: str | None = None
-    memory: str | None = None
-    count: int | None = None
-    nodeSelector: dict[str, str] = field(default_factory=dict)
-    tolerations: tuple[dict[str, Any], ...] = ()
-    runtimeClassName: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AutoscalingSpec:
-    """spec.autoscaling"""
-
-    kind: str
-    minReplicas: int
-    maxReplicas: int
-    scaleDownSeconds: int
-    requestsPerReplica: int | None = None
-    prometheusAddress: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSpec:
-    """spec.cache"""
-
-    deletionPolicy: str
-    mode: str | None = None
-    size: str | None = None
-    storageClassName: str | None = None
-    accessModes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EnvVar:
-    """An entry of spec.runtime.env."""
-
-    name: str
-    value: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelsSpec:
-    """spec.runtime.models. Exactly one of the fields is set."""
-
-    pvc: PvcSource | None = None
-    path: str | None = None
-
-    @property
-    def source(self) -> Source:
-        """The source of the folder that contains other Triton models."""
-        return Source(pvc=self.pvc, path=self.path)
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeSpec:
-    """spec.runtime"""
-
-    ports: Ports
-    expose: tuple[str, ...]
-    image: str | None = None
-    imagePullSecrets: tuple[dict[str, str], ...] = ()
-    env: tuple[EnvVar, ...] = ()
-    models: ModelsSpec | None = None
-    serverArgs: tuple[str, ...] = ()
-    cpu: str | None = None
-    memory: str | None = None
-    sharedMemory: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutSpec:
-    """spec.rollout"""
-
-    maxSurge: int
-    maxUnavailable: int
-    minReadySeconds: int
-    drainSeconds: int
-    updatePolicy: str
-    progressDeadlineSeconds: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DisruptionSpec:
-    """spec.disruption"""
-
-    pdb: str
-
-
-@dataclass(frozen=True, slots=True)
-class ObservabilitySpec:
-    """spec.observability"""
-
-    podMonitor: str
-    metricsLabels: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkPolicySpec:
-    """spec.networking.networkPolicy"""
-
-    enabled: bool
-    ingressFrom: tuple[dict[str, Any], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointPickerSpec:
-    """spec.networking.inferencePool.endpointPicker"""
-
-    name: str
-    port: int
-    failureMode: str
-
-
-@dataclass(frozen=True, slots=True)
-class InferencePoolSpec:
-    """spec.networking.inferencePool"""
-
-    endpointPicker: EndpointPickerSpec
-    targetPort: str
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkingSpec:
-    """spec.networking"""
-
-    networkPolicy: NetworkPolicySpec
-    inferencePool: InferencePoolSpec | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SecuritySpec:
-    """spec.security"""
-
-    runAsUser: int
-    fsGroup: int
-    readOnlyRootFilesystem: bool
-
-
-@dataclass(frozen=True, slots=True)
 class LLMServiceSpec:
     """The field `spec` of an LLMService. The CRD's defaults have been added to it."""
 
-    device: Device
-    model: ModelSpec
-    lora: LoraSpec
-    engine: EngineSpec
-    openai: OpenAISpec
-    replicas: int
-    cache: CacheSpec
-    runtime: RuntimeSpec
-    rollout: RolloutSpec
-    disruption: DisruptionSpec
-    observability: ObservabilitySpec
-    networking: NetworkingSpec
-    security: SecuritySpec
-    paused: bool
-    adapters: tuple[AdapterSpec, ...] = ()
-    gpu: GpuSpec | None = None
-    autoscaling: AutoscalingSpec | None = None
-    podTemplate: dict[str, Any] = field(default_factory=dict)
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.device != 'CPU' || !has(self.gpu)",
+            "gpu must not be set when device is CPU; remove spec.gpu, or set spec.device to GPU.",
+        ),
+        Rule(
+            "self.device != 'CPU' || !has(self.engine.gpuMemoryUtilization)",
+            "engine.gpuMemoryUtilization must not be set when device is CPU, because it is a fraction of GPU memory; "
+            "remove it, and set engine.kvCacheMemory to limit memory.",
+        ),
+        Rule(
+            "!has(self.engine.tensorParallelSize) || !has(self.gpu) || !has(self.gpu.count) || "
+            "self.engine.tensorParallelSize <= self.gpu.count",
+            "engine.tensorParallelSize must not exceed gpu.count, because the layers of a replica are divided among "
+            "its own GPUs; raise spec.gpu.count or lower spec.engine.tensorParallelSize.",
+        ),
+        Rule(
+            "!has(self.adapters) || size(self.adapters) == 0 || self.lora.maxLoaded > 0",
+            "adapters must be empty when lora.maxLoaded is 0, because there are no adapter slots; set "
+            "spec.lora.maxLoaded to the number of adapters that are used at the same time.",
+        ),
+        Rule(
+            "!has(self.adapters) || self.adapters.filter(a, a.pinned).size() <= self.lora.maxLoaded",
+            "adapters must not have more pinned entries than lora.maxLoaded, because each pinned adapter occupies a "
+            "slot permanently; raise spec.lora.maxLoaded or unpin adapters.",
+        ),
+        Rule(
+            "!has(self.adapters) || !has(self.model.servedName) || self.adapters.all(a, a.name != "
+            "self.model.servedName)",
+            "adapters must not contain a name that equals model.servedName, because both are model names on one "
+            "server; rename the adapter or the base model.",
+        ),
+        Rule(
+            "!has(self.cache.mode) || (self.cache.mode == 'None') == ((has(self.model.source.pvc) || "
+            "has(self.model.source.path)) && (!has(self.engine.speculativeConfig) || "
+            "!has(self.engine.speculativeConfig.model) || has(self.engine.speculativeConfig.model.source.pvc) || "
+            "has(self.engine.speculativeConfig.model.source.path)))",
+            "cache.mode must be None if the sources of the model and of engine.speculativeConfig.model are of kind "
+            "pvc or path, and must not be None for other sources, because files on a volume are read in place and all "
+            "other files are downloaded; remove spec.cache.mode to use the default.",
+        ),
+        Rule(
+            "!has(self.networking.inferencePool) || self.networking.inferencePool.targetPort != 'openai' || "
+            "self.openai.enabled",
+            "networking.inferencePool.targetPort must not be openai when openai.enabled is false, because the pods do "
+            "not have that port; use http, or set spec.openai.enabled to true.",
+        ),
+        Rule(
+            "self.openai.enabled || size(self.runtime.expose) > 0",
+            "runtime.expose must not be empty when openai.enabled is false, because no client could send a request; "
+            "add http or grpc, or set spec.openai.enabled to true.",
+        ),
+        Rule(
+            "!has(self.networking.inferencePool) || self.networking.inferencePool.targetPort != 'http' || 'http' in "
+            "self.runtime.expose",
+            "networking.inferencePool.targetPort must not be http when runtime.expose does not contain http, because "
+            "that port is on loopback; use openai, or add http to spec.runtime.expose.",
+        ),
+        Rule(
+            "!has(self.openai.port) || (self.openai.port != self.runtime.ports.http && self.openai.port != "
+            "self.runtime.ports.grpc && self.openai.port != self.runtime.ports.metrics && self.openai.port != "
+            "self.runtime.ports.health)",
+            "openai.port must differ from every port of runtime.ports, because one container listens on all of them; "
+            "use another number, or remove spec.openai.port.",
+        ),
+    )
+
+    device: Device = schema_field(Device.GPU)
+    """Device that the model runs on. Default GPU. There is no automatic fallback to the CPU: a service that silently
+    moved to the CPU would be Ready but about 100 times slower. Use CPU for small models, tests and laptops."""
+    model: ModelSpec = schema_field()
+    """The base model."""
+    adapters: tuple[AdapterSpec, ...] = schema_field(
+        (), max_items=1024, list_type="map", map_keys=("name",), restarts=Restarts.NO
+    )
+    """LoRA adapters of the model. Adding, changing or removing an adapter does not restart pods. The exception is the
+    first and the last adapter on a PersistentVolumeClaim, because pods mount claims when they start. The limit is 1024
+    adapters, because `kubectl apply` cannot store more in one object."""
+    lora: LoraSpec = schema_field(factory=LoraSpec)
+    """Memory for adapters. The engine reserves it at its start, so a change of these fields restarts pods. A change of
+    the adapters does not."""
+    engine: EngineSpec = schema_field(factory=EngineSpec)
+    """Settings of the engine. Every field is optional. The planner chooses omitted fields from the model and the GPU.
+    """
+    openai: OpenAISpec = schema_field(factory=OpenAISpec)
+    """The OpenAI API of the pods."""
+    gpu: GpuSpec | None = schema_field(None)
+    """GPUs of a replica. Default: one GPU of the product that the cluster's nodes have."""
+    replicas: int = schema_field(1, minimum=0, maximum=1000, restarts=Restarts.NO)
+    """Number of pods, each with its own GPUs. Autoscalers write this field through the scale subresource. With 0, no
+    pod runs, and the cache is kept. Default 1."""
+    autoscaling: AutoscalingSpec | None = schema_field(None, restarts=Restarts.NO)
+    """Autoscaler that sets spec.replicas from the number of requests. Default: none. Your own autoscaler can set
+    spec.replicas through the scale subresource."""
+    cache: CacheSpec = schema_field(factory=CacheSpec)
+    """Cache for downloaded models. A restarted pod does not download them again."""
+    runtime: RuntimeSpec = schema_field(factory=RuntimeSpec)
+    """The server container."""
+    rollout: RolloutSpec = schema_field(
+        factory=RolloutSpec, crd_default={"maxSurge": 0, "maxUnavailable": 1}, restarts=Restarts.NO
+    )
+    """How pods are replaced."""
+    disruption: DisruptionSpec = schema_field(factory=DisruptionSpec, restarts=Restarts.NO)
+    """Protection against evictions, for example when nodes are drained."""
+    observability: ObservabilitySpec = schema_field(factory=ObservabilitySpec, restarts=Restarts.NO)
+    """Discovery of metrics."""
+    networking: NetworkingSpec = schema_field(factory=NetworkingSpec, restarts=Restarts.NO)
+    """Access to the pods over the network."""
+    security: SecuritySpec = schema_field(factory=SecuritySpec)
+    """Security context of the pods. They always run without root, capabilities and privilege escalation."""
+    podTemplate: dict[str, Any] = schema_field(factory=dict, type=PodTemplateSpec)
+    """Overrides for the pods, merged last like `kubectl patch --type=strategic`. Use it for settings without a field of
+    their own, such as affinity, priority or sidecars. The environment variables and the ConfigMap and Secret mounts of
+    the container `server` also apply to the container that downloads the model. Default: none."""
+    paused: bool = schema_field(False, restarts=Restarts.NO)
+    """Pause reconciliation. The operator does not change or repair the objects of the service; it only writes the
+    status. Default false."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,16 @@ function quantity(), by the planner and by the controller.
 
 import math
 import re
+from collections.abc import Mapping
 from decimal import Decimal
+from typing import Any
 
+QUANTITY: Mapping[str, Any] = {
+    "min_length": 1,
+    "max_length": 32,
+    "pattern": r"^[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$",
+}
+"""Keywords of a field that contains a number of bytes, for `schema_field`."""
 _FACTORS = {
     "": Decimal(1), "m": Decimal("0.001"), "u": Decimal("0.000001"), "n": Decimal("0.000000001"),
     **{suffix: Decimal(1000 ** (i + 1)) for i, suffix in enumerate("kMGTPE")},

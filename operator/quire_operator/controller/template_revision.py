@@ -8,7 +8,7 @@ the stored template until the spec, the model or the GPU changes. The compressed
 about 2 KB. The live template cannot be used for this. It also contains defaults of the API server, and manual changes
 that the operator must undo.
 
-This module also decides which fields of the spec replace pods: _POD_FIELDS and pods_digest().
+pods_digest() covers the fields of the spec that replace pods (api/field_effects.py).
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from quire_operator.api import crd, openapi_schema
+from quire_operator.api.field_effects import POD_CACHE_FIELDS, POD_FIELDS, POD_ROLLOUT_FIELDS
 from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.compressed_json import compress, decompress
 from quire_operator.plan.plan import Plan
@@ -26,10 +27,6 @@ from quire_operator.render.manifests import Manifest, container_ports
 from quire_spec import constants as spec_names
 
 PODS_ANNOTATION = f"{spec_names.API_GROUP}/pods"
-
-_POD_FIELDS = ("device", "model", "lora", "engine", "openai", "runtime", "gpu", "security", "podTemplate")
-"""Fields of the spec whose change renders the pods again, including all fields below them. pods_digest() adds parts of
-other fields, such as the mode of the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +109,9 @@ def pods_digest(body: Mapping[str, Any], service: LLMService) -> str:
     fields = crd.load_schema()["properties"]["spec"]
     spec = openapi_schema.without_defaults(fields, body["spec"])
     sources = [*service.model_sources.values(), *(adapter.source for adapter in service.spec.adapters)]
-    pod_fields = {name: spec[name] for name in _POD_FIELDS if name in spec}
-    pod_fields["cache"] = {k: v for k, v in spec.get("cache", {}).items() if k in ("mode", "size")}
-    pod_fields["drainSeconds"] = spec.get("rollout", {}).get("drainSeconds")
+    pod_fields = {name: spec[name] for name in POD_FIELDS if name in spec}
+    pod_fields["cache"] = {k: v for k, v in spec.get("cache", {}).items() if k in POD_CACHE_FIELDS}
+    pod_fields |= {k: v for k, v in spec.get("rollout", {}).items() if k in POD_ROLLOUT_FIELDS}
     pod_fields["claims"] = sorted({source.pvc.claimName for source in sources if source.pvc})
     text = json.dumps({k: v for k, v in pod_fields.items() if v}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from quire_operator.api.llmservice import SpeculativeConfigSpec
+from quire_operator.api.engine_spec import SpeculativeConfigSpec
 from quire_operator.plan.checkpoint import CheckpointInfo
 from quire_spec.errors import ConfigError
 from quire_spec.model.eagle3_config import Eagle3Config

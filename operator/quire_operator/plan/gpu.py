@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
-from quire_operator.api.llmservice import GpuSpec
+from quire_operator.api.pod_spec import GpuSpec
 from quire_operator.api.quantity import to_bytes
 from quire_operator.api.schema_messages import closest_match
 from quire_operator.plan.device_memory import MIB

@@ -11,18 +11,14 @@ import json
 from dataclasses import dataclass
 from typing import Any, Self
 
-from quire_operator.api.llmservice import Device, EngineSpec, LLMService, LoraSpec
+from quire_operator.api.engine_spec import EngineSpec, LoraSpec
+from quire_operator.api.field_effects import PLANNED_ENGINE_FIELDS
+from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.api.quantity import to_bytes
 from quire_operator.plan.checkpoint import CheckpointInfo
 from quire_operator.plan.draft_info import DraftInfo
 from quire_operator.plan.gpu import GpuInfo
 from quire_spec.dataclass_json import drop_nulls, to_json
-
-_PLANNED_ENGINE_FIELDS = (
-    "blockSize", "dtype", "gpuMemoryUtilization", "kvCacheMemory", "maxModelLen", "maxNumBatchedTokens", "maxNumSeqs",
-    "minConcurrency", "quantization", "swapSpace", "tensorParallelSize",
-)  # fmt: skip
-"""Fields of spec.engine that a plan depends on. The other fields of spec.engine do not change memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +91,7 @@ class PlannerInputs:
             "openai": None if self.num_openai_fronts == 1 else self.num_openai_fronts,
             "lora": to_json(self.lora) if self.lora.maxLoaded else {"maxLoaded": 0},
             "engine": {
-                **{name: getattr(engine, name) for name in _PLANNED_ENGINE_FIELDS},
+                **{name: getattr(engine, name) for name in PLANNED_ENGINE_FIELDS},
                 # The default is omitted. Therefore, plans that were made before this field existed keep their hash.
                 "kvCacheDtype": None if engine.kvCacheDtype == "auto" else engine.kvCacheDtype,
             },

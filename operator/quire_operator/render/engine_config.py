@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from quire_operator.api.llmservice import Device, LLMService, SpeculativeConfigSpec
+from quire_operator.api.engine_spec import SpeculativeConfigSpec
+from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.api.quantity import to_bytes
 from quire_operator.api.validation_errors import ABSENT, FieldPath, Problem
 from quire_operator.plan.candidates import CPU_TOKEN_BUDGET

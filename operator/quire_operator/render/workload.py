@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deployment, PodDisruptionBudget, HorizontalPodAutoscaler and ScaledObject of a service. Called by objects.py."""
 
-from quire_operator.api.llmservice import AutoscalingSpec, LLMService
+from quire_operator.api.llmservice import LLMService
+from quire_operator.api.workload_spec import AutoscalingSpec
 from quire_operator.plan.plan import Plan
 from quire_operator.render import object_names, pod_template
 from quire_operator.render.manifests import Manifest, new_manifest, service_reference

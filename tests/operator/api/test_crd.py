@@ -8,6 +8,7 @@ import re
 
 import kubernetes_validate
 import pytest
+from crd_schema import object_schema
 from support.cel_cases import CEL_RULE_CASES, CEL_UPDATE_CASES, service_with, validation_problems
 from support.openapi import CRD, OPENAPI, VERSION, walk
 
@@ -17,7 +18,6 @@ from quire_operator.api.cel_rules import iter_problems as evaluate
 from quire_operator.api.validation_errors import format_path
 from quire_spec import constants
 from quire_spec.documents import adapter_catalog
-from quire_spec.model import capabilities
 
 
 def rules():
@@ -140,44 +140,20 @@ def test_every_pattern_has_a_message():
     assert used == set(schema_messages.PATTERN_MESSAGES)
 
 
-def test_parsers_are_those_of_the_engine():
-    openai = OPENAPI["properties"]["spec"]["properties"]["openai"]["properties"]
-    assert openai["toolCallParser"]["enum"] == ["auto", "none", *capabilities.TOOL_CALL_PARSERS]
-    assert openai["reasoningParser"]["enum"] == ["auto", "none", *capabilities.REASONING_PARSERS]
-
-
-def test_sources_match_the_adapter_catalog():
+def test_names_of_adapters_and_models_are_bounded_as_in_the_engine():
     spec = OPENAPI["properties"]["spec"]["properties"]
-    assert set(spec["adapters"]["items"]["properties"]) == {
-        f.name for f in dataclasses.fields(adapter_catalog.AdapterSpec)
-    }
-    for parent in (spec["model"], spec["adapters"]["items"]):
-        source = parent["properties"]["source"]["properties"]
-        assert set(source) == {field.name for field in dataclasses.fields(adapter_catalog.Source)}
-        for kind, cls in (
-            ("huggingFace", adapter_catalog.HuggingFaceSource),
-            ("s3", adapter_catalog.S3Source),
-            ("http", adapter_catalog.HttpSource),
-            ("pvc", adapter_catalog.PvcSource),
-        ):
-            assert set(source[kind]["properties"]) == {field.name for field in dataclasses.fields(cls)}
-
-
-def test_enums_match_the_engine():
-    spec = OPENAPI["properties"]["spec"]["properties"]
-    engine = spec["engine"]["properties"]
-    assert tuple(engine["blockSize"]["enum"]) == capabilities.BLOCK_SIZES
-    assert tuple(engine["dtype"]["enum"]) == tuple(dtype for dtype in capabilities.DTYPES if dtype != "auto")
-    assert tuple(spec["lora"]["properties"]["maxRank"]["enum"]) == capabilities.LORA_RANKS
-    quantizations = {*capabilities.QUANTIZATIONS, *capabilities.CHECKPOINT_QUANTIZATIONS}
-    assert set(engine["quantization"]["enum"]) == {"None", *quantizations}
-    assert spec["adapters"]["items"]["properties"]["expose"]["enum"] == [e.value for e in adapter_catalog.Expose]
     assert spec["adapters"]["maxItems"] <= adapter_catalog.MAX_ADAPTERS
-    model_name = spec["model"]["properties"]["servedName"]
-    assert (model_name["pattern"], model_name["maxLength"]) == (
-        f"^{constants.MODEL_NAME.pattern}$",
-        constants.MAX_MODEL_NAME,
-    )
+    for name in (spec["model"]["properties"]["servedName"], spec["adapters"]["items"]["properties"]["name"]):
+        assert (name["pattern"], name["maxLength"]) == (f"^{constants.MODEL_NAME.pattern}$", constants.MAX_MODEL_NAME)
+
+
+def test_a_type_without_schema_is_named():
+    @dataclasses.dataclass
+    class Wrong:
+        rate: float = 1.0
+
+    with pytest.raises(TypeError, match=r"Wrong\.rate: .*float.* has no OpenAPI schema"):
+        object_schema(Wrong)
 
 
 # The rules as data.

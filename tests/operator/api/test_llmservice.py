@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLMService dataclasses: they have all fields of the CRD, and build the adapter catalog of a pod."""
 
-import dataclasses
-import types
-import typing
 from pathlib import Path
 
 import pytest
 
 from quire_operator.api import crd, quantity
-from quire_operator.api.llmservice import Device, LLMService, LLMServiceSpec
+from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.api.yaml_manifest import parse_manifests, read_manifests
 from quire_spec.documents.adapter_catalog import AdapterCatalog, Expose
-from quire_spec.documents.pod_config import OpenAIOptions, Ports
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,44 +18,6 @@ HEAD = "apiVersion: quire.dev/v1alpha1\nkind: LLMService\nmetadata: {name: tales
 def service(spec):
     (document,) = parse_manifests(f"{HEAD}spec: {spec}\n", "f.yaml")
     return LLMService.from_body(crd.require_valid(document))
-
-
-def nested_dataclass(hint):
-    """Return the dataclass in a type hint, also within Optional and tuples, or None."""
-    if dataclasses.is_dataclass(hint):
-        return hint
-    if typing.get_origin(hint) in (types.UnionType, typing.Union, tuple):
-        return next((dataclass for arg in typing.get_args(hint) if (dataclass := nested_dataclass(arg))), None)
-    return None
-
-
-def pairs(cls, schema, where="spec"):
-    """Yield each dataclass with the schema of its field."""
-    yield where, cls, schema
-    for name, hint in typing.get_type_hints(cls).items():
-        inner = schema["properties"][name]
-        dataclass = nested_dataclass(hint)
-        # The classes of the catalog are shared with adapters.json; test_crd.py compares their fields.
-        if dataclass and dataclass.__module__ in (LLMServiceSpec.__module__, Ports.__module__):
-            yield from pairs(dataclass, inner.get("items", inner), f"{where}.{name}")
-
-
-SHARED_FIELDS = (*dataclasses.fields(OpenAIOptions), *dataclasses.fields(Ports))
-PAIRS = list(pairs(LLMServiceSpec, crd.load_schema()["properties"]["spec"]))
-
-
-@pytest.mark.parametrize(("where", "cls", "schema"), PAIRS, ids=[where for where, _, _ in PAIRS])
-def test_fields_match_the_crd(where, cls, schema):
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    assert set(fields) == set(schema["properties"])
-    for name, field in fields.items():
-        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        always = name in schema.get("required", ()) or "default" in schema["properties"][name]
-        if field in SHARED_FIELDS and always:
-            # The class is shared with pod.json, whose defaults must then be those of the resource.
-            assert field.default == schema["properties"][name]["default"], name
-        else:
-            assert optional != always, name
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)

@@ -10,7 +10,7 @@ from support.draft_heads import AUX_LAYERS, DRAFT_VOCAB, HEADS, HIDDEN, KV_HEADS
 from support.planning import LLAMA_8B, MODELS, TINY, checkpoint_info, planner_inputs, schema_problems
 from support.tiny_checkpoints import VOCAB
 
-from quire_operator.api.llmservice import SpeculativeConfigSpec
+from quire_operator.api.engine_spec import SpeculativeConfigSpec
 from quire_operator.plan.draft_info import DraftInfo
 from quire_operator.plan.errors import Unplannable
 from quire_operator.plan.limits import draft_bytes, kv_bytes_per_token
@@ -25,7 +25,7 @@ CONFIGS = {"draft_model": SMALL, "eagle3": EAGLE, "medusa": MEDUSA}
 
 
 def spec(method, num_tokens=3):
-    return SpeculativeConfigSpec(method, num_tokens)
+    return SpeculativeConfigSpec(method=method, numSpeculativeTokens=num_tokens)
 
 
 def inputs_with(method, gpu="NVIDIA-H100-80GB-HBM3", **changes):

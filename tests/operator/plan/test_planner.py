@@ -20,7 +20,7 @@ from support.planning import (
     schema_problems,
 )
 
-from quire_operator.api.llmservice import LoraSpec
+from quire_operator.api.engine_spec import LoraSpec
 from quire_operator.plan import candidates, planner
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.gpu import GpuInfo, MemorySource

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""spec.lora and spec.engine of an LLMService."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from quire_operator.api.quantity import QUANTITY
+from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.field_schema import Restarts, Rule, schema_field
+from quire_spec.model import capabilities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """spec.lora"""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.maxCached) || self.maxCached >= self.maxLoaded",
+            "maxCached must be at least maxLoaded, because every adapter in a slot also has a copy in host memory; "
+            "raise spec.lora.maxCached or lower spec.lora.maxLoaded.",
+        ),
+    )
+
+    maxLoaded: int = schema_field(8, minimum=0, maximum=256)
+    """Number of adapter slots on the device: adapters that can be used at the same time. 0 disables adapters and frees
+    their memory. Default 8, even without adapters, so that adding the first adapter restarts no pod."""
+    maxRank: int = schema_field(16, enum=capabilities.LORA_RANKS)
+    """Largest LoRA rank. Every adapter slot has the size for this rank: for a model with 8 billion parameters, 80 MiB
+    at rank 16 and 320 MiB at rank 64. Default 16, the most common LoRA rank."""
+    maxCached: int | None = schema_field(None, minimum=0, maximum=4096)
+    """Number of adapters cached in host memory. Copying one of them to a slot takes milliseconds. Default: four times
+    maxLoaded, or as many as fit into maxCachedMemory if that is set."""
+    maxCachedMemory: str | None = schema_field(None, **QUANTITY)
+    """Host memory for cached adapters, such as 8Gi. Adapters with a small LoRA rank need less of it. At least maxLoaded
+    adapters of maxRank must fit. Default: only maxCached limits the number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeModelSpec:
+    """spec.engine.speculativeConfig.model"""
+
+    source: Source = schema_field()
+    """Location of the files: set exactly one field. Weights must be in safetensors format. Code in a model repository
+    is never executed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfigSpec:
+    """spec.engine.speculativeConfig"""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "has(self.model) == (self.method in ['draft_model', 'eagle3', 'medusa'])",
+            "model must be set with method draft_model, eagle3 and medusa, and with no other method; add "
+            "model.source, or use another method.",
+        ),
+        Rule(
+            "!has(self.promptLookupMin) || !has(self.promptLookupMax) || self.promptLookupMin <= self.promptLookupMax",
+            "promptLookupMax must be at least promptLookupMin; increase it or omit it.",
+        ),
+    )
+
+    method: str = schema_field(enum=capabilities.SPECULATIVE_METHODS)
+    """Method of the proposer. ngram finds the last tokens of a request earlier in the same request, and proposes the
+    tokens that followed them there. suffix also finds them in past outputs of the same adapter and cache salt, and
+    proposes the most frequent continuation. draft_model computes them with a smaller model, eagle3 with an EAGLE-3
+    head, and medusa with Medusa heads; these three need model."""
+    model: SpeculativeModelSpec | None = schema_field(None)
+    """The draft model of method draft_model, or the heads of eagle3 or medusa. They are downloaded with the model and
+    use its dtype. A draft model must have the model's vocabulary, and heads must have been trained for the model."""
+    numSpeculativeTokens: int = schema_field(minimum=1, maximum=16)
+    """Maximum number of guessed tokens for a request in a step. A step uses fewer, or none, if it has many requests or
+    if few of the last guesses were correct."""
+    promptLookupMin: int | None = schema_field(None, minimum=1, maximum=1048576)
+    """Minimum number of last tokens that must occur earlier. Default: promptLookupMax, or 5."""
+    promptLookupMax: int | None = schema_field(None, minimum=1, maximum=1048576)
+    """Maximum number of last tokens to search for; the longest match is used. Default: promptLookupMin, or 5."""
+    suffixDecodingMaxTreeDepth: int | None = schema_field(None, minimum=2, maximum=128)
+    """Method suffix: maximum number of tokens of a match and its guess together. Default: 24."""
+    suffixDecodingMaxCachedRequests: int | None = schema_field(None, minimum=0, maximum=10000000)
+    """Method suffix: maximum number of past outputs that are kept, in at most 64 MiB; 0 keeps none. Default: 10000."""
+    suffixDecodingMaxSpecFactor: str | None = schema_field(
+        None, pattern=r"^(0\.[0-9]{0,2}[1-9]|[1-9][0-9]{0,2}(\.[0-9]{1,3})?)$", max_length=16
+    )
+    """Method suffix: maximum number of guessed tokens per token of the match. Default: "1.0"."""
+    suffixDecodingMinTokenProb: str | None = schema_field(None, pattern=r"^(0(\.[0-9]{1,3})?|1(\.0)?)$", max_length=16)
+    """Method suffix: a guess ends before a token whose estimated probability, from counts, is lower. Default: "0.1"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """spec.engine. If a field is None, the planner chooses its value."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.maxNumSeqs) || !has(self.maxNumBatchedTokens) || self.maxNumBatchedTokens >= self.maxNumSeqs",
+            "maxNumBatchedTokens must be at least maxNumSeqs, because each running sequence uses at least one token "
+            "of a step; raise spec.engine.maxNumBatchedTokens or lower spec.engine.maxNumSeqs.",
+        ),
+        Rule(
+            "!has(self.kvCacheMemory) || !has(self.gpuMemoryUtilization)",
+            "kvCacheMemory and gpuMemoryUtilization must not both be set, because each determines the size of the KV "
+            "cache; keep one.",
+        ),
+    )
+
+    maxModelLen: int | None = schema_field(None, minimum=16, maximum=16777216, planned=True)
+    """Maximum total number of prompt and output tokens of a request. Default: the model's training length, at most
+    32768, and less if minConcurrency requests of that length do not fit into memory."""
+    gpuMemoryUtilization: str | None = schema_field(
+        None, min_length=3, max_length=5, pattern=r"^0\.[1-9][0-9]{0,2}$", planned=True
+    )
+    """Fraction of GPU memory for weights, activations and KV cache together. It is a decimal in quotes ("0.90"),
+    because Kubernetes does not store exact decimals. Default: 0.80 to 0.93, depending on the size of the GPU."""
+    kvCacheMemory: str | None = schema_field(None, **QUANTITY, planned=True)
+    """Memory of a replica's KV cache on each GPU, or on the CPU, such as 4Gi. Default: on a GPU the memory that
+    gpuMemoryUtilization leaves, on a CPU a bounded fraction of free memory."""
+    kvCacheDtype: str | None = schema_field(None, enum=("auto", "fp8", "int8_per_token_head"), planned=True)
+    """Data type of the KV cache. auto is the data type of the model. fp8 (e4m3) holds twice the tokens of a 16-bit type
+    and rounds keys and values to 4 bits of precision. int8_per_token_head, only for CPUs, rounds keys and values to 8
+    bits with a scale for each token and KV head. Default auto."""
+    blockSize: int | None = schema_field(None, enum=capabilities.BLOCK_SIZES, planned=True)
+    """Tokens in a KV block. Small blocks share prefixes better and waste less memory; large blocks have shorter block
+    tables. Default: 16, or 32 with very many long requests."""
+    tensorParallelSize: int | None = schema_field(None, enum=capabilities.TENSOR_PARALLEL_SIZES, planned=True)
+    """Number of GPUs that share each layer. On a CPU it is the number of processes, for experiments only. Default: on a
+    CPU 1; on GPUs the smallest number, up to gpu.count, that divides the model and gives the longest context (up to
+    32768 tokens). A small number is preferred because more replicas scale better than more GPUs in one replica."""
+    dtype: str | None = schema_field(
+        None, enum=tuple(dtype for dtype in capabilities.DTYPES if dtype != "auto"), planned=True
+    )
+    """Data type of weights and activations. Default: the checkpoint's; float32 on a CPU without kernels for bfloat16.
+    """
+    quantization: str | None = schema_field(
+        None,
+        enum=("None", *dict.fromkeys((*capabilities.QUANTIZATIONS, *capabilities.CHECKPOINT_QUANTIZATIONS))),
+        planned=True,
+    )
+    """Quantization of the weights. Default None: the weights of the checkpoint are used unchanged. A quantized
+    checkpoint needs no value; the name of its quant_method is accepted. int8, int4 and fp8 quantize the weights of all
+    linear layers and experts when a model is loaded. On a CPU int8 also quantizes the inputs of the layers, and on a
+    GPU fp8 does, except for experts. CPUs need dtype bfloat16, and AVX-512 BF16, VBMI and VNNI, or AVX2, FMA and F16C,
+    to be fast. Memory is planned for loading, which needs the size of the weights before they are quantized."""
+    speculativeConfig: SpeculativeConfigSpec | None = schema_field(None)
+    """Speculation: a step also verifies tokens that a proposer guessed, and can return several tokens of a request. The
+    output has the same distribution as without speculation. Default: no speculation."""
+    maxNumSeqs: int | None = schema_field(None, minimum=1, maximum=4096, planned=True)
+    """Maximum number of running sequences. Default: the number that the KV cache can hold, up to 512 on a GPU."""
+    maxNumBatchedTokens: int | None = schema_field(None, minimum=1, maximum=1048576, planned=True)
+    """Maximum number of tokens in a step. Longer prompts are processed in several steps. A larger value uses the GPU
+    better; a smaller value gives running requests a steadier token rate. Default: 512 on a CPU; 2048 to 8192 on a GPU,
+    depending on its memory, and less if this permits a longer context."""
+    maxNumQueuedReqs: int | None = schema_field(None, minimum=1, maximum=1048576)
+    """Maximum number of requests in a replica that wait for their first step. Additional requests get the error
+    UNAVAILABLE at once, so that the client can try another replica. Default 1024."""
+    maxLogprobs: int | None = schema_field(None, minimum=-1, maximum=1048576)
+    """Maximum number of log probabilities that a request can get for each position; -1 is the size of the vocabulary.
+    Default 20, because every token of a response contains this many."""
+    skipTokenizerInit: bool | None = schema_field(None)
+    """Load no tokenizer: requests contain input_ids, outputs contain token ids, and text is rejected. If false, a model
+    without a tokenizer does not start. Default false."""
+    schedulingPolicy: str | None = schema_field(None, enum=capabilities.SCHEDULING_POLICIES)
+    """Order in which requests run. fcfs is first come, first served. With priority, requests with the lowest value of
+    the parameter `priority` run first, and requests with equal values run in order of arrival. Default fcfs."""
+    swapSpace: str | None = schema_field(None, **QUANTITY, planned=True)
+    """Host memory for KV blocks of preempted requests, for each GPU or for the CPU, such as 4Gi. Blocks are swapped
+    only if this is faster than recomputing them. The pod's memory increases by this amount. Default: none; blocks are
+    recomputed."""
+    prefixCaching: bool = schema_field(True)
+    """Reuse the KV blocks of prompts that have a common prefix. Default true: prefix caching does not change outputs,
+    and its cost was not measurable."""
+    minConcurrency: int = schema_field(2, minimum=1, maximum=4096, planned=True, restarts=Restarts.BY_PLAN)
+    """Number of requests of length maxModelLen that must fit into the KV cache together. The planner shortens
+    maxModelLen or uses more GPUs until they fit. Default 2, so that one long request never blocks all others."""

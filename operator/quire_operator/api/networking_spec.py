@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""spec.networking of an LLMService."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from quire_spec.documents.field_schema import Rule, schema_field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceSelector:
+    """namespaceSelector of a NetworkPolicyPeer."""
+
+    matchLabels: dict[str, str] = schema_field(factory=dict, items={"max_length": 63}, max_properties=32)
+    """Label names and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodSelector:
+    """podSelector of a NetworkPolicyPeer."""
+
+    matchLabels: dict[str, str] = schema_field(factory=dict, items={"max_length": 63}, max_properties=32)
+    """Label names and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IpBlock:
+    """ipBlock of a NetworkPolicyPeer."""
+
+    cidr: str = schema_field(min_length=1, max_length=64, pattern="^[0-9a-fA-F.:]+/[0-9]{1,3}$")
+    """IP range in CIDR notation, such as 10.0.0.0/8."""
+    except_: tuple[str, ...] = schema_field(
+        (), items={"max_length": 64, "pattern": "^[0-9a-fA-F.:]+/[0-9]{1,3}$"}, max_items=32, list_type="set"
+    )
+    """Ranges within cidr that are excluded. Default: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkPolicyPeer:
+    """An entry of spec.networking.networkPolicy.ingressFrom. It is copied into the NetworkPolicy."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "has(self.ipBlock) != (has(self.namespaceSelector) || has(self.podSelector))",
+            "ingressFrom must have either an ipBlock or selectors in each entry, as in a NetworkPolicy; split it into "
+            "two entries.",
+        ),
+    )
+
+    namespaceSelector: NamespaceSelector | None = schema_field(None)
+    """Namespaces by label; an empty selector matches all. Default: the namespace of the service."""
+    podSelector: PodSelector | None = schema_field(None)
+    """Pods by label; an empty selector matches all. Default: all pods of the namespaces."""
+    ipBlock: IpBlock | None = schema_field(None)
+    """IP addresses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkPolicySpec:
+    """spec.networking.networkPolicy"""
+
+    enabled: bool = schema_field(True)
+    """Create a NetworkPolicy. It allows clients to reach the HTTP, gRPC and OpenAI ports, and only the operator to
+    reach the administration port. Default true."""
+    ingressFrom: tuple[dict[str, Any], ...] = schema_field(
+        (), type=tuple[NetworkPolicyPeer, ...], max_items=32, list_type="atomic"
+    )
+    """Peers that can send requests. Default: all pods in the same namespace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointPickerSpec:
+    """spec.networking.inferencePool.endpointPicker"""
+
+    name: str = schema_field(min_length=1, max_length=63, pattern="^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+    """Name of a Service in the same namespace."""
+    port: int = schema_field(9002, minimum=1, maximum=65535)
+    """Port of the endpoint picker. Default 9002."""
+    failureMode: str = schema_field("FailClose", enum=("FailClose", "FailOpen"))
+    """Reaction of the gateway if the endpoint picker does not respond. FailClose rejects requests; FailOpen sends them
+    to any pod. Default FailClose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferencePoolSpec:
+    """spec.networking.inferencePool"""
+
+    targetPort: str = schema_field("http", enum=("http", "openai"))
+    """Port of the pods that the gateway sends requests to. Default http, the KServe protocol. Use openai for an
+    endpoint picker that reads the model from the body of an OpenAI request."""
+    endpointPicker: EndpointPickerSpec = schema_field()
+    """Service of the endpoint picker. The operator does not deploy an endpoint picker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkingSpec:
+    """spec.networking"""
+
+    networkPolicy: NetworkPolicySpec = schema_field(factory=NetworkPolicySpec)
+    """NetworkPolicy of the pods."""
+    inferencePool: InferencePoolSpec | None = schema_field(None)
+    """InferencePool of the Gateway API inference extension. A gateway then selects pods by their load and adapters.
+    Default: none."""
