@@ -74,6 +74,46 @@ def test_an_upgrade_of_the_operator_restarts_no_pod(cluster, namespace, kubelet,
         assert new.status()["address"]["url"] == f"http://tales.{namespace}.svc:8004/v1"
 
 
+def test_any_change_of_the_pods_brings_the_image_of_the_release(cluster, namespace, kubelet, new_release):
+    """Also a change that does not affect the plan: an older image may not read what the new release renders."""
+    with ControllerHarness(cluster, namespace) as old:
+        cluster.apply(llm_service(), namespace)
+        old.wait_settled()
+        before = old.status()["plan"]
+    with ControllerHarness(cluster, namespace, new_release()) as new:
+        new.wait_settled()
+        assert image(new) == before["image"]["value"]
+        cluster.merge(API, KIND, "tales", {"spec": {"openai": {"live": True}}}, namespace)
+        new.wait_settled()
+        assert image(new) == "quire:next-cpu"
+        plan = new.status()["plan"]
+        assert (plan["inputsHash"], plan["image"]["value"]) == (before["inputsHash"], "quire:next-cpu")
+
+
+def test_a_pinned_image_before_pod_json_is_named_and_never_gets_a_new_template(cluster, namespace, kubelet):
+    with pytest.MonkeyPatch.context() as previous_release, ControllerHarness(cluster, namespace) as old:
+        previous_release.setattr(pod_template, "server_arguments", lambda: ["--engine=e", "--served-name=tales"])
+        cluster.apply(llm_service(runtime={"image": "quire:pinned"}), namespace)
+        old.wait_settled()
+        before = old.child("Deployment")["spec"]["template"]
+    with ControllerHarness(cluster, namespace) as new:
+        new.wait_settled()
+        condition = new.condition("ConfigValid")
+        assert (condition["status"], condition["reason"]) == ("True", "ImageOutdated")
+        assert "spec.runtime.image: 'quire:pinned' is older than the operator" in condition["message"]
+        cluster.merge(API, KIND, "tales", {"spec": {"rollout": {"updatePolicy": "Auto"}}}, namespace)
+        new.wait_settled()
+        assert new.child("Deployment")["spec"]["template"] == before
+        cluster.merge(API, KIND, "tales", {"spec": {"openai": {"live": True}}}, namespace)
+        wait_for(lambda: new.condition("ConfigValid")["reason"] == "Invalid", 20, "the change is rejected")
+        assert new.child("Deployment")["spec"]["template"] == before
+        condition = new.condition("ConfigValid")
+        assert "spec.runtime.image: 'quire:pinned' is older than the operator and cannot read" in condition["message"]
+        cluster.merge(API, KIND, "tales", {"spec": {"runtime": {"image": "quire:current"}}}, namespace)
+        new.wait_settled()
+        assert image(new) == "quire:current" and new.condition("ConfigValid")["reason"] == "Accepted"
+
+
 def test_update_policy_auto_upgrades_pods(cluster, namespace, kubelet, new_release):
     with ControllerHarness(cluster, namespace) as old:
         cluster.apply(llm_service(rollout={"updatePolicy": "Auto"}), namespace)

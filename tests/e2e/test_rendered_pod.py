@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rendered pod runs: its container's arguments, files and folders are laid out as a kubelet does, without one."""
+"""The rendered pod runs, without a kubelet."""
 
 import asyncio
-import base64
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import psutil
 import pytest
 from nodocker_cluster.ports import free_ports
 from support.planning import llm_service
-from support.quire_serve import EXAMPLES, PORTS, QuireServeProcess
+from support.quire_serve import EXAMPLES, PORTS
+from support.rendered_pod import RenderedPod
 
 from quire_operator.plan.checkpoint import CheckpointInfo
 from quire_operator.plan.checkpoint_files import read_local_checkpoint
@@ -32,56 +28,6 @@ lora: {maxLoaded: 2, maxRank: 16}
 rollout: {drainSeconds: 7}
 runtime: {ports: {http: %d, grpc: %d, metrics: %d, health: %d}}
 """
-
-
-class RenderedPod(QuireServeProcess):
-    """The container `server` of a Deployment as a local process, with its volumes as folders below `folder`."""
-
-    def __init__(self, manifests, folder: Path, ports: dict[str, int]) -> None:
-        self.folder, self.ports, self.seen_processes = folder, ports, set()
-        self.log = folder / "pod.log"
-        data = {m["metadata"]["name"]: _content(m) for m in manifests if m["kind"] in ("ConfigMap", "Secret")}
-        (template,) = [m["spec"]["template"]["spec"] for m in manifests if m["kind"] == "Deployment"]
-        (self.container,) = template["containers"]
-        volumes = {volume["name"]: volume for volume in template["volumes"]}
-        self.mounts = {}
-        for mount in self.container["volumeMounts"]:
-            self.mounts[mount["mountPath"]] = self._volume(volumes[mount["name"]], data)
-        for name in ("engine", "catalogue"):
-            for file in (folder / name).iterdir():
-                file.write_text(self.local(file.read_text()))
-        command = [sys.executable, "-m", "quire_server", *map(self.local, self.container["args"])]
-        home = str(self.mounts["/var/lib/quire"])
-        environment = {"PATH": os.environ["PATH"], "HOME": home, "OMP_NUM_THREADS": "1"}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=home, start_new_session=True
-            )
-
-    def local(self, text: str) -> str:
-        """Return the text with the pod's mount paths replaced by local folders."""
-        for path in sorted(self.mounts, key=len, reverse=True):
-            if path != "/tmp":
-                text = text.replace(path, str(self.mounts[path]))
-        return text
-
-    def _volume(self, volume, data) -> Path:
-        if "persistentVolumeClaim" in volume:
-            return EXAMPLES
-        if volume["name"] == "shm":
-            return Path("/dev/shm")
-        path = self.folder / volume["name"]
-        path.mkdir()
-        source = volume.get("configMap", {}).get("name") or volume.get("secret", {}).get("secretName")
-        for name, text in data.get(source, {}).items():
-            (path / name).write_text(text)
-        return path
-
-
-def _content(manifest) -> dict[str, str]:
-    if manifest["kind"] == "Secret":
-        return {name: base64.b64decode(value).decode() for name, value in manifest["data"].items()}
-    return manifest["data"]
 
 
 @pytest.mark.server

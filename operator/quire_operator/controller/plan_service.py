@@ -66,12 +66,12 @@ class PlanService:
             model_storage.validate(service)
         except ConfigError as error:
             return PlanningResult(plan=previous_plan, spec_error=str(error))
-        is_current = (
+        keeps_pods = (
             previous_plan is not None
             and revision is not None
             and revision.inputs == (desired.pods_digest, previous_plan.inputsHash)
-            and self._would_keep(service, previous_plan)
         )
+        is_current = keeps_pods and previous_plan is not None and self._would_keep(service, previous_plan)
         try:
             gpu = await self._resolve_gpu(service)
         except Unplannable as error:
@@ -85,7 +85,10 @@ class PlanService:
             checkpoint = await self._checkpoints.get(service, desired.uid, secrets, image)
             draft = await self._checkpoints.get_draft(service, desired.uid, secrets, image, checkpoint)
             inputs = PlannerInputs.from_service(service, checkpoint, gpu, draft)
-            return PlanningResult(plan=reuse_or_make_plan(previous_plan, inputs, _may_replan(service), self._images))
+            # Pods that are rendered again also get the image of this release, because an older image may not support
+            # what this release renders.
+            replan = _may_replan(service) or not keeps_pods
+            return PlanningResult(plan=reuse_or_make_plan(previous_plan, inputs, replan, self._images))
         except NotReadYet as error:
             return PlanningResult(plan=previous_plan, waiting_for=str(error))
         except Unplannable as error:

@@ -67,6 +67,7 @@ class StateObserver:
             applied_generation=applied_generation,
             unavailable_kinds=children.unavailable_kinds if children else (),
             unknown_fields=children.unknown_fields if children else (),
+            outdated_image=children.outdated_image if children else "",
             apply_error="; ".join(apply_result.rejections),
             conflict=apply_result.conflict,
             pending_deletion=apply_result.pending_deletion,

@@ -24,6 +24,7 @@ from quire_operator.controller.compressed_json import compress, decompress
 from quire_operator.plan.plan import Plan
 from quire_operator.render import object_names
 from quire_operator.render.manifests import Manifest, container_ports
+from quire_operator.render.pod_template import CONFIG_OPTION
 from quire_spec import constants as spec_names
 
 PODS_ANNOTATION = f"{spec_names.API_GROUP}/pods"
@@ -39,7 +40,7 @@ class TemplateRevision:
     """Plan.inputsHash."""
     template: Manifest
     engine_configmap: Manifest
-    """ConfigMap that contains engine.json. Its owner and namespace are omitted."""
+    """ConfigMap that contains pod.json. Its owner and namespace are omitted."""
 
     @classmethod
     def from_manifests(cls, pods_digest: str, plan: Plan, manifests: Iterable[Manifest]) -> Self:
@@ -63,6 +64,17 @@ class TemplateRevision:
     def serves_openai(self) -> bool:
         """Whether the pods have a port for the OpenAI API. Pods that an older release rendered do not have it."""
         return object_names.OPENAI_PORT_NAME in container_ports(self.template)
+
+    @property
+    def server_container(self) -> Mapping[str, Any]:
+        """The container of the supervisor."""
+        containers = self.template["spec"].get("containers") or ()
+        return next((c for c in containers if c.get("name") == object_names.SERVER), {})
+
+    @property
+    def reads_pod_config(self) -> bool:
+        """Whether the pods read pod.json. Pods that an older release rendered do not read it."""
+        return any(str(argument).startswith(CONFIG_OPTION) for argument in self.server_container.get("args") or ())
 
     @classmethod
     def from_deployment(cls, deployment: Mapping[str, Any] | None) -> Self | None:

@@ -7,16 +7,14 @@ that commit rendered.
 
 import json
 import re
-import subprocess
 
 import pytest
 import yaml
-from support.openai_front import ROOT
+from support.old_release import ROOT, old_text
 from support.pod_config import merged
 
 from quire_spec.documents.pod_config import PodConfig
 
-OLD_COMMIT = "a5127745"
 KEPT = "an option still"
 SUPERVISOR = {
     "--engine": ("engine.json", "engine"),
@@ -91,17 +89,6 @@ BATCH = {
 }
 """Options of `python -m quire_server.batch`, and their fields."""
 FIELDS = {option: field for option, (_, field) in SUPERVISOR.items()}
-
-
-def old_text(path):
-    """Return a file of the last commit that had the options."""
-    shown = subprocess.run(["git", "show", f"{OLD_COMMIT}:{path}"], cwd=ROOT, capture_output=True, text=True)
-    if shown.returncode:
-        argv = ["git", "rev-parse", "--is-shallow-repository"]
-        shallow = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
-        assert shallow.stdout.strip() == "true", shown.stderr
-        pytest.skip(f"commit {OLD_COMMIT} is not in this shallow clone")
-    return shown.stdout
 
 
 def set_field(document, path, value):

@@ -18,6 +18,8 @@ from quire_operator.plan.plan import Plan
 from quire_operator.render.context import RenderContext
 from quire_operator.render.manifests import Manifest
 from quire_operator.render.objects import render_objects
+from quire_spec.constants import CONFIG_FILE
+from quire_spec.errors import ConfigError
 
 Body = Mapping[str, Any]
 _POD_TEMPLATE_PATH = ("spec", "template")
@@ -51,6 +53,9 @@ class ChildObjects:
     """True if the Deployment still has the previous model, because the new model is not downloaded completely."""
     unknown_fields: tuple[str, ...] = ()
     """Fields of the spec that the API server does not support. Empty before the first apply."""
+    outdated_image: str = ""
+    """The image in spec.runtime.image, if it is older than the operator. Its pods keep their template. Otherwise
+    empty."""
 
     @property
     def retained(self) -> frozenset[tuple[str, str]]:
@@ -67,7 +72,8 @@ def build_child_objects(
 ) -> ChildObjects:
     """Select the manifests to apply.
 
-    `pods_digest` is the result of `template_revision.pods_digest`. Raises the same errors as `render_objects`.
+    `pods_digest` is the result of `template_revision.pods_digest`. Raises the same errors as `render_objects`, and
+    ConfigError if pods must be replaced, but their image is older than the operator.
     """
     rendered = render_objects(service, plan, context)
     unavailable = {resource.kind for resource in OPTIONAL_RESOURCES} - context.available_kinds
@@ -88,8 +94,15 @@ def build_child_objects(
     model_ready = job is None or finished_job is not None
     is_same_revision = live_revision is not None and live_revision.inputs == revision.inputs
     waiting_for_download = is_serving and not model_ready and not is_same_revision
+    is_outdated = live_revision is not None and _has_outdated_image(live_revision, plan)
+    if is_outdated and not is_same_revision:
+        field = "the image in the chart's values" if service.spec.runtime.image is None else "spec.runtime.image"
+        raise ConfigError(
+            f"{field}: {plan.image.value!r} is older than the operator and cannot read {CONFIG_FILE}; its pods keep "
+            "running with the previous spec; set an image of the operator's release, or omit the field"
+        )
     if live_revision is not None and (
-        waiting_for_download or (is_same_revision and service.spec.rollout.updatePolicy != "Auto")
+        waiting_for_download or (is_same_revision and (is_outdated or service.spec.rollout.updatePolicy != "Auto"))
     ):
         revision = live_revision
         if service.openai_port is not None and not revision.serves_openai:
@@ -99,7 +112,19 @@ def build_child_objects(
     manifests = [_with_live_values(service, m, replicas, live_objects) for m in revision.apply_to(manifests)]
     job_name = finished_job if job is None or finished_job is not None else str(job["metadata"]["name"])
     reported = tuple(k for k in (*rendered.unavailable_kinds, *missing_kinds) if k not in _DEFAULT_KINDS)
-    return ChildObjects(tuple(manifests), reported, job_name, waiting_for_download)
+    pinned_image = service.spec.runtime.image or ""
+    return ChildObjects(
+        tuple(manifests), reported, job_name, waiting_for_download, outdated_image=pinned_image if is_outdated else ""
+    )
+
+
+def _has_outdated_image(live_revision: TemplateRevision, plan: Plan) -> bool:
+    """Whether the pods would get an image that is known to be older than pod.json.
+
+    This is known if an older release rendered the running pods, and they have the same image. A template of this
+    release would only make them crash.
+    """
+    return not live_revision.reads_pod_config and live_revision.server_container.get("image") == plan.image.value
 
 
 def unknown_fields(service: LLMService, unsupported_fields: Collection[tuple[str, ...]]) -> tuple[str, ...]:

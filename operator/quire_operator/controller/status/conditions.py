@@ -43,6 +43,7 @@ class Reason(StrEnum):
     ACCEPTED = "Accepted"
     KINDS_LEFT_OUT = "KindsLeftOut"
     FIELDS_LEFT_OUT = "FieldsLeftOut"
+    IMAGE_OUTDATED = "ImageOutdated"
     INVALID = "Invalid"
     CONFLICT = "Conflict"
     APPLY_REJECTED = "ApplyRejected"

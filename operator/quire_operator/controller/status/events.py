@@ -105,8 +105,8 @@ def _is_warning(kind: ConditionType, old: Mapping[str, Any], new: Mapping[str, A
             Reason.PODS_NOT_READY,
         )
     waiting_reasons = (Reason.DOWNLOADING, Reason.DOWNLOAD_PENDING)
-    omission_reasons = (Reason.KINDS_LEFT_OUT, Reason.FIELDS_LEFT_OUT)
-    return reason in omission_reasons or (new["status"] != "True" and reason not in waiting_reasons)
+    warning_reasons = (Reason.KINDS_LEFT_OUT, Reason.FIELDS_LEFT_OUT, Reason.IMAGE_OUTDATED)
+    return reason in warning_reasons or (new["status"] != "True" and reason not in waiting_reasons)
 
 
 def _plan_events(previous: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[ServiceEvent]:

@@ -70,6 +70,8 @@ class PodState:
     """True if the pod has a node, but none of its containers has started, because volumes, network or images are not
     ready.
     """
+    image: str = ""
+    """Image of the main container."""
     terminated: TerminatedContainer | None = None
     """The last failed termination of a container. If no container has failed, this is the successful termination of the
     download container.
@@ -138,6 +140,8 @@ class ObservedState:
     """Kinds that the spec requests, but that the API server does not serve."""
     unknown_fields: tuple[str, ...] = ()
     """Fields of the spec that the API server does not support."""
+    outdated_image: str = ""
+    """The image in spec.runtime.image, if it is older than the operator. Otherwise empty."""
     apply_error: str = ""
     """The errors of objects that the API server rejected. Empty if there are none."""
     conflict: str = ""
@@ -189,6 +193,7 @@ def parse_pod(body: Body) -> PodState:
         restarts=main_state.get("restartCount", 0),
         template_hash=meta.get("labels", {}).get(TEMPLATE_HASH, ""),
         health_port=ports.get(HEALTH_PORT),
+        image=containers[0].get("image", "") if containers else "",
         created_at=meta.get("creationTimestamp", ""),
         unschedulable=scheduled.get("message", "") if unschedulable else "",
         waiting=next(_waiting_messages(state), ""),

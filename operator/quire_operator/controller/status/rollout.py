@@ -9,6 +9,7 @@ from typing import Any
 
 from quire_operator.controller.status.conditions import Condition, ConditionType, Reason
 from quire_operator.controller.status.observed_state import ObservedState, PodState
+from quire_spec.constants import CONFIG_FILE
 
 _MAX_POD_MESSAGE = 400
 """Maximum number of characters in the message about one pod."""
@@ -16,6 +17,8 @@ _OMIT_MESSAGE_REASONS = ("CrashLoopBackOff",)
 """If one of these is the reason why a container is waiting, the kubelet's message is omitted. The message contains a
 duration that changes, but it does not contain the cause.
 """
+OLD_SUPERVISOR_ERROR = "the following arguments are required: --served-name"
+"""Part of what a supervisor before pod.json prints if a pod of this release starts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +204,11 @@ def _describe_termination(pod: PodState) -> str:
     lines = [line for line in pod.terminated.message.strip().splitlines() if line.strip()]
     last = f": {lines[-1].strip()}" if lines else ""
     restarts_text = f", {pod.restarts} restarts" if pod.restarts else ""
+    if OLD_SUPERVISOR_ERROR in pod.terminated.message:
+        last = (
+            f": image {pod.image} is older than the operator and cannot read {CONFIG_FILE}; set spec.runtime.image to "
+            "an image of the operator's release, or remove it"
+        )
     return (
         f"{pod.terminated.container} ended with {pod.terminated.reason or 'Error'} (exit code "
         f"{pod.terminated.exit_code}{restarts_text}){last}"

@@ -154,6 +154,13 @@ def _config_valid(planning: PlanningResult, observed: ObservedState) -> Conditio
             f"the API server does not serve {kind_names}, so the operator omitted it; install it, or remove it from "
             "the spec"
         )
+    if observed.outdated_image:
+        message = (
+            f"spec.runtime.image: {observed.outdated_image!r} is older than the operator; its pods keep their "
+            "configuration, and a change of the spec that replaces pods will be rejected; set an image of the "
+            "operator's release, or remove the field"
+        )
+        return Condition(ConditionType.CONFIG_VALID, True, Reason.IMAGE_OUTDATED, "\n".join([message, *omissions]))
     if omissions:
         reason = Reason.FIELDS_LEFT_OUT if observed.unknown_fields else Reason.KINDS_LEFT_OUT
         return Condition(ConditionType.CONFIG_VALID, True, reason, "\n".join(omissions))

@@ -70,6 +70,7 @@ CHANGES = {
     ),
     "a claim of another's": (healthy_state(conflict="Service s belongs to Helm"), ["Warning Conflict"]),
     "a field that is missing": (healthy_state(unknown_fields=("spec.podTemplate.x",)), ["Warning FieldsLeftOut"]),
+    "an old image": (healthy_state(outdated_image="quire:old"), ["Warning ImageOutdated"]),
     "pods that do not answer": (healthy_state(pods=(GOOD, ready_pod("s-1", report_error="refused"))),
     ["Warning PodsUnreachable"]),
     "an adapter that failed": (

@@ -138,12 +138,27 @@ PODS = {
         {
             "waiting": "CrashLoopBackOff: back-off 5m0s restarting failed container",
             "terminated": terminated_container(
-                "server", 1, message="Traceback\nquire: engine.json: blockSize: 3: must be 16\n"
+                "server", 1, message="Traceback\nquire: pod.json: blockSize: 3: must be 16\n"
             ),
             "restarts": 4,
         },
         "PodsNotReady",
-        "CrashLoopBackOff; server ended with Error (exit code 1, 4 restarts): quire: engine.json: blockSize: 3: must",
+        "CrashLoopBackOff; server ended with Error (exit code 1, 4 restarts): quire: pod.json: blockSize: 3: must",
+    ),
+    "its image is older than pod.json": (
+        {
+            "image": "quire:old",
+            "waiting": "CrashLoopBackOff: back-off 5m0s restarting failed container",
+            "terminated": terminated_container(
+                "server",
+                2,
+                message="usage: x\npython -m quire_server: error: the following arguments are required: --served-name",
+            ),
+            "restarts": 1,
+        },
+        "PodsNotReady",
+        "server ended with Error (exit code 2, 1 restarts): image quire:old is older than the operator and cannot read "
+        "pod.json; set spec.runtime.image to an image of the operator's release, or remove it",
     ),
     "it ran out of memory": (
         {
@@ -268,6 +283,15 @@ def test_fields_that_the_cluster_lacks_are_named_and_stop_nothing():
     assert conditions_by_type(found)["ConfigValid"] == ("True", "FieldsLeftOut")
     message = condition(found, "ConfigValid")["message"]
     assert "support spec.podTemplate.spec.nodeSelektor, so" in message and "serve InferencePool, so" in message
+    assert ready_condition(found) == ("True", "Ready")
+
+
+def test_a_pinned_image_that_is_older_than_the_operator_is_named_and_stops_nothing():
+    found = checked_status(healthy_state(outdated_image="quire:old", unavailable_kinds=("InferencePool",)))
+    assert conditions_by_type(found)["ConfigValid"] == ("True", "ImageOutdated")
+    message = condition(found, "ConfigValid")["message"]
+    assert "spec.runtime.image: 'quire:old' is older than the operator" in message
+    assert "serve InferencePool, so" in message, "no other problem is hidden"
     assert ready_condition(found) == ("True", "Ready")
 
 
