@@ -19,9 +19,6 @@ SERVER_METRICS_PORT = 8002
 HEALTH_PORT = 8003
 """Port of the supervisor. It serves the probes, the metrics, the status and the admin API."""
 OPENAI_PORT = 8004
-OPENAI_FRONTEND = "/openai"
-"""Name that the OpenAI front sends in its message Hello. A model cannot have this name, because it is not a valid model
-name."""
 
 CONFIG_FILE = "pod.json"
 ENGINE_FILE = "engine.json"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from measure import WrongOutput, logit_shortfall
 from support.engine_processes import EngineProcesses, IpcClient
 
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import AdapterEvent, SequenceRequest, StepResult
 
 
@@ -86,7 +87,9 @@ def _send_requests(
             return
         responses[first + i] = CoreResponse(request, time.perf_counter())
         params = {"temperature": 0.0, "max_tokens": request.num_tokens, "ignore_eos": True}
-        text.send(SequenceRequest(first + i, request.prompt, params, request.adapter_digest))
+        text.send(
+            SequenceRequest(first + i, request.prompt, SamplingParams.from_mapping(params), request.adapter_digest)
+        )
 
 
 _request_ids = itertools.count(1, 1_000_000)
@@ -127,7 +130,9 @@ def logit_gap(pod: EngineProcesses, adapter_digest: str, prompt: list[int], outp
     params = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 1}
     prompt_logprobs: list[list[list[float]]] = []
     with pod.connect("core", "text") as text:
-        text.send(SequenceRequest(next(_request_ids), [*prompt, *output], params, adapter_digest))
+        text.send(
+            SequenceRequest(next(_request_ids), [*prompt, *output], SamplingParams.from_mapping(params), adapter_digest)
+        )
         while True:
             step = text.receive()
             for result in step.results if isinstance(step, StepResult) else ():

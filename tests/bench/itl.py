@@ -22,7 +22,7 @@ from measure import MAX_GAP, WrongOutput, percentile, summarize_spread
 from support.engine_processes import EngineProcesses
 
 from quire_spec.errors import error_from_code
-from quire_spec.protocol.messages import AdapterEvent, ControlRequest, ControlResponse
+from quire_spec.protocol.messages import AdapterEvent, Call, Failure, Reply, to_raw
 
 LOAD_FACTOR = 0.8
 NUM_COMPARED_ADAPTERS = 8
@@ -70,12 +70,12 @@ def register_adapters(
         # All at once: the core reads as many side by side as it can.
         for i, name in enumerate(adapter_digests):
             arguments = {"digest": name, "path": str(folders[i % len(folders)]), "pinned": pinned}
-            supervisor.send(ControlRequest(i, "load_adapter", arguments))
+            supervisor.send(Call(i, "load_adapter", to_raw(arguments, "load_adapter")))
         for _ in adapter_digests:
             reply = supervisor.receive()
-            assert isinstance(reply, ControlResponse)
-            if reply.error_code:
+            if isinstance(reply, Failure):
                 raise error_from_code(reply.error_code, reply.error)
+            assert isinstance(reply, Reply)
 
 
 def measure_itl(

@@ -58,7 +58,7 @@ def measure_ttft(front: OpenAIFront, num_pairs: int, num_prompt_tokens: int, voc
     """Return the medians of both paths and of the difference within a pair, in milliseconds."""
     http_ms, frame_ms = [], []
     workload = Workload(1, (num_prompt_tokens,) * 2, (1, 1), vocab_size, 0)
-    with front.engine.connect("text", "frontend") as text, socket.create_connection(("127.0.0.1", front.port)) as http:
+    with front.engine.connect("text", "stub") as text, socket.create_connection(("127.0.0.1", front.port)) as http:
         http.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         text.submit([1], max_tokens=1)
         text.receive()

@@ -180,7 +180,7 @@ def main() -> None:
     params = SamplingParams(temperature=arguments.temperature, max_tokens=1000, ignore_eos=True, seed=1)
     for index in range(arguments.sequences):
         prompt = [rng.randrange(2, 40_000) for _ in range(arguments.context)]
-        llm.engine.add(SequenceRequest(index, prompt, params.to_mapping()))
+        llm.engine.add(SequenceRequest(index, prompt, params))
     timer.begin_step()
     while llm.engine.stats().num_running < arguments.sequences or len(timer.steps) < 8:
         timer.begin_step()

@@ -10,22 +10,28 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
+import msgspec
 import psutil
 from support.pod_config import write_pod_config
 
-from quire_spec.errors import error_from_code
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import InvalidArgument, error_from_code
 from quire_spec.protocol.framing import FrameDecoder, encode_frame
 from quire_spec.protocol.messages import (
-    ControlRequest,
-    ControlResponse,
+    Call,
+    Failure,
     GenerateRequest,
     Hello,
-    IpcMessage,
+    Message,
     OutputDelta,
     OutputDeltas,
+    Reply,
+    Role,
+    to_raw,
 )
+from quire_spec.protocol.results import CoreStatus
 
 DEADLINE_S = 60.0
 
@@ -63,9 +69,9 @@ class IpcClient:
             self.socket.close()
             raise
         self._decoder = FrameDecoder()
-        self._messages: list[IpcMessage] = []
+        self._messages: list[Message] = []
         self._ids = count(1)
-        self.send(Hello(role, model, os.getpid()))
+        self.send(Hello(cast(Role, role), model, os.getpid()))
 
     def __enter__(self) -> Self:
         return self
@@ -77,11 +83,11 @@ class IpcClient:
         """Close the connection."""
         self.socket.close()
 
-    def send(self, message: IpcMessage) -> None:
+    def send(self, message: Message) -> None:
         """Send a message."""
         self.socket.sendall(encode_frame(message))
 
-    def receive(self) -> IpcMessage:
+    def receive(self) -> Message:
         """Return the next message. Raise EOFError if the peer has closed the connection."""
         while not self._messages:
             try:
@@ -90,18 +96,20 @@ class IpcClient:
                 raise EOFError from error
             if not data:
                 raise EOFError
-            self._messages += self._decoder.feed(data)
+            for message in self._decoder.feed(data):
+                assert isinstance(message, Message), message
+                self._messages.append(message)
         return self._messages.pop(0)
 
     def call(self, method: str, **args: Any) -> Any:
         """Call a control method; return its result or raise its error."""
         call_id = next(self._ids)
-        self.send(ControlRequest(call_id, method, args))
+        self.send(Call(call_id, method, to_raw(args, method)))
         reply = self.receive()
-        assert isinstance(reply, ControlResponse) and reply.id == call_id
-        if reply.error_code:
+        assert isinstance(reply, Reply | Failure) and reply.id == call_id
+        if isinstance(reply, Failure):
             raise error_from_code(reply.error_code, reply.error)
-        return reply.result
+        return msgspec.msgpack.decode(reply.result)
 
     def submit(
         self, prompt: str | list[int] | None, stream: bool = True, model: str = "base", priority: int = 0, **params: Any
@@ -109,7 +117,11 @@ class IpcClient:
         """Send a request; return its id."""
         request_id = next(self._ids)
         text, ids = (None, prompt) if isinstance(prompt, list) else (prompt, None)
-        self.send(GenerateRequest(request_id, model, text, ids, params, stream, priority=priority))
+        try:
+            values = SamplingParams.from_mapping(params)
+        except InvalidArgument:
+            values = SamplingParams(**params)  # a frontend rejects them; the text process must do so, too
+        self.send(GenerateRequest(request_id, model, text, ids, values, stream, priority=priority))
         return request_id
 
     def collect(self, ids: Iterable[int]) -> dict[int, list[OutputDelta]]:
@@ -201,14 +213,14 @@ class EngineProcesses:
     def core_stats(self) -> dict[str, Any]:
         """Return the current stats of the engine."""
         with self.connect("core", "supervisor") as supervisor:
-            stats: dict[str, Any] = supervisor.call("status")["stats"]
-            return stats
+            status = msgspec.convert(supervisor.call("status"), CoreStatus)
+            return msgspec.structs.asdict(status.stats)
 
     def wait_idle(self) -> None:
         """Wait until the engine has no sequences and no used blocks."""
         wait_for(lambda: self._is_idle(), what=f"an idle engine, last {self.core_stats()}")
         with self.connect("core", "supervisor") as supervisor:
-            assert supervisor.call("check") == {}
+            assert supervisor.call("check") is None
 
     def log(self, name: str) -> str:
         """Return the log of a process."""

@@ -12,15 +12,15 @@ last four, the output is max_tokens tokens "t0 t1 t2 ...", one per step.
 """
 
 import asyncio
-import dataclasses
 import itertools
 import json
 import sys
 from pathlib import Path
 
-from quire_spec.engine.sampling_params import SamplingParams
+import msgspec
+
 from quire_spec.protocol.framing import FrameDecoder, encode_frame
-from quire_spec.protocol.messages import CancelRequests, GenerateRequest, Hello, OutputDelta, OutputDeltas
+from quire_spec.protocol.messages import CancelRequests, GenerateRequest, Hello, OutputDelta, OutputDeltas, TokenLogprob
 
 STEP_S = 0.005
 
@@ -61,7 +61,7 @@ class Connection(asyncio.Protocol):
         if "error" in words:
             self.send([OutputDelta(request.id, error_code=words["error"], error="requested error")])
         elif "submit" in words:
-            text = json.dumps(dataclasses.asdict(request))
+            text = msgspec.json.encode(msgspec.structs.asdict(request)).decode()
             self.send([OutputDelta(request.id, text, [1], "stop", num_input_tokens=3, num_output_tokens=1)])
         elif "flood" in words:
             deltas = list(token_deltas(request, words))
@@ -92,11 +92,11 @@ class Connection(asyncio.Protocol):
 def token_deltas(request, words):
     """Yield deltas of "t0 t1 ...": one per token, or a single one without streaming."""
     padding = "." * int(words.get("wide", 0))
-    params = SamplingParams.from_mapping(request.params)
+    params = request.params
     count = params.max_tokens or 16
 
     def delta(start, end):
-        logprobs = [{str(i): {"logprob": -0.5, "rank": 1, "decoded_token": f"t{i}"}} for i in range(start, end)]
+        logprobs = [[TokenLogprob(i, -0.5, 1, f"t{i}")] for i in range(start, end)]
         with_logprobs = params.logprobs is not None
         return OutputDelta(
             request.id,

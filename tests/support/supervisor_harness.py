@@ -17,7 +17,8 @@ from support import fake_engine
 from support.pod_config import write_pod_config
 from support.quire_serve import PORTS, QuireServeProcess, command_line
 
-from quire_server.clients.control_client import ControlClient
+from quire_spec.protocol.client import Client
+from quire_spec.protocol.messages import Hello
 
 
 def adapter_folder(folder: Path, rank: int = 8, weights: bytes = b"w" * 1000) -> Path:
@@ -70,9 +71,10 @@ class SupervisorHarness(QuireServeProcess):
         return int(asyncio.run(self._status_of("text"))["num_open"])
 
     async def _status_of(self, name: str) -> Any:
-        client = await ControlClient.connect(name, self.run_dir / f"{name}.sock")
+        client = Client(self.run_dir / f"{name}.sock", Hello("supervisor"), name)
+        await client.connect()
         try:
-            return await client.call("status", timeout_s=5)
+            return await client.call("status", dict[str, Any], timeout_s=5)
         finally:
             await client.close()
 

@@ -192,7 +192,7 @@ def _build_requests(engine: Engine, workload: Workload) -> list[SequenceRequest]
     token_ids = range(engine.shape.vocab_size)
     prompts = [rng.choices(token_ids, k=workload.input_len) for _ in range(workload.num_prompts)]
     return [
-        SequenceRequest(i, prompt, params.to_mapping(), adapter_digests[i % len(adapter_digests)])
+        SequenceRequest(i, prompt, params, adapter_digests[i % len(adapter_digests)])
         for i, prompt in enumerate(prompts)
     ]
 

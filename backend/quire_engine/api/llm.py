@@ -8,11 +8,11 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 from tqdm import tqdm
 
 from quire_engine.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
@@ -152,7 +152,7 @@ class LLM:
                     prompt, param, None if lora is None else adapter_digests[lora], request_priority
                 )
                 if param.structured_outputs is not None:
-                    base_request = replace(
+                    base_request = msgspec.structs.replace(
                         base_request,
                         grammar=grammars[id(param.structured_outputs)],
                         begin_after_token_ids=list(param.structured_outputs.begin_after_token_ids),
@@ -294,7 +294,7 @@ class LLM:
         return SequenceRequest(
             sequence_id,
             token_ids,
-            {},
+            params,
             adapter_digest,
             parsed_prompt.cache_salt,
             bad_word_ids,

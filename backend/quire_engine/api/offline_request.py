@@ -9,7 +9,7 @@ from quire_engine.tokenization.completion import CompletionDelta, CompletionStat
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import error_from_code
-from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
+from quire_spec.protocol.messages import RankedToken, SequenceDelta, SequenceRequest
 
 
 class OfflineRequest:
@@ -25,7 +25,7 @@ class OfflineRequest:
         eos_token_ids: frozenset[int],
     ) -> None:
         """`base_request` is the engine request for one output; `params` replaces its parameters."""
-        self.sequence_requests = fan_out(base_request, params)
+        self.sequence_requests = fan_out(base_request)
         """Engine requests. Each output has a request of its own, but all outputs of a beam search share one request."""
         self.num_input_tokens = len(base_request.prompt_token_ids)
         self._prompt = prompt
@@ -130,8 +130,6 @@ class OfflineRequest:
             lora_request=self._lora_request,
         )
 
-    def _logprobs_by_token(self, entries: list[list[float]]) -> dict[int, Logprob]:
+    def _logprobs_by_token(self, entries: list[RankedToken]) -> dict[int, Logprob]:
         token_text = self._tokenizer.token_text if self._tokenizer is not None else lambda token_id: None
-        return {
-            int(token_id): Logprob(logprob, int(rank), token_text(int(token_id))) for token_id, logprob, rank in entries
-        }
+        return {token_id: Logprob(logprob, rank, token_text(token_id)) for token_id, logprob, rank in entries}

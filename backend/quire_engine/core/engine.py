@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+
 from quire_engine.core.input_processor import InputProcessor
 from quire_engine.core.step_executor import StepExecutor, error_result
 from quire_engine.kv_cache.block_hash import BlockHasher
@@ -25,7 +27,6 @@ from quire_engine.weights.checkpoint import Checkpoint
 from quire_engine.weights.hub import resolve_model
 from quire_engine.worker.interface import ModelRunner
 from quire_spec.constants import AdapterDigest
-from quire_spec.dataclass_json import to_json
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
@@ -328,7 +329,7 @@ class Engine:
             for digest in digests[:MAX_LIVE_ADAPTERS]
             for u in (usage.get(digest, no_usage),)
         ]
-        return {"stats": to_json(self.stats()), "adapters": rows, "num_adapters": len(states)}
+        return {"stats": msgspec.structs.asdict(self.stats()), "adapters": rows, "num_adapters": len(states)}
 
     def check_integrity(self) -> None:
         """Check that the states of sequences, blocks and adapters agree.

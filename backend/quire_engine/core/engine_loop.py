@@ -11,10 +11,11 @@ import logging
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
+
+from msgspec.structs import replace
 
 from quire_engine.core.engine import Engine
 from quire_engine.ipc import process

@@ -63,7 +63,7 @@ class InputProcessor:
         Raises:
             InvalidArgument: a parameter or token id is invalid, or the prompt is empty.
         """
-        params = SamplingParams.from_mapping(request.params)
+        params = request.params
         prompt_token_ids = self._check_tokens("prompt", request.prompt_token_ids)
         if not prompt_token_ids:
             raise InvalidArgument("prompt: empty; give at least one token")

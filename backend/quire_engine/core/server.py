@@ -16,21 +16,16 @@ from quire_engine.core.compute_thread import ComputeThread
 from quire_engine.core.engine import Engine, slot_copy_error
 from quire_engine.core.engine_loop import EngineLoop
 from quire_engine.core.grammar_queue import GrammarQueue
-from quire_engine.ipc.connection import Connection, ConnectionHandler, listen
+from quire_engine.ipc import process
 from quire_engine.lora.io_threads import AdapterIOThreads
 from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest
-from quire_spec.dataclass_json import to_json
 from quire_spec.documents.pod_status import utc_now
-from quire_spec.errors import Internal, InvalidArgument, QuireError
-from quire_spec.protocol.messages import (
-    AbortSequences,
-    ControlRequest,
-    ControlResponse,
-    IpcMessage,
-    SequenceRequest,
-    StepResult,
-)
+from quire_spec.errors import Internal, QuireError
+from quire_spec.protocol.connection import Connection
+from quire_spec.protocol.messages import AbortSequences, Message, SequenceRequest, StepResult
+from quire_spec.protocol.results import CoreStatus
+from quire_spec.protocol.server import Server
 
 MAX_UNSENT_BYTES = 256 * 2**20
 """Maximum number of bytes of unsent results. This is the output of several minutes under full load. If the unread
@@ -41,11 +36,15 @@ the sequences of the text process, and then the health checks of the supervisor 
 logger = logging.getLogger(__name__)
 
 
-class CoreServer(ConnectionHandler):
+class CoreServer(Server):
     """Handler of all connections of the core process."""
 
     def __init__(self, engine: Engine, compute_thread: ComputeThread) -> None:
         """Create the server for an engine; `compute_thread` is the thread that has loaded the engine."""
+        super().__init__(
+            (self.load_adapter, self.unload_adapter, self.status, self.check, self.live),
+            (SequenceRequest, AbortSequences),
+        )
         self._engine = engine
         self._compute_thread = compute_thread
         self._event_loop = asyncio.get_running_loop()
@@ -57,19 +56,12 @@ class CoreServer(ConnectionHandler):
         self._client_ids = count(1)
         self._client_id = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._call_handlers: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
-            "load_adapter": self._load_adapter,
-            "unload_adapter": self._unload_adapter,
-            "status": self._status,
-            "check": self._check_integrity,
-            "live": self._live,
-        }
 
     async def run(self, socket_path: Path) -> None:
         """Serve forever."""
         self._compute_thread.run_forever(self._engine_loop.run)
         self._grammar_queue.warm_up()
-        server = await listen(socket_path, lambda: Connection(self))
+        server = await self.listen(socket_path)
         logger.info("engine core listens path=%s", socket_path)
         await server.serve_forever()
 
@@ -86,18 +78,16 @@ class CoreServer(ConnectionHandler):
             self._text_connection, self._client_id = connection, next(self._client_ids)
             self._engine_loop.attach_client(self._client_id)
 
-    def on_message(self, connection: Connection, message: IpcMessage) -> None:
-        """Called when the text process or a supervisor has sent a message."""
+    def on_request(self, connection: Connection, message: Message) -> None:
+        """Called for each message of the text process that is not a call."""
         from_text = connection is self._text_connection
         if from_text and isinstance(message, SequenceRequest):
             self._grammar_queue.init_grammar(self._client_id, message)
         elif from_text and isinstance(message, AbortSequences):
             self._grammar_queue.abort(message.ids)
             self._engine_loop.abort(self._client_id, message.ids)
-        elif isinstance(message, ControlRequest):
-            self._start_task(self._handle_call(connection, message))
         else:
-            raise Internal(f"unexpected {type(message).__name__}")
+            super().on_request(connection, message)
 
     def on_closed(self, connection: Connection) -> None:
         """Called when the connection closes."""
@@ -140,45 +130,33 @@ class CoreServer(ConnectionHandler):
         # process.
         task.result()
 
-    async def _handle_call(self, connection: Connection, call: ControlRequest) -> None:
-        try:
-            if call.method not in self._call_handlers:
-                raise InvalidArgument(
-                    f"method: {call.method!r} is unknown; use one of {', '.join(self._call_handlers)}"
-                )
-            result = await self._call_handlers[call.method](call.args)
-        except QuireError as error:
-            connection.send(ControlResponse(call.id, None, error.code, str(error)))
-        else:
-            connection.send(ControlResponse(call.id, result))
+    # Methods that clients can call.
 
-    async def _load_adapter(self, args: dict[str, Any]) -> dict[str, Any]:
-        digest, path = AdapterDigest(_required_string(args, "digest")), Path(_required_string(args, "path"))
-        slot_pinned = bool(args.get("pinned", False))
-        await self._read_and_add_adapter(digest, path, slot_pinned)
-        logger.info("adapter loaded digest=%s pinned=%s", digest, slot_pinned)
-        return {}
+    async def load_adapter(self, digest: AdapterDigest, path: str, pinned: bool = False) -> None:
+        """Register an adapter and read it from the folder `path`. A pinned adapter keeps its slot."""
+        await self._read_and_add_adapter(digest, Path(path), pinned)
+        logger.info("adapter loaded digest=%s pinned=%s", digest, pinned)
 
-    async def _unload_adapter(self, args: dict[str, Any]) -> dict[str, Any]:
-        digest = AdapterDigest(_required_string(args, "digest"))
+    async def unload_adapter(self, digest: AdapterDigest) -> None:
+        """Remove an adapter."""
         await self._run_on_engine_thread(lambda: self._engine.remove_adapter(digest))
         logger.info("adapter unloaded digest=%s", digest)
-        return {}
 
-    async def _status(self, args: dict[str, Any]) -> dict[str, Any]:
+    async def status(self) -> CoreStatus:
+        """Return the memory, the adapters and the state of the scheduler."""
         adapters, stats = await self._run_on_engine_thread(
             lambda: (self._engine.adapter_states(), self._engine.stats())
         )
-        memory = to_json(self._engine.memory)
-        return {"started_at": self._started_at, "memory": memory, "adapters": adapters, "stats": to_json(stats)}
+        return CoreStatus(self._started_at, self._engine.memory, adapters, stats)
 
-    async def _live(self, args: dict[str, Any]) -> dict[str, Any]:
+    async def live(self) -> dict[str, Any]:
+        """Return the state that the live page shows."""
         snapshot: dict[str, Any] = await self._run_on_engine_thread(self._engine.live_snapshot)
         return snapshot
 
-    async def _check_integrity(self, args: dict[str, Any]) -> dict[str, Any]:
+    async def check(self) -> None:
+        """Check the integrity of the engine's state; raises Internal."""
         await self._run_on_engine_thread(self._engine.check_integrity)
-        return {}
 
     async def _reload_adapter(self, digest: AdapterDigest, path: Path) -> None:
         """Read an adapter for which sequences wait."""
@@ -217,11 +195,11 @@ class CoreServer(ConnectionHandler):
         )
 
     async def _run_on_engine_thread(self, action: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(self._engine_loop.submit_call(action))
-
-
-def _required_string(args: dict[str, Any], name: str) -> str:
-    value = args.get(name)
-    if not isinstance(value, str) or not value:
-        raise InvalidArgument(f"{name}: must be a non-empty string, got {value!r}")
-    return value
+        try:
+            return await asyncio.wrap_future(self._engine_loop.submit_call(action))
+        except QuireError:
+            raise
+        except Exception:
+            logger.exception("a call failed in the engine: ending this process")
+            # The state of the engine is unknown. The supervisor restarts the process.
+            process.exit_now(process.EXIT_SOFTWARE)

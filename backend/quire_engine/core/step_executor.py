@@ -7,16 +7,17 @@ calls it from one thread. A device error ends the sequences of the step, but not
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import NoReturn
+
+import msgspec
 
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.sequence import FinishReason, Logprob, Sequence
 from quire_engine.step.plan import InFlightStep, RunnerLost, SpanOutput, StepPlan
 from quire_engine.worker.interface import ModelRunner
 from quire_spec.errors import Code, Internal, InvalidArgument
-from quire_spec.protocol.messages import SequenceDelta
+from quire_spec.protocol.messages import RankedToken, SequenceDelta
 
 logger = logging.getLogger(__name__)
 
@@ -189,11 +190,13 @@ def _sequence_result(sequence: Sequence, span_output: SpanOutput) -> SequenceDel
         return result
     computed_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
     prompt_logprobs = None if sequence.params.prompt_logprobs is None else _logprob_lists(computed_logprobs)
-    return replace(result, prompt_logprobs=prompt_logprobs, num_cached_tokens=sequence.num_cached_tokens)
+    return msgspec.structs.replace(
+        result, prompt_logprobs=prompt_logprobs, num_cached_tokens=sequence.num_cached_tokens
+    )
 
 
-def _logprob_lists(positions: list[list[Logprob]]) -> list[list[list[float]]]:
-    return [[[entry.token_id, entry.logprob, entry.rank] for entry in entries] for entries in positions]
+def _logprob_lists(positions: list[list[Logprob]]) -> list[list[RankedToken]]:
+    return [[(entry.token_id, entry.logprob, entry.rank) for entry in entries] for entries in positions]
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -12,8 +12,9 @@ import secrets
 import string
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from quire_engine.parsers.format import Format, PlainText
 from quire_engine.parsers.harmony import HarmonyFormat
@@ -79,7 +80,7 @@ class OutputParser:
         return self._parallel_tool_calls or not isinstance(event, ToolCallStart | ToolCallArguments) or not event.index
 
     def _with_id(self, event: Event) -> Event:
-        return replace(event, id=self._new_call_id()) if isinstance(event, ToolCallStart) else event
+        return msgspec.structs.replace(event, id=self._new_call_id()) if isinstance(event, ToolCallStart) else event
 
 
 def create_parser(

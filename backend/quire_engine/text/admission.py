@@ -13,12 +13,11 @@ from typing import Self
 from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.constants import AdapterDigest, AdapterName
-from quire_spec.dataclass_json import from_json
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.errors import ConfigError, InvalidArgument, NotFound, Unavailable
+from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.protocol.framing import MAX_FRAME_BYTES
+from quire_spec.protocol.framing import MAX_PAYLOAD_BYTES
 from quire_spec.protocol.messages import GenerateRequest
 from quire_spec.protocol.parsed_output import OutputParsing
 
@@ -62,10 +61,9 @@ class RequestLimits:
         )
 
     @property
-    def max_frame_bytes(self) -> int:
-        """Maximum size in bytes of a frame that contains a GenerateRequest. In JSON, a byte of the prompt takes up to 2
-        bytes, and a token id takes up to 16 bytes."""
-        return min(2**20 + max(2 * self.max_prompt_bytes, 16 * self.max_model_len), MAX_FRAME_BYTES)
+    def max_payload_bytes(self) -> int:
+        """Maximum size in bytes of a GenerateRequest. A token id takes up to 9 bytes."""
+        return min(2**20 + max(2 * self.max_prompt_bytes, 9 * self.max_model_len), MAX_PAYLOAD_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ class AdmissionController:
         if self.closed_reason:
             raise Unavailable(self.closed_reason)
         adapter_name, adapter_digest = self._resolve_model(request.model)
-        if not isinstance(request.cache_salt, str | None) or len(request.cache_salt or "") > _MAX_SALT_CHARS:
+        if len(request.cache_salt or "") > _MAX_SALT_CHARS:
             raise InvalidArgument(f"cache_salt: must be a string of at most {_MAX_SALT_CHARS} characters")
         self._check_priority(request.priority)
         params = self._check_params(request)
@@ -178,8 +176,8 @@ class AdmissionController:
             )
         return AdmittedRequest(params, adapter_name, adapter_digest, parsing)
 
-    def _check_priority(self, priority: object) -> None:
-        if type(priority) is not int or abs(priority) > _MAX_PRIORITY:
+    def _check_priority(self, priority: int) -> None:
+        if abs(priority) > _MAX_PRIORITY:
             raise InvalidArgument(f"priority: must be a 32-bit integer, got {str(priority)[:80]!r}")
         if priority and not self.limits.priority_scheduling:
             raise InvalidArgument(
@@ -204,9 +202,9 @@ class AdmissionController:
                 "truncate_prompt_tokens, or raise max_model_len"
             )
         # A Python loop is avoided, because a prompt can have 100,000 tokens, and this check blocks the event loop.
-        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < limits.vocab_size:
+        if min(token_ids) >= 0 and max(token_ids) < limits.vocab_size:
             return token_ids
-        invalid_id = next(i for i in token_ids if type(i) is not int or not 0 <= i < limits.vocab_size)
+        invalid_id = next(i for i in token_ids if not 0 <= i < limits.vocab_size)
         raise InvalidArgument(
             f"the prompt contains {str(invalid_id)[:40]!r}, which is not a token id of this model; use ids from 0 to "
             f"{limits.vocab_size - 1}"
@@ -238,12 +236,11 @@ class AdmissionController:
         if self.digest_by_name is None and self.loading_names is None:
             raise Unavailable(f"model {str(model)[:100]!r}: adapter names are not known yet after a restart; try again")
         digest_by_name = self.digest_by_name or {}
-        if isinstance(model, str):
-            adapter_name = AdapterName(model)
-            if (adapter_digest := digest_by_name.get(adapter_name)) is not None:
-                return adapter_name, adapter_digest
-            if model in (self.loading_names or ()):
-                raise Unavailable(f"model {model!r}: the adapter is not loaded yet; try again")
+        adapter_name = AdapterName(model)
+        if (adapter_digest := digest_by_name.get(adapter_name)) is not None:
+            return adapter_name, adapter_digest
+        if model in (self.loading_names or ()):
+            raise Unavailable(f"model {model!r}: the adapter is not loaded yet; try again")
         # The message contains a sentence of vllm_backend, because clients of vllm_backend search for it.
         name, adapter_names = str(model)[:100], sorted(digest_by_name)
         num_unlisted = len(adapter_names) - _MAX_LISTED_NAMES
@@ -254,9 +251,7 @@ class AdmissionController:
         )
 
     def _check_params(self, request: GenerateRequest) -> SamplingParams:
-        if not isinstance(request.params, Mapping):
-            raise InvalidArgument("sampling parameters: must be an object")
-        params = SamplingParams.from_mapping(request.params)
+        params = request.params
         check_text_parameters(params, self._has_tokenizer)
         self.parser_names.check_thinking_budget(params.thinking_token_budget)
         if request.stream and params.num_results > params.n:
@@ -285,19 +280,14 @@ class AdmissionController:
             self.check_chat(request.model)
             return
         if request.prompt_token_ids is not None:
-            if not isinstance(request.prompt_token_ids, list):
-                raise InvalidArgument("prompt_token_ids: must be a list of token ids")
             self.check_prompt(request.prompt_token_ids, params)
         else:
             self.check_prompt_text(request.prompt)
 
     def _check_parsing(self, request: GenerateRequest, params: SamplingParams) -> OutputParsing | None:
-        if request.parsing is None:
+        parsing = request.parsing
+        if parsing is None:
             return None
-        try:
-            parsing = from_json(OutputParsing, request.parsing, "parsing")
-        except ConfigError as error:
-            raise InvalidArgument(str(error)) from None
         if parsing.tool_choice != "none" and self.parser_names.tool_call_parser is None:
             raise InvalidArgument(
                 "tools: the format of tool calls of this model is unknown; set tool_choice to none, or start the "

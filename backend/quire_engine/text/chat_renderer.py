@@ -5,14 +5,16 @@ A conversation that takes too long is rejected. Only the request manager and the
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+
+import msgspec
 
 from quire_engine.ipc.worker_pool import WorkerDied, WorkerPool, WorkersBusy, WorkerTimeout
 from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.dataclass_json import to_json
 from quire_spec.errors import InvalidArgument, QuireError, Unavailable, error_from_code
+from quire_spec.protocol.messages import Conversation
 
 RENDER_TIMEOUT_S = 5.0
 """Rendering a conversation may take this number of seconds. A conversation of 100,000 tokens takes about 0.1 s."""
@@ -41,7 +43,7 @@ class ChatRenderer:
             self._workers.start()
 
     def submit(
-        self, chat: Mapping[str, Any], template_file: str | None, on_done: Callable[[str | QuireError], None]
+        self, chat: Conversation, template_file: str | None, on_done: Callable[[str | QuireError], None]
     ) -> None:
         """Render a conversation and pass the result to `on_done` on the event loop."""
 
@@ -56,7 +58,7 @@ class ChatRenderer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def render(self, chat: Mapping[str, Any], template_file: str | None = None) -> str:
+    async def render(self, chat: Conversation, template_file: str | None = None) -> str:
         """Return the text of a conversation, in which control tokens are marked.
 
         If `template_file` is given, the template in this file is used instead of the checkpoint's template.
@@ -65,8 +67,9 @@ class ChatRenderer:
             InvalidArgument: the template rejects the conversation, or takes too long.
             Unavailable: no worker is free.
         """
+        fields = {name: _decode(getattr(chat, name)) for name in chat.__struct_fields__}
         try:
-            answer = await self._workers.ask({**chat, "template_file": template_file})
+            answer = await self._workers.ask({**fields, "template_file": template_file})
         except WorkersBusy:
             raise Unavailable("messages: the chat template is busy with other conversations; try again") from None
         except WorkerTimeout:
@@ -78,3 +81,7 @@ class ChatRenderer:
         if "text" not in answer:
             raise error_from_code(answer["error_code"], answer["error"])
         return str(answer["text"])
+
+
+def _decode(value: object) -> object:
+    return msgspec.msgpack.decode(value) if isinstance(value, msgspec.Raw) else value

@@ -8,11 +8,10 @@ merges the deltas that wait.
 import asyncio
 import logging
 
-from quire_engine.ipc.connection import Connection
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.output_delta_buffer import OutputDeltaBuffer
 from quire_engine.text.result_coalescer import OPENAI_RESPONSE_COST, ResponseThrottle
-from quire_spec.constants import OPENAI_FRONTEND
+from quire_spec.protocol.connection import Connection
 from quire_spec.protocol.messages import Hello, OutputDelta, OutputDeltas
 
 logger = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ class FrontendConnection:
         self._connection = connection
         self._metrics = metrics
         self._throttle = throttle
-        self._response_cost = OPENAI_RESPONSE_COST if hello.model == OPENAI_FRONTEND else 1.0
+        self._response_cost = OPENAI_RESPONSE_COST if hello.role == "openai" else 1.0
         self._delta_buffer = OutputDeltaBuffer()
         self._flush_scheduled = False
 

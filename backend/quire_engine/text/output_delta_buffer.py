@@ -7,6 +7,7 @@ frontends.
 """
 
 from quire_spec.protocol.messages import OutputDelta, merge_deltas
+from quire_spec.protocol.parsed_output import Event, ToolCallStart
 
 MAX_PENDING_BYTES = 128 * 2**20
 """Limit for the deltas that wait for one connection, in bytes of Python objects. If a frontend does not read, 256
@@ -20,14 +21,14 @@ never falls this far behind.
 """
 
 MAX_BATCH_BYTES = 16 * 2**20
-"""Approximate size of one message. JSON is smaller than the Python objects, so a message is far below the frame
-limit.
+"""Approximate size of one message. MessagePack is smaller than the Python objects, so a message is far below the limit
+of a frame.
 """
 
 # Approximate sizes of the Python objects.
 _DELTA_BYTES = 400
 _TOKEN_ID_BYTES = 36
-_LOGPROB_BYTES = 330
+_LOGPROB_BYTES = 200
 _EVENT_BYTES = 200
 
 
@@ -100,6 +101,10 @@ class _PendingOutput:
 
 def _estimate_bytes(delta: OutputDelta) -> int:
     num_logprobs = sum(len(position or ()) for position in (*(delta.logprobs or ()), *(delta.prompt_logprobs or ())))
-    num_event_bytes = sum(_EVENT_BYTES + len(event[-1]) for event in delta.parsed or ())
+    num_event_bytes = sum(_EVENT_BYTES + _text_length(event) for event in delta.parsed or ())
     num_token_bytes = _TOKEN_ID_BYTES * len(delta.token_ids) + _LOGPROB_BYTES * num_logprobs
     return _DELTA_BYTES + len(delta.text) + num_event_bytes + num_token_bytes
+
+
+def _text_length(event: Event) -> int:
+    return len(event.name) if isinstance(event, ToolCallStart) else len(event.text)

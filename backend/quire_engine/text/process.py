@@ -22,7 +22,7 @@ from quire_engine.structured_outputs.checker import GrammarChecker
 from quire_engine.text.admission import AdmissionController, RequestLimits
 from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.core_client import CoreClient
-from quire_engine.text.frontend_calls import FrontendCalls
+from quire_engine.text.methods import TextMethods
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.prompt_tokenizer import PromptTokenizer
 from quire_engine.text.request_manager import RequestManager
@@ -115,7 +115,7 @@ async def _serve(
         grammar_checker=grammar_checker,
     )
     throttle = _create_throttle(args.config)
-    frontend_calls = FrontendCalls(
+    methods = TextMethods(
         admission,
         prompt_tokenizer,
         chat_renderer,
@@ -123,14 +123,15 @@ async def _serve(
         request_manager,
         metrics,
         sampling_defaults,
-        core_client.call,
+        core_client,
     )
-    server = TextServer(request_manager, metrics, frontend_calls, limits.max_frame_bytes, throttle)
+    server = TextServer(request_manager, metrics, methods, limits.max_payload_bytes, throttle)
+    core_client.listener = ResultCoalescer(request_manager, throttle)
     await server.listen(args.socket_path(TEXT_SOCKET))
     # All objects that exist here live as long as the process, so the garbage collector does not need to scan them.
     gc.collect()
     gc.freeze()
-    await core_client.run(ResultCoalescer(request_manager, throttle))
+    await core_client.run()
 
 
 def _load_chat_templates(folder: Path, config: EngineConfig) -> ChatTemplateFiles:

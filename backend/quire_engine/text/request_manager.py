@@ -11,9 +11,10 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from quire_engine.parsers.output_grammar import compose_grammar
 from quire_engine.parsers.output_parser import OutputParser, create_parser, reasoning_state
@@ -34,7 +35,7 @@ from quire_spec.errors import Code, Internal, InvalidArgument, QuireError, Unava
 from quire_spec.protocol.messages import (
     AbortSequences,
     GenerateRequest,
-    IpcMessage,
+    Message,
     OutputDelta,
     SequenceDelta,
     StepResult,
@@ -58,7 +59,7 @@ class RequestManager:
         admission: AdmissionController,
         prompt_tokenizer: PromptTokenizer | None,
         metrics: RequestMetrics,
-        send_to_core: Callable[[IpcMessage], None],
+        send_to_core: Callable[[Message], None],
         clock: Callable[[], float] = time.monotonic,
         eos_token_ids: frozenset[int] = frozenset(),
         chat_renderer: ChatRenderer | None = None,
@@ -94,20 +95,20 @@ class RequestManager:
         """Admit a request, tokenize it and send it to the core, or reject it with an error to the frontend.
 
         Raises:
-            Internal: the frontend already has an open request with this id, so its connection cannot be trusted.
+            Internal: the frontend already has an open request with this id.
         """
-        if type(request.id) is not int or request.id in self._by_frontend[frontend]:
-            raise Internal(f"GenerateRequest: id {request.id!r} is already open or not an integer")
+        if request.id in self._by_frontend[frontend]:
+            raise Internal(f"GenerateRequest: id {request.id} is already open")
         try:
             admitted_request = self._admission.admit(request, self.num_queued)
         except QuireError as error:
-            self._reject(frontend, request.id, error)
+            self.reject(frontend, request.id, error)
             return
         try:
             self._rate_limiter.check(admitted_request.adapter_name, self._clock())
         except Unavailable as error:
             self._metrics.adapter_metrics.record_rate_limited(admitted_request.adapter_name)
-            self._reject(frontend, request.id, error)
+            self.reject(frontend, request.id, error)
             return
         request_state = RequestState(self._next_sequence_id, request, admitted_request, self._clock())
         # With beam search, the core uses one id per beam, even if it returns fewer outputs.
@@ -119,9 +120,9 @@ class RequestManager:
         self.num_queued += 1
         self._tokenize(request, request_state)
 
-    def reject_oversize(self, frontend: FrontendSink, client_request_id: int, num_bytes: int) -> None:
-        """Reject a request that was not read, because its frame exceeds the size limit."""
-        self._reject(frontend, client_request_id, self._admission.oversize_error(num_bytes))
+    def oversize_error(self, num_bytes: int) -> InvalidArgument:
+        """Return the error for a message that was not read, because it exceeds the size limit."""
+        return self._admission.oversize_error(num_bytes)
 
     def cancel(self, frontend: FrontendSink, client_request_ids: Iterable[int]) -> None:
         """Abort requests of a frontend. Unknown ids are ignored, because those requests have ended."""
@@ -210,7 +211,8 @@ class RequestManager:
             "reasoning_parser": self._admission.parser_names.reasoning_parser,
         }
 
-    def _reject(self, frontend: FrontendSink, client_request_id: int, error: QuireError) -> None:
+    def reject(self, frontend: FrontendSink, client_request_id: int, error: QuireError) -> None:
+        """Answer a request that was not admitted."""
         self._metrics.record_rejected(error.code)
         retry_after_s = error.retry_after_s if isinstance(error, Unavailable) else None
         frontend.send(
@@ -254,7 +256,7 @@ class RequestManager:
         except QuireError as error:
             self._fail(request_state, error)
             return
-        tokenized = replace(tokenized, token_ids=token_ids)
+        tokenized = TokenizedPrompt(token_ids, tokenized.bad_word_ids)
         try:
             constraint = self._constraint(request_state)
         except Exception:
@@ -292,7 +294,7 @@ class RequestManager:
         reasoning_marks: list[list[int]] = []
         if tokenizer is not None and request_state.params.thinking_token_budget is not None:
             reasoning_marks = self._admission.parser_names.reasoning_mark_ids(tokenizer)
-        for sequence_request in request_state.to_core_requests(
+        sequence_requests = request_state.to_core_requests(
             token_ids,
             tokenizer,
             tokenized.bad_word_ids,
@@ -301,8 +303,13 @@ class RequestManager:
             self._parser_factory(request_state, token_ids),
             grammar,
             reasoning_marks,
-        ):
-            self._send_to_core(sequence_request)
+        )
+        try:
+            for sequence_request in sequence_requests:
+                self._send_to_core(sequence_request)
+        except QuireError as error:
+            # The request cannot be encoded. All its sequences have the same content, so the first one failed.
+            self._fail(request_state, error)
 
     def _constraint(self, request_state: RequestState) -> StructuredOutputsParams | ComposedConstraint | None:
         """Return the constraint that the output must match: the request's own constraint combined with the constraint

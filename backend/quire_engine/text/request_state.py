@@ -6,19 +6,26 @@ socket, clock or queue. The core runs one sequence for each output of the reques
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import structs
+import msgspec
+from msgspec.structs import replace
 
 from quire_engine.parsers.output_parser import OutputParser
 from quire_engine.text.admission import AdmittedRequest
 from quire_engine.tokenization.completion import MIN_LOGPROB, CompletionDelta, CompletionState, fan_out, select_best_of
 from quire_engine.tokenization.tokenizer import Tokenizer
-from quire_spec.protocol.messages import GenerateRequest, OutputDelta, SequenceDelta, SequenceRequest
-from quire_spec.protocol.parsed_output import Event, encode_events, join_neighbours
-
-_TokenLogprobs = dict[str, dict[str, Any]]
+from quire_spec.errors import Code
+from quire_spec.protocol.messages import (
+    GenerateRequest,
+    OutputDelta,
+    RankedToken,
+    SequenceDelta,
+    SequenceRequest,
+    TokenLogprob,
+)
+from quire_spec.protocol.parsed_output import Event, join_neighbours
 
 
 class RequestState:
@@ -52,7 +59,9 @@ class RequestState:
         self.api_key_name = request.api_key_name
         self.parsing = admitted_request.parsing
         """How the outputs are parsed; None if they are returned as text."""
-        self.tools: Sequence[Mapping[str, Any]] = (request.chat or {}).get("tools") or ()
+        self.tools: Sequence[Mapping[str, Any]] = (
+            () if request.chat is None else msgspec.msgpack.decode(request.chat.tools) or ()
+        )
         """Tools of the conversation."""
         self.reasoning = "possible"
         """State of the reasoning at the end of the prompt, as `reasoning_state` returns it."""
@@ -64,7 +73,7 @@ class RequestState:
         self._parsers: list[OutputParser] = []
         """The parser of each output. The list is empty if outputs are returned as text."""
         self._output_buffers = [_OutputBuffer() for _ in self.sequence_ids]
-        self._prompt_logprobs: list[_TokenLogprobs | None] | None = None
+        self._prompt_logprobs: list[list[TokenLogprob] | None] | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -92,7 +101,7 @@ class RequestState:
         base_request = SequenceRequest(
             self.sequence_ids.start,
             prompt_token_ids,
-            {},
+            self.params,
             self._adapter_digest,
             self._cache_salt,
             bad_word_ids,
@@ -108,13 +117,13 @@ class RequestState:
         params = self.params.child_params(0)
         if create_parser is not None:
             # The parser needs the marks, which can be special tokens. It omits all other special tokens.
-            params = structs.replace(params, skip_special_tokens=False)
+            params = replace(params, skip_special_tokens=False)
             self._parsers = [create_parser() for _ in self.sequence_ids]
         self.completions = [
             CompletionState(params, self._tokenizer, prompt_token_ids, eos_token_ids) for _ in self.sequence_ids
         ]
         self._prompt_token_ids = prompt_token_ids if self._return_prompt_token_ids else None
-        return fan_out(base_request, self.params)
+        return fan_out(base_request)
 
     def completion(self, sequence_id: int) -> CompletionState:
         """Return the state of the output that a sequence generates."""
@@ -130,7 +139,7 @@ class RequestState:
         delta = self.completion(result.id).update(result)
         if result.prompt_logprobs is not None:
             # The first token of a prompt has no log probability, because no token precedes it.
-            self._prompt_logprobs = [None, *map(self._logprobs_by_token, result.prompt_logprobs)]
+            self._prompt_logprobs = [None, *map(self._logprobs, result.prompt_logprobs)]
         index = result.id - self.sequence_ids.start
         events = self._parse(index, delta)
         if index == 0 and result.num_cached_tokens is not None:
@@ -149,7 +158,7 @@ class RequestState:
             return [self._to_output_delta(index, *buffer.take())]
         return self._best_outputs() if self._all_finished() else []
 
-    def to_error_delta(self, code: str, message: str) -> OutputDelta:
+    def to_error_delta(self, code: Code, message: str) -> OutputDelta:
         """Return the final delta of a failed request."""
         output_delta = OutputDelta(self.client_request_id, error_code=code, error=message)
         return replace(output_delta, num_input_tokens=self.num_input_tokens, num_output_tokens=self.num_output_tokens)
@@ -171,7 +180,7 @@ class RequestState:
             "" if self._parsers else delta.text,
             delta.token_ids,
             completion.finish_reason,
-            logprobs=[self._logprobs_by_token(entries) for entries in delta.logprobs or []] if has_logprobs else None,
+            logprobs=[self._logprobs(entries) for entries in delta.logprobs or []] if has_logprobs else None,
             cumulative_logprob=completion.cumulative_logprob if has_logprobs or self.params.use_beam_search else None,
             num_input_tokens=self.num_input_tokens,
             num_output_tokens=completion.num_tokens,
@@ -181,7 +190,7 @@ class RequestState:
             stop_reason=completion.stop_reason,
             num_cached_tokens=self._num_cached_tokens,
             prompt_token_ids=prompt_token_ids,
-            parsed=encode_events(events) if self._parsers else None,
+            parsed=events if self._parsers else None,
             num_reasoning_tokens=self._parsers[index].num_reasoning_tokens if self._parsers else 0,
         )
 
@@ -200,15 +209,16 @@ class RequestState:
     def _all_finished(self) -> bool:
         return all(completion.finish_reason is not None for completion in self.completions)
 
-    def _logprobs_by_token(self, entries: list[list[float]]) -> _TokenLogprobs:
-        return {str(int(token_id)): self._logprob_entry(token_id, logprob, rank) for token_id, logprob, rank in entries}
+    def _logprobs(self, entries: list[RankedToken]) -> list[TokenLogprob]:
+        # The sampled token can also be one of the most likely tokens.
+        return [self._logprob(*entry) for entry in {entry[0]: entry for entry in entries}.values()]
 
-    def _logprob_entry(self, token_id: float, logprob: float, rank: float) -> dict[str, Any]:
-        token_text = self._tokenizer.token_text(int(token_id)) if self._tokenizer else None
-        entry: dict[str, Any] = {"logprob": max(MIN_LOGPROB, logprob), "rank": int(rank), "decoded_token": token_text}
-        if self._return_token_bytes and self._tokenizer and token_text is not None and "\ufffd" in token_text:
-            entry["bytes"] = list(self._tokenizer.token_bytes.bytes_of(int(token_id)))
-        return entry
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> TokenLogprob:
+        text = self._tokenizer.token_text(token_id) if self._tokenizer else None
+        token_bytes = None
+        if self._return_token_bytes and self._tokenizer and text is not None and "\ufffd" in text:
+            token_bytes = bytes(self._tokenizer.token_bytes.bytes_of(token_id))
+        return TokenLogprob(token_id, max(MIN_LOGPROB, logprob), rank, text, token_bytes)
 
 
 @dataclass(slots=True)
@@ -217,7 +227,7 @@ class _OutputBuffer:
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[list[list[float]]] = field(default_factory=list)
+    logprobs: list[list[RankedToken]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     is_first: bool = True
     """True until the first part of the output is taken."""

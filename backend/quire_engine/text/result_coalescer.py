@@ -9,7 +9,8 @@ never wait. This module is used only on the event loop and does not depend on re
 """
 
 import asyncio
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from quire_engine.text.core_client import CoreListener
 from quire_spec.protocol.messages import SequenceDelta, StepResult

@@ -5,12 +5,14 @@ This module depends on neither sockets nor client formats. The text process and 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from quire_engine.tokenization.detokenizer import IncrementalDetokenizer
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
+from quire_spec.protocol.messages import RankedToken, SequenceDelta, SequenceRequest
 
 MIN_LOGPROB = -9999.0
 """This number replaces NaN and the logarithm of zero, because JSON cannot represent them. vLLM uses the same number. If
@@ -24,7 +26,7 @@ class CompletionDelta:
 
     text: str
     token_ids: list[int]
-    logprobs: list[list[list[float]]] | None
+    logprobs: list[list[RankedToken]] | None
     """Log probabilities in the format of `SequenceDelta.logprobs`; None unless requested."""
 
 
@@ -75,17 +77,18 @@ class CompletionState:
         return CompletionDelta(text_delta.text, token_ids, logprobs)
 
 
-def fan_out(base_request: SequenceRequest, params: SamplingParams) -> list[SequenceRequest]:
+def fan_out(base_request: SequenceRequest) -> list[SequenceRequest]:
     """Return one core request per output. The ids count up from the id of `base_request`; each later request is a fork
     of the first one.
 
     A beam search is one request; the ids of its outputs count up from the request's id.
     """
+    params = base_request.params
     return [
         replace(
             base_request,
             id=base_request.id + index,
-            params=params.child_params(index).to_mapping(),
+            params=params.child_params(index),
             parent_id=base_request.id if index else None,
         )
         for index in range(1 if params.use_beam_search else params.num_sequences)

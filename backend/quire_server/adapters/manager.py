@@ -25,7 +25,6 @@ from weakref import WeakValueDictionary
 
 from quire_server.adapters.fetcher import AdapterFetcher, CachedAdapter
 from quire_server.adapters.managed_adapter import ManagedAdapter
-from quire_server.clients.control_client import ConnectionLost
 from quire_server.clients.handles import ProcessHandles
 from quire_sources.factory import concurrency_key
 from quire_sources.readers.blocking import run_in_daemon_thread
@@ -34,6 +33,7 @@ from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits, AdapterSpec, CatalogVersion, Source
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus
 from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgument, NotFound, QuireError, Unavailable
+from quire_spec.protocol.client import ConnectionLost
 
 logger = logging.getLogger(__name__)
 

@@ -3,13 +3,13 @@
 
 vLLM's routes /v1/load_lora_adapter and /v1/unload_lora_adapter use this module. This module checks the location that a
 request contains. The adapter manager then loads or unloads the adapter. The changes are not stored in a file, so they
-are lost when the supervisor ends. The supervisor's control server calls this module.
+are lost when the supervisor ends. The OpenAI front calls the methods of this module over the supervisor's socket.
 """
 
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class RuntimeAdapters:
         self._allowed_paths = [path.resolve() for path in allowed_paths]
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def load(self, args: Mapping[str, Any]) -> None:
+    async def load_lora_adapter(self, name: str, location: str | dict[str, Any], in_place: bool) -> None:
         """Add the adapter `name` with the content of `location`, and wait until it serves requests.
 
         If the adapter cannot be loaded, the catalog does not change.
@@ -56,12 +56,12 @@ class RuntimeAdapters:
             NotFound: the source does not contain an adapter.
             Unavailable: the source does not respond.
         """
-        name, source = str(args["name"]), self._source(args["location"])
+        source = self._source(location)
         check_model_name(name, "lora_name")
         lock = self._locks.setdefault(name, asyncio.Lock())
         async with lock:
             previous = self._find(name)
-            if previous is not None and not args["in_place"]:
+            if previous is not None and not in_place:
                 raise InvalidArgument(
                     f"lora_name: the adapter {name!r} is already loaded; set load_inplace to true to replace it"
                 )
@@ -77,9 +77,8 @@ class RuntimeAdapters:
                 raise
         logger.info("adapter loaded at run time name=%s", name)
 
-    async def unload(self, args: Mapping[str, Any]) -> None:
+    async def unload_lora_adapter(self, name: str) -> None:
         """Remove the adapter `name`; raises NotFound if it does not exist."""
-        name = str(args["name"])
         lock = self._locks.setdefault(name, asyncio.Lock())
         async with lock:
             if self._find(name) is None:

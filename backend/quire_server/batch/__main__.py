@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if not args.verbose:
         # This logger warns about the end of each connection, even if the connection is closed on purpose.
-        logging.getLogger("quire_server.openai.text_client").setLevel(logging.ERROR)
+        logging.getLogger("quire_spec.protocol").setLevel(logging.ERROR)
     try:
         return asyncio.run(_run_until_signal(args))
     except QuireError as error:

@@ -82,7 +82,7 @@ class LocalEngine:
 
     async def _core_session(self, child: ChildProcess) -> str:
         async with engine_process.connect("core", self._run_dir) as control:
-            core = CoreHandle(control, await control.call("status", timeout_s=engine_process.START_TIMEOUT_S))
+            core = await CoreHandle.open(control, engine_process.START_TIMEOUT_S)
             for name, adapter in self._cached_adapter_by_name.items():
                 try:
                     await core.load_adapter(adapter.digest, adapter.folder, False)
@@ -99,7 +99,7 @@ class LocalEngine:
 
     async def _text_session(self, child: ChildProcess) -> str:
         async with engine_process.connect("text", self._run_dir) as control:
-            text = TextHandle(control, await control.call("status", timeout_s=engine_process.START_TIMEOUT_S))
+            text = await TextHandle.open(control, engine_process.START_TIMEOUT_S)
             cached = self._cached_adapter_by_name
             digest_by_name = {name: adapter.digest for name, adapter in cached.items()}
             files = {name: adapter.chat_template for name, adapter in cached.items()}

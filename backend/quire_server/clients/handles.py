@@ -13,16 +13,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Self
 
-from quire_server.clients.control_client import ConnectionLost, ControlClient
 from quire_server.model_server.client import ModelServerClient
 from quire_server.model_server.repository import remove_model, write_model
 from quire_spec.constants import AdapterDigest, AdapterName
-from quire_spec.dataclass_json import from_json, to_json
 from quire_spec.documents.adapter_catalog import AdapterLimits
-from quire_spec.documents.pod_status import MeasuredMemory
-from quire_spec.errors import ConfigError, QuireError, Unavailable
+from quire_spec.errors import QuireError, Unavailable
+from quire_spec.protocol.client import Client, ConnectionLost
+from quire_spec.protocol.results import CoreStatus, TextStatus
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +34,20 @@ _METRICS_TIMEOUT_S = 5.0
 class CoreHandle:
     """Handle of the running core process."""
 
-    def __init__(self, control: ControlClient, status: Mapping[str, Any]) -> None:
+    def __init__(self, control: Client, status: CoreStatus) -> None:
         self.control = control
         self.slot_pinned_by_digest: dict[AdapterDigest, bool] = {}
         """Maps the digest of each loaded adapter to True if the adapter is pinned, and to False otherwise."""
         self._timed_out_loads: set[AdapterDigest] = set()
         """Digests of adapters whose load timed out. The core can still complete such a load."""
-        self.started_at = str(status.get("started_at"))
-        self.memory = _parse_memory(status.get("memory"))
+        self.started_at = status.started_at
+        self.memory = status.memory
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    @classmethod
+    async def open(cls, control: Client, timeout_s: float) -> Self:
+        """Return the handle of the process to which `control` is connected."""
+        return cls(control, await control.call("status", CoreStatus, timeout_s=timeout_s))
 
     async def load_adapter(self, digest: AdapterDigest, folder: Path, slot_pinned: bool) -> None:
         """Load an adapter into the core, unless it is loaded already.
@@ -58,7 +62,7 @@ class CoreHandle:
                 return
             args = {"digest": digest, "path": str(folder), "pinned": slot_pinned}
             try:
-                await self.control.call("load_adapter", args, timeout_s=_LOAD_TIMEOUT_S)
+                await self.control.call("load_adapter", type(None), args, timeout_s=_LOAD_TIMEOUT_S)
             except Unavailable:
                 self._timed_out_loads.add(digest)
                 raise
@@ -79,7 +83,7 @@ class CoreHandle:
                 return
             slot_pinned = self.slot_pinned_by_digest.pop(digest, None)
             try:
-                await self.control.call("unload_adapter", {"digest": digest}, timeout_s=_CALL_TIMEOUT_S)
+                await self.control.call("unload_adapter", type(None), {"digest": digest}, timeout_s=_CALL_TIMEOUT_S)
             except QuireError:
                 if slot_pinned is not None:
                     self.slot_pinned_by_digest[digest] = slot_pinned
@@ -90,10 +94,10 @@ class CoreHandle:
 class TextHandle:
     """Handle of the running text process."""
 
-    def __init__(self, control: ControlClient, status: Mapping[str, Any]) -> None:
+    def __init__(self, control: Client, status: TextStatus) -> None:
         self.control = control
-        self.tool_call_parser: str | None = status.get("tool_call_parser")
-        self.reasoning_parser: str | None = status.get("reasoning_parser")
+        self.tool_call_parser = status.tool_call_parser
+        self.reasoning_parser = status.reasoning_parser
         self.digest_by_name: dict[AdapterName, AdapterDigest] = {}
         """The mapping of names to digests that was last sent to the text process."""
         self.limits_by_name: dict[AdapterName, AdapterLimits] = {}
@@ -109,6 +113,11 @@ class TextHandle:
         """The names that were last sent by `set_loading_adapters`."""
         self._lock = asyncio.Lock()
 
+    @classmethod
+    async def open(cls, control: Client, timeout_s: float) -> Self:
+        """Return the handle of the process to which `control` is connected."""
+        return cls(control, await control.call("status", TextStatus, timeout_s=timeout_s))
+
     async def set_adapters(
         self,
         digest_by_name: Mapping[AdapterName, AdapterDigest],
@@ -121,14 +130,9 @@ class TextHandle:
             new = dict(digest_by_name), dict(limits_by_name), dict(chat_template_by_name)
             if not self._was_published or new != (self.digest_by_name, self.limits_by_name, self.chat_template_by_name):
                 new_digests, new_limits, new_templates = new
-                args: dict[str, Any] = {
-                    "adapters": new_digests,
-                    "limits": {name: to_json(adapter_limits) for name, adapter_limits in new_limits.items()},
-                }
-                if new_templates:
-                    args["chat_templates"] = new_templates
+                args = {"adapters": new_digests, "limits": new_limits, "chat_templates": new_templates}
                 self.published_digests |= set(new_digests.values())
-                await self.control.call("set_adapters", args, timeout_s=_CALL_TIMEOUT_S)
+                await self.control.call("set_adapters", type(None), args, timeout_s=_CALL_TIMEOUT_S)
                 self.digest_by_name, self.limits_by_name, self.chat_template_by_name = new
                 self._was_published = True
                 self.published_digests = set(new_digests.values())
@@ -142,25 +146,25 @@ class TextHandle:
         async with self._lock:
             names = loading_names()
             if self._loading is None or self._loading - self.digest_by_name.keys() != names:
-                await self.control.call("set_loading_adapters", {"names": sorted(names)}, timeout_s=_CALL_TIMEOUT_S)
+                await self.control.call(
+                    "set_loading_adapters", type(None), {"names": sorted(names)}, timeout_s=_CALL_TIMEOUT_S
+                )
                 self._loading = names
 
     async def is_core_connected(self) -> bool:
         """Return True if the text process is connected to the core."""
-        status = await self.control.call("status", timeout_s=_CALL_TIMEOUT_S)
-        return bool(status.get("core"))
+        return (await self.control.call("status", TextStatus, timeout_s=_CALL_TIMEOUT_S)).core
 
     async def metrics(self, page_format: str = "") -> str:
         """Return the metrics of the process in Prometheus's text format.
 
         If the page format is "vllm_backend", the metrics have the names that vllm_backend uses.
         """
-        args = {"format": page_format}
-        return str((await self.control.call("metrics", args, timeout_s=_METRICS_TIMEOUT_S))["text"])
+        return await self.control.call("metrics", str, {"page_format": page_format}, timeout_s=_METRICS_TIMEOUT_S)
 
     async def drain(self, timeout_s: float) -> None:
         """Reject new requests, and wait until all open requests have ended; raises Unavailable after `timeout_s`."""
-        await self.control.call("drain", timeout_s=timeout_s)
+        await self.control.call("drain", type(None), timeout_s=timeout_s)
 
 
 class ServerHandle:
@@ -283,14 +287,3 @@ def _translate_unavailable() -> Iterator[None]:
         yield
     except Unavailable as error:
         raise ConnectionLost(str(error)) from error
-
-
-def _parse_memory(document: object) -> MeasuredMemory | None:
-    """Parse the memory that the core has measured.
-
-    Return None if the value has another format. In this case, the status does not include the memory.
-    """
-    try:
-        return from_json(MeasuredMemory, document, "memory")
-    except ConfigError:
-        return None

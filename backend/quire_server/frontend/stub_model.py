@@ -6,7 +6,7 @@ Quire adds one model to the server for the base model, and one for each exposed 
 program in a stub process. This module is the only one that uses the server's Python API. `execute` never blocks and
 never raises. If a request fails, that request gets an error response.
 
-A stub runs the threads that the server itself starts, the two threads of text_client.py (writer and reader), and
+A stub runs the threads that the server itself starts, the thread of text_client.py, and
 NUM_SENDER_THREADS threads that send responses. It also has three threads of its own: one checks idle requests for
 cancellation, one delays early errors, and one ends the stub when its server ends. This module must not import large
 packages, because a pod runs one stub for the base model and one for each exposed adapter.
@@ -32,7 +32,7 @@ from quire_server.frontend.open_requests import OpenRequestCounter
 from quire_server.frontend.response_stream import ResponseStream
 from quire_server.frontend.text_client import TextClient
 from quire_server.model_server import model_interface
-from quire_spec.errors import Cancelled, Internal, InvalidArgument, QuireError, error_from_code
+from quire_spec.errors import Cancelled, Code, Internal, InvalidArgument, QuireError, error_from_code
 from quire_spec.protocol.messages import OutputDelta
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class TritonPythonModel:
         except Exception as error:
             stream = self._streams[request_id] = ResponseStream(request_id, None, sender, now)
             error_delta = _error_delta(request_id, error)
-            self._text_client.report_rejected(error_delta.error_code or "")
+            self._text_client.report_rejected(error_delta.error_code or Code.INTERNAL)
             self._push(stream, error_delta)
 
     def _on_delta(self, delta: OutputDelta) -> None:

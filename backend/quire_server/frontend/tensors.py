@@ -11,13 +11,13 @@ Source:
 https://github.com/triton-inference-server/vllm_backend/blob/11c4e0fd7c6e22c0b451d74adcd51ee70d1d4115/src/utils/request.py
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
@@ -28,7 +28,7 @@ from quire_spec.constants import AdapterName
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.structured_outputs import FORMER_NAMES
 from quire_spec.errors import Code, InvalidArgument, QuireError, truncated_repr
-from quire_spec.protocol.messages import GenerateRequest, OutputDelta, merge_deltas
+from quire_spec.protocol.messages import GenerateRequest, OutputDelta, TokenLogprob, logprobs_by_token, merge_deltas
 
 Array = npt.NDArray[Any]
 
@@ -109,9 +109,7 @@ def parse_request(
         # The sum needs the log probabilities of the sampled tokens. If logprobs is 0, only these are computed.
         params = structs.replace(params, logprobs=0)
     target_model = _target_model(model, base, AdapterName(adapter_name) if adapter_name is not None else None)
-    return GenerateRequest(
-        request_id, target_model, prompt, token_ids, params.to_mapping(), stream, cache_salt, priority
-    ), options
+    return GenerateRequest(request_id, target_model, prompt, token_ids, params, stream, cache_salt, priority), options
 
 
 def initial_outputs(request_id: int, options: OutputOptions) -> list[OutputDelta]:
@@ -150,12 +148,13 @@ def to_output_tensors(
     if options.cumulative_logprob:
         tensors[constants.CUMULATIVE_LOGPROB] = np.array([delta.cumulative_logprob for delta in deltas], np.float32)
     if options.logprobs:
-        positions = [(delta.logprobs or []) if options.has_logprobs else None for delta in deltas]
-        tensors[constants.LOGPROBS] = _strings(map(json.dumps, positions))
+        tensors[constants.LOGPROBS] = _strings(
+            _logprobs_json((delta.logprobs or []) if options.has_logprobs else None) for delta in deltas
+        )
     if options.prompt_logprobs:
         # In a stream, only the first response contains log probabilities of the prompt.
         first = next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None)
-        tensors[constants.PROMPT_LOGPROBS] = _strings([json.dumps(first)])
+        tensors[constants.PROMPT_LOGPROBS] = _strings([_logprobs_json(first)])
     if options.num_input_tokens:
         tensors[constants.NUM_INPUT_TOKENS] = np.array([max(delta.num_input_tokens for delta in deltas)], np.uint32)
     if options.num_output_tokens:
@@ -345,8 +344,13 @@ def _output_options(
     )
 
 
+def _logprobs_json(positions: Sequence[list[TokenLogprob] | None] | None) -> str:
+    """Return the JSON text of log probabilities in vLLM's form."""
+    return json.dumps(None if positions is None else [None if p is None else logprobs_by_token(p) for p in positions])
+
+
 def _without_new_output(delta: OutputDelta) -> OutputDelta:
-    return dataclasses.replace(delta, text="", token_ids=[], logprobs=None, prompt_logprobs=None)
+    return msgspec.structs.replace(delta, text="", token_ids=[], logprobs=None, prompt_logprobs=None)
 
 
 def _strings(texts: Iterable[str]) -> Array:

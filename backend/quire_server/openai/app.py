@@ -11,7 +11,7 @@ from typing import Any
 
 from quire_server.openai.chat import ChatCompletions
 from quire_server.openai.completions import Completions
-from quire_server.openai.errors import CODE_BY_STATUS, ApiError
+from quire_server.openai.errors import CODE_BY_STATUS, ApiError, as_api_error
 from quire_server.openai.generation import DONE
 from quire_server.openai.http.access import AccessControl
 from quire_server.openai.http.message import (
@@ -31,7 +31,7 @@ from quire_server.openai.responses.responses import Responses
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_server.openai.tokenization import Tokenization
-from quire_spec.errors import Code, truncated_repr
+from quire_spec.errors import Code, QuireError, truncated_repr
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +113,8 @@ class Application:
                 await self._stream(request, reply, send)
             else:
                 await self._send(request, reply, send)
-        except ApiError as error:
-            await self._send_error(request, error, send)
+        except (ApiError, QuireError) as error:
+            await self._send_error(request, as_api_error(error), send)
         except ClientDisconnected:
             raise
         except Exception:
@@ -144,10 +144,10 @@ class Application:
                     headers = [*_EVENT_STREAM_HEADERS, *self._common_headers(request)]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except ApiError as error:
+        except (ApiError, QuireError) as error:
             if not is_started:
                 raise
-            await send({"type": "http.response.body", "body": _error_event(error), "more_body": True})
+            await send({"type": "http.response.body", "body": _error_event(as_api_error(error)), "more_body": True})
         except Exception:
             if not is_started:
                 raise

@@ -15,7 +15,7 @@ from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_server.openai.tools import normalize_tools, output_parsing
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.protocol.messages import OutputDelta
+from quire_spec.protocol.messages import Conversation, OutputDelta, to_raw
 from quire_spec.protocol.parsed_output import (
     ContentDelta,
     Event,
@@ -23,7 +23,7 @@ from quire_spec.protocol.parsed_output import (
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
-    decode_events,
+    join_neighbours,
     merge_events,
 )
 
@@ -82,7 +82,7 @@ class ChatCompletions:
         fields, sampling_values = parse_fields(document, ChatFields)
         chat = build_conversation(fields)
         parsing = output_parsing(
-            chat["tools"], fields.tool_choice, fields.parallel_tool_calls, fields.separate_reasoning
+            normalize_tools(fields.tools), fields.tool_choice, fields.parallel_tool_calls, fields.separate_reasoning
         )
         prompt = Prompt(chat=chat, parsing=parsing)
         defaults = await self._client.sampling_defaults() if self._settings.openai.generationConfig == "auto" else {}
@@ -92,21 +92,23 @@ class ChatCompletions:
         return generation, fields, params
 
 
-def build_conversation(fields: ConversationFields) -> dict[str, Any]:
+def build_conversation(fields: ConversationFields) -> Conversation:
     """Return the conversation for a GenerateRequest; raises ApiError if a field is invalid."""
     add_generation_prompt = fields.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not fields.continue_final_message
     if add_generation_prompt and fields.continue_final_message:
         raise ApiError(400, "continue_final_message: not possible with add_generation_prompt; set only one of them")
-    return {
-        "messages": normalize_messages(fields.messages),
-        "tools": normalize_tools(fields.tools),
-        "documents": normalize_documents(fields.documents),
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": fields.continue_final_message,
-        "template_kwargs": normalize_template_kwargs(fields.chat_template_kwargs, fields.reasoning_effort),
-    }
+    tools, documents = normalize_tools(fields.tools), normalize_documents(fields.documents)
+    template_kwargs = normalize_template_kwargs(fields.chat_template_kwargs, fields.reasoning_effort)
+    return Conversation(
+        to_raw(normalize_messages(fields.messages), "messages"),
+        to_raw(tools, "tools"),
+        to_raw(documents, "documents"),
+        to_raw(template_kwargs, "chat_template_kwargs"),
+        add_generation_prompt,
+        fields.continue_final_message,
+    )
 
 
 def _own_sampling_values(
@@ -137,8 +139,8 @@ class ChatFormatter(Formatter):
         self._fields = fields
         self._params = params
         self._has_details = fields.return_token_ids or fields.logprobs or self.continuous_usage
-        messages = (generation.prompts[0].chat or {})["messages"]
-        self._echo = messages[-1]["content"] if fields.echo and messages[-1]["role"] == "assistant" else ""
+        last_message = normalize_messages(fields.messages[-1:])[0] if fields.echo else {"role": ""}
+        self._echo = last_message["content"] if last_message["role"] == "assistant" else ""
         # The parts of an event that do not change are encoded once.
         head = encode(self.envelope)[:-1]
         self._prefixes = [
@@ -174,7 +176,7 @@ class ChatFormatter(Formatter):
             document["token_ids"] = delta.token_ids
             document["prompt_token_ids"] = self.generation.prompt_token_ids.get(choice.request_index)
         if self._params.prompt_logprobs is not None:
-            document["prompt_logprobs"] = self.generation.prompt_logprobs.get(choice.request_index)
+            document["prompt_logprobs"] = self.generation.prompt_logprobs_document(choice)
         return document
 
     def usage(self) -> dict[str, Any]:
@@ -200,7 +202,7 @@ class ChatFormatter(Formatter):
         """Return the parsed events of a delta."""
         if delta.parsed is None:
             return [ContentDelta(delta.text)] if delta.text else []
-        events = decode_events(delta.parsed)
+        events = join_neighbours(delta.parsed)
         choice.has_tool_calls |= any(isinstance(event, ToolCallStart) for event in events)
         if self._fields.include_reasoning:
             return events

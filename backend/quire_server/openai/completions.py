@@ -64,8 +64,8 @@ class Completions:
         they are converted to text."""
         if prompt.text is not None:
             return prompt
-        result = await self._client.call("detokenize", {"tokens": prompt.token_ids})
-        return Prompt(result["prompt"], prompt.token_ids)
+        text = await self._client.call("detokenize", str, {"tokens": prompt.token_ids})
+        return Prompt(text, prompt.token_ids)
 
 
 def parse_prompts(value: object) -> list[Prompt]:
@@ -140,7 +140,7 @@ class CompletionFormatter(Formatter):
             if is_first:
                 document["prompt_token_ids"] = generation.prompt_token_ids.get(choice.request_index)
         if is_first and self._params.prompt_logprobs is not None:
-            document["prompt_logprobs"] = generation.prompt_logprobs.get(choice.request_index)
+            document["prompt_logprobs"] = generation.prompt_logprobs_document(choice)
         return document
 
     def _logprobs(self, choice: Choice, delta: OutputDelta, echoes: bool) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from quire_spec.errors import Code
+from quire_spec.errors import Code, QuireError
 from quire_spec.protocol.messages import OutputDelta
 
 _TYPES = {
@@ -87,6 +87,11 @@ def error_from_code(code: str, message: str, retry_after_s: float | None = None)
     if status == 503 and retry_after_s is not None:
         return ApiError(429, message, retry_after_s=retry_after_s)
     return ApiError(status, message, retry_after_s=_RETRY_AFTER_S if status == 503 else None)
+
+
+def as_api_error(error: ApiError | QuireError) -> ApiError:
+    """Return the API error for an error of a call to another process."""
+    return error if isinstance(error, ApiError) else error_from_code(error.code, str(error))
 
 
 def error_from_delta(delta: OutputDelta) -> ApiError:

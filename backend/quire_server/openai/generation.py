@@ -18,9 +18,8 @@ from quire_server.openai.output_stream import OutputStream
 from quire_server.openai.request_fields import GenerationFields
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
-from quire_spec.dataclass_json import to_json
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.protocol.messages import GenerateRequest, OutputDelta
+from quire_spec.protocol.messages import Conversation, GenerateRequest, OutputDelta, TokenLogprob, logprobs_by_token
 from quire_spec.protocol.parsed_output import OutputParsing
 
 KEEP_ALIVE_S = 15.0
@@ -39,7 +38,7 @@ class Prompt:
 
     text: str | None = None
     token_ids: list[int] | None = None
-    chat: dict[str, Any] | None = None
+    chat: Conversation | None = None
     parsing: OutputParsing | None = None
     """Settings for parsing the output; None: the output is not parsed."""
 
@@ -108,12 +107,17 @@ class Generation:
         self.first_token_texts: dict[int, str] = {}
         """Maps the index of an engine request to the text of the first token of its prompt. The log probabilities have
         no entry for this token."""
-        self.prompt_logprobs: dict[int, list[dict[str, dict[str, Any]] | None]] = {}
+        self.prompt_logprobs: dict[int, list[list[TokenLogprob] | None]] = {}
         """Maps the index of an engine request to the log probabilities of its prompt."""
 
     def prompt_of(self, choice: Choice) -> Prompt:
         """Return the prompt of a choice."""
         return self.prompts[choice.request_index // self.copies]
+
+    def prompt_logprobs_document(self, choice: Choice) -> list[dict[str, dict[str, Any]] | None] | None:
+        """Return the log probabilities of a choice's prompt in vLLM's form; None if there are none yet."""
+        positions = self.prompt_logprobs.get(choice.request_index)
+        return None if positions is None else [None if p is None else logprobs_by_token(p) for p in positions]
 
     async def deltas(self, client: TextClient, return_prompt_token_ids: bool = False) -> Deltas:
         """Run the request and yield lists of new deltas. If no delta arrives for KEEP_ALIVE_S seconds, yield an empty
@@ -129,8 +133,8 @@ class Generation:
                 deltas = await stream.next(KEEP_ALIVE_S)
                 for request_index, delta in deltas:
                     if delta.prompt_token_ids is not None and delta.prompt_logprobs is not None:
-                        result = await client.call("detokenize", {"tokens": delta.prompt_token_ids[:1]})
-                        self.first_token_texts[request_index] = result["prompt"]
+                        args = {"tokens": delta.prompt_token_ids[:1]}
+                        self.first_token_texts[request_index] = await client.call("detokenize", str, args)
                     self._count(request_index, choices[request_index * num_outputs + delta.index], delta)
                 yield [(choices[request_index * num_outputs + delta.index], delta) for request_index, delta in deltas]
 
@@ -148,14 +152,13 @@ class Generation:
 
     def _engine_requests(self, client: TextClient, return_prompt_token_ids: bool) -> list[GenerateRequest]:
         fields = self.fields
-        params = self.params.to_mapping()
         return [
             GenerateRequest(
                 client.new_id(),
                 self._engine_model,
                 prompt.text,
                 prompt.token_ids,
-                params,
+                self.params,
                 fields.stream,
                 self._cache_salt,
                 fields.priority,
@@ -164,7 +167,7 @@ class Generation:
                 self.params.logprobs is not None,
                 prompt.chat,
                 self._api_key_name,
-                None if prompt.parsing is None else to_json(prompt.parsing),
+                prompt.parsing,
                 fields.stream_interval,
             )
             for prompt in self.prompts

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts log probabilities to the formats of completions and of chat completions.
 
-For each position, the text process returns an object whose keys are token ids. The first key is the token that was
-sampled. The bytes of a single token may not be valid UTF-8. In that case, the token's text contains the replacement
-character, and a separate field contains the bytes.
+For each position, the text process returns a list of tokens. The first one is the token that was sampled. The bytes of
+a single token may not be valid UTF-8. In that case, the token's text contains the replacement character, and a separate
+field contains the bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from quire_spec.protocol.messages import TokenLogprob
 
 MIN_LOGPROB = -9999.0
 
-Position = Mapping[str, Mapping[str, Any]]
-"""Maps token ids to {logprob, rank, decoded_token}. The first token id is the token that was sampled."""
+Position = Sequence[TokenLogprob]
+"""Tokens at one position. The first one is the token that was sampled."""
 
 
 def completion_logprobs(
@@ -32,20 +34,20 @@ def completion_logprobs(
     top_logprobs: list[dict[str, float] | None] = []
     text_offsets: list[int] = []
     for position, token_id in zip(positions, token_ids, strict=False):
-        entry: Mapping[str, Any] = (
-            {"decoded_token": first_token_text} if position is None else position.get(str(token_id), {})
-        )
-        text = _token_name(str(token_id), entry, as_token_ids)
+        entries = () if position is None else position
+        if position is None:
+            entry = TokenLogprob(token_id, MIN_LOGPROB, 0, first_token_text)
+        else:
+            entry = next((e for e in entries if e.token_id == token_id), TokenLogprob(token_id, MIN_LOGPROB, 0))
+        text = _token_name(entry, as_token_ids)
         tokens.append(text)
         text_offsets.append(text_offset)
         text_offset += len(text)
-        token_logprobs.append(None if position is None else max(MIN_LOGPROB, entry.get("logprob", MIN_LOGPROB)))
+        token_logprobs.append(None if position is None else max(MIN_LOGPROB, entry.logprob))
         top_logprobs.append(
             None
             if position is None
-            else {
-                _token_name(i, other, as_token_ids): max(MIN_LOGPROB, other["logprob"]) for i, other in position.items()
-            }
+            else {_token_name(other, as_token_ids): max(MIN_LOGPROB, other.logprob) for other in entries}
         )
     document = {
         "text_offset": text_offsets,
@@ -61,21 +63,21 @@ def chat_logprobs(positions: Sequence[Position], num_top: int, as_token_ids: boo
     tokens."""
     content = []
     for position in positions:
-        entries = [_chat_entry(token_id, entry, as_token_ids) for token_id, entry in position.items()]
-        ranks = [entry["rank"] for entry in position.values()]
+        entries = [_chat_entry(entry, as_token_ids) for entry in position]
+        ranks = [entry.rank for entry in position]
         top = [entry for _, entry in sorted(zip(ranks, entries, strict=True), key=lambda pair: pair[0])]
         content.append({**entries[0], "top_logprobs": top if num_top < 0 else top[:num_top]})
     return {"content": content}
 
 
-def _chat_entry(token_id: str, entry: Mapping[str, Any], as_token_ids: bool) -> dict[str, Any]:
-    text = entry["decoded_token"] or ""
+def _chat_entry(entry: TokenLogprob, as_token_ids: bool) -> dict[str, Any]:
+    token_bytes = entry.token_bytes or (entry.text or "").encode()
     return {
-        "token": _token_name(token_id, entry, as_token_ids),
-        "logprob": max(MIN_LOGPROB, entry["logprob"]),
-        "bytes": entry.get("bytes") or list(text.encode()),
+        "token": _token_name(entry, as_token_ids),
+        "logprob": max(MIN_LOGPROB, entry.logprob),
+        "bytes": list(token_bytes),
     }
 
 
-def _token_name(token_id: str, entry: Mapping[str, Any], as_token_ids: bool) -> str:
-    return f"token_id:{token_id}" if as_token_ids else entry.get("decoded_token") or ""
+def _token_name(entry: TokenLogprob, as_token_ids: bool) -> str:
+    return f"token_id:{entry.token_id}" if as_token_ids else entry.text or ""

@@ -5,23 +5,21 @@ The routes change the adapter catalog, which belongs to the supervisor. Before t
 key. The supervisor accepts these calls only if it was started with --allow-runtime-lora-updating.
 """
 
-import asyncio
-import itertools
+import contextlib
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from quire_server.openai.chat_messages import check_depth
-from quire_server.openai.errors import ApiError, error_from_code
+from quire_server.openai.errors import ApiError
 from quire_server.openai.http.message import HttpRequest, Reply, Response
 from quire_server.openai.request_fields import describe_invalid
 from quire_spec.constants import SUPERVISOR_SOCKET
-from quire_spec.errors import Code
-from quire_spec.protocol.framing import FrameDecoder, encode_frame
-from quire_spec.protocol.messages import ControlRequest, ControlResponse
+from quire_spec.protocol.client import Client
+from quire_spec.protocol.messages import Hello
 
-_READ_BYTES = 2**16
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
@@ -48,7 +46,6 @@ class LoraAdapters:
 
     def __init__(self, run_dir: Path) -> None:
         self._socket = run_dir / SUPERVISOR_SOCKET
-        self._ids = itertools.count(1)
 
     async def load(self, request: HttpRequest) -> Reply:
         """POST /v1/load_lora_adapter: load an adapter. The response is sent when the adapter can serve requests, or
@@ -67,26 +64,15 @@ class LoraAdapters:
         return _text(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
     async def _call(self, method: str, args: dict[str, Any]) -> None:
-        """Call the supervisor; raises ApiError if the call fails. The supervisor itself limits how long the call
+        """Call the supervisor; raises QuireError if the call fails. The supervisor itself limits how long the call
         takes."""
+        client = Client(self._socket, Hello("openai", pid=os.getpid()), "the supervisor")
+        with contextlib.suppress(OSError):
+            await client.connect()
         try:
-            reader, writer = await asyncio.open_unix_connection(str(self._socket))
-        except OSError:
-            raise error_from_code(Code.UNAVAILABLE, "the supervisor does not answer; try again") from None
-        decoder = FrameDecoder()
-        try:
-            writer.write(encode_frame(ControlRequest(next(self._ids), method, args)))
-            while data := await reader.read(_READ_BYTES):
-                for message in decoder.feed(data):
-                    if isinstance(message, ControlResponse):
-                        if message.error_code is not None:
-                            raise error_from_code(message.error_code, message.error)
-                        return
-        except OSError:
-            pass
+            await client.call(method, type(None), args, timeout_s=None)
         finally:
-            writer.close()
-        raise error_from_code(Code.UNAVAILABLE, "the supervisor ended during the request; try again")
+            await client.close()
 
 
 def _parse(document: dict[str, Any], fields_type: type[_T]) -> _T:

@@ -33,7 +33,7 @@ class Models:
         for card in await self._cards():
             if card["id"] == request.path_arg:
                 return Response(msgspec.json.encode(card))
-        if request.path_arg in (await self._client.call("models"))["loading"]:
+        if request.path_arg in (await self._client.models()).loading:
             raise ApiError(
                 503, f"model: the adapter {request.path_arg!r} is not loaded yet; try again", retry_after_s=1.0
             )
@@ -41,7 +41,7 @@ class Models:
 
     async def health(self, request: HttpRequest) -> Reply:
         """GET /health: return 200 while the front accepts requests, and 503 otherwise."""
-        closed_reason = (await self._client.call("models"))["closed_reason"]
+        closed_reason = (await self._client.models()).closed_reason
         if closed_reason:
             raise ApiError(503, closed_reason, retry_after_s=1.0)
         return Response(b"")
@@ -52,11 +52,11 @@ class Models:
 
     async def metrics(self, request: HttpRequest) -> Reply:
         """GET /metrics: return the metrics of the text process, because it counts all requests."""
-        result = await self._client.call("metrics")
-        return Response(result["text"].encode(), content_type=_METRICS_CONTENT_TYPE)
+        page = await self._client.call("metrics", str)
+        return Response(page.encode(), content_type=_METRICS_CONTENT_TYPE)
 
     async def _cards(self) -> list[dict[str, Any]]:
-        models = await self._client.call("models")
+        models = await self._client.models()
         base = self._names[0]
         return [
             {
@@ -66,7 +66,7 @@ class Models:
                 "owned_by": "quire",
                 "root": name,
                 "parent": None if name in self._names else base,
-                "max_model_len": models["max_model_len"],
+                "max_model_len": models.max_model_len,
             }
-            for name in (*self._names, *models["adapters"])
+            for name in (*self._names, *models.adapters)
         ]

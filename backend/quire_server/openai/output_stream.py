@@ -35,7 +35,7 @@ class OutputStream:
 
     def __enter__(self) -> Self:
         for request in self._requests:
-            self._client.submit(request, self)
+            self._client.submit(request, self.push)
         return self
 
     def __exit__(

@@ -11,6 +11,7 @@ from quire_server.openai.http.message import HttpRequest, Reply, Response
 from quire_server.openai.request_fields import parse_fields
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
+from quire_spec.protocol.results import Tokenized
 
 
 class TokenizeFields(ConversationFields, kw_only=True):
@@ -38,29 +39,18 @@ class Tokenization:
         fields, _ = parse_fields(await request.json_object(), TokenizeFields)
         if (fields.prompt is None) == (fields.messages is None):
             raise ApiError(400, "prompt: give either prompt or messages")
-        args: dict[str, Any] = {"return_token_strs": fields.return_token_strs}
-        if fields.add_special_tokens is not None:
-            args["add_special_tokens"] = fields.add_special_tokens
-        if fields.prompt is not None:
-            args["prompt"] = fields.prompt
-        else:
-            args["chat"] = build_conversation(fields)
-            if fields.model is not None:
-                args["model"] = self._settings.engine_model(fields.model)
-        result = await self._client.call("tokenize", args)
-        return Response(
-            msgspec.json.encode(
-                {
-                    "count": len(result["tokens"]),
-                    "max_model_len": result["max_model_len"],
-                    "tokens": result["tokens"],
-                    "token_strs": result["token_strs"],
-                }
-            )
-        )
+        args = {
+            "prompt": fields.prompt,
+            "chat": None if fields.messages is None else build_conversation(fields),
+            "model": None if fields.model is None else self._settings.engine_model(fields.model),
+            "add_special_tokens": fields.add_special_tokens,
+            "return_token_strs": fields.return_token_strs,
+        }
+        result = await self._client.call("tokenize", Tokenized, args)
+        return Response(msgspec.json.encode({"count": len(result.tokens), **msgspec.structs.asdict(result)}))
 
     async def detokenize(self, request: HttpRequest) -> Reply:
         """POST /detokenize."""
         fields, _ = parse_fields(await request.json_object(), DetokenizeFields)
-        result = await self._client.call("detokenize", {"tokens": fields.tokens})
-        return Response(msgspec.json.encode({"prompt": result["prompt"]}))
+        text = await self._client.call("detokenize", str, {"tokens": fields.tokens})
+        return Response(msgspec.json.encode({"prompt": text}))

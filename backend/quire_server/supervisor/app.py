@@ -25,7 +25,6 @@ from quire_server.model_server.vllm_repository import log_ignored_parts
 from quire_server.supervisor import run_dir
 from quire_server.supervisor.admin_api import AdminAPI
 from quire_server.supervisor.child_process import become_subreaper
-from quire_server.supervisor.control_server import ControlServer
 from quire_server.supervisor.other_models import OtherModels
 from quire_server.supervisor.process_manager import ProcessManager
 from quire_server.supervisor.settings import SupervisorSettings
@@ -38,6 +37,7 @@ from quire_spec.documents.pod_config import PodConfig
 from quire_spec.documents.server_arguments import check_server_files, parse_server_arguments
 from quire_spec.errors import ConfigError
 from quire_spec.net.addresses import format_for_url, is_ipv6
+from quire_spec.protocol.server import Server
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ async def run(settings: SupervisorSettings) -> None:
         await stack.enter_async_context(_admin_server(supervisor, settings))
         if config.openai is not None and config.openai.allowRuntimeLoraUpdating:
             runtime_adapters = RuntimeAdapters(adapter_manager, config.openai.allowedLocalLoraPaths)
-            methods = {"load_lora_adapter": runtime_adapters.load, "unload_lora_adapter": runtime_adapters.unload}
-            await stack.enter_async_context(ControlServer(methods).listen(run_folder / constants.SUPERVISOR_SOCKET))
+            server = Server((runtime_adapters.load_lora_adapter, runtime_adapters.unload_lora_adapter))
+            await stack.enter_async_context(server.listening(run_folder / constants.SUPERVISOR_SOCKET))
         adapter_manager.set_catalog(catalog)
         await supervisor.run(_install_signal_handlers(process_manager, run_folder))
 

@@ -11,10 +11,13 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from quire_server.clients.control_client import ConnectionLost, ControlClient
+import msgspec
+
 from quire_server.supervisor.child_process import ChildProcess
 from quire_spec import constants
 from quire_spec.errors import Unavailable
+from quire_spec.protocol.client import Client, ConnectionLost
+from quire_spec.protocol.messages import Hello
 
 START_TIMEOUT_S = 3600.0
 """The core must load its weights within this many seconds. On Kubernetes, the startup probe sets a shorter limit."""
@@ -43,12 +46,13 @@ async def start(name: str, config_file: Path, run_dir: Path, relay: Callable[[st
 
 
 @contextlib.asynccontextmanager
-async def connect(name: str, run_dir: Path) -> AsyncIterator[ControlClient]:
+async def connect(name: str, run_dir: Path) -> AsyncIterator[Client]:
     """Connect to a process that is starting. If it does not listen yet, try again until it does."""
+    control = Client(run_dir / SOCKETS[name], Hello("supervisor", pid=os.getpid()), name)
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
             try:
-                control = await ControlClient.connect(name, run_dir / SOCKETS[name])
+                await control.connect()
                 break
             except OSError:
                 await asyncio.sleep(CONNECT_RETRY_S)
@@ -58,7 +62,7 @@ async def connect(name: str, run_dir: Path) -> AsyncIterator[ControlClient]:
         await control.close()
 
 
-async def watch_connection(control: ControlClient) -> str:
+async def watch_connection(control: Client) -> str:
     """Wait until a process must be killed; return the reason."""
     while True:
         try:
@@ -71,7 +75,7 @@ async def watch_connection(control: ControlClient) -> str:
         except TimeoutError:
             pass
         try:
-            await control.call("status", timeout_s=UNRESPONSIVE_TIMEOUT_S)
+            await control.call("status", msgspec.Raw, timeout_s=UNRESPONSIVE_TIMEOUT_S)
         except ConnectionLost:
             continue
         except Unavailable:

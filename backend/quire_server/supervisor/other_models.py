@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from quire_server.adapters.manager import READINESS_GATE_S
-from quire_server.clients.control_client import ConnectionLost
 from quire_server.clients.handles import ProcessHandles, ServerHandle
 from quire_server.supervisor.managed_process import RestartBackoff
 from quire_spec import constants
 from quire_spec.documents.model_repository import CONFIG_FILE, find_other_models
 from quire_spec.documents.pod_status import OtherModelState, OtherModelStatus
 from quire_spec.errors import ConfigError, InvalidArgument, NotFound, QuireError, truncated_repr
+from quire_spec.protocol.client import ConnectionLost
 
 logger = logging.getLogger(__name__)
 

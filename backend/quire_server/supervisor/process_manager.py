@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire_server.clients.control_client import ConnectionLost
 from quire_server.clients.handles import CoreHandle, ProcessHandles, ServerHandle, TextHandle
 from quire_server.frontend import open_requests
 from quire_server.model_server import launch, readiness_file, repository
@@ -39,6 +38,7 @@ from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.stub_watcher import StubProcess, StubWatcher
 from quire_spec import constants
 from quire_spec.errors import QuireError
+from quire_spec.protocol.client import ConnectionLost
 
 logger = logging.getLogger(__name__)
 
@@ -196,8 +196,8 @@ class ProcessManager:
 
     async def _engine_session(self, name: str, child: ChildProcess) -> str:
         async with engine_process.connect(name, self._run_dir) as control:
-            status = await control.call("status", timeout_s=engine_process.START_TIMEOUT_S)
-            setattr(self.handles, name, CoreHandle(control, status) if name == "core" else TextHandle(control, status))
+            handle_type = CoreHandle if name == "core" else TextHandle
+            setattr(self.handles, name, await handle_type.open(control, engine_process.START_TIMEOUT_S))
             try:
                 self.processes[name].mark_ready()
                 return await engine_process.watch_connection(control)

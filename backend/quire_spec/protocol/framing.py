@@ -1,64 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
 """Framing of messages on the Unix sockets between the processes of a pod.
 
-A frame consists of a length, a version, and one message as JSON. This module does no I/O.
+A frame consists of a header and a payload. The header contains a magic number, the kind of the message, the number of
+request ids, the length of the payload, and the request ids. The payload is the message as MessagePack. This module does
+no I/O.
 
-- The frontend sends GenerateRequest, CancelRequests and RequestRejected to the text process. The text process sends
-  OutputDeltas to the frontend.
-- The text process sends SequenceRequest and AbortSequences to the core. The core sends StepResult to the text process.
-- The supervisor sends ControlRequest to the text process and to the core. They answer with ControlResponse.
-
-Threads and asyncio readers pass received bytes to the decoder. All processes of a pod come from one image. Therefore, a
-frame that has another version is an error.
+A payload that cannot be decoded belongs to the requests that the header names: these requests fail, and the next frame
+is read. All processes of a pod come from one image. Therefore, a frame with another magic number means that the stream
+is corrupt.
 """
 
-import json
 import struct
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from quire_spec.errors import Internal
-from quire_spec.protocol.messages import IpcMessage, decode_message, encode_message
+import msgspec
 
-VERSION = 3
-MAX_FRAME_BYTES = 256 * 2**20
-"""Maximum length of a frame. Every prompt that is accepted is shorter than this. If the length is larger, the stream is
-corrupt."""
+from quire_spec.errors import Code, Internal, InvalidArgument, QuireError
+from quire_spec.protocol.messages import MESSAGE_TYPES, Message, OutputDelta, OutputDeltas, SequenceDelta, StepResult
 
-HEAD_BYTES = 256
-"""`on_oversize` gets this number of bytes of an oversize frame. They are enough for the type and the id of the
-message."""
+MAGIC = 0x5104
+"""Identifies the format of frames and messages. It changes with the format."""
+MAX_PAYLOAD_BYTES = 256 * 2**20
+"""Maximum length of a payload. No process sends a longer one."""
 
-_HEADER = struct.Struct("<IB")
+_HEADER = struct.Struct("<HBHI")
+_ID_BYTES = 8
+_KINDS: dict[type[Message], int] = {cls: cls.__struct_config__.tag for cls in MESSAGE_TYPES}  # type: ignore[misc]
+_TYPES = {kind: cls for cls, kind in _KINDS.items()}
+_ITEM_TYPES: dict[type[Message], type[Any]] = {OutputDeltas: OutputDelta, StepResult: SequenceDelta}
+"""Messages with items that belong to different requests, and the types of the items."""
+_encode = msgspec.msgpack.Encoder().encode
+_decoders = {cls: msgspec.msgpack.Decoder(cls) for cls in MESSAGE_TYPES}
 
 
-def encode_frame(message: IpcMessage) -> bytes:
-    """Return one frame that contains `message`."""
-    body = json.dumps(encode_message(message), separators=(",", ":"), ensure_ascii=False).encode()
-    return _HEADER.pack(len(body), VERSION) + body
+class Oversized(InvalidArgument):
+    """A payload is longer than the receiver accepts."""
+
+    def __init__(self, name: str, num_bytes: int, max_bytes: int) -> None:
+        super().__init__(f"{name}: the message has {num_bytes} bytes, but at most {max_bytes} are allowed; shorten it")
+        self.num_bytes = num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidFrame:
+    """A frame whose payload was not accepted."""
+
+    message_type: type[Message] | None
+    """Type of the message; None if the kind is unknown."""
+    request_ids: Sequence[int]
+    error: QuireError
+
+
+def encode_frame(message: Message) -> bytes:
+    """Return the frame of a message.
+
+    If a message with several items cannot be encoded as a whole, the result consists of several frames, in which each
+    item that cannot be encoded is replaced by an error.
+
+    Raises:
+        InvalidArgument: a message that belongs to one request cannot be encoded, or is too large.
+    """
+    try:
+        payload, request_ids = _encode(message), array("Q", message.request_ids)
+        header = _HEADER.pack(MAGIC, _KINDS[type(message)], len(request_ids), len(payload))
+        if len(payload) <= MAX_PAYLOAD_BYTES:
+            return b"".join((header, request_ids.tobytes(), payload))
+        error: QuireError = Oversized(type(message).__name__, len(payload), MAX_PAYLOAD_BYTES)
+    except (ValueError, OverflowError, RecursionError, struct.error) as cause:
+        # Lone surrogates, integers of more than 64 bits, and values that are nested too deeply.
+        error = InvalidArgument(f"{type(message).__name__}: cannot be sent to another process ({cause})")
+    if isinstance(message, OutputDeltas | StepResult):
+        return b"".join(map(encode_frame, _without_invalid_items(message)))
+    raise error
 
 
 class FrameDecoder:
-    """Decoder that receives bytes in chunks and converts them to messages.
-
-    A frame is oversize if it is longer than `max_bytes`. If a frame is oversize, the decoder passes its first
-    HEAD_BYTES bytes and its length to `on_oversize`. It drops the rest of the frame. If `on_oversize` is not given, an
-    oversize frame is an error.
-    """
+    """Decoder that receives bytes in chunks and converts them to messages."""
 
     def __init__(
-        self, max_bytes: int = MAX_FRAME_BYTES, on_oversize: Callable[[bytes, int], None] | None = None
+        self, accepted: Collection[type[Message]] = MESSAGE_TYPES, max_payload_bytes: int = MAX_PAYLOAD_BYTES
     ) -> None:
+        """Messages of other types than `accepted`, and longer payloads than `max_payload_bytes`, are invalid."""
+        self._accepted = frozenset(accepted)
+        self._max_payload_bytes = max_payload_bytes
         self._buffer = bytearray()
-        self._max_bytes = max_bytes if on_oversize else MAX_FRAME_BYTES
-        self._on_oversize = on_oversize
         self._num_to_drop = 0
-        """Number of bytes of an oversize frame that are still to be received and dropped."""
+        """Number of bytes of a payload that are still to be received and dropped."""
 
-    def feed(self, data: bytes) -> Iterator[IpcMessage]:
-        """Add received bytes. Yield every message that is now complete.
+    def feed(self, data: bytes) -> Iterator[Message | InvalidFrame]:
+        """Add received bytes. Yield each message that is now complete, and each frame that is not accepted.
 
         Raises:
-            Internal: the stream is corrupt or has another version; the connection must be closed.
+            Internal: the stream is corrupt; the connection must be closed.
         """
         new_data = data[self._num_to_drop :]
         self._num_to_drop -= len(data) - len(new_data)
@@ -66,27 +102,69 @@ class FrameDecoder:
         start = 0
         try:
             while len(self._buffer) - start >= _HEADER.size:
-                length, version = _HEADER.unpack_from(self._buffer, start)
-                if version != VERSION or length > MAX_FRAME_BYTES:
-                    raise Internal(f"frame has version {version} and {length} bytes; expected version {VERSION}")
-                is_oversize = length > self._max_bytes
-                body_start, end = start + _HEADER.size, start + _HEADER.size + length
-                required_end = min(end, body_start + HEAD_BYTES) if is_oversize else end
-                if len(self._buffer) < required_end:
+                magic, kind, num_ids, length = _HEADER.unpack_from(self._buffer, start)
+                if magic != MAGIC:
+                    raise Internal(f"the stream is corrupt: a frame starts with {magic:#06x} instead of {MAGIC:#06x}")
+                ids_start = start + _HEADER.size
+                payload_start = ids_start + _ID_BYTES * num_ids
+                end = payload_start + length
+                is_accepted = length <= self._max_payload_bytes and _TYPES.get(kind) in self._accepted
+                if len(self._buffer) < (end if is_accepted else payload_start):
                     break
-                body = bytes(self._buffer[body_start:required_end])
+                request_ids = array("Q", bytes(self._buffer[ids_start:payload_start]))
+                payload = bytes(self._buffer[payload_start:end]) if is_accepted else None
                 start = min(end, len(self._buffer))
-                if is_oversize and self._on_oversize:
-                    self._num_to_drop = end - start
-                    self._on_oversize(body, length)
-                else:
-                    yield decode_message(_parse_json(body))
+                self._num_to_drop = end - start
+                yield self._decode(kind, request_ids, length, payload)
         finally:
             del self._buffer[:start]
 
+    def _decode(
+        self, kind: int, request_ids: Sequence[int], length: int, payload: bytes | None
+    ) -> Message | InvalidFrame:
+        message_type = _TYPES.get(kind)
+        if message_type is None:
+            return InvalidFrame(None, request_ids, Internal(f"messages of kind {kind} are unknown"))
+        name = message_type.__name__
+        if message_type not in self._accepted:
+            return InvalidFrame(message_type, request_ids, Internal(f"{name}: not accepted by this process"))
+        if payload is None:
+            return InvalidFrame(message_type, request_ids, Oversized(name, length, self._max_payload_bytes))
+        try:
+            return _decoders[message_type].decode(payload)
+        except (msgspec.DecodeError, RecursionError, QuireError) as cause:
+            error = cause if isinstance(cause, QuireError) else InvalidArgument(f"{name}: {cause}")
+        if message_type in _ITEM_TYPES:
+            try:
+                return _decode_items(message_type, payload, request_ids)
+            except (msgspec.DecodeError, RecursionError, ValueError, TypeError) as cause:
+                error = Internal(f"{name}: {cause}")
+        return InvalidFrame(message_type, request_ids, error)
 
-def _parse_json(body: bytes) -> object:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Internal(f"frame is not JSON: {body[:80]!r}") from error
+
+def _without_invalid_items(message: OutputDeltas | StepResult) -> Sequence[Message]:
+    """Divide a message that cannot be encoded. If it contains a single item, replace this item by an error."""
+    if len(message.request_ids) > 1:
+        return message.split()
+    error_text = "the output cannot be sent to another process; see the log"
+    [request_id] = message.request_ids
+    error_item = _error_item(_ITEM_TYPES[type(message)], request_id, error_text)
+    if isinstance(message, OutputDeltas):
+        return (OutputDeltas([error_item]),)
+    return (msgspec.structs.replace(message, results=[error_item]),)
+
+
+def _decode_items(message_type: type[Message], payload: bytes, request_ids: Sequence[int]) -> Message:
+    """Decode a message in which single items are invalid. These items are replaced by errors."""
+    tag, items, *others = msgspec.msgpack.decode(payload)
+    item_type = _ITEM_TYPES[message_type]
+    for i, (request_id, item) in enumerate(zip(request_ids, items, strict=True)):
+        try:
+            msgspec.convert(item, item_type)
+        except msgspec.ValidationError as error:
+            items[i] = _error_item(item_type, request_id, f"{item_type.__name__}: {error}")
+    return _decoders[message_type].decode(_encode([tag, items, *others]))
+
+
+def _error_item(item_type: type[Any], request_id: int, text: str) -> Any:
+    return item_type(request_id, error_code=Code.INTERNAL, error=text)

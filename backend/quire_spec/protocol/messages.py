@@ -1,34 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between the processes of a pod. Each is a frozen dataclass, and framing.py encodes it.
+"""Messages between the processes of a pod. Each is a frozen struct, and framing.py encodes it as MessagePack.
 
-The sender of a GenerateRequest or SequenceRequest chooses an id that is unique on the connection. The first message on
-a connection is Hello. If a process closes a connection while requests are open on it, the other process cancels these
-requests or reports them as failed.
+- A frontend (a stub, or the OpenAI front) sends GenerateRequest, CancelRequests and RequestRejected to the text
+  process. The text process sends OutputDeltas to the frontend.
+- The text process sends SequenceRequest and AbortSequences to the core. The core sends StepResult to the text process.
+- A client of any server can send Call. The server answers with Reply or Failure.
+
+The sender of a GenerateRequest, SequenceRequest or Call chooses an id that is unique on the connection. The first
+message on a connection is Hello. If a process closes a connection while requests are open on it, the other process
+cancels these requests or reports them as failed.
+
+A message is encoded as an array: its tag, and then its fields in order. JSON values whose form Quire does not define
+(tool schemas, documents, arguments and results of calls) are `msgspec.Raw`. The process that receives such a value from
+a client bounds its size and depth.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Self
+
+import msgspec
 
 from quire_spec.constants import AdapterDigest
-from quire_spec.errors import Internal
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import Code, InvalidArgument, QuireError
+from quire_spec.protocol.parsed_output import Event, OutputParsing
+
+Role = Literal["stub", "openai", "text", "supervisor"]
+"""The kind of process that opens a connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of the values inside messages. The garbage collector does not track them, because they contain no cycles."""
+
+
+class Message(Value, frozen=True):
+    """Base of all messages. The tag of a message is the kind in the header of its frame."""
+
+    @property
+    def request_ids(self) -> Sequence[int]:
+        """Ids of the requests or calls to which this message belongs. They are in the header of the frame. If the
+        message cannot be encoded or decoded, only these requests fail."""
+        return ()
+
+
+class Hello(Message, frozen=True, tag=1):
     """First message on a connection. It identifies the client."""
 
-    role: str
-    """frontend, text or supervisor."""
+    role: Role
     model: str = ""
-    """Name of the server model if the client is a frontend."""
+    """Name of the server model if the client is a stub."""
     pid: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class Conversation(Value, frozen=True):
+    """A conversation that the text process converts to a prompt with the chat template of the checkpoint."""
+
+    messages: msgspec.Raw
+    """List of objects with a role and a content, in the form that templates read."""
+    tools: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """List of objects {type, function}, or null, which is the default."""
+    documents: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """List of objects, or null, which is the default."""
+    template_kwargs: msgspec.Raw = msgspec.Raw(b"\x80")
+    """Object with additional arguments of the template."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class GenerateRequest(Message, frozen=True, tag=2):
     """frontend -> text: asks the text process to run a request. The text process answers with OutputDeltas. The last
     delta is final."""
 
@@ -37,8 +76,7 @@ class GenerateRequest:
     """The model name that the client sent. It is the served name or the name of an adapter."""
     prompt: str | None
     prompt_token_ids: list[int] | None
-    params: dict[str, Any]
-    """SamplingParams.to_mapping()."""
+    params: SamplingParams
     stream: bool
     """If false, the text process sends a single delta, which contains the complete output."""
     cache_salt: str | None = None
@@ -52,39 +90,60 @@ class GenerateRequest:
     return_token_bytes: bool = False
     """If this is true and the text of a token is not valid UTF-8, the token's entry in logprobs also contains the exact
     bytes of the token."""
-    chat: dict[str, Any] | None = None
-    """A conversation that replaces the prompt: {messages, tools, documents, add_generation_prompt,
-    continue_final_message, template_kwargs}.
-
-    The text process converts it to a prompt with the chat template of the checkpoint.
-    """
+    chat: Conversation | None = None
+    """A conversation that replaces the prompt."""
     api_key_name: str = ""
     """Name of the API key that the client used. Metrics report it. Empty if no keys are configured."""
-    parsing: dict[str, Any] | None = None
-    """OutputParsing as JSON. If it is set, the deltas contain parsed events instead of text. If it is None, the deltas
-    contain text."""
+    parsing: OutputParsing | None = None
+    """If it is set, the deltas contain parsed events instead of text. If it is None, the deltas contain text."""
     stream_interval: int = 1
     """In a stream, a delta contains this number of output tokens. The first token and the end of the output are sent
     without waiting for more tokens."""
 
+    @property
+    def request_ids(self) -> Sequence[int]:
+        """The id of the request."""
+        return (self.id,)
 
-@dataclass(frozen=True, slots=True)
-class CancelRequests:
+
+class CancelRequests(Message, frozen=True, tag=3):
     """frontend -> text: the client disconnected, and the text process must not send any more deltas for these ids."""
 
     ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRejected:
+class RequestRejected(Message, frozen=True, tag=4):
     """frontend -> text: the frontend rejected a request that was invalid. The text process counts these rejections in a
     metric."""
 
-    code: str
+    code: Code
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
+class TokenLogprob(Value, frozen=True):
+    """Log probability of a token at one position."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """Rank of the token among all tokens at this position. The most likely token has rank 1."""
+    text: str | None = None
+    """None if the model has no tokenizer."""
+    token_bytes: bytes | None = None
+    """The exact bytes of the token. Only requests with return_token_bytes have them, and only if the text of the token
+    is not valid UTF-8."""
+
+
+def logprobs_by_token(position: Iterable[TokenLogprob]) -> dict[str, dict[str, Any]]:
+    """Return the tokens of a position in vLLM's form: a dict that maps each token id to {logprob, rank, decoded_token}.
+    If `token_bytes` is set, the entry also contains `bytes`."""
+    return {
+        str(entry.token_id): {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.text}
+        | ({} if entry.token_bytes is None else {"bytes": list(entry.token_bytes)})
+        for entry in position
+    }
+
+
+class OutputDelta(Value, frozen=True):
     """New part of one output of a request.
 
     A delta is the last one of its request if it has an error code. It is also the last one if it has a finish_reason
@@ -93,20 +152,20 @@ class OutputDelta:
 
     id: int
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     finish_reason: str | None = None
     """stop or length."""
     cumulative_logprob: float | None = None
-    logprobs: list[dict[str, dict[str, Any]]] | None = None
-    """For each new token, a dict in vLLM's form. It maps a token id to {logprob, rank, decoded_token}."""
+    logprobs: list[list[TokenLogprob]] | None = None
+    """One list for each new token. The first item is the token itself, and the others are the most likely tokens."""
     num_input_tokens: int = 0
     num_output_tokens: int = 0
     """Number of output tokens so far. The tokens of this delta are counted, too."""
-    error_code: str | None = None
+    error_code: Code | None = None
     error: str = ""
-    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
     """One entry for each token of the prompt. It has the same form as an entry of logprobs. The entry of the first
-    token is null. Only one delta of a request contains this list."""
+    token is None. Only one delta of a request contains this list."""
     index: int = 0
     """Index of this output among the outputs of the request."""
     other_outputs_pending: bool = False
@@ -119,8 +178,8 @@ class OutputDelta:
     """Token ids of the prompt. Only requests with return_prompt_token_ids have them, and only in one delta."""
     retry_after_s: float | None = None
     """If a limit rejected the request, it can succeed after this number of seconds. None for other errors."""
-    parsed: list[list[Any]] | None = None
-    """Events from parsed_output.encode_events. They replace the text if the request has `parsing`."""
+    parsed: list[Event] | None = None
+    """Events that replace the text if the request has `parsing`."""
     num_reasoning_tokens: int = 0
     """Number of reasoning tokens in the output so far. It is counted only if the request has `parsing`."""
 
@@ -136,7 +195,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
     if len(deltas) == 1:
         return last
     logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         last,
         text="".join(delta.text for delta in deltas),
         token_ids=[token for delta in deltas for token in delta.token_ids],
@@ -147,23 +206,31 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDeltas:
+class OutputDeltas(Message, frozen=True, tag=5):
     """text -> frontend: new parts of the outputs of one or more requests."""
 
     deltas: list[OutputDelta]
 
+    @property
+    def request_ids(self) -> Sequence[int]:
+        """The ids of the requests, in the order of the deltas."""
+        return [delta.id for delta in self.deltas]
 
-@dataclass(frozen=True, slots=True)
-class SequenceRequest:
+    def split(self) -> tuple["OutputDeltas", "OutputDeltas"]:
+        """Return two messages that contain the first and the second half of the deltas."""
+        middle = len(self.deltas) // 2
+        return OutputDeltas(self.deltas[:middle]), OutputDeltas(self.deltas[middle:])
+
+
+class SequenceRequest(Message, frozen=True, tag=6):
     """text -> core: asks the core to run a sequence."""
 
     id: int
     prompt_token_ids: list[int]
-    params: dict[str, Any]
+    params: SamplingParams
     adapter_digest: AdapterDigest | None = None
     cache_salt: str | None = None
-    bad_word_ids: list[list[int]] = field(default_factory=list)
+    bad_word_ids: list[list[int]] = []
     """The words of params.bad_words, each as a list of token ids."""
     parent_id: int | None = None
     """Id of the parent.
@@ -177,36 +244,42 @@ class SequenceRequest:
     grammar: str | None = None
     """Grammar that the output must match. The text process has already compiled it successfully. None allows any
     output."""
-    begin_after_token_ids: list[int] = field(default_factory=list)
+    begin_after_token_ids: list[int] = []
     """The grammar begins after these output tokens. If the list is empty, it applies from the first output token."""
-    reasoning_marks: list[list[int]] = field(default_factory=list)
+    reasoning_marks: list[list[int]] = []
     """Token ids of the start mark and of the end mark of the reasoning.
 
     They are needed for params.thinking_token_budget. The start mark is empty if the output already begins inside the
     reasoning. The list is empty if the request has no budget.
     """
 
+    @property
+    def request_ids(self) -> Sequence[int]:
+        """The id of the sequence."""
+        return (self.id,)
 
-@dataclass(frozen=True, slots=True)
-class AbortSequences:
+
+class AbortSequences(Message, frozen=True, tag=7):
     """text -> core: the core must stop these sequences and must not send any more results for them."""
 
     ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceDelta:
+RankedToken = tuple[int, float, int]
+"""Token id, log probability and rank."""
+
+
+class SequenceDelta(Value, frozen=True):
     """New tokens of a sequence. The last delta of a sequence has a finish_reason or an error_code."""
 
     id: int
-    token_ids: list[int]
+    token_ids: list[int] = []
     finish_reason: str | None = None
-    logprobs: list[list[list[float]]] | None = None
-    """For each new token, a list of [token id, logprob, rank]. The first item is the sampled token, and the others are
-    the most likely tokens."""
-    error_code: str | None = None
+    logprobs: list[list[RankedToken]] | None = None
+    """One list for each new token. The first item is the sampled token, and the others are the most likely tokens."""
+    error_code: Code | None = None
     error: str = ""
-    prompt_logprobs: list[list[list[float]]] | None = None
+    prompt_logprobs: list[list[RankedToken]] | None = None
     """One list for each token of the prompt except the first. It has the same form as a list in logprobs. Only the
     first delta of a request contains these lists."""
     num_cached_tokens: int | None = None
@@ -220,8 +293,7 @@ class SequenceDelta:
     num_accepted_draft_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
+class SchedulerStats(Value, frozen=True):
     """State of the scheduler after a step. The counters start at zero when the core starts."""
 
     num_running: int = 0
@@ -244,7 +316,7 @@ class SchedulerStats:
     num_swapped_in_blocks: int = 0
     num_steps: int = 0
     num_adapter_evictions: int = 0
-    slot_adapters: list[AdapterDigest] = field(default_factory=list)
+    slot_adapters: list[AdapterDigest] = []
     """Digests of the adapters that are in adapter slots."""
     num_host_adapters: int = 0
     """Number of adapters that are in host memory."""
@@ -253,12 +325,11 @@ class SchedulerStats:
     """Number of drafts that were verified in steps."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
-    accepted_draft_tokens_per_position: list[int] = field(default_factory=list)
+    accepted_draft_tokens_per_position: list[int] = []
     """Number of accepted draft tokens for each position in a draft. Empty if speculative decoding is not used."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterEvent:
+class AdapterEvent(Value, frozen=True):
     """Reports that an adapter was loaded to host memory or to an adapter slot, or was evicted from its slot."""
 
     kind: str
@@ -273,8 +344,7 @@ class AdapterEvent:
     """Number of seconds that it took to load the adapter, including the wait in the queue."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Message, frozen=True, tag=8):
     """core -> text: the results of one step."""
 
     results: list[SequenceDelta]
@@ -282,120 +352,90 @@ class StepResult:
     """The sequences that ran for the first time in this step. Each item contains the id of a sequence, and the number
     of seconds for which it waited in the core."""
     stats: SchedulerStats
-    adapter_events: list[AdapterEvent] = field(default_factory=list)
+    adapter_events: list[AdapterEvent] = []
     """The adapter events that happened since the previous step."""
 
+    @property
+    def request_ids(self) -> Sequence[int]:
+        """The ids of the sequences, in the order of the results."""
+        return [result.id for result in self.results]
 
-@dataclass(frozen=True, slots=True)
-class ControlRequest:
-    """Asks the receiver to call `method`.
+    def split(self) -> tuple["StepResult", "StepResult"]:
+        """Return two messages that contain the first and the second half of the results."""
+        middle = len(self.results) // 2
+        first = msgspec.structs.replace(self, results=self.results[:middle])
+        return first, StepResult(self.results[middle:], [], self.stats)
 
-    The supervisor sends it to the text process or to the core. The frontend sends it to the text process, and the text
-    process sends it to the core. The receiver answers with one ControlResponse, which has the same id.
-    """
+
+class Call(Message, frozen=True, tag=9):
+    """Calls a method of a server. The server answers with one Reply or one Failure, which has the same id."""
 
     id: int
     method: str
-    args: dict[str, Any] = field(default_factory=dict)
+    args: msgspec.Raw
+    """Object with the arguments by name."""
+
+    @property
+    def request_ids(self) -> Sequence[int]:
+        """The id of the call."""
+        return (self.id,)
 
 
-@dataclass(frozen=True, slots=True)
-class ControlResponse:
-    """The result of a ControlRequest, or its error."""
+class Reply(Message, frozen=True, tag=10):
+    """The result of a call."""
 
     id: int
-    result: Any = None
-    error_code: str | None = None
-    error: str = ""
+    result: msgspec.Raw
+
+    @property
+    def request_ids(self) -> Sequence[int]:
+        """The id of the call."""
+        return (self.id,)
 
 
-IpcMessage = (
-    Hello
-    | GenerateRequest
-    | CancelRequests
-    | RequestRejected
-    | OutputDeltas
-    | SequenceRequest
-    | AbortSequences
-    | StepResult
-    | ControlRequest
-    | ControlResponse
+class Failure(Message, frozen=True, tag=11):
+    """Reports that a call or a request failed. A server also sends it for a frame that it cannot accept."""
+
+    id: int
+    error_code: Code
+    error: str
+
+    @property
+    def request_ids(self) -> Sequence[int]:
+        """The id of the call or request."""
+        return (self.id,)
+
+    @classmethod
+    def from_error(cls, request_id: int, error: QuireError) -> Self:
+        """Return the message for an error. Lone surrogates in the error's text are replaced, because a message cannot
+        contain them."""
+        return cls(request_id, error.code, encodable(str(error)))
+
+
+MESSAGE_TYPES: tuple[type[Message], ...] = (
+    Hello,
+    GenerateRequest,
+    CancelRequests,
+    RequestRejected,
+    OutputDeltas,
+    SequenceRequest,
+    AbortSequences,
+    StepResult,
+    Call,
+    Reply,
+    Failure,
 )
 
-_MESSAGE_TYPES: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (
-        Hello,
-        GenerateRequest,
-        CancelRequests,
-        RequestRejected,
-        OutputDeltas,
-        SequenceRequest,
-        AbortSequences,
-        StepResult,
-        ControlRequest,
-        ControlResponse,
-    )
-}
 
-_NESTED_TYPES = (OutputDelta, SequenceDelta, SchedulerStats, AdapterEvent)
-
-
-def _field_getter(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that returns the values of a message's fields in order."""
-    first_name, *other_names = (field.name for field in dataclasses.fields(cls))
-    # If there is only one name, attrgetter returns a value instead of a tuple.
-    return attrgetter(first_name, *other_names) if other_names else lambda message: (getattr(message, first_name),)
-
-
-# The getters are built only once, because thousands of frames are encoded per second.
-_FIELD_GETTERS = {cls: _field_getter(cls) for cls in (*_MESSAGE_TYPES.values(), *_NESTED_TYPES)}
-
-_SEQUENCE_DELTA_DEFAULTS = tuple(field.default for field in dataclasses.fields(SequenceDelta))[2:]
-
-
-def encode_message(message: IpcMessage) -> list[Any]:
-    """Convert a message to JSON. The result is a list that contains the name of the type and then the fields in order.
-    A list is used because it can be parsed faster than an object."""
-    if isinstance(message, OutputDeltas):
-        return ["OutputDeltas", list(map(_FIELD_GETTERS[OutputDelta], message.deltas))]
-    if isinstance(message, StepResult):
-        results = [_encode_sequence_delta(result) for result in message.results]
-        encoded_events = (
-            [list(map(_FIELD_GETTERS[AdapterEvent], message.adapter_events))] if message.adapter_events else []
-        )
-        return [
-            "StepResult",
-            results,
-            message.started,
-            _FIELD_GETTERS[SchedulerStats](message.stats),
-            *encoded_events,
-        ]
-    return [type(message).__name__, *_FIELD_GETTERS[type(message)](message)]
-
-
-def decode_message(payload: Any) -> IpcMessage:
-    """Decode a list that `encode_message` returned.
-
-    Raises:
-        Internal: `payload` is not a message.
-    """
+def to_raw(value: Any, name: str) -> msgspec.Raw:
+    """Encode a JSON value for a message; raises InvalidArgument if it has lone surrogates, integers of more than 64
+    bits, or too many levels. `name` is the name of the value in this error."""
     try:
-        name, *values = payload
-        if name == "OutputDeltas":
-            return OutputDeltas([OutputDelta(*delta) for delta in values[0]])
-        if name == "StepResult":
-            results, started, stats, *encoded_events = values
-            adapter_events = [AdapterEvent(*event) for event in encoded_events[0]] if encoded_events else []
-            deltas = [SequenceDelta(*result) for result in results]
-            return StepResult(deltas, [(i, s) for i, s in started], SchedulerStats(*stats), adapter_events)
-        message: IpcMessage = _MESSAGE_TYPES[name](*values)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise Internal(f"the decoder expected a message, got {str(payload)[:80]!r}") from error
-    return message
+        return msgspec.Raw(msgspec.msgpack.encode(value))
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise InvalidArgument(f"{name}: cannot be sent to another process ({error})") from None
 
 
-def _encode_sequence_delta(result: SequenceDelta) -> tuple[Any, ...]:
-    """Encode a delta without the default values at its end. Nearly all deltas contain only token ids."""
-    values = _FIELD_GETTERS[SequenceDelta](result)
-    return values if values[2:] != _SEQUENCE_DELTA_DEFAULTS else values[:2]
+def encodable(text: str) -> str:
+    """Return the text with its lone surrogates replaced by question marks."""
+    return text.encode(errors="replace").decode()

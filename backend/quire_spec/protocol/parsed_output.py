@@ -3,23 +3,22 @@
 
 An event is a new part of the content, of the reasoning or of a tool call.
 
-If a request has an OutputParsing, the text process parses its outputs. An OutputDelta contains the events, encoded as
-lists. The OpenAI front converts them to chunks of its API.
+If a request has an OutputParsing, the text process parses its outputs. An OutputDelta contains the events. The OpenAI
+front converts them to chunks of its API.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
-from quire_spec.errors import Internal
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class OutputParsing:
+class OutputParsing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Settings for how the output of a chat request is parsed."""
 
-    tool_choice: str = "none"
+    tool_choice: Literal["none", "auto", "required", "function"] = "none"
     """Decides how tool calls are treated.
 
     With none, tool calls are left in the text. With auto, the model decides whether it calls tools. With required, the
@@ -33,33 +32,29 @@ class OutputParsing:
     """If false, the reasoning is left in the text."""
 
 
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
+class ContentDelta(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=1):
     """New part of the text of the answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=2):
     """New part of the reasoning before the answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
+class ToolCallStart(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=3):
     """Start of a tool call. It contains the complete name of the function."""
 
     index: int
     """Index of the tool call within its output, counted from 0."""
     name: str
-    id: str = field(default="", compare=False)
+    id: str = ""
     """Random id of the tool call. It has a form that the chat template of the model accepts."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallArguments:
+class ToolCallArguments(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=4):
     """New part of the JSON text with the arguments of a tool call."""
 
     index: int
@@ -67,12 +62,6 @@ class ToolCallArguments:
 
 
 Event = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
-_KINDS: Mapping[str, type[Any]] = {
-    "content": ContentDelta,
-    "reasoning": ReasoningDelta,
-    "call": ToolCallStart,
-    "arguments": ToolCallArguments,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,30 +108,7 @@ def join_neighbours(events: Iterable[Event]) -> list[Event]:
         run: list[Any] = list(group)
         # Two starts of tool calls have different indices, so a run of several events contains no start. All its events
         # have texts.
-        joined.append(run[0] if len(run) == 1 else replace(run[0], text="".join(event.text for event in run)))
+        joined.append(
+            run[0] if len(run) == 1 else msgspec.structs.replace(run[0], text="".join(event.text for event in run))
+        )
     return joined
-
-
-def encode_events(events: Iterable[Event]) -> list[list[Any]]:
-    """Encode the events as lists, so that a message can contain them."""
-    return [_encode_event(event) for event in events]
-
-
-def decode_events(lists: Sequence[Sequence[Any]]) -> list[Event]:
-    """Decode lists that `encode_events` returned, and combine adjacent events of the same kind. Raises Internal."""
-    try:
-        return join_neighbours(_KINDS[kind](*values) for kind, *values in lists)
-    except (KeyError, TypeError, ValueError) as error:
-        raise Internal(f"expected a list of encoded output events, got {str(lists)[:80]!r}") from error
-
-
-def _encode_event(event: Event) -> list[Any]:
-    match event:
-        case ContentDelta(text):
-            return ["content", text]
-        case ReasoningDelta(text):
-            return ["reasoning", text]
-        case ToolCallStart(index, name, call_id):
-            return ["call", index, name, call_id]
-        case ToolCallArguments(index, text):
-            return ["arguments", index, text]

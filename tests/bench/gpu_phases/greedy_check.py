@@ -15,6 +15,7 @@ from gpu_phases import lora
 from gpu_phases.random_engine import Load, close, drive, make_engine, settings
 from quire_engine.core.engine import Engine
 from quire_kernels.dispatch import collect_ops
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SequenceRequest
 
 MAX_TIE = 1e-4
@@ -74,7 +75,7 @@ def _others(
 def gap(engine: Engine, request: Request, output: Sequence[int], adapter: str | None) -> float:
     """Return how far tokens fall short of the likeliest at most, by an engine's logits, whose deviation is 1."""
     params = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "prompt_logprobs": 1}
-    engine.add(SequenceRequest(0, [*request.prompt_token_ids, *output], params, adapter))
+    engine.add(SequenceRequest(0, [*request.prompt_token_ids, *output], SamplingParams.from_mapping(params), adapter))
     scored: list[list[list[float]]] = []
     while engine.has_work:
         for result in engine.step().results:

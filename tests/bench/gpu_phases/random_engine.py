@@ -27,6 +27,7 @@ from quire_engine.core.engine import Engine
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import SequenceRequest
 
@@ -117,7 +118,14 @@ def feed(
     while num_added < len(requests) or engine.has_work:
         while num_added < len(requests) and offsets[num_added] <= record.now():
             adapter = adapters[num_added % len(adapters)] if adapters else None
-            engine.add(SequenceRequest(num_added, requests[num_added].prompt_token_ids, params[num_added], adapter))
+            engine.add(
+                SequenceRequest(
+                    num_added,
+                    requests[num_added].prompt_token_ids,
+                    SamplingParams.from_mapping(params[num_added]),
+                    adapter,
+                )
+            )
             num_added += 1
         if not engine.has_work:
             time.sleep(max(0.0, offsets[num_added] - record.now()))

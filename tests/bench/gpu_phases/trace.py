@@ -22,6 +22,7 @@ import torch
 from gpu_phases.store import Row
 from quire_engine.core.engine import Engine
 from quire_engine.worker.graph_shapes import GraphShape
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SequenceRequest
 
 GRAPH_GAP_US = 5.0
@@ -69,10 +70,10 @@ def mixed_rows(engine: Engine, num_seqs: int, prompt: int, new_prompt: int) -> I
     with _decoding(engine, num_seqs, prompt, 20):
         params = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
         decode_ms = step_ms(engine, 4)
-        engine.add(SequenceRequest(num_seqs, [5] * new_prompt, params))
+        engine.add(SequenceRequest(num_seqs, [5] * new_prompt, SamplingParams.from_mapping(params)))
         # The prompt's step and three decoding steps, so that steps that were launched ahead count once.
         yield {"what": f"mixed step, {label}", "value": 4 * step_ms(engine, 4) - 3 * decode_ms, "unit": "ms"}
-        engine.add(SequenceRequest(num_seqs + 1, [6] * new_prompt, params))
+        engine.add(SequenceRequest(num_seqs + 1, [6] * new_prompt, SamplingParams.from_mapping(params)))
         events = _traced(engine, 2)
     yield from kernel_rows(events, 1, f"mixed step, {label}, then a decoding step")
 
@@ -84,7 +85,11 @@ def _decoding(engine: Engine, num_seqs: int, prompt: int, num_tokens: int) -> It
     for i in range(num_seqs):
         # Prompts start in at most `num_seqs` steps, so no sequence ends before the last one has decoded its tokens.
         params = {"temperature": 0.0, "max_tokens": num_tokens + num_seqs + 20, "ignore_eos": True}
-        engine.add(SequenceRequest(i, draw.choices(range(engine.shape.vocab_size), k=prompt), params))
+        engine.add(
+            SequenceRequest(
+                i, draw.choices(range(engine.shape.vocab_size), k=prompt), SamplingParams.from_mapping(params)
+            )
+        )
     seen: set[int] = set()
     while len(seen) < num_seqs:
         seen |= {result.id for result in engine.step().results}

@@ -14,6 +14,7 @@ from support.tiny_checkpoints import VOCAB, load_adapted_oracle, load_oracle, ma
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import InvalidArgument
 from quire_spec.model.memory_sizing import kv_block_bytes
@@ -141,9 +142,11 @@ def test_searches_and_other_sequences_equal_transformers(
     requests = []
     for index, case in enumerate(suite.cases):
         first_id = index * 2 * IDS_PER_REQUEST
-        requests.append(SequenceRequest(first_id, case.prompt, case.params, case.adapter))
+        requests.append(SequenceRequest(first_id, case.prompt, SamplingParams.from_mapping(case.params), case.adapter))
         greedy = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
-        requests.append(SequenceRequest(first_id + IDS_PER_REQUEST, case.prompt, greedy, case.adapter))
+        requests.append(
+            SequenceRequest(first_id + IDS_PER_REQUEST, case.prompt, SamplingParams.from_mapping(greedy), case.adapter)
+        )
     outputs = _run(engine, requests)
     for index, case in enumerate(suite.cases):
         first_id = index * 2 * IDS_PER_REQUEST
@@ -159,7 +162,10 @@ def test_searches_and_other_sequences_equal_transformers(
 def test_searches_equal_transformers_with_windows_in_some_layers(gemma_suite: Suite, scenario: str) -> None:
     engine = _engine(gemma_suite, **SCENARIOS[scenario])
     cases = dict(enumerate(gemma_suite.cases))
-    requests = [SequenceRequest(i * IDS_PER_REQUEST, c.prompt, c.params, c.adapter) for i, c in cases.items()]
+    requests = [
+        SequenceRequest(i * IDS_PER_REQUEST, c.prompt, SamplingParams.from_mapping(c.params), c.adapter)
+        for i, c in cases.items()
+    ]
     outputs = _run(engine, requests)
     for i, case in cases.items():
         assert [outputs[i * IDS_PER_REQUEST + beam] for beam in range(len(case.outputs))] == case.outputs
@@ -170,7 +176,7 @@ def test_scores_n_and_logprobs(suite: Suite) -> None:
     """`n` outputs of more beams are the first ones; their log probabilities add up to the score."""
     engine, case = _engine(suite), suite.cases[-1]
     params = case.params | {"n": 2, "best_of": case.params["n"], "logprobs": 3}
-    engine.add(SequenceRequest(0, case.prompt, params, case.adapter))
+    engine.add(SequenceRequest(0, case.prompt, SamplingParams.from_mapping(params), case.adapter))
     results = []
     while engine.has_work:
         results += engine.step().results
@@ -182,7 +188,11 @@ def test_scores_n_and_logprobs(suite: Suite) -> None:
         assert sum(entries[0][1] for entries in result.logprobs) == pytest.approx(result.cumulative_logprob, abs=1e-4)
         score = result.cumulative_logprob / len(result.token_ids) ** case.params["length_penalty"]
         assert score == pytest.approx(case.scores[index], rel=1e-4)
-    engine.add(SequenceRequest(16, case.prompt, params | {"logprob_token_ids": [7, 9]}, case.adapter))
+    engine.add(
+        SequenceRequest(
+            16, case.prompt, SamplingParams.from_mapping(params | {"logprob_token_ids": [7, 9]}), case.adapter
+        )
+    )
     while engine.has_work:
         for result in engine.step().results:
             assert result.logprobs is not None
@@ -205,14 +215,14 @@ def test_parameters_change_the_log_probabilities(
     stop_ids = case.params["stop_token_ids"]
     expected, _ = _search(oracle, case.prompt, num_beams=4, num_return_sequences=4, eos_token_id=stop_ids, **arguments)
     request = {"use_beam_search": True, "n": 4, "max_tokens": NUM_TOKENS, "stop_token_ids": stop_ids} | params
-    outputs = _run(_engine(suite), [SequenceRequest(0, case.prompt, request)])
+    outputs = _run(_engine(suite), [SequenceRequest(0, case.prompt, SamplingParams.from_mapping(request))])
     assert [outputs[i] for i in range(4)] == expected
 
 
 def test_dropped_beams_free_their_blocks_and_an_abort_frees_all(suite: Suite) -> None:
     engine, prompt = _engine(suite, enable_prefix_caching=False), list(range(1, 18))
     params = {"use_beam_search": True, "n": 4, "max_tokens": 40, "early_stopping": "never"}
-    engine.add(SequenceRequest(0, prompt, params))
+    engine.add(SequenceRequest(0, prompt, SamplingParams.from_mapping(params)))
     for step in range(30):
         assert engine.step().results == []
         engine.check_integrity()
@@ -230,7 +240,18 @@ def test_rejects_searches_that_never_fit(suite: Suite) -> None:
         ({"n": 1, "best_of": 4}, "'best_of': 4 beams of 43 tokens need 24 KV blocks, but the cache has 12"),
     ):
         with pytest.raises(InvalidArgument, match=message):
-            engine.add(SequenceRequest(0, [1, 2, 3], {"use_beam_search": True, "max_tokens": 40} | params))
+            engine.add(
+                SequenceRequest(
+                    0, [1, 2, 3], SamplingParams.from_mapping({"use_beam_search": True, "max_tokens": 40} | params)
+                )
+            )
     with pytest.raises(InvalidArgument, match="use_beam_search: not possible with a constraint"):
-        engine.add(SequenceRequest(0, [1, 2, 3], {"use_beam_search": True}, grammar="%llguidance {}\nstart: /a/"))
+        engine.add(
+            SequenceRequest(
+                0,
+                [1, 2, 3],
+                SamplingParams.from_mapping({"use_beam_search": True}),
+                grammar="%llguidance {}\nstart: /a/",
+            )
+        )
     assert not engine.has_work

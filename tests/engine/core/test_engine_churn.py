@@ -21,6 +21,7 @@ from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import SequenceDelta, SequenceRequest, StepResult
@@ -86,7 +87,14 @@ class EngineHarness:
         **params: Any,
     ) -> int:
         request = SequenceRequest(
-            self.num_added, prompt, params, adapter_digest, salt, bad_words or [], parent_id, priority
+            self.num_added,
+            prompt,
+            SamplingParams.from_mapping(params),
+            adapter_digest,
+            salt,
+            bad_words or [],
+            parent_id,
+            priority,
         )
         self.engine.add(request)
         self.num_added += 1

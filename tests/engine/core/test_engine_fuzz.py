@@ -76,7 +76,7 @@ class FuzzHarness:
         params = SamplingParams(**timed.params)
         bad_word_ids = tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
         first = SequenceRequest(
-            first_id, timed.prompt, {}, timed.adapter_digest, None, bad_word_ids, priority=timed.priority
+            first_id, timed.prompt, params, timed.adapter_digest, None, bad_word_ids, priority=timed.priority
         )
         return OfflineRequest(first, None, params, None, tokenizer, frozenset())
 
@@ -94,7 +94,12 @@ class FuzzHarness:
             for request in offline_request.sequence_requests:
                 engine.add(
                     SequenceRequest(
-                        request.id, timed.prompt, request.params, timed.adapter_digest, None, request.bad_word_ids
+                        request.id,
+                        timed.prompt,
+                        request.params,
+                        timed.adapter_digest,
+                        None,
+                        request.bad_word_ids,
                     )
                 )
             while engine.has_work:

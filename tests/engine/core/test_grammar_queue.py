@@ -5,12 +5,13 @@ import asyncio
 import threading
 
 from quire_engine.core.grammar_queue import GrammarQueue
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import SequenceRequest
 
 
 def request(sequence_id, grammar=None):
-    return SequenceRequest(sequence_id, [1], {}, grammar=grammar)
+    return SequenceRequest(sequence_id, [1], SamplingParams(), grammar=grammar)
 
 
 async def test_order_and_aborts():

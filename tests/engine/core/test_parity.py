@@ -24,6 +24,7 @@ from transformers import Mxfp4Config
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.model.kv_layout import KVLayout
 from quire_spec.model.memory_sizing import kv_block_bytes
@@ -115,7 +116,9 @@ def _generate(
             if waiting:
                 i = waiting.pop()
                 adapter_digest = adapter_digests[i] if adapter_digests else None
-                engine.add(SequenceRequest(i, prompts[i], params | {"seed": i}, adapter_digest))
+                engine.add(
+                    SequenceRequest(i, prompts[i], SamplingParams.from_mapping(params | {"seed": i}), adapter_digest)
+                )
         for digest, path in engine.pop_adapter_reads():
             engine.add_adapter(digest, path, engine.read_adapter(path))
         for result in engine.step().results:
@@ -267,7 +270,14 @@ def test_blocks_that_have_left_the_window_of_all_layers_are_freed(cases, changes
             # With priorities, each request preempts those before it.
             for i in waiting[: 1 if preempting else None]:
                 params = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
-                engine.add(SequenceRequest(i, case.prompts[longest[i]], params, priority=-i if preempting else 0))
+                engine.add(
+                    SequenceRequest(
+                        i,
+                        case.prompts[longest[i]],
+                        SamplingParams.from_mapping(params),
+                        priority=-i if preempting else 0,
+                    )
+                )
                 waiting.remove(i)
             result = engine.step()
             for delta in result.results:
@@ -303,7 +313,7 @@ def test_layers_with_a_window_keep_the_blocks_of_their_window(cases, name, chang
     params = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
     outputs = []
     for _ in range(2):  # the second time from the prefix cache
-        engine.add(SequenceRequest(0, prompt, params))
+        engine.add(SequenceRequest(0, prompt, SamplingParams.from_mapping(params)))
         outputs.append([])
         while engine.has_work:
             result = engine.step()
@@ -330,7 +340,11 @@ def test_more_sequences_run_if_layers_with_a_window_have_their_own_blocks(cases,
     for _ in range(2):
         engine = Engine.from_config(_config(case.folder, 2 * MAX_MODEL_LEN // 8, block_size=8))
         for i, prompt in enumerate(prompts):
-            engine.add(SequenceRequest(i, prompt, {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}))
+            engine.add(
+                SequenceRequest(
+                    i, prompt, SamplingParams.from_mapping({"temperature": 0.0, "max_tokens": 60, "ignore_eos": True})
+                )
+            )
         num_running = []
         while engine.has_work:
             num_running.append(engine.step().stats.num_running)
@@ -347,13 +361,13 @@ def test_forks_of_a_prompt_that_crosses_the_long_rope_threshold(cases, fork_at_s
     (reference,) = _reference(load_oracle(folder), [prompt])
     engine = Engine.from_config(_config(folder, block_size=8))
     params = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
-    engine.add(SequenceRequest(0, prompt, params))
+    engine.add(SequenceRequest(0, prompt, SamplingParams.from_mapping(params)))
     outputs: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for step in range(3 * NUM_TOKENS):
         # At the start, when forks share the prompt with the parent; or after the parent has crossed the threshold.
         if step == (0 if fork_at_start else 6):
-            engine.add(SequenceRequest(1, prompt, params, parent_id=0))
-            engine.add(SequenceRequest(2, prompt, params, parent_id=0))
+            engine.add(SequenceRequest(1, prompt, SamplingParams.from_mapping(params), parent_id=0))
+            engine.add(SequenceRequest(2, prompt, SamplingParams.from_mapping(params), parent_id=0))
         for result in engine.step().results:
             outputs[result.id] += result.token_ids
         engine.check_integrity()

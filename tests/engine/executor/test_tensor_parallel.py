@@ -79,7 +79,7 @@ def _requests():
     for i in range(9):
         prompt = (stem if i % 3 == 1 else []) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
         params = (GREEDY, GREEDY, DRAWN)[i % 3] | ({"prompt_logprobs": 1} if i % 5 == 0 else {})
-        yield SequenceRequest(i, prompt, params | {"seed": i})
+        yield SequenceRequest(i, prompt, SamplingParams.from_mapping(params | {"seed": i}))
 
 
 def _generate(engine, adapter=lambda i: None):
@@ -205,7 +205,7 @@ def test_one_batch_with_different_adapters_and_the_base_model(folders, adapters,
 def _outputs(llm):
     """Generate all requests with LLM at once."""
     prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in _requests()]
-    params = [SamplingParams(**request.params) for request in _requests()]
+    params = [SamplingParams(**request.params.to_mapping()) for request in _requests()]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -218,7 +218,7 @@ def _llm(folder, size, **changes):
 def test_worker_process_ends_with_the_engine(folders):
     engine = Engine.from_config(_config(folders["qwen2"], 2))
     assert len(tp_worker_processes()) == 1
-    engine.add(SequenceRequest(1, [1, 2, 3], GREEDY))
+    engine.add(SequenceRequest(1, [1, 2, 3], SamplingParams.from_mapping(GREEDY)))
     assert len(engine.step().results[0].token_ids) == 1
     del engine
     gc.collect()
@@ -271,7 +271,7 @@ def test_on_lost_is_called_at_once_when_a_worker_dies(folders):
 def test_hanging_worker_is_detected_and_killed(folders):
     engine = engine_with_thread_workers(_config(folders["llama"], 2), start_worker=WorkerProcess, timeout_s=4.0)
     (rank,) = tp_worker_processes()
-    engine.add(SequenceRequest(1, [1, 2, 3], GREEDY))
+    engine.add(SequenceRequest(1, [1, 2, 3], SamplingParams.from_mapping(GREEDY)))
     engine.step()
     rank.suspend()
     start = time.monotonic()
@@ -319,7 +319,7 @@ def test_sigint_is_deferred_to_the_end_of_a_step(folders, ahead):
             return model(batch, kv)
 
     engine._runner._local_runner._model = Interrupted()
-    engine.add(SequenceRequest(100, [1, 2, 3], GREEDY))
+    engine.add(SequenceRequest(100, [1, 2, 3], SamplingParams.from_mapping(GREEDY)))
     # SIGINT can be ignored when the tests start, as in a shell's background job.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -341,7 +341,7 @@ def test_wait_for_the_device_has_the_time_limit_of_a_collective(folders):
     with pytest.raises(RunnerLost, match=r"a step did not finish within 0\.05 s"):
         group.wait_until(lambda: False)
     with pytest.raises(RunnerLost, match="a step did not finish"):
-        engine.add(SequenceRequest(1, [1, 2, 3], GREEDY))
+        engine.add(SequenceRequest(1, [1, 2, 3], SamplingParams.from_mapping(GREEDY)))
         engine.step()
 
 

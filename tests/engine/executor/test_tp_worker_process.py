@@ -51,7 +51,7 @@ def pod(model: Path, tmp_path: Path, counts: Path) -> Iterator[EngineProcesses]:
 
 
 def test_core_with_a_worker_serves_idles_without_cpu_time_and_ends_with_the_worker(pod: EngineProcesses, model: Path):
-    with pod.connect("text", "frontend") as client:
+    with pod.connect("text", "stub") as client:
         events = client.generate([1, 2, 3], temperature=0, max_tokens=12)
     assert [i for event in events for i in event.token_ids] == greedy_output(model, [1, 2, 3], 12)
     with pod.connect("core", "supervisor") as supervisor:
@@ -95,7 +95,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 def check_request_fails_when_killed(pod: EngineProcesses, victim: psutil.Process) -> None:
     """Check that a running request fails with UNAVAILABLE within 20 s after a process is killed."""
-    with pod.connect("text", "frontend") as client:
+    with pod.connect("text", "stub") as client:
         request = client.submit([1, 2, 3], **ENDLESS)
         first = client.receive()
         assert isinstance(first, OutputDeltas) and first.deltas[0].token_ids

@@ -15,6 +15,7 @@ from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.sequence import SequenceStatus
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SequenceRequest
 
 MAX_MODEL_LEN = 96
@@ -58,7 +59,12 @@ class _EngineRun:
     def add(self, request_id: int, prompt: list[int], fields: dict[str, Any] | None = None, **params: Any) -> None:
         self.results[request_id] = [[], [], None, None]
         self.engine.add(
-            SequenceRequest(request_id, prompt, {"temperature": 0.0, "max_tokens": 24, **params}, **fields or {})
+            SequenceRequest(
+                request_id,
+                prompt,
+                SamplingParams.from_mapping({"temperature": 0.0, "max_tokens": 24, **params}),
+                **fields or {},
+            )
         )
 
     def step(self) -> None:

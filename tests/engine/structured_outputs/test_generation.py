@@ -178,7 +178,14 @@ def test_tensor_parallel_ranks(llm):
     grammar = to_grammar_text(GREEDY.structured_outputs)
     for i, prompt in enumerate(PROMPTS):
         token_ids = llm.get_tokenizer().encode(prompt)
-        engine.add(SequenceRequest(i, token_ids, {"temperature": i / 2, "seed": 1, "max_tokens": 64}, grammar=grammar))
+        engine.add(
+            SequenceRequest(
+                i,
+                token_ids,
+                SamplingParams.from_mapping({"temperature": i / 2, "seed": 1, "max_tokens": 64}),
+                grammar=grammar,
+            )
+        )
     token_ids, errors = run(engine)
     assert not errors and len(token_ids) == len(PROMPTS)
     for output in token_ids.values():
@@ -193,7 +200,7 @@ def test_a_sequence_without_an_allowed_token_fails_alone(llm, is_async):
     constraint = to_grammar_text(StructuredOutputsParams(json=PERSON))
     prompt = llm.get_tokenizer().encode(PROMPTS[0])
     requests = [
-        SequenceRequest(i, prompt, {"temperature": 0.0, "max_tokens": 64, **params}, grammar=grammar)
+        SequenceRequest(i, prompt, SamplingParams(temperature=0.0, max_tokens=64, **params), grammar=grammar)
         for i, (grammar, params) in enumerate(
             [
                 (constraint, {}),

@@ -9,7 +9,14 @@ from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 from quire_spec.protocol.messages import GenerateRequest
 
 LIMITS = RequestLimits(max_model_len=32, vocab_size=384, max_num_queued_reqs=4, max_prompt_bytes=2000)
-VALID_REQUEST = {"id": 1, "model": "base", "prompt": None, "prompt_token_ids": [1], "params": {}, "stream": True}
+VALID_REQUEST = {
+    "id": 1,
+    "model": "base",
+    "prompt": None,
+    "prompt_token_ids": [1],
+    "params": SamplingParams(),
+    "stream": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -26,23 +33,13 @@ VALID_REQUEST = {"id": 1, "model": "base", "prompt": None, "prompt_token_ids": [
             "'384', which is not a token id of this model; use ids from 0 to 383",
         ),
         ({"prompt_token_ids": [-1]}, InvalidArgument, "'-1'"),
-        ({"prompt_token_ids": [1, "x"]}, InvalidArgument, "'x'"),
-        ({"prompt_token_ids": [True]}, InvalidArgument, "'True'"),
-        ({"prompt_token_ids": {"a": 1}}, InvalidArgument, "list"),
-        ({"prompt_token_ids": None, "prompt": 5}, InvalidArgument, "string"),
         ({"prompt_token_ids": None, "prompt": "x" * 2001}, InvalidArgument, "2001 bytes"),
         ({"prompt_token_ids": None, "prompt": "é" * 1001}, InvalidArgument, "2002 bytes"),
         ({"prompt_token_ids": None, "prompt": "é" * 1000}, None, ""),
         ({"model": "nope"}, NotFound, "LoRA nope is not supported, we currently support []"),
-        ({"model": ["base"]}, NotFound, "not served"),
-        ({"params": {"temprature": 1}}, InvalidArgument, "temprature"),
-        ({"params": {"top_p": 7}}, InvalidArgument, "top_p"),
-        ({"params": [1]}, InvalidArgument, "object"),
-        ({"cache_salt": 5}, InvalidArgument, "cache_salt"),
         ({"cache_salt": "x" * 257}, InvalidArgument, "cache_salt"),
         ({"priority": 1}, InvalidArgument, "priority: got 1, but scheduling_policy is fcfs"),
         ({"priority": 2**31}, InvalidArgument, "priority"),
-        ({"priority": "1"}, InvalidArgument, "priority"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -70,4 +67,4 @@ def test_admission_without_a_tokenizer_and_while_closed():
     with pytest.raises(InvalidArgument, match="has no tokenizer; send prompt_token_ids"):
         admission.admit(GenerateRequest(**VALID_REQUEST | {"prompt": "x", "prompt_token_ids": None}), 0)
     with pytest.raises(InvalidArgument, match="stop_token_ids"):
-        admission.admit(GenerateRequest(**VALID_REQUEST | {"params": {"stop": "x"}}), 0)
+        admission.admit(GenerateRequest(**VALID_REQUEST | {"params": SamplingParams(stop=("x",))}), 0)

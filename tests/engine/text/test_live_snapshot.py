@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The live snapshot: bounded, by name, and complete in its counts."""
 
-from dataclasses import asdict
-
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +19,11 @@ NAMES = st.dictionaries(st.integers(0, 99).map("adapter-{}".format), DIGESTS.fil
 
 @given(ROWS, NAMES)
 def test_a_snapshot_is_bounded_and_loses_no_block(rows, names):
-    core = {"stats": asdict(SchedulerStats(num_blocks=9, num_used_blocks=5)), "adapters": rows, "num_adapters": 3}
+    core = {
+        "stats": msgspec.structs.asdict(SchedulerStats(num_blocks=9, num_used_blocks=5)),
+        "adapters": rows,
+        "num_adapters": 3,
+    }
     snapshot = build_live_snapshot(core, "base", names, {})
     assert len(snapshot["adapters"]) <= MAX_ADAPTERS and len(snapshot["owners"]) <= MAX_OWNERS + 1
     assert sum(count for _, count in snapshot["owners"]) == sum(row[4] for row in rows)

@@ -10,12 +10,12 @@ from quire_engine.text.output_delta_buffer import (
     MAX_PENDING_STREAM_BYTES,
     OutputDeltaBuffer,
 )
-from quire_spec.protocol.messages import OutputDelta
+from quire_spec.protocol.messages import OutputDelta, TokenLogprob
 
 
 def make_delta(request: int, number: int, index: int = 0, ends: bool = False) -> OutputDelta:
     """Return delta `number` of an output. Requests have log probabilities if their id is 0, and output 0 ends last."""
-    entry = [{str(number): {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}] if request == 0 else None
+    entry = [[TokenLogprob(number, -1.0, 1, "x")]] if request == 0 else None
     finish_reason = "stop" if ends else None
     return OutputDelta(
         request, f"<{number}>", [number], finish_reason, -1.0 * number, entry, 3, number + 1,
@@ -43,8 +43,8 @@ def test_merged_deltas_equal_the_single_ones(appends: list[tuple[int, int, bool]
         assert [i for delta in own for i in delta.token_ids] == numbers
         assert own[-1].num_output_tokens == numbers[-1] + 1
         assert own[-1].cumulative_logprob == -1.0 * numbers[-1]
-        logprobs = [next(iter(position)) for delta in own for position in delta.logprobs or []]
-        assert logprobs == ([str(n) for n in numbers] if request == 0 else [])
+        logprobs = [position[0].token_id for delta in own for position in delta.logprobs or []]
+        assert logprobs == (numbers if request == 0 else [])
     for request in range(3):
         finals = [delta.final for delta in sent if delta.id == request]
         assert finals == [False] * (len(finals) - 1) + [True]

@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_core_death_ends_requests_at_once_and_a_new_core_serves(model: Path, tmp_path: Path):
     with EngineProcesses(tmp_path, **engine_config(model)) as pod:
         pod.start("text")
-        with pod.connect("text", "frontend") as client:
+        with pod.connect("text", "stub") as client:
             (event,) = client.generate("fox")
             assert (event.error_code, event.error) == ("UNAVAILABLE", "engine core is starting; try again")
             pod.start("core")
@@ -42,7 +42,7 @@ def test_core_death_ends_requests_at_once_and_a_new_core_serves(model: Path, tmp
 def test_text_process_death_aborts_its_sequences_in_the_core(model: Path, tmp_path: Path):
     with EngineProcesses(tmp_path, **engine_config(model)) as pod:
         pod.start("core", "text")
-        client = pod.connect("text", "frontend")
+        client = pod.connect("text", "stub")
         for _ in range(8):
             client.submit("fox", max_tokens=100_000)
         wait_for(lambda: pod.core_stats()["num_running"] == 8)
@@ -55,7 +55,7 @@ def test_text_process_death_aborts_its_sequences_in_the_core(model: Path, tmp_pa
         pod.wait_idle()
         assert time.monotonic() - start < 20
         pod.start("text")
-        with pod.connect("text", "frontend") as client:
+        with pod.connect("text", "stub") as client:
             assert client.generate("fox", max_tokens=4)[-1].finish_reason == "length"
 
 

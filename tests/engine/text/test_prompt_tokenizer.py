@@ -46,7 +46,7 @@ def tokenizer(tmp_path: Path) -> RecordingTokenizer:
 def make_request(
     prompt: str | None = None, token_ids: list[int] | None = None, **params: object
 ) -> tuple[GenerateRequest, RequestState]:
-    request = GenerateRequest(1, "base", prompt, token_ids, params, True)
+    request = GenerateRequest(1, "base", prompt, token_ids, SamplingParams.from_mapping(params), True)
     return request, RequestState(7, request, AdmittedRequest(SamplingParams.from_mapping(params), None, None), 0.0)
 
 

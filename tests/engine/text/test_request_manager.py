@@ -21,16 +21,18 @@ from quire_engine.text.request_state import RequestState
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Internal, InvalidArgument, QuireError
 from quire_spec.protocol.messages import (
     AbortSequences,
     GenerateRequest,
-    IpcMessage,
+    Message,
     OutputDelta,
     SchedulerStats,
     SequenceDelta,
     SequenceRequest,
     StepResult,
+    TokenLogprob,
 )
 
 LIMITS = RequestLimits(
@@ -71,8 +73,8 @@ def make_manager(
     prompt_tokenizer: PromptTokenizer | None = None,
     has_tokenizer: bool = True,
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[RequestManager, list[IpcMessage], RequestMetrics]:
-    sent: list[IpcMessage] = []
+) -> tuple[RequestManager, list[Message], RequestMetrics]:
+    sent: list[Message] = []
     metrics = RequestMetrics(EngineConfig("m"), "base", LIMITS.max_model_len)
     if has_tokenizer and prompt_tokenizer is None:
         prompt_tokenizer = PromptTokenizer(TOKENIZER, LIMITS.max_model_len)
@@ -82,7 +84,7 @@ def make_manager(
 
 def connected_manager(
     has_tokenizer: bool = True,
-) -> tuple[RequestManager, RecordingFrontend, list[IpcMessage], RequestMetrics]:
+) -> tuple[RequestManager, RecordingFrontend, list[Message], RequestMetrics]:
     manager, sent, metrics = make_manager(has_tokenizer=has_tokenizer)
     manager.on_core_connected()
     return manager, RecordingFrontend(), sent, metrics
@@ -91,7 +93,9 @@ def connected_manager(
 def make_request(
     id: int, prompt: str | None = "fox", ids: list[int] | None = None, stream: bool = True, **params: object
 ) -> GenerateRequest:
-    return GenerateRequest(id, "base", prompt, ids, dict(params), stream, priority=PRIORITY)
+    return GenerateRequest(
+        id, "base", prompt, ids, SamplingParams.from_mapping(dict(params)), stream, priority=PRIORITY
+    )
 
 
 @dataclass(frozen=True)
@@ -277,17 +281,17 @@ def test_drain_rejects_new_requests_and_calls_back_when_the_last_ends():
 def test_adapter_names_resolve_to_the_current_digest():
     manager, frontend, sent, _ = connected_manager()
     manager.set_adapters({f"adapter-{i:02}": f"sha256:{i}" for i in range(15)})
-    manager.submit(frontend, GenerateRequest(1, "adapter-03", None, [5], {}, True))
+    manager.submit(frontend, GenerateRequest(1, "adapter-03", None, [5], SamplingParams(), True))
     assert isinstance(sent[0], SequenceRequest) and sent[0].adapter_digest == "sha256:3"
     manager.set_adapters({"adapter-03": "sha256:new"})
-    manager.submit(frontend, GenerateRequest(2, "adapter-03", None, [5], {}, True))
+    manager.submit(frontend, GenerateRequest(2, "adapter-03", None, [5], SamplingParams(), True))
     assert isinstance(sent[1], SequenceRequest) and sent[1].adapter_digest == "sha256:new"
-    manager.submit(frontend, GenerateRequest(3, "adapter-04", None, [5], {}, True))
+    manager.submit(frontend, GenerateRequest(3, "adapter-04", None, [5], SamplingParams(), True))
     assert frontend.deltas[3][0].error_code == "NOT_FOUND"
     sentence = "LoRA adapter-04 is not supported, we currently support ['adapter-03']"  # vllm_backend's
     assert frontend.deltas[3][0].error == f"model 'adapter-04' is not served; the base model is 'base': {sentence}"
     manager.set_adapters({f"adapter-{i:02}": "d" for i in range(15)})
-    manager.submit(frontend, GenerateRequest(4, "Base", None, [5], {}, True))
+    manager.submit(frontend, GenerateRequest(4, "Base", None, [5], SamplingParams(), True))
     assert (
         "['adapter-00', " in frontend.deltas[4][0].error and "'adapter-09'] and 5 more" in frontend.deltas[4][0].error
     )
@@ -295,10 +299,10 @@ def test_adapter_names_resolve_to_the_current_digest():
 
 def test_unknown_adapter_is_unavailable_until_names_are_announced():
     manager, frontend, sent, _ = connected_manager()
-    manager.submit(frontend, GenerateRequest(1, "sql", None, [5], {}, True))
+    manager.submit(frontend, GenerateRequest(1, "sql", None, [5], SamplingParams(), True))
     assert frontend.deltas[1][0].error_code == "UNAVAILABLE"
     manager.set_adapters({"sql": "sha256:1"})
-    manager.submit(frontend, GenerateRequest(2, "sql", None, [5], {}, True))
+    manager.submit(frontend, GenerateRequest(2, "sql", None, [5], SamplingParams(), True))
     # A core that has just restarted does not know the digest yet.
     manager.on_step(
         StepResult([SequenceDelta(sent[0].id, [], error_code="NOT_FOUND", error="adapter")], [], SchedulerStats())
@@ -311,11 +315,11 @@ def test_an_adapter_that_is_loading_is_unavailable_and_an_unknown_one_is_not_fou
     manager, frontend, sent, _ = connected_manager()
     manager.set_loading_adapters({"sql"})
     for request_id, name in enumerate(("sql", "other")):
-        manager.submit(frontend, GenerateRequest(request_id, name, None, [5], {}, True))
+        manager.submit(frontend, GenerateRequest(request_id, name, None, [5], SamplingParams(), True))
     assert [frontend.deltas[i][0].error_code for i in range(2)] == ["UNAVAILABLE", "NOT_FOUND"]
     assert "is not loaded yet" in frontend.deltas[0][0].error
     manager.set_adapters({"sql": "sha256:1"})
-    manager.submit(frontend, GenerateRequest(3, "sql", None, [5], {}, True))
+    manager.submit(frontend, GenerateRequest(3, "sql", None, [5], SamplingParams(), True))
     assert len(sent) == 1
 
 
@@ -323,26 +327,26 @@ def test_adapter_limits_reject_only_its_own_requests():
     manager, frontend, sent, metrics = connected_manager()
     limits = {"a": AdapterLimits(maxConcurrentRequests=1), "b": AdapterLimits(maxTokensPerSecond=1)}
     manager.set_adapters({"a": "d1", "b": "d2"}, limits)
-    manager.submit(frontend, GenerateRequest(1, "a", None, [5], {}, True))
-    manager.submit(frontend, GenerateRequest(2, "a", None, [5], {}, True))
+    manager.submit(frontend, GenerateRequest(1, "a", None, [5], SamplingParams(), True))
+    manager.submit(frontend, GenerateRequest(2, "a", None, [5], SamplingParams(), True))
     assert frontend.deltas[2][0].error_code == "UNAVAILABLE"
     assert "maxConcurrentRequests is 1" in frontend.deltas[2][0].error
-    manager.submit(frontend, GenerateRequest(3, "b", None, [5] * 7, {}, True))
+    manager.submit(frontend, GenerateRequest(3, "b", None, [5] * 7, SamplingParams(), True))
     request = sent[1]
     assert isinstance(request, SequenceRequest) and request.adapter_digest == "d2"
     # Prompt and output both count: 7 + 4 tokens exceed the burst of 10 s.
     manager.on_step(StepResult([SequenceDelta(request.id, [65] * 4, "length")], [(request.id, 0.0)], SchedulerStats()))
-    manager.submit(frontend, GenerateRequest(4, "b", None, [5], {}, True))
+    manager.submit(frontend, GenerateRequest(4, "b", None, [5], SamplingParams(), True))
     assert "maxTokensPerSecond is 1" in frontend.deltas[4][0].error
-    manager.submit(frontend, GenerateRequest(5, "base", None, [5], {}, True))
+    manager.submit(frontend, GenerateRequest(5, "base", None, [5], SamplingParams(), True))
     manager.cancel(frontend, [1])
-    manager.submit(frontend, GenerateRequest(6, "a", None, [5], {}, True))
+    manager.submit(frontend, GenerateRequest(6, "a", None, [5], SamplingParams(), True))
     assert not frontend.deltas.get(5) and not frontend.deltas.get(6)
     value = metrics.registry.get_sample_value
     assert value("quire_requests_refused_total", {"model_name": "base", "code": "UNAVAILABLE"}) == 2
 
 
-def test_duplicate_request_id_is_a_protocol_error():
+def test_duplicate_request_id_is_rejected():
     manager, frontend, _, _ = connected_manager()
     manager.submit(frontend, make_request(1))
     with pytest.raises(Internal, match="id 1"):
@@ -410,13 +414,8 @@ def test_infinite_logprobs_are_replaced_by_a_finite_number(logprob):
     manager, frontend, sent, _ = connected_manager(has_tokenizer=False)
     manager.submit(frontend, make_request(1, None, [5], logprobs=1))
     assert isinstance(sent[0], SequenceRequest)
-    logprobs = [[[7, logprob, 300], [9, -1.0, 1]]]
+    logprobs = [[(7, logprob, 300), (9, -1.0, 1)]]
     manager.on_step(StepResult([SequenceDelta(sent[0].id, [7], "length", logprobs)], [], SchedulerStats()))
     (delta,) = frontend.deltas[1]
-    assert delta.logprobs == [
-        {
-            "7": {"logprob": -9999.0, "rank": 300, "decoded_token": None},
-            "9": {"logprob": -1.0, "rank": 1, "decoded_token": None},
-        }
-    ]
+    assert delta.logprobs == [[TokenLogprob(7, -9999.0, 300), TokenLogprob(9, -1.0, 1)]]
     assert (delta.text, delta.cumulative_logprob) == ("", -9999.0)

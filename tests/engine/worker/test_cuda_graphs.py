@@ -81,7 +81,11 @@ def test_graph_of_a_step_that_samples_nothing(llama_folder, monkeypatch, ahead):
     for num_tokens in (40, 1):
         replace_captures(monkeypatch, enabled=num_tokens == 1)
         engine = Engine.from_config(dataclasses.replace(config, max_num_batched_tokens=num_tokens))
-        engine.add(SequenceRequest(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
+        engine.add(
+            SequenceRequest(
+                0, [1, 2, 3], SamplingParams.from_mapping({"temperature": 0.0, "max_tokens": 5, "ignore_eos": True})
+            )
+        )
         outputs.append([])
         while engine.has_work:
             for result in engine.step().results:

@@ -18,6 +18,7 @@ from quire_engine.worker import startup
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_engine.worker.startup import RunnerStartup
 from quire_engine.worker.warmup import compile_steps, peak_memory_steps
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
 from quire_spec.model.memory_sizing import kv_block_bytes, lora_slot_bytes
 from quire_spec.protocol.messages import SequenceRequest
@@ -174,7 +175,11 @@ def test_engine_starts_as_on_a_gpu(llama_folder, monkeypatch, adapters, max_num_
     assert budget.weights + budget.lora + budget.activations == 400 * MIB
     assert budget.available_for_kv == 500 * MIB
     assert (budget.lora > 0) == adapters
-    engine.add(SequenceRequest(0, [1, 2, 3], {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}))
+    engine.add(
+        SequenceRequest(
+            0, [1, 2, 3], SamplingParams.from_mapping({"temperature": 0.0, "max_tokens": 5, "ignore_eos": True})
+        )
+    )
     tokens = []
     while engine.has_work:
         for result in engine.step().results:

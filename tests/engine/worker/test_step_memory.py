@@ -21,6 +21,7 @@ from quire_engine.worker.startup import RunnerStartup
 from quire_engine.worker.warmup import compile_steps, peak_memory_steps
 from quire_kernels import apply_penalties, paged_attention, sample
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SequenceRequest
 
 VOCAB = 6000
@@ -95,7 +96,7 @@ def test_no_step_needs_more_memory_than_the_warmup(folder, gpu_like_kernels, mon
             length = 120 if i == 0 else 3 + 2 * i
             prompt = shared if i > 5 else torch.randint(VOCAB, (length,), generator=draw).tolist()
             parent_id = 10 * wave + 6 if i > 6 else None
-            engine.add(SequenceRequest(10 * wave + i, prompt, params, parent_id=parent_id))
+            engine.add(SequenceRequest(10 * wave + i, prompt, SamplingParams.from_mapping(params), parent_id=parent_id))
         with tensors:
             for _ in range(15):
                 for result in engine.step().results if engine.has_work else []:

@@ -14,14 +14,19 @@ from support.supervisor_harness import adapter_folder, catalog
 from quire_server.adapters import manager
 from quire_server.adapters.fetcher import AdapterFetcher, SourceOptions
 from quire_server.adapters.manager import AdapterManager
-from quire_server.clients.control_client import ConnectionLost
 from quire_server.clients.handles import CoreHandle, ProcessHandles, ServerHandle, TextHandle
 from quire_server.downloads.adapter_cache import AdapterCache
 from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.pod_status import MeasuredMemory
+from quire_spec.protocol.client import ConnectionLost
+from quire_spec.protocol.messages import SchedulerStats
+from quire_spec.protocol.results import CoreStatus, TextStatus
+
+MEMORY = MeasuredMemory(1, 1, 1, 1, 1, 1, "float32", "cpu")
 
 
 class Process:
-    """Stands in for a ControlClient and a ModelServerClient."""
+    """Stands in for a Client and a ModelServerClient."""
 
     def __init__(self):
         self.calls = []
@@ -31,20 +36,19 @@ class Process:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def call(self, method, args=None, *, timeout_s):
+    async def call(self, method, result_type, args=None, *, timeout_s):
         self.calls.append((method, args))
         await self.gate.wait()
         if self.closed:
             raise ConnectionLost("gone")
         if method in self.errors:
             raise self.errors[method]
-        return {}
 
     async def load_model(self, name):
-        await self.call("load_model", name, timeout_s=1)
+        await self.call("load_model", type(None), name, timeout_s=1)
 
     async def unload_model(self, name):
-        await self.call("unload_model", name, timeout_s=1)
+        await self.call("unload_model", type(None), name, timeout_s=1)
 
     def names(self, method):
         return [args for m, args in self.calls if m == method]
@@ -66,9 +70,9 @@ class PodHarness:
             setattr(self, name, process)
             match name:
                 case "core":
-                    self.handles.core = CoreHandle(process, {})
+                    self.handles.core = CoreHandle(process, CoreStatus("", MEMORY, {}, SchedulerStats()))
                 case "text":
-                    self.handles.text = TextHandle(process, {})
+                    self.handles.text = TextHandle(process, TextStatus("", True, 0, 0))
                 case "server":
                     folders = self.folder / "repository", self.folder / "text.sock"
                     self.handles.server = ServerHandle(process, "tales", *folders, lambda: None, print)

@@ -71,7 +71,7 @@ async def test_removal_unloads_model_then_name_then_content(pod, one, two):
     assert pod.states() == {"b": "Ready"}
     await pod.until(lambda: pod.handles.core.slot_pinned_by_digest == {kept: False})
     assert pod.server.calls[-1] == ("unload_model", "a")
-    assert pod.text.names("set_adapters")[-1] == {"adapters": {"b": kept}, "limits": {}}
+    assert pod.text.names("set_adapters")[-1] == {"adapters": {"b": kept}, "limits": {}, "chat_templates": {}}
     assert pod.core.calls[-1][0] == "unload_adapter"
 
 
@@ -149,7 +149,7 @@ async def test_failed_reactivation_is_retried(pod, one, two, monkeypatch):
 
 async def test_text_process_receives_an_empty_name_list(pod, two):
     """Otherwise the text process would report every name as not ready forever."""
-    expected = [{"adapters": {}, "limits": {}}]
+    expected = [{"adapters": {}, "limits": {}, "chat_templates": {}}]
     pod.set_catalog(1)
     await pod.until(lambda: pod.text.names("set_adapters") == expected)
     pod.down("text")

@@ -15,16 +15,19 @@ from support.virtual_time import run_in_virtual_time
 
 from quire_server.adapters.fetcher import CachedAdapter
 from quire_server.adapters.manager import AdapterManager, StaleCatalog
-from quire_server.clients.control_client import ConnectionLost
 from quire_server.clients.handles import CoreHandle, ProcessHandles, ServerHandle, TextHandle
 from quire_spec.documents.adapter_catalog import AdapterCatalog, Source
-from quire_spec.documents.pod_status import AdapterState
+from quire_spec.documents.pod_status import AdapterState, MeasuredMemory
 from quire_spec.errors import AccessDenied, InvalidArgument, Unavailable
+from quire_spec.protocol.client import ConnectionLost
+from quire_spec.protocol.messages import SchedulerStats
+from quire_spec.protocol.results import CoreStatus, TextStatus
 
 NAMES = ["a", "b", "c"]
 PATHS = [f"/{i}" for i in range(4)]
 PROCESSES = ["core", "text", "server"]
 CONTENTS = [f"good{i}" for i in range(5)] * 2 + ["bad0", "bad1", "away", "denied", "hostile"]
+CORE_STATUS = CoreStatus("", MeasuredMemory(1, 1, 1, 1, 1, 1, "float32", "cpu"), {}, SchedulerStats())
 
 
 class Process:
@@ -45,7 +48,7 @@ class Process:
             return
         raise ConnectionLost("gone")
 
-    async def call(self, method: str, args: dict[str, Any], *, timeout_s: float) -> None:
+    async def call(self, method: str, result_type: type[Any], args: dict[str, Any], *, timeout_s: float) -> None:
         if method == "set_adapters":
             self.names = args["adapters"]
         await self.pause()
@@ -92,8 +95,8 @@ class PodHarness:
             process: Any = Process(self)
             setattr(self, name, process)
             factories = {
-                "core": lambda: CoreHandle(process, {}),
-                "text": lambda: TextHandle(process, {}),
+                "core": lambda: CoreHandle(process, CORE_STATUS),
+                "text": lambda: TextHandle(process, TextStatus("", True, 0, 0)),
                 "server": lambda: ServerHandle(
                     *(process, "tales", self.repository, Path("text.sock")), lambda: None, lambda name: None
                 ),

@@ -11,7 +11,7 @@ from support.supervisor_harness import adapter_folder, catalog
 from quire_server.adapters import manager
 from quire_server.adapters.manager import StaleCatalog
 from quire_server.clients.handles import CoreHandle
-from quire_spec.documents.adapter_catalog import AdapterCatalog, CatalogVersion
+from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits, CatalogVersion
 from quire_spec.errors import ConfigError, InvalidArgument
 
 
@@ -21,7 +21,7 @@ async def test_activation_loads_content_then_name_then_model(pod, one):
     digest = pod.status("a").digest
     (load,) = pod.core.names("load_adapter")
     assert load == {"digest": digest, "path": str(pod.folder / "cache/adapters" / digest), "pinned": False}
-    assert pod.text.names("set_adapters") == [{"adapters": {"a": digest}, "limits": {}}]
+    assert pod.text.names("set_adapters") == [{"adapters": {"a": digest}, "limits": {}, "chat_templates": {}}]
     assert pod.server.names("load_model") == ["a"]
 
 
@@ -36,8 +36,8 @@ async def test_the_text_process_gets_the_chat_template_of_an_adapter(pod, one):
         await pod.until(lambda: len(pod.text.names("set_adapters")) > len(sent))
         sent.append(pod.text.names("set_adapters")[-1])
     assert len({message["adapters"]["a"] for message in sent}) == 3
-    files = [message.get("chat_templates") for message in sent]
-    assert files[2] is None
+    files = [message["chat_templates"] for message in sent]
+    assert files[2] == {}
     assert [Path(file["a"]).read_text() for file in files[:2]] == ["first", "second"]
 
 
@@ -45,7 +45,7 @@ async def test_limits_change_without_a_load(pod, one):
     for generation, limits in enumerate([{"maxConcurrentRequests": 4}, {"maxTokensPerSecond": 9}, None], 1):
         pod.set_catalog(generation, a={"source": {"path": str(one)}, "limits": limits})
         await pod.until_states(a="Ready")
-        sent = {} if limits is None else {"a": {"maxConcurrentRequests": None, "maxTokensPerSecond": None} | limits}
+        sent = {} if limits is None else {"a": AdapterLimits(**limits)}
         await pod.until(lambda sent=sent: pod.text.names("set_adapters")[-1]["limits"] == sent)
     assert len(pod.core.names("load_adapter")) == 1
     assert len(pod.text.names("set_adapters")) == 3

@@ -23,35 +23,35 @@ async def adapters(pod, tmp_path):
 
 
 async def test_load_replace_and_unload(pod, adapters, one, two):
-    await adapters.load(arguments("a", one))
+    await adapters.load_lora_adapter(**arguments("a", one))
     assert pod.manager.served_names() == {"a"} and pod.manager.catalog_version.generation == 3
     first = pod.status("a").digest
     with pytest.raises(InvalidArgument, match="set load_inplace"):
-        await adapters.load(arguments("a", two))
-    await adapters.load(arguments("a", "two", in_place=True))
+        await adapters.load_lora_adapter(**arguments("a", two))
+    await adapters.load_lora_adapter(**arguments("a", "two", in_place=True))
     assert pod.status("a").digest != first
     adapter_folder(two, weights=b"new content at the same path")
     second = pod.status("a").digest
-    await adapters.load(arguments("a", two, in_place=True))
+    await adapters.load_lora_adapter(**arguments("a", two, in_place=True))
     assert pod.status("a").digest not in (first, second)
-    await adapters.unload({"name": "a"})
+    await adapters.unload_lora_adapter("a")
     assert pod.manager.catalog.adapters == () and pod.server.calls[-1] == ("unload_model", "a")
     with pytest.raises(NotFound, match="'a' does not exist"):
-        await adapters.unload({"name": "a"})
+        await adapters.unload_lora_adapter("a")
 
 
 async def test_a_failed_load_leaves_the_catalog_as_it_was(pod, adapters, one, two):
     pod.core.errors["load_adapter"] = InvalidArgument("rank must be positive")
     with pytest.raises(InvalidArgument, match="rank must be positive"):
-        await adapters.load(arguments("a", one))
+        await adapters.load_lora_adapter(**arguments("a", one))
     assert pod.manager.catalog.adapters == ()
     pod.core.errors.clear()
     await pod.until(lambda: not pod.manager.is_known("a"))
-    await adapters.load(arguments("a", one))
+    await adapters.load_lora_adapter(**arguments("a", one))
     digest = pod.status("a").digest
     pod.core.errors["load_adapter"] = InvalidArgument("rank must be positive")
     with pytest.raises(InvalidArgument, match="rank must be positive"):
-        await adapters.load(arguments("a", two, in_place=True))
+        await adapters.load_lora_adapter(**arguments("a", two, in_place=True))
     pod.core.errors.clear()
     await pod.until_states(a="Ready")
     assert pod.status("a").digest == digest and pod.manager.catalog.adapters[0].source.path == str(one)
@@ -59,7 +59,7 @@ async def test_a_failed_load_leaves_the_catalog_as_it_was(pod, adapters, one, tw
 
 async def test_concurrent_loads_of_one_name_load_it_once(pod, adapters, one, two):
     results = await asyncio.gather(
-        *(adapters.load(arguments("a", folder)) for folder in (one, two, one)), return_exceptions=True
+        *(adapters.load_lora_adapter(**arguments("a", folder)) for folder in (one, two, one)), return_exceptions=True
     )
     assert [type(result) for result in results] == [type(None), InvalidArgument, InvalidArgument]
 
@@ -69,13 +69,13 @@ async def test_concurrent_loads_of_one_name_load_it_once(pod, adapters, one, two
 )
 async def test_other_locations_are_rejected(adapters, one, location):
     with pytest.raises(InvalidArgument, match="lora_path"):
-        await adapters.load({"name": "a", "location": location, "in_place": False})
+        await adapters.load_lora_adapter("a", location, False)
 
 
 async def test_a_link_out_of_the_allowed_folder_is_rejected(adapters, tmp_path, tmp_path_factory):
     (tmp_path / "link").symlink_to(adapter_folder(tmp_path_factory.mktemp("outside") / "x"))
     with pytest.raises(InvalidArgument, match="allowed"):
-        await adapters.load(arguments("a", "link"))
+        await adapters.load_lora_adapter(**arguments("a", "link"))
 
 
 async def test_names_that_are_not_served_yet_are_announced(pod, one):

@@ -19,9 +19,10 @@ from quire_server.frontend.tensors import (
     to_output_tensors,
 )
 from quire_server.model_server.model_interface import OUTPUTS
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code, InvalidArgument, QuireError, Unavailable
 from quire_spec.protocol.framing import FrameDecoder, encode_frame
-from quire_spec.protocol.messages import OutputDelta, merge_deltas
+from quire_spec.protocol.messages import OutputDelta, TokenLogprob, merge_deltas
 
 RETURNS = (
     "finish_reason",
@@ -60,7 +61,7 @@ class TestPrompt:
     def test_defaults(self):
         request, options = parse()
         assert (request.id, request.model, request.prompt, request.prompt_token_ids) == (7, "tales", "Hello", None)
-        assert (request.params, request.stream, request.cache_salt) == ({}, False, None)
+        assert (request.params, request.stream, request.cache_salt) == (SamplingParams(), False, None)
         assert options.prompt_prefix == "Hello"
         assert not any(getattr(options, name) for name in RETURNS)
 
@@ -117,13 +118,13 @@ class TestParameters:
         ],
     )
     def test_sources(self, parameters, tensor, params):
-        assert parse(parameters=parameters, sampling_parameters=strings(tensor))[0].params == params
+        assert parse(parameters=parameters, sampling_parameters=strings(tensor))[0].params == SamplingParams(**params)
 
     def test_fields_of_the_server_are_not_parameters(self):
         own = {"id": "42", "timeout": 5, "sequence_id": 7, "sequence_start": True, "sequence_end": True}
-        assert parse(parameters=json.dumps(own | {"binary_data_output": True, "max_tokens": 2}))[0].params == {
-            "max_tokens": 2
-        }
+        assert parse(parameters=json.dumps(own | {"binary_data_output": True, "max_tokens": 2}))[
+            0
+        ].params == SamplingParams(max_tokens=2)
         assert_rejected("unknown sampling parameter 'id'", sampling_parameters=strings('{"id": 1}'))
 
     @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ class TestParameters:
     @pytest.mark.parametrize(("value", "priority"), [("-3", -3), ('"7"', 7), ("null", 0)])
     def test_priority(self, value, priority):
         request, _ = parse(parameters=f'{{"priority": {value}}}')
-        assert (request.priority, request.params) == (priority, {})
+        assert (request.priority, request.params) == (priority, SamplingParams())
 
 
 class TestModel:
@@ -173,7 +174,7 @@ class TestModel:
     def test_lora_name_from_parameters_and_tensor(self, source):
         text = '{"lora_name": "sql"}'
         request, _ = parse(parameters=text) if source == "parameters" else parse(sampling_parameters=strings(text))
-        assert (request.model, request.params) == ("sql", {})
+        assert (request.model, request.params) == ("sql", SamplingParams())
 
     def test_model_of_an_adapter(self):
         assert parse(model="sql")[0].model == "sql"
@@ -206,10 +207,10 @@ class TestFlags:
 
     def test_cumulative_logprob_alone_sets_logprobs_to_0(self):
         request, options = parse(return_cumulative_logprob=flag(True))
-        assert request.params == {"logprobs": 0}
+        assert request.params == SamplingParams(logprobs=0)
         assert not options.has_logprobs
         request, options = parse(return_cumulative_logprob=flag(True), parameters='{"logprobs": 2}')
-        assert request.params == {"logprobs": 2}
+        assert request.params == SamplingParams(logprobs=2)
 
 
 @given(
@@ -244,7 +245,9 @@ class TestOutputs:
         assert {name: list(array) for name, array in tensors.items()} == {"text_output": [b"Hello world"]}
 
     def test_types_and_shapes_match_the_model_config(self):
-        delta = OutputDelta(7, "a", [5, 6], "length", -1.5, [{"5": {}}, {"6": {}}], 3, 2)
+        delta = OutputDelta(
+            7, "a", [5, 6], "length", -1.5, [[TokenLogprob(5, -1.0, 1)], [TokenLogprob(6, -1.0, 1)]], 3, 2
+        )
         tensors = tensors_of(delta, self.all_outputs(parameters='{"logprobs": 1}'))
         kinds = {"TYPE_STRING": np.object_, "TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32, "TYPE_INT64": np.int64}
         assert {name: (array.dtype.type, array.ndim) for name, array in tensors.items()} == {
@@ -255,7 +258,9 @@ class TestOutputs:
     def test_values_while_streaming(self):
         options = self.all_outputs(stream=flag(True), parameters='{"logprobs": 0}')
         entry = {"5": {"logprob": -0.5, "rank": 1, "decoded_token": "a"}}
-        tensors = tensors_of(OutputDelta(7, "a", [5], None, -2.5, [entry], 3, 10), options, num_output_tokens=9)
+        tensors = tensors_of(
+            OutputDelta(7, "a", [5], None, -2.5, [[TokenLogprob(5, -0.5, 1, "a")]], 3, 10), options, num_output_tokens=9
+        )
         assert {name: array.tolist() for name, array in tensors.items()} == {
             "text_output": [b"a"],
             "finish_reason": [b"None"],
@@ -268,7 +273,7 @@ class TestOutputs:
         }
 
     def test_missing_values(self):
-        tensors = tensors_of(OutputDelta(7, "a", [5], "stop", -1.0, [{"5": {}}]), self.all_outputs())
+        tensors = tensors_of(OutputDelta(7, "a", [5], "stop", -1.0, [[TokenLogprob(5, -1.0, 1)]]), self.all_outputs())
         assert (tensors["logprobs"].tolist(), tensors["cumulative_logprob"].tolist()) == ([b"null"], [-1.0])
         options = self.all_outputs(stream=flag(True), parameters='{"logprobs": 1}')
         assert tensors_of(OutputDelta(7, "a"), options)["logprobs"].tolist() == [b"[]"]
@@ -282,10 +287,10 @@ class TestSeveralOutputs:
     def test_all_in_one_response(self):
         options = self.options()
         deltas = [
-            OutputDelta(7, c, [i], "stop", -1.0 * i, [{}], 3, 1, index=i, other_outputs_pending=i > 0)
+            OutputDelta(7, c, [i], "stop", -1.0 * i, [[]], 3, 1, index=i, other_outputs_pending=i > 0)
             for i, c in ((2, "c"), (1, "b"))
         ]
-        deltas.append(OutputDelta(7, "a", [5, 6], "length", -9.0, [{}, {}], 3, 2))
+        deltas.append(OutputDelta(7, "a", [5, 6], "length", -9.0, [[], []], 3, 2))
         initial = initial_outputs(7, options)
         tensors = to_output_tensors(merge_by_output(deltas, initial), options, initial)
         assert {name: array.tolist() for name, array in tensors.items()} == {
@@ -303,12 +308,12 @@ class TestSeveralOutputs:
         options = self.options(stream=flag(True))
         initial = initial_outputs(7, options)
         first = merge_by_output(
-            [OutputDelta(7, "x", [1], "stop", -1.0, [{}], 3, 1, index=1, other_outputs_pending=True)], initial
+            [OutputDelta(7, "x", [1], "stop", -1.0, [[]], 3, 1, index=1, other_outputs_pending=True)], initial
         )
         assert [delta.text for delta in first] == ["", "x", ""]
         assert to_output_tensors(first, options, initial)["num_input_tokens"].tolist() == [3]
         second = merge_by_output(
-            [OutputDelta(7, "y", [2], None, -2.0, [{}], 3, 1), OutputDelta(7, "z", [3], None, -4.0, [{}], 3, 2)], first
+            [OutputDelta(7, "y", [2], None, -2.0, [[]], 3, 1), OutputDelta(7, "z", [3], None, -4.0, [[]], 3, 2)], first
         )
         tensors = {name: array.tolist() for name, array in to_output_tensors(second, options, first).items()}
         assert tensors["text_output"] == [b"yz", b"", b""]
@@ -321,12 +326,19 @@ class TestSeveralOutputs:
 class TestMerge:
     def test_concatenates_content(self):
         deltas = [
-            OutputDelta(7, "a", [1], None, -1.0, [{"1": {}}], 3, 1),
+            OutputDelta(7, "a", [1], None, -1.0, [[TokenLogprob(1, -1.0, 1)]], 3, 1),
             OutputDelta(7, "", [], None, -1.0, None, 3, 1),
-            OutputDelta(7, "bc", [2, 3], "stop", -3.0, [{"2": {}}, {"3": {}}], 3, 3),
+            OutputDelta(7, "bc", [2, 3], "stop", -3.0, [[TokenLogprob(2, -1.0, 1)], [TokenLogprob(3, -1.0, 1)]], 3, 3),
         ]
         assert merge_deltas(deltas) == OutputDelta(
-            7, "abc", [1, 2, 3], "stop", -3.0, [{"1": {}}, {"2": {}}, {"3": {}}], 3, 3
+            7,
+            "abc",
+            [1, 2, 3],
+            "stop",
+            -3.0,
+            [[TokenLogprob(1, -1.0, 1)], [TokenLogprob(2, -1.0, 1)], [TokenLogprob(3, -1.0, 1)]],
+            3,
+            3,
         )
 
     def test_single_delta_is_unchanged_and_missing_logprobs_stay_none(self):
@@ -334,16 +346,16 @@ class TestMerge:
         assert merge_deltas([OutputDelta(7, "a"), OutputDelta(7, "b")]).logprobs is None
 
     def test_keeps_prompt_logprobs(self):
-        deltas = [OutputDelta(7, prompt_logprobs=[None, {"5": {}}]), OutputDelta(7, "b", [2])]
-        assert merge_deltas(deltas).prompt_logprobs == [None, {"5": {}}]
-        assert merge_deltas([deltas[1], deltas[0]]).prompt_logprobs == [None, {"5": {}}]
+        deltas = [OutputDelta(7, prompt_logprobs=[None, [TokenLogprob(5, -1.0, 1)]]), OutputDelta(7, "b", [2])]
+        assert merge_deltas(deltas).prompt_logprobs == [None, [TokenLogprob(5, -1.0, 1)]]
+        assert merge_deltas([deltas[1], deltas[0]]).prompt_logprobs == [None, [TokenLogprob(5, -1.0, 1)]]
 
 
 def test_forwarded_headers_are_ignored_unless_they_are_parameters():
     text = '{"x-user": "bob", "max_tokens": 3, "y-user": "eve"}'
     inputs = {"text_input": strings("Hello")}
     request, _ = parse_request(7, "tales", "tales", inputs, text, re.compile(".-.*|max_tokens"))
-    assert request.params == {"max_tokens": 3}
+    assert request.params == SamplingParams(max_tokens=3)
     with pytest.raises(InvalidArgument, match="unknown sampling parameter 'y-user'"):
         parse_request(7, "tales", "tales", inputs, text, re.compile("x-.*"))
 

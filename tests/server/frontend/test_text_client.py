@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TextClient over real sockets: open requests when the connection ends, and reconnection."""
+"""TextClient over real sockets: open requests when the connection ends, and reconnection. tests/spec/protocol tests the
+client that it runs."""
 
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 
@@ -11,7 +13,9 @@ import pytest
 from support.frontend_harness import wait_until
 
 from quire_server.frontend.text_client import TextClient
-from quire_spec.protocol.framing import FrameDecoder, encode_frame
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import Code
+from quire_spec.protocol.framing import MAGIC, FrameDecoder, encode_frame
 from quire_spec.protocol.messages import (
     CancelRequests,
     GenerateRequest,
@@ -92,17 +96,19 @@ def client(path, deltas):
 
 
 def submit(request_id, prompt="x"):
-    return GenerateRequest(request_id, "sql", prompt, None, {}, True)
+    return GenerateRequest(request_id, "sql", prompt, None, SamplingParams(), True)
 
 
 def test_sends_hello_first(listener, client):
-    assert listener.accept() == Hello("frontend", "sql", os.getpid())
+    assert listener.accept() == Hello("stub", "sql", os.getpid())
 
 
 def test_sends_requests_and_cancels_and_receives_deltas(listener, client, deltas):
     listener.accept()
     client.submit(submit(1, "h\u00e9 \U0001f600"))
     assert listener.read() == submit(1, "h\u00e9 \U0001f600")
+    client.submit(submit(2))
+    listener.read()
     sent = [OutputDelta(1, "a", [1]), OutputDelta(2, "b", [2]), OutputDelta(1, "", [], "stop")]
     listener.send(*sent)
     assert [deltas.get(timeout=60) for _ in sent] == sent
@@ -111,15 +117,15 @@ def test_sends_requests_and_cancels_and_receives_deltas(listener, client, deltas
 
 
 def test_reports_rejections_only_while_connected(path, client, deltas):
-    client.report_rejected("NOT_FOUND")
+    client.report_rejected(Code.NOT_FOUND)
     # The queue is in order: once this request failed, the report before it was dropped.
     client.submit(submit(1))
     assert deltas.get(timeout=60).error_code == "UNAVAILABLE"
     listener = Listener(path)
     try:
         listener.accept()
-        client.report_rejected("INVALID_ARG")
-        assert listener.read() == RequestRejected("INVALID_ARG")
+        client.report_rejected(Code.INVALID_ARG)
+        assert listener.read() == RequestRejected(Code.INVALID_ARG)
     finally:
         listener.close()
 
@@ -143,19 +149,18 @@ def test_end_of_the_connection_fails_only_open_requests(listener, client, deltas
 
 NOISE = {
     "bytes": b"\xff" * 64,
-    "message": encode_frame(Hello("text", "", 1)),
-    "delta": encode_frame(OutputDeltas([OutputDelta([], "", [], "stop")])),
+    "header": struct.pack("<HBHI", MAGIC - 1, 5, 0, 0),
 }
 
 
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
-def test_invalid_data_ends_the_connection_and_its_requests(listener, client, deltas, noise):
+def test_a_corrupt_stream_ends_the_connection_and_its_requests(listener, client, deltas, noise):
     listener.accept()
     client.submit(submit(1))
     listener.read()
     listener.peer.sendall(noise)
     assert deltas.get(timeout=60).error_code == "UNAVAILABLE"
-    assert listener.accept().role == "frontend"
+    assert listener.accept().role == "stub"
 
 
 def test_submit_does_not_block_if_the_peer_does_not_read(listener, client, deltas):
@@ -164,8 +169,8 @@ def test_submit_does_not_block_if_the_peer_does_not_read(listener, client, delta
     for request_id in range(8):
         client.submit(submit(request_id, "x" * 2**20))
     assert time.monotonic() - started_at < 20, "submit blocks"
-    listener.send(OutputDelta(100, "still read"))
-    assert deltas.get(timeout=60).id == 100
+    listener.send(OutputDelta(0, "still read"))
+    assert deltas.get(timeout=60).text == "still read"
     listener.hang_up()
     # The first was being written; the others failed or were sent on the next connection.
     assert deltas.get(timeout=60).error_code == "UNAVAILABLE"

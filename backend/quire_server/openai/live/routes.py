@@ -24,6 +24,7 @@ import msgspec
 from quire_server.openai.errors import ApiError
 from quire_server.openai.http.message import EventStream, HttpRequest, Reply, Response
 from quire_server.openai.text_client import TextClient
+from quire_spec.errors import QuireError
 
 PAGE = "live.html"
 INTERVAL_S = 1.0
@@ -92,10 +93,10 @@ class Live:
 
     async def _take_snapshot(self) -> dict[str, Any]:
         try:
-            snapshot: dict[str, Any] = await self._client.call("live")
-        except ApiError as error:
+            snapshot = await self._client.call("live", dict[str, Any])
+        except QuireError as error:
             # The page stays open, and shows why the state is not available.
-            snapshot = {"unavailable": error.message}
+            snapshot = {"unavailable": str(error)}
         return {"time": time.time(), "version": version("quire-llm"), **snapshot}
 
 

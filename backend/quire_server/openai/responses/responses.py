@@ -22,7 +22,7 @@ from quire_server.openai.responses.response_request import NOT_STORED, ResponseF
 from quire_server.openai.text_client import TextClient
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import OutputDelta
-from quire_spec.protocol.parsed_output import ContentDelta, ReasoningDelta, decode_events
+from quire_spec.protocol.parsed_output import ContentDelta, ReasoningDelta, join_neighbours
 
 _FIRST_EVENTS = ("response.created", "response.in_progress")
 
@@ -97,7 +97,7 @@ class ResponseFormatter:
 
     def _add(self, delta: OutputDelta) -> Iterator[StreamEvent]:
         """Yield the stream events that result from a delta."""
-        events = decode_events(delta.parsed) if delta.parsed is not None else [ContentDelta(delta.text)]
+        events = join_neighbours(delta.parsed) if delta.parsed is not None else [ContentDelta(delta.text)]
         logprobs = self._logprobs(delta)
         for event in events:
             if isinstance(event, ReasoningDelta) and not self._chat_fields.include_reasoning:

@@ -19,6 +19,7 @@ from support.tiny_checkpoints import load_adapted_oracle, make_adapter, make_che
 from quire_engine.core.engine import Engine
 from quire_engine.lora.peft.adapter import CONFIG_FILE
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import SequenceRequest
 
@@ -148,7 +149,11 @@ def test_logits_equal_peft(row, served_model, tmp_path):
     )
     digest = str(folder)
     engine.add_adapter(digest, folder, engine.read_adapter(folder), slot_pinned=False)
-    engine.add(SequenceRequest(1, PROMPT, {"temperature": 0.0, "max_tokens": 1, "logprobs": 20}, digest))
+    engine.add(
+        SequenceRequest(
+            1, PROMPT, SamplingParams.from_mapping({"temperature": 0.0, "max_tokens": 1, "logprobs": 20}), digest
+        )
+    )
     logprobs = []
     while engine.has_work:
         logprobs += [entries for result in engine.step().results for entries in result.logprobs]

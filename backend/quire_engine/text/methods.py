@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods of the text process: everything that its clients can call, except requests.
+
+The supervisor sets the adapters, reads the status and drains the process. The frontends read model names and metrics,
+and tokenize and detokenize texts. Work that can take longer than a millisecond runs in a thread. The text server
+answers the calls (quire_spec/protocol/server.py).
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from quire_engine.structured_outputs.checker import GrammarChecker
+from quire_engine.text.admission import AdmissionController
+from quire_engine.text.chat_renderer import ChatRenderer
+from quire_engine.text.live_snapshot import build_live_snapshot
+from quire_engine.text.metrics import RequestMetrics
+from quire_engine.text.prompt_tokenizer import PromptTokenizer
+from quire_engine.text.request_manager import RequestManager
+from quire_spec.constants import AdapterDigest, AdapterName
+from quire_spec.documents.adapter_catalog import AdapterLimits
+from quire_spec.documents.pod_status import utc_now
+from quire_spec.errors import InvalidArgument
+from quire_spec.protocol.client import Client
+from quire_spec.protocol.messages import Conversation
+from quire_spec.protocol.results import ServedModels, TextStatus, Tokenized
+
+_LIVE_TIMEOUT_S = 10.0
+"""Seconds to wait for the core's answer. A step of a large model on a slow CPU can take seconds."""
+
+logger = logging.getLogger(__name__)
+
+
+class TextMethods:
+    """The methods of the text process."""
+
+    def __init__(
+        self,
+        admission: AdmissionController,
+        prompt_tokenizer: PromptTokenizer | None,
+        chat_renderer: ChatRenderer | None,
+        grammar_checker: GrammarChecker | None,
+        request_manager: RequestManager,
+        metrics: RequestMetrics,
+        sampling_defaults: Mapping[str, Any],
+        core: Client,
+    ) -> None:
+        """`sampling_defaults` are the default sampling parameters of the checkpoint. They are passed to frontends that
+        apply them."""
+        self._admission = admission
+        self._prompt_tokenizer = prompt_tokenizer
+        self._chat_renderer = chat_renderer
+        self._grammar_checker = grammar_checker
+        self._request_manager = request_manager
+        self._metrics = metrics
+        self._sampling_defaults = dict(sampling_defaults)
+        self._core = core
+        self._started_at = utc_now()
+
+    def table(self) -> tuple[Callable[..., Any], ...]:
+        """Return the methods that clients can call."""
+        return (
+            self.set_adapters,
+            self.set_loading_adapters,
+            self.status,
+            self.drain,
+            self.models,
+            self.metrics,
+            self.tokenize,
+            self.detokenize,
+            self.live,
+        )
+
+    def start_workers(self) -> None:
+        """Start the processes that render chat templates and check constraints, before a request needs them."""
+        if self._chat_renderer is not None:
+            self._chat_renderer.start()
+        if self._grammar_checker is not None:
+            self._grammar_checker.start()
+
+    def set_adapters(
+        self,
+        adapters: dict[AdapterName, AdapterDigest],
+        limits: dict[str, AdapterLimits] | None = None,
+        chat_templates: dict[str, str] | None = None,
+    ) -> None:
+        """Replace the adapters that requests can name, their limits and the files of their chat templates."""
+        self._request_manager.set_adapters(adapters, limits, chat_templates)
+        logger.info("adapters set count=%d", len(adapters))
+
+    def set_loading_adapters(self, names: frozenset[str]) -> None:
+        """Replace the adapters that are being loaded."""
+        self._request_manager.set_loading_adapters(names)
+
+    def status(self) -> TextStatus:
+        """Return the counts of requests, and the names of the parsers of chat outputs."""
+        return TextStatus(self._started_at, **self._request_manager.status())
+
+    async def drain(self) -> None:
+        """Reject new requests, and return when all open requests have ended."""
+        logger.info("draining num_open=%d", self._request_manager.num_open)
+        drained = asyncio.Event()
+        self._request_manager.drain(drained.set)
+        await drained.wait()
+
+    def models(self) -> ServedModels:
+        """Return the model names that requests can use, and the reason why requests are rejected at the moment."""
+        admission = self._admission
+        return ServedModels(
+            served_name=admission.served_name,
+            adapters=sorted(admission.digest_by_name or ()),
+            loading=sorted(
+                map(AdapterName, (admission.loading_names or set()) - (admission.digest_by_name or {}).keys())
+            ),
+            max_model_len=admission.limits.max_model_len,
+            sampling_defaults=self._sampling_defaults,
+            closed_reason="draining" if admission.draining else admission.closed_reason,
+        )
+
+    async def metrics(self, page_format: str = "") -> str:
+        """Return the metrics in Prometheus's text format; with the format vllm_backend, under its names."""
+        self._request_manager.refresh_adapter_gauges()
+        # Metrics use the default thread pool, so that a scrape does not wait for prompts that are being tokenized.
+        render = self._metrics.render_vllm_backend if page_format == "vllm_backend" else self._metrics.render
+        return await asyncio.get_running_loop().run_in_executor(None, render)
+
+    async def live(self) -> dict[str, Any]:
+        """Return the state that the live page shows. The state is computed only when a page requests it."""
+        core = await self._core.call("live", dict[str, Any], timeout_s=_LIVE_TIMEOUT_S)
+        digest_by_name = self._admission.digest_by_name or {}
+        load_times = self._metrics.adapter_metrics.mean_load_times()
+        snapshot = build_live_snapshot(core, self._admission.served_name, digest_by_name, load_times)
+        return {
+            **snapshot,
+            "requests": {
+                "running": core["stats"]["num_running"],
+                "waiting": core["stats"]["num_waiting"],
+                "open": self._request_manager.num_open,
+            },
+            "counters": self._metrics.live_counters(),
+        }
+
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        chat: Conversation | None = None,
+        model: str | None = None,
+        add_special_tokens: bool | None = None,
+        return_token_strs: bool = False,
+    ) -> Tokenized:
+        """Return the token ids of `prompt`, or those of the conversation `chat` after it was rendered with the template
+        of `model`.
+
+        `return_token_strs` adds their texts.
+        """
+        prompt_tokenizer, text = self._require_tokenizer(), prompt
+        if chat is not None:
+            model = model or self._admission.served_name
+            self._admission.check_chat(model)
+            assert self._chat_renderer is not None, "checked"
+            text = await self._chat_renderer.render(chat, self._admission.chat_template_by_name.get(model))
+        self._admission.check_prompt_text(text)
+        assert isinstance(text, str), "checked"
+        tokenizer = prompt_tokenizer.tokenizer
+        adds_special_tokens = chat is None if add_special_tokens is None else add_special_tokens
+
+        def encode() -> list[int]:
+            if chat is None or adds_special_tokens:
+                return tokenizer.encode(text, None, adds_special_tokens)
+            return tokenizer.encode_rendered(text)
+
+        token_ids = await prompt_tokenizer.run(encode, len(text))
+        token_strs = [tokenizer.token_text(i) for i in token_ids] if return_token_strs else None
+        return Tokenized(token_ids, token_strs, self._admission.limits.max_model_len)
+
+    async def detokenize(self, tokens: list[Annotated[int, msgspec.Meta(ge=0)]]) -> str:
+        """Return the text of `tokens`."""
+        prompt_tokenizer, vocab_size = self._require_tokenizer(), self._admission.limits.vocab_size
+        if max(tokens, default=0) >= vocab_size:
+            raise InvalidArgument(f"tokens: must be a list of token ids from 0 to {vocab_size - 1}")
+        return await prompt_tokenizer.run(lambda: prompt_tokenizer.tokenizer.decode(tokens, False), 4 * len(tokens))
+
+    def _require_tokenizer(self) -> PromptTokenizer:
+        if self._prompt_tokenizer is None:
+            raise InvalidArgument("prompt: the model has no tokenizer; send token ids")
+        return self._prompt_tokenizer

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of the methods that processes call from each other.
+
+The functions of a process that implement its methods are its table of methods (server.py).
+"""
+
+from typing import Any
+
+import msgspec
+
+from quire_spec.constants import AdapterDigest, AdapterName
+from quire_spec.documents.pod_status import MeasuredMemory
+from quire_spec.protocol.messages import SchedulerStats
+
+
+class CoreStatus(msgspec.Struct, frozen=True):
+    """Result of the core's method `status`."""
+
+    started_at: str
+    memory: MeasuredMemory
+    adapters: dict[AdapterDigest, str]
+    """State of each registered adapter: slot, host or disk."""
+    stats: SchedulerStats
+
+
+class TextStatus(msgspec.Struct, frozen=True):
+    """Result of the text process's method `status`."""
+
+    started_at: str
+    core: bool
+    """True while the core is connected."""
+    num_open: int
+    """Number of open requests, including queued requests."""
+    num_queued: int
+    """Number of open requests that no step has run yet."""
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+
+
+class ServedModels(msgspec.Struct, frozen=True):
+    """Result of the text process's method `models`: the model names that requests can use."""
+
+    served_name: str
+    """Name of the base model."""
+    adapters: list[AdapterName]
+    loading: list[AdapterName]
+    """Adapters that requests can name as soon as they are loaded."""
+    max_model_len: int
+    sampling_defaults: dict[str, Any]
+    """Sampling parameters in the checkpoint's generation_config.json."""
+    closed_reason: str
+    """Reason why requests are rejected at the moment; empty while requests are accepted."""
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """Result of the text process's method `tokenize`."""
+
+    tokens: list[int]
+    token_strs: list[str] | None
+    """The text of each token, if the call requests it."""
+    max_model_len: int
