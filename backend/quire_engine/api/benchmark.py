@@ -183,10 +183,10 @@ def format_report(report: BenchmarkReport) -> str:
 def _build_requests(engine: Engine, workload: Workload) -> list[SequenceRequest]:
     rng = random.Random(workload.seed)
     params = SamplingParams.from_mapping({"max_tokens": workload.output_len, "ignore_eos": True, **workload.params})
-    if params.num_sequences > 1 or params.bad_words:
+    if params.num_sequences > 1 or params.bad_words or params.structured_outputs is not None:
         raise InvalidArgument(
-            "bench: n, best_of and bad_words are not supported, because the engine itself does not implement them; "
-            "leave them out"
+            "bench: n, best_of, bad_words and structured_outputs are not supported, because the engine itself does not "
+            "implement them; leave them out"
         )
     adapter_digests = workload.adapters or (None,)
     token_ids = range(engine.shape.vocab_size)

@@ -5,32 +5,31 @@ It uses the same engine as a pod. However, the engine runs in this process, and 
 """
 
 import gc
+import json
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
+from msgspec import Raw, structs
 from tqdm import tqdm
 
 from quire_engine.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from quire_engine.api.inline_workers import InlineGrammarChecker, InlineRenderer
 from quire_engine.api.inputs import ParsedPrompt, Prompt, as_prompt_list, broadcast_to_prompts
-from quire_engine.api.offline_request import OfflineRequest
 from quire_engine.api.outputs import CompletionOutput, LoRARequest, RequestOutput
+from quire_engine.api.request_runner import ProgressBar, RequestRunner, RunningRequest
 from quire_engine.api.sampling_params import SamplingParams
 from quire_engine.core.engine import Engine
 from quire_engine.parsers.parser_names import ParserNames
-from quire_engine.structured_outputs.grammar_text import to_grammar_text
-from quire_engine.text.admission import check_text_parameters
-from quire_engine.tokenization.chat_template import (
-    ChatMessage,
-    ChatTemplate,
-    as_conversation_list,
-    load_chat_template,
-)
+from quire_engine.requests.limits import RequestLimits
+from quire_engine.requests.processor import RequestProcessor
+from quire_engine.tokenization.chat_template import ChatMessage, as_conversation_list, load_chat_template
 from quire_engine.tokenization.chat_template_files import TEMPLATE_FILE, ChatTemplateFiles
+from quire_engine.tokenization.control_tokens import split_marked
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_spec.constants import AdapterDigest
@@ -39,7 +38,8 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams as FrozenParams
 from quire_spec.engine.vllm_arguments import from_vllm_arguments
 from quire_spec.errors import ConfigError, InvalidArgument
-from quire_spec.protocol.messages import SequenceRequest
+from quire_spec.protocol.messages import Conversation, GenerateRequest, to_raw
+from quire_spec.protocol.parsed_output import OutputParsing
 
 
 class LLM:
@@ -80,7 +80,6 @@ class LLM:
             self.tokenizer = load(tokenizer_folder)
         self._tokenizer_folder = tokenizer_folder
         self._chat_template = chat_template
-        self._next_id = 0
         self._digest_cache = DigestCache()
         # Freezing keeps garbage collections from traversing the model in the middle of a step, as in core/process.py.
         # When the LLM is deleted, its objects can be collected again.
@@ -131,43 +130,23 @@ class LLM:
             InvalidArgument: a prompt, a parameter or an adapter is invalid; nothing was generated.
             QuireError: the engine failed while generating; it remains usable.
         """
-        prompt_list = as_prompt_list(prompts)
-        default_params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        given_params = broadcast_to_prompts("sampling_params", default_params, SamplingParams, len(prompt_list))
-        frozen = {id(p): p.freeze() for p in given_params}
-        params = [frozen[id(p)] for p in given_params]
-        lora_requests = broadcast_to_prompts("lora_request", lora_request, LoRARequest, len(prompt_list), optional=True)
-        priorities = broadcast_to_prompts("priority", 0 if priority is None else priority, int, len(prompt_list))
-        adapter_digests = {lora: self.load_adapter(lora) for lora in dict.fromkeys(lora_requests) if lora is not None}
-        # Each constraint is converted only once, because prompts usually share it, and converting a schema takes about
-        # a millisecond.
-        constraints = {id(p.structured_outputs): p.structured_outputs for p in params}
-        grammars = {key: None if c is None else to_grammar_text(c) for key, c in constraints.items()}
-        offline_requests: list[OfflineRequest] = []
-        try:
-            for prompt, param, lora, request_priority in zip(
-                prompt_list, params, lora_requests, priorities, strict=True
-            ):
-                base_request = self._build_request(
-                    prompt, param, None if lora is None else adapter_digests[lora], request_priority
-                )
-                if param.structured_outputs is not None:
-                    base_request = msgspec.structs.replace(
-                        base_request,
-                        grammar=grammars[id(param.structured_outputs)],
-                        begin_after_token_ids=list(param.structured_outputs.begin_after_token_ids),
-                    )
-                prompt_text = ParsedPrompt.from_prompt(prompt).text
-                offline_requests.append(
-                    OfflineRequest(base_request, prompt_text, param, lora, self.tokenizer, self.engine.eos_token_ids)
-                )
-                for request in offline_requests[-1].sequence_requests:
-                    self.engine.add(request)
-            self._run_engine(offline_requests, use_tqdm)
-        finally:
-            for offline_request in offline_requests:
-                self.engine.abort(offline_request.unfinished_sequence_ids)
-        return [offline_request.to_request_output() for offline_request in offline_requests]
+        parsed_prompts = [ParsedPrompt.from_prompt(prompt) for prompt in as_prompt_list(prompts)]
+        inputs: list[dict[str, Any]] = [
+            {
+                "prompt": prompt.text if prompt.token_ids is None else None,
+                "prompt_token_ids": prompt.token_ids,
+                "cache_salt": prompt.cache_salt,
+            }
+            for prompt in parsed_prompts
+        ]
+        if any(prompt.token_ids is None for prompt in parsed_prompts):
+            self.get_tokenizer()
+        options = self._options(len(inputs), sampling_params, lora_request, priority)
+        running = self._run(inputs, options, use_tqdm)
+        return [
+            request.to_request_output(prompt.text, lora)
+            for request, prompt, lora in zip(running, parsed_prompts, options.lora_requests, strict=True)
+        ]
 
     def beam_search(
         self,
@@ -234,79 +213,120 @@ class LLM:
             raise InvalidArgument(
                 f"chat_template_content_format: {chat_template_content_format!r} is not supported; use auto or string"
             )
-        template, tokenizer = self._resolve_chat_template(chat_template, tools is not None), self.get_tokenizer()
-        conversations = as_conversation_list(messages)
-        template_kwargs: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-        }
-        template_kwargs |= _validate_template_kwargs(chat_template_kwargs)
-        if reserved_names := sorted(template_kwargs.keys() & {"self", "messages", "documents"}):
-            raise InvalidArgument(f"chat_template_kwargs: {reserved_names[0]!r} cannot be set; leave it out")
-        texts = [template.render(conversation, **template_kwargs) for conversation in conversations]
-        # The template renders the special tokens itself.
-        token_id_lists = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        prompts = [
-            {"prompt": text, "prompt_token_ids": token_ids}
-            for text, token_ids in zip(texts, token_id_lists, strict=True)
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request, priority)
-
-    def _resolve_chat_template(self, chat_template: str | Path | None, has_tools: bool) -> ChatTemplate:
-        chat_template = self._chat_template if chat_template is None else chat_template
-        template = ChatTemplate.from_folder(
-            self._tokenizer_folder, None if chat_template is None else load_chat_template(chat_template), has_tools
-        )
-        if template is None:
+        template = None if chat_template is None else load_chat_template(chat_template)
+        if template is None and self._template_files.source(bool(tools)) is None:
             raise InvalidArgument(
                 f"chat: {self._tokenizer_folder} has no chat template ({TEMPLATE_FILE}, or chat_template in "
                 "tokenizer_config.json); give chat_template, or use generate"
             )
-        return template
+        self.get_tokenizer()
+        arguments: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        arguments |= _validate_template_kwargs(chat_template_kwargs)
+        if reserved_names := sorted(arguments.keys() & {"self", "messages", "documents"}):
+            raise InvalidArgument(f"chat_template_kwargs: {reserved_names[0]!r} cannot be set; leave it out")
+        tools = arguments.pop("tools")
+        conversation = Conversation(
+            messages=Raw(),
+            tools=_to_raw(tools, "tools"),
+            add_generation_prompt=bool(arguments.pop("add_generation_prompt")),
+            continue_final_message=bool(arguments.pop("continue_final_message")),
+            template_kwargs=_to_raw(arguments, "chat_template_kwargs"),
+        )
+        chats = [
+            structs.replace(conversation, messages=_to_raw(chat, "messages")) for chat in as_conversation_list(messages)
+        ]
+        options = self._options(len(chats), sampling_params, lora_request, priority)
+        inputs = [
+            {"chat": chat, "parsing": self._output_parsing(tools, params)}
+            for chat, params in zip(chats, options.params, strict=True)
+        ]
+        running = self._run(inputs, options, use_tqdm, template)
+        return [
+            request.to_request_output("".join(split_marked(request.prepared.prompt or "")), lora)
+            for request, lora in zip(running, options.lora_requests, strict=True)
+        ]
 
-    def _build_request(
-        self, prompt: Prompt, params: FrozenParams, adapter_digest: AdapterDigest | None, priority: int
-    ) -> SequenceRequest:
-        """Return the engine request for one output of a prompt; its sampling parameters are set later."""
-        parsed_prompt = ParsedPrompt.from_prompt(prompt)
-        check_text_parameters(params, self.tokenizer is not None)
-        if priority and self.engine.config.scheduling_policy != "priority":
-            raise InvalidArgument(
-                f"priority: got {priority}, but scheduling_policy is fcfs; set scheduling_policy to priority"
-            )
-        token_ids = parsed_prompt.token_ids
-        if token_ids is None:
-            assert parsed_prompt.text is not None
-            token_ids = self.get_tokenizer().encode(
-                parsed_prompt.text,
-                params.max_prompt_tokens(self.engine.max_model_len),
-                truncation_side=params.truncation_side,
-            )
-        else:
-            token_ids = params.truncate_prompt(token_ids, self.engine.max_model_len)
-        bad_word_ids = self.get_tokenizer().bad_word_ids(params.bad_words) if params.bad_words else []
-        reasoning_marks: list[list[int]] = []
-        if params.thinking_token_budget is not None:
-            self._parser_names.check_thinking_budget(params.thinking_token_budget)
-            reasoning_marks = self._parser_names.reasoning_mark_ids(self.get_tokenizer())
-        sequence_id, self._next_id = self._next_id, self._next_id + params.num_sequences
-        return SequenceRequest(
-            sequence_id,
-            token_ids,
-            params,
-            adapter_digest,
-            parsed_prompt.cache_salt,
-            bad_word_ids,
-            priority=priority,
-            reasoning_marks=reasoning_marks,
+    def _options(
+        self,
+        num_prompts: int,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        priority: int | Sequence[int] | None,
+    ) -> "_Options":
+        """Check the arguments that are one value for all prompts or a list with one value per prompt."""
+        default_params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        given_params = broadcast_to_prompts("sampling_params", default_params, SamplingParams, num_prompts)
+        frozen = {id(params): params.freeze() for params in given_params}
+        return _Options(
+            [frozen[id(params)] for params in given_params],
+            broadcast_to_prompts("lora_request", lora_request, LoRARequest, num_prompts, optional=True),
+            broadcast_to_prompts("priority", 0 if priority is None else priority, int, num_prompts),
         )
 
+    def _run(
+        self,
+        inputs: Sequence[dict[str, Any]],
+        options: "_Options",
+        use_tqdm: ProgressBar,
+        template: str | None = None,
+    ) -> list[RunningRequest]:
+        """Run one request for each entry of `inputs`, which contains the fields of a GenerateRequest."""
+        loras = options.lora_requests
+        digests = {lora: self.load_adapter(lora) for lora in dict.fromkeys(loras) if lora is not None}
+        empty: dict[str, Any] = {"prompt": None, "prompt_token_ids": None}
+        requests = [
+            GenerateRequest(id=i, model="", params=params, stream=False, priority=priority, **(empty | fields))
+            for i, (fields, params, priority) in enumerate(zip(inputs, options.params, options.priorities, strict=True))
+        ]
+        adapter_digests = [None if lora is None else digests[lora] for lora in loras]
+        return self._runner.run(requests, adapter_digests, template, use_tqdm)
+
+    def _output_parsing(self, tools: Sequence[Mapping[str, Any]] | None, params: FrozenParams) -> OutputParsing:
+        """Return how the server would parse the output of a conversation. This decides what a constraint applies to.
+
+        Tools whose calls the model cannot write in a known form are only given to the template.
+        """
+        own = params.structured_outputs
+        are_functions = all(
+            isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) for tool in tools or ()
+        )
+        can_call = bool(tools) and are_functions and self._processor.limits.parser_names.tool_call_parser is not None
+        return OutputParsing("auto" if can_call and not (own and own.begin_after_token_ids) else "none")
+
     @cached_property
-    def _parser_names(self) -> ParserNames:
-        config, templates = self.engine.config, ChatTemplateFiles.from_folder(self._tokenizer_folder)
-        names = ParserNames.detect(templates.sources, self.get_tokenizer().added_tokens.values())
-        return names.configured(config.tool_call_parser, config.reasoning_parser)
+    def _template_files(self) -> ChatTemplateFiles:
+        files = ChatTemplateFiles.from_folder(self._tokenizer_folder)
+        if self._chat_template is None:
+            return files
+        return replace(files, default=load_chat_template(self._chat_template), tool_use=None)
+
+    @cached_property
+    def _processor(self) -> RequestProcessor:
+        engine, tokenizer = self.engine, self.tokenizer
+        config, templates = engine.config, self._template_files
+        names = ParserNames.detect(templates.sources, () if tokenizer is None else tokenizer.added_tokens.values())
+        limits = RequestLimits(
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.shape.vocab_size,
+            # A prompt of any length is tokenized, because truncate_prompt_tokens can shorten it.
+            max_prompt_bytes=sys.maxsize,
+            has_tokenizer=tokenizer is not None,
+            has_chat_template=templates.default is not None,
+            parser_names=names.configured(config.tool_call_parser, config.reasoning_parser),
+            eos_token_ids=engine.eos_token_ids,
+            max_logprobs=config.max_logprobs,
+            priority_scheduling=config.scheduling_policy == "priority",
+        )
+        renderer = None if tokenizer is None else InlineRenderer(templates, tokenizer)
+        return RequestProcessor(limits, tokenizer, renderer, InlineGrammarChecker())
+
+    @cached_property
+    def _runner(self) -> RequestRunner:
+        return RequestRunner(self.engine, self._processor)
 
     def load_adapter(self, lora: LoRARequest) -> AdapterDigest:
         """Load the current content of an adapter's folder and return its digest. `generate` calls this when needed.
@@ -325,41 +345,22 @@ class LLM:
             self.engine.add_adapter(adapter_digest, path, self.engine.read_adapter(path), slot_pinned=False)
         return adapter_digest
 
-    def _run_engine(
-        self, offline_requests: Sequence[OfflineRequest], use_tqdm: bool | Callable[..., "tqdm[NoReturn]"]
-    ) -> None:
-        offline_request_by_sequence = {
-            sequence_id: offline_request
-            for offline_request in offline_requests
-            for sequence_id in offline_request.sequence_ids
-        }
-        create_progress_bar = use_tqdm if callable(use_tqdm) else tqdm
-        with create_progress_bar(
-            total=len(offline_requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True
-        ) as progress_bar:
-            num_input_tokens = num_output_tokens = 0
-            while self.engine.has_work:
-                self.engine.read_pending_adapters()
-                step = self.engine.step()
-                for sequence_id, queued_s in step.started:
-                    # If an earlier call failed, its sequences can still return results. They are ignored.
-                    if (started := offline_request_by_sequence.get(sequence_id)) is not None:
-                        started.mark_started(queued_s)
-                for result in step.results:
-                    offline_request = offline_request_by_sequence[result.id]
-                    if offline_request.update(result):
-                        self.engine.abort([result.id])
-                    if offline_request.unfinished_sequence_ids:
-                        continue
-                    num_input_tokens += offline_request.num_input_tokens
-                    num_output_tokens += offline_request.num_output_tokens
-                    elapsed_s = max(progress_bar.format_dict["elapsed"], 1e-9)
-                    progress_bar.set_postfix_str(
-                        f"input: {num_input_tokens / elapsed_s:.1f} tok/s, output: "
-                        f"{num_output_tokens / elapsed_s:.1f} tok/s",
-                        refresh=False,
-                    )
-                    progress_bar.update()
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Arguments of a call, with one value for each prompt."""
+
+    params: list[FrozenParams]
+    lora_requests: list[LoRARequest | None]
+    priorities: list[int]
+
+
+def _to_raw(value: object, name: str) -> Raw:
+    """Encode a JSON value. Mappings of all types are accepted."""
+    try:
+        return to_raw(json.loads(json.dumps(value, default=dict)), name)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{name}: must be a JSON value ({error})") from None
 
 
 def _validate_template_kwargs(template_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:

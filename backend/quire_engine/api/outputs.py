@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dataclasses of the inputs and results of offline generation, with the names that vLLM uses. `LLM` and
-`OfflineRequest` create the results."""
+"""Dataclasses of the inputs and results of offline generation, with the names that vLLM uses. `LLM` creates the
+results."""
 
 import os
 from dataclasses import dataclass, field

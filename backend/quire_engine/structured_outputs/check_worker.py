@@ -17,9 +17,7 @@ from typing import Any
 
 from quire_engine.ipc.process import set_parent_death_signal
 from quire_engine.structured_outputs.compiler import GrammarCompiler
-from quire_engine.structured_outputs.composed_constraint import ComposedConstraint
-from quire_engine.structured_outputs.grammar_text import compose_grammar_text, to_grammar_text
-from quire_spec.engine.structured_outputs import StructuredOutputsParams
+from quire_engine.structured_outputs.grammar_text import document_to_grammar_text
 from quire_spec.errors import Code, InvalidArgument, QuireError
 
 MAX_MEMORY_BYTES = 1 * 2**30
@@ -36,10 +34,7 @@ class CheckWorker:
         """Compile a constraint. Return the grammar text of the constraint, or an error if the constraint does not
         compile."""
         try:
-            if "lark" in constraint:
-                text = compose_grammar_text(ComposedConstraint(**constraint))
-            else:
-                text = to_grammar_text(StructuredOutputsParams.from_mapping(constraint))
+            text = document_to_grammar_text(constraint)
             self._get_compiler().check(text)
         except QuireError as error:
             return {"error_code": error.code, "error": str(error)}

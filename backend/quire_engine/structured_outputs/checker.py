@@ -2,16 +2,15 @@
 """Checks the constraints of requests, and converts each constraint to the grammar text that the core compiles.
 
 The checks run in worker processes that may die. Results are cached, so that the same constraint is not checked again.
-The request manager of the text process uses this module.
+The request processor of the text process uses this module.
 """
 
 import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import TypeAlias
 
 from quire_engine.ipc.worker_pool import WorkerDied, WorkerPool, WorkersBusy, WorkerTimeout
 from quire_engine.structured_outputs.composed_constraint import ComposedConstraint
@@ -27,9 +26,6 @@ the vocabulary is large.
 """
 MAX_CACHE_BYTES = 64 * 2**20
 _ENTRY_BYTES = 512
-
-CheckResult: TypeAlias = str | QuireError
-"""The grammar text of a constraint, or the error that rejects it."""
 
 
 class GrammarChecker:
@@ -53,45 +49,49 @@ class GrammarChecker:
             LOW_PRIORITY_AFTER_S,
         )
         self._max_cache_bytes = max_cache_bytes
-        self._cache: OrderedDict[bytes, CheckResult] = OrderedDict()
+        self._cache: OrderedDict[bytes, str | QuireError] = OrderedDict()
+        """Maps the digest of a constraint to its grammar, or to the error that rejects it."""
         self.num_cached_bytes = 0
-        self._waiting: dict[bytes, list[Callable[[CheckResult], None]]] = {}
-        """For each constraint that is being checked: the callbacks that get the result."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: dict[bytes, asyncio.Task[str | QuireError]] = {}
+        """Constraints that are being checked. A check continues if the request that started it is cancelled, because
+        other requests can wait for it."""
 
     def start(self) -> None:
         """Start the workers in the background, unless they already run."""
         self._workers.start()
 
-    def submit(
-        self, constraint: StructuredOutputsParams | ComposedConstraint, on_done: Callable[[CheckResult], None]
-    ) -> None:
-        """Check a constraint and pass the result to `on_done` on the event loop; a cached result is passed at once."""
+    async def check(self, constraint: StructuredOutputsParams | ComposedConstraint) -> str:
+        """Return the grammar text of a constraint. A cached result is returned without waiting.
+
+        Raises:
+            InvalidArgument: the constraint cannot be enforced, or checking it takes too much time or memory.
+            Unavailable: other constraints are being checked.
+        """
         document = constraint.to_mapping()
         key = hashlib.sha256(json.dumps(document, ensure_ascii=False).encode()).digest()
         if (result := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
-            on_done(result)
-        elif (callbacks := self._waiting.get(key)) is not None:
-            callbacks.append(on_done)
         else:
-            self._waiting[key] = [on_done]
-            task = asyncio.get_running_loop().create_task(self._run(key, document))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            if (task := self._running.get(key)) is None:
+                task = self._running[key] = asyncio.get_running_loop().create_task(self._run(key, document))
+            result = await asyncio.shield(task)
+        if isinstance(result, QuireError):
+            # A new instance, because a traceback would keep the request in memory as long as the cache.
+            raise error_from_code(result.code, str(result))
+        return result
 
-    async def _run(self, key: bytes, document: dict[str, object]) -> None:
-        result: CheckResult
+    async def _run(self, key: bytes, document: dict[str, object]) -> str | QuireError:
         try:
             result = await self._check(document)
             self._store(key, result)
         except QuireError as error:
             # This error is not cached, because its cause is a limit or the load. Another attempt can succeed.
             result = error
-        for on_done in self._waiting.pop(key):
-            on_done(result)
+        finally:
+            del self._running[key]
+        return result
 
-    async def _check(self, document: dict[str, object]) -> CheckResult:
+    async def _check(self, document: dict[str, object]) -> str | QuireError:
         try:
             answer = await self._workers.ask(document)
         except WorkersBusy:
@@ -106,12 +106,12 @@ class GrammarChecker:
             return error_from_code(answer["error_code"], answer["error"])
         return str(answer["grammar"])
 
-    def _store(self, key: bytes, result: CheckResult) -> None:
+    def _store(self, key: bytes, result: str | QuireError) -> None:
         self._cache[key] = result
         self.num_cached_bytes += _size(result)
         while self.num_cached_bytes > self._max_cache_bytes and self._cache:
             self.num_cached_bytes -= _size(self._cache.popitem(last=False)[1])
 
 
-def _size(result: CheckResult) -> int:
+def _size(result: str | QuireError) -> int:
     return _ENTRY_BYTES + len(str(result).encode(errors="replace"))

@@ -21,6 +21,14 @@ MAX_TAGS = 256
 _MAX_TAG_CHARS = 1024
 
 
+def document_to_grammar_text(document: dict[str, Any]) -> str:
+    """Return the grammar of a constraint, given as the result of its `to_mapping`. Raises the errors of
+    `to_grammar_text`."""
+    if "lark" in document:
+        return compose_grammar_text(ComposedConstraint(**document))
+    return to_grammar_text(StructuredOutputsParams.from_mapping(document))
+
+
 def to_grammar_text(params: StructuredOutputsParams) -> str:
     """Return the grammar of a constraint.
 

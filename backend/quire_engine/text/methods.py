@@ -8,18 +8,19 @@ answers the calls (quire_spec/protocol/server.py).
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
+from quire_engine.requests.processor import RequestProcessor
 from quire_engine.structured_outputs.checker import GrammarChecker
 from quire_engine.text.admission import AdmissionController
 from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.live_snapshot import build_live_snapshot
 from quire_engine.text.metrics import RequestMetrics
-from quire_engine.text.prompt_tokenizer import PromptTokenizer
 from quire_engine.text.request_manager import RequestManager
+from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.documents.pod_status import utc_now
@@ -40,9 +41,8 @@ class TextMethods:
     def __init__(
         self,
         admission: AdmissionController,
-        prompt_tokenizer: PromptTokenizer | None,
-        chat_renderer: ChatRenderer | None,
-        grammar_checker: GrammarChecker | None,
+        processor: RequestProcessor,
+        workers: Sequence[ChatRenderer | GrammarChecker],
         request_manager: RequestManager,
         metrics: RequestMetrics,
         sampling_defaults: Mapping[str, Any],
@@ -51,9 +51,8 @@ class TextMethods:
         """`sampling_defaults` are the default sampling parameters of the checkpoint. They are passed to frontends that
         apply them."""
         self._admission = admission
-        self._prompt_tokenizer = prompt_tokenizer
-        self._chat_renderer = chat_renderer
-        self._grammar_checker = grammar_checker
+        self._processor = processor
+        self._workers = workers
         self._request_manager = request_manager
         self._metrics = metrics
         self._sampling_defaults = dict(sampling_defaults)
@@ -76,10 +75,8 @@ class TextMethods:
 
     def start_workers(self) -> None:
         """Start the processes that render chat templates and check constraints, before a request needs them."""
-        if self._chat_renderer is not None:
-            self._chat_renderer.start()
-        if self._grammar_checker is not None:
-            self._grammar_checker.start()
+        for worker in self._workers:
+            worker.start()
 
     def set_adapters(
         self,
@@ -156,15 +153,15 @@ class TextMethods:
 
         `return_token_strs` adds their texts.
         """
-        prompt_tokenizer, text = self._require_tokenizer(), prompt
+        tokenizer, text, limits = self._require_tokenizer(), prompt, self._processor.limits
         if chat is not None:
-            model = model or self._admission.served_name
-            self._admission.check_chat(model)
-            assert self._chat_renderer is not None, "checked"
-            text = await self._chat_renderer.render(chat, self._admission.chat_template_by_name.get(model))
-        self._admission.check_prompt_text(text)
-        assert isinstance(text, str), "checked"
-        tokenizer = prompt_tokenizer.tokenizer
+            template = self._admission.chat_template_by_name.get(model or self._admission.served_name)
+            limits.check_chat(template is not None)
+            text = await self._processor.render(chat, template)
+        elif text is None:
+            raise InvalidArgument("prompt: must be a string")
+        else:
+            limits.check_prompt_text(text)
         adds_special_tokens = chat is None if add_special_tokens is None else add_special_tokens
 
         def encode() -> list[int]:
@@ -172,18 +169,18 @@ class TextMethods:
                 return tokenizer.encode(text, None, adds_special_tokens)
             return tokenizer.encode_rendered(text)
 
-        token_ids = await prompt_tokenizer.run(encode, len(text))
+        token_ids = await self._processor.run_tokenizer(encode, len(text))
         token_strs = [tokenizer.token_text(i) for i in token_ids] if return_token_strs else None
-        return Tokenized(token_ids, token_strs, self._admission.limits.max_model_len)
+        return Tokenized(token_ids, token_strs, limits.max_model_len)
 
     async def detokenize(self, tokens: list[Annotated[int, msgspec.Meta(ge=0)]]) -> str:
         """Return the text of `tokens`."""
-        prompt_tokenizer, vocab_size = self._require_tokenizer(), self._admission.limits.vocab_size
+        tokenizer, vocab_size = self._require_tokenizer(), self._processor.limits.vocab_size
         if max(tokens, default=0) >= vocab_size:
             raise InvalidArgument(f"tokens: must be a list of token ids from 0 to {vocab_size - 1}")
-        return await prompt_tokenizer.run(lambda: prompt_tokenizer.tokenizer.decode(tokens, False), 4 * len(tokens))
+        return await self._processor.run_tokenizer(lambda: tokenizer.decode(tokens, False), 4 * len(tokens))
 
-    def _require_tokenizer(self) -> PromptTokenizer:
-        if self._prompt_tokenizer is None:
+    def _require_tokenizer(self) -> Tokenizer:
+        if self._processor.tokenizer is None:
             raise InvalidArgument("prompt: the model has no tokenizer; send token ids")
-        return self._prompt_tokenizer
+        return self._processor.tokenizer

@@ -18,16 +18,18 @@ from typing import Any
 
 from quire_engine.ipc import process
 from quire_engine.parsers.parser_names import ParserNames
+from quire_engine.requests.limits import RequestLimits
+from quire_engine.requests.processor import RequestProcessor
 from quire_engine.structured_outputs.checker import GrammarChecker
-from quire_engine.text.admission import AdmissionController, RequestLimits
+from quire_engine.text.admission import AdmissionController
 from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.core_client import CoreClient
 from quire_engine.text.methods import TextMethods
 from quire_engine.text.metrics import RequestMetrics
-from quire_engine.text.prompt_tokenizer import PromptTokenizer
 from quire_engine.text.request_manager import RequestManager
 from quire_engine.text.result_coalescer import RESPONSES_PER_S_PER_CORE, ResponseThrottle, ResultCoalescer
 from quire_engine.text.server import TextServer
+from quire_engine.text.tokenizer_threads import TokenizerThreads
 from quire_engine.tokenization.chat_template import ChatTemplate
 from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.tokenizer import Tokenizer
@@ -49,24 +51,18 @@ def main(args: process.ProcessArgs) -> None:
     folder = resolve_model(config.model, config.revision, progress=False, download_dir=config.download_dir)
     tokenizer = load_tokenizer(folder, config)
     model_config = ModelConfig.load(folder)
-    limits = RequestLimits.from_config(args.config, model_config, tokenizer)
+    eos_token_ids, sampling_defaults = load_eos_token_ids(folder, model_config), _load_sampling_defaults(config, folder)
+    templates = _load_chat_templates(folder, config)
+    parser_names = _choose_parsers(config, templates, tokenizer)
+    limits = RequestLimits.from_config(
+        config, model_config, tokenizer, eos_token_ids, parser_names, templates.default is not None
+    )
     logger.info(
         "text process starting model=%s tokenizer=%s max_model_len=%d max_prompt_bytes=%d max_num_queued_reqs=%d",
         *(args.served_name, tokenizer is not None, limits.max_model_len),
-        *(limits.max_prompt_bytes, limits.max_num_queued_reqs),
+        *(limits.max_prompt_bytes, config.max_num_queued_reqs),
     )
-    templates = _load_chat_templates(folder, args.config)
-    parser_names = _choose_parsers(args.config, templates, tokenizer)
-    chat_renderer = None
-    if tokenizer is not None:
-        chat_renderer = ChatRenderer(templates, tokenizer, limits.max_prompt_bytes)
-    eos_token_ids, sampling_defaults = load_eos_token_ids(folder, model_config), _load_sampling_defaults(config, folder)
-    grammar_checker = GrammarChecker(folder, limits.vocab_size, eos_token_ids) if tokenizer is not None else None
-    asyncio.run(
-        _serve(
-            *(args, tokenizer, limits, eos_token_ids, chat_renderer, parser_names, grammar_checker, sampling_defaults)
-        )
-    )
+    asyncio.run(_serve(args, folder, tokenizer, limits, templates, sampling_defaults))
 
 
 def load_tokenizer(folder: Path, config: EngineConfig) -> Tokenizer | None:
@@ -86,40 +82,29 @@ def load_tokenizer(folder: Path, config: EngineConfig) -> Tokenizer | None:
 
 async def _serve(
     args: process.ProcessArgs,
+    folder: Path,
     tokenizer: Tokenizer | None,
     limits: RequestLimits,
-    eos_token_ids: frozenset[int],
-    chat_renderer: ChatRenderer | None,
-    parser_names: ParserNames,
-    grammar_checker: GrammarChecker | None,
+    templates: ChatTemplateFiles,
     sampling_defaults: Mapping[str, Any],
 ) -> None:
     process.install_exit_handlers(asyncio.get_running_loop())
     metrics = RequestMetrics(args.config, args.served_name, limits.max_model_len)
     core_client = CoreClient(args.socket_path(CORE_SOCKET), args.served_name)
-    admission = AdmissionController(
-        limits,
-        args.served_name,
-        tokenizer is not None,
-        chat_renderer is not None and chat_renderer.has_template,
-        parser_names,
-    )
-    prompt_tokenizer = PromptTokenizer(tokenizer, limits.max_model_len) if tokenizer else None
-    request_manager = RequestManager(
-        admission,
-        prompt_tokenizer,
-        metrics,
-        core_client.send,
-        eos_token_ids=eos_token_ids,
-        chat_renderer=chat_renderer,
-        grammar_checker=grammar_checker,
-    )
+    admission = AdmissionController(limits, args.served_name, args.config.max_num_queued_reqs)
+    chat_renderer = grammar_checker = None
+    if tokenizer is not None:
+        chat_renderer = ChatRenderer(templates, tokenizer, limits.max_prompt_bytes)
+        grammar_checker = GrammarChecker(folder, limits.vocab_size, limits.eos_token_ids)
+    workers = [worker for worker in (chat_renderer, grammar_checker) if worker is not None]
+    tokenizer_threads = TokenizerThreads()
+    processor = RequestProcessor(limits, tokenizer, chat_renderer, grammar_checker, tokenizer_threads.run)
+    request_manager = RequestManager(admission, processor, metrics, core_client.send)
     throttle = _create_throttle(args.config)
     methods = TextMethods(
         admission,
-        prompt_tokenizer,
-        chat_renderer,
-        grammar_checker,
+        processor,
+        workers,
         request_manager,
         metrics,
         sampling_defaults,

@@ -1,36 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The open requests of all frontends, from GenerateRequest to the final output delta.
 
-Admits requests, tokenizes them, sends them to the engine core, and sends the results of each step to the frontends.
-It runs on the event loop and has no knowledge of sockets. The text server and the result coalescer call it, and it
-calls `FrontendSink.send` and `send_to_core`. Every request ends exactly once, and none of its sequences stays in the
-core, even if a frontend or the core fails.
+Admits requests, prepares them, sends them to the engine core, and sends the results of each step to the frontends. It
+runs on the event loop and has no knowledge of sockets. The text server and the result coalescer call it, and it calls
+`FrontendSink.send` and `send_to_core`. Every request ends exactly once, and none of its sequences stays in the core,
+even if a frontend or the core fails.
 """
 
+import asyncio
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
-from functools import partial
 from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from quire_engine.parsers.output_grammar import compose_grammar
-from quire_engine.parsers.output_parser import OutputParser, create_parser, reasoning_state
-from quire_engine.parsers.parser_names import ParserNames
-from quire_engine.structured_outputs.checker import CheckResult, GrammarChecker
-from quire_engine.structured_outputs.composed_constraint import ComposedConstraint
+from quire_engine.requests.processor import PreparedRequest, RequestProcessor
+from quire_engine.requests.request_state import RequestState
 from quire_engine.text.admission import AdmissionController
-from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.metrics import RequestMetrics
-from quire_engine.text.prompt_tokenizer import PromptTokenizer, TokenizedPrompt
 from quire_engine.text.rate_limiter import AdapterRateLimiter
-from quire_engine.text.request_state import RequestState
-from quire_engine.tokenization.completion import CompletionState
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
-from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import Code, Internal, InvalidArgument, QuireError, Unavailable
 from quire_spec.protocol.messages import (
     AbortSequences,
@@ -57,32 +49,26 @@ class RequestManager:
     def __init__(
         self,
         admission: AdmissionController,
-        prompt_tokenizer: PromptTokenizer | None,
+        processor: RequestProcessor,
         metrics: RequestMetrics,
         send_to_core: Callable[[Message], None],
         clock: Callable[[], float] = time.monotonic,
-        eos_token_ids: frozenset[int] = frozenset(),
-        chat_renderer: ChatRenderer | None = None,
-        grammar_checker: GrammarChecker | None = None,
     ) -> None:
-        """`prompt_tokenizer` and `grammar_checker` are None if the model has no tokenizer. `chat_renderer` is None if
-        the model has no chat template."""
         self.num_queued = 0
         """Number of open requests that no step has run yet."""
         self._admission = admission
-        self._prompt_tokenizer = prompt_tokenizer
+        self._processor = processor
         self._metrics = metrics
         self._send_to_core = send_to_core
         self._clock = clock
-        self._eos_token_ids = eos_token_ids
-        self._chat_renderer = chat_renderer
-        self._grammar_checker = grammar_checker
         # Ids start at the current time. So after a restart, the text process never uses an id that the core already
         # has.
         self._next_sequence_id = int(time.time() * 1000) << 16
         self._by_sequence: dict[int, tuple[RequestState, FrontendSink]] = {}
         """Unfinished sequences by id."""
         self._by_frontend: defaultdict[FrontendSink, dict[int, RequestState]] = defaultdict(dict)
+        self._preparations: dict[RequestState, asyncio.Task[None]] = {}
+        """Tasks of the requests that are being prepared."""
         self._drain_callbacks: list[Callable[[], None]] = []
         self._rate_limiter = AdapterRateLimiter()
 
@@ -100,29 +86,61 @@ class RequestManager:
         if request.id in self._by_frontend[frontend]:
             raise Internal(f"GenerateRequest: id {request.id} is already open")
         try:
-            admitted_request = self._admission.admit(request, self.num_queued)
+            adapter_name, adapter_digest = self._admission.admit(request, self.num_queued)
         except QuireError as error:
             self.reject(frontend, request.id, error)
             return
         try:
-            self._rate_limiter.check(admitted_request.adapter_name, self._clock())
+            self._rate_limiter.check(adapter_name, self._clock())
         except Unavailable as error:
-            self._metrics.adapter_metrics.record_rate_limited(admitted_request.adapter_name)
+            self._metrics.adapter_metrics.record_rate_limited(adapter_name)
             self.reject(frontend, request.id, error)
             return
-        request_state = RequestState(self._next_sequence_id, request, admitted_request, self._clock())
+        request_state = RequestState(self._next_sequence_id, request, adapter_name, adapter_digest, self._clock())
         # With beam search, the core uses one id per beam, even if it returns fewer outputs.
         self._next_sequence_id += request_state.params.num_sequences
-        self._metrics.adapter_metrics.record_admitted(request_state.adapter_name)
-        self._rate_limiter.acquire(request_state.adapter_name)
+        self._metrics.adapter_metrics.record_admitted(adapter_name)
+        self._rate_limiter.acquire(adapter_name)
         self._by_sequence |= dict.fromkeys(request_state.sequence_ids, (request_state, frontend))
         self._by_frontend[frontend][request.id] = request_state
         self.num_queued += 1
-        self._tokenize(request, request_state)
+        template = self._admission.chat_template_by_name.get(request.model)
+        self._preparations[request_state] = asyncio.get_running_loop().create_task(
+            self._prepare(request, request_state, template)
+        )
+
+    async def _prepare(self, request: GenerateRequest, request_state: RequestState, template: str | None) -> None:
+        """Prepare a request and send it to the core. The task is cancelled when the request ends before that."""
+        error: QuireError
+        try:
+            prepared = await self._processor.prepare(request, template)
+        except QuireError as rejection:
+            error = rejection
+        except Exception:
+            logger.exception("request cannot be prepared, ending it")
+            error = Internal("the request cannot be prepared; see the log of the text process")
+        else:
+            del self._preparations[request_state]
+            self._submit_to_core(request_state, prepared)
+            return
+        del self._preparations[request_state]
+        self._fail(request_state, error)
+
+    def _submit_to_core(self, request_state: RequestState, prepared: PreparedRequest) -> None:
+        num_tokens = len(prepared.prompt_token_ids)
+        self._metrics.record_prompt_tokens(num_tokens, request_state.request.api_key_name)
+        self._rate_limiter.consume(request_state.adapter_name, num_tokens)
+        tokenizer, eos_token_ids = self._processor.tokenizer, self._processor.limits.eos_token_ids
+        try:
+            for sequence_request in request_state.submit(prepared, tokenizer, eos_token_ids, self._clock()):
+                self._send_to_core(sequence_request)
+        except QuireError as error:
+            # The request cannot be encoded. All its sequences have the same content, so the first one failed.
+            self._fail(request_state, error)
 
     def oversize_error(self, num_bytes: int) -> InvalidArgument:
         """Return the error for a message that was not read, because it exceeds the size limit."""
-        return self._admission.oversize_error(num_bytes)
+        return self._admission.limits.oversize_error(num_bytes)
 
     def cancel(self, frontend: FrontendSink, client_request_ids: Iterable[int]) -> None:
         """Abort requests of a frontend. Unknown ids are ignored, because those requests have ended."""
@@ -143,7 +161,7 @@ class RequestManager:
         """
         now = self._clock()
         for sequence_id, core_queue_s in step.started:
-            if (entry := self._by_sequence.get(sequence_id)) and not entry[0].is_started:
+            if (entry := self._by_sequence.get(sequence_id)) and entry[0].start_time is None:
                 self._mark_started(entry[0], core_queue_s)
         aborted_ids = [sequence_id for result in step.results for sequence_id in self._on_result(result, now)]
         if aborted_ids:
@@ -198,7 +216,7 @@ class RequestManager:
         waiting: set[str] = set()
         for request_state in self._open_requests():
             if request_state.adapter_name is not None:
-                (running if request_state.is_started else waiting).add(request_state.adapter_name)
+                (waiting if request_state.start_time is None else running).add(request_state.adapter_name)
         self._metrics.set_active_adapters(running, waiting)
 
     def status(self) -> dict[str, Any]:
@@ -207,8 +225,8 @@ class RequestManager:
             "num_open": self.num_open,
             "num_queued": self.num_queued,
             "core": not self._admission.closed_reason,
-            "tool_call_parser": self._admission.parser_names.tool_call_parser,
-            "reasoning_parser": self._admission.parser_names.reasoning_parser,
+            "tool_call_parser": self._processor.limits.parser_names.tool_call_parser,
+            "reasoning_parser": self._processor.limits.parser_names.reasoning_parser,
         }
 
     def reject(self, frontend: FrontendSink, client_request_id: int, error: QuireError) -> None:
@@ -217,135 +235,6 @@ class RequestManager:
         retry_after_s = error.retry_after_s if isinstance(error, Unavailable) else None
         frontend.send(
             OutputDelta(client_request_id, error_code=error.code, error=str(error), retry_after_s=retry_after_s)
-        )
-
-    def _tokenize(self, request: GenerateRequest, request_state: RequestState) -> None:
-        if request.chat is not None and request.prompt is None:
-            assert self._chat_renderer is not None, "admission rejects conversations without a chat template"
-            template_file = self._admission.chat_template_by_name.get(request.model)
-            self._chat_renderer.submit(request.chat, template_file, partial(self._on_rendered, request, request_state))
-        elif request.prompt_token_ids is not None and not request_state.params.bad_words:
-            self._on_tokenized(request_state, TokenizedPrompt(request.prompt_token_ids, []))
-        else:
-            assert self._prompt_tokenizer is not None, "admission rejects text without a tokenizer"
-            self._prompt_tokenizer.tokenize(request, request_state, partial(self._on_tokenized, request_state))
-
-    def _on_rendered(self, request: GenerateRequest, request_state: RequestState, text: str | QuireError) -> None:
-        """Tokenize a rendered conversation; do nothing if its request has ended in the meantime."""
-        if request_state.is_closed:
-            return
-        try:
-            if isinstance(text, QuireError):
-                raise text
-            self._admission.check_prompt_text(text)
-        except QuireError as error:
-            self._fail(request_state, error)
-            return
-        request_state.reasoning = reasoning_state(self._admission.parser_names, text)
-        self._tokenize(replace(request, prompt=text), request_state)
-
-    def _on_tokenized(self, request_state: RequestState, tokenized: TokenizedPrompt | QuireError) -> None:
-        """Check the constraint of a tokenized request, then send the request; do nothing if it has ended in the
-        meantime."""
-        if request_state.is_closed:
-            return
-        try:
-            if isinstance(tokenized, QuireError):
-                raise tokenized
-            token_ids = self._admission.check_prompt(tokenized.token_ids, request_state.params)
-        except QuireError as error:
-            self._fail(request_state, error)
-            return
-        tokenized = TokenizedPrompt(token_ids, tokenized.bad_word_ids)
-        try:
-            constraint = self._constraint(request_state)
-        except Exception:
-            logger.exception("grammar of a request cannot be built, ending it")
-            self._fail(request_state, Internal("tools: no grammar can be built; see the log of the text process"))
-            return
-        if constraint is not None and request_state.params.use_beam_search:
-            # Admission rejects a constraint of the request itself, so this constraint comes from the tools.
-            reason = "tools: not allowed with use_beam_search; omit one of the two"
-            self._fail(request_state, InvalidArgument(reason))
-        elif constraint is None:
-            self._submit_to_core(request_state, tokenized, None)
-        else:
-            assert self._grammar_checker is not None, "admission rejects constraints without a tokenizer"
-            self._grammar_checker.submit(constraint, partial(self._on_checked, request_state, tokenized))
-
-    def _on_checked(self, request_state: RequestState, tokenized: TokenizedPrompt, grammar: CheckResult) -> None:
-        """Send a request whose constraint was checked; do nothing if it has ended in the meantime."""
-        if request_state.is_closed:
-            return
-        try:
-            if isinstance(grammar, QuireError):
-                raise grammar
-            self._admission.check_grammar_size(grammar, request_state.params)
-        except QuireError as error:
-            self._fail(request_state, error)
-            return
-        self._submit_to_core(request_state, tokenized, grammar)
-
-    def _submit_to_core(self, request_state: RequestState, tokenized: TokenizedPrompt, grammar: str | None) -> None:
-        token_ids = tokenized.token_ids
-        self._metrics.record_prompt_tokens(len(token_ids), request_state.api_key_name)
-        self._rate_limiter.consume(request_state.adapter_name, len(token_ids))
-        tokenizer = self._prompt_tokenizer.tokenizer if self._prompt_tokenizer else None
-        reasoning_marks: list[list[int]] = []
-        if tokenizer is not None and request_state.params.thinking_token_budget is not None:
-            reasoning_marks = self._admission.parser_names.reasoning_mark_ids(tokenizer)
-        sequence_requests = request_state.to_core_requests(
-            token_ids,
-            tokenizer,
-            tokenized.bad_word_ids,
-            self._clock(),
-            self._eos_token_ids,
-            self._parser_factory(request_state, token_ids),
-            grammar,
-            reasoning_marks,
-        )
-        try:
-            for sequence_request in sequence_requests:
-                self._send_to_core(sequence_request)
-        except QuireError as error:
-            # The request cannot be encoded. All its sequences have the same content, so the first one failed.
-            self._fail(request_state, error)
-
-    def _constraint(self, request_state: RequestState) -> StructuredOutputsParams | ComposedConstraint | None:
-        """Return the constraint that the output must match: the request's own constraint combined with the constraint
-        of its tools.
-        """
-        own, parsing = request_state.params.structured_outputs, request_state.parsing
-        # With begin_after_token_ids, the constraint itself defines where the reasoning ends.
-        if parsing is None or self._prompt_tokenizer is None or (own is not None and own.begin_after_token_ids):
-            return own
-        names, tokenizer = self._admission.parser_names, self._prompt_tokenizer.tokenizer
-        answer = None if own is None else own.to_mapping()
-        composed = compose_grammar(names, tokenizer, parsing, request_state.tools, request_state.reasoning, answer)
-        return own if composed is None else composed
-
-    def _parser_factory(
-        self, request_state: RequestState, prompt_token_ids: list[int]
-    ) -> Callable[[], OutputParser] | None:
-        """Return a function that creates a parser for each output of a request; None if nothing is parsed."""
-        parsing, names = request_state.parsing, self._admission.parser_names
-        if parsing is None or self._prompt_tokenizer is None:
-            return None
-        used_names = ParserNames(
-            names.tool_call_parser if parsing.tool_choice != "none" else None,
-            names.reasoning_parser if parsing.separate_reasoning else None,
-        )
-        if used_names == ParserNames():
-            return None
-        return partial(
-            create_parser,
-            used_names,
-            self._prompt_tokenizer.tokenizer,
-            prompt_token_ids,
-            request_state.tools,
-            request_state.reasoning == "open",
-            parsing.parallel_tool_calls,
-            request_state.params.skip_special_tokens,
         )
 
     def _fail(self, request_state: RequestState, error: QuireError) -> None:
@@ -357,12 +246,11 @@ class RequestManager:
 
     def _mark_started(self, request_state: RequestState, core_queue_s: float) -> None:
         assert request_state.submit_time is not None, "the core runs only submitted requests"
-        request_state.is_started = True
         self.num_queued -= 1
         # Only the core can measure how long a request was in its queue, because the first result arrives after the
         # prompt was computed.
-        queue_s = request_state.submit_time - request_state.arrival_time + core_queue_s
-        self._metrics.record_started(request_state.adapter_name, queue_s)
+        request_state.start_time = request_state.submit_time + core_queue_s
+        self._metrics.record_started(request_state.adapter_name, request_state.start_time - request_state.arrival_time)
 
     def _on_result(self, result: SequenceDelta, now: float) -> list[int]:
         """Send a result to its frontend. Return the sequences that have ended in the text process, but that the core
@@ -375,15 +263,22 @@ class RequestManager:
         if result.num_drafts:
             self._metrics.adapter_metrics.record_drafts(request_state.adapter_name, result)
         completion = request_state.completion(result.id)
-        num_tokens_before = completion.num_tokens
+        num_tokens, last_token_time = completion.num_tokens, completion.last_token_time
+        is_first = request_state.first_token_time is None
         try:
-            deltas = request_state.update(_retryable(result))
+            deltas = request_state.update(_retryable(result), now)
         except Exception:
             logger.exception("output of a request cannot be converted, ending it sequence_id=%d", result.id)
             aborted_ids = self._open_sequence_ids(request_state)
             self._fail(request_state, Internal("the output cannot be converted; see the log of the text process"))
             return aborted_ids
-        self._record_tokens(request_state, completion, completion.num_tokens - num_tokens_before, now)
+        if num_new_tokens := completion.num_tokens - num_tokens:
+            if last_token_time is not None:
+                self._metrics.record_next_token(now - last_token_time)
+            elif is_first:
+                self._metrics.record_first_token(request_state.adapter_name, now - request_state.arrival_time)
+            self._metrics.record_generated_tokens(request_state.adapter_name, num_new_tokens)
+            self._rate_limiter.consume(request_state.adapter_name, num_new_tokens)
         aborted_ids = []
         if completion.finish_reason is not None or result.error_code is not None:
             del self._by_sequence[result.id]
@@ -396,19 +291,6 @@ class RequestManager:
         for delta in deltas:
             frontend.send(delta)
         return aborted_ids
-
-    def _record_tokens(
-        self, request_state: RequestState, completion: CompletionState, num_tokens: int, now: float
-    ) -> None:
-        if not num_tokens:
-            return
-        if completion.last_token_time is not None:
-            self._metrics.record_next_token(now - completion.last_token_time)
-        elif all(sibling.last_token_time is None for sibling in request_state.completions):
-            self._metrics.record_first_token(request_state.adapter_name, now - request_state.arrival_time)
-        completion.last_token_time = now
-        self._metrics.record_generated_tokens(request_state.adapter_name, num_tokens)
-        self._rate_limiter.consume(request_state.adapter_name, num_tokens)
 
     def _abort(self, request_states: list[RequestState], frontend: FrontendSink) -> None:
         submitted_ids = [
@@ -432,16 +314,18 @@ class RequestManager:
         return [sequence_id for sequence_id in request_state.sequence_ids if sequence_id in self._by_sequence]
 
     def _close(self, request_state: RequestState, frontend: FrontendSink, reason: str) -> None:
-        request_state.is_closed = True
+        if (preparation := self._preparations.pop(request_state, None)) is not None:
+            preparation.cancel()
         self._rate_limiter.release(request_state.adapter_name)
         for sequence_id in self._open_sequence_ids(request_state):
             del self._by_sequence[sequence_id]
-        del self._by_frontend[frontend][request_state.client_request_id]
-        if not request_state.is_started:
+        request = request_state.request
+        del self._by_frontend[frontend][request.id]
+        if request_state.start_time is None:
             self.num_queued -= 1
         latency_s = self._clock() - request_state.arrival_time
         token_counts = request_state.num_input_tokens, request_state.num_output_tokens
-        self._metrics.record_api_key_output(request_state.api_key_name, request_state.num_output_tokens)
+        self._metrics.record_api_key_output(request.api_key_name, request_state.num_output_tokens)
         self._metrics.record_finished(reason, latency_s, *token_counts, request_state.params)
         self._notify_if_drained()
 

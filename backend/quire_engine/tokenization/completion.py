@@ -50,7 +50,7 @@ class CompletionState:
         the output is a beam; otherwise, it is None.
         """
         self.last_token_time: float | None = None
-        """Time in monotonic seconds at which the last tokens arrived. The request manager sets it."""
+        """Time in monotonic seconds at which the last tokens arrived. The state of the request sets it."""
         self._has_logprobs = params.logprobs is not None
         self._ignore_eos = params.ignore_eos
         self._eos_token_ids = eos_token_ids

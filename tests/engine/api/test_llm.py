@@ -172,7 +172,7 @@ def test_model_without_tokenizer_uses_token_ids(models: Any, tmp_path: Path) -> 
     [
         ({"prompts": ["a", {"text": "a"}]}, "unknown key 'text'"),
         ({"prompts": ["a", {}]}, "must contain 'prompt' .text. or 'prompt_token_ids'"),
-        ({"prompts": ["a", [1] * 128]}, "128 tokens leave no room for output"),
+        ({"prompts": ["a", [1] * 128]}, "the prompt has 128 tokens and max_model_len is 128"),
         (
             {"prompts": ["a", "b"], "sampling_params": [SamplingParams()]},
             "sampling_params: got 1 entries for 2 prompts",

@@ -12,7 +12,7 @@ from support.near_ties import NEAR_TIE, assert_top_tokens
 from support.tiny_checkpoints import VOCAB, make_checkpoint
 
 from quire_engine import LLM, RequestOutput, SamplingParams
-from quire_engine.core import input_processor
+from quire_engine.requests import limits
 from quire_engine.worker.sampling import logprobs
 from quire_spec.errors import InvalidArgument
 
@@ -215,7 +215,7 @@ def test_all_logprobs_require_max_logprobs_minus_one(models: Any) -> None:
 
 
 def test_number_of_prompt_logprobs_is_bounded(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_processor, "MAX_PROMPT_LOGPROBS", 44)
+    monkeypatch.setattr(limits, "MAX_PROMPT_LOGPROBS", 44)
     models.llm.generate([7] * 11, _greedy(prompt_logprobs=3), use_tqdm=False)
     with pytest.raises(InvalidArgument, match="'prompt_logprobs': got 4 for each of 11 tokens; at most 44 in total"):
         models.llm.generate([7] * 11, _greedy(prompt_logprobs=4), use_tqdm=False)

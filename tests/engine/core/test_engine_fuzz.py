@@ -12,11 +12,13 @@ from support.thread_workers import ThreadWorker
 from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
 from support.tokenizer import byte_level, save_tokenizer
 
-from quire_engine.api.offline_request import OfflineRequest
 from quire_engine.api.outputs import RequestOutput
+from quire_engine.api.request_runner import RunningRequest
 from quire_engine.core.engine import Engine
 from quire_engine.executor.runner_factory import create_runner
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.requests.processor import PreparedRequest
+from quire_engine.requests.request_state import RequestState
 from quire_engine.step.plan import SlotLoad
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_engine.weights.checkpoint import Checkpoint
@@ -28,7 +30,7 @@ from quire_spec.errors import InvalidArgument, NotFound
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
-from quire_spec.protocol.messages import SequenceRequest
+from quire_spec.protocol.messages import GenerateRequest, SequenceRequest
 
 NAMES = ["llama", "llama-longrope", "qwen2-windows", "gemma2", "opt", "phi3"]
 ADAPTERS: list[dict[str, Any]] = [
@@ -71,27 +73,30 @@ class FuzzHarness:
         runner = create_runner(config, checkpoint.shape, self.folder, start_worker=ThreadWorker)
         return Engine(config, checkpoint, runner, runner.memory, lambda: self.now)
 
-    def offline_request(self, timed: TimedRequest, first_id: int) -> OfflineRequest:
+    def prepare(self, timed: TimedRequest, first_id: int) -> tuple[RunningRequest, list[SequenceRequest]]:
         tokenizer = Tokenizer(self.folder)
         params = SamplingParams(**timed.params)
+        request = GenerateRequest(first_id, "", None, timed.prompt, params, False, priority=timed.priority)
         bad_word_ids = tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
-        first = SequenceRequest(
-            first_id, timed.prompt, params, timed.adapter_digest, None, bad_word_ids, priority=timed.priority
-        )
-        return OfflineRequest(first, None, params, None, tokenizer, frozenset())
+        prepared = PreparedRequest(None, timed.prompt, bad_word_ids, None, [], [], None)
+        state = RequestState(first_id, request, None, timed.adapter_digest, 0.0)
+        sequence_requests = state.submit(prepared, tokenizer, frozenset(), 0.0)
+        return RunningRequest(state, prepared, 0.0), sequence_requests
 
     def add_adapter(self, engine: Engine, digest: str, pinned: bool = False) -> None:
         engine.add_adapter(digest, self.adapters[digest], engine.read_adapter(self.adapters[digest]), pinned)
 
-    def run_alone(self, timed_requests: list[TimedRequest]) -> list[OfflineRequest]:
+    def run_alone(self, timed_requests: list[TimedRequest]) -> list[RunningRequest]:
         """Run one request at a time, in an engine with enough memory."""
         lora = {"enable_lora": True, "max_loras": len(self.adapters)} if self.adapters else {}
         engine = self.engine(enable_prefix_caching=False, max_num_batched_tokens=200, **lora)
         for digest in self.adapters:
             self.add_adapter(engine, digest)
-        offline_requests = [self.offline_request(timed, 100 * i) for i, timed in enumerate(timed_requests)]
-        for offline_request, timed in zip(offline_requests, timed_requests, strict=True):
-            for request in offline_request.sequence_requests:
+        running: list[RunningRequest] = []
+        for i, timed in enumerate(timed_requests):
+            running_request, sequence_requests = self.prepare(timed, 100 * i)
+            running.append(running_request)
+            for request in sequence_requests:
                 engine.add(
                     SequenceRequest(
                         request.id,
@@ -104,13 +109,13 @@ class FuzzHarness:
                 )
             while engine.has_work:
                 for result in engine.step().results:
-                    if offline_request.update(result):
+                    if running_request.update(result):
                         engine.abort([result.id])
-        return offline_requests
+        return running
 
-    def run_together(self, engine: Engine, timed_requests: list[TimedRequest]) -> dict[int, OfflineRequest]:
+    def run_together(self, engine: Engine, timed_requests: list[TimedRequest]) -> dict[int, RunningRequest]:
         """Run all requests as they arrive, while adapters are added and removed; return them by index."""
-        rng, offline_requests, step = self.rng, dict[int, OfflineRequest](), 0
+        rng, running, step = self.rng, dict[int, RunningRequest](), 0
         reads: list[tuple[str, Path]] = []
         copies: list[tuple[SlotLoad, Any]] = []
         # Adapters are read and copied while steps run.
@@ -122,19 +127,15 @@ class FuzzHarness:
             self.now += rng.choice([0.01, 0.5])
             for i, timed in enumerate(timed_requests):
                 if timed.arrival == step:
-                    offline_request = self.offline_request(timed, 100 * i)
+                    running_request, sequence_requests = self.prepare(timed, 100 * i)
                     try:
-                        for request in offline_request.sequence_requests:
+                        for request in sequence_requests:
                             engine.add(request)
-                        offline_requests[i] = offline_request
+                        running[i] = running_request
                     except NotFound:
                         assert timed.adapter_digest not in engine.adapter_states()
-                elif (
-                    i in offline_requests
-                    and timed.abort_after is not None
-                    and step == timed.arrival + timed.abort_after
-                ):
-                    engine.abort(offline_requests[i].unfinished_sequence_ids)
+                elif i in running and timed.abort_after is not None and step == timed.arrival + timed.abort_after:
+                    engine.abort(running[i].unfinished_sequence_ids)
             if self.adapters and step < 60 and rng.random() < 0.1:
                 digest = rng.choice(list(self.adapters))
                 if rng.random() < 0.4:
@@ -154,11 +155,11 @@ class FuzzHarness:
                 engine.on_slot_loaded(slot_load)
             for result in engine.step().results:
                 assert result.error_code is None, result.error
-                if offline_requests[result.id // 100].update(result):
+                if running[result.id // 100].update(result):
                     engine.abort([result.id])
             engine.check_integrity()
             step += 1
-        return offline_requests
+        return running
 
 
 def _random_request(rng: random.Random, digests: list[str], priorities: list[int]) -> TimedRequest:
@@ -243,9 +244,9 @@ def test_outputs_equal_those_of_each_request_alone(models, seed: int, monkeypatc
     # In half of the runs, decode steps replay the graphs of a GPU, whose steps run eagerly here.
     captures = replace_captures(monkeypatch) if seed % 2 == 0 else []
     engine = harness.engine(**fields)
-    for i, offline_request in harness.run_together(engine, timed_requests).items():
-        if not offline_request.unfinished_sequence_ids:
-            _assert_equal(offline_request.to_request_output(), expected[i].to_request_output())
+    for i, running_request in harness.run_together(engine, timed_requests).items():
+        if not running_request.unfinished_sequence_ids:
+            _assert_equal(running_request.to_request_output(None, None), expected[i].to_request_output(None, None))
     stats = engine.stats()
     assert stats.num_used_blocks == stats.num_used_host_blocks == 0
     assert all(capture.replayed for capture in captures) and len(captures) == (tp_size if seed % 2 == 0 else 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire_engine import StructuredOutputsParams
+from quire_engine.requests.processor import run_without_waiting
 from quire_engine.structured_outputs import compiler as compiler_module
 from quire_engine.structured_outputs.checker import GrammarChecker
 from quire_engine.structured_outputs.compiler import GrammarCompiler
@@ -70,21 +71,23 @@ def test_a_vocabulary_larger_than_the_tokenizer(tokenizer):
 async def test_checked_constraints_are_bounded():
     """Hundreds of schemas, one at a time; a worker answers each, and repeated ones come from the cache."""
     checker = GrammarChecker(TINY, 2048, [1], max_cache_bytes=50_000)
-    results = []
-
-    async def check(**constraint):
-        future = asyncio.get_running_loop().create_future()
-        checker.submit(StructuredOutputsParams(**constraint), future.set_result)
-        results.append(await future)
-
     for i in range(300):
-        await check(json={"properties": {f"name{i}": {"type": "string"}}})
-    await check(regex="(")
-    assert all(isinstance(result, str) for result in results[:-1])
-    assert isinstance(results[-1], QuireError)
+        await checker.check(StructuredOutputsParams(json={"properties": {f"name{i}": {"type": "string"}}}))
+    with pytest.raises(QuireError) as first:
+        await checker.check(StructuredOutputsParams(regex="("))
+    # The error is in the cache, too.
+    with pytest.raises(QuireError) as second:
+        run_without_waiting(checker.check(StructuredOutputsParams(regex="(")))
+    assert str(first.value) == str(second.value)
     assert checker.num_cached_bytes <= 50_000
-    checker.submit(StructuredOutputsParams(regex="("), results.append)
-    assert results[-1] is results[-2]
+
+
+async def test_a_cancelled_request_does_not_end_the_check_of_another():
+    checker = GrammarChecker(TINY, 2048, [1])
+    tasks = [asyncio.create_task(checker.check(StructuredOutputsParams(regex="a"))) for _ in range(2)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    assert isinstance(await tasks[1], str) and tasks[0].cancelled()
 
 
 def test_large_choices_compile_and_run(tokenizer):

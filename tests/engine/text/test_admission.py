@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission accepts every valid request, and each rejection names the field and the limit."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from quire_engine.text.admission import AdmissionController, RequestLimits
+from quire_engine.requests.limits import RequestLimits
+from quire_engine.text.admission import AdmissionController
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 from quire_spec.protocol.messages import GenerateRequest
 
-LIMITS = RequestLimits(max_model_len=32, vocab_size=384, max_num_queued_reqs=4, max_prompt_bytes=2000)
-VALID_REQUEST = {
+LIMITS = RequestLimits(max_model_len=32, vocab_size=384, max_prompt_bytes=2000, max_logprobs=20)
+VALID_REQUEST: dict[str, Any] = {
     "id": 1,
     "model": "base",
     "prompt": None,
@@ -37,6 +41,15 @@ VALID_REQUEST = {
         ({"prompt_token_ids": None, "prompt": "é" * 1001}, InvalidArgument, "2002 bytes"),
         ({"prompt_token_ids": None, "prompt": "é" * 1000}, None, ""),
         ({"model": "nope"}, NotFound, "LoRA nope is not supported, we currently support []"),
+        ({"params": SamplingParams(stop_token_ids=(3, 384))}, InvalidArgument, "'stop_token_ids': 384 is not"),
+        ({"params": SamplingParams(logit_bias={-1: 1.0})}, InvalidArgument, "'logit_bias': -1 is not"),
+        ({"params": SamplingParams(allowed_token_ids=(384,))}, InvalidArgument, "'allowed_token_ids': 384"),
+        ({"params": SamplingParams(logprobs=1, logprob_token_ids=(500,))}, InvalidArgument, "'logprob_token_ids'"),
+        ({"params": SamplingParams(logprobs=21)}, InvalidArgument, "'logprobs': 21 is more than max_logprobs 20"),
+        ({"params": SamplingParams(prompt_logprobs=-1)}, InvalidArgument, "-1 (all 384 tokens) is more than"),
+        ({"params": SamplingParams(n=1, best_of=2)}, InvalidArgument, "'best_of'"),
+        ({"params": SamplingParams(thinking_token_budget=1)}, InvalidArgument, "'thinking_token_budget'"),
+        ({"prompt_token_ids": [1] * 99, "params": SamplingParams(truncate_prompt_tokens=31)}, None, ""),
         ({"cache_salt": "x" * 257}, InvalidArgument, "cache_salt"),
         ({"priority": 1}, InvalidArgument, "priority: got 1, but scheduling_policy is fcfs"),
         ({"priority": 2**31}, InvalidArgument, "priority"),
@@ -44,12 +57,12 @@ VALID_REQUEST = {
     ids=lambda value: str(value)[:40],
 )
 def test_admission_rejects_invalid_requests(change: dict[str, object], error: type[Exception] | None, message: str):
-    admission = AdmissionController(LIMITS, "base", has_tokenizer=True)
+    admission = AdmissionController(LIMITS, "base", 4)
     admission.open()
     admission.set_adapters({}, {})
     request = GenerateRequest(**(VALID_REQUEST | change))
     if error is None:
-        assert admission.admit(request, 0).params == SamplingParams()
+        assert admission.admit(request, 0) == (None, None)
         return
     with pytest.raises(error) as raised:
         admission.admit(request, 0)
@@ -57,7 +70,7 @@ def test_admission_rejects_invalid_requests(change: dict[str, object], error: ty
 
 
 def test_admission_without_a_tokenizer_and_while_closed():
-    admission = AdmissionController(LIMITS, "base", has_tokenizer=False)
+    admission = AdmissionController(replace(LIMITS, has_tokenizer=False), "base", 4)
     with pytest.raises(Unavailable, match="starting"):
         admission.admit(GenerateRequest(**VALID_REQUEST), 0)
     admission.open()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outputs of chat requests from token ids to frames: equal events however steps, buffers and clients group them."""
 
-from collections.abc import Callable
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from support.chats import conversation
 from support.parser_vectors import TOOLS, VECTORS, Vector, expected, groups, hermes, make_tokenizers, normalized
 
 from quire_engine.parsers.parser_names import ParserNames
-from quire_engine.text.admission import AdmissionController, RequestLimits
+from quire_engine.requests.limits import RequestLimits
+from quire_engine.requests.processor import RequestProcessor
+from quire_engine.text.admission import AdmissionController
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.output_delta_buffer import OutputDeltaBuffer
-from quire_engine.text.prompt_tokenizer import PromptTokenizer
 from quire_engine.text.request_manager import RequestManager
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.config import EngineConfig
@@ -33,8 +35,14 @@ from quire_spec.protocol.messages import (
 )
 from quire_spec.protocol.parsed_output import OutputParsing, ParsedOutput, ToolCallStart, merge_events
 
-LIMITS = RequestLimits(max_model_len=30_000, vocab_size=500, max_num_queued_reqs=4, max_prompt_bytes=2000)
 EOS = 1
+LIMITS = RequestLimits(
+    max_model_len=30_000,
+    vocab_size=500,
+    max_prompt_bytes=2000,
+    has_chat_template=True,
+    eos_token_ids=frozenset({EOS}),
+)
 
 
 class Renderer:
@@ -43,10 +51,8 @@ class Renderer:
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def submit(
-        self, chat: Conversation, template_file: str | None, on_done: Callable[[str | QuireError], None]
-    ) -> None:
-        on_done(self.text)
+    async def render(self, chat: Conversation, template: str | None) -> str:
+        return self.text
 
 
 class BufferedFrontend:
@@ -67,6 +73,12 @@ class BufferedFrontend:
                 self.deltas += message.deltas
 
 
+async def submit(manager: RequestManager, frontend: BufferedFrontend, request: GenerateRequest) -> None:
+    manager.submit(frontend, request)
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     return make_tokenizers(tmp_path_factory.mktemp("tokenizer"))
@@ -77,30 +89,22 @@ def run(
 ) -> list[OutputDelta]:
     """Return the deltas of a request whose core generates the vector in groups of `size` tokens, then an EOS."""
     sent: list[Message] = []
-    names = ParserNames(vector.tool_call_parser, vector.reasoning_parser)
+    limits = replace(LIMITS, parser_names=ParserNames(vector.tool_call_parser, vector.reasoning_parser))
+    renderer = Renderer("Hi.<think>\n" if vector.is_open else "Hi.")
     manager = RequestManager(
-        AdmissionController(LIMITS, "base", True, True, names),
-        PromptTokenizer(tokenizer, LIMITS.max_model_len),
+        AdmissionController(limits, "base", 4),
+        RequestProcessor(limits, tokenizer, renderer, None),
         RequestMetrics(EngineConfig("m"), "base", LIMITS.max_model_len),
         sent.append,
-        eos_token_ids=frozenset({EOS}),
-        chat_renderer=Renderer("Hi.<think>\n" if vector.is_open else "Hi."),  # type: ignore[arg-type]
     )
     manager.on_core_connected()
     manager.set_adapters({})
     frontend = BufferedFrontend()
     parsing = OutputParsing(choice if vector.tool_call_parser else "none", **options)  # type: ignore[arg-type]
     request = GenerateRequest(
-        1,
-        "base",
-        None,
-        None,
-        SamplingParams.from_mapping({"max_tokens": None}),
-        stream,
-        chat=conversation(tools=TOOLS),
-        parsing=parsing,
+        1, "base", None, None, SamplingParams(max_tokens=None), stream, chat=conversation(tools=TOOLS), parsing=parsing
     )
-    manager.submit(frontend, request)
+    asyncio.run(submit(manager, frontend, request))
     if not sent:
         return frontend.deltas
     [sequence] = sent
@@ -167,7 +171,7 @@ def test_calls_stay_in_the_text_with_tool_choice_none(tokenizers: dict[str, Toke
 
 
 def test_a_checkpoint_with_unknown_format_rejects_tools(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
-    admission = AdmissionController(LIMITS, "base", True, True, ParserNames())
+    admission = AdmissionController(LIMITS, "base", 4)
     admission.open()
     request = GenerateRequest(
         1, "base", None, None, SamplingParams(), True, chat=conversation(tools=TOOLS), parsing=OutputParsing("auto")
@@ -178,7 +182,7 @@ def test_a_checkpoint_with_unknown_format_rejects_tools(tokenizers: dict[str, To
 
 @pytest.mark.parametrize(
     "target",
-    ["text.request_manager.compose_grammar", "parsers.output_parser.OutputParser.feed"],
+    ["requests.processor.compose_grammar", "parsers.output_parser.OutputParser.feed"],
     ids=["grammar", "feed"],
 )
 def test_a_defect_ends_one_request(

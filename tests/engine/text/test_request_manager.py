@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each request ends exactly once and in full, and its sequences leave the core, whichever component fails."""
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,16 +16,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.tokenizer import byte_level, save_tokenizer
 
-from quire_engine.text.admission import AdmissionController, RequestLimits
+from quire_engine.requests.limits import RequestLimits
+from quire_engine.requests.processor import RequestProcessor, TokenizerRunner, run_inline
+from quire_engine.text.admission import AdmissionController
 from quire_engine.text.metrics import RequestMetrics
-from quire_engine.text.prompt_tokenizer import PromptTokenizer, TokenizedPrompt
 from quire_engine.text.request_manager import RequestManager
-from quire_engine.text.request_state import RequestState
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.errors import Internal, InvalidArgument, QuireError
+from quire_spec.errors import Internal, InvalidArgument
 from quire_spec.protocol.messages import (
     AbortSequences,
     GenerateRequest,
@@ -35,9 +38,8 @@ from quire_spec.protocol.messages import (
     TokenLogprob,
 )
 
-LIMITS = RequestLimits(
-    max_model_len=32, vocab_size=384, max_num_queued_reqs=4, max_prompt_bytes=2000, priority_scheduling=True
-)
+LIMITS = RequestLimits(max_model_len=32, vocab_size=384, max_prompt_bytes=2000, priority_scheduling=True)
+MAX_NUM_QUEUED_REQS = 4
 PRIORITY = -3
 with tempfile.TemporaryDirectory() as _folder:
     TOKENIZER = Tokenizer(save_tokenizer(byte_level(), Path(_folder)))
@@ -53,33 +55,34 @@ class RecordingFrontend:
         self.deltas.setdefault(delta.id, []).append(delta)
 
 
-class DeferredTokenizer(PromptTokenizer):
-    """Delivers results when the test triggers them, in any order, as threads do."""
+class DeferredTokenizer:
+    """Tokenizes when the test triggers it, in any order, as threads do."""
 
     def __init__(self) -> None:
-        super().__init__(TOKENIZER, LIMITS.max_model_len)
-        self.pending: list[tuple[RequestState, Callable[[TokenizedPrompt | QuireError], None]]] = []
+        self._futures: list[asyncio.Future[list[int]]] = []
 
-    def tokenize(
-        self,
-        request: GenerateRequest,
-        request_state: RequestState,
-        on_done: Callable[[TokenizedPrompt | QuireError], None],
-    ) -> None:
-        self.pending.append((request_state, on_done))
+    async def run(self, function: Callable[[], Any], num_chars: int) -> Any:
+        future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._futures.append(future)
+        return await future, []
+
+    @property
+    def pending(self) -> list[asyncio.Future[list[int]]]:
+        """The calls that have not been answered or cancelled."""
+        return [future for future in self._futures if not future.done()]
 
 
 def make_manager(
-    prompt_tokenizer: PromptTokenizer | None = None,
+    run_tokenizer: TokenizerRunner = run_inline,
     has_tokenizer: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[RequestManager, list[Message], RequestMetrics]:
     sent: list[Message] = []
     metrics = RequestMetrics(EngineConfig("m"), "base", LIMITS.max_model_len)
-    if has_tokenizer and prompt_tokenizer is None:
-        prompt_tokenizer = PromptTokenizer(TOKENIZER, LIMITS.max_model_len)
-    admission = AdmissionController(LIMITS, "base", has_tokenizer)
-    return RequestManager(admission, prompt_tokenizer, metrics, sent.append, clock), sent, metrics
+    limits = replace(LIMITS, has_tokenizer=has_tokenizer)
+    processor = RequestProcessor(limits, TOKENIZER if has_tokenizer else None, None, None, run_tokenizer)
+    admission = AdmissionController(limits, "base", MAX_NUM_QUEUED_REQS)
+    return RequestManager(admission, processor, metrics, sent.append, clock), sent, metrics
 
 
 def connected_manager(
@@ -90,12 +93,21 @@ def connected_manager(
     return manager, RecordingFrontend(), sent, metrics
 
 
+async def settle() -> None:
+    """Let all tasks run until they wait."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def submit(manager: RequestManager, frontend: RecordingFrontend, request: GenerateRequest) -> None:
+    manager.submit(frontend, request)
+    await settle()
+
+
 def make_request(
     id: int, prompt: str | None = "fox", ids: list[int] | None = None, stream: bool = True, **params: object
 ) -> GenerateRequest:
-    return GenerateRequest(
-        id, "base", prompt, ids, SamplingParams.from_mapping(dict(params)), stream, priority=PRIORITY
-    )
+    return GenerateRequest(id, "base", prompt, ids, SamplingParams.from_mapping(params), stream, priority=PRIORITY)
 
 
 @dataclass(frozen=True)
@@ -110,8 +122,9 @@ class RequestManagerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.prompt_tokenizer = DeferredTokenizer()
-        self.manager, self.sent, self.metrics = make_manager(self.prompt_tokenizer)
+        self.loop = asyncio.new_event_loop()
+        self.tokenizer = DeferredTokenizer()
+        self.manager, self.sent, self.metrics = make_manager(self.tokenizer.run)
         self.frontends: list[RecordingFrontend] = [RecordingFrontend()]
         self.expected: dict[tuple[RecordingFrontend, int], _ExpectedOutputs] = {}
         """Requests that have or will have a final delta."""
@@ -120,6 +133,20 @@ class RequestManagerMachine(RuleBasedStateMachine):
         self.ended: set[int] = set()
         """Sequences that ended in the last step."""
         self.next_id = 0
+
+    def teardown(self) -> None:
+        self.call(*(partial(self.manager.on_frontend_closed, frontend) for frontend in self.frontends))
+        self.loop.close()
+
+    def call(self, *functions: Callable[[], object]) -> None:
+        """Call functions on the event loop in one iteration, and then let all tasks run."""
+
+        async def run() -> None:
+            for function in functions:
+                function()
+            await settle()
+
+        self.loop.run_until_complete(run())
 
     def deliver_to_core(self) -> None:
         for message in self.sent:
@@ -150,6 +177,9 @@ class RequestManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.core is not None)
     @rule()
     def lose_core(self):
+        self.call(self.lose_core_now)
+
+    def lose_core_now(self) -> None:
         self.deliver_to_core()
         self.core = None
         self.manager.on_core_lost()
@@ -157,8 +187,16 @@ class RequestManagerMachine(RuleBasedStateMachine):
         # CoreClient drops messages while it is not connected.
         self.sent.clear()
 
-    @rule(data=st.data(), is_text=st.booleans(), stream=st.booleans(), valid=st.booleans(), n=st.integers(1, 3))
-    def submit(self, data: st.DataObject, is_text: bool, stream: bool, valid: bool, n: int):
+    @rule(
+        data=st.data(),
+        is_text=st.booleans(),
+        stream=st.booleans(),
+        valid=st.booleans(),
+        n=st.integers(1, 3),
+        then=st.sampled_from(["", "", "cancel", "lose core"]),
+    )
+    def submit(self, data: st.DataObject, is_text: bool, stream: bool, valid: bool, n: int, then: str):
+        """Submit a request. In the same iteration of the event loop, it can be cancelled or lose the core."""
         frontend = data.draw(st.sampled_from(self.frontends))
         self.next_id += 1
         token_ids = None if is_text else ([5, 6] if valid else [5, 384])
@@ -167,24 +205,45 @@ class RequestManagerMachine(RuleBasedStateMachine):
         params = {"stop": ["ab"], "logprobs": 1, "n": n, "best_of": best_of}
         request = make_request(self.next_id, "fox" if is_text else None, token_ids, stream, **params)
         self.expected[frontend, self.next_id] = _ExpectedOutputs(stream, n, best_of)
-        self.manager.submit(frontend, request)
-        if self.core is None or (num_queued >= LIMITS.max_num_queued_reqs and (is_text or valid)):
+        is_rejected = self.core is None or (num_queued >= MAX_NUM_QUEUED_REQS and (is_text or valid))
+        functions: list[Callable[[], object]] = [partial(self.manager.submit, frontend, request)]
+        if then == "cancel":
+            functions.append(partial(self.cancel_now, frontend, [self.next_id]))
+        elif then == "lose core" and self.core is not None:
+            functions.append(self.lose_core_now)
+        self.call(*functions)
+        if is_rejected:
             assert frontend.deltas[self.next_id][-1].error_code == "UNAVAILABLE"
 
-    @precondition(lambda self: self.prompt_tokenizer.pending)
-    @rule(data=st.data(), outcome=st.sampled_from(["ids", "too many", "error"]))
-    def tokenize(self, data: st.DataObject, outcome: str):
-        pending = self.prompt_tokenizer.pending
-        _, on_done = pending.pop(data.draw(st.integers(0, len(pending) - 1)))
+    @precondition(lambda self: self.tokenizer.pending)
+    @rule(
+        data=st.data(),
+        outcome=st.sampled_from(["ids", "too many", "error", "defect"]),
+        then=st.sampled_from(["", "", "cancel", "lose core"]),
+    )
+    def tokenize(self, data: st.DataObject, outcome: str, then: str):
+        """Tokenize a prompt. Before the request gets the result, it can be cancelled or lose the core."""
+        future = data.draw(st.sampled_from(self.tokenizer.pending))
+        functions: list[Callable[[], object]] = []
         if outcome == "error":
-            on_done(InvalidArgument("not text"))
+            functions.append(partial(future.set_exception, InvalidArgument("not text")))
+        elif outcome == "defect":
+            functions.append(partial(future.set_exception, RuntimeError("defect")))
         else:
-            on_done(TokenizedPrompt([5] * (3 if outcome == "ids" else 99), []))
+            functions.append(partial(future.set_result, [5] * (3 if outcome == "ids" else 99)))
+        if then == "cancel":
+            functions += [partial(self.cancel_now, frontend, [request_id]) for frontend, request_id in self.expected]
+        elif then == "lose core" and self.core is not None:
+            functions.append(self.lose_core_now)
+        self.call(*functions)
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject):
         frontend = data.draw(st.sampled_from(self.frontends))
         ids = data.draw(st.lists(st.integers(1, self.next_id + 1), max_size=3, unique=True))
+        self.call(partial(self.cancel_now, frontend, ids))
+
+    def cancel_now(self, frontend: RecordingFrontend, ids: list[int]) -> None:
         self.manager.cancel(frontend, ids)
         for id in ids:
             self.expected.pop((frontend, id), None)
@@ -194,7 +253,10 @@ class RequestManagerMachine(RuleBasedStateMachine):
     def disconnect_frontend(self, data: st.DataObject):
         frontend = self.frontends.pop(data.draw(st.integers(0, len(self.frontends) - 1)))
         own_keys = [key for key in self.expected if key[0] is frontend]
-        assert self.manager.on_frontend_closed(frontend) == len([key for key in own_keys if not self.has_ended(key)])
+        num_open = len([key for key in own_keys if not self.has_ended(key)])
+        num_closed: list[int] = []
+        self.call(lambda: num_closed.append(self.manager.on_frontend_closed(frontend)))
+        assert num_closed == [num_open]
         for key in own_keys:
             del self.expected[key]
 
@@ -217,7 +279,8 @@ class RequestManagerMachine(RuleBasedStateMachine):
             if end is not None and id in self.core:
                 del self.core[id]
                 self.ended.add(id)
-        self.manager.on_step(StepResult(results, [(i, 0.0) for i in ids], SchedulerStats(num_blocks=4)))
+        step = StepResult(results, [(i, 0.0) for i in ids], SchedulerStats(num_blocks=4))
+        self.call(partial(self.manager.on_step, step))
 
     @invariant()
     def each_request_ends_once_and_in_full(self):
@@ -252,24 +315,24 @@ class RequestManagerMachine(RuleBasedStateMachine):
     @invariant()
     def manager_and_core_agree(self):
         self.deliver_to_core()
-        num_tokenizing = sum(not request_state.is_closed for request_state, _ in self.prompt_tokenizer.pending)
+        num_tokenizing = len(self.tokenizer.pending)
         assert self.manager.num_open == len([key for key in self.expected if not self.has_ended(key)])
         # Each other open request has at least one sequence in the core, and a request that ended has none.
         assert num_tokenizing <= self.manager.num_open <= len(self.core or {}) + num_tokenizing
         assert bool(self.core) == (self.manager.num_open > num_tokenizing)
-        assert 0 <= self.manager.num_queued <= min(self.manager.num_open, LIMITS.max_num_queued_reqs)
+        assert 0 <= self.manager.num_queued <= min(self.manager.num_open, MAX_NUM_QUEUED_REQS)
 
 
 RequestManagerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 test_random_histories = RequestManagerMachine.TestCase
 
 
-def test_drain_rejects_new_requests_and_calls_back_when_the_last_ends():
+async def test_drain_rejects_new_requests_and_calls_back_when_the_last_ends():
     manager, frontend, sent, _ = connected_manager()
     drained: list[bool] = []
-    manager.submit(frontend, make_request(1))
+    await submit(manager, frontend, make_request(1))
     manager.drain(lambda: drained.append(True))
-    manager.submit(frontend, make_request(2))
+    await submit(manager, frontend, make_request(2))
     assert "draining" in frontend.deltas[2][0].error and not drained
     manager.cancel(frontend, [1])
     assert drained == [True]
@@ -278,31 +341,31 @@ def test_drain_rejects_new_requests_and_calls_back_when_the_last_ends():
     assert len(sent) == 2
 
 
-def test_adapter_names_resolve_to_the_current_digest():
+async def test_adapter_names_resolve_to_the_current_digest():
     manager, frontend, sent, _ = connected_manager()
     manager.set_adapters({f"adapter-{i:02}": f"sha256:{i}" for i in range(15)})
-    manager.submit(frontend, GenerateRequest(1, "adapter-03", None, [5], SamplingParams(), True))
+    await submit(manager, frontend, GenerateRequest(1, "adapter-03", None, [5], SamplingParams(), True))
     assert isinstance(sent[0], SequenceRequest) and sent[0].adapter_digest == "sha256:3"
     manager.set_adapters({"adapter-03": "sha256:new"})
-    manager.submit(frontend, GenerateRequest(2, "adapter-03", None, [5], SamplingParams(), True))
+    await submit(manager, frontend, GenerateRequest(2, "adapter-03", None, [5], SamplingParams(), True))
     assert isinstance(sent[1], SequenceRequest) and sent[1].adapter_digest == "sha256:new"
-    manager.submit(frontend, GenerateRequest(3, "adapter-04", None, [5], SamplingParams(), True))
+    await submit(manager, frontend, GenerateRequest(3, "adapter-04", None, [5], SamplingParams(), True))
     assert frontend.deltas[3][0].error_code == "NOT_FOUND"
     sentence = "LoRA adapter-04 is not supported, we currently support ['adapter-03']"  # vllm_backend's
     assert frontend.deltas[3][0].error == f"model 'adapter-04' is not served; the base model is 'base': {sentence}"
     manager.set_adapters({f"adapter-{i:02}": "d" for i in range(15)})
-    manager.submit(frontend, GenerateRequest(4, "Base", None, [5], SamplingParams(), True))
+    await submit(manager, frontend, GenerateRequest(4, "Base", None, [5], SamplingParams(), True))
     assert (
         "['adapter-00', " in frontend.deltas[4][0].error and "'adapter-09'] and 5 more" in frontend.deltas[4][0].error
     )
 
 
-def test_unknown_adapter_is_unavailable_until_names_are_announced():
+async def test_unknown_adapter_is_unavailable_until_names_are_announced():
     manager, frontend, sent, _ = connected_manager()
-    manager.submit(frontend, GenerateRequest(1, "sql", None, [5], SamplingParams(), True))
+    await submit(manager, frontend, GenerateRequest(1, "sql", None, [5], SamplingParams(), True))
     assert frontend.deltas[1][0].error_code == "UNAVAILABLE"
     manager.set_adapters({"sql": "sha256:1"})
-    manager.submit(frontend, GenerateRequest(2, "sql", None, [5], SamplingParams(), True))
+    await submit(manager, frontend, GenerateRequest(2, "sql", None, [5], SamplingParams(), True))
     # A core that has just restarted does not know the digest yet.
     manager.on_step(
         StepResult([SequenceDelta(sent[0].id, [], error_code="NOT_FOUND", error="adapter")], [], SchedulerStats())
@@ -311,65 +374,66 @@ def test_unknown_adapter_is_unavailable_until_names_are_announced():
     assert "try again" in frontend.deltas[2][0].error
 
 
-def test_an_adapter_that_is_loading_is_unavailable_and_an_unknown_one_is_not_found():
+async def test_an_adapter_that_is_loading_is_unavailable_and_an_unknown_one_is_not_found():
     manager, frontend, sent, _ = connected_manager()
     manager.set_loading_adapters({"sql"})
     for request_id, name in enumerate(("sql", "other")):
-        manager.submit(frontend, GenerateRequest(request_id, name, None, [5], SamplingParams(), True))
+        await submit(manager, frontend, GenerateRequest(request_id, name, None, [5], SamplingParams(), True))
     assert [frontend.deltas[i][0].error_code for i in range(2)] == ["UNAVAILABLE", "NOT_FOUND"]
     assert "is not loaded yet" in frontend.deltas[0][0].error
     manager.set_adapters({"sql": "sha256:1"})
-    manager.submit(frontend, GenerateRequest(3, "sql", None, [5], SamplingParams(), True))
+    await submit(manager, frontend, GenerateRequest(3, "sql", None, [5], SamplingParams(), True))
     assert len(sent) == 1
 
 
-def test_adapter_limits_reject_only_its_own_requests():
+async def test_adapter_limits_reject_only_its_own_requests():
     manager, frontend, sent, metrics = connected_manager()
     limits = {"a": AdapterLimits(maxConcurrentRequests=1), "b": AdapterLimits(maxTokensPerSecond=1)}
     manager.set_adapters({"a": "d1", "b": "d2"}, limits)
-    manager.submit(frontend, GenerateRequest(1, "a", None, [5], SamplingParams(), True))
-    manager.submit(frontend, GenerateRequest(2, "a", None, [5], SamplingParams(), True))
+    await submit(manager, frontend, GenerateRequest(1, "a", None, [5], SamplingParams(), True))
+    await submit(manager, frontend, GenerateRequest(2, "a", None, [5], SamplingParams(), True))
     assert frontend.deltas[2][0].error_code == "UNAVAILABLE"
     assert "maxConcurrentRequests is 1" in frontend.deltas[2][0].error
-    manager.submit(frontend, GenerateRequest(3, "b", None, [5] * 7, SamplingParams(), True))
+    await submit(manager, frontend, GenerateRequest(3, "b", None, [5] * 7, SamplingParams(), True))
     request = sent[1]
     assert isinstance(request, SequenceRequest) and request.adapter_digest == "d2"
     # Prompt and output both count: 7 + 4 tokens exceed the burst of 10 s.
     manager.on_step(StepResult([SequenceDelta(request.id, [65] * 4, "length")], [(request.id, 0.0)], SchedulerStats()))
-    manager.submit(frontend, GenerateRequest(4, "b", None, [5], SamplingParams(), True))
+    await submit(manager, frontend, GenerateRequest(4, "b", None, [5], SamplingParams(), True))
     assert "maxTokensPerSecond is 1" in frontend.deltas[4][0].error
-    manager.submit(frontend, GenerateRequest(5, "base", None, [5], SamplingParams(), True))
+    await submit(manager, frontend, GenerateRequest(5, "base", None, [5], SamplingParams(), True))
     manager.cancel(frontend, [1])
-    manager.submit(frontend, GenerateRequest(6, "a", None, [5], SamplingParams(), True))
+    await submit(manager, frontend, GenerateRequest(6, "a", None, [5], SamplingParams(), True))
     assert not frontend.deltas.get(5) and not frontend.deltas.get(6)
     value = metrics.registry.get_sample_value
     assert value("quire_requests_refused_total", {"model_name": "base", "code": "UNAVAILABLE"}) == 2
 
 
-def test_duplicate_request_id_is_rejected():
+async def test_duplicate_request_id_is_rejected():
     manager, frontend, _, _ = connected_manager()
-    manager.submit(frontend, make_request(1))
+    await submit(manager, frontend, make_request(1))
     with pytest.raises(Internal, match="id 1"):
-        manager.submit(frontend, make_request(1))
-    manager.submit(RecordingFrontend(), make_request(1))
+        await submit(manager, frontend, make_request(1))
+    await submit(manager, RecordingFrontend(), make_request(1))
     assert manager.num_open == 2
 
 
-def test_metrics_of_a_request():
+async def test_metrics_of_a_request():
     now = 0.0
-    prompt_tokenizer = DeferredTokenizer()
-    manager, sent, metrics = make_manager(prompt_tokenizer, clock=lambda: now)
+    tokenizer = DeferredTokenizer()
+    manager, sent, metrics = make_manager(tokenizer.run, clock=lambda: now)
     manager.on_core_connected()
-    manager.submit(RecordingFrontend(), make_request(1))
-    ((_, on_tokenized),) = prompt_tokenizer.pending
+    await submit(manager, RecordingFrontend(), make_request(1))
+    [future] = tokenizer.pending
     now = 0.5
-    on_tokenized(TokenizedPrompt([5, 6, 7], []))
+    future.set_result([5, 6, 7])
+    await settle()
     now = 10.0  # the first step took until now, and started after a second in the queue of the core
     (request,) = sent
     manager.on_step(StepResult([SequenceDelta(request.id, [65])], [(request.id, 1.0)], SchedulerStats()))
     now = 12.0
     manager.on_step(StepResult([SequenceDelta(request.id, [66], "length")], [], SchedulerStats()))
-    manager.submit(RecordingFrontend(), make_request(2, ids=[999], prompt=None))
+    await submit(manager, RecordingFrontend(), make_request(2, ids=[999], prompt=None))
     value, model = metrics.registry.get_sample_value, {"model_name": "base"}
     assert value("vllm:prompt_tokens_total", model) == 3
     assert value("vllm:generation_tokens_total", model) == 2
@@ -385,14 +449,14 @@ def test_metrics_of_a_request():
         assert value(f"vllm:{name}_seconds_sum", model) == expected, name
     assert value("quire_requests_refused_total", model | {"code": "INVALID_ARG"}) == 1
     # A request that the core ends with an error is a failure, too, but was admitted.
-    manager.submit(RecordingFrontend(), make_request(3, ids=[5], prompt=None))
+    await submit(manager, RecordingFrontend(), make_request(3, ids=[5], prompt=None))
     failed = SequenceDelta(sent[-1].id, [], error_code="INVALID_ARG", error="no")
     manager.on_step(StepResult([failed], [], SchedulerStats()))
     assert value("vllm:request_failure_total", model | {"reason": "INVALID_ARG"}) == 2
     assert value("quire_requests_refused_total", model | {"code": "INVALID_ARG"}) == 1
 
 
-def test_adapter_residency_is_reported_by_name():
+async def test_adapter_residency_is_reported_by_name():
     manager, _, _, metrics = connected_manager()
     manager.set_adapters({"a": "d1", "also-a": "d1", "b": "d2"})
 
@@ -410,9 +474,9 @@ def test_adapter_residency_is_reported_by_name():
 
 
 @pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])
-def test_infinite_logprobs_are_replaced_by_a_finite_number(logprob):
+async def test_infinite_logprobs_are_replaced_by_a_finite_number(logprob):
     manager, frontend, sent, _ = connected_manager(has_tokenizer=False)
-    manager.submit(frontend, make_request(1, None, [5], logprobs=1))
+    await submit(manager, frontend, make_request(1, None, [5], logprobs=1))
     assert isinstance(sent[0], SequenceRequest)
     logprobs = [[(7, logprob, 300), (9, -1.0, 1)]]
     manager.on_step(StepResult([SequenceDelta(sent[0].id, [7], "length", logprobs)], [], SchedulerStats()))

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of one open request in the text process, from admission to its final output delta.
+"""State of one open request, from its admission to its final output delta.
 
-Converts the engine core's results (token ids) into output deltas for the client (with text). This module has no
-socket, clock or queue. The core runs one sequence for each output of the request. The request manager owns the state.
+Converts the engine core's results (token ids) into output deltas (with text). The core runs one sequence for each
+output of the request. This module has no socket, clock or queue. The request manager of the text process and the
+offline `LLM` own the states.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from quire_engine.parsers.output_parser import OutputParser
-from quire_engine.text.admission import AdmittedRequest
+from quire_engine.requests.processor import PreparedRequest
 from quire_engine.tokenization.completion import MIN_LOGPROB, CompletionDelta, CompletionState, fan_out, select_best_of
 from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.errors import Code
 from quire_spec.protocol.messages import (
     GenerateRequest,
@@ -29,44 +28,34 @@ from quire_spec.protocol.parsed_output import Event, join_neighbours
 
 
 class RequestState:
-    """State of one request. All times are in monotonic seconds, and come from the request manager."""
+    """State of one request. All times are in monotonic seconds, and come from the owner."""
 
     def __init__(
-        self, first_sequence_id: int, request: GenerateRequest, admitted_request: AdmittedRequest, arrival_time: float
+        self,
+        first_sequence_id: int,
+        request: GenerateRequest,
+        adapter_name: AdapterName | None,
+        adapter_digest: AdapterDigest | None,
+        arrival_time: float,
     ) -> None:
-        self.params = admitted_request.params
+        """`adapter_name` and `adapter_digest` are None for the base model."""
+        self.request = replace(request, prompt=None, prompt_token_ids=None, chat=None)
+        """The request without its prompt, which can be large."""
+        self.params = request.params
         self.sequence_ids = range(first_sequence_id, first_sequence_id + self.params.num_results)
         """Ids of the request's sequences in the engine core. There is one sequence for each output."""
-        self.client_request_id = request.id
-        """Id by which the frontend identifies the request on its connection."""
-        self.adapter_name = admitted_request.adapter_name
+        self.adapter_name = adapter_name
+        self.adapter_digest = adapter_digest
         self.arrival_time = arrival_time
         self.submit_time: float | None = None
         """Time when the sequences of the request were sent to the engine core; None before that."""
-        self.is_started = False
-        """True if a step has run one of the sequences, so that the request is no longer queued."""
-        self.is_closed = False
-        """True if the request has ended: it is finished, failed or aborted."""
+        self.start_time: float | None = None
+        """Start of the first step that ran one of the sequences; None while the request is queued."""
+        self.first_token_time: float | None = None
         self.num_input_tokens = 0
         self.completions: list[CompletionState] = []
         """The outputs of the request, in the order of `sequence_ids`. The list is empty until the request is
         submitted."""
-        self._adapter_digest = admitted_request.adapter_digest
-        self._cache_salt = request.cache_salt
-        self._priority = request.priority
-        self._stream = request.stream
-        self._stream_interval = request.stream_interval
-        self.api_key_name = request.api_key_name
-        self.parsing = admitted_request.parsing
-        """How the outputs are parsed; None if they are returned as text."""
-        self.tools: Sequence[Mapping[str, Any]] = (
-            () if request.chat is None else msgspec.msgpack.decode(request.chat.tools) or ()
-        )
-        """Tools of the conversation."""
-        self.reasoning = "possible"
-        """State of the reasoning at the end of the prompt, as `reasoning_state` returns it."""
-        self._return_prompt_token_ids = request.return_prompt_token_ids
-        self._return_token_bytes = request.return_token_bytes
         self._prompt_token_ids: list[int] | None = None
         self._num_cached_tokens = 0
         self._tokenizer: Tokenizer | None = None
@@ -80,63 +69,59 @@ class RequestState:
         """Number of tokens of all outputs so far."""
         return sum(completion.num_tokens for completion in self.completions)
 
-    def to_core_requests(
-        self,
-        prompt_token_ids: list[int],
-        tokenizer: Tokenizer | None,
-        bad_word_ids: list[list[int]],
-        now: float,
-        eos_token_ids: frozenset[int] = frozenset(),
-        create_parser: Callable[[], OutputParser] | None = None,
-        grammar: str | None = None,
-        reasoning_marks: Sequence[list[int]] = (),
+    def submit(
+        self, prepared: PreparedRequest, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int], now: float
     ) -> list[SequenceRequest]:
         """Mark the request as submitted and return the messages that make the engine core run it.
 
-        If `create_parser` is given, the deltas contain parsed events.
+        If `prepared` creates parsers, the deltas contain parsed events.
         """
         self.submit_time = now
-        self.num_input_tokens = len(prompt_token_ids)
+        self.num_input_tokens = len(prepared.prompt_token_ids)
         self._tokenizer = tokenizer if self.params.detokenize else None
-        base_request = SequenceRequest(
-            self.sequence_ids.start,
-            prompt_token_ids,
-            self.params,
-            self._adapter_digest,
-            self._cache_salt,
-            bad_word_ids,
-            priority=self._priority,
-            grammar=grammar,
-            reasoning_marks=list(reasoning_marks),
-        )
-        if grammar is not None and self.params.structured_outputs is not None:
-            begin_after_token_ids = list(self.params.structured_outputs.begin_after_token_ids)
-            base_request = replace(base_request, begin_after_token_ids=begin_after_token_ids)
         # Outputs are converted with the parameters that the core uses. These can request log probabilities that only
         # `best_of` needs.
         params = self.params.child_params(0)
-        if create_parser is not None:
+        if prepared.create_parser is not None:
             # The parser needs the marks, which can be special tokens. It omits all other special tokens.
             params = replace(params, skip_special_tokens=False)
-            self._parsers = [create_parser() for _ in self.sequence_ids]
+            self._parsers = [prepared.create_parser() for _ in self.sequence_ids]
         self.completions = [
-            CompletionState(params, self._tokenizer, prompt_token_ids, eos_token_ids) for _ in self.sequence_ids
+            CompletionState(params, self._tokenizer, prepared.prompt_token_ids, eos_token_ids)
+            for _ in self.sequence_ids
         ]
-        self._prompt_token_ids = prompt_token_ids if self._return_prompt_token_ids else None
+        self._prompt_token_ids = prepared.prompt_token_ids if self.request.return_prompt_token_ids else None
+        base_request = SequenceRequest(
+            self.sequence_ids.start,
+            prepared.prompt_token_ids,
+            self.params,
+            self.adapter_digest,
+            self.request.cache_salt,
+            prepared.bad_word_ids,
+            priority=self.request.priority,
+            grammar=prepared.grammar,
+            begin_after_token_ids=prepared.begin_after_token_ids,
+            reasoning_marks=prepared.reasoning_marks,
+        )
         return fan_out(base_request)
 
     def completion(self, sequence_id: int) -> CompletionState:
         """Return the state of the output that a sequence generates."""
         return self.completions[sequence_id - self.sequence_ids.start]
 
-    def update(self, result: SequenceDelta) -> list[OutputDelta]:
+    def update(self, result: SequenceDelta, now: float) -> list[OutputDelta]:
         """Return the deltas for a result of the engine core.
 
         The list is empty if the result is collected and will be returned later.
         """
         if result.error_code is not None:
             return [self.to_error_delta(result.error_code, result.error)]
-        delta = self.completion(result.id).update(result)
+        completion = self.completion(result.id)
+        delta = completion.update(result)
+        if delta.token_ids:
+            completion.last_token_time = now
+            if self.first_token_time is None:
+                self.first_token_time = now
         if result.prompt_logprobs is not None:
             # The first token of a prompt has no log probability, because no token precedes it.
             self._prompt_logprobs = [None, *map(self._logprobs, result.prompt_logprobs)]
@@ -144,13 +129,13 @@ class RequestState:
         events = self._parse(index, delta)
         if index == 0 and result.num_cached_tokens is not None:
             self._num_cached_tokens = result.num_cached_tokens
-        is_finished = self.completions[index].finish_reason is not None
-        if self._stream and self._stream_interval == 1:
+        is_finished = completion.finish_reason is not None
+        if self.request.stream and self.request.stream_interval == 1:
             return [self._to_output_delta(index, delta, events)]
         buffer = self._output_buffers[index]
         buffer.add(delta, events)
-        if self._stream:
-            is_due = buffer.is_first or len(buffer.token_ids) >= self._stream_interval
+        if self.request.stream:
+            is_due = buffer.is_first or len(buffer.token_ids) >= self.request.stream_interval
             return [self._to_output_delta(index, *buffer.take())] if is_due or is_finished else []
         if not is_finished:
             return []
@@ -160,7 +145,7 @@ class RequestState:
 
     def to_error_delta(self, code: Code, message: str) -> OutputDelta:
         """Return the final delta of a failed request."""
-        output_delta = OutputDelta(self.client_request_id, error_code=code, error=message)
+        output_delta = OutputDelta(self.request.id, error_code=code, error=message)
         return replace(output_delta, num_input_tokens=self.num_input_tokens, num_output_tokens=self.num_output_tokens)
 
     def _parse(self, index: int, delta: CompletionDelta) -> list[Event]:
@@ -176,7 +161,7 @@ class RequestState:
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         prompt_token_ids, self._prompt_token_ids = self._prompt_token_ids, None
         return OutputDelta(
-            self.client_request_id,
+            self.request.id,
             "" if self._parsers else delta.text,
             delta.token_ids,
             completion.finish_reason,
@@ -216,7 +201,7 @@ class RequestState:
     def _logprob(self, token_id: int, logprob: float, rank: int) -> TokenLogprob:
         text = self._tokenizer.token_text(token_id) if self._tokenizer else None
         token_bytes = None
-        if self._return_token_bytes and self._tokenizer and text is not None and "\ufffd" in text:
+        if self.request.return_token_bytes and self._tokenizer and text is not None and "\ufffd" in text:
             token_bytes = bytes(self._tokenizer.token_bytes.bytes_of(token_id))
         return TokenLogprob(token_id, max(MIN_LOGPROB, logprob), rank, text, token_bytes)
 

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request processor: renders, tokenizes and checks a request, so that the engine core can run it.
+
+    limits.check(request)                          # before work is done
+    prepared = await processor.prepare(request)    # render -> tokenize -> check
+
+The text process runs `prepare` as a task, and cancels the task to cancel the request. The offline `LLM` uses
+components that never wait, and runs `prepare` with `run_without_waiting`. This module depends on neither sockets nor
+queues.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from msgspec import Raw, msgpack
+
+from quire_engine.parsers.output_grammar import compose_grammar
+from quire_engine.parsers.output_parser import OutputParser, create_parser, reasoning_state
+from quire_engine.parsers.parser_names import ParserNames
+from quire_engine.requests.limits import RequestLimits
+from quire_engine.structured_outputs.composed_constraint import ComposedConstraint
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.engine.structured_outputs import StructuredOutputsParams
+from quire_spec.errors import Internal, InvalidArgument
+from quire_spec.protocol.messages import Conversation, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class ChatRenderer(Protocol):
+    """Renders conversations."""
+
+    async def render(self, chat: Conversation, template: str | None) -> str:
+        """Return the text of a conversation, in which control tokens are marked. `template` replaces the template of
+        the checkpoint. Raises QuireError."""
+
+
+class GrammarChecker(Protocol):
+    """Checks constraints."""
+
+    async def check(self, constraint: StructuredOutputsParams | ComposedConstraint) -> str:
+        """Return the grammar of a constraint. Raises QuireError."""
+
+
+class TokenizerRunner(Protocol):
+    """Runs functions of the tokenizer."""
+
+    def __call__(self, function: Callable[[], _T], num_chars: int) -> Awaitable[_T]:
+        """Return the result of a function that processes a text of `num_chars` characters."""
+
+
+async def run_inline(function: Callable[[], _T], num_chars: int) -> _T:
+    """A TokenizerRunner that calls the function at once."""
+    return function()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that the engine core can run."""
+
+    prompt: str | None
+    """Text of the prompt. In a rendered conversation, control tokens are marked. None if the prompt was given as token
+    ids."""
+    prompt_token_ids: list[int]
+    bad_word_ids: list[list[int]]
+    """Token sequences that the output must not contain."""
+    grammar: str | None
+    """Grammar that the output must match; None allows any output."""
+    begin_after_token_ids: list[int]
+    """The grammar begins after these output tokens."""
+    reasoning_marks: list[list[int]]
+    """See SequenceRequest."""
+    create_parser: Callable[[], OutputParser] | None
+    """Creates the parser of an output; None if outputs are returned as text."""
+
+
+class RequestProcessor:
+    """Prepares the requests of one model."""
+
+    def __init__(
+        self,
+        limits: RequestLimits,
+        tokenizer: Tokenizer | None,
+        chat_renderer: ChatRenderer | None,
+        grammar_checker: GrammarChecker | None,
+        run_tokenizer: TokenizerRunner = run_inline,
+    ) -> None:
+        """`chat_renderer` and `grammar_checker` are None if the model has no tokenizer."""
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self._chat_renderer = chat_renderer
+        self._grammar_checker = grammar_checker
+        self.run_tokenizer = run_tokenizer
+
+    async def prepare(self, request: GenerateRequest, template: str | None = None) -> PreparedRequest:
+        """Prepare a request that `RequestLimits.check` has accepted.
+
+        `template` replaces the chat template of the checkpoint. The renderer defines its meaning.
+
+        Raises:
+            InvalidArgument: the template rejects the conversation, the prompt is too long, or the constraint cannot be
+                enforced.
+            Unavailable: other requests are being rendered or checked.
+        """
+        limits, params, text = self.limits, request.params, request.prompt
+        reasoning, tools = "possible", _tools(request.chat)
+        if request.chat is not None:
+            text = await self.render(request.chat, template)
+            reasoning = reasoning_state(limits.parser_names, text)
+        token_ids, bad_word_ids = await self._encode(request, text)
+        if request.prompt_token_ids is None:
+            limits.check_prompt(token_ids)
+        limits.check_prompt_logprobs(params, len(token_ids))
+        limits.check_allowed_tokens(params, bad_word_ids)
+        grammar = None
+        if (constraint := self._constraint(request, tools, reasoning)) is not None:
+            assert self._grammar_checker is not None, "limits reject constraints without a tokenizer"
+            grammar = await self._grammar_checker.check(constraint)
+            limits.check_grammar_size(grammar, params)
+        own, marks = params.structured_outputs, []
+        if self.tokenizer is not None and params.thinking_token_budget is not None:
+            marks = limits.parser_names.reasoning_mark_ids(self.tokenizer)
+        return PreparedRequest(
+            text,
+            token_ids,
+            bad_word_ids,
+            grammar,
+            list(own.begin_after_token_ids) if own is not None else [],
+            marks,
+            self._parser_factory(request, token_ids, tools, reasoning == "open"),
+        )
+
+    async def render(self, chat: Conversation, template: str | None) -> str:
+        """Return the text of a conversation, in which control tokens are marked."""
+        assert self._chat_renderer is not None, "limits reject conversations without a chat template"
+        text = await self._chat_renderer.render(chat, template)
+        self.limits.check_prompt_text(text)
+        return text
+
+    async def _encode(self, request: GenerateRequest, text: str | None) -> tuple[list[int], list[list[int]]]:
+        """Return the token ids of the prompt and of the bad words."""
+        params, max_model_len, tokenizer = request.params, self.limits.max_model_len, self.tokenizer
+        if request.prompt_token_ids is not None and not params.bad_words:
+            return params.truncate_prompt(request.prompt_token_ids, max_model_len), []
+        assert tokenizer is not None, "limits reject text without a tokenizer"
+
+        def encode() -> tuple[list[int], list[list[int]]]:
+            if request.prompt_token_ids is not None:
+                token_ids = request.prompt_token_ids
+            elif request.chat is not None:
+                token_ids = tokenizer.encode_rendered(text or "", request.cache_salt or "")
+            else:
+                max_tokens = params.max_prompt_tokens(max_model_len)
+                token_ids = tokenizer.encode(text or "", max_tokens, request.add_special_tokens, params.truncation_side)
+            bad_word_ids = tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
+            return params.truncate_prompt(token_ids, max_model_len), bad_word_ids
+
+        # A bad word is encoded twice, with a space before it and without one, so its length counts twice.
+        return await self.run_tokenizer(encode, len(text or "") + 2 * sum(map(len, params.bad_words)))
+
+    def _constraint(
+        self, request: GenerateRequest, tools: Sequence[Mapping[str, Any]], reasoning: str
+    ) -> StructuredOutputsParams | ComposedConstraint | None:
+        """Return the constraint that the output must match: the request's own constraint combined with the constraint
+        of its tools.
+        """
+        own, parsing = request.params.structured_outputs, request.parsing
+        # With begin_after_token_ids, the constraint itself defines where the reasoning ends.
+        if parsing is None or self.tokenizer is None or (own is not None and own.begin_after_token_ids):
+            return own
+        answer = None if own is None else own.to_mapping()
+        try:
+            composed = compose_grammar(self.limits.parser_names, self.tokenizer, parsing, tools, reasoning, answer)
+        except Exception as error:
+            logger.exception("grammar of a request cannot be built, ending it")
+            raise Internal("tools: no grammar can be built; see the log of the text process") from error
+        if composed is not None and request.params.use_beam_search:
+            # A constraint of the request itself is not allowed either, so this constraint comes from the tools.
+            raise InvalidArgument("tools: not allowed with use_beam_search; omit one of the two")
+        return own if composed is None else composed
+
+    def _parser_factory(
+        self,
+        request: GenerateRequest,
+        prompt_token_ids: list[int],
+        tools: Sequence[Mapping[str, Any]],
+        is_reasoning_open: bool,
+    ) -> Callable[[], OutputParser] | None:
+        """Return a function that creates a parser for each output of a request; None if nothing is parsed."""
+        parsing, names = request.parsing, self.limits.parser_names
+        if parsing is None or self.tokenizer is None:
+            return None
+        used_names = ParserNames(
+            names.tool_call_parser if parsing.tool_choice != "none" else None,
+            names.reasoning_parser if parsing.separate_reasoning else None,
+        )
+        if used_names == ParserNames():
+            return None
+        return partial(
+            create_parser,
+            used_names,
+            self.tokenizer,
+            prompt_token_ids,
+            tools,
+            is_reasoning_open,
+            parsing.parallel_tool_calls,
+            request.params.skip_special_tokens,
+        )
+
+
+def run_without_waiting(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of a coroutine that never waits. No event loop is needed."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: _T = stop.value
+        return result
+    coroutine.close()
+    raise AssertionError("the coroutine waits")
+
+
+def decode_conversation(chat: Conversation) -> dict[str, Any]:
+    """Return the fields of a conversation, as a renderer reads them."""
+    values = {name: getattr(chat, name) for name in chat.__struct_fields__}
+    return {name: msgpack.decode(v) if isinstance(v, Raw) else v for name, v in values.items()}
+
+
+def _tools(chat: Conversation | None) -> Sequence[Mapping[str, Any]]:
+    tools: Sequence[Mapping[str, Any]] | None = None if chat is None else msgpack.decode(chat.tools)
+    return tools or ()
