@@ -82,6 +82,13 @@ def test_frontend_benchmark():
     assert [line.split()[0] for line in output.splitlines()] == ["client", *["http"] * 3, *["grpc"] * 3]
 
 
+def test_wire_benchmark():
+    """It compares this tree with itself, so its exit code is 1."""
+    lines = run_script("wire.py", "--base", str(BENCH.parents[1]), "--rounds", "1", codes=(1,)).splitlines()
+    totals = [line for line in lines if line.startswith("core to frontend")]
+    assert len(lines) == 11 and len(totals) == 2 and all(0.5 < float(line.split()[-1]) < 2 for line in totals)
+
+
 def test_openai_front_benchmark():
     """Its exit code is 1 above a bar, which a busy machine can cause."""
     sizes = "--pairs 3 --connections 8 --slow-tokens 8 --streams 2 --tokens 400 --runs 1 --prompt-tokens 8"

@@ -19,6 +19,7 @@ import os
 import queue
 import re
 import select
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -204,7 +205,7 @@ class TritonPythonModel:
         stream.checked_at = now
         if not stream.sender.is_cancelled():
             return False
-        logger.debug("request cancelled model=%s request_id=%d", self._model_name, stream.request_id)
+        logger.info("request cancelled model=%s request_id=%d", self._model_name, stream.request_id)
         self._enqueue_if(stream.fail(Cancelled("the client cancelled the request or closed its connection")), stream)
         return True
 
@@ -272,23 +273,15 @@ def _exit_with_server() -> None:
     threading.Thread(target=wait_for_server, name="server-watch", daemon=True).start()
 
 
-class _ServerLogHandler(logging.Handler):
-    """Forwards records to the server's logger."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = f"{record.name}: {self.format(record)}"
-        if record.levelno >= logging.ERROR:
-            pb_utils.Logger.log_error(text)
-        elif record.levelno >= logging.WARNING:
-            pb_utils.Logger.log_warn(text)
-        elif record.levelno >= logging.INFO:
-            pb_utils.Logger.log_info(text)
-        else:
-            pb_utils.Logger.log_verbose(text)
-
-
 def _forward_logs() -> None:
+    """Write log records to stderr, which is the server's log, in the format of the server.
+
+    The server's own logger cannot be used: it waits for the server while it holds the interpreter's lock. After the
+    server has ended, a second record would wait forever, so that the thread of `_exit_with_server` could not run.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    log_format = "%(levelname).1s%(asctime)s.%(msecs)03d000 %(process)d %(name)s] %(message)s"
+    handler.setFormatter(logging.Formatter(log_format, "%m%d %H:%M:%S"))
     root = logging.getLogger()
     root.setLevel(logging.INFO)
-    logger.setLevel(logging.DEBUG)  # for cancelled requests, which the server logs only at its verbose level
-    root.handlers = [_ServerLogHandler()]
+    root.handlers = [handler]

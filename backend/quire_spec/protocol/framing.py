@@ -64,17 +64,13 @@ def encode_frame(message: Message) -> bytes:
         InvalidArgument: a message that belongs to one request cannot be encoded, or is too large.
     """
     try:
-        payload, request_ids = _encode(message), array("Q", message.request_ids)
-        header = _HEADER.pack(MAGIC, _KINDS[type(message)], len(request_ids), len(payload))
-        if len(payload) <= MAX_PAYLOAD_BYTES:
-            return b"".join((header, request_ids.tobytes(), payload))
-        error: QuireError = Oversized(type(message).__name__, len(payload), MAX_PAYLOAD_BYTES)
-    except (ValueError, OverflowError, RecursionError, struct.error) as cause:
-        # Lone surrogates, integers of more than 64 bits, and values that are nested too deeply.
-        error = InvalidArgument(f"{type(message).__name__}: cannot be sent to another process ({cause})")
-    if isinstance(message, OutputDeltas | StepResult):
-        return b"".join(map(encode_frame, _without_invalid_items(message)))
-    raise error
+        return _encode_frame(message)
+    except InvalidArgument:
+        if not isinstance(message, OutputDeltas | StepResult) or not message.request_ids:
+            raise
+    if len(message.request_ids) > 1:
+        return b"".join(map(encode_frame, message.split()))
+    return _encode_frame(_with_error(message))
 
 
 class FrameDecoder:
@@ -142,16 +138,27 @@ class FrameDecoder:
         return InvalidFrame(message_type, request_ids, error)
 
 
-def _without_invalid_items(message: OutputDeltas | StepResult) -> Sequence[Message]:
-    """Divide a message that cannot be encoded. If it contains a single item, replace this item by an error."""
-    if len(message.request_ids) > 1:
-        return message.split()
-    error_text = "the output cannot be sent to another process; see the log"
-    [request_id] = message.request_ids
-    error_item = _error_item(_ITEM_TYPES[type(message)], request_id, error_text)
+def _encode_frame(message: Message) -> bytes:
+    name = type(message).__name__
+    try:
+        payload, request_ids = _encode(message), array("Q", message.request_ids)
+        header = _HEADER.pack(MAGIC, _KINDS[type(message)], len(request_ids), len(payload))
+    except (ValueError, OverflowError, RecursionError, struct.error) as error:
+        # Lone surrogates, integers of more than 64 bits, and values that are nested too deeply.
+        raise InvalidArgument(f"{name}: cannot be sent to another process ({error})") from None
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise Oversized(name, len(payload), MAX_PAYLOAD_BYTES)
+    return b"".join((header, request_ids.tobytes(), payload))
+
+
+def _with_error(message: OutputDeltas | StepResult) -> Message:
+    """Replace the only item of a message by an error."""
+    error = _error_item(
+        _ITEM_TYPES[type(message)], message.request_ids[0], "the output cannot be sent to another process"
+    )
     if isinstance(message, OutputDeltas):
-        return (OutputDeltas([error_item]),)
-    return (msgspec.structs.replace(message, results=[error_item]),)
+        return OutputDeltas([error])
+    return msgspec.structs.replace(message, results=[error])
 
 
 def _decode_items(message_type: type[Message], payload: bytes, request_ids: Sequence[int]) -> Message:

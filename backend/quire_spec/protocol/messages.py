@@ -43,6 +43,18 @@ class Message(Value, frozen=True):
         return ()
 
 
+class RequestMessage(Message, frozen=True):
+    """Base of the messages that belong to one request, sequence or call."""
+
+    id: int
+    """Id that its sender chose. It is unique on the connection."""
+
+    @property
+    def request_ids(self) -> Sequence[int]:
+        """The id."""
+        return (self.id,)
+
+
 class Hello(Message, frozen=True, tag=1):
     """First message on a connection. It identifies the client."""
 
@@ -67,11 +79,10 @@ class Conversation(Value, frozen=True):
     continue_final_message: bool = False
 
 
-class GenerateRequest(Message, frozen=True, tag=2):
+class GenerateRequest(RequestMessage, frozen=True, tag=2):
     """frontend -> text: asks the text process to run a request. The text process answers with OutputDeltas. The last
     delta is final."""
 
-    id: int
     model: str
     """The model name that the client sent. It is the served name or the name of an adapter."""
     prompt: str | None
@@ -99,11 +110,6 @@ class GenerateRequest(Message, frozen=True, tag=2):
     stream_interval: int = 1
     """In a stream, a delta contains this number of output tokens. The first token and the end of the output are sent
     without waiting for more tokens."""
-
-    @property
-    def request_ids(self) -> Sequence[int]:
-        """The id of the request."""
-        return (self.id,)
 
 
 class CancelRequests(Message, frozen=True, tag=3):
@@ -222,10 +228,9 @@ class OutputDeltas(Message, frozen=True, tag=5):
         return OutputDeltas(self.deltas[:middle]), OutputDeltas(self.deltas[middle:])
 
 
-class SequenceRequest(Message, frozen=True, tag=6):
+class SequenceRequest(RequestMessage, frozen=True, tag=6):
     """text -> core: asks the core to run a sequence."""
 
-    id: int
     prompt_token_ids: list[int]
     params: SamplingParams
     adapter_digest: AdapterDigest | None = None
@@ -252,11 +257,6 @@ class SequenceRequest(Message, frozen=True, tag=6):
     They are needed for params.thinking_token_budget. The start mark is empty if the output already begins inside the
     reasoning. The list is empty if the request has no budget.
     """
-
-    @property
-    def request_ids(self) -> Sequence[int]:
-        """The id of the sequence."""
-        return (self.id,)
 
 
 class AbortSequences(Message, frozen=True, tag=7):
@@ -367,43 +367,25 @@ class StepResult(Message, frozen=True, tag=8):
         return first, StepResult(self.results[middle:], [], self.stats)
 
 
-class Call(Message, frozen=True, tag=9):
+class Call(RequestMessage, frozen=True, tag=9):
     """Calls a method of a server. The server answers with one Reply or one Failure, which has the same id."""
 
-    id: int
     method: str
     args: msgspec.Raw
     """Object with the arguments by name."""
 
-    @property
-    def request_ids(self) -> Sequence[int]:
-        """The id of the call."""
-        return (self.id,)
 
-
-class Reply(Message, frozen=True, tag=10):
+class Reply(RequestMessage, frozen=True, tag=10):
     """The result of a call."""
 
-    id: int
     result: msgspec.Raw
 
-    @property
-    def request_ids(self) -> Sequence[int]:
-        """The id of the call."""
-        return (self.id,)
 
-
-class Failure(Message, frozen=True, tag=11):
+class Failure(RequestMessage, frozen=True, tag=11):
     """Reports that a call or a request failed. A server also sends it for a frame that it cannot accept."""
 
-    id: int
     error_code: Code
     error: str
-
-    @property
-    def request_ids(self) -> Sequence[int]:
-        """The id of the call or request."""
-        return (self.id,)
 
     @classmethod
     def from_error(cls, request_id: int, error: QuireError) -> Self:

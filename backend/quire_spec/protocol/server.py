@@ -109,18 +109,12 @@ class _Method:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._name = function.__name__
-        hints = typing.get_type_hints(function)
-        args_type = msgspec.defstruct(
-            self._name,
-            [
-                (name, hints[name])
-                if parameter.default is inspect.Parameter.empty
-                else (name, hints[name], parameter.default)
-                for name, parameter in inspect.signature(function).parameters.items()
-            ],
-            kw_only=True,
-            forbid_unknown_fields=True,
-        )
+        hints = typing.get_type_hints(function, include_extras=True)
+        fields = [
+            (name, hints[name], msgspec.NODEFAULT if parameter.default is parameter.empty else parameter.default)
+            for name, parameter in inspect.signature(function).parameters.items()
+        ]
+        args_type = msgspec.defstruct(self._name, fields, kw_only=True, forbid_unknown_fields=True)
         self._decode = msgspec.msgpack.Decoder(args_type).decode
         self._names = args_type.__struct_fields__
 

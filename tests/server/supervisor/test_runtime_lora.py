@@ -5,10 +5,16 @@ import asyncio
 import json
 import os
 import signal
+from itertools import product
 
 import pytest
 from nodocker_cluster.ports import free_ports
+from support.engine_processes import IpcClient
+from support.hostile_frames import PAYLOADS, UNKNOWN_KIND, hostile_frame
 from support.supervisor_harness import adapter_folder, catalog, started_supervisor
+
+from quire_spec import constants
+from quire_spec.errors import InvalidArgument, NotFound
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(180)]
 
@@ -48,6 +54,23 @@ def complete(pod, model):
 
 def change(pod, path, key=ADMIN_KEY, **fields):
     return pod.request("openai", path, fields, key=key)
+
+
+def test_hostile_frames_to_the_supervisor_end_only_their_call(pod):
+    kinds = ("Call", "GenerateRequest", "Reply", UNKNOWN_KIND)
+    frames = [
+        hostile_frame(kind, [1000 + i], payload) for i, (kind, payload) in enumerate(product(kinds, PAYLOADS.values()))
+    ]
+    path = pod.run_dir / constants.SUPERVISOR_SOCKET
+    with IpcClient(path, "openai") as first, IpcClient(path, "openai") as second:
+        first.socket.sendall(b"".join(frames))
+        failures = [first.receive() for _ in frames]
+        assert [failure.id for failure in failures] == [1000 + i for i in range(len(frames))]
+        for client in (first, second):
+            with pytest.raises(InvalidArgument, match=r"load_lora_adapter: Expected `str`, got `int` - at `\$\.name`"):
+                client.call("load_lora_adapter", name=1, location="x", in_place=False)
+            with pytest.raises(NotFound, match="the adapter 'none' does not exist"):
+                client.call("unload_lora_adapter", name="none")
 
 
 def test_an_adapter_is_loaded_served_and_unloaded(pod):

@@ -3,20 +3,20 @@
 
 import asyncio
 import contextlib
-import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from support.hostile_frames import PAYLOADS, UNKNOWN_KIND, hostile_frame
 
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code, Internal, InvalidArgument, NotFound, Unavailable
 from quire_spec.protocol import framing
 from quire_spec.protocol.client import Client, ConnectionLost
 from quire_spec.protocol.connection import Connection
-from quire_spec.protocol.framing import MAGIC, encode_frame
+from quire_spec.protocol.framing import encode_frame
 from quire_spec.protocol.messages import (
     Call,
     CancelRequests,
@@ -233,24 +233,12 @@ async def test_a_message_that_cannot_be_sent_fails_alone(peer: Peer, monkeypatch
         assert deltas[-1].text == "a"
 
 
-def frame(kind: int, ids: list[int], payload: bytes) -> bytes:
-    """Return a frame whose payload can be anything."""
-    return struct.pack(f"<HBHI{len(ids)}Q", MAGIC, kind, len(ids), len(payload), *ids) + payload
-
-
-TAGS = {cls.__name__: cls.__struct_config__.tag for cls in (Call, GenerateRequest, OutputDeltas, Reply)}
-WRONG = {
-    "empty": b"",
-    "not MessagePack": b"\xc1" * 9,
-    "wrong type": msgspec.msgpack.encode([TAGS["GenerateRequest"], 5, 7]),
-    "another tag": msgspec.msgpack.encode([99, 5, "base"]),
-    "oversize": b"x" * 6000,
-}
+WRONG = PAYLOADS | {"oversize": b"x" * 6000}
 
 
 @pytest.mark.parametrize("payload", WRONG.values(), ids=WRONG)
-@pytest.mark.parametrize("kind", [TAGS["Call"], TAGS["GenerateRequest"], TAGS["Reply"], 99])
-async def test_a_frame_that_a_server_cannot_accept_fails_alone(tmp_path: Path, kind: int, payload: bytes):
+@pytest.mark.parametrize("kind", ["Call", "GenerateRequest", "Reply", UNKNOWN_KIND])
+async def test_a_frame_that_a_server_cannot_accept_fails_alone(tmp_path: Path, kind: int | str, payload: bytes):
     peer = Peer(tmp_path / "s", max_payload_bytes=5000)
     async with peer.listening(peer.path), connected(peer) as client:
         deltas: list[OutputDelta] = []
@@ -261,7 +249,7 @@ async def test_a_frame_that_a_server_cannot_accept_fails_alone(tmp_path: Path, k
         await until(lambda: peer._calls)
         connection = client._connection
         assert connection is not None and connection._transport is not None
-        connection._transport.write(frame(kind, [requests[0].id], payload))
+        connection._transport.write(hostile_frame(kind, [requests[0].id], payload))
         await until(lambda: deltas)
         assert (
             deltas[0].id == requests[0].id and deltas[0].final and deltas[0].error_code in ("INVALID_ARG", "INTERNAL")
@@ -273,9 +261,9 @@ async def test_a_frame_that_a_server_cannot_accept_fails_alone(tmp_path: Path, k
         assert deltas[1].text == "a"
 
 
-@pytest.mark.parametrize("payload", [*WRONG.values(), b"\x91" * 20_000], ids=[*WRONG, "depth"])
-@pytest.mark.parametrize("kind", [TAGS["OutputDeltas"], TAGS["Reply"], TAGS["GenerateRequest"], 99])
-async def test_a_frame_that_a_client_cannot_accept_fails_alone(peer: Peer, kind: int, payload: bytes):
+@pytest.mark.parametrize("payload", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("kind", ["OutputDeltas", "Reply", "GenerateRequest", UNKNOWN_KIND])
+async def test_a_frame_that_a_client_cannot_accept_fails_alone(peer: Peer, kind: int | str, payload: bytes):
     async with connected(peer) as client:
         deltas: list[OutputDelta] = []
         requests = [request_of(client) for _ in range(2)]
@@ -284,7 +272,7 @@ async def test_a_frame_that_a_client_cannot_accept_fails_alone(peer: Peer, kind:
         calls = [asyncio.create_task(client.call("wait", str)) for _ in range(2)]
         await until(lambda: len(peer._calls) == 2)
         first_call_id = min(client._calls)
-        peer.write(frame(kind, [requests[0].id, first_call_id], payload))
+        peer.write(hostile_frame(kind, [requests[0].id, first_call_id], payload))
         with pytest.raises(Internal, match="the text process: "):
             await calls[0]
         assert [(d.id, d.error_code) for d in deltas] == [(requests[0].id, Code.INTERNAL)]

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.hostile_frames import PAYLOADS, UNKNOWN_KIND, hostile_frame
 
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code, Internal, InvalidArgument, NotFound, error_from_code
@@ -132,40 +133,21 @@ def test_a_corrupt_header_ends_the_stream(start: bytes):
         list(FrameDecoder().feed(start))
 
 
-def frame(kind: int, ids: list[int], payload: bytes) -> bytes:
-    """Return a frame whose payload can be anything."""
-    return struct.pack(f"<HBHI{len(ids)}Q", MAGIC, kind, len(ids), len(payload), *ids) + payload
-
-
 def pack(*values: Any) -> bytes:
     """Return values as MessagePack."""
     return msgspec.msgpack.encode(values)
 
 
-REQUEST = GenerateRequest.__struct_config__.tag
-INVALID_PAYLOADS = {
-    "empty": (REQUEST, b""),
-    "truncated": (REQUEST, encode_frame(Hello("stub", "sql"))[9:-3]),
-    "not MessagePack": (REQUEST, b"\xc1" * 9),
-    "another tag": (REQUEST, pack(99, 5, "base")),
-    "too few fields": (REQUEST, pack(REQUEST, 5)),
-    "wrong type": (REQUEST, pack(REQUEST, 5, "base", 7)),
-    "nested too deeply": (REQUEST, b"\x91" * 100_000 + b"\x90"),
-    "invalid UTF-8": (REQUEST, pack(REQUEST, 5)[:-1] + b"\x05\xa1\xff"),
-    "unknown kind": (99, pack(1)),
-}
-
-
-@pytest.mark.parametrize("name", INVALID_PAYLOADS)
-def test_an_invalid_payload_belongs_to_the_requests_of_its_header(name: str):
-    kind, payload = INVALID_PAYLOADS[name]
-    stream = encode_frame(AbortSequences([1])) + frame(kind, [5], payload) + encode_frame(CancelRequests([2]))
+@pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
+@pytest.mark.parametrize("kind", [*(cls.__name__ for cls in MESSAGE_TYPES), UNKNOWN_KIND])
+def test_an_invalid_payload_belongs_to_the_requests_of_its_header(kind: int | str, payload: bytes):
+    stream = encode_frame(AbortSequences([1])) + hostile_frame(kind, [5], payload) + encode_frame(CancelRequests([2]))
     for size in (1, 7, len(stream)):
         decoder = FrameDecoder()
         first, invalid, last = (m for i in range(0, len(stream), size) for m in decoder.feed(stream[i : i + size]))
         assert (first, last) == (AbortSequences([1]), CancelRequests([2]))
         assert isinstance(invalid, InvalidFrame) and list(invalid.request_ids) == [5]
-        assert invalid.message_type is (None if kind == 99 else GenerateRequest)
+        assert kind in (UNKNOWN_KIND, invalid.message_type and invalid.message_type.__name__)
 
 
 def test_a_type_that_is_not_accepted_is_dropped():
@@ -237,13 +219,13 @@ def test_an_item_that_cannot_be_encoded_fails_alone(problem: str, monkeypatch: p
 def test_an_item_that_cannot_be_decoded_fails_alone():
     tag = OutputDeltas.__struct_config__.tag
     items = [[1, "good", [5]], [2, "wrong", "no list"], [], [4, "also good", [6]]]
-    [message] = FrameDecoder().feed(frame(tag, [1, 2, 3, 4], pack(tag, items)))
+    [message] = FrameDecoder().feed(hostile_frame(tag, [1, 2, 3, 4], pack(tag, items)))
     assert [(d.id, d.error_code) for d in message.deltas] == [
         (1, None), (2, Code.INTERNAL), (3, Code.INTERNAL), (4, None),
     ]  # fmt: skip
     assert [d.text for d in message.deltas if d.error_code is None] == ["good", "also good"]
     # If the message cannot be divided into items, all its requests fail, but no other request.
-    [invalid] = FrameDecoder().feed(frame(tag, [1, 2], pack(tag, items)[:-2]))
+    [invalid] = FrameDecoder().feed(hostile_frame(tag, [1, 2], pack(tag, items)[:-2]))
     assert isinstance(invalid, InvalidFrame) and list(invalid.request_ids) == [1, 2]
 
 
