@@ -21,7 +21,14 @@ from pathlib import Path
 import msgspec
 
 from quire_spec.errors import Code
-from quire_spec.protocol.messages import CancelRequests, GenerateRequest, OutputDelta, OutputDeltas, TokenLogprob
+from quire_spec.protocol.messages import (
+    CancelRequests,
+    GenerateRequest,
+    OutputDelta,
+    OutputDeltas,
+    RequestRejected,
+    TokenLogprob,
+)
 from quire_spec.protocol.results import ServedModels
 from quire_spec.protocol.server import Server
 
@@ -58,7 +65,7 @@ def token_deltas(request, words):
 
 class FakeTextProcess(Server):
     def __init__(self, journal):
-        super().__init__([self.models], [GenerateRequest, CancelRequests])
+        super().__init__([self.models], [GenerateRequest, CancelRequests, RequestRejected])
         self.open_requests, self.journal, self.step_s = {}, journal, STEP_S
         """By connection and id."""
 
@@ -88,7 +95,7 @@ class FakeTextProcess(Server):
             self.log("cancel", ids=message.ids, was_open=[i for i in message.ids if i in requests])
             for request_id in message.ids:
                 requests.pop(request_id, None)
-        else:
+        elif isinstance(message, GenerateRequest):
             self.log("submit", id=message.id, model=message.model, num_chars=len(message.prompt or ""))
             self.start(connection, requests, message)
         self.log_num_open()

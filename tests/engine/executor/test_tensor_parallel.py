@@ -9,6 +9,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -84,7 +85,7 @@ def _requests():
 
 def _generate(engine, adapter=lambda i: None):
     """Return tokens and log probabilities of all requests, which arrive a few per step; `adapter(id)` is a digest."""
-    waiting = [dataclasses.replace(request, adapter_digest=adapter(request.id)) for request in _requests()]
+    waiting = [msgspec.structs.replace(request, adapter_digest=adapter(request.id)) for request in _requests()]
     tokens: dict[int, list[int]] = {request.id: [] for request in waiting}
     logprobs: dict[int, list[float]] = {request.id: [] for request in waiting}
     while waiting or engine.has_work:

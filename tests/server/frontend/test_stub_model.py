@@ -44,6 +44,10 @@ def echoed_request(response):
     return json.loads(text[text.index("{") :])
 
 
+SURROGATE = json.dumps({"structured_outputs": {"json": {"enum": ["\ud800"]}}})
+"""JSON can contain a lone surrogate; messages between processes cannot."""
+
+
 class GrpcStream:
     """One bidirectional stream of the synchronous client, open for several requests."""
 
@@ -177,8 +181,12 @@ class TestErrors:
             ({"text_input": "x" * (17 * 2**20)}, "INVALID_ARG: text_input: must have at most 16777216"),
             (b'{"text_input": "\xff\xfe"}', "INVALID_ARG: text_input: invalid UTF-8"),
             (b'{"text_input": "x", "stop": "\xff\xfe"}', "INVALID_ARG: request parameters: invalid UTF-8"),
+            (
+                {"text_input": "x", "sampling_parameters": SURROGATE},
+                "INVALID_ARG: sampling parameter 'structured_outputs'",
+            ),
         ],
-        ids=["unknown", "large-seed", "long-prompt", "prompt-utf8", "parameter-utf8"],
+        ids=["unknown", "large-seed", "long-prompt", "prompt-utf8", "parameter-utf8", "surrogate"],
     )
     def test_invalid_request_gets_its_error_and_the_next_one_works(self, running, body, message):
         response = running.request("http", f"/v2/models/{BASE}/generate", body)
