@@ -61,7 +61,8 @@ class RequestState:
         self._tokenizer: Tokenizer | None = None
         self._parsers: list[OutputParser] = []
         """The parser of each output. The list is empty if outputs are returned as text."""
-        self._output_buffers = [_OutputBuffer() for _ in self.sequence_ids]
+        self._collected_outputs = [_CollectedOutput() for _ in self.sequence_ids]
+        """The outputs so far. They are empty if the request is streamed."""
         self._prompt_logprobs: list[list[TokenLogprob] | None] | None = None
 
     @property
@@ -129,18 +130,14 @@ class RequestState:
         events = self._parse(index, delta)
         if index == 0 and result.num_cached_tokens is not None:
             self._num_cached_tokens = result.num_cached_tokens
-        is_finished = completion.finish_reason is not None
-        if self.request.stream and self.request.stream_interval == 1:
-            return [self._to_output_delta(index, delta, events)]
-        buffer = self._output_buffers[index]
-        buffer.add(delta, events)
         if self.request.stream:
-            is_due = buffer.is_first or len(buffer.token_ids) >= self.request.stream_interval
-            return [self._to_output_delta(index, *buffer.take())] if is_due or is_finished else []
-        if not is_finished:
+            return [self._to_output_delta(index, delta, events)]
+        output = self._collected_outputs[index]
+        output.add(delta, events)
+        if completion.finish_reason is None:
             return []
         if self.params.num_results == self.params.n:
-            return [self._to_output_delta(index, *buffer.take())]
+            return [self._to_output_delta(index, *output.complete())]
         return self._best_outputs() if self._all_finished() else []
 
     def to_error_delta(self, code: Code, message: str) -> OutputDelta:
@@ -183,7 +180,7 @@ class RequestState:
         """Return the `n` most likely outputs, numbered from 0."""
         best_indices = select_best_of(self.completions, self.params.n)
         output_deltas = [
-            replace(self._to_output_delta(i, *self._output_buffers[i].take()), index=output_index)
+            replace(self._to_output_delta(i, *self._collected_outputs[i].complete()), index=output_index)
             for output_index, i in enumerate(best_indices)
         ]
         return [
@@ -207,15 +204,13 @@ class RequestState:
 
 
 @dataclass(slots=True)
-class _OutputBuffer:
-    """Collects the deltas of an output, if the output is returned as a whole or in parts of several tokens."""
+class _CollectedOutput:
+    """Collects the deltas of an output that is returned as a whole."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[list[RankedToken]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    is_first: bool = True
-    """True until the first part of the output is taken."""
 
     def add(self, delta: CompletionDelta, events: list[Event]) -> None:
         self.texts.append(delta.text)
@@ -223,8 +218,6 @@ class _OutputBuffer:
         self.logprobs += delta.logprobs or []
         self.events += events
 
-    def take(self) -> tuple[CompletionDelta, list[Event]]:
-        """Remove and return the deltas that were added."""
-        taken = CompletionDelta("".join(self.texts), self.token_ids, self.logprobs), join_neighbours(self.events)
-        self.texts, self.token_ids, self.logprobs, self.events, self.is_first = [], [], [], [], False
-        return taken
+    def complete(self) -> tuple[CompletionDelta, list[Event]]:
+        """Return the complete output."""
+        return CompletionDelta("".join(self.texts), self.token_ids, self.logprobs), join_neighbours(self.events)

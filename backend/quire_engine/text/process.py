@@ -110,8 +110,8 @@ async def _serve(
         sampling_defaults,
         core_client,
     )
-    server = TextServer(request_manager, metrics, methods, limits.max_payload_bytes, throttle)
-    core_client.listener = ResultCoalescer(request_manager, throttle)
+    coalescer = core_client.listener = ResultCoalescer(request_manager, throttle)
+    server = TextServer(request_manager, metrics, methods, limits.max_payload_bytes, throttle, coalescer)
     await server.listen(args.socket_path(TEXT_SOCKET))
     # All objects that exist here live as long as the process, so the garbage collector does not need to scan them.
     gc.collect()

@@ -39,8 +39,15 @@ logger = logging.getLogger(__name__)
 class FrontendSink(Protocol):
     """The frontend that sent a request."""
 
+    @property
+    def is_blocked(self) -> bool:
+        """True while the frontend does not read."""
+
     def send(self, delta: OutputDelta) -> None:
         """Send an output delta. Implementations of this method must not call the request manager."""
+
+    def close_slow_reader(self, reason: str) -> None:
+        """Close the connection later in this iteration of the event loop, because the frontend does not read."""
 
 
 class RequestManager:
@@ -170,6 +177,12 @@ class RequestManager:
         for adapter_event in step.adapter_events:
             self._metrics.adapter_metrics.record_adapter_event(adapter_event)
         self._metrics.adapter_metrics.set_resident_adapters(step.stats.slot_adapters)
+
+    def reader_of(self, sequence_id: int) -> FrontendSink | None:
+        """Return the frontend that reads the stream of a sequence. Return None if the sequence is unknown, or if its
+        output is sent as a whole."""
+        entry = self._by_sequence.get(sequence_id)
+        return entry[1] if entry is not None and entry[0].request.stream else None
 
     def on_core_connected(self) -> None:
         """Admit requests from now on."""

@@ -12,7 +12,7 @@ from quire_engine.text.frontend_connection import FrontendConnection
 from quire_engine.text.methods import TextMethods
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.request_manager import RequestManager
-from quire_engine.text.result_coalescer import ResponseThrottle
+from quire_engine.text.result_coalescer import ResponseThrottle, ResultCoalescer
 from quire_spec.errors import Internal
 from quire_spec.protocol.connection import Connection
 from quire_spec.protocol.framing import InvalidFrame, Oversized
@@ -32,12 +32,14 @@ class TextServer(Server):
         methods: TextMethods,
         max_payload_bytes: int,
         throttle: ResponseThrottle,
+        coalescer: ResultCoalescer,
     ) -> None:
         super().__init__(methods.table(), (GenerateRequest, CancelRequests, RequestRejected), max_payload_bytes)
         self._request_manager = request_manager
         self._metrics = metrics
         self._text_methods = methods
         self._throttle = throttle
+        self._coalescer = coalescer
         self._frontends: dict[Connection, FrontendConnection] = {}
 
     def on_connected(self, connection: Connection) -> None:
@@ -78,12 +80,13 @@ class TextServer(Server):
     def on_writable(self, connection: Connection) -> None:
         """Called when a peer has read the unsent messages."""
         if frontend := self._frontends.get(connection):
-            frontend.flush()
+            self._coalescer.on_frontend_writable(frontend)
 
     def on_closed(self, connection: Connection) -> None:
         """Called when the connection closes."""
         if (frontend := self._frontends.pop(connection, None)) is None:
             return
+        self._coalescer.on_frontend_closed(frontend)
         num_open = self._request_manager.on_frontend_closed(frontend)
         hello = frontend.hello
         logger.info(

@@ -128,7 +128,7 @@ class Generation:
         """
         requests = self._engine_requests(client, return_prompt_token_ids)
         num_outputs, choices = self.params.n, self.choices
-        with OutputStream(client, requests) as stream:
+        with OutputStream(client, requests, self.fields.stream_interval) as stream:
             while not stream.is_complete:
                 deltas = await stream.next(KEEP_ALIVE_S)
                 for request_index, delta in deltas:
@@ -168,7 +168,6 @@ class Generation:
                 prompt.chat,
                 self._api_key_name,
                 prompt.parsing,
-                fields.stream_interval,
             )
             for prompt in self.prompts
             for _ in range(self.copies)

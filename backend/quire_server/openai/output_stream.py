@@ -2,17 +2,19 @@
 """The output deltas of one HTTP request. The HTTP request runs one or several requests in the text process.
 
 The stream buffers deltas that the client has not read. The size of the buffer is limited. If the client reads too
-slowly, its request fails. This module does not use HTTP, and does not know the format of a response.
+slowly, its request fails. If the client wants several tokens per event, the stream merges deltas. This module does not
+use HTTP, and does not know the format of a response.
 """
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from quire_server.openai.errors import ApiError, error_from_delta
 from quire_server.openai.text_client import TextClient
-from quire_spec.protocol.messages import GenerateRequest, OutputDelta
+from quire_spec.protocol.messages import GenerateRequest, OutputDelta, merge_deltas
 
 MAX_PENDING_TOKENS = 16384
 """Maximum number of output tokens that are buffered for a streamed HTTP request. Stubs have the same limit."""
@@ -22,12 +24,17 @@ class OutputStream:
     """The requests in the text process that belong to one HTTP request. It is used as a context manager. When the
     context ends, all requests that are not finished are cancelled."""
 
-    def __init__(self, client: TextClient, requests: Sequence[GenerateRequest]) -> None:
+    def __init__(self, client: TextClient, requests: Sequence[GenerateRequest], stream_interval: int = 1) -> None:
+        """In a stream, a delta contains `stream_interval` tokens. The first token and the end of an output are returned
+        without waiting for more tokens."""
         self._client = client
         self._requests = requests
         self._index_by_id = {request.id: i for i, request in enumerate(requests)}
         self._pending: list[tuple[int, OutputDelta]] = []
         self._num_pending_tokens = 0
+        self._stream_interval = stream_interval
+        self._collected: dict[tuple[int, int], _CollectedDeltas] = {}
+        """Deltas of each output, by the ids of the request and of the output, that are too short to be returned."""
         self._num_open = len(requests)
         self._is_streamed = any(request.stream for request in requests)
         self._error: ApiError | None = None
@@ -49,14 +56,20 @@ class OutputStream:
             self._fail(error_from_delta(delta))
             return
         self._num_open -= delta.final
-        self._pending.append((self._index_by_id[delta.id], delta))
         if self._is_streamed:
+            if self._stream_interval > 1:
+                outputs = self._collected.setdefault((delta.id, delta.index), _CollectedDeltas())
+                if (merged := outputs.add(delta, self._stream_interval)) is None:
+                    return
+                delta = merged
             self._num_pending_tokens += len(delta.token_ids)
             if self._num_pending_tokens > MAX_PENDING_TOKENS:
                 self._pending.clear()
                 self._fail(
                     ApiError(503, f"response: the client reads too slowly, {MAX_PENDING_TOKENS} tokens are unsent")
                 )
+                return
+        self._pending.append((self._index_by_id[delta.id], delta))
         self._wake()
 
     async def next(self, timeout_s: float) -> list[tuple[int, OutputDelta]]:
@@ -95,3 +108,24 @@ class OutputStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+@dataclass(slots=True)
+class _CollectedDeltas:
+    """Successive deltas of one output."""
+
+    deltas: list[OutputDelta] = field(default_factory=list)
+    num_tokens: int = 0
+    is_first: bool = True
+    """True until the first delta was returned."""
+
+    def add(self, delta: OutputDelta, num_wanted_tokens: int) -> OutputDelta | None:
+        """Add a delta. Return the merged deltas if they have enough tokens, or if they are the start or the end of the
+        output."""
+        self.deltas.append(delta)
+        self.num_tokens += len(delta.token_ids)
+        if not self.is_first and delta.finish_reason is None and self.num_tokens < num_wanted_tokens:
+            return None
+        merged = merge_deltas(self.deltas)
+        self.deltas, self.num_tokens, self.is_first = [], 0, False
+        return merged

@@ -107,9 +107,6 @@ class GenerateRequest(RequestMessage, frozen=True, tag=2):
     """Name of the API key that the client used. Metrics report it. Empty if no keys are configured."""
     parsing: OutputParsing | None = None
     """If it is set, the deltas contain parsed events instead of text. If it is None, the deltas contain text."""
-    stream_interval: int = 1
-    """In a stream, a delta contains this number of output tokens. The first token and the end of the output are sent
-    without waiting for more tokens."""
 
 
 class CancelRequests(Message, frozen=True, tag=3):

@@ -15,7 +15,6 @@ from quire_engine.requests.limits import RequestLimits
 from quire_engine.requests.processor import RequestProcessor
 from quire_engine.text.admission import AdmissionController
 from quire_engine.text.metrics import RequestMetrics
-from quire_engine.text.output_delta_buffer import OutputDeltaBuffer
 from quire_engine.text.request_manager import RequestManager
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.config import EngineConfig
@@ -32,6 +31,7 @@ from quire_spec.protocol.messages import (
     SequenceDelta,
     SequenceRequest,
     StepResult,
+    merge_deltas,
 )
 from quire_spec.protocol.parsed_output import OutputParsing, ParsedOutput, ToolCallStart, merge_events
 
@@ -55,25 +55,28 @@ class Renderer:
         return self.text
 
 
-class BufferedFrontend:
-    """Drains the buffer of a connection after every third delta, through frames."""
+class MergingFrontend:
+    """Receives deltas through frames, and merges three of them, as a client does that reads slowly."""
+
+    is_blocked = False
 
     def __init__(self) -> None:
         self.deltas: list[OutputDelta] = []
-        self._buffer = OutputDeltaBuffer()
-        self._num_sent = 0
+        self._unmerged: list[OutputDelta] = []
 
     def send(self, delta: OutputDelta) -> None:
-        self._buffer.append(delta)
-        self._num_sent += 1
-        if self._num_sent % 3 == 0 or delta.final:
-            for batch in self._buffer.pop_batches():
-                [message] = FrameDecoder().feed(encode_frame(OutputDeltas(batch)))
-                assert isinstance(message, OutputDeltas)
-                self.deltas += message.deltas
+        [message] = FrameDecoder().feed(encode_frame(OutputDeltas([delta])))
+        assert isinstance(message, OutputDeltas)
+        self._unmerged += message.deltas
+        if len(self._unmerged) == 3 or delta.final:
+            self.deltas.append(merge_deltas(self._unmerged))
+            self._unmerged = []
+
+    def close_slow_reader(self, reason: str) -> None:
+        raise AssertionError(reason)
 
 
-async def submit(manager: RequestManager, frontend: BufferedFrontend, request: GenerateRequest) -> None:
+async def submit(manager: RequestManager, frontend: MergingFrontend, request: GenerateRequest) -> None:
     manager.submit(frontend, request)
     for _ in range(5):
         await asyncio.sleep(0)
@@ -99,7 +102,7 @@ def run(
     )
     manager.on_core_connected()
     manager.set_adapters({})
-    frontend = BufferedFrontend()
+    frontend = MergingFrontend()
     parsing = OutputParsing(choice if vector.tool_call_parser else "none", **options)  # type: ignore[arg-type]
     request = GenerateRequest(
         1, "base", None, None, SamplingParams(max_tokens=None), stream, chat=conversation(tools=TOOLS), parsing=parsing

@@ -48,11 +48,16 @@ with tempfile.TemporaryDirectory() as _folder:
 class RecordingFrontend:
     """A frontend that records the output deltas that it receives, by request."""
 
+    is_blocked = False
+
     def __init__(self) -> None:
         self.deltas: dict[int, list[OutputDelta]] = {}
 
     def send(self, delta: OutputDelta) -> None:
         self.deltas.setdefault(delta.id, []).append(delta)
+
+    def close_slow_reader(self, reason: str) -> None:
+        raise AssertionError(reason)
 
 
 class DeferredTokenizer:

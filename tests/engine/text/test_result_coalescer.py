@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coalesced results contain every token once and in order; first tokens and ends do not wait; responses are bounded."""
+"""Coalesced results contain every token once and in order; first tokens and ends do not wait for the throttle; the
+number of responses, and the results that wait for a frontend, are bounded."""
 
 import asyncio
 import random
@@ -10,15 +11,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.virtual_time import virtual_time
 
-from quire_engine.text.result_coalescer import ResponseThrottle, ResultCoalescer
+from quire_engine.text.result_coalescer import (
+    MAX_WAITING_BYTES,
+    MAX_WAITING_STREAM_BYTES,
+    ResponseThrottle,
+    ResultCoalescer,
+)
 from quire_spec.protocol.messages import SchedulerStats, SequenceDelta, StepResult
+
+
+class Frontend:
+    """A frontend that can stop reading."""
+
+    def __init__(self):
+        self.is_blocked, self.close_reason = False, None
+
+    def send(self, delta): ...
+
+    def close_slow_reader(self, reason):
+        self.close_reason = reason
 
 
 class RecordingListener:
     """Records everything that it receives."""
 
-    def __init__(self):
+    def __init__(self, readers=None):
         self.tokens, self.results, self.num_steps, self.num_lost = defaultdict(list), [], 0, 0
+        self.readers = readers or {}
+
+    def reader_of(self, sequence_id):
+        return self.readers.get(sequence_id)
 
     def on_core_connected(self): ...
 
@@ -64,6 +86,72 @@ async def test_every_token_arrives_once_and_in_order(seed):
         logprob_ids = [int(position[0][0]) for r in listener.results if r.id == id for position in r.logprobs or []]
         assert logprob_ids == (made[id] if id % 2 else [])
     assert coalescer._pending == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_results_wait_until_their_frontend_reads(seed):
+    draw, throttle = random.Random(seed), ResponseThrottle(None if seed % 2 else 2000)
+    frontends = [Frontend() for _ in range(2)]
+    listener = RecordingListener({id: frontends[id % 3] for id in range(9) if id % 3 < 2})
+    coalescer = ResultCoalescer(listener, throttle)
+    lengths = {id: draw.randint(1, 20) for id in range(9)}
+    made: dict[int, list[int]] = {id: [] for id in lengths}
+    while running := [id for id in lengths if len(made[id]) < lengths[id]]:
+        results = []
+        for id in draw.sample(running, draw.randint(1, len(running))):
+            is_first, has_ended = not made[id], len(made[id]) + 1 == lengths[id]
+            made[id].append(len(made[id]))
+            error = "INTERNAL" if has_ended and id % 2 else None
+            results.append(
+                SequenceDelta(
+                    id,
+                    [made[id][-1]],
+                    "length" if has_ended and not error else None,
+                    error_code=error,
+                    prompt_logprobs=[[(7, -1.0, 1)]] if is_first else None,
+                    num_cached_tokens=5 if is_first else None,
+                )
+            )
+        before = {id: len(listener.tokens[id]) for id in made}
+        coalescer.on_step(step(*results))
+        assert all(len(listener.tokens[id]) == before[id] for id in made if id % 3 < 2 and frontends[id % 3].is_blocked)
+        throttle.record_sent(len(results), asyncio.get_running_loop().time())
+        for frontend in frontends:
+            frontend.is_blocked = not frontend.is_blocked if draw.random() < 0.3 else frontend.is_blocked
+            if not frontend.is_blocked:
+                coalescer.on_frontend_writable(frontend)
+        await asyncio.sleep(draw.choice((0, 0, 0.002)))
+    for frontend in frontends:
+        frontend.is_blocked = False
+        coalescer.on_frontend_writable(frontend)
+    assert listener.tokens == made
+    for id in lengths:
+        own = [result for result in listener.results if result.id == id]
+        assert [bool(r.finish_reason or r.error_code) for r in own] == [False] * (len(own) - 1) + [True]
+        assert [r.prompt_logprobs for r in own if r.prompt_logprobs] == [[[(7, -1.0, 1)]]]
+        assert [r.num_cached_tokens for r in own if r.num_cached_tokens is not None] == [5]
+    assert all(frontend.close_reason is None for frontend in frontends)
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "num_logprobs", "limit"), [(1, 0, MAX_WAITING_STREAM_BYTES), (1000, 20, MAX_WAITING_BYTES)]
+)
+async def test_a_frontend_that_does_not_read_is_closed(num_streams, num_logprobs, limit):
+    slow, other = Frontend(), Frontend()
+    slow.is_blocked = True
+    listener = RecordingListener(dict.fromkeys(range(num_streams), slow) | {num_streams: other})
+    coalescer, num_steps = ResultCoalescer(listener, ResponseThrottle(None)), 0
+    logprobs = [[(i, -1.0, i) for i in range(num_logprobs)]] if num_logprobs else None
+    while slow.close_reason is None:
+        coalescer.on_step(step(*(SequenceDelta(id, [num_steps], logprobs=logprobs) for id in range(num_streams + 1))))
+        num_steps += 1
+        assert num_steps * num_streams * 20 < limit
+    assert str(limit) in slow.close_reason and other.close_reason is None
+    assert num_steps > (5000 if num_streams == 1 else 10)
+    assert listener.tokens == {num_streams: [*range(num_steps)]}
+    coalescer.on_frontend_closed(slow)
+    coalescer.on_frontend_writable(slow)
+    assert len(listener.tokens) == 1
 
 
 @virtual_time
