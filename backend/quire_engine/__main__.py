@@ -58,7 +58,7 @@ examples:
   where the time is spent: write a trace of 100 steps, and open it in ui.perfetto.dev
     python -m quire_engine bench --model examples/models/tiny --profile trace.json
 
-  any engine setting, by its name in engine.json
+  any engine setting, by its name in EngineConfig
     python -m quire_engine bench --model org/name --device cuda --set max_num_seqs=256 --set block_size=32
 """
 
@@ -250,7 +250,7 @@ _ENGINE_OPTIONS: tuple[_Option, ...] = (
     ("--device", "DEVICE", str, "cpu or cuda (default cpu)", {"default": "cpu"}),
     ("--dtype", "DTYPE", str, "auto, float32, bfloat16 or float16 (default auto)", {"default": "auto"}),
     ("--max-model-len", "N", int, "maximum number of tokens in a prompt and its output together", {}),
-    ("--set", "NAME=VALUE", str, "set a field of engine.json; repeatable", _REPEATABLE),
+    ("--set", "NAME=VALUE", str, "set a field of the engine; repeatable", _REPEATABLE),
     ("--profile", "FILE", Path, "write a trace of the first 100 steps, for chrome://tracing or ui.perfetto.dev", {}),
     ("--param", "NAME=VALUE", str, _PARAM_HELP, _REPEATABLE),
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strict conversion between JSON documents and frozen dataclasses. Unknown keys and wrong types are errors.
 
-Each error contains the path of the wrong field. All documents (engine.json, adapters.json, status) are read with
+Each error contains the path of the wrong field. All documents (pod.json, adapters.json, status) are read with
 `from_json`, so their errors have the same form.
 """
 

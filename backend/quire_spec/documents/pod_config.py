@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from quire_spec import constants
-from quire_spec.dataclass_json import from_json, non_default_json, read_json
+from quire_spec.dataclass_json import from_json, non_default_json, read_json, to_json
 from quire_spec.documents.field_schema import Rule, schema_field
 from quire_spec.documents.server_arguments import parse_server_arguments
 from quire_spec.engine.config import EngineConfig
@@ -212,6 +212,22 @@ class PodConfig:
         document["engine"] |= {name: values[name] for name in sorted(explicit - document["engine"].keys())}
         return document
 
+    def with_fields(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy with other values of the fields at these paths, such as openai.port. If a section is not set,
+        it is added.
+
+        Raises:
+            ConfigError: the result is not valid.
+        """
+        document = self.to_json()
+        for path, value in values.items():
+            *sections, name = path.split(".")
+            section = document
+            for part in sections:
+                section = section.setdefault(part, {})
+            section[name] = to_json(value)
+        return self.from_json(document)
+
     def validate(self) -> None:
         """Raise ConfigError for the first field whose value cannot be used."""
         try:
@@ -263,8 +279,10 @@ class PodConfig:
         if openai.maxBodyBytes < 1:
             yield f"maxBodyBytes: must be at least 1, got {openai.maxBodyBytes}"
         if openai.sslKeyfile is not None and openai.sslCertfile is None:
-            yield "sslKeyfile: requires sslCertfile; add it"
+            yield "sslKeyfile: requires openai.sslCertfile; add it"
         if openai.allowRuntimeLoraUpdating and self.adminKeyFile is None:
             yield "allowRuntimeLoraUpdating: requires adminKeyFile; add it"
-        if openai.allowedLocalLoraPaths and not (openai.allowRuntimeLoraUpdating and self.sources.allowPaths):
-            yield "allowedLocalLoraPaths: requires openai.allowRuntimeLoraUpdating and sources.allowPaths; set both"
+        if openai.allowedLocalLoraPaths and not openai.allowRuntimeLoraUpdating:
+            yield "allowedLocalLoraPaths: requires openai.allowRuntimeLoraUpdating; add it"
+        if openai.allowedLocalLoraPaths and not self.sources.allowPaths:
+            yield "allowedLocalLoraPaths: requires sources.allowPaths; add it"

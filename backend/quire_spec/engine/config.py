@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine configuration (engine.json): one frozen dataclass that contains all arguments of an engine.
+"""Engine configuration: one frozen dataclass that contains all arguments of an engine. It is the field `engine` of
+pod.json.
 
-`quire render` and the operator write engine.json, and every process of a pod reads it. If vLLM has an engine argument
-with the same meaning as a field, the field has the name of that argument. No other setting overrides the file. The
-environment variables in docs/gpu-design.md exist only for debugging.
+If vLLM has an engine argument with the same meaning as a field, the field has the name of that argument. No other
+setting overrides the document. The environment variables in docs/gpu-design.md exist only for debugging.
 """
 
 import math
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
-from quire_spec.dataclass_json import from_json, read_json, to_json
+from quire_spec.dataclass_json import from_json, to_json
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
@@ -195,7 +194,7 @@ class EngineConfig:
 
     @classmethod
     def from_json(cls, data: object) -> Self:
-        """Read a parsed engine.json.
+        """Read a parsed document.
 
         Raises:
             ConfigError: a key is unknown, or a value has the wrong type, is out of range, or is not supported by the
@@ -204,12 +203,6 @@ class EngineConfig:
         config = from_json(cls, data)
         config.validate()
         return config
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read engine.json from `path`. Raises ConfigError if the text is not JSON, or if `from_json` rejects the
-        document."""
-        return cls.from_json(read_json(path))
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields in the form that `from_json` reads."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of speculative decoding. It is the field `speculative_config` of engine.json, and its fields have
+"""Configuration of speculative decoding. It is the field `speculative_config` of EngineConfig, and its fields have
 vLLM's names."""
 
 import math

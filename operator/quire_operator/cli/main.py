@@ -6,7 +6,6 @@ does not load the server.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire_operator.cli import options
+from quire_operator.cli import options, pod_options
 from quire_spec.errors import QuireError
 
 CommandFunction = Callable[[argparse.Namespace], int]
@@ -142,32 +141,13 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         choices=("cuda", "cpu"),
         help="device for --vllm-repository, if model.json does not set one (default: cuda)",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
-    for name, purpose in (
-        ("http", "requests over HTTP"),
-        ("grpc", "requests over gRPC"),
-        ("metrics", "metrics of Triton Inference Server"),
-        ("health", "health, all metrics, status"),
-    ):
-        parser.add_argument(
-            f"--{name}-port",
-            type=options.parse_port,
-            metavar="PORT",
-            help=f"{purpose} (default: spec.runtime.ports.{name})",
-        )
-    options.add_expose_option(parser)
-    options.add_model_repository_options(parser)
-    options.add_openai_options(parser)
-    options.add_chat_options(parser)
+    pod_options.add_pod_options(parser)
     options.add_folder_options(parser)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for sockets and configuration (default: in /tmp)"
     )
     parser.add_argument(
         "--cache-dir", type=Path, metavar="DIR", help="folder for downloaded adapters (default: ~/.cache/quire)"
-    )
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="also print the engine's configuration and the server's log"
     )
 
 
@@ -228,14 +208,15 @@ def _serve(args: argparse.Namespace) -> int:
     from quire_operator.api.llmservice import LLMService
     from quire_operator.cli import serve, serve_vllm
 
-    names = [field.name for field in dataclasses.fields(serve.ServeOptions)]
-    serve_options = serve.ServeOptions(**{name: getattr(args, name) for name in names})
+    fields = pod_options.pod_fields(args)
+    serve_options = serve.ServeOptions(fields, args.volumes, args.run_dir, args.cache_dir, args.secrets_dir)
     if args.vllm_repository is not None:
         if args.volumes:
             args.usage_error("--volume cannot be used with --vllm-repository: a vllm_backend repository has no claims")
-        for name in ("chat_template", "tool_call_parser", "reasoning_parser"):
-            if getattr(args, name) is not None:
-                option = f"--{name.replace('_', '-')}"
+        for field in fields:
+            section, _, name = field.partition(".")
+            if section == "engine":
+                option = pod_options.option_of(field)
                 args.usage_error(f"{option} cannot be used with --vllm-repository; set {name} in model.json")
         launch_plan = serve_vllm.prepare(args.vllm_repository, args.device or "cuda", serve_options, os.environ)
     elif args.device is not None:
@@ -247,7 +228,7 @@ def _serve(args: argparse.Namespace) -> int:
     config = launch_plan.config
     serve.require_packages(config.openai is not None)
     serve.write_run_dir(launch_plan)
-    if args.verbose:
+    if config.server.verbose:
         document = config.to_json() | {"engine": config.engine.to_json()}
         print(json.dumps(document, indent=2), *launch_plan.argv, file=sys.stderr)
     print(f"quire: {config.servedName} on {config.engine.device} from {config.engine.model}", file=sys.stderr)

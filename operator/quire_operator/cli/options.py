@@ -10,9 +10,6 @@ import argparse
 from pathlib import Path
 
 from quire_operator.render.context import OPTIONAL_KINDS
-from quire_spec import constants
-from quire_spec.documents.server_arguments import ALLOWED
-from quire_spec.model import capabilities
 from quire_spec.net.addresses import ANY_ADDRESS
 
 PLAN_DESCRIPTION = """\
@@ -122,7 +119,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-inflight",
-        type=_parse_count,
+        type=parse_count,
         metavar="N",
         help="maximum number of requests that are open at the same time (default: 64 with --url, otherwise twice "
         "spec.engine.maxNumSeqs)",
@@ -185,7 +182,7 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--workers",
-        type=_parse_count,
+        type=parse_count,
         default=8,
         metavar="N",
         help="number of services that are reconciled at the same time (default: 8)",
@@ -299,7 +296,8 @@ def parse_port_or_zero(text: str) -> int:
     return 0 if text == "0" else parse_port(text)
 
 
-def _parse_count(text: str) -> int:
+def parse_count(text: str) -> int:
+    """Parse a number that is at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
@@ -319,115 +317,18 @@ def _parse_volume(text: str) -> tuple[str, Path]:
     claim, separator, folder = text.partition("=")
     if not (claim and separator and folder):
         raise argparse.ArgumentTypeError(f"{text!r} does not have the form CLAIM=FOLDER, such as models=/srv/models")
-    return claim, _parse_folder(folder)
+    return claim, parse_folder(folder)
 
 
-def _parse_folder(text: str) -> Path:
+def parse_folder(text: str) -> Path:
+    """Return the absolute path of an existing folder."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a folder; create it, or correct the path")
-    return Path(text)
+    return Path(text).absolute()
 
 
-def _parse_file(text: str) -> Path:
+def parse_file(text: str) -> Path:
+    """Return the absolute path of an existing file."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file; create it, or correct the path")
-    return Path(text)
-
-
-def add_expose_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option that selects the protocols of the server."""
-    parser.add_argument(
-        "--expose",
-        choices=("http", "grpc", "http,grpc", "none"),
-        metavar="PROTOCOLS",
-        help="protocols that clients can use: http, grpc, both (http,grpc), or none; the server accepts other "
-        "protocols only on loopback (default: spec.runtime.expose, otherwise both)",
-    )
-
-
-def add_model_repository_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for other Triton models and for the server's own arguments."""
-    parser.add_argument(
-        "--model-repository",
-        type=Path,
-        metavar="DIR",
-        help="folder with other Triton models that the server also serves; the code of these models runs as your user "
-        "(default: spec.runtime.models)",
-    )
-    parser.add_argument(
-        "--server-arg",
-        dest="server_args",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help=f"argument of Triton Inference Server; can be repeated; replaces spec.runtime.serverArgs; allowed: "
-        f"{', '.join(ALLOWED)}",
-    )
-
-
-def add_openai_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the OpenAI API."""
-    parser.add_argument(
-        "--openai-port",
-        type=parse_port_or_zero,
-        metavar="PORT",
-        help=f"port of the OpenAI API; 0: not served (default: spec.openai.port, else {constants.OPENAI_PORT})",
-    )
-    parser.add_argument(
-        "--openai-api-keys-dir",
-        type=_parse_folder,
-        metavar="DIR",
-        help="folder in which each file contains an API key; metrics show the names of the files (default: the Secret "
-        "of spec.openai.apiKeysSecretRef; without it, no key is needed)",
-    )
-    for option, text in (
-        ("certfile", "certificate chain of the OpenAI API, which is then served over TLS"),
-        ("keyfile", "private key of the certificate (default: in the certificate file)"),
-    ):
-        parser.add_argument(f"--openai-ssl-{option}", type=_parse_file, metavar="FILE", help=text)
-    parser.add_argument(
-        "--openai-api-server-count",
-        type=_parse_count,
-        metavar="N",
-        help="number of processes that share the port of the OpenAI API (default: spec.openai.apiServerCount, "
-        "otherwise 1)",
-    )
-    parser.add_argument("--openai-enable-log-requests", action="store_true", help="log each request of the OpenAI API")
-    parser.add_argument(
-        "--admin-key-file",
-        type=_parse_file,
-        metavar="FILE",
-        help="file with the key that clients must send to read the status and to change adapters (default: no key is "
-        "needed, but only clients on this machine are accepted)",
-    )
-    parser.add_argument(
-        "--allow-runtime-lora-updating",
-        action="store_true",
-        help="allow clients that have the admin key to load and unload adapters through the OpenAI API",
-    )
-    parser.add_argument(
-        "--allowed-local-lora-path",
-        type=_parse_folder,
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="local folder from which the OpenAI API can load adapters; can be repeated (default: none; adapters can "
-        "be loaded only from the hub, HTTP and S3)",
-    )
-
-
-def add_chat_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for chat templates and parsers."""
-    parser.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="chat template to use instead of the one in the checkpoint"
-    )
-    for kind, purpose, names in (
-        ("tool-call", "tool calls", capabilities.TOOL_CALL_PARSERS),
-        ("reasoning", "reasoning", capabilities.REASONING_PARSERS),
-    ):
-        parser.add_argument(
-            f"--{kind}-parser",
-            choices=("auto", "none", *names),
-            metavar="NAME",
-            help=f"format of {purpose} in outputs: {', '.join(names)}, none (default: detected from the chat template)",
-        )
+    return Path(text).absolute()

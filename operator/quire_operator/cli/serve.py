@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,12 +22,13 @@ from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.api.validation_errors import FieldPath, InvalidService, Problem
 from quire_operator.api.yaml_manifest import Manifest
 from quire_operator.cli.local_sources import ADAPTER_FILES, MODEL_FILES, LocalSources, unsupported_sources
+from quire_operator.cli.pod_options import name_options
 from quire_operator.render.engine_config import ModelLocation, UnsupportedByEngine, engine_arguments
 from quire_operator.render.object_names import CHAT_TEMPLATE_FILE
 from quire_operator.render.pod_config import PodFiles, pod_config
 from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog, SecretRef, Source
-from quire_spec.documents.pod_config import OpenAIConfig, PodConfig, Ports
+from quire_spec.documents.pod_config import PodConfig
 from quire_spec.documents.server_arguments import parse_server_arguments
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
@@ -43,109 +44,24 @@ package.
 """
 OPENAI_PACKAGES = {"uvicorn": "openai", "uvloop": "openai", "httptools": "openai"}
 """The packages that the OpenAI front imports. Each value is the extra of quire-llm that installs the package."""
-
-_PROTOCOLS = {"http": ("http",), "grpc": ("grpc",), "http,grpc": ("http", "grpc"), "none": ()}
-"""Maps the values of --expose to protocols."""
+LOCALHOST = "127.0.0.1"
+MACHINE_FIELDS: Mapping[str, Any] = {"openai.live": True, "sources.allowPaths": True}
+"""Fields of pod.json that have these values on a laptop: the live page is always served, and local folders are allowed
+as sources. The server runs as the user of the command. Therefore, it can read only files that this user can read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """Options of the `quire serve` command."""
 
-    host: str = "127.0.0.1"
-    http_port: int | None = None
-    grpc_port: int | None = None
-    metrics_port: int | None = None
-    health_port: int | None = None
-    """Port of the health endpoints. If it is None, the port in spec.runtime.ports is used."""
-    expose: str | None = None
-    """Protocols on which clients can reach the server. The value is a comma-separated list, or `none`. None:
-    spec.runtime.expose.
-    """
-    model_repository: Path | None = None
-    """Folder with other Triton models. If it is None, spec.runtime.models is used."""
-    server_args: Sequence[str] = ()
-    """Arguments of the server. If there are none, spec.runtime.serverArgs is used."""
-    openai_port: int | None = None
-    """Port of the OpenAI API. 0 turns the API off. If it is None, spec.openai.port is used."""
-    openai_api_keys_dir: Path | None = None
-    """Folder that contains API keys. If it is None, the Secret of spec.openai.apiKeysSecretRef is used, if there is
-    one.
-    """
-    openai_ssl_certfile: Path | None = None
-    """Certificate chain of the OpenAI API. If it is None, the Secret of spec.openai.tlsSecretRef is used, if there is
-    one.
-    """
-    openai_ssl_keyfile: Path | None = None
-    openai_api_server_count: int | None = None
-    """Number of processes that serve the OpenAI API. If it is None, spec.openai.apiServerCount is used."""
-    openai_enable_log_requests: bool = False
-    admin_key_file: Path | None = None
-    """File that contains the admin key.
-
-    Clients need this key to read the status, and to change adapters through the health port or the OpenAI API.
-    """
-    allow_runtime_lora_updating: bool = False
-    """Whether clients can load and unload adapters through the OpenAI API."""
-    allowed_local_lora_path: Sequence[Path] = ()
-    """Local folders from which the OpenAI API can load adapters."""
-    chat_template: Path | None = None
-    """File that contains a chat template. If it is None, the chat template of the LLMService or of the checkpoint is
-    used.
-    """
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    """Format of the reasoning in outputs. If it is None, the value in the LLMService is used."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Values of options by the path of their field in pod.json; see pod_options.py. They replace the values of the
+    spec. If openai.port is 0, the OpenAI API is turned off."""
     volumes: Sequence[tuple[str, Path]] = ()
+    """Local folders of claims."""
     run_dir: Path | None = None
     cache_dir: Path | None = None
     secrets_dir: Path | None = None
-    verbose: bool = False
-    """Whether the log of Triton Inference Server is printed too."""
-
-    def apply_to(self, config: PodConfig) -> PodConfig:
-        """Return the configuration with the values of these options. An option that is not set changes nothing.
-
-        Raises:
-            ConfigError: an option contradicts another one or the configuration.
-        """
-        parse_server_arguments(self.server_args, "--server-arg")
-        if config.openai is not None and self.allow_runtime_lora_updating and self.admin_key_file is None:
-            raise ConfigError("--allow-runtime-lora-updating requires --admin-key-file; add it")
-        if config.openai is not None and self.allowed_local_lora_path and not self.allow_runtime_lora_updating:
-            raise ConfigError("--allowed-local-lora-path requires --allow-runtime-lora-updating; add it")
-        server, ports = config.server, config.ports.by_name
-        updated = replace(
-            config,
-            ports=Ports(**{name: getattr(self, f"{name}_port") or port for name, port in ports.items()}),
-            adminKeyFile=_absolute(self.admin_key_file),
-            server=replace(
-                server,
-                expose=server.expose if self.expose is None else _PROTOCOLS[self.expose],
-                serverArgs=tuple(self.server_args) or server.serverArgs,
-                modelRepository=_absolute(self.model_repository) or server.modelRepository,
-                verbose=self.verbose,
-            ),
-            openai=None if config.openai is None else self._apply_to_openai(config.openai),
-        )
-        updated.validate()
-        return updated
-
-    def _apply_to_openai(self, openai: OpenAIConfig) -> OpenAIConfig:
-        certfile = _absolute(self.openai_ssl_certfile)
-        return replace(
-            openai,
-            port=self.openai_port or openai.port,
-            # The live page is always served on a laptop.
-            live=True,
-            apiServerCount=self.openai_api_server_count or openai.apiServerCount,
-            apiKeysDir=_absolute(self.openai_api_keys_dir) or openai.apiKeysDir,
-            sslCertfile=certfile or openai.sslCertfile,
-            sslKeyfile=_absolute(self.openai_ssl_keyfile) or (None if certfile else openai.sslKeyfile),
-            enableLogRequests=self.openai_enable_log_requests,
-            allowRuntimeLoraUpdating=self.allow_runtime_lora_updating,
-            allowedLocalLoraPaths=tuple(folder.absolute() for folder in self.allowed_local_lora_path),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +112,10 @@ def prepare(
     local_adapters = tuple(
         replace(adapter, source=local_sources.localize(adapter.source)) for adapter in catalog.adapters
     )
-    engine = replace(
-        _build_engine_config(manifest, service, local_sources), **_engine_overrides(service, options, run_dir)
-    )
-    config = pod_config(service, engine, _pod_files(service, options, local_sources, run_dir), options.host)
-    # The server runs as the user of this command. Therefore, it can read only files that this user can read anyway.
-    config = replace(config, sources=replace(config.sources, allowPaths=True))
+    engine = _build_engine_config(manifest, service, local_sources, run_dir)
+    config = pod_config(service, engine, _pod_files(service, options, local_sources, run_dir), LOCALHOST)
     return LaunchPlan(
-        config=options.apply_to(config),
+        config=with_options(config, options),
         catalog=replace(catalog, adapters=local_adapters),
         chat_template=None if template is None else template.text,
         run_dir=run_dir,
@@ -214,25 +126,43 @@ def prepare(
     )
 
 
+def with_options(config: PodConfig, options: ServeOptions) -> PodConfig:
+    """Return the configuration with the values that a laptop and the options set. Options of the OpenAI API have no
+    effect if it is turned off.
+
+    Raises:
+        ConfigError: the values contradict each other or the configuration. The message names options, not fields.
+    """
+    parse_server_arguments(options.fields.get("server.serverArgs", ()), "--server-arg")
+    fields = {**MACHINE_FIELDS, **options.fields}
+    if config.openai is None:
+        fields = {path: value for path, value in fields.items() if not path.startswith("openai.")}
+    try:
+        return config.with_fields(fields)
+    except ConfigError as error:
+        raise ConfigError(name_options(str(error))) from error
+
+
 def _with_openai_port(service: LLMService, options: ServeOptions) -> LLMService:
     """Return the service with the port of the OpenAI API that the options select. 0 turns the API off."""
-    if options.openai_port is None:
+    port = options.fields.get("openai.port")
+    if port is None:
         return service
-    openai = replace(service.spec.openai, enabled=options.openai_port > 0, port=options.openai_port or None)
+    openai = replace(service.spec.openai, enabled=port > 0, port=port or None)
     return replace(service, spec=replace(service.spec, openai=openai))
 
 
 def _pod_files(service: LLMService, options: ServeOptions, local_sources: LocalSources, run_dir: Path) -> PodFiles:
     """Return where the files of pod.json are on this machine."""
     secrets, models = _openai_secrets(service, options), service.spec.runtime.models
-    folder = options.model_repository or (None if models is None else local_sources.resolve(models.source))
+    folder = None if models is None else local_sources.resolve(models.source)
     return PodFiles(
         adapters=run_dir / constants.CATALOG_FILE,
         secrets=_absolute(options.secrets_dir),
         claims={claim: folder.absolute() for claim, folder in options.volumes},
         api_keys=_secret_folder(secrets.get("apiKeysSecretRef"), options),
         tls=_secret_folder(secrets.get("tlsSecretRef"), options),
-        models=_absolute(folder),
+        models=_absolute(options.fields.get("server.modelRepository", folder)),
     )
 
 
@@ -333,13 +263,13 @@ def _iter_problems(
         )
     for i, adapter in enumerate(service.spec.adapters):
         yield from local_sources.iter_problems(adapter.source, ("spec", "adapters", i, "source"), ADAPTER_FILES)
-    if service.spec.runtime.models is not None and options.model_repository is None:
+    if service.spec.runtime.models is not None and "server.modelRepository" not in options.fields:
         yield from local_sources.iter_problems(service.spec.runtime.models.source, ("spec", "runtime", "models"), ())
     if service.openai_port is not None:
         for field, ref in _openai_secrets(service, options).items():
             yield from local_sources.secret_problems(ref, ("spec", "openai", field))
     template = service.spec.openai.chatTemplate
-    if template is not None and template.configMapKeyRef is not None and options.chat_template is None:
+    if template is not None and template.configMapKeyRef is not None and "engine.chat_template" not in options.fields:
         yield Problem(
             ("spec", "openai", "chatTemplate", "configMapKeyRef", "name"),
             template.configMapKeyRef.name,
@@ -348,10 +278,13 @@ def _iter_problems(
         )
 
 
-def _build_engine_config(manifest: Manifest, service: LLMService, local_sources: LocalSources) -> EngineConfig:
+def _build_engine_config(
+    manifest: Manifest, service: LLMService, local_sources: LocalSources, run_dir: Path
+) -> EngineConfig:
     model, *draft = [_locate(source, local_sources) for source in service.model_sources.values()]
+    template = None if service.spec.openai.chatTemplate is None else str(run_dir / CHAT_TEMPLATE_FILE)
     try:
-        return EngineConfig.from_json(engine_arguments(service, model, draft=draft[0] if draft else None))
+        return EngineConfig.from_json(engine_arguments(service, model, None, template, draft[0] if draft else None))
     except UnsupportedByEngine as error:
         raise InvalidService([error.problem], manifest.location) from error
 
@@ -361,21 +294,6 @@ def _locate(source: Source, local_sources: LocalSources) -> ModelLocation:
     return ModelLocation(hub.repo, hub.revision) if hub else ModelLocation(str(local_sources.resolve(source)))
 
 
-def _engine_overrides(service: LLMService, options: ServeOptions, run_dir: Path) -> dict[str, Any]:
-    """Return the fields of the engine whose values depend on this machine or on an option of the command."""
-    template = options.chat_template
-    if template is not None and not template.is_file():
-        raise ConfigError(f"--chat-template {template}: no such file; give a file with a chat template")
-    if template is None and service.spec.openai.chatTemplate is not None:
-        template = run_dir / CHAT_TEMPLATE_FILE
-    values = {
-        "chat_template": None if template is None else str(template.absolute()),
-        "tool_call_parser": options.tool_call_parser,
-        "reasoning_parser": options.reasoning_parser,
-    }
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def _openai_secrets(service: LLMService, options: ServeOptions) -> dict[str, SecretRef]:
     """Return the Secrets to which spec.openai refers, by field name.
 
@@ -383,8 +301,8 @@ def _openai_secrets(service: LLMService, options: ServeOptions) -> dict[str, Sec
     """
     openai = service.spec.openai
     refs = {
-        "apiKeysSecretRef": openai.apiKeysSecretRef if options.openai_api_keys_dir is None else None,
-        "tlsSecretRef": openai.tlsSecretRef if options.openai_ssl_certfile is None else None,
+        "apiKeysSecretRef": openai.apiKeysSecretRef if "openai.apiKeysDir" not in options.fields else None,
+        "tlsSecretRef": openai.tlsSecretRef if "openai.sslCertfile" not in options.fields else None,
     }
     return {field: ref for field, ref in refs.items() if ref is not None}
 

@@ -7,7 +7,14 @@ The module converts model.json and multi_lora.json to pod.json and adapters.json
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire_operator.cli.serve import LaunchPlan, ServeOptions, default_cache_dir, default_run_dir
+from quire_operator.cli.serve import (
+    LOCALHOST,
+    LaunchPlan,
+    ServeOptions,
+    default_cache_dir,
+    default_run_dir,
+    with_options,
+)
 from quire_spec import constants
 from quire_spec.documents.model_repository import find_vllm_model
 from quire_spec.documents.pod_config import OpenAIConfig, PodConfig, SourcesConfig
@@ -39,24 +46,22 @@ def prepare(repository: Path, device: str, options: ServeOptions, environment: M
     engine, catalog = read_vllm_repository(repository, device)
     run_dir = (options.run_dir or default_run_dir(name, environment)).absolute()
     openai = None
-    if options.openai_port != 0:
+    if options.fields.get("openai.port") != 0:
         openai = OpenAIConfig(servedModelNames=read_served_model_names(repository))
     config = PodConfig(
         servedName=name,
         engine=engine,
         adapters=run_dir / constants.CATALOG_FILE,
-        host=options.host,
+        host=LOCALHOST,
         openai=openai,
-        # multi_lora.json may contain local folders.
         sources=SourcesConfig(
             secretsDir=None if options.secrets_dir is None else options.secrets_dir.absolute(),
-            allowPaths=True,
             requireAdapters=True,
         ),
         vllmRepository=repository.absolute(),
     )
     return LaunchPlan(
-        config=options.apply_to(config),
+        config=with_options(config, options),
         catalog=catalog,
         chat_template=None,
         run_dir=run_dir,

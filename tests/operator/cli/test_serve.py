@@ -15,7 +15,8 @@ from quire_operator.api import crd
 from quire_operator.api.llmservice import LLMService
 from quire_operator.api.validation_errors import InvalidService
 from quire_operator.api.yaml_manifest import read_manifests
-from quire_operator.cli import serve, serve_vllm
+from quire_operator.cli import main, serve, serve_vllm
+from quire_operator.cli.pod_options import pod_fields
 from quire_operator.cli.serve import ServeOptions, prepare, write_run_dir
 from quire_operator.plan import candidates
 from quire_spec import constants
@@ -51,21 +52,27 @@ def engine_of(run_dir):
     return PodConfig.load(run_dir / "pod.json").engine
 
 
-def launch(folder, spec, environment=None, dev=Path("/nowhere"), **options):
+def options_of(*argv):
+    """Parse options as `quire serve` does."""
+    args = main._build_parser().parse_args(["serve", "--file=f.yaml", *map(str, argv)])
+    return ServeOptions(pod_fields(args), args.volumes, args.run_dir, args.cache_dir, args.secrets_dir)
+
+
+def launch(folder, spec, *argv, environment=None, dev=Path("/nowhere")):
     (folder / "f.yaml").write_text(f"{HEAD}spec: {spec}\n")
     (document,) = read_manifests(str(folder / "f.yaml"))
     service = LLMService.from_body(crd.require_valid(document))
-    return prepare(document, service, ServeOptions(**options), environment or {}, dev)
+    return prepare(document, service, options_of(*argv), environment or {}, dev)
 
 
-def problems(folder, spec, **options):
+def problems(folder, spec, *argv, dev=Path("/nowhere")):
     with pytest.raises(InvalidService) as error:
-        launch(folder, spec, **options)
+        launch(folder, spec, *argv, dev=dev)
     return str(error.value).replace(str(folder), "HERE").splitlines()
 
 
 def test_run_folder_has_engine_config_and_catalog(folder):
-    launched = launch(folder, TALES, run_dir=folder / "run")
+    launched = launch(folder, TALES, f"--run-dir={folder / 'run'}")
     write_run_dir(launched)
     engine = engine_of(folder / "run")
     assert engine == launched.config.engine
@@ -80,16 +87,8 @@ def test_run_folder_has_engine_config_and_catalog(folder):
 def test_supervisor_reads_the_run_folder(folder):
     secrets = folder / "secrets"
     secrets.mkdir()
-    volumes = (("loras", folder / "adapters"),)
-    launched = launch(
-        folder,
-        TALES,
-        run_dir=folder / "run",
-        cache_dir=folder / "cache",
-        secrets_dir=secrets,
-        volumes=volumes,
-        verbose=True,
-    )
+    folders = [f"--run-dir={folder / 'run'}", f"--cache-dir={folder / 'cache'}", f"--secrets-dir={secrets}"]
+    launched = launch(folder, TALES, *folders, f"--volume=loras={folder / 'adapters'}", "--verbose")
     write_run_dir(launched)
     assert launched.argv[:3] == (sys.executable, "-m", "quire_server")
     args = quire_server.__main__._build_parser().parse_args(launched.argv[3:])
@@ -102,40 +101,36 @@ def test_supervisor_reads_the_run_folder(folder):
 
 
 @pytest.mark.parametrize(
-    ("spec", "option", "expected"),
+    ("spec", "options", "expected"),
     [
-        ("", None, ("http", "grpc")),
-        ("  runtime: {expose: [grpc]}", None, ("grpc",)),
-        ("  runtime: {expose: [grpc]}", "http,grpc", ("http", "grpc")),
-        ("  runtime: {expose: []}", None, ()),
+        ("", (), ("http", "grpc")),
+        ("", ("--expose=none",), ()),
+        ("  runtime: {expose: [grpc]}", (), ("grpc",)),
+        ("  runtime: {expose: [grpc]}", ("--expose=http,grpc",), ("http", "grpc")),
+        ("  runtime: {expose: []}", (), ()),
     ],
 )
-def test_the_option_overrides_the_protocols_of_the_spec(folder, spec, option, expected):
-    assert launch(folder, f"{TALES}{spec}", expose=option).config.server.expose == expected
+def test_the_option_overrides_the_protocols_of_the_spec(folder, spec, options, expected):
+    assert launch(folder, f"{TALES}{spec}", *options).config.server.expose == expected
 
 
 @pytest.mark.parametrize(
     ("spec", "options", "repository", "arguments"),
     [
-        ("", {}, None, ()),
-        ("{models: {path: ROOT/models}, serverArgs: [log-info=true]}", {}, "models", ("log-info=true",)),
-        ("{models: {pvc: {claimName: c, path: tiny}}}", {"volumes": (("c", "models"),)}, "models/tiny", ()),
+        ("", (), None, ()),
+        ("{models: {path: ROOT/models}, serverArgs: [log-info=true]}", (), "models", ("log-info=true",)),
+        ("{models: {pvc: {claimName: c, path: tiny}}}", ("--volume=c=ROOT/models",), "models/tiny", ()),
         (
             "{models: {path: ROOT/models}, serverArgs: [log-info=true]}",
-            {"model_repository": "adapters", "server_args": ("rate-limit=off",)},
+            ("--model-repository=ROOT/adapters", "--server-arg=rate-limit=off"),
             "adapters",
             ("rate-limit=off",),
         ),
     ],
 )
 def test_other_models_of_the_spec_and_the_options(folder, spec, options, repository, arguments):
-    options = dict(options)
-    if "model_repository" in options:
-        options["model_repository"] = folder / options["model_repository"]
-    if "volumes" in options:
-        options["volumes"] = tuple((claim, folder / path) for claim, path in options["volumes"])
     text = f"{TALES}  runtime: {spec}".replace("ROOT", str(folder)) if spec else TALES
-    server = launch(folder, text, **options).config.server
+    server = launch(folder, text, *(option.replace("ROOT", str(folder)) for option in options)).config.server
     assert server.modelRepository == (None if repository is None else folder / repository)
     assert server.serverArgs == arguments
 
@@ -148,51 +143,76 @@ def test_other_models_that_this_machine_lacks_are_problems(folder):
         with pytest.raises(InvalidService, match=problem):
             launch(folder, f"{TALES}  runtime: {{models: {models}}}")
     with pytest.raises(ConfigError, match="--server-arg: 'http-port=1': not allowed: it names a port"):
-        launch(folder, TALES, server_args=("http-port=1",))
+        launch(folder, TALES, "--server-arg=http-port=1")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--http-port=9000", "--grpc-port=9000"], "--grpc-port: 9000 is also the value of --http-port; ports must"),
+        (["--openai-ssl-keyfile=FILE"], "--openai-ssl-keyfile: requires --openai-ssl-certfile; add it"),
+        (["--allow-runtime-lora-updating"], "--allow-runtime-lora-updating: requires --admin-key-file; add it"),
+        (
+            ["--allowed-local-lora-path=/tmp"],
+            "--allowed-local-lora-path: requires --allow-runtime-lora-updating; add it",
+        ),
+        (["--openai-api-server-count=99"], "--openai-api-server-count: must be from 1 to 16, got 99"),
+        (["--expose=none", "--openai-port=0"], "--expose: empty, but openai is not set; then no client could send a"),
+    ],
+)
+def test_errors_of_the_configuration_name_the_options(folder, argv, message):
+    (folder / "file").touch()
+    with pytest.raises(ConfigError) as error:
+        launch(folder, TALES, *(option.replace("FILE", f"{folder}/file") for option in argv))
+    assert str(error.value).startswith(message)
 
 
 def test_chat_options_reach_the_engine_config(folder):
     (folder / "chat.jinja").write_text("{{ messages }}")
     chat = {"chat_template": folder / "chat.jinja", "tool_call_parser": "mistral", "reasoning_parser": "none"}
-    launched = launch(folder, TALES, run_dir=folder / "run", **chat)
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in chat.items()]
+    launched = launch(folder, TALES, f"--run-dir={folder / 'run'}", *options)
     write_run_dir(launched)
     engine = engine_of(folder / "run")
     assert {name: getattr(engine, name) for name in chat} == chat | {"chat_template": str(folder / "chat.jinja")}
-    with pytest.raises(ConfigError, match=r"absent\.jinja: no such file"):
-        launch(folder, TALES, chat_template=folder / "absent.jinja")
 
 
 def test_openai_fields_of_the_spec_and_options_that_override_them(folder):
-    def openai(spec, **options):
-        config = launch(folder, f"{TALES}  openai: {spec}\n", **options).config.openai
+    def openai(spec, *argv):
+        config = launch(folder, f"{TALES}  openai: {spec}\n", *argv).config.openai
         # The live page is always served on a laptop.
         return config and non_default_json(replace(config, live=not config.live))
 
-    (folder / "secrets/keys").mkdir(parents=True)
-    secrets = {"secrets_dir": folder / "secrets"}
+    for name in ("secrets/keys", "own"):
+        (folder / name).mkdir(parents=True)
+    for name in ("c.pem", "k.pem"):
+        (folder / name).touch()
+    secrets = f"--secrets-dir={folder}/secrets"
     spec = "{port: 9000, apiKeysSecretRef: {name: keys}, corsAllowedOrigins: [https://a], limits: {maxBodySize: 1Mi}}"
     common = {"maxBodyBytes": 2**20, "corsAllowedOrigins": ["https://a"]}
-    assert openai(spec, **secrets) == {"port": 9000, "apiKeysDir": f"{folder}/secrets/keys", **common}
-    own = openai(spec, openai_port=9001, openai_api_keys_dir=folder / "own")
+    assert openai(spec, secrets) == {"port": 9000, "apiKeysDir": f"{folder}/secrets/keys", **common}
+    own = openai(spec, "--openai-port=9001", f"--openai-api-keys-dir={folder}/own")
     assert own == {"port": 9001, "apiKeysDir": f"{folder}/own", **common}
     assert openai("{}") == {}
-    assert openai("{enabled: false}") is openai("{}", openai_port=0) is openai(spec, openai_port=0) is None
-    assert openai("{enabled: false}", openai_port=9001) == {"port": 9001}
+    off = "--openai-port=0"
+    assert openai("{enabled: false}") is openai("{}", off) is openai(spec, off, "--openai-api-server-count=2") is None
+    assert openai("{enabled: false}", "--openai-port=9001") == {"port": 9001}
     tls = "{tlsSecretRef: {name: keys}, apiServerCount: 2}"
     certificate = {"sslCertfile": f"{folder}/secrets/keys/tls.crt", "sslKeyfile": f"{folder}/secrets/keys/tls.key"}
-    assert openai(tls, **secrets) == {**certificate, "apiServerCount": 2}
-    own_files = {"openai_ssl_certfile": folder / "c.pem", "openai_api_server_count": 3}
-    assert openai(tls, **own_files) == {"sslCertfile": f"{folder}/c.pem", "apiServerCount": 3}
-    log = {"openai_enable_log_requests": True, "openai_ssl_keyfile": folder / "k.pem"}
+    assert openai(tls, secrets) == {**certificate, "apiServerCount": 2}
+    own_certificate = f"--openai-ssl-certfile={folder}/c.pem"
+    own_files = openai(tls, own_certificate, "--openai-api-server-count=3")
+    assert own_files == {"sslCertfile": f"{folder}/c.pem", "apiServerCount": 3}
     expected = {"sslCertfile": f"{folder}/c.pem", "sslKeyfile": f"{folder}/k.pem", "enableLogRequests": True}
-    assert openai("{}", openai_ssl_certfile=folder / "c.pem", **log) == expected
+    key = f"--openai-ssl-keyfile={folder}/k.pem"
+    assert openai("{}", own_certificate, key, "--openai-enable-log-requests") == expected
     (message,) = problems(folder, f"{TALES}  openai: {spec}\n")
     assert 'spec.openai.apiKeysSecretRef.name: "keys": Secrets are not available on this machine' in message
 
 
 def test_chat_template_and_parsers_of_the_spec_reach_the_engine_config(folder):
-    def chat_template(spec, **options):
-        write_run_dir(launch(folder, f"{TALES}  openai: {spec}\n", run_dir=folder / "run", **options))
+    def chat_template(spec, *argv):
+        write_run_dir(launch(folder, f"{TALES}  openai: {spec}\n", f"--run-dir={folder / 'run'}", *argv))
         engine = engine_of(folder / "run")
         text = None if engine.chat_template is None else Path(engine.chat_template).read_text()
         return text, engine.tool_call_parser, engine.reasoning_parser
@@ -200,11 +220,11 @@ def test_chat_template_and_parsers_of_the_spec_reach_the_engine_config(folder):
     spec = "{chatTemplate: {text: 'a {{ b }}'}, toolCallParser: hermes, reasoningParser: none}"
     assert chat_template(spec) == ("a {{ b }}", "hermes", "none")
     (folder / "own.jinja").write_text("own")
-    own = {"chat_template": folder / "own.jinja", "tool_call_parser": "mistral"}
-    assert chat_template(spec, **own) == ("own", "mistral", "none")
+    own = f"--chat-template={folder / 'own.jinja'}", "--tool-call-parser=mistral"
+    assert chat_template(spec, *own) == ("own", "mistral", "none")
     assert chat_template("{}") == (None, "auto", "auto")
     reference = "{chatTemplate: {configMapKeyRef: {name: templates}}}"
-    assert chat_template(reference, **own) == ("own", "mistral", "auto")
+    assert chat_template(reference, *own) == ("own", "mistral", "auto")
     (message,) = problems(folder, f"{TALES}  openai: {reference}\n")
     assert 'spec.openai.chatTemplate.configMapKeyRef.name: "templates": ConfigMaps are not available' in message
 
@@ -264,8 +284,7 @@ def test_volume_option_maps_claims_to_folders(folder):
   model: {source: {pvc: {claimName: weights, path: tiny}}}
   adapters: [{name: pirate, source: {pvc: {claimName: loras, path: pirate}}}]
 """
-    volumes = (("weights", folder / "models"), ("loras", folder / "adapters"))
-    launched = launch(folder, spec, volumes=volumes)
+    launched = launch(folder, spec, f"--volume=weights={folder}/models", f"--volume=loras={folder}/adapters")
     assert launched.config.engine.model == str(folder / "models/tiny")
     assert launched.catalog.adapters[0].source.pvc.path == "pirate"
     assert launched.config.sources.claims == {"weights": folder / "models", "loras": folder / "adapters"}
@@ -277,12 +296,12 @@ def test_hub_token_is_passed_as_an_environment_variable(folder):
   model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hub}}}}
   adapters: [{name: a, source: {huggingFace: {repo: o/a}}}]
 """
-    without = launch(folder, spec, {"HF_TOKEN": "own"})
+    without = launch(folder, spec, environment={"HF_TOKEN": "own"})
     assert without.environment["HF_TOKEN"] == "own"
     assert without.catalog.adapters[0].source.huggingFace.tokenSecretRef is None
     (folder / "secrets/hub").mkdir(parents=True)
     (folder / "secrets/hub/token").write_text("secret\n")
-    with_secret = launch(folder, spec, {"HF_TOKEN": "own"}, secrets_dir=folder / "secrets")
+    with_secret = launch(folder, spec, f"--secrets-dir={folder}/secrets", environment={"HF_TOKEN": "own"})
     assert with_secret.environment["HF_TOKEN"] == "secret"
     assert with_secret.catalog.adapters[0].source.huggingFace.tokenSecretRef.name == "hub"
     assert with_secret.config.sources.secretsDir == folder / "secrets"
@@ -292,7 +311,11 @@ def test_hub_token_is_passed_as_an_environment_variable(folder):
 
 def test_environment_variables_of_the_spec_are_added(folder):
     spec = "{device: CPU, model: {source: {path: models/tiny}}, runtime: {env: [{name: A, value: b}, {name: C}]}}"
-    assert launch(folder, spec, {"PATH": "/bin", "A": "old"}).environment == {"PATH": "/bin", "A": "b", "C": ""}
+    assert launch(folder, spec, environment={"PATH": "/bin", "A": "old"}).environment == {
+        "PATH": "/bin",
+        "A": "b",
+        "C": "",
+    }
 
 
 REJECTED = [
@@ -360,7 +383,7 @@ def test_rejects_a_link_that_leaves_the_volume(folder):
     (message,) = problems(
         folder,
         "{device: CPU, model: {source: {pvc: {claimName: m, path: out}}}}",
-        volumes=(("m", folder / "models"),),
+        f"--volume=m={folder}/models",
     )
     assert 'spec.model.source.pvc.path: "out": HERE/adapters/pirate is outside the volume' in message
 
@@ -383,12 +406,12 @@ def test_rejects_a_run_folder_that_is_a_link(folder):
     with pytest.raises(
         ConfigError, match=r"run: belongs to another user or is a link; give another folder with --run-dir"
     ):
-        write_run_dir(launch(folder, TALES, run_dir=folder / "run"))
+        write_run_dir(launch(folder, TALES, f"--run-dir={folder / 'run'}"))
 
 
 def test_does_not_overwrite_the_run_folder_of_a_running_supervisor(folder):
     run = folder / "run"
-    write_run_dir(launch(folder, TALES, run_dir=run))
+    write_run_dir(launch(folder, TALES, f"--run-dir={run}"))
     before = (run / "pod.json").read_text()
     lock = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print('locked'); input()"
     with subprocess.Popen(
@@ -398,7 +421,7 @@ def test_does_not_overwrite_the_run_folder_of_a_running_supervisor(folder):
         with pytest.raises(
             ConfigError, match="another server runs in it; stop it, or give another folder with --run-dir"
         ):
-            write_run_dir(launch(folder, TALES.replace("maxRank: 32", "maxRank: 64"), run_dir=run))
+            write_run_dir(launch(folder, TALES.replace("maxRank: 32", "maxRank: 64"), f"--run-dir={run}"))
         running.communicate("\n", timeout=10)
     assert (run / "pod.json").read_text() == before
 
@@ -431,7 +454,7 @@ def test_vllm_backend_repository_is_served_under_the_folder_name(tmp_path):
     (model / "1/model.json").write_text(json.dumps(arguments))
     (model / "1/multi_lora.json").write_text('{"sql": "/a"}')
     for repository in (model, model.parent):
-        launched = serve_vllm.prepare(repository, "cpu", ServeOptions(http_port=18000, cache_dir=tmp_path), {})
+        launched = serve_vllm.prepare(repository, "cpu", options_of("--http-port=18000", f"--cache-dir={tmp_path}"), {})
         config = launched.config
         assert (config.vllmRepository, config.engine.device, config.servedName) == (repository, "cpu", "vllm_model")
         assert config.openai == OpenAIConfig(live=True, servedModelNames=("a", "org/b"))
@@ -439,7 +462,7 @@ def test_vllm_backend_repository_is_served_under_the_folder_name(tmp_path):
         assert [adapter.name for adapter in launched.catalog.adapters] == ["sql"]
         assert config.sources.allowPaths and config.sources.requireAdapters
         assert launched.run_dir.name == f"quire-{os.getuid()}-vllm_model"
-        off = serve_vllm.prepare(repository, "cpu", ServeOptions(openai_port=0), {})
+        off = serve_vllm.prepare(repository, "cpu", options_of("--openai-port=0"), {})
         assert off.config.openai is None
     (tmp_path / "repository/another/1").mkdir(parents=True)
     (tmp_path / "repository/another/1/model.json").write_text("{}")

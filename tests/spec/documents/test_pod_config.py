@@ -99,6 +99,17 @@ def test_the_smallest_document():
     assert PodConfig.from_json(MINIMAL).to_json() == MINIMAL
 
 
+def test_with_fields():
+    config = PodConfig.from_json(MINIMAL)
+    changed = config.with_fields({"ports.http": 9000, "openai.apiKeysDir": Path("/k"), "engine.seed": 7, "host": "::"})
+    assert (changed.ports.http, changed.openai.apiKeysDir, changed.engine.seed) == (9000, Path("/k"), 7)
+    assert changed.with_fields({}) == changed and changed.host == "::"
+    with pytest.raises(ConfigError, match=r"ports\.http: must be a port"):
+        config.with_fields({"ports.http": 0})
+    with pytest.raises(ConfigError, match=r"ports\.htp: unknown field"):
+        config.with_fields({"ports.htp": 1})
+
+
 def test_explicit_fields_of_the_engine_are_written_with_their_defaults():
     document = PodConfig.from_json(MINIMAL).to_json(explicit={"block_size", "model"})
     assert document["engine"] == {"model": "m", "block_size": 16}
@@ -129,15 +140,19 @@ def test_explicit_fields_of_the_engine_are_written_with_their_defaults():
         ({"openai": {"apiServerCount": 17}}, "openai.apiServerCount: must be from 1 to 16, got 17"),
         ({"openai": {"generationConfig": "x"}}, "openai.generationConfig: must be auto or vllm, got 'x'"),
         ({"openai": {"maxBodyBytes": 0}}, "openai.maxBodyBytes: must be at least 1, got 0"),
-        ({"openai": {"sslKeyfile": "/k"}}, "openai.sslKeyfile: requires sslCertfile; add it"),
+        ({"openai": {"sslKeyfile": "/k"}}, "openai.sslKeyfile: requires openai.sslCertfile; add it"),
         ({"openai": {"live": 1}}, "openai.live: expected true or false, got an integer 1"),
         (
             {"openai": {"allowRuntimeLoraUpdating": True}},
             "openai.allowRuntimeLoraUpdating: requires adminKeyFile; add it",
         ),
         (
+            {"adminKeyFile": "/k", "openai": {"allowedLocalLoraPaths": ["/a"], "allowRuntimeLoraUpdating": True}},
+            "openai.allowedLocalLoraPaths: requires sources.allowPaths; add it",
+        ),
+        (
             {"openai": {"allowedLocalLoraPaths": ["/a"]}},
-            "openai.allowedLocalLoraPaths: requires openai.allowRuntimeLoraUpdating and sources.allowPaths; set both",
+            "openai.allowedLocalLoraPaths: requires openai.allowRuntimeLoraUpdating; add it",
         ),
     ],
 )

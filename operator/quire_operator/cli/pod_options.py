@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of `quire serve` that set a field of pod.json.
+
+Each row of the table names the field, so that an option needs no other code. Called by main.py and serve.py.
+"""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from quire_operator.cli.options import parse_count, parse_file, parse_folder, parse_port, parse_port_or_zero
+from quire_spec import constants
+from quire_spec.documents.server_arguments import ALLOWED
+from quire_spec.model import capabilities
+
+_DEST_PREFIX = "pod."
+
+
+def _parse_protocols(text: str) -> tuple[str, ...]:
+    protocols = () if text == "none" else tuple(text.split(","))
+    if protocols not in ((), ("http",), ("grpc",), constants.SERVER_PROTOCOLS):
+        raise argparse.ArgumentTypeError(f"{text!r} names no protocols; give http, grpc, http,grpc or none")
+    return protocols
+
+
+def _repository(text: str) -> Path:
+    return Path(text).absolute()
+
+
+_FLAG: dict[str, Any] = {"action": "store_const", "const": True}
+_TOOL_CALLS, _REASONING = ", ".join(capabilities.TOOL_CALL_PARSERS), ", ".join(capabilities.REASONING_PARSERS)
+
+_OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    ("--host", "host", {"metavar": "HOST"}, "address to listen on (default: 127.0.0.1, this machine)"),
+    *(
+        (
+            f"--{name}-port",
+            f"ports.{name}",
+            {"type": parse_port, "metavar": "PORT"},
+            f"{purpose} (default: spec.runtime.ports.{name})",
+        )
+        for name, purpose in (
+            ("http", "requests over HTTP"),
+            ("grpc", "requests over gRPC"),
+            ("metrics", "metrics of Triton Inference Server"),
+            ("health", "health, all metrics, status"),
+        )
+    ),
+    (
+        "--expose",
+        "server.expose",
+        {"type": _parse_protocols, "metavar": "PROTOCOLS"},
+        "protocols that clients can use: http, grpc, both (http,grpc), or none; the server accepts other protocols "
+        "only on loopback (default: spec.runtime.expose, otherwise both)",
+    ),
+    (
+        "--model-repository",
+        "server.modelRepository",
+        {"type": _repository, "metavar": "DIR"},
+        "folder with other Triton models that the server also serves; the code of these models runs as your user "
+        "(default: spec.runtime.models)",
+    ),
+    (
+        "--server-arg",
+        "server.serverArgs",
+        {"action": "append", "metavar": "NAME=VALUE"},
+        f"argument of Triton Inference Server; can be repeated; replaces spec.runtime.serverArgs; allowed: "
+        f"{', '.join(ALLOWED)}",
+    ),
+    (
+        "--openai-port",
+        "openai.port",
+        {"type": parse_port_or_zero, "metavar": "PORT"},
+        f"port of the OpenAI API; 0: not served (default: spec.openai.port, else {constants.OPENAI_PORT})",
+    ),
+    (
+        "--openai-api-keys-dir",
+        "openai.apiKeysDir",
+        {"type": parse_folder, "metavar": "DIR"},
+        "folder in which each file contains an API key; metrics show the names of the files (default: the Secret of "
+        "spec.openai.apiKeysSecretRef; without it, no key is needed)",
+    ),
+    (
+        "--openai-ssl-certfile",
+        "openai.sslCertfile",
+        {"type": parse_file, "metavar": "FILE"},
+        "certificate chain of the OpenAI API, which is then served over TLS",
+    ),
+    (
+        "--openai-ssl-keyfile",
+        "openai.sslKeyfile",
+        {"type": parse_file, "metavar": "FILE"},
+        "private key of the certificate (default: in the certificate file)",
+    ),
+    (
+        "--openai-api-server-count",
+        "openai.apiServerCount",
+        {"type": parse_count, "metavar": "N"},
+        "number of processes that share the port of the OpenAI API (default: spec.openai.apiServerCount, otherwise 1)",
+    ),
+    ("--openai-enable-log-requests", "openai.enableLogRequests", _FLAG, "log each request of the OpenAI API"),
+    (
+        "--admin-key-file",
+        "adminKeyFile",
+        {"type": parse_file, "metavar": "FILE"},
+        "file with the key that clients must send to read the status and to change adapters (default: no key is "
+        "needed, but only clients on this machine are accepted)",
+    ),
+    (
+        "--allow-runtime-lora-updating",
+        "openai.allowRuntimeLoraUpdating",
+        _FLAG,
+        "allow clients that have the admin key to load and unload adapters through the OpenAI API",
+    ),
+    (
+        "--allowed-local-lora-path",
+        "openai.allowedLocalLoraPaths",
+        {"type": parse_folder, "action": "append", "metavar": "DIR"},
+        "local folder from which the OpenAI API can load adapters; can be repeated (default: none; adapters can be "
+        "loaded only from the hub, HTTP and S3)",
+    ),
+    (
+        "--chat-template",
+        "engine.chat_template",
+        {"type": parse_file, "metavar": "FILE"},
+        "chat template to use instead of the one in the checkpoint",
+    ),
+    (
+        "--tool-call-parser",
+        "engine.tool_call_parser",
+        {"choices": ("auto", "none", *capabilities.TOOL_CALL_PARSERS), "metavar": "NAME"},
+        f"format of tool calls in outputs: {_TOOL_CALLS}, none (default: detected from the chat template)",
+    ),
+    (
+        "--reasoning-parser",
+        "engine.reasoning_parser",
+        {"choices": ("auto", "none", *capabilities.REASONING_PARSERS), "metavar": "NAME"},
+        f"format of reasoning in outputs: {_REASONING}, none (default: detected from the chat template)",
+    ),
+    ("--verbose", "server.verbose", _FLAG, "also print the engine's configuration and the server's log"),
+)
+"""The option, the path of its field in pod.json, other arguments of argparse, and the help text."""
+
+_OPTION_BY_FIELD = {field: option for option, field, _, _ in _OPTIONS}
+
+
+def add_pod_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to a parser. An option that is not given has the value None."""
+    for option, field, arguments, text in _OPTIONS:
+        short = ["-v"] if option == "--verbose" else []
+        parser.add_argument(*short, option, dest=_DEST_PREFIX + field, help=text, **arguments)
+
+
+def pod_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the options that were given, by the path of their field."""
+    values = {dest: value for dest, value in vars(args).items() if dest.startswith(_DEST_PREFIX)}
+    return {dest.removeprefix(_DEST_PREFIX): value for dest, value in values.items() if value is not None}
+
+
+def option_of(field: str) -> str:
+    """Return the option that sets a field."""
+    return _OPTION_BY_FIELD[field]
+
+
+def name_options(message: str) -> str:
+    """Return an error message about pod.json in which the fields are replaced by the options that set them."""
+    return re.sub(r"\w+(\.\w+)+|adminKeyFile", lambda match: _OPTION_BY_FIELD.get(match[0], match[0]), message)
