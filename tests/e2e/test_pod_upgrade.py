@@ -6,16 +6,14 @@ image that the pod has, with the pod's template and the files that the ConfigMap
 """
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 from nodocker_cluster.ports import free_ports
-from support.old_release import extract
+from support.old_release import install
 from support.quire_serve import EXAMPLES, PORTS
 from support.rendered_pod import RenderedPod
-from support.rendering import ROOT
 
 from quire_operator.controller.status.rollout import OLD_SUPERVISOR_ERROR
 from quire_operator.render.pod_template import server_arguments
@@ -62,38 +60,29 @@ json.dump(list(children.manifests), sys.stdout)
 """One pass of the operator. It prints the objects that it applies if the Deployment on standard input exists."""
 
 
-def python_path(tree):
-    return os.pathsep.join(str(tree / folder) for folder in ("operator", "backend", "kernels"))
-
-
 @pytest.fixture(scope="module")
-def old_tree(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("old")
-    extract(folder, "operator", "backend", "kernels", "crds")
-    return folder
+def old_python(tmp_path_factory):
+    return install(tmp_path_factory.mktemp("old"))
 
 
-def test_restarts_across_upgrade_and_rollback(old_tree, tmp_path):
+def test_restarts_across_upgrade_and_rollback(old_python, tmp_path):
     *ports, openai_port = free_ports(5)
     file = tmp_path / "service.yaml"
     file.write_text(SERVICE % (openai_port, *ports))
     ports = dict(zip((*PORTS, "openai"), (*ports, openai_port), strict=True))
 
-    def applied(tree, image, live=None):
+    def applied(python, image, live=None):
         """Return the objects that the operator of a release applies, and the Deployment."""
-        argv = [sys.executable, "-c", OPERATOR, str(file), image, KEY, str(EXAMPLES / "models/tiny")]
-        environment = os.environ | {"PYTHONPATH": python_path(tree)}
-        done = subprocess.run(
-            argv, input=json.dumps(live), env=environment, cwd=tree, capture_output=True, text=True, check=False
-        )
+        argv = [str(python), "-c", OPERATOR, str(file), image, KEY, str(EXAMPLES / "models/tiny")]
+        done = subprocess.run(argv, input=json.dumps(live), cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         manifests = json.loads(done.stdout)
         return manifests, next(m for m in manifests if m["kind"] == "Deployment")
 
-    def assert_pod_answers(manifests, tree, name):
+    def assert_pod_answers(manifests, python, name):
         """Start the container with the image of a release, and send a request to each API."""
         (tmp_path / name).mkdir()
-        pod = RenderedPod(manifests, tmp_path / name, ports, python_path(tree))
+        pod = RenderedPod(manifests, tmp_path / name, ports, python)
         try:
             pod.wait_ready(120)
             status = pod.request("health", "/status", key=KEY).body
@@ -105,25 +94,25 @@ def test_restarts_across_upgrade_and_rollback(old_tree, tmp_path):
         finally:
             assert pod.stop(60) == 0
 
-    old_manifests, old_deployment = applied(old_tree, "quire:old")
+    old_manifests, old_deployment = applied(old_python, "quire:old")
     assert "--engine=" in str(old_deployment) and "--config=" not in str(old_deployment)
 
     # The upgrade replaces no pod. A container that restarts gets the same template and the same files.
-    kept_manifests, kept_deployment = applied(ROOT, "quire:old", old_deployment)
+    kept_manifests, kept_deployment = applied(sys.executable, "quire:old", old_deployment)
     assert kept_deployment["spec"]["template"] == old_deployment["spec"]["template"]
     assert configmaps(kept_manifests) == configmaps(old_manifests)
-    assert_pod_answers(kept_manifests, old_tree, "restarted-after-upgrade")
+    assert_pod_answers(kept_manifests, old_python, "restarted-after-upgrade")
 
     # A revision of the new release: its image reads pod.json, and images before it still find engine.json.
-    new_manifests, new_deployment = applied(ROOT, "quire:new")
+    new_manifests, new_deployment = applied(sys.executable, "quire:new")
     assert "--config=" in str(new_deployment)
-    assert_pod_answers(with_template(new_manifests, old_deployment), old_tree, "old-image-with-new-files")
+    assert_pod_answers(with_template(new_manifests, old_deployment), old_python, "old-image-with-new-files")
 
     # The rollback keeps the pods of the new release, whose containers restart with the new image.
-    back_manifests, back_deployment = applied(old_tree, "quire:new", new_deployment)
+    back_manifests, back_deployment = applied(old_python, "quire:new", new_deployment)
     assert back_deployment["spec"]["template"] == new_deployment["spec"]["template"]
     assert configmaps(back_manifests) == configmaps(new_manifests)
-    assert_pod_answers(back_manifests, ROOT, "restarted-after-rollback")
+    assert_pod_answers(back_manifests, sys.executable, "restarted-after-rollback")
 
 
 def configmaps(manifests):
@@ -146,9 +135,8 @@ def with_template(manifests, deployment):
     return result
 
 
-def test_a_pod_of_this_release_with_an_image_before_pod_json_says_so(old_tree, tmp_path):
+def test_a_pod_of_this_release_with_an_image_before_pod_json_says_so(old_python, tmp_path):
     """The operator recognizes this output in the termination message of the container."""
-    argv = [sys.executable, "-m", "quire_server", *server_arguments()]
-    environment = os.environ | {"PYTHONPATH": python_path(old_tree)}
-    done = subprocess.run(argv, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    argv = [str(old_python), "-m", "quire_server", *server_arguments()]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and OLD_SUPERVISOR_ERROR in done.stderr

@@ -18,9 +18,9 @@ class RenderedPod(QuireServeProcess):
     """The container `server` of a Deployment as a local process, with its volumes as folders below `folder`."""
 
     def __init__(
-        self, manifests: Iterable[Manifest], folder: Path, ports: dict[str, int], python_path: str | None = None
+        self, manifests: Iterable[Manifest], folder: Path, ports: dict[str, int], python: str | Path = sys.executable
     ) -> None:
-        """`python_path` contains the packages of another release, whose image the pod has."""
+        """`python` is the interpreter of an environment with the release whose image the pod has."""
         manifests = list(manifests)
         self.folder, self.ports, self.seen_processes = folder, ports, set()
         self.log = folder / "pod.log"
@@ -34,11 +34,13 @@ class RenderedPod(QuireServeProcess):
         for name in ("engine", "catalogue"):
             for file in (folder / name).iterdir():
                 file.write_text(self.local(file.read_text()))
-        command = [sys.executable, "-m", "quire_server", *map(self.local, self.container["args"])]
+        command = [str(python), "-m", "quire_server", *map(self.local, self.container["args"])]
         home = str(self.mounts["/var/lib/quire"])
         environment = {"PATH": os.environ["PATH"], "HOME": home, "OMP_NUM_THREADS": "1"}
-        if python_path is not None:
-            environment["PYTHONPATH"] = python_path
+        # An image has compiled kernels, too.
+        environment["QUIRE_NATIVE_CACHE"] = os.environ.get(
+            "QUIRE_NATIVE_CACHE", str(Path("~/.cache/quire").expanduser())
+        )
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=home, start_new_session=True
