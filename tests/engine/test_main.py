@@ -130,7 +130,7 @@ def test_latency_percentiles() -> None:
         (["generate", "--prompt=a", "--param=topp=1"], "error: unknown sampling parameter 'topp'"),
         (["generate", "--prompt=a", "--chat"], "error: chat: "),
         (["bench", "--input-len=4", "--param=min_p=2"], "error: sampling parameter 'min_p': must be from 0 to 1, got"),
-        (["bench", "--input-len=4", "--param=n=2", "--temperature=1"], "error: bench: n, best_of and bad_words"),
+        (["bench", "--input-len=4", "--param=n=2", "--temperature=1"], "error: bench: n, best_of, bad_words"),
         (["bench", "--num-prompts=0"], "error: bench: num_prompts must be at least 1, got 0"),
         (["bench", "--output-len=0"], "error: bench: output_len must be at least 1, got 0"),
         (["bench", "--rate=0"], "error: bench: rate must be a finite number above 0, got 0.0"),

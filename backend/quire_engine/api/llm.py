@@ -9,10 +9,10 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from msgspec import Raw, structs
 from tqdm import tqdm
@@ -24,7 +24,6 @@ from quire_engine.api.outputs import CompletionOutput, LoRARequest, RequestOutpu
 from quire_engine.api.request_runner import ProgressBar, RequestRunner, RunningRequest
 from quire_engine.api.sampling_params import SamplingParams
 from quire_engine.core.engine import Engine
-from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.requests.processor import RequestProcessor
 from quire_engine.tokenization.chat_template import ChatMessage, as_conversation_list, load_chat_template
@@ -198,12 +197,15 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one or many conversations: render each with the chat template, then call `generate`.
+        """Answer one or many conversations, each rendered with the chat template.
 
         A conversation is a list of {"role": ..., "content": ...}. For the other arguments see `generate` and
         `ChatTemplate.render`. If `chat_template` is None, the template that was passed to the constructor is used. If
         there is none, the template of the model is used. Templates always receive contents as text, so
         `chat_template_content_format` must be "string" or "auto".
+
+        As on the server, control tokens in the messages are plain text, and a constraint applies to the answer after
+        the reasoning. The text of an output contains the reasoning and the tool calls.
 
         Raises:
             InvalidArgument: there is no chat template, the template rejects the messages, or `generate` rejects an
@@ -306,21 +308,10 @@ class LLM:
 
     @cached_property
     def _processor(self) -> RequestProcessor:
-        engine, tokenizer = self.engine, self.tokenizer
-        config, templates = engine.config, self._template_files
-        names = ParserNames.detect(templates.sources, () if tokenizer is None else tokenizer.added_tokens.values())
-        limits = RequestLimits(
-            max_model_len=engine.max_model_len,
-            vocab_size=engine.shape.vocab_size,
-            # A prompt of any length is tokenized, because truncate_prompt_tokens can shorten it.
-            max_prompt_bytes=sys.maxsize,
-            has_tokenizer=tokenizer is not None,
-            has_chat_template=templates.default is not None,
-            parser_names=names.configured(config.tool_call_parser, config.reasoning_parser),
-            eos_token_ids=engine.eos_token_ids,
-            max_logprobs=config.max_logprobs,
-            priority_scheduling=config.scheduling_policy == "priority",
-        )
+        engine, tokenizer, templates = self.engine, self.tokenizer, self._template_files
+        limits = RequestLimits.from_config(engine.config, engine.shape, tokenizer, engine.eos_token_ids, templates)
+        # A prompt of any length is tokenized, because truncate_prompt_tokens can shorten it.
+        limits = replace(limits, max_prompt_bytes=sys.maxsize)
         renderer = None if tokenizer is None else InlineRenderer(templates, tokenizer)
         return RequestProcessor(limits, tokenizer, renderer, InlineGrammarChecker())
 
@@ -346,8 +337,7 @@ class LLM:
         return adapter_digest
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
+class _Options(NamedTuple):
     """Arguments of a call, with one value for each prompt."""
 
     params: list[FrozenParams]

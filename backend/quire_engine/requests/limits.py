@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from quire_engine.parsers.parser_names import ParserNames
+from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
@@ -60,10 +61,10 @@ class RequestLimits:
         model_config: ModelConfig,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
-        parser_names: ParserNames,
-        has_chat_template: bool,
+        templates: ChatTemplateFiles,
     ) -> Self:
         """Return the limits of an engine's configuration and checkpoint."""
+        detected = ParserNames.detect(templates.sources, tokenizer.added_tokens.values() if tokenizer else ())
         max_model_len = config.max_model_len or model_config.max_position_embeddings
         longest_prompt_bytes = max_model_len * (tokenizer.max_token_bytes if tokenizer else 1)
         return cls(
@@ -71,8 +72,8 @@ class RequestLimits:
             vocab_size=model_config.vocab_size,
             max_prompt_bytes=max(longest_prompt_bytes, _MIN_PROMPT_BYTES),
             has_tokenizer=tokenizer is not None,
-            has_chat_template=has_chat_template,
-            parser_names=parser_names,
+            has_chat_template=templates.default is not None,
+            parser_names=detected.configured(config.tool_call_parser, config.reasoning_parser),
             eos_token_ids=eos_token_ids,
             max_logprobs=config.max_logprobs,
             priority_scheduling=config.scheduling_policy == "priority",

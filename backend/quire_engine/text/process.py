@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.ipc import process
-from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.requests.processor import RequestProcessor
 from quire_engine.structured_outputs.checker import GrammarChecker
@@ -53,14 +52,16 @@ def main(args: process.ProcessArgs) -> None:
     model_config = ModelConfig.load(folder)
     eos_token_ids, sampling_defaults = load_eos_token_ids(folder, model_config), _load_sampling_defaults(config, folder)
     templates = _load_chat_templates(folder, config)
-    parser_names = _choose_parsers(config, templates, tokenizer)
-    limits = RequestLimits.from_config(
-        config, model_config, tokenizer, eos_token_ids, parser_names, templates.default is not None
-    )
+    limits = RequestLimits.from_config(config, model_config, tokenizer, eos_token_ids, templates)
     logger.info(
         "text process starting model=%s tokenizer=%s max_model_len=%d max_prompt_bytes=%d max_num_queued_reqs=%d",
         *(args.served_name, tokenizer is not None, limits.max_model_len),
         *(limits.max_prompt_bytes, config.max_num_queued_reqs),
+    )
+    logger.info(
+        "chat outputs tool_call_parser=%s reasoning_parser=%s chat_template=%s",
+        *(limits.parser_names.tool_call_parser or "none", limits.parser_names.reasoning_parser or "none"),
+        config.chat_template or ("of the checkpoint" if limits.has_chat_template else "none"),
     )
     asyncio.run(_serve(args, folder, tokenizer, limits, templates, sampling_defaults))
 
@@ -134,18 +135,6 @@ def _load_chat_templates(folder: Path, config: EngineConfig) -> ChatTemplateFile
     except InvalidArgument as error:
         raise ConfigError(f"chat_template: {config.chat_template} is not a template: {error}") from error
     return files
-
-
-def _choose_parsers(config: EngineConfig, templates: ChatTemplateFiles, tokenizer: Tokenizer | None) -> ParserNames:
-    added_tokens = () if tokenizer is None else tokenizer.added_tokens.values()
-    names = ParserNames.detect(templates.sources, added_tokens)
-    names = names.configured(config.tool_call_parser, config.reasoning_parser)
-    logger.info(
-        "chat outputs tool_call_parser=%s reasoning_parser=%s chat_template=%s",
-        *(names.tool_call_parser or "none", names.reasoning_parser or "none"),
-        config.chat_template or ("of the checkpoint" if templates.default is not None else "none"),
-    )
-    return names
 
 
 def _load_sampling_defaults(config: EngineConfig, folder: Path) -> dict[str, Any]:
