@@ -302,7 +302,7 @@ class Engine:
             num_swapped_in_blocks=block_manager.num_swapped_in_blocks,
             num_steps=scheduler.num_steps,
             num_adapter_evictions=self._adapter_registry.slot_table.num_evictions,
-            slot_adapters=self._adapter_registry.slot_table.resident_adapters(),
+            slot_adapters=self._adapter_registry.slot_table.adapters_in_slots(),
             num_host_adapters=self._adapter_registry.num_host,
             host_adapter_bytes=self._adapter_registry.host_bytes,
             num_drafts=drafts.num_drafts,

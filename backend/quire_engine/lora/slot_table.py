@@ -90,7 +90,7 @@ class SlotTable:
         """Return the slot of an adapter, or None."""
         return self._slot_by_digest.get(digest)
 
-    def resident_adapters(self) -> list[AdapterDigest]:
+    def adapters_in_slots(self) -> list[AdapterDigest]:
         """Return the adapters in slots, in the order of the slots."""
         return [slot.digest for slot in self._slots if slot.digest is not None]
 

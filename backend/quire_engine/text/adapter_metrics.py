@@ -39,8 +39,8 @@ class AdapterMetrics:
         self._model_name = served_name
         self._labels = AdapterLabels()
         self._names_by_digest: dict[AdapterDigest, list[AdapterName]] = {}
-        self._resident_digests: list[AdapterDigest] = []
-        self._resident_names: set[str] = set()
+        self._digests_in_slots: list[AdapterDigest] = []
+        self._names_in_slots: set[str] = set()
         self._unnamed_adapter_events: deque[AdapterEvent] = deque(maxlen=_MAX_UNNAMED_ADAPTER_EVENTS)
         options: dict[str, Any] = {"labelnames": ["model_name", "adapter"], "registry": registry}
         self._requests = Counter("quire_adapter_requests", "Requests admitted for the adapter.", **options)
@@ -130,7 +130,7 @@ class AdapterMetrics:
         for adapter_name, digest in digest_by_name.items():
             self._names_by_digest.setdefault(digest, []).append(adapter_name)
         for name in self._labels.set_names(digest_by_name):
-            self._resident_names.discard(name)
+            self._names_in_slots.discard(name)
             for metric in (
                 *(self._requests, self._tokens, self._time_to_first_token, self._slot_residency),
                 *(self._rate_limited_requests, self._evictions, self._queue_time, *self._drafts),
@@ -144,10 +144,10 @@ class AdapterMetrics:
         for adapter_event in adapter_events:
             self.record_adapter_event(adapter_event)
 
-    def set_resident_adapters(self, digests: list[AdapterDigest]) -> None:
+    def set_adapters_in_slots(self, digests: list[AdapterDigest]) -> None:
         """Set the adapters that are in a device slot."""
-        if digests != self._resident_digests:
-            self._resident_digests = digests
+        if digests != self._digests_in_slots:
+            self._digests_in_slots = digests
             self._update_residency()
 
     def mean_load_times(self) -> dict[tuple[str, str], float]:
@@ -160,13 +160,13 @@ class AdapterMetrics:
         return {key: value["sum"] / value["count"] for key, value in sums.items() if value.get("count")}
 
     def _update_residency(self) -> None:
-        names = [name for digest in self._resident_digests for name in self._names_by_digest.get(digest, [])]
-        resident_names = {label for label in map(self._labels.label, names) if label != OTHER_LABEL}
-        for name in self._resident_names - resident_names:
+        names = [name for digest in self._digests_in_slots for name in self._names_by_digest.get(digest, [])]
+        names_in_slots = {label for label in map(self._labels.label, names) if label != OTHER_LABEL}
+        for name in self._names_in_slots - names_in_slots:
             self._slot_residency.labels(self._model_name, name).set(0)
-        for name in resident_names - self._resident_names:
+        for name in names_in_slots - self._names_in_slots:
             self._slot_residency.labels(self._model_name, name).set(1)
-        self._resident_names = resident_names
+        self._names_in_slots = names_in_slots
 
 
 class AdapterLabels:

@@ -144,7 +144,7 @@ class RequestMetrics:
         usage_gauges = (self._kv_cache_usage, self._swap_space_usage, self._host_adapters, self._host_adapter_bytes)
         for gauge in (*usage_gauges, self._num_running, self._num_waiting, self._num_swapped):
             gauge.set(0)
-        self.adapter_metrics.set_resident_adapters([])
+        self.adapter_metrics.set_adapters_in_slots([])
 
     def record_core_stats(self, stats: SchedulerStats) -> None:
         """Update gauges and counters from the statistics of a step."""

@@ -176,7 +176,7 @@ class RequestManager:
         self._metrics.record_core_stats(step.stats)
         for adapter_event in step.adapter_events:
             self._metrics.adapter_metrics.record_adapter_event(adapter_event)
-        self._metrics.adapter_metrics.set_resident_adapters(step.stats.slot_adapters)
+        self._metrics.adapter_metrics.set_adapters_in_slots(step.stats.slot_adapters)
 
     def reader_of(self, sequence_id: int) -> FrontendSink | None:
         """Return the frontend that reads the stream of a sequence. Return None if the sequence is unknown, or if its

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The desired state and the actual state of one adapter on this pod. The adapter manager changes both states."""
+"""One adapter on this pod: its progress, and the running fetch. The adapter manager reports the events."""
 
 import asyncio
 import logging
 from dataclasses import dataclass, field
 
+from quire_server.adapters.adapter_progress import AdapterProgress, Event, transition
 from quire_server.adapters.fetcher import CachedAdapter
 from quire_spec.constants import AdapterName
-from quire_spec.documents.adapter_catalog import AdapterSpec, Source
+from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, utc_now
 from quire_spec.errors import QuireError
 
@@ -16,63 +17,65 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class ManagedAdapter:
-    """The desired state and the actual state of one adapter."""
+    """One adapter of a pod."""
 
     name: AdapterName
-    desired: AdapterSpec | None
-    """The adapter's entry in the catalog. None while the adapter is being removed."""
-    exposed: bool
-    revision: int = 0
-    """Number that increases with each new catalog. After an increase, the source must be checked again."""
-    observed_revision: int = -1
-    """The value of `revision` when the source was last checked."""
-    latest: CachedAdapter | None = None
-    """The content of the catalog's source when it was last fetched."""
-    latest_source: Source | None = None
-    active: CachedAdapter | None = None
-    """The content that is used for requests with this name. While a replacement is loading, and after a replacement has
-    failed, this is the previous content."""
-    state: AdapterState = AdapterState.FETCHING
+    progress: AdapterProgress
     since: str = field(default_factory=utc_now)
-    error: str = ""
-    failure: QuireError | None = None
-    """Error of the last failure."""
-    permanent_failure: bool = False
-    """True if the adapter is invalid. In this case, there is no retry until the catalog changes."""
-    failures: int = 0
-    access_denied: bool = False
-    """True if the source rejected the credentials of the Secret. `secret_version` is the Secret's version at that
-    time."""
-    secret_version: int = 0
+    """Time at which the state last changed."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    fetch_task: "asyncio.Task[CachedAdapter] | None" = None
-    fetch_source: Source | None = None
+    """Set if the adapter must be reconciled again."""
+    _fetch: "tuple[Source, asyncio.Task[CachedAdapter]] | None" = None
+    """The running fetch."""
 
-    def set_state(self, state: AdapterState, error: str = "") -> None:
-        """Set state and error. `since` is only changed if the state changes."""
-        if (state, error) != (self.state, self.error):
-            level, suffix = (logging.WARNING, f" error={error}") if error else (logging.INFO, "")
-            logger.log(level, "adapter name=%s state=%s%s", self.name, state.value, suffix)
-        if state is not self.state:
+    def apply(self, event: Event) -> None:
+        """Change the progress, and log a change of the state."""
+        before, self.progress = self.progress, transition(self.progress, event)
+        if self.progress.state is not before.state:
             self.since = utc_now()
-        self.state, self.error = state, error
+        elif self.error == self._error_of(before):
+            return
+        level, suffix = (logging.WARNING, f" error={self.error}") if self.error else (logging.INFO, "")
+        logger.log(level, "adapter name=%s state=%s%s", self.name, self.progress.state.value, suffix)
+
+    async def fetch(self, source: Source, task: "asyncio.Task[CachedAdapter]") -> CachedAdapter:
+        """Wait for a fetch of `source`, which `cancel_other_fetch` can cancel."""
+        self._fetch = source, task
+        try:
+            return await task
+        finally:
+            self._fetch = None
+
+    def cancel_other_fetch(self) -> None:
+        """Cancel the running fetch if its source is not the desired one any more."""
+        desired = self.progress.desired
+        if self._fetch is not None and (desired is None or desired.source != self._fetch[0]):
+            self._fetch[1].cancel()
+
+    @property
+    def error(self) -> str:
+        """Reason of the state Failed, for the author of the catalog; empty in other states."""
+        return self._error_of(self.progress)
 
     def status(self) -> AdapterStatus:
         """Return the adapter's entry in the status document."""
-        content = self.active or self.latest
-        model = self.name if self.exposed else None
-        return AdapterStatus(self.name, self.state, self.since, content.digest if content else None, model, self.error)
+        progress = self.progress
+        content = progress.active or progress.latest
+        model = self.name if progress.exposed else None
+        digest = content.digest if content else None
+        return AdapterStatus(self.name, progress.state, self.since, digest, model, self.error)
 
-    def describe_error(self, error: QuireError) -> str:
-        """Return an error message for the author of the catalog.
+    def failure(self) -> QuireError | None:
+        """Return the error of the state Failed; None in other states."""
+        failure = self.progress.failure
+        return failure.error if failure is not None and self.progress.state is AdapterState.FAILED else None
 
-        In the message, the adapter's name replaces the path of its folder.
-        """
-        folder = self.latest and str(self.latest.folder)
-        text = str(error).replace(folder, self.name) if folder else str(error)
-        return f"{text} (still serving {self.active.digest})" if self.active and self.active != self.latest else text
-
-    @property
-    def is_settled(self) -> bool:
-        """True if the state is Ready or Failed."""
-        return self.state in (AdapterState.READY, AdapterState.FAILED)
+    def _error_of(self, progress: AdapterProgress) -> str:
+        if progress.failure is None or progress.state is not AdapterState.FAILED:
+            return ""
+        # The name replaces the path of the folder, which means nothing to a reader.
+        folder = progress.latest and str(progress.latest.folder)
+        error = str(progress.failure.error)
+        text = error.replace(folder, self.name) if folder else error
+        is_served = progress.active is not None and progress.active != progress.latest
+        return f"{text} (still serving {progress.active.digest})" if progress.active and is_served else text

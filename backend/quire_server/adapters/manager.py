@@ -6,14 +6,9 @@ and makes the necessary changes. The task does this again after every change of 
 process. Therefore, a restart does not need separate code, and a broken adapter does not delay other adapters. The
 manager does not depend on protocols.
 
-An adapter has one of four states:
-
-- Fetching: the source is being downloaded to the cache.
-- Loading: the core loads the adapter, the text process gets its name, and the server loads its model.
-- Ready: the adapter serves requests.
-- Failed: the last attempt failed, and the status contains the reason. The first retry starts after 30 s. After each
-  further failure, the wait is twice as long, up to 5 min. If the source sends Retry-After, the wait is at least that
-  long, but never longer than 5 min. An invalid adapter is not tried again until the catalog changes.
+adapter_progress.py defines the states. After a failure, the first retry starts after 30 s. After each further failure,
+the wait is twice as long, up to 5 min. If the source sends Retry-After, the wait is at least that long, but never
+longer than 5 min. An invalid adapter is not tried again until the catalog changes.
 """
 
 import asyncio
@@ -23,6 +18,19 @@ from collections.abc import Callable, Coroutine, Set
 from typing import Any
 from weakref import WeakValueDictionary
 
+from quire_server.adapters.adapter_progress import (
+    Activated,
+    AdapterProgress,
+    AttemptFailed,
+    AttemptStarted,
+    CatalogChanged,
+    Converged,
+    FetchStarted,
+    LoadStarted,
+    Removed,
+    SourceRead,
+    SourceUnreachable,
+)
 from quire_server.adapters.fetcher import AdapterFetcher, CachedAdapter
 from quire_server.adapters.managed_adapter import ManagedAdapter
 from quire_server.clients.handles import ProcessHandles
@@ -30,9 +38,9 @@ from quire_sources.factory import concurrency_key
 from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.backoff import backoff
 from quire_spec.constants import AdapterDigest, AdapterName
-from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits, AdapterSpec, CatalogVersion, Source
+from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits, CatalogVersion, Source
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus
-from quire_spec.errors import AccessDenied, ConfigError, Internal, InvalidArgument, NotFound, QuireError, Unavailable
+from quire_spec.errors import ConfigError, Internal, InvalidArgument, NotFound, QuireError, Unavailable
 from quire_spec.protocol.client import ConnectionLost
 
 logger = logging.getLogger(__name__)
@@ -139,15 +147,16 @@ class AdapterManager:
         desired = {adapter.name: adapter for adapter in catalog.adapters}
         for name, managed in self._adapter_by_name.items():
             if name not in desired:
-                self._set_desired(managed, None, managed.exposed)
+                self._change_desired(managed, CatalogChanged(None, managed.progress.exposed))
         # The tasks of pinned adapters are started first, because the semaphores serve tasks in the order in which they
         # wait.
         for adapter in sorted(catalog.adapters, key=lambda a: not a.pinned):
             if adapter.name in self._adapter_by_name:
-                self._set_desired(self._adapter_by_name[adapter.name], adapter, adapter.name in exposed_names)
+                event = CatalogChanged(adapter, adapter.name in exposed_names)
+                self._change_desired(self._adapter_by_name[adapter.name], event)
             else:
                 managed = self._adapter_by_name[adapter.name] = ManagedAdapter(
-                    AdapterName(adapter.name), adapter, adapter.name in exposed_names
+                    AdapterName(adapter.name), AdapterProgress(adapter, adapter.name in exposed_names)
                 )
                 self._spawn(self._reconcile_loop(managed), f"adapter {adapter.name}")
         self._publish_if_empty()
@@ -160,18 +169,18 @@ class AdapterManager:
         If this fails, the error is reported, even if the adapter can still serve its previous content.
         """
         adapter = self._adapter_by_name[name]
-        adapter.latest_source = None
-        adapter.set_state(AdapterState.FETCHING)
-        self._set_desired(adapter, adapter.desired, adapter.exposed)
+        progress = adapter.progress
+        self._change_desired(adapter, CatalogChanged(progress.desired, progress.exposed, must_read=True))
 
     def result(self, name: str) -> tuple[AdapterState, QuireError | None]:
         """Return the state of an adapter, and the error if it failed; raises NotFound if the adapter was removed."""
         adapter = self._adapter_by_name.get(name)
-        if adapter is None or adapter.desired is None:
+        if adapter is None or adapter.progress.desired is None:
             raise NotFound(f"adapter {name!r}: was removed from the catalog")
-        if adapter.state is AdapterState.READY and adapter.observed_revision != adapter.revision:
+        state = adapter.progress.state
+        if state is AdapterState.READY and not adapter.progress.is_checked:
             return AdapterState.FETCHING, None
-        return adapter.state, adapter.failure if adapter.state is AdapterState.FAILED else None
+        return state, adapter.failure()
 
     def is_known(self, name: str) -> bool:
         """Return True if the catalog contains the adapter, or if the adapter was removed but is not unloaded yet."""
@@ -194,12 +203,12 @@ class AdapterManager:
         """Return the names of the adapters that delay readiness."""
         if asyncio.get_running_loop().time() > self._gate_deadline:
             self._gating_names.clear()
-        self._gating_names &= {adapter.name for adapter in self._desired_adapters() if not adapter.is_settled}
+        self._gating_names &= {adapter.name for adapter in self._desired_adapters() if not adapter.progress.is_settled}
         return sorted(self._gating_names)
 
     def unsettled(self) -> list[ManagedAdapter]:
         """Return the adapters that are neither Ready nor Failed."""
-        return [adapter for adapter in self._desired_adapters() if not adapter.is_settled]
+        return [adapter for adapter in self._desired_adapters() if not adapter.progress.is_settled]
 
     def statuses(self) -> list[AdapterStatus]:
         """Return the status of every adapter of the catalog, sorted by name."""
@@ -212,7 +221,9 @@ class AdapterManager:
         if core is None or text is None:
             return set()
         active_digests = {
-            adapter.name: adapter.active.digest for adapter in self._desired_adapters() if adapter.active is not None
+            adapter.name: adapter.progress.active.digest
+            for adapter in self._desired_adapters()
+            if adapter.progress.active is not None
         }
         return {
             name
@@ -222,14 +233,14 @@ class AdapterManager:
 
     def exposed_names(self) -> set[str]:
         """Return the names of the adapters that have or will have a server model."""
-        return {adapter.name for adapter in self._desired_adapters() if adapter.exposed}
+        return {adapter.name for adapter in self._desired_adapters() if adapter.progress.exposed}
 
     def digests_in_use(self) -> set[AdapterDigest]:
         """Return the digests that adapters use: those of their latest content and those of their active content."""
         return {
             content.digest
             for adapter in self._adapter_by_name.values()
-            for content in (adapter.latest, adapter.active)
+            for content in (adapter.progress.latest, adapter.progress.active)
             if content
         }
 
@@ -251,11 +262,11 @@ class AdapterManager:
     async def _reconcile_loop(self, adapter: ManagedAdapter) -> None:
         while True:
             adapter.changed.clear()
-            if adapter.desired is not None:
+            if adapter.progress.desired is not None:
                 pause_s = await self._reconcile_once(adapter)
             else:
                 pause_s = await self._remove_once(adapter)
-                if pause_s is None and adapter.desired is None:
+                if pause_s is None and adapter.progress.desired is None:
                     del self._adapter_by_name[adapter.name]
                     return
             self.on_change()
@@ -267,55 +278,54 @@ class AdapterManager:
             async with asyncio.timeout(timeout_s):
                 while not adapter.changed.is_set() and not self._secret_has_changed(adapter):
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_SECRET_POLL_S if adapter.access_denied else None):
+                        async with asyncio.timeout(_SECRET_POLL_S if _denied_version(adapter) is not None else None):
                             await adapter.changed.wait()
 
     def _secret_has_changed(self, adapter: ManagedAdapter) -> bool:
         """Return whether the Secret has changed since the source denied access."""
-        if not adapter.access_denied or adapter.desired is None:
+        desired, denied_version = adapter.progress.desired, _denied_version(adapter)
+        if denied_version is None or desired is None:
             return False
-        return self._fetcher.secret_version(adapter.desired.source) != adapter.secret_version
+        return self._fetcher.secret_version(desired.source) != denied_version
 
     async def _reconcile_once(self, adapter: ManagedAdapter) -> float | None:
         """Change the actual state to the desired state.
 
         Return the number of seconds until the next attempt, or None if there is no attempt before the next change.
         """
-        adapter.access_denied = False
-        if adapter.permanent_failure:
+        adapter.apply(AttemptStarted())
+        if adapter.progress.is_rejected:
             reactivated = await self._reactivate_previous(adapter)
             await self._publish_names()
             return None if reactivated else _CONNECTION_RETRY_S
-        revision = adapter.revision
+        revision = adapter.progress.revision
         try:
             await self._converge(adapter)
-            adapter.failures = 0
             return None
         except _Superseded:
             return 0.0
         except ConnectionLost:
-            adapter.set_state(AdapterState.LOADING)
+            adapter.apply(LoadStarted())
             return _CONNECTION_RETRY_S
         except Exception as error:
             # The desired state may have changed since the failed attempt began.
-            return await self._record_failure(adapter, error) if adapter.revision == revision else 0.0
+            return await self._record_failure(adapter, error) if adapter.progress.revision == revision else 0.0
 
     async def _record_failure(self, adapter: ManagedAdapter, error: Exception) -> float | None:
         if not isinstance(error, QuireError):
             logger.error("adapter task failed name=%s", adapter.name, exc_info=error)
             error = Internal(f"{type(error).__name__}: {error}")
-        adapter.failure = error
-        adapter.set_state(AdapterState.FAILED, adapter.describe_error(error))
-        # This is set before the first `await`. During an `await`, a new catalog can reset it.
-        adapter.permanent_failure = isinstance(error, InvalidArgument)
-        adapter.access_denied = isinstance(error, AccessDenied)
+        adapter.apply(AttemptFailed(error))
+        failure = adapter.progress.failure
+        assert failure is not None, "an attempt has failed"
         reactivated = await self._reactivate_previous(adapter)
         await self._publish_names()
-        if adapter.permanent_failure:
+        # During an `await`, a new catalog can allow another attempt.
+        if adapter.progress.is_rejected:
             return None if reactivated else _CONNECTION_RETRY_S
-        adapter.failures += 1
         retry_after_s = error.retry_after_s if isinstance(error, Unavailable) else None
-        return min(max(backoff(adapter.failures - 1, _FIRST_RETRY_S, _MAX_RETRY_S), retry_after_s or 0.0), _MAX_RETRY_S)
+        pause_s = backoff(max(0, failure.count - 1), _FIRST_RETRY_S, _MAX_RETRY_S)
+        return min(max(pause_s, retry_after_s or 0.0), _MAX_RETRY_S)
 
     async def _reactivate_previous(self, adapter: ManagedAdapter) -> bool:
         """Serve the previous content again, after its replacement has failed.
@@ -323,8 +333,8 @@ class AdapterManager:
         Return False if the previous content cannot be served either.
         """
         try:
-            if adapter.active is not None:
-                await self._activate(adapter, adapter.active)
+            if adapter.progress.active is not None:
+                await self._activate(adapter, adapter.progress.active)
         except ConnectionLost:
             return False
         except QuireError as error:
@@ -333,51 +343,49 @@ class AdapterManager:
         return True
 
     async def _converge(self, adapter: ManagedAdapter) -> None:
-        if adapter.observed_revision != adapter.revision:
+        if not adapter.progress.is_checked:
             await self._fetch(adapter)
-        assert adapter.latest is not None, "fetch returns or raises"
+        latest = adapter.progress.latest
+        assert latest is not None, "fetch returns or raises"
         # This is repeated, because an adapter of another name with the same content can change in the meantime whether
         # the slot must be pinned.
-        while not self._is_active(adapter, adapter.latest):
-            adapter.set_state(AdapterState.LOADING)
-            await self._activate(adapter, adapter.latest)
-        adapter.set_state(AdapterState.READY)
+        while not self._is_active(adapter, latest):
+            adapter.apply(LoadStarted())
+            await self._activate(adapter, latest)
+        adapter.apply(Converged())
 
     async def _fetch(self, adapter: ManagedAdapter) -> None:
-        assert adapter.desired is not None, "an adapter that is being removed fetches nothing"
-        revision, source = adapter.revision, adapter.desired.source
-        source_changed = source != adapter.latest_source
-        if source_changed:
-            adapter.set_state(AdapterState.FETCHING)
+        progress = adapter.progress
+        assert progress.desired is not None, "an adapter that is being removed fetches nothing"
+        revision, source = progress.revision, progress.desired.source
         host_semaphore = self._host_fetch_semaphores.setdefault(
             concurrency_key(source), asyncio.Semaphore(_MAX_FETCHES_PER_HOST)
         )
         try:
             async with host_semaphore, self._fetch_semaphore:
-                if adapter.revision != revision:
+                if adapter.progress.revision != revision:
                     raise _Superseded
-                adapter.secret_version = self._fetcher.secret_version(source)
-                previous, adapter.latest = adapter.latest, await self._fetch_cancellably(adapter, source)
-            self._on_content_replaced(previous, adapter.latest)
-            adapter.latest_source = source
+                adapter.apply(FetchStarted(self._fetcher.secret_version(source)))
+                content = await self._fetch_cancellably(adapter, source)
         except QuireError as error:
-            if source_changed:
+            if progress.must_fetch:
                 raise
             logger.warning("source could not be checked, adapter unchanged name=%s error=%s", adapter.name, error)
-        adapter.observed_revision = revision
+            adapter.apply(SourceUnreachable(revision))
+            return
+        previous = adapter.progress.latest
+        adapter.apply(SourceRead(revision, source, content))
+        self._on_content_replaced(previous, content)
 
     async def _fetch_cancellably(self, adapter: ManagedAdapter, source: Source) -> CachedAdapter:
-        adapter.fetch_source = source
-        adapter.fetch_task = asyncio.create_task(self._fetcher.fetch(source), name=f"fetch {adapter.name}")
+        task = asyncio.create_task(self._fetcher.fetch(source), name=f"fetch {adapter.name}")
         try:
-            return await adapter.fetch_task
+            return await adapter.fetch(source, task)
         except asyncio.CancelledError:
-            # `_set_desired` cancelled the fetch, but not this task. The desired source may be the same again by now.
-            if (task := asyncio.current_task()) is None or not task.cancelling():
+            # `_change_desired` cancelled the fetch, but not this task. The desired source may be the same again by now.
+            if (current := asyncio.current_task()) is None or not current.cancelling():
                 raise _Superseded from None
             raise
-        finally:
-            adapter.fetch_task = None
 
     async def _activate(self, adapter: ManagedAdapter, content: CachedAdapter) -> None:
         """Load the adapter, then publish its name, then load its model.
@@ -390,22 +398,24 @@ class AdapterManager:
             if core.slot_pinned_by_digest.get(content.digest) != slot_pinned:
                 await core.load_adapter(content.digest, content.folder, slot_pinned)
         self._digest_by_name[adapter.name] = content.digest
-        previous, adapter.active = adapter.active, content
+        previous = adapter.progress.active
+        adapter.apply(Activated(content))
         self._on_content_replaced(previous, content)
         await text.set_adapters(self._digest_by_name, self._limits_by_name(), self._chat_template_by_name())
         self._unload_requested.set()
         async with self._model_load_semaphore:
-            await (server.load_adapter_model if adapter.exposed else server.unload_adapter_model)(adapter.name)
+            await (server.load_adapter_model if adapter.progress.exposed else server.unload_adapter_model)(adapter.name)
 
     def _is_active(self, adapter: ManagedAdapter, content: CachedAdapter) -> bool:
         core, text, server = self._handles.require_all()
+        progress = adapter.progress
         return (
             # As long as `active` is the previous content, published names contain that content.
-            adapter.active == content
+            progress.active == content
             and core.slot_pinned_by_digest.get(content.digest) == self._is_slot_pinned(content.digest)
             and text.digest_by_name.get(adapter.name) == content.digest
-            and text.limits_by_name.get(adapter.name) == (adapter.desired and adapter.desired.limits)
-            and (adapter.name in server.models) == adapter.exposed
+            and text.limits_by_name.get(adapter.name) == (progress.desired and progress.desired.limits)
+            and (adapter.name in server.models) == progress.exposed
         )
 
     async def _remove_once(self, adapter: ManagedAdapter) -> float | None:
@@ -425,8 +435,8 @@ class AdapterManager:
         except QuireError as error:
             logger.warning("adapter could not be removed name=%s error=%s", adapter.name, error)
             return _CONNECTION_RETRY_S
-        contents = {adapter.active, adapter.latest}
-        adapter.active = adapter.latest = adapter.latest_source = None
+        contents = {adapter.progress.active, adapter.progress.latest}
+        adapter.apply(Removed())
         for content in contents:
             self._on_content_replaced(content, None)
         logger.info("adapter removed name=%s", adapter.name)
@@ -460,7 +470,7 @@ class AdapterManager:
                 adapter.name
                 for adapter in self._desired_adapters()
                 if adapter.name not in text.digest_by_name
-                and (adapter.active is not None or not adapter.permanent_failure)
+                and (adapter.progress.active is not None or not adapter.progress.is_rejected)
             }
 
         with contextlib.suppress(QuireError):
@@ -482,16 +492,9 @@ class AdapterManager:
                 except QuireError as error:
                     logger.warning("adapter could not be unloaded digest=%s error=%s", digest, error)
 
-    def _set_desired(self, adapter: ManagedAdapter, desired: AdapterSpec | None, exposed: bool) -> None:
-        if desired is not None and (adapter.desired is None or desired.source != adapter.desired.source):
-            # The state changes immediately. Otherwise, the client that sent the catalog could still read the previous
-            # state Ready.
-            adapter.set_state(AdapterState.FETCHING)
-        adapter.desired, adapter.exposed = desired, exposed
-        adapter.revision += 1
-        adapter.permanent_failure = False
-        if adapter.fetch_task is not None and (desired is None or desired.source != adapter.fetch_source):
-            adapter.fetch_task.cancel()
+    def _change_desired(self, adapter: ManagedAdapter, event: CatalogChanged) -> None:
+        adapter.apply(event)
+        adapter.cancel_other_fetch()
         adapter.changed.set()
 
     def _required_digests(self) -> set[AdapterDigest]:
@@ -508,40 +511,46 @@ class AdapterManager:
             return
         self._unload_requested.set()
         for adapter in self._desired_adapters():
-            if previous in (adapter.active, adapter.latest):
+            if previous in (adapter.progress.active, adapter.progress.latest):
                 adapter.changed.set()
 
     def _is_slot_pinned(self, digest: AdapterDigest) -> bool:
         """Return whether any pinned adapter has this content."""
-        holders = [
-            adapter
-            for adapter in self._desired_adapters()
-            if digest in (adapter.latest and adapter.latest.digest, adapter.active and adapter.active.digest)
-        ]
-        return any(holder.desired and holder.desired.pinned for holder in holders)
+        return any(
+            progress.desired is not None and progress.desired.pinned
+            for progress in (adapter.progress for adapter in self._adapter_by_name.values())
+            if any(content is not None and content.digest == digest for content in (progress.latest, progress.active))
+        )
 
     def _limits_by_name(self) -> dict[AdapterName, AdapterLimits]:
         """Return the limits of all published names that have limits."""
-        limits_by_name = {
-            adapter.name: adapter.desired.limits for adapter in self._desired_adapters() if adapter.desired is not None
-        }
         return {
-            name: limits
-            for name, limits in limits_by_name.items()
-            if limits is not None and name in self._digest_by_name
+            adapter.name: adapter.progress.desired.limits
+            for adapter in self._adapter_by_name.values()
+            if adapter.progress.desired is not None
+            and adapter.progress.desired.limits is not None
+            and adapter.name in self._digest_by_name
         }
 
     def _chat_template_by_name(self) -> dict[AdapterName, str]:
         """Return the chat templates of all published adapters that have a chat template."""
-        files_by_name = {a.name: a.active.chat_template for a in self._adapter_by_name.values() if a.active is not None}
+        active_by_name = {name: self._adapter_by_name[name].progress.active for name in self._digest_by_name}
         return {
-            name: str(file) for name, file in files_by_name.items() if file is not None and name in self._digest_by_name
+            name: str(content.chat_template)
+            for name, content in active_by_name.items()
+            if content is not None and content.chat_template is not None
         }
 
     def _desired_adapters(self) -> list[ManagedAdapter]:
-        return [adapter for adapter in self._adapter_by_name.values() if adapter.desired is not None]
+        return [adapter for adapter in self._adapter_by_name.values() if adapter.progress.desired is not None]
 
     def _spawn(self, coro: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coro, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _denied_version(adapter: ManagedAdapter) -> int | None:
+    """Return the version of the Secret that the source rejected; None if it rejected none."""
+    failure = adapter.progress.failure
+    return None if failure is None else failure.denied_secret_version

@@ -239,7 +239,7 @@ class Supervisor:
                 raise StartupFailed(problems, is_config_error=True)
 
     def _describe_pending(self) -> str:
-        unsettled = [f"{adapter.name} {adapter.state.value}" for adapter in self._adapter_manager.unsettled()]
+        unsettled = [f"{adapter.name} {adapter.progress.state.value}" for adapter in self._adapter_manager.unsettled()]
         adapters = f"{len(unsettled)} adapters are loading: {reporting.summarize_names(unsettled)}"
         reason = self.not_ready_reason()
         return adapters if unsettled and (not reason or reason.startswith("adapters")) else reason

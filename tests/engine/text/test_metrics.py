@@ -105,7 +105,7 @@ def test_names_and_values_after_one_request(metrics: RequestMetrics):
     metrics.record_core_stats(
         SchedulerStats(**blocks, **copied, **sequences, prefix_cache_queries=7, num_steps=3, **drafts)
     )
-    metrics.adapter_metrics.set_resident_adapters(["sha256:1"])
+    metrics.adapter_metrics.set_adapters_in_slots(["sha256:1"])
     metrics.record_finished("length", 1.5, 7, 3, SamplingParams(n=3, max_tokens=40))
     metrics.record_rejected("UNAVAILABLE")
     assert [(name, labels, value(metrics, name, **labels)) for name, labels, _ in VALUES] == VALUES
@@ -171,7 +171,7 @@ def test_adapters_beyond_the_limit_share_a_label(metrics: RequestMetrics):
     metrics.adapter_metrics.set_adapters({name: name for name in adapter_names})
     for name in adapter_names:
         metrics.adapter_metrics.record_admitted(name)
-        metrics.adapter_metrics.set_resident_adapters([name])
+        metrics.adapter_metrics.set_adapters_in_slots([name])
     requests = samples(metrics)["quire_adapter_requests_total"]
     assert len(requests) == MAX_ADAPTER_LABELS + 1
     assert value(metrics, "quire_adapter_requests_total", adapter="_other") == 50
