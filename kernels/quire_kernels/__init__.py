@@ -28,6 +28,12 @@ from quire_kernels.experts import (
     topk_softmax,
 )
 from quire_kernels.fused_decoder import AttentionShape, FusedDecoder, LayerWeights, LinearWeights, build_fused_decoder
+from quire_kernels.gpu.candidates.norm_linear import rms_norm_linear
+from quire_kernels.gpu.candidates.small_batch_decoder import (
+    SMALL_BATCH_TOKENS,
+    SmallBatchDecoder,
+    build_small_batch_decoder,
+)
 from quire_kernels.host_device_copy import pinned_empty, to_device_async
 from quire_kernels.huge_pages import HugePageArena
 from quire_kernels.kv_cache_layout import row_size
@@ -53,7 +59,6 @@ from quire_kernels.lora import (
 from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.lora_slots import LoRASlots, LoRATarget, ModuleSlots, PackedAdapter
 from quire_kernels.norm import add_rms_norm, qk_norm, rms_norm
-from quire_kernels.norm_linear import rms_norm_linear
 from quire_kernels.prefill_attention import prepare_chunk_attention, select_prefill_attention
 from quire_kernels.quantization import GROUP_SIZE, e2m1_codebook, quantize_fp8, quantize_int4, quantize_int8
 from quire_kernels.quantized_linear import (
@@ -79,5 +84,4 @@ from quire_kernels.sampling import (
     sample,
     uniform,
 )
-from quire_kernels.small_batch_decoder import SMALL_BATCH_TOKENS, SmallBatchDecoder, build_small_batch_decoder
 from quire_kernels.step_inputs import SequenceState, StepInputs, prepare_inputs

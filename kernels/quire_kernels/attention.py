@@ -350,7 +350,7 @@ def _paged_attention_cpu(
 
 paged_attention.register_lazy("cuda", "own", "quire_kernels.gpu.attention")
 paged_attention.register_lazy("cuda", "fused", "quire_kernels.gpu.fused_attention")
-paged_attention.register_lazy("cuda", "cudnn", "quire_kernels.gpu.cudnn_attention")
+paged_attention.register_lazy("cuda", "cudnn", "quire_kernels.gpu.candidates.cudnn_attention")
 
 
 @paged_attention.register("cuda")

@@ -31,20 +31,6 @@ REFERENCE = "reference"
 
 logger = logging.getLogger(__name__)
 
-_FORMER_OPS = {
-    "add_lora_rows": "add_lora_embedding",
-    "choose": "sample",
-    "draw": "inverse_transform",
-    "keep_likely": "filter_top_k_top_p_min_p",
-    "most_likely": "argmax_first",
-    "norm_heads": "qk_norm",
-    "penalize": "apply_penalties",
-    "rotate_and_write": "rope_and_cache",
-    "route": "route_tokens",
-}
-"""Maps the name that an operation had before version 0.2 to its new name. QUIRE_FORMS is the old name of QUIRE_KERNELS.
-Both old and new names of operations are accepted."""
-
 
 class Op(Generic[P, R]):
     """A callable operation. Its first argument is a tensor, and the device of this tensor decides which implementation
@@ -171,11 +157,9 @@ def overrides() -> dict[str, str]:
     """Return a dict that maps the name of an operation to the implementation that QUIRE_KERNELS selects. The entry with
     the key "" applies to all operations that have no entry."""
     names_by_op = {}
-    value = os.environ.get("QUIRE_KERNELS") or os.environ.get("QUIRE_FORMS", "")
-    for item in filter(None, value.split(",")):
+    for item in filter(None, os.environ.get("QUIRE_KERNELS", "").split(",")):
         operation, _, name = item.rpartition("=")
-        operation = operation.strip()
-        names_by_op[_FORMER_OPS.get(operation, operation)] = name.strip()
+        names_by_op[operation.strip()] = name.strip()
     return names_by_op
 
 

@@ -61,13 +61,13 @@ def prepare_chunk_attention(
     The plans are built for the cache of one layer.
 
     Other implementations compute the chunks if cuDNN or the package nvidia-cudnn-frontend is missing, or if the compute
-    capability is below 9.0. The reason is then logged once. See `gpu/cudnn_attention.py:rehearse` for the arguments.
-    Call this function in the thread that runs the steps.
+    capability is below 9.0. The reason is then logged once. See `gpu/candidates/cudnn_attention.py:rehearse` for the
+    arguments. Call this function in the thread that runs the steps.
     """
     if paged_attention.override != "cudnn":
         return
     # This import loads Triton, which must be installed only where the implementation runs.
-    from quire_kernels.gpu import cudnn_attention
+    from quire_kernels.gpu.candidates import cudnn_attention
 
     start = time.perf_counter()
     if min(max_tokens, max_blocks * cache.shape[2] - 1) < cudnn_attention.MIN_TOKENS:

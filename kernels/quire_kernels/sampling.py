@@ -352,7 +352,7 @@ def _sample_cpu(
 sample.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
 # This implementation is not the default, because its effect has not been measured. `QUIRE_KERNELS=sample=histogram`
 # selects it.
-sample.register_lazy("cuda", "histogram", "quire_kernels.gpu.histogram_sampling")
+sample.register_lazy("cuda", "histogram", "quire_kernels.gpu.candidates.histogram_sampling")
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64

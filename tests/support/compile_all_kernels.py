@@ -27,7 +27,8 @@ from support import quantized_experts, sass
 from support.attention_batches import make_batch
 
 import quire_kernels as ops
-from quire_kernels.gpu import attention, lora, small_batch_linear
+from quire_kernels.gpu import attention, lora
+from quire_kernels.gpu.candidates import small_batch_linear
 
 BF16 = torch.bfloat16
 compiled: list[dict[str, Any]] = []

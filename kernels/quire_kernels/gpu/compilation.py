@@ -20,7 +20,8 @@ from triton.runtime.jit import JITFunction
 
 import quire_kernels as ops
 from quire_kernels.dispatch import Op, collect_ops
-from quire_kernels.gpu import attention, kernel_cache, lora, small_batch_linear
+from quire_kernels.gpu import attention, kernel_cache, lora
+from quire_kernels.gpu.candidates import small_batch_linear
 
 ON_REQUEST = ((ops.rms_norm_linear, "small"), (ops.linear, "small"), (ops.sample, "histogram"))
 """Implementations that run only if QUIRE_KERNELS selects them. An image nevertheless contains their kernels."""

@@ -35,7 +35,7 @@ def cache_key(capability: tuple[int, int]) -> dict[str, str]:
     They are the sources in this folder, the version of Triton, and the compute capability.
     """
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return {
         "sources": digest.hexdigest(),

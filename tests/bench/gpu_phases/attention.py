@@ -18,7 +18,8 @@ from gpu_phases.process import Context
 from gpu_phases.store import Row
 from gpu_phases.timing import Call, Timer
 from quire_kernels.gpu import attention as forms
-from quire_kernels.gpu import cudnn_attention, fused_attention
+from quire_kernels.gpu import fused_attention
+from quire_kernels.gpu.candidates import cudnn_attention
 from quire_kernels.gpu.occupancy import programs_per_sm
 
 EVEN = [(batch, context) for batch in (1, 8, 64, 256) for context in (1024, 8192)] + [(1, 32768)]

@@ -18,7 +18,8 @@ from torch import Tensor
 import quire_kernels as ops
 from quire_kernels import Op
 from quire_kernels.dispatch import overrides
-from quire_kernels.gpu import cudnn_attention, fused_attention
+from quire_kernels.gpu import fused_attention
+from quire_kernels.gpu.candidates import cudnn_attention
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """Largest ||found - expected|| / ||expected||: a few roundings of the type."""

@@ -45,7 +45,7 @@ def test_attention_and_shrink_are_not_launched_dependently():
     `_split_kv_decode` or `_shrink` would let the first layer race with the plan or the routing. `_small_batch_linear`
     reads nothing but weights before it waits, and all of its programs wait."""
     found = set()
-    for path in Path(attention.__file__).parent.glob("*.py"):
+    for path in Path(attention.__file__).parent.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and any(keyword.arg == "launch_pdl" for keyword in call.keywords):
                 found.add(ast.unparse(call.func).partition("[")[0])

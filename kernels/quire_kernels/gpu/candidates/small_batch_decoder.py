@@ -13,9 +13,9 @@ from torch import Tensor
 
 from quire_kernels.attention import AttentionMetadata, paged_attention
 from quire_kernels.fused_decoder import AttentionShape, LayerWeights
+from quire_kernels.gpu.candidates.norm_linear import rms_norm_linear
 from quire_kernels.linear import linear
 from quire_kernels.norm import qk_norm
-from quire_kernels.norm_linear import rms_norm_linear
 from quire_kernels.rope import rope_and_cache
 
 SMALL_BATCH_TOKENS = 8

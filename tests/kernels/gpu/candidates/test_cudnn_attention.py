@@ -15,13 +15,14 @@ from support.requirements_of_machine import requires_interpreter
 from torch.nn.attention import SDPBackend
 
 from quire_kernels import dispatch, paged_attention, prefill_attention, prepare_chunk_attention
-from quire_kernels.gpu import cudnn_attention, fused_attention
-from quire_kernels.gpu.cudnn_attention import ChunkPlans, ChunkShape
+from quire_kernels.gpu import fused_attention
+from quire_kernels.gpu.candidates import cudnn_attention
+from quire_kernels.gpu.candidates.cudnn_attention import ChunkPlans, ChunkShape
 
 pytestmark = requires_interpreter
 cudnn = pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
 
-SUPPORT = Path(__file__).parents[2] / "support"
+SUPPORT = Path(__file__).parents[3] / "support"
 SCALE = 0.15
 HOPPER = {"sm_version": 90, "sm_count": 132}
 
@@ -184,7 +185,7 @@ def test_a_missing_library_leaves_it_out_with_one_line(missing, computed, monkey
 
 BUILD = """
 import json, sys, torch, cudnn
-from quire_kernels.gpu.cudnn_attention import ChunkPlans, ChunkShape
+from quire_kernels.gpu.candidates.cudnn_attention import ChunkPlans, ChunkShape
 device = json.loads(sys.argv[1])
 plans = ChunkPlans(cudnn, 0, None, device_property=cudnn.create_device_properties(json.dumps(device)),
                    sm_version=90, sm_count=132)

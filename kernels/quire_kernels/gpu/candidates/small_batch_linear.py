@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire_kernels.gpu.candidates.norm_linear import rms_norm_linear as rms_norm_linear_op
 from quire_kernels.gpu.launch_math import cdiv
 from quire_kernels.gpu.pdl import supports_pdl
 from quire_kernels.linear import LinearWeight
 from quire_kernels.linear import linear as linear_op
-from quire_kernels.norm_linear import rms_norm_linear as rms_norm_linear_op
 
 MAX_TOKENS = 16
 """Number of rows in a tile. The matrix instructions of a GPU need at least this many rows."""

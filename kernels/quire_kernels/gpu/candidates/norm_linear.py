@@ -41,5 +41,5 @@ def _rms_norm_linear_torch(
 
 # These implementations are not the default, because their effect has not been measured.
 # `QUIRE_KERNELS=rms_norm_linear=small,linear=small` selects them.
-rms_norm_linear.register_lazy("cuda", "small", "quire_kernels.gpu.small_batch_linear")
-linear.register_lazy("cuda", "small", "quire_kernels.gpu.small_batch_linear")
+rms_norm_linear.register_lazy("cuda", "small", "quire_kernels.gpu.candidates.small_batch_linear")
+linear.register_lazy("cuda", "small", "quire_kernels.gpu.candidates.small_batch_linear")
