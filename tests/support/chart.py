@@ -28,7 +28,6 @@ ALL_VALUES: dict[str, Any] = {
         "logFormat": "text",
         "logLevel": "debug",
         "workers": 29,
-        "lease": True,
         "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
         "extraVolumes": [{"name": "ca", "configMap": {"name": "company-ca"}}],
         "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/ssl/certs"}],

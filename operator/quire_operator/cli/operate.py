@@ -26,8 +26,6 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(f"quire operate needs {error.name}; pip install 'quire-llm[operator]'") from error
     log_config.configure(args.log_format, args.log_level)
-    if args.lease:
-        logger.warning("--lease is ignored, because leader election was removed; run only one replica of the operator")
     options = OperatorOptions(
         cluster_config=ClusterConfig.from_environment(args.kubeconfig, args.context),
         settings=ControllerSettings(

@@ -210,8 +210,6 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="port of kopf's liveness endpoint, /health/live; with 0, it is not served (default: 8081)",
     )
-    # Charts before 0.2 pass this option, so it is accepted for one release. It has no effect.
-    parser.add_argument("--lease", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--log-format", choices=("json", "text"), default="json", help="format of the log")
     parser.add_argument(
         "--log-level",
