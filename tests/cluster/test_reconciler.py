@@ -84,13 +84,19 @@ def test_a_failed_mount_is_reported(cluster, namespace, kubelet):
 
 
 def test_unknown_fields_of_the_pod_template_are_reported(operator, cluster, namespace):
-    pod = {"spec": {"nodeSelektor": {"a": "b"}, "hostNetwork": False}}
+    containers = [{"name": "server", "livenesProbe": {}, "env": [{"name": 'A":]. b', "valeu": "b"}]}]
+    volumes = [{"name": "extra", "emptyDir": {"sizeLimt": "1Gi"}}]
+    pod = {"spec": {"nodeSelektor": {"a": "b"}, "hostNetwork": False, "containers": containers, "volumes": volumes}}
     cluster.merge(API, KIND, "tales", {"spec": {"podTemplate": pod}}, namespace)
     operator.wait_settled()
     config = operator.condition("ConfigValid")
     assert (config["status"], config["reason"]) == ("True", "FieldsLeftOut")
-    assert "does not support spec.podTemplate.spec.nodeSelektor, so" in config["message"]
-    cluster.merge(API, KIND, "tales", {"spec": {"podTemplate": {"spec": {"nodeSelektor": None}}}}, namespace)
+    names = ("containers.env.valeu", "containers.livenesProbe", "nodeSelektor", "volumes.emptyDir.sizeLimt")
+    assert f"does not know {', '.join(f'spec.podTemplate.spec.{name}' for name in names)}, so" in config["message"]
+    template = operator.child("Deployment")["spec"]["template"]["spec"]
+    assert {"name": "extra", "emptyDir": {}} in template["volumes"]
+    assert {"name": 'A":]. b'} in template["containers"][0]["env"]
+    cluster.merge(API, KIND, "tales", {"spec": {"podTemplate": None}}, namespace)
     operator.wait_settled()
     assert operator.condition("ConfigValid")["reason"] == "Accepted"
 

@@ -31,6 +31,16 @@ from quire_spec.documents.download_result import DownloadReason, DownloadResult
 from quire_spec.documents.pod_status import AdapterState
 
 API = ("quire.dev/v1alpha1", "LLMService")
+MANIFEST = {
+    "apiVersion": API[0],
+    "kind": API[1],
+    "metadata": {"name": "s"},
+    "spec": {
+        "model": {"source": {"huggingFace": {"repo": "o/m"}}},
+        "replicas": 2,
+        "lora": {"maxLoaded": 4, "maxRank": 16},
+    },
+}
 SERVICE = desired_service()
 SAID = pod_report(SERVICE)
 GOOD = ready_pod("s-0", SAID)
@@ -70,12 +80,7 @@ STATUSES = {
 @pytest.fixture
 def service(cluster, namespace):
     """A function that writes a status to a service and gives what is stored."""
-    spec = {
-        "model": {"source": {"huggingFace": {"repo": "o/m"}}},
-        "replicas": 2,
-        "lora": {"maxLoaded": 4, "maxRank": 16},
-    }
-    cluster.apply({"apiVersion": API[0], "kind": API[1], "metadata": {"name": "s"}, "spec": spec}, namespace)
+    cluster.apply(MANIFEST, namespace)
 
     def write(found):
         return cluster.merge(*API, "s", {"status": found}, namespace, "status")["status"]
@@ -118,22 +123,27 @@ def test_kubectl_describe_shows_messages(cluster, namespace, service):
 async def test_status_fields_are_removed_and_another_service_is_not_written(cluster, namespace, service):
     written = service(STATUSES["well"])
     meta = cluster.get(*API, "s", namespace)["metadata"]
-    meta = {name: meta[name] for name in ("name", "namespace", "uid", "generation", "resourceVersion")}
+    meta = {name: meta[name] for name in ("name", "namespace", "resourceVersion")}
+    first_version = meta["resourceVersion"]
     less = written | {"plan": {k: v for k, v in written["plan"].items() if k not in ("measured", "gpu")}}
     async with ApiClient(ClusterConfig.from_environment(str(cluster.kubeconfig))) as client:
 
-        async def write(found, **changes):
-            manifest = {"apiVersion": API[0], "kind": API[1], "metadata": meta | changes, "status": found}
+        async def write(found, **precondition):
+            manifest = {"apiVersion": API[0], "kind": API[1], "metadata": meta | precondition, "status": found}
             body = await client.set_status(LLM_SERVICE, manifest)
             meta["resourceVersion"] = body["metadata"]["resourceVersion"]
             return body["status"]
 
-        # Server-side apply of API servers before 1.21 would leave null there, and refuse it.
         assert await write(less) == less
         assert await write(written) == written
-        for changes in ({"uid": "another"}, {"generation": meta["generation"] - 1}, {"resourceVersion": "1"}):
-            with pytest.raises(WriteConflict, match="the object has changed, or was replaced"):
-                await write(less, **changes)
+        for version in (first_version, "1"):
+            with pytest.raises(WriteConflict, match="the object has been modified"):
+                await write(less, resourceVersion=version)
         with pytest.raises(InvalidObject, match=r"status\.models"):
             await write(less | {"models": 1})
         assert cluster.get(*API, "s", namespace)["status"] == written
+        cluster.delete(*API, "s", namespace)
+        cluster.apply(MANIFEST, namespace)
+        with pytest.raises(WriteConflict):
+            await write(less)
+        assert "status" not in cluster.get(*API, "s", namespace)

@@ -183,11 +183,9 @@ class Reconciler:
             await deps.discovery.available_kinds(force_refresh=True)
             raise
         assert desired.service is not None, "manifests were rendered"
-        unsupported_fields = deps.client.unsupported_fields[resources.DEPLOYMENT]
+        unknown = deps.client.unknown_fields[resources.DEPLOYMENT]
         # Do not store the manifests: those of a thousand services would use 50 MB.
-        state.children = replace(
-            children, manifests=(), unknown_fields=unknown_fields(desired.service, unsupported_fields)
-        )
+        state.children = replace(children, manifests=(), unknown_fields=unknown_fields(desired.service, unknown))
         if not apply_result.required_complete:
             return apply_result
         await deps.applier.prune(desired, children.retained)

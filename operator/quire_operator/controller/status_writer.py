@@ -42,10 +42,9 @@ class StatusWriter:
             ApiError: the status was not written. Events that cannot be written are only logged.
         """
         namespace, name = desired.key
-        # The preconditions prevent two errors. A new service of the same name or a later generation must not get this
-        # status. And if the status was written after `previous` was read, that status must not be lost.
-        preconditions = {"uid": desired.uid, "generation": desired.generation, "resourceVersion": resource_version}
-        metadata = {"name": name, "namespace": namespace, **preconditions}
+        # The resourceVersion prevents two errors. A new service of the same name or a later generation must not get
+        # this status. And if the status was written after `previous` was read, that status must not be lost.
+        metadata = {"name": name, "namespace": namespace, "resourceVersion": resource_version}
         try:
             manifest = {**service_reference(name), "metadata": metadata, "status": status}
             body = await self._client.set_status(resources.LLM_SERVICE, manifest)

@@ -16,9 +16,9 @@ from typing import Any
 
 from quire_operator.kube.api_session import ApiSession, Body
 from quire_operator.kube.cluster_config import ClusterConfig
-from quire_operator.kube.errors import InvalidObject, ObjectNotFound, UnknownField, WriteConflict
-from quire_operator.kube.old_api_servers import FieldPath, meets_preconditions, remove_fields, status_patch
+from quire_operator.kube.errors import ObjectNotFound, UnknownFields
 from quire_operator.kube.resources import Resource
+from quire_operator.kube.unknown_fields import FieldPath, remove_fields
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ class ApiClient(ApiSession):
 
     def __init__(self, cluster_config: ClusterConfig) -> None:
         super().__init__(cluster_config)
-        self.unsupported_fields: defaultdict[Resource, frozenset[FieldPath]] = defaultdict(frozenset)
-        """For each kind, the fields that the API server does not support. `apply` leaves them out of the manifests."""
+        self.unknown_fields: defaultdict[Resource, frozenset[FieldPath]] = defaultdict(frozenset)
+        """For each kind, the fields that the API server does not know. `apply` leaves them out of the manifests."""
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
         """Return one object; raises ObjectNotFound."""
@@ -96,33 +96,33 @@ class ApiClient(ApiSession):
         path = resource.path(meta.get("namespace"), meta["name"])
         params = {"fieldManager": _FIELD_MANAGER, "force": "true"}
         while True:
-            unsupported = self.unsupported_fields[resource]
+            unknown = self.unknown_fields[resource]
             try:
-                body = remove_fields(manifest, unsupported)
+                body = remove_fields(manifest, unknown)
                 return await self.request("PATCH", path, body, params=params, content_type=_APPLY_PATCH)
-            except UnknownField as error:
-                if error.field in unsupported:
+            except UnknownFields as error:
+                if error.fields <= unknown:
                     raise
-                field = ".".join(error.field)
-                logger.info("field is not supported by the API server, left out kind=%s field=%s", resource.kind, field)
-                self.unsupported_fields[resource] |= {error.field}
+                for field in error.fields - unknown:
+                    logger.info("the API server does not know a field kind=%s field=%s", resource.kind, ".".join(field))
+                self.unknown_fields[resource] |= error.fields
 
     async def set_status(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
         """Replace the whole status of an object and return the object.
 
-        The object must still have the uid, the generation and the resourceVersion that the manifest's metadata
-        contains. If one of them differs, the method raises WriteConflict.
+        The object must still have the resourceVersion that the manifest's metadata contains. If it differs, the method
+        raises WriteConflict.
         """
         meta = manifest["metadata"]
         path = resource.path(meta.get("namespace"), meta["name"], "status")
-        params = {"fieldManager": _FIELD_MANAGER}
-        try:
-            return await self.request("PATCH", path, status_patch(manifest), params=params, content_type=_JSON_PATCH)
-        except InvalidObject as error:
-            # The API server returns 422 both for a failed precondition and for an invalid status.
-            if meets_preconditions(manifest, await self.list_one(resource, meta["namespace"], meta["name"])):
-                raise
-            raise WriteConflict(f"{error} (the object has changed, or was replaced)", error.status) from error
+        # Not a server-side apply, which would keep the fields that releases with another patch wrote.
+        patch = [
+            {"op": "replace", "path": "/metadata/resourceVersion", "value": meta["resourceVersion"]},
+            {"op": "add", "path": "/status", "value": manifest["status"]},
+        ]
+        return await self.request(
+            "PATCH", path, patch, params={"fieldManager": _FIELD_MANAGER}, content_type=_JSON_PATCH
+        )
 
     async def create(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
         """Create an object; raises WriteConflict if it already exists."""

@@ -3,7 +3,7 @@
 
 ApiError
 +-- InvalidObject           400, 405, 413, 415, 422: the object is invalid, and will be rejected again
-|   +-- UnknownField        500: the API server is too old for one of its fields
+|   +-- UnknownFields       500: the API server does not know some of its fields
 +-- Forbidden               401, 403: a Role lacks a verb, a quota is used up, or the namespace is being deleted
 +-- ObjectNotFound          404: the object, namespace or kind does not exist
 +-- WriteConflict           409: the object has changed; read it again
@@ -14,7 +14,7 @@ ApiError
 from collections.abc import Mapping
 from typing import Any
 
-from quire_operator.kube.old_api_servers import unknown_field
+from quire_operator.kube.unknown_fields import FieldPath, unknown_fields
 from quire_spec.errors import QuireError
 
 
@@ -54,12 +54,12 @@ class ApiServerUnavailable(ApiError):
     """The API server is overloaded, has failed or did not respond. A retry can succeed."""
 
 
-class UnknownField(InvalidObject):
-    """The API server is too old to support a field of the object. `field` is the path of this field."""
+class UnknownFields(InvalidObject):
+    """The API server does not know some fields of the object. `fields` contains their paths."""
 
-    def __init__(self, message: str, field: tuple[str, ...]) -> None:
+    def __init__(self, message: str, fields: frozenset[FieldPath]) -> None:
         super().__init__(message, 500)
-        self.field = field
+        self.fields = fields
 
 
 _BY_STATUS: Mapping[int, type[ApiError]] = {
@@ -77,8 +77,8 @@ def error_from_response(request_line: str, status: int, body: Any, retry_after: 
     reason = body.get("message") if isinstance(body, Mapping) else body
     message = f"{request_line}: {status} {reason or 'no reason given'}"
     retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
-    if field := unknown_field(status, str(reason)):
-        return UnknownField(message, field)
+    if fields := unknown_fields(status, str(reason)):
+        return UnknownFields(message, fields)
     if status == 429 or status >= 500:
         return ApiServerUnavailable(message, status, retry_after_s)
     return _BY_STATUS.get(status, InvalidObject)(message, status, retry_after_s)

@@ -65,7 +65,7 @@ CHILD_RESOURCES = (
 """Kinds that the operator creates for an LLMService."""
 
 OPTIONAL_RESOURCES = (POD_DISRUPTION_BUDGET, HORIZONTAL_POD_AUTOSCALER, POD_MONITOR, SCALED_OBJECT, INFERENCE_POOL)
-"""Kinds that are not available on every API server: the server can be too old, or the kind's CRD is not installed."""
+"""Kinds that a service can do without. Their CRD may not be installed, or the operator may lack the permission."""
 
 WATCHED_RESOURCES = (*(resource for resource in CHILD_RESOURCES if resource is not SECRET), REPLICA_SET, POD)
 """Kinds that the operator watches. The operator does not watch Secrets, because the right to list Secrets includes the

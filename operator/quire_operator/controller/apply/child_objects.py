@@ -12,8 +12,8 @@ from typing import Any
 from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.status.model_cache import is_terminating, job_succeeded
 from quire_operator.controller.template_revision import TemplateRevision
-from quire_operator.kube.old_api_servers import remove_fields
 from quire_operator.kube.resources import JOB, OPTIONAL_RESOURCES, PERSISTENT_VOLUME_CLAIM, resource_for
+from quire_operator.kube.unknown_fields import FieldPath, remove_fields
 from quire_operator.plan.plan import Plan
 from quire_operator.render.context import RenderContext
 from quire_operator.render.manifests import Manifest
@@ -52,7 +52,7 @@ class ChildObjects:
     waiting_for_download: bool
     """True if the Deployment still has the previous model, because the new model is not downloaded completely."""
     unknown_fields: tuple[str, ...] = ()
-    """Fields of the spec that the API server does not support. Empty before the first apply."""
+    """Fields of the spec that the API server does not know. Empty before the first apply."""
     outdated_image: str = ""
     """The image in spec.runtime.image, if it is older than the operator. Its pods keep their template. Otherwise
     empty."""
@@ -127,13 +127,13 @@ def _has_outdated_image(live_revision: TemplateRevision, plan: Plan) -> bool:
     return not live_revision.reads_pod_config and live_revision.server_container.get("image") == plan.image.value
 
 
-def unknown_fields(service: LLMService, unsupported_fields: Collection[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the fields of spec.podTemplate that the API server does not support.
+def unknown_fields(service: LLMService, unknown: Collection[FieldPath]) -> tuple[str, ...]:
+    """Return the fields of spec.podTemplate that the API server does not know.
 
     Fields that only the operator adds are not returned.
     """
     pod_template = service.spec.podTemplate
-    paths = [path[2:] for path in unsupported_fields if path[:2] == _POD_TEMPLATE_PATH]
+    paths = [path[2:] for path in unknown if path[:2] == _POD_TEMPLATE_PATH]
     used_paths = [path for path in paths if remove_fields(pod_template, {path}) != pod_template]
     return tuple(sorted(".".join(("spec.podTemplate", *path)) for path in used_paths))
 

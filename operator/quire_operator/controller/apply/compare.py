@@ -4,8 +4,7 @@
 If an apply would change nothing, the applier can skip it. Pure. Used by the applier.
 
 Some changes do not count as differences: an API server adds defaults and normalizes quantities, and other clients can
-add entries to lists that have keys. An old API server drops fields that it does not know. In this case, the comparison
-finds a difference every time, although the apply changes nothing.
+add entries to lists that have keys.
 """
 
 from collections.abc import Mapping

@@ -139,7 +139,7 @@ class ObservedState:
     unavailable_kinds: tuple[str, ...] = ()
     """Kinds that the spec requests, but that the API server does not serve."""
     unknown_fields: tuple[str, ...] = ()
-    """Fields of the spec that the API server does not support."""
+    """Fields of the spec that the API server does not know."""
     outdated_image: str = ""
     """The image in spec.runtime.image, if it is older than the operator. Otherwise empty."""
     apply_error: str = ""

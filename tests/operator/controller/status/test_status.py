@@ -282,7 +282,7 @@ def test_fields_that_the_cluster_lacks_are_named_and_stop_nothing():
     )
     assert conditions_by_type(found)["ConfigValid"] == ("True", "FieldsLeftOut")
     message = condition(found, "ConfigValid")["message"]
-    assert "support spec.podTemplate.spec.nodeSelektor, so" in message and "serve InferencePool, so" in message
+    assert "know spec.podTemplate.spec.nodeSelektor, so" in message and "serve InferencePool, so" in message
     assert ready_condition(found) == ("True", "Ready")
 
 
