@@ -16,8 +16,10 @@ SIDE_BY_SIDE = -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: cpu-kernels help demo demo-env dev-env emulated-env doctor test test-server test-cluster test-kernels test-tools test-clients test-torch-min bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
-# A Kubernetes cluster for tests and manual use: hack/nodocker_cluster. IPV6=1: IPv6 only.
+# A Kubernetes cluster for tests and manual use: hack/nodocker_cluster. IPV6=1: IPv6 only. KUBERNETES=v1.34.4: this
+# version instead of the pinned one.
 export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
+export QUIRE_KUBERNETES ?= $(KUBERNETES)
 CLUSTER = PYTHONPATH=hack $(BIN)/python -m nodocker_cluster
 
 help: ## this list
@@ -33,7 +35,7 @@ test: cpu-kernels ## test all packages without a server or Kubernetes, and list 
 test-server: cpu-kernels ## test real Triton servers: quire serve, its clients, hostile input, killed processes
 	@$(PYTEST) $(SIDE_BY_SIDE) -m server tests/e2e tests/server
 
-test-cluster: cpu-kernels ## test the operator and the chart with a real Kubernetes API server (see cluster-tools)
+test-cluster: cpu-kernels $(if $(KUBERNETES),cluster-tools) ## test the operator and the chart with a real Kubernetes API server (KUBERNETES=v1.34.4: another version)
 	@# Not side by side on an existing cluster, where two operators would interfere.
 	@$(PYTEST) $(if $(QUIRE_TEST_KUBECONFIG),,$(SIDE_BY_SIDE)) tests/cluster
 
@@ -61,8 +63,9 @@ test-torch-min: emulated-env ## test the engine on a CPU with the lowest PyTorch
 	@$(EMULATED)/bin/python -m pytest -q --durations=5 $(or $(WHAT),tests/engine/core/test_parity.py \
 		tests/engine/weights tests/kernels/test_ops.py tests/kernels/test_sampling.py)
 
-cluster-tools: dev-env ## find, download or build the programs of Kubernetes for the cluster tests (minutes, once)
-	@$(CLUSTER) tools
+cluster-tools: ## find, download or build Kubernetes and Helm for the cluster tests and the chart's tests (minutes, once)
+	@# With the machine's own Python, so that the build can run while pip installs .venv.
+	@PYTHONPATH=hack $(PYTHON) -m nodocker_cluster tools
 
 cluster-up: dev-env ## start Kubernetes with one node on this machine, without Docker (node: root on Debian; IPV6=1)
 	@$(CLUSTER) up

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command line of the cluster for machines without Docker; the Makefile calls it.
 
-tools           find, download or build Kubernetes' programs, and print their folder
+tools           find, download or build Kubernetes and Helm, and download the CRDs that tests install
 up              start a cluster with one node (without root: only a control plane) and print how to use it
 down            stop the cluster and remove all of its files, also after a crash
 images          build this checkout's images
@@ -11,8 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nodocker_cluster import binaries, crd_apiserver, images, local, network
-from nodocker_cluster.control_plane import StartError
+from nodocker_cluster import binaries, crds, helm
 
 
 def print_progress(text: str) -> None:
@@ -32,7 +31,7 @@ def main() -> int:
         parser.error("an archive is allowed for load only")
     try:
         _run_command(options.command, options.archive)
-    except (binaries.Unavailable, StartError, network.LinkError) as error:
+    except binaries.ClusterError as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 1
     return 0
@@ -40,11 +39,17 @@ def main() -> int:
 
 def _run_command(command: str, archive: Path | None) -> None:
     if command == "tools":
-        programs = binaries.find_or_build(print_progress)
-        print_progress(str(programs))
-        if programs.version < crd_apiserver.MIN_CURRENT_VERSION:
-            _make_crd_apiserver()
-    elif command == "up":
+        print_progress(str(binaries.find_or_build(print_progress)))
+        print_progress(f"Helm: {helm.find_or_build(print_progress)}")
+        try:
+            print_progress(f"CRDs of {', '.join(crds.find_or_download(print_progress))}")
+        except binaries.Unavailable as error:
+            print_progress(f"tests that need CRDs of other projects will be skipped: {error}")
+        return
+    # `tools` runs before the project's environment exists, and needs only the standard library.
+    from nodocker_cluster import images, local
+
+    if command == "up":
         print_progress(
             f"up; to use it:\n\n  export KUBECONFIG={local.up(print_progress)}\n  kubectl get nodes\n  make "
             "cluster-down\n"
@@ -57,13 +62,6 @@ def _run_command(command: str, archive: Path | None) -> None:
         for file in [archive] if archive else images.built_archives():
             print_progress(f"loading {file.name}")
             local.load(file)
-
-
-def _make_crd_apiserver() -> None:
-    try:
-        print_progress(f"current API server for CRDs: {crd_apiserver.find_or_build(print_progress)}")
-    except binaries.Unavailable as error:
-        print_progress(f"tests of the CRD in a current Kubernetes will be skipped: {error}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
     KUBEBUILDER_ASSETS   a folder with etcd and kube-apiserver at least
     the cache            $QUIRE_CLUSTER_CACHE, by default ~/.cache/quire/cluster; one folder per version
     release.py           an official release, where it can be reached
-    debian.py            a build from Debian's own source package
-    crd_apiserver.py     in addition to that build, which is old: the CRD API server of a current Kubernetes
+    kubernetes_build.py  a build from Go modules
+
+The version is that in go/kubernetes/go.mod, or QUIRE_KUBERNETES if it is set (make test-cluster KUBERNETES=v1.34.4).
 
 Tests on an existing cluster do not need these programs: QUIRE_TEST_KUBECONFIG names its kubeconfig.
 """
@@ -14,7 +15,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +23,16 @@ CONTROL_PLANE_PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "
 NODE_PROGRAMS = ("kubelet", "kube-proxy")
 ALL_PROGRAMS = (*CONTROL_PLANE_PROGRAMS, *NODE_PROGRAMS, "kubectl")
 _REQUIRED_PROGRAMS = ("etcd", "kube-apiserver")
+VERSION_VARIABLE = "QUIRE_KUBERNETES"
 
 ProgressCallback = Callable[[str], None]
 
 
-class Unavailable(Exception):
+class ClusterError(Exception):
+    """A command of this package failed; the message contains the reason and, if there is one, the fix."""
+
+
+class Unavailable(ClusterError):
     """A source cannot provide the programs on this machine; the message contains the reason and the fix."""
 
 
@@ -62,22 +68,46 @@ def cache_folder() -> Path:
     return Path(os.environ.get("QUIRE_CLUSTER_CACHE") or Path.home() / ".cache/quire/cluster").resolve()
 
 
+def make_cache_folder() -> Path:
+    """Return the cache folder, and create it if it does not exist."""
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    return cache_folder()
+
+
+def wanted_version() -> str:
+    """Return the version of Kubernetes to use, such as v1.36.3.
+
+    Raises:
+        Unavailable: QUIRE_KUBERNETES is not a version.
+    """
+    from nodocker_cluster.kubernetes_build import pinned_version
+
+    given = os.environ.get(VERSION_VARIABLE)
+    if not given:
+        return pinned_version()
+    if not re.fullmatch(r"v?\d+\.\d+\.\d+", given):
+        raise Unavailable(f"{VERSION_VARIABLE} is {given!r}; use a version such as {pinned_version()}")
+    return f"v{given.removeprefix('v')}"
+
+
 def find() -> KubeBinaries | None:
-    """Return the programs in the folder KUBEBUILDER_ASSETS. If this variable is not set, return the newest programs in
-    the cache, or None."""
+    """Return the programs in the folder KUBEBUILDER_ASSETS. If this variable is not set, return the programs of the
+    wanted version in the cache, or None."""
+    version = wanted_version()
     if assets := os.environ.get("KUBEBUILDER_ASSETS"):
         folder = Path(assets).resolve()
         if not all((folder / name).exists() for name in _REQUIRED_PROGRAMS):
             raise Unavailable(
                 f"KUBEBUILDER_ASSETS is {assets}, but this folder does not contain {' and '.join(_REQUIRED_PROGRAMS)}"
             )
-        return KubeBinaries(folder, _binary_version(folder))
-    cached = [
-        KubeBinaries(version_folder, parse_version(version_folder.name))
-        for version_folder in cache_folder().glob("v*")
-        if all((version_folder / name).exists() for name in _REQUIRED_PROGRAMS)
-    ]
-    return max(cached, key=lambda tools: tools.version, default=None)
+        found = KubeBinaries(folder, _binary_version(folder))
+        if os.environ.get(VERSION_VARIABLE) and found.version != parse_version(version):
+            raise Unavailable(f"{VERSION_VARIABLE} is {version}, but KUBEBUILDER_ASSETS has {found}; unset one of them")
+        return found
+    folder = cache_folder() / version
+    if all((folder / name).exists() for name in _REQUIRED_PROGRAMS):
+        return KubeBinaries(folder, parse_version(version))
+    return None
 
 
 def find_or_build(report_progress: ProgressCallback) -> KubeBinaries:
@@ -87,49 +117,39 @@ def find_or_build(report_progress: ProgressCallback) -> KubeBinaries:
     Raises:
         Unavailable: no source provides the programs; the message contains the reason of each source.
     """
-    from nodocker_cluster import debian, release
+    from nodocker_cluster import kubernetes_build, release
 
     if programs := find():
         return programs
-    cache_folder().mkdir(parents=True, exist_ok=True)
+    version = wanted_version()
+    first_available(
+        f"Kubernetes {version}",
+        [
+            lambda: release.download_kubernetes(make_cache_folder(), version, report_progress),
+            lambda: kubernetes_build.build(make_cache_folder(), version, report_progress),
+        ],
+        report_progress,
+    )
+    programs = find()
+    assert programs is not None, "the sources fill the cache"
+    return programs
+
+
+def first_available(purpose: str, sources: Sequence[Callable[[], object]], report_progress: ProgressCallback) -> None:
+    """Call the sources of a program in order, until one of them provides it.
+
+    Raises:
+        Unavailable: none does; the message contains the reason of each source.
+    """
     reasons = []
-    for source in (release.download, debian.build):
+    for source in sources:
         try:
-            source(cache_folder(), report_progress)
-            break
+            source()
+            return
         except Unavailable as error:
             reasons.append(str(error))
             report_progress(f"no: {error}")
-    if programs := find():
-        return programs
-    raise Unavailable("\n  - ".join(["cannot get Kubernetes' programs on this machine", *reasons]))
-
-
-def install_packages(programs: Mapping[str, str], report_progress: ProgressCallback) -> None:
-    """Find out which programs are missing, and install their Debian packages. `programs` maps each program to its
-    package.
-
-    Raises:
-        Unavailable: the packages cannot be installed on this machine; the message lists them.
-    """
-    missing = _packages(programs)
-    if not missing:
-        return
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise Unavailable(
-            f"Debian packages are missing: {', '.join(missing)}; install them, or run this command as root on Debian"
-        )
-    report_progress(f"installing {', '.join(missing)}")
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    subprocess.run(["apt-get", "-qq", "update"], env=environment, check=False)
-    command = ["apt-get", "-qq", "install", "--yes", "--no-install-recommends", *missing]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if remaining := _packages(programs):
-        raise Unavailable(f"apt-get could not install {', '.join(remaining)}: {done.stderr[-500:]}")
-
-
-def _packages(programs: Mapping[str, str]) -> list[str]:
-    return sorted({package for program, package in programs.items() if shutil.which(program) is None})
+    raise Unavailable("\n  - ".join([f"cannot get {purpose} on this machine", *reasons]))
 
 
 def publish_to_cache(work: Path, name: str) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nodocker_cluster import crd_apiserver, processes
-from nodocker_cluster.binaries import KubeBinaries
+from nodocker_cluster import processes
+from nodocker_cluster.binaries import ClusterError, KubeBinaries
 from nodocker_cluster.kubeconfig import ClusterAccess
 from nodocker_cluster.network import NETWORK, format_for_url
 from nodocker_cluster.pki import CertificateAuthority
@@ -25,11 +25,11 @@ NODE_NAME = "quire-node"
 START_TIMEOUT_S = 60.0
 AUDIT_LOG = "audit.log"
 """The API server logs the requests of service accounts to this file, one JSON object per line."""
-_STOP_ORDER = ("kube-scheduler", "kube-controller-manager", "kube-apiserver", crd_apiserver.PROGRAM, "etcd")
+_STOP_ORDER = ("kube-scheduler", "kube-controller-manager", "kube-apiserver", "etcd")
 _API_NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
 
 
-class StartError(Exception):
+class StartError(ClusterError):
     """A program of the cluster did not start; the message contains the end of its log."""
 
 
@@ -80,42 +80,8 @@ def start(folder: Path, programs: KubeBinaries, address: str = "127.0.0.1", dies
             "kube-apiserver", lambda: _is_healthy(f"{plane.access.server}/readyz", plane.access.ssl_context())
         )
         if programs.has("kube-controller-manager", "kube-scheduler"):
-            starter.start("kube-controller-manager", *_controller_manager_flags(folder, controllers, programs))
-            starter.start("kube-scheduler", *_scheduler_flags(folder, scheduler, programs))
-    except BaseException:
-        plane.stop()
-        raise
-    return plane
-
-
-def start_crd_apiserver(folder: Path, programs: KubeBinaries, program: Path, kubeconfig: Path) -> ControlPlane:
-    """Start the CRD API server (crd_apiserver.py) with its own etcd and wait until it is ready. This takes 2 s.
-
-    Both programs end when the calling thread ends.
-
-    Args:
-        folder: a folder for this control plane.
-        programs: programs that include etcd.
-        program: the API server's executable.
-        kubeconfig: kubeconfig of the cluster with the namespaces and all other objects that the API server needs.
-
-    Raises:
-        StartError: a program ended or did not answer in time.
-    """
-    folder = folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_certificates(folder / "pki", "127.0.0.1")
-    api, client, peer = free_ports(3)
-    plane = ControlPlane(folder, programs, "127.0.0.1", _write_kubeconfigs(folder, api, "127.0.0.1"))
-    starter = _Starter(folder, programs, dies_with_us=True)
-    try:
-        starter.start("etcd", *_etcd_flags(folder, client, peer))
-        starter.wait_ready("etcd", lambda: _is_healthy(f"http://127.0.0.1:{client}/health"))
-        flags = _crd_apiserver_flags(folder, api, f"http://127.0.0.1:{client}", kubeconfig)
-        starter.start(program.name, *flags, program=str(program))
-        starter.wait_ready(
-            program.name, lambda: _is_healthy(f"{plane.access.server}/readyz", plane.access.ssl_context())
-        )
+            starter.start("kube-controller-manager", *_controller_manager_flags(folder, controllers))
+            starter.start("kube-scheduler", *_client_flags(folder, "scheduler", scheduler))
     except BaseException:
         plane.stop()
         raise
@@ -130,8 +96,8 @@ class _Starter:
         self.folder, self.programs, self.dies_with_us = folder, programs, dies_with_us
         self.started: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, *flags: str, program: str = "") -> None:
-        argv = [program or self.programs.path(name), *flags]
+    def start(self, name: str, *flags: str) -> None:
+        argv = [self.programs.path(name), *flags]
         self.started[name] = processes.start(self.folder, name, argv, die_with_parent=self.dies_with_us)
 
     def wait_ready(self, name: str, is_ready: Callable[[], bool]) -> None:
@@ -226,26 +192,6 @@ def _api_server_flags(folder: Path, port: int, etcd: str, address: str) -> list[
     ]
 
 
-def _crd_apiserver_flags(folder: Path, port: int, etcd: str, kubeconfig: Path) -> list[str]:
-    pki = folder / "pki"
-    return [
-        f"--etcd-servers={etcd}",
-        "--bind-address=127.0.0.1",
-        f"--secure-port={port}",
-        f"--tls-cert-file={pki}/apiserver.crt",
-        f"--tls-private-key-file={pki}/apiserver.key",
-        f"--client-ca-file={pki}/ca.crt",
-        f"--kubeconfig={kubeconfig}",
-        f"--authentication-kubeconfig={kubeconfig}",
-        f"--authorization-kubeconfig={kubeconfig}",
-        # The client certificate identifies the administrator, who is the only user.
-        "--authentication-skip-lookup",
-        # Without these flags, the server would wait for APIs that an older cluster does not have.
-        "--enable-priority-and-fairness=false",
-        "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
-    ]
-
-
 def _write_audit_policy(folder: Path) -> Path:
     """Write an audit policy that logs the requests of service accounts, without their bodies. Tests use the log to
     compare the permissions that were granted with those that were used."""
@@ -258,10 +204,10 @@ def _write_audit_policy(folder: Path) -> Path:
     return path
 
 
-def _controller_manager_flags(folder: Path, port: int, programs: KubeBinaries) -> list[str]:
+def _controller_manager_flags(folder: Path, port: int) -> list[str]:
     pki = folder / "pki"
     return [
-        *_client_flags(folder, "controllers", port, programs),
+        *_client_flags(folder, "controllers", port),
         f"--service-account-private-key-file={pki}/sa.key",
         f"--root-ca-file={pki}/ca.crt",
         f"--cluster-signing-cert-file={pki}/ca.crt",
@@ -275,11 +221,7 @@ def _controller_manager_flags(folder: Path, port: int, programs: KubeBinaries) -
     ]
 
 
-def _scheduler_flags(folder: Path, port: int, programs: KubeBinaries) -> list[str]:
-    return _client_flags(folder, "scheduler", port, programs)
-
-
-def _client_flags(folder: Path, name: str, port: int, programs: KubeBinaries) -> list[str]:
+def _client_flags(folder: Path, name: str, port: int) -> list[str]:
     kubeconfig = folder / f"{name}.kubeconfig"
     return [
         f"--kubeconfig={kubeconfig}",
@@ -288,9 +230,6 @@ def _client_flags(folder: Path, name: str, port: int, programs: KubeBinaries) ->
         "--bind-address=127.0.0.1",
         f"--secure-port={port}",
         "--leader-elect=false",
-        *(
-            ["--port=0"] if programs.version < (1, 23, 0) else []
-        ),  # a second port, without TLS, which later releases lack
     ]
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import bootstrap
 import nvidia_stubs
 
-from nodocker_cluster import binaries, deb_build, debian
+from nodocker_cluster import binaries, debian
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATOR_IMAGE = "localhost/quire-operator:e2e"
@@ -61,7 +61,7 @@ def build(report_progress: binaries.ProgressCallback) -> list[Path]:
     Raises:
         Unavailable: this is not Debian, not root, or a build failed; the message names the log.
     """
-    binaries.install_packages(PACKAGES, report_progress)
+    debian.install_packages(PACKAGES, report_progress)
     folder = binaries.cache_folder() / "images"
     folder.mkdir(parents=True, exist_ok=True)
     with _build_lock(folder, report_progress):
@@ -192,9 +192,7 @@ def _build_base_image(buildah: _Buildah, pip: PipConfig) -> str:
     with tempfile.TemporaryDirectory(dir=buildah.folder) as temporary:
         work = Path(temporary)
         debootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(_BASE_PACKAGES)}"]
-        buildah.run_logged(
-            "mmdebstrap", [*debootstrap, debian.SUITE, str(work / "base.tar"), deb_build.debian_mirror()]
-        )
+        buildah.run_logged("mmdebstrap", [*debootstrap, debian.SUITE, str(work / "base.tar"), debian.mirror()])
         (work / "pip.conf").write_text(pip.pip_conf)
         (work / "constraints").write_text(pip.constraints)
         container = buildah.run("from", "scratch")

@@ -11,6 +11,8 @@ import os
 import subprocess
 from dataclasses import dataclass
 
+from nodocker_cluster.binaries import ClusterError
+
 IPV6_VARIABLE = "QUIRE_CLUSTER_IPV6"
 _DEVICE = "quire0"
 
@@ -67,7 +69,7 @@ NETWORK = V6 if os.environ.get(IPV6_VARIABLE) else V4
 """Network of the clusters that this process starts."""
 
 
-class LinkError(Exception):
+class LinkError(ClusterError):
     """The link cannot be created; the message contains the reason."""
 
 

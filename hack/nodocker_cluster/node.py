@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nodocker_cluster import binaries, cgroups, network, processes
+from nodocker_cluster import cgroups, debian, network, processes
 from nodocker_cluster.binaries import NODE_PROGRAMS, ProgressCallback, Unavailable
 from nodocker_cluster.control_plane import NODE_NAME, ControlPlane, StartError
 
@@ -66,7 +66,7 @@ def install_packages(report_progress: ProgressCallback) -> None:
     """
     if os.geteuid() != 0:
         raise Unavailable("only root can start a node, because it needs mounts, a network and control groups")
-    binaries.install_packages(PACKAGES, report_progress)
+    debian.install_packages(PACKAGES, report_progress)
 
 
 def start(plane: ControlPlane, pause: Path, dies_with_us: bool = False) -> Node:
@@ -83,8 +83,8 @@ def start(plane: ControlPlane, pause: Path, dies_with_us: bool = False) -> Node:
     cgroups.remove_stale()
     cgroups.create(plane.folder)
     unshare = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
-    version_arguments = [str(plane.programs.folder), "v" + ".".join(map(str, plane.programs.version))]
-    init = [sys.executable, "-m", "nodocker_cluster.node_init", str(plane.folder), *version_arguments, str(pause)]
+    init = [sys.executable, "-m", "nodocker_cluster.node_init"]
+    init += map(str, (plane.folder, plane.programs.folder, pause))
     environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     process = processes.start(plane.folder, PROCESS_NAME, [*unshare, *init], environment, dies_with_us)
     try:

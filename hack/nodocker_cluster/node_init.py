@@ -4,7 +4,7 @@
 It creates the mounts and the network of the node, starts its programs, and reaps orphans. When a program ends, the init
 process ends the node. node.py starts the init process in new namespaces for mounts, network and processes.
 
-    python -m nodocker_cluster.node_init FOLDER TOOLS VERSION PAUSE
+    python -m nodocker_cluster.node_init FOLDER TOOLS PAUSE
 """
 
 import json
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from nodocker_cluster import cgroups, network
-from nodocker_cluster.binaries import KubeBinaries, parse_version
 from nodocker_cluster.control_plane import NODE_NAME
 from nodocker_cluster.network import NETWORK
 
@@ -30,11 +29,7 @@ _PRIVATE_FOLDERS = ("/run", "/var/lib", "/var/log")
 
 def main() -> NoReturn:
     """Start the node and run until it ends."""
-    folder, programs, pause = (
-        Path(sys.argv[1]),
-        KubeBinaries(Path(sys.argv[2]), parse_version(sys.argv[3])),
-        Path(sys.argv[4]),
-    )
+    folder, programs, pause = map(Path, sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     _make_mounts(folder)
     _configure_network()
@@ -48,7 +43,7 @@ def main() -> NoReturn:
 class _NodePrograms:
     """The node's programs."""
 
-    def __init__(self, folder: Path, programs: KubeBinaries) -> None:
+    def __init__(self, folder: Path, programs: Path) -> None:
         self.folder, self.programs = folder, programs
         self.names: dict[int, str] = {}
 
@@ -64,25 +59,21 @@ class _NodePrograms:
 
     def start_kubelet(self) -> None:
         config = self.folder / "kubelet.json"
-        config.write_text(json.dumps(_kubelet_config(self.folder, self.programs)))
-        old = ["--container-runtime=remote"] if self.programs.version < (1, 24, 0) else []
-        endpoint = [f"--container-runtime-endpoint=unix://{SOCKET}"] if self.programs.version < (1, 27, 0) else []
+        config.write_text(json.dumps(_kubelet_config(self.folder)))
         self._start(
             "kubelet",
-            self.programs.path("kubelet"),
+            str(self.programs / "kubelet"),
             f"--config={config}",
             f"--kubeconfig={self.folder}/kubelet.kubeconfig",
             f"--hostname-override={NODE_NAME}",
             f"--node-ip={NETWORK.node}",
             f"--root-dir={self.folder}/kubelet",
-            *old,
-            *endpoint,
         )
 
     def start_kube_proxy(self) -> None:
         config = self.folder / "kube-proxy.json"
         config.write_text(json.dumps(_kube_proxy_config(self.folder)))
-        self._start("kube-proxy", self.programs.path("kube-proxy"), f"--config={config}")
+        self._start("kube-proxy", str(self.programs / "kube-proxy"), f"--config={config}")
 
     def reap_until_failure(self) -> NoReturn:
         """Reap ended processes. When a process of the node ends, its children become children of the init process."""
@@ -171,13 +162,8 @@ state = "/run/containerd"
 """
 
 
-def _kubelet_config(folder: Path, programs: KubeBinaries) -> dict[str, object]:
+def _kubelet_config(folder: Path) -> dict[str, object]:
     pki = folder / "pki"
-    newer: dict[str, object] = {}
-    if programs.version >= (1, 27, 0):
-        newer["containerRuntimeEndpoint"] = f"unix://{SOCKET}"
-    if programs.version >= (1, 31, 0):
-        newer["failCgroupV1"] = False
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -200,7 +186,8 @@ def _kubelet_config(folder: Path, programs: KubeBinaries) -> dict[str, object]:
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         "nodeStatusUpdateFrequency": "1s",
-        **newer,
+        "containerRuntimeEndpoint": f"unix://{SOCKET}",
+        "failCgroupV1": False,
     }
 
 

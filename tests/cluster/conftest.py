@@ -4,7 +4,7 @@
 from pathlib import Path
 
 import pytest
-from support.cluster import NO_CLUSTER_REASON, current_crd_server, is_available, running_cluster
+from support.cluster import NO_CLUSTER_REASON, is_available, running_cluster
 from support.controller_harness import answer_model_readers, make_claim
 from support.fake_kubelet import FakeKubelet
 
@@ -26,14 +26,6 @@ def cluster(tmp_path_factory):
     with running_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
         cluster.install_crd()
         yield cluster
-
-
-@pytest.fixture(scope="session")
-def current(cluster, tmp_path_factory):
-    """An API server that takes the CRD as a current Kubernetes does, if only for that."""
-    with current_crd_server(cluster, tmp_path_factory.mktemp("definitions")) as current:
-        current.install_crd()
-        yield current
 
 
 @pytest.fixture(scope="module")

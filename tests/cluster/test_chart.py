@@ -45,7 +45,7 @@ def release(bare, tmp_path_factory):
     """Installed once for all tests here, which run in order."""
     made = Release(bare, tmp_path_factory.mktemp("release"))
     made.helm("install", CHART, more=["--create-namespace"])
-    wait_for(lambda: bare.is_established(CRD), 30, "the definition is served")
+    wait_for(lambda: bare.is_served(CRD), 30, "the definition is served")
     return made
 
 

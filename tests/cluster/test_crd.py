@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CRD at a real API server: it installs, takes the examples, refuses what it should, and scales.
-
-Where the cluster is an old one, a current Kubernetes' API server of definitions shows the same, and what an old one
-does not have. It has no /api, without which kubectl does nothing.
-"""
+"""The CRD at a real API server: it installs, takes the examples, refuses what it should, and scales."""
 
 import copy
 import json
@@ -25,20 +21,14 @@ SERVICE = {
 }
 
 
-@pytest.fixture(params=["cluster", "current"])
-def server(request):
-    """Each of the two API servers."""
-    return request.getfixturevalue(request.param)
-
-
 def changed(**spec):
     body = copy.deepcopy(SERVICE)
     body["spec"].update(spec)
     return body
 
 
-def test_crd_is_established_and_small(server):
-    found = server.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", "llmservices.quire.dev")
+def test_crd_is_established_and_small(cluster):
+    found = cluster.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", "llmservices.quire.dev")
     conditions = {c["type"]: c["status"] for c in found["status"]["conditions"]}
     assert (conditions["NamesAccepted"], conditions["Established"]) == ("True", "True")
     # NonStructuralSchema and KubernetesAPIApprovalPolicyConformant only appear when something is wrong.
@@ -49,14 +39,13 @@ def test_crd_is_established_and_small(server):
 
 def test_kubectl_apply_accepts_the_crd(cluster):
     """Client-side apply keeps the whole object in an annotation of 256 KB at most."""
-    strict = [] if cluster.version >= (1, 25) else ["--validate=false"]
-    cluster.kubectl("apply", "--dry-run=server", *strict, f"--filename={CRD_FILE}")
+    cluster.kubectl("apply", "--dry-run=server", f"--filename={CRD_FILE}")
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda p: p.name)
-def test_the_examples_are_accepted(server, namespace, file: Path):
+def test_the_examples_are_accepted(cluster, namespace, file: Path):
     example = yaml.safe_load(file.read_text())
-    stored = server.apply(example, namespace)
+    stored = cluster.apply(example, namespace)
     assert stored["metadata"]["generation"] == 1
     assert stored["spec"]["replicas"] == example["spec"].get("replicas", 1)
 
@@ -75,9 +64,9 @@ def test_the_examples_are_accepted(server, namespace, file: Path):
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
-def test_the_schema_rejects_invalid_values(server, namespace, spec, says):
+def test_the_schema_rejects_invalid_values(cluster, namespace, spec, says):
     with pytest.raises(DynamicApiError) as refused:
-        server.request("POST", server.path(*API, namespace), changed(**spec), dryRun="All")
+        cluster.request("POST", cluster.path(*API, namespace), changed(**spec), dryRun="All")
     assert refused.value.status == 422
     assert says in refused.value.summary()
 
@@ -85,53 +74,53 @@ def test_the_schema_rejects_invalid_values(server, namespace, spec, says):
 @pytest.mark.parametrize(
     ("words", "good", "bad"), [r[:3] for r in CEL_RULE_CASES], ids=[f"{i}" for i, _ in enumerate(CEL_RULE_CASES)]
 )
-def test_cel_rules_reject_invalid_objects(current, namespace, words, good, bad):
-    current.request("POST", current.path(*API, namespace), service_with(good), dryRun="All")
+def test_cel_rules_reject_invalid_objects(cluster, namespace, words, good, bad):
+    cluster.request("POST", cluster.path(*API, namespace), service_with(good), dryRun="All")
     with pytest.raises(DynamicApiError) as refused:
-        current.request("POST", current.path(*API, namespace), service_with(bad), dryRun="All")
+        cluster.request("POST", cluster.path(*API, namespace), service_with(bad), dryRun="All")
     assert refused.value.status == 422
     assert words in refused.value.summary()
 
 
 @pytest.mark.parametrize(("words", "good", "bad"), CEL_UPDATE_CASES, ids=[u[0] for u in CEL_UPDATE_CASES])
-def test_cel_rules_reject_invalid_updates(current, namespace, words, good, bad):
+def test_cel_rules_reject_invalid_updates(cluster, namespace, words, good, bad):
     for i, (old, new) in enumerate([*good, *bad]):
         name = f"update-{i}"
-        current.apply(service_with({"metadata.name": name, "spec.cache": old}), namespace)
+        cluster.apply(service_with({"metadata.name": name, "spec.cache": old}), namespace)
         later = {"spec": {"cache": {**dict.fromkeys(old), **new}}}
         if i < len(good):
-            current.merge(*API, name, later, namespace)
+            cluster.merge(*API, name, later, namespace)
             continue
         with pytest.raises(DynamicApiError) as refused:
-            current.merge(*API, name, later, namespace)
+            cluster.merge(*API, name, later, namespace)
         assert words in refused.value.summary()
 
 
-def test_an_unknown_field_is_rejected_by_name(current, namespace):
+def test_an_unknown_field_is_rejected_by_name(cluster, namespace):
     with pytest.raises(DynamicApiError, match=r"spec\.replica\b"):
-        current.apply(changed(replica=2), namespace)
+        cluster.apply(changed(replica=2), namespace)
 
 
-def test_the_scale_subresource(server, namespace):
+def test_the_scale_subresource(cluster, namespace):
     """What a HorizontalPodAutoscaler uses: replicas, and the selector of the pods."""
-    server.apply(SERVICE, namespace)
+    cluster.apply(SERVICE, namespace)
     selector = "app.kubernetes.io/instance=tales"
-    server.merge(*API, "tales", {"status": {"replicas": 1, "selector": selector}}, namespace, "status")
-    path = server.path(*API, namespace, "tales") + "/scale"
-    scale = server.request("GET", path)
+    cluster.merge(*API, "tales", {"status": {"replicas": 1, "selector": selector}}, namespace, "status")
+    path = cluster.path(*API, namespace, "tales") + "/scale"
+    scale = cluster.request("GET", path)
     assert (scale["kind"], scale["apiVersion"]) == ("Scale", "autoscaling/v1")
     assert (scale["spec"]["replicas"], scale["status"]) == (1, {"replicas": 1, "selector": selector})
-    server.request("PATCH", path, {"spec": {"replicas": 3}}, "application/merge-patch+json")
-    after = server.get(*API, "tales", namespace)
+    cluster.request("PATCH", path, {"spec": {"replicas": 3}}, "application/merge-patch+json")
+    after = cluster.get(*API, "tales", namespace)
     assert (after["spec"]["replicas"], after["metadata"]["generation"]) == (3, 2)
 
 
-def test_status_is_a_subresource(server, namespace):
+def test_status_is_a_subresource(cluster, namespace):
     """A write to the spec does not change the status, nor the reverse; a status write keeps the generation."""
-    server.apply(SERVICE, namespace)
+    cluster.apply(SERVICE, namespace)
     both = {"spec": {"replicas": 2}, "status": {"replicas": 5}}
-    server.merge(*API, "tales", both, namespace)
-    assert "status" not in server.get(*API, "tales", namespace)
-    server.merge(*API, "tales", {"spec": {"replicas": 9}, "status": {"replicas": 5}}, namespace, "status")
-    after = server.get(*API, "tales", namespace)
+    cluster.merge(*API, "tales", both, namespace)
+    assert "status" not in cluster.get(*API, "tales", namespace)
+    cluster.merge(*API, "tales", {"spec": {"replicas": 9}, "status": {"replicas": 5}}, namespace, "status")
+    after = cluster.get(*API, "tales", namespace)
     assert (after["spec"]["replicas"], after["status"]["replicas"], after["metadata"]["generation"]) == (2, 5, 2)

@@ -10,7 +10,6 @@ import random
 import time
 
 import pytest
-from support.cluster import crd_without_schema
 from support.controller_harness import ControllerHarness, child_objects, llm_service, make_claim
 from support.engine_processes import wait_for
 from support.fault_proxy import Fault, FaultInjectingProxy, error_storm
@@ -25,7 +24,6 @@ pytestmark = pytest.mark.timeout(600)
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 MONITOR = ("monitoring.coreos.com/v1", "PodMonitor")
 SERVER_PODS = "app.kubernetes.io/component=server"
-POD_MONITORS = ("podmonitors", "monitoring.coreos.com", "v1", "PodMonitor")
 SHORT_TIMEOUTS = WatchTimeouts(inactivity_s=1.0, max_backoff_s=0.5)
 CALM_TIMEOUTS = WatchTimeouts(inactivity_s=2.5, max_backoff_s=0.5)
 """For tests in which no watch may become stale, on a busy machine either."""
@@ -211,30 +209,28 @@ def test_a_service_deleted_behind_a_compacted_watch_is_forgotten_by_the_comparis
 
 @pytest.mark.parametrize("how", ["answers 403", "is uninstalled", "sends an ERROR"])
 def test_an_optional_kind_that_fails_delays_no_other(cluster, namespace, kubelet, tmp_path, how):
-    crd = cluster.apply(crd_without_schema(*POD_MONITORS))
     is_watch = lambda asked: "podmonitors" in asked and "watch=true" in asked  # noqa: E731
-    try:
-        wait_for(lambda: cluster.is_established(crd["metadata"]["name"]), 30, "the kind served")
-        initial_fault = lambda method, asked: Fault(403) if how == "answers 403" and "podmonitors" in asked else None  # noqa: E731
-        settings = {"watch_timeouts": CALM_TIMEOUTS, "fault": initial_fault, "with_kopf": True}
-        with proxied_operator(cluster, namespace, tmp_path, **settings) as (proxy, operator):
-            wait_for(operator.controller.started.is_set, 30, "workers")
-            cluster.apply(llm_service(observability={"podMonitor": "Auto"}), namespace)
-            wait_for(lambda: operator.child("Deployment"), 30, "the Deployment")
-            if how == "is uninstalled":
-                wait_for(lambda: cluster.get(*MONITOR, "tales", namespace), 30, "the PodMonitor")
-                cluster.delete(crd["apiVersion"], crd["kind"], crd["metadata"]["name"])
-            if how == "sends an ERROR":
-                proxy.fault = lambda method, asked: Fault(200, error_event=500) if is_watch(asked) else None
-            until = time.monotonic() + 1.5 * CALM_TIMEOUTS.stale_after_s
-            while time.monotonic() < until:
-                assert operator.controller.unhealthy_reason() == ""
-                time.sleep(0.2)
-            cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
-            wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 2, 30, "the edit")
-            assert operator.controller.ready and operator.failure is None
-    finally:
-        cluster.delete(crd["apiVersion"], crd["kind"], crd["metadata"]["name"])
+    initial_fault = lambda method, asked: Fault(403) if how == "answers 403" and "podmonitors" in asked else None  # noqa: E731
+    settings = {"watch_timeouts": CALM_TIMEOUTS, "fault": initial_fault, "with_kopf": True}
+    with (
+        cluster.optional_kind("PodMonitor") as crd,
+        proxied_operator(cluster, namespace, tmp_path, **settings) as (proxy, operator),
+    ):
+        wait_for(operator.controller.started.is_set, 30, "workers")
+        cluster.apply(llm_service(observability={"podMonitor": "Auto"}), namespace)
+        wait_for(lambda: operator.child("Deployment"), 30, "the Deployment")
+        if how == "is uninstalled":
+            wait_for(lambda: cluster.get(*MONITOR, "tales", namespace), 30, "the PodMonitor")
+            cluster.delete_crd(crd)
+        if how == "sends an ERROR":
+            proxy.fault = lambda method, asked: Fault(200, error_event=500) if is_watch(asked) else None
+        until = time.monotonic() + 1.5 * CALM_TIMEOUTS.stale_after_s
+        while time.monotonic() < until:
+            assert operator.controller.unhealthy_reason() == ""
+            time.sleep(0.2)
+        cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
+        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 2, 30, "the edit")
+        assert operator.controller.ready and operator.failure is None
 
 
 def test_an_optional_kind_that_is_installed_later_is_served(cluster, namespace, kubelet, monkeypatch):
@@ -243,15 +239,11 @@ def test_an_optional_kind_that_is_installed_later_is_served(cluster, namespace, 
     with ControllerHarness(cluster, namespace) as operator:
         cluster.apply(llm_service(observability={"podMonitor": "Auto"}), namespace)
         operator.wait_settled()
-        crd = cluster.apply(crd_without_schema(*POD_MONITORS))
-        try:
-            wait_for(lambda: cluster.is_established(crd["metadata"]["name"]), 30, "the kind served")
+        with cluster.optional_kind("PodMonitor"):
             pod_monitor = lambda: cluster.get(*MONITOR, "tales", namespace)  # noqa: E731
             wait_for(pod_monitor, 30, "the PodMonitor")
             cluster.delete(*MONITOR, "tales", namespace)
             wait_for(pod_monitor, 30, "the PodMonitor again, by its watch")
-        finally:
-            cluster.delete(crd["apiVersion"], crd["kind"], crd["metadata"]["name"])
 
 
 def test_an_api_server_that_answers_503_for_long_needs_no_restart(cluster, namespace, kubelet, tmp_path):

@@ -20,7 +20,7 @@ import yaml
 from nodocker_cluster import processes
 from nodocker_cluster.control_plane import AUDIT_LOG
 from support.chart import CHART, ROOT, helm
-from support.cluster import crd_without_schema, running_cluster
+from support.cluster import optional_crd, running_cluster
 from support.controller_harness import answer_model_readers, llm_service, make_claim
 from support.engine_processes import wait_for
 from support.fake_kubelet import FakeKubelet
@@ -35,19 +35,17 @@ API, KIND = "quire.dev/v1alpha1", "LLMService"
 SYSTEM, ACCOUNT = "quire-system", "system:serviceaccount:quire-system:quire"
 VALUES = {"operator": {"logFormat": "text"}}
 
-SINCE = {"poddisruptionbudgets": (1, 21), "horizontalpodautoscalers": (1, 23)}
-"""Kinds, in the version that the operator asks for, that an older API server lacks."""
 UNSEEN = {
     # Checked by an admission plugin of the API server that is off by default, not by a request.
     ("quire.dev", "llmservices/finalizers", "update"),
     # Asked for only where a pod waits for long; a test below asks.
     ("events.k8s.io", "events", "list"),
 }
-OPTIONAL = {
-    "podmonitors": ("monitoring.coreos.com", "v1", "PodMonitor"),
-    "scaledobjects": ("keda.sh", "v1alpha1", "ScaledObject"),
-    "inferencepools": ("inference.networking.k8s.io", "v1", "InferencePool"),
-}
+OPTIONAL = [
+    ("monitoring.coreos.com/v1", "PodMonitor"),
+    ("keda.sh/v1alpha1", "ScaledObject"),
+    ("inference.networking.k8s.io/v1", "InferencePool"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +55,8 @@ def cluster(tmp_path_factory):
         if cluster.programs is None:
             pytest.skip("reads the API server's audit log, which a cluster that was given does not show")
         cluster.require_controllers()
-        for plural, (group, version, kind) in OPTIONAL.items():
-            cluster.apply(crd_without_schema(plural, group, version, kind))
+        for _, kind in OPTIONAL:
+            cluster.apply_crd(optional_crd(kind))
         install(cluster, "install", VALUES)
         with FakeKubelet(cluster, "node-rights") as node:
             answer_model_readers(node)
@@ -161,7 +159,6 @@ def test_grants_exactly_the_rights_that_the_operator_uses(cluster, models):
     assert refused == {}
     assert set(used) <= granted(cluster)
     unused = granted(cluster) - set(used) - UNSEEN
-    unused = {what for what in unused if cluster.version >= SINCE.get(what[1], (0, 0))}
     assert not unused, sorted(unused)
 
 
@@ -172,8 +169,8 @@ async def test_a_deleted_or_replaced_service_is_detected_without_the_right_to_ge
         made = cluster.apply(llm_service(paused=True), namespace)
         status = {"observedGeneration": 1}
         async with ApiClient(login) as client:
-            for name, uid, error in (("tales", "another", WriteConflict), ("absent", "another", ObjectNotFound)):
-                meta = {"name": name, "namespace": namespace, "uid": uid, "generation": 1, "resourceVersion": "1"}
+            for name, error in (("tales", WriteConflict), ("absent", ObjectNotFound)):
+                meta = {"name": name, "namespace": namespace, "resourceVersion": "1"}
                 manifest = {"metadata": meta, "status": status}
                 with pytest.raises(error):
                     await client.set_status(LLM_SERVICE, manifest)
@@ -242,10 +239,8 @@ def live(cluster, namespace, models):
     cluster.merge(API, KIND, "fetched", {"spec": {"cache": {"mode": "EmptyDir"}}}, namespace)
     cluster.merge(API, KIND, "on-gpu", {"spec": {"autoscaling": None}}, namespace)
     gone = [("networking.k8s.io/v1", "NetworkPolicy", "tales"), ("v1", "Secret", "tales-credentials")]
-    gone += [(f"{group}/{version}", kind, "tales") for group, version, kind in OPTIONAL.values()]
-    gone += [("v1", "PersistentVolumeClaim", "fetched-models")]
-    if cluster.version >= SINCE["poddisruptionbudgets"]:
-        gone.append(("policy/v1", "PodDisruptionBudget", "tales"))
+    gone += [(*kind, "tales") for kind in OPTIONAL]
+    gone += [("v1", "PersistentVolumeClaim", "fetched-models"), ("policy/v1", "PodDisruptionBudget", "tales")]
     for version, kind, name in gone:
         absent(cluster, namespace, version, kind, name)
     # Pods of the first template could come back as long as there is a ReplicaSet of it, and would read its engine map.

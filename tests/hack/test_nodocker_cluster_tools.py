@@ -1,26 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make cluster-tools` finds and downloads Kubernetes' programs; tested with a real HTTP server.
+"""`make cluster-tools` finds, downloads and builds programs; tested with a real HTTP server and real Go.
 
-The build from Debian's source takes minutes: `.ci/run` does it, and the cluster tests run the result.
+The build of Kubernetes takes minutes: `.ci/run` does it, and the cluster tests run the result.
 """
 
 import hashlib
 import http.server
 import io
+import os
+import re
+import shutil
 import subprocess
 import tarfile
 import threading
 from pathlib import Path
 
 import pytest
-from nodocker_cluster import binaries, release
+from nodocker_cluster import binaries, go_module, helm, kubernetes_build, release
+from nodocker_cluster.go_module import GoModule
+
+VERSION = kubernetes_build.pinned_version()
+HELM_VERSION = helm.pinned_version()
+requires_go = pytest.mark.skipif(shutil.which("go") is None, reason="Go is not installed: https://go.dev/dl")
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("QUIRE_CLUSTER_CACHE", str(folder))
-    monkeypatch.delenv("KUBEBUILDER_ASSETS", raising=False)
+    for variable in ("KUBEBUILDER_ASSETS", binaries.VERSION_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
     return folder
 
 
@@ -33,26 +42,32 @@ def put(folder: Path, *names: str, says: str = "Kubernetes v1.31.4") -> Path:
     return folder
 
 
+def write_archive(archive: Path, member: str) -> str:
+    """Write an archive with one program, and return the archive's digest."""
+    archive.parent.mkdir(parents=True)
+    content = f"#!/bin/sh\necho {Path(member).name}\n".encode()
+    entry = tarfile.TarInfo(member)
+    entry.size = len(content)
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.addfile(entry, io.BytesIO(content))
+    return hashlib.sha256(archive.read_bytes()).hexdigest()
+
+
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """An HTTP server with the folders of a release."""
     root = tmp_path / "site"
-    version = f"v{release.MINOR_VERSION}.7"
-    programs = put(root / "release" / version / "bin/linux/amd64", *(n for n in binaries.ALL_PROGRAMS if n != "etcd"))
+    programs = put(root / "release" / VERSION / "bin/linux/amd64", *(n for n in binaries.ALL_PROGRAMS if n != "etcd"))
     for program in sorted(programs.iterdir()):
         digest = hashlib.sha256(program.read_bytes()).hexdigest()
         program.with_name(f"{program.name}.sha256").write_text(digest)
-    (root / f"release/stable-{release.MINOR_VERSION}.txt").write_text(version)
-    etcd = root / "etcd" / release.ETCD_VERSION
-    etcd.mkdir(parents=True)
-    folder = f"etcd-{release.ETCD_VERSION}-linux-amd64"
-    archive = etcd / f"{folder}.tar.gz"
-    with tarfile.open(archive, "w:gz") as tar:
-        content = b"#!/bin/sh\necho etcd\n"
-        entry = tarfile.TarInfo(f"{folder}/etcd")
-        entry.size = len(content)
-        tar.addfile(entry, io.BytesIO(content))
-    (etcd / "SHA256SUMS").write_text(f"{hashlib.sha256(archive.read_bytes()).hexdigest()}  {archive.name}\n")
+    name = f"etcd-{release.ETCD_VERSION}-linux-amd64"
+    archive = root / "etcd" / release.ETCD_VERSION / f"{name}.tar.gz"
+    archive.with_name("SHA256SUMS").write_text(f"{write_archive(archive, f'{name}/etcd')}  {archive.name}\n")
+    archive = root / "helm" / f"helm-{HELM_VERSION}-linux-amd64.tar.gz"
+    archive.with_name(f"{archive.name}.sha256sum").write_text(
+        f"{write_archive(archive, 'linux-amd64/helm')}  {archive.name}\n"
+    )
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args):
@@ -67,24 +82,31 @@ def site(tmp_path, monkeypatch):
         base = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(release, "KUBERNETES_URL", f"{base}/release")
         monkeypatch.setattr(release, "ETCD_URL", f"{base}/etcd")
+        monkeypatch.setattr(release, "HELM_URL", f"{base}/helm")
         monkeypatch.setattr(release.platform, "machine", lambda: "x86_64")
         yield root
         server.shutdown()
         thread.join()
 
 
-def test_finds_the_newest_version_in_the_cache(cache):
+def test_finds_the_wanted_version_in_the_cache(cache, monkeypatch):
     assert binaries.find() is None
-    put(cache / "v1.20.2-debian", *binaries.ALL_PROGRAMS)
-    put(cache / "v1.36.1", *binaries.ALL_PROGRAMS)
-    put(cache / "v1.37.0", "kubectl")
+    put(cache / "v1.99.0", *binaries.ALL_PROGRAMS)
+    put(cache / VERSION, *binaries.ALL_PROGRAMS)
     found = binaries.find()
-    assert (found.version, found.folder.name) == ((1, 36, 1), "v1.36.1")
-    assert str(found) == f"Kubernetes 1.36.1 in {found.folder}"
+    assert (f"v{'.'.join(map(str, found.version))}", found.folder.name) == (VERSION, VERSION)
+    assert str(found) == f"Kubernetes {VERSION[1:]} in {found.folder}"
+    monkeypatch.setenv(binaries.VERSION_VARIABLE, "1.99.0")
+    assert binaries.find().version == (1, 99, 0)
+    monkeypatch.setenv(binaries.VERSION_VARIABLE, "v1.34.4")
+    assert binaries.find() is None
+    monkeypatch.setenv(binaries.VERSION_VARIABLE, "latest")
+    with pytest.raises(binaries.Unavailable, match=f"QUIRE_KUBERNETES is 'latest'; use a version such as {VERSION}"):
+        binaries.find()
 
 
 def test_kubebuilder_assets_take_precedence(cache, tmp_path, monkeypatch):
-    put(cache / "v1.36.1", *binaries.ALL_PROGRAMS)
+    put(cache / VERSION, *binaries.ALL_PROGRAMS)
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(put(tmp_path / "assets", "etcd", "kube-apiserver", "kubectl")))
     found = binaries.find()
     assert found.version == (1, 31, 4)
@@ -92,12 +114,15 @@ def test_kubebuilder_assets_take_precedence(cache, tmp_path, monkeypatch):
     assert "without kube-controller-manager" in str(found)
     with pytest.raises(binaries.Unavailable, match="has no kubelet"):
         found.path("kubelet")
+    monkeypatch.setenv(binaries.VERSION_VARIABLE, "v1.34.4")
+    with pytest.raises(binaries.Unavailable, match=r"is v1\.34\.4, but KUBEBUILDER_ASSETS has Kubernetes 1\.31\.4"):
+        binaries.find()
 
 
 def test_downloads_and_checks_an_official_release(site, cache):
     said = []
     found = binaries.find_or_build(said.append)
-    assert found.folder == cache / f"v{release.MINOR_VERSION}.7"
+    assert found.folder == cache / VERSION
     assert found.has(*binaries.ALL_PROGRAMS)
     assert subprocess.check_output([found.path("etcd")], text=True) == "etcd\n"
     assert any("downloading kube-apiserver" in line for line in said)
@@ -111,5 +136,65 @@ def test_rejects_a_file_with_a_wrong_digest(site, cache):
     (program,) = site.glob("release/*/bin/linux/amd64/kubelet")
     program.write_text("#!/bin/sh\necho else\n")
     with pytest.raises(binaries.Unavailable, match=r"kubelet: its SHA-256 is .*, but .* is published"):
-        release.download(cache, print)
+        release.download_kubernetes(put(cache), VERSION, print)
     assert list(cache.iterdir()) == []
+
+
+def test_downloads_helm_unless_path_has_a_new_one(site, cache, tmp_path, monkeypatch):
+    folder = put(tmp_path / "bin", "helm", says="v3.13.3")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    assert helm.find() is None
+    found = helm.find_or_build(print)
+    assert found == cache / f"helm-{HELM_VERSION}" / "helm"
+    assert subprocess.check_output([found], text=True) == "helm\n"
+    assert [f.name for f in cache.iterdir()] == [found.parent.name]
+    put(folder, "helm", says="v3.14.0")
+    assert helm.find() == helm.find_or_build(print) == folder / "helm"
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        (None, "go is not installed; install Go 1.21 or later"),
+        ("go1.19.8", "go is go1.19.8; install Go 1.21 or later"),
+        ("", "go is of an unknown version; install Go 1.21 or later"),
+    ],
+)
+def test_reports_each_source_that_cannot_provide_the_programs(cache, tmp_path, monkeypatch, says, message):
+    monkeypatch.setattr(release, "KUBERNETES_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("PATH", str(put(tmp_path / "bin", *(["go"] if says is not None else []), says=says or "")))
+    with pytest.raises(binaries.Unavailable) as error:
+        binaries.find_or_build(print)
+    official, from_source = str(error.value).split("\n  - ")[1:]
+    assert official.startswith(f"official release: http://127.0.0.1:9/{VERSION}/bin")
+    assert message in from_source
+
+
+@requires_go
+def test_builds_the_tools_of_a_module_and_reports_progress(tmp_path, monkeypatch):
+    monkeypatch.setattr(go_module, "REPORT_INTERVAL_S", 0)
+    monkeypatch.setenv("GOFLAGS", "-mod=vendor")
+    # The comment makes the code new for the user's build cache.
+    code = (
+        f'package main; import "os"; var version = ""; func main() {{ os.Stdout.WriteString(version) }} // {tmp_path}'
+    )
+    module = write_module(tmp_path / "hello", code)
+    said = []
+    module.build(tmp_path / "out", {"main.version": "v7"}, said.append)
+    assert subprocess.check_output([tmp_path / "out/hello"], text=True) == "v7"
+    assert said[0] == "downloading the source of hello"
+    assert any(re.search(r"compiling hello: \d+ of at most \d+ packages", line) for line in said)
+
+
+@requires_go
+def test_a_build_that_fails_names_the_error(tmp_path):
+    module = write_module(tmp_path / "hello", "package main; func main() { undefined() }")
+    with pytest.raises(binaries.Unavailable, match=r"go build -v failed:\n(.*\n)*.*undefined: undefined"):
+        module.build(tmp_path / "out", {}, print)
+
+
+def write_module(folder: Path, code: str) -> GoModule:
+    folder.mkdir()
+    (folder / "go.mod").write_text("module example.org/hello\n\ngo 1.24\n\ntool example.org/hello\n")
+    (folder / "main.go").write_text(code + "\n")
+    return GoModule(folder)

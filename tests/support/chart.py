@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Helm chart, rendered to objects."""
 
+import functools
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import nodocker_cluster.helm
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/quire"
+NO_HELM_REASON = "no Helm on this machine: run make cluster-tools (minutes, once)"
 
 ALL_VALUES: dict[str, Any] = {
     "image": {
@@ -55,10 +58,17 @@ DISABLED_VALUES: dict[str, Any] = {
 }
 
 
+_helm_program = functools.cache(nodocker_cluster.helm.find)
+
+
 def helm(*arguments: str | Path, check: bool = True, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run a Helm command."""
-    command = [sys.executable, str(ROOT / "hack/helm.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    """Run a Helm command; skips the test if there is no Helm."""
+    program = _helm_program()
+    if program is None:
+        pytest.skip(NO_HELM_REASON)
+    done = subprocess.run(
+        [program, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, check=False
+    )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 

@@ -6,7 +6,6 @@ plane with the programs of hack/nodocker_cluster. Nothing is simulated.
 """
 
 import contextlib
-import functools
 import os
 import secrets
 import subprocess
@@ -20,8 +19,8 @@ import pytest
 import yaml
 from kubernetes import client, config
 from kubernetes.dynamic import DynamicClient, Resource
-from kubernetes.dynamic.exceptions import ConflictError, NotFoundError, ResourceNotFoundError
-from nodocker_cluster import binaries, control_plane, crd_apiserver
+from kubernetes.dynamic.exceptions import NotFoundError, ResourceNotFoundError
+from nodocker_cluster import binaries, control_plane, crds
 from support.engine_processes import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,10 +30,11 @@ NO_CLUSTER_REASON = "no Kubernetes on this machine: run make cluster-tools (minu
 FIELD_MANAGER = "quire-tests"
 
 Manifest = dict[str, Any]
+CRD = ("apiextensions.k8s.io/v1", "CustomResourceDefinition")
 
 
 class GroupVersionDiscoverer:
-    """Discovers the kinds of one group version at a time: an API server of CRDs alone does not serve /apis."""
+    """Discovers the kinds of one group version at a time, and asks again for a kind that it does not know."""
 
     def __init__(self, dynamic: DynamicClient, cache_file: str | None) -> None:
         self._dynamic = dynamic
@@ -79,18 +79,6 @@ class Cluster:
         configuration.proxy = None
         self.dynamic = DynamicClient(client.ApiClient(configuration), discoverer=GroupVersionDiscoverer)
 
-    @functools.cached_property
-    def version(self) -> tuple[int, int]:
-        """Version of the API server."""
-        document = self.request("GET", "/version")
-        return int(document["major"]), int(document["minor"].rstrip("+"))
-
-    def require_version(self, major: int, minor: int, feature: str) -> None:
-        """Skip the test if the API server is too old for `feature`."""
-        if self.version < (major, minor):
-            version = ".".join(map(str, self.version))
-            pytest.skip(f"needs Kubernetes {major}.{minor} for {feature}; this one is {version}")
-
     def require_controllers(self) -> None:
         """Skip the test if there is no controller-manager (KUBEBUILDER_ASSETS alone)."""
         if self.programs and not self.programs.has("kube-controller-manager"):
@@ -123,11 +111,9 @@ class Cluster:
         """Apply a manifest as kubectl apply --server-side does, and return the object."""
         meta = manifest["metadata"]
         path = self.path(manifest["apiVersion"], manifest["kind"], meta.get("namespace", namespace), meta["name"])
-        params: dict[str, Any] = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        params: dict[str, Any] = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
         if dry_run:
             params["dryRun"] = "All"
-        if self.version >= (1, 25):
-            params["fieldValidation"] = "Strict"
         path += f"/{subresource}" if subresource else ""
         return dict(self.request("PATCH", path, dict(manifest), "application/apply-patch+yaml", **params))
 
@@ -198,35 +184,63 @@ class Cluster:
             self.delete("v1", "Namespace", name)
 
     def install_crd(self) -> None:
-        """Create or update the CRD and wait until its API is served."""
-        # Not server-side apply: servers before 1.25 refuse the CEL rules there, and drop them on other writes.
-        manifest = yaml.safe_load(CRD_FILE.read_text())
+        """Apply the CRD of LLMService and wait until its API is served."""
+        self.apply_crd(yaml.safe_load(CRD_FILE.read_text()))
+
+    def apply_crd(self, manifest: Manifest) -> None:
+        """Apply a CRD and wait until its API is served."""
+        self.apply(manifest)
         name = manifest["metadata"]["name"]
-        path = self.path(manifest["apiVersion"], manifest["kind"])
+        wait_for(lambda: self.is_served(name), 30, f"{name} is served")
+
+    def delete_crd(self, name: str) -> None:
+        """Delete a CRD, and wait until its API is not served any more."""
+        self.delete(*CRD, name)
+        wait_for(lambda: self.get(*CRD, name) is None, 30, f"{name} is deleted")
+
+    @contextlib.contextmanager
+    def optional_kind(self, kind: str) -> Iterator[str]:
+        """Install the CRD of a kind of another project, unless the cluster has it; yield the name of the CRD."""
+        manifest = optional_crd(kind)
+        name = manifest["metadata"]["name"]
+        existed = self.get(*CRD, name) is not None
+        if not existed:
+            self.apply_crd(manifest)
         try:
-            self.request("POST", path, manifest)
-        except ConflictError:
-            self.request("PATCH", f"{path}/{name}", {"spec": manifest["spec"]}, "application/merge-patch+json")
-        wait_for(lambda: self.is_established(name), 30, f"{name} established")
+            yield name
+        finally:
+            if not existed:
+                self.delete_crd(name)
 
-    def is_established(self, name: str) -> bool:
-        """Whether the API server serves the kind of a CRD."""
-        crd = self.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", name) or {}
+    def is_served(self, crd_name: str) -> bool:
+        """Whether the API server serves the kind of a CRD, and lists it in its discovery documents.
+
+        A CRD is Established some time before clients that use discovery find its kind.
+        """
+        crd = self.get(*CRD, crd_name) or {}
         conditions = {c["type"]: c["status"] for c in crd.get("status", {}).get("conditions") or []}
-        return conditions.get("Established") == "True"
+        if conditions.get("Established") != "True":
+            return False
+        group, plural = crd["spec"]["group"], crd["spec"]["names"]["plural"]
+        versions = {version["name"] for version in crd["spec"]["versions"] if version["served"]}
+        groups = {found["name"]: found["versions"] for found in self.request("GET", "/apis")["groups"]}
+        if not versions <= {version["version"] for version in groups.get(group, ())}:
+            return False
+        try:
+            listed = [self.request("GET", f"/apis/{group}/{version}")["resources"] for version in versions]
+        except NotFoundError:
+            return False
+        return all(plural in {entry["name"] for entry in resources} for resources in listed)
 
 
-def crd_without_schema(plural: str, group: str, version: str, kind: str) -> Manifest:
-    """A CRD of a namespaced kind whose objects may contain anything."""
-    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
-    served = {"name": version, "served": True, "storage": True, "schema": schema}
-    names = {"plural": plural, "singular": kind.lower(), "kind": kind, "listKind": f"{kind}List"}
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{group}", "annotations": {"api-approved.kubernetes.io": "unapproved, a test"}},
-        "spec": {"group": group, "scope": "Namespaced", "names": names, "versions": [served]},
-    }
+def optional_crd(kind: str) -> Manifest:
+    """The CRD of a kind of another project (PodMonitor, ScaledObject, InferencePool); skips the test if it was not
+    downloaded."""
+    files = crds.find()
+    if files is None:
+        pytest.skip(f"no CRD of {kind} on this machine: run make cluster-tools (needs Go)")
+    manifest: Manifest = yaml.safe_load(files[kind].read_text())
+    return manifest
 
 
 def is_available() -> bool:
@@ -244,24 +258,6 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
     if programs is None:
         pytest.skip(NO_CLUSTER_REASON)
     plane = control_plane.start(folder / "control-plane", programs, dies_with_us=True)
-    try:
-        yield Cluster(plane.kubeconfig, folder, programs)
-    finally:
-        plane.stop()
-
-
-@contextlib.contextmanager
-def current_crd_server(cluster: Cluster, folder: Path) -> Iterator[Cluster]:
-    """The cluster itself where it is current, or else an API server of definitions alone; skips the test where there is
-    neither. It has custom resources only, in the cluster's namespaces."""
-    if cluster.version >= crd_apiserver.MIN_CURRENT_VERSION[:2]:
-        yield cluster
-        return
-    program, programs = crd_apiserver.find(), binaries.find()
-    if program is None or programs is None:
-        version = ".".join(map(str, cluster.version))
-        pytest.skip(f"needs a current Kubernetes, and this one is {version}: run make cluster-tools (minutes, once)")
-    plane = control_plane.start_crd_apiserver(folder / "control-plane", programs, program, cluster.kubeconfig)
     try:
         yield Cluster(plane.kubeconfig, folder, programs)
     finally:

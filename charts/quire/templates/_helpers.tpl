@@ -33,13 +33,3 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if $image.digest }}{{ printf "%s@%s" $name $image.digest }}
 {{- else }}{{ printf "%s:%s" $name ($image.tag | default (index . 2)) }}{{ end }}
 {{- end }}
-
-{{/* Removes the CEL rules from a CRD, in place. */}}
-{{- define "quire.withoutRules" -}}
-{{- if kindIs "map" . }}
-{{- $_ := unset . "x-kubernetes-validations" }}
-{{- range . }}{{ include "quire.withoutRules" . }}{{ end }}
-{{- else if kindIs "slice" . }}
-{{- range . }}{{ include "quire.withoutRules" . }}{{ end }}
-{{- end }}
-{{- end }}
