@@ -2,8 +2,10 @@
 """What holds for all tests."""
 
 import os
+import re
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # How long an example takes is the machine's affair, and several tests run side by side on it.
@@ -20,3 +22,50 @@ settings.load_profile("quire")
 # when it is imported, and transformers imports it: hence here, before any test file.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+ALLOWED_SKIPS = re.compile(
+    "|".join(
+        (
+            # hardware
+            r"no CUDA|needs a CUDA device",
+            r"compiled CPU kernels need AVX2|no compiled kernels here|oneDNN multiplies bfloat16 with AVX-512 only",
+            r"Triton compiles kernels on this machine",
+            # another suite runs them
+            r"needs PyTorch for CUDA on the emulated GPU: make emulated",
+            r"runs real pods on a node, which takes minutes: make e2e",
+            # downloads that only a developer asks for
+            r"no genai-perf|needs 500 MB",
+            # a restriction of the kernel, or of a cluster that was given
+            r"mounting a tmpfs in a user namespace is not allowed here",
+            r"QUIRE_TEST_KUBECONFIG is set|cluster that was given|an existing cluster|kubectl port-forward",
+        )
+    )
+)
+"""Reasons for which CI may skip a test. Any other skip fails there, because a missing program must not hide a suite."""
+
+
+def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if not os.environ.get("CI") or not report.skipped or hasattr(report, "wasxfail"):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    if not ALLOWED_SKIPS.search(reason):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"CI must not skip this test. Provide what is missing, or allow it in tests/conftest.py.\n{reason}"
+        )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport():
+    """A skip is a failure in CI."""
+    report = yield
+    _fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report():
+    """A file that is skipped as a whole is a failure in CI."""
+    report = yield
+    _fail_if_skipped(report)
+    return report

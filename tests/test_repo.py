@@ -98,3 +98,33 @@ def test_continuous_integration_runs_every_test_command():
     commands = " ".join(line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("make "))
     assert set(targets) >= {"test", "test-server", "test-cluster"}
     assert set(targets) <= set(commands.split())
+
+
+SKIPPED = """
+import pytest, shutil
+def test_program(): pytest.skip("jq is not installed")
+def test_device(): pytest.skip("needs a CUDA device")
+@pytest.mark.skipif(True, reason="chromium is not installed")
+def test_marked(): pass
+@pytest.mark.xfail(reason="known")
+def test_known(): assert False
+"""
+SKIPPED_FILE = 'import pytest; pytest.importorskip("a_module_that_nobody_has", reason="needs a package")'
+
+
+def test_only_allowed_skips_pass_in_ci(tmp_path, monkeypatch):
+    (tmp_path / "test_some.py").write_text(SKIPPED)
+    (tmp_path / "test_file.py").write_text(SKIPPED_FILE)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "--continue-on-collection-errors", "-rsxfE"]
+
+    def outcome(ci):
+        monkeypatch.setenv("CI", ci)
+        argv = [*command, "--rootdir", tmp_path, "-c", "/dev/null", tmp_path]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False).stdout
+
+    assert "4 skipped, 1 xfailed in" in outcome("")
+    said = outcome("true")
+    assert "1 failed, 1 skipped, 1 xfailed, 2 errors in" in said
+    for reason in ("jq is not installed", "chromium is not installed", "needs a package"):
+        assert f"allow it in tests/conftest.py.\nSkipped: {reason}" in said
