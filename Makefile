@@ -15,7 +15,7 @@ PYTEST = $(BIN)/python -m pytest -q --durations=10
 SIDE_BY_SIDE = -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: cpu-kernels help demo demo-env dev-env emulated-env doctor test test-server test-cluster test-kernels test-tools test-clients test-torch-min bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
+.PHONY: cpu-kernels help demo demo-env dev-env emulated-env doctor test test-server test-cluster test-kernels test-tools test-clients clients-env test-torch-min bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
 # A Kubernetes cluster for tests and manual use: hack/nodocker_cluster. IPV6=1: IPv6 only. KUBERNETES=v1.34.4: this
 # version instead of the pinned one.
 export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
@@ -46,8 +46,11 @@ test-tools: cpu-kernels ## test the tools: the benchmarks, the measuring of a GP
 	@# Not side by side: these tests start programs that use all cores, and run beside `make emulated` in CI.
 	@$(PYTEST) tests/hack
 
-test-clients: dev-env ## openai's, LangChain's and LiteLLM's clients against quire serve, from environments of their own
+test-clients: clients-env ## openai's, LangChain's and LiteLLM's clients against quire serve, from environments of their own
 	@PYTHONPATH=tests:hack $(BIN)/python tests/clients/run.py
+
+clients-env: dev-env
+	@PYTHONPATH=tests:hack $(BIN)/python tests/clients/run.py --install-only
 
 cpu-kernels: dev-env
 	@# Before the first server starts, which would wait for the compiler (30 s on processors with AVX2 only).

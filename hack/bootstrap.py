@@ -210,6 +210,12 @@ def main() -> None:
         print_progress("nothing is missing")
         if shutil.which("g++") is None:
             print_progress("g++ is not installed, so CPUs run without the compiled kernels")
+        from nodocker_cluster import binaries, go_module
+
+        try:
+            go_module.go_program()
+        except binaries.Unavailable as error:
+            print_progress(f"`make cluster-tools` can download Kubernetes and Helm, but not build them. {error}")
         if None in (shutil.which("chromium"), shutil.which("chromedriver")):
             print_progress(
                 "chromium is not installed, so tests do not open the live page in a browser (apt-get install chromium "

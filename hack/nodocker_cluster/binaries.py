@@ -152,6 +152,22 @@ def first_available(purpose: str, sources: Sequence[Callable[[], object]], repor
     raise Unavailable("\n  - ".join([f"cannot get {purpose} on this machine", *reasons]))
 
 
+def require_space(folder: Path, num_bytes: int, purpose: str) -> None:
+    """Check the free space before a long command. What `folder` contains already counts as free, because the command
+    uses it or replaces it.
+
+    Raises:
+        Unavailable: there is less space than `num_bytes`.
+    """
+    owned = sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
+    free = shutil.disk_usage(folder).free + owned
+    if free < num_bytes:
+        raise Unavailable(
+            f"{folder}: {free / 2**30:.1f} GiB can be used there, but {purpose} needs {num_bytes / 2**30:.0f} GiB; "
+            "free some space, or set QUIRE_CLUSTER_CACHE to a folder on another disk"
+        )
+
+
 def publish_to_cache(work: Path, name: str) -> None:
     """Move a complete folder into the cache and name it after its version. Thus, the cache never contains an incomplete
     folder."""

@@ -112,20 +112,6 @@ class GoModule:
             raise _error(arguments, [*last_lines])
 
 
-def require_space(folder: Path, num_bytes: int, purpose: str) -> None:
-    """Check the free space before a build.
-
-    Raises:
-        Unavailable: less than `num_bytes` is free in `folder`.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise Unavailable(
-            f"Go modules: {folder} has {free / 2**30:.1f} GiB of free space, but {purpose} needs "
-            f"{num_bytes / 2**30:.0f} GiB"
-        )
-
-
 def go_program() -> str:
     """Return the path of the go command.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nodocker_cluster import binaries, release
 from nodocker_cluster.binaries import ProgressCallback
-from nodocker_cluster.go_module import MODULES, GoModule, require_space
+from nodocker_cluster.go_module import MODULES, GoModule
 
 MIN_VERSION = (3, 14)
 """Older Helm programs are not used. The options of the tests exist in Helm 3.14 and in Helm 4."""
@@ -56,7 +56,7 @@ def find_or_build(report_progress: ProgressCallback) -> Path:
 
 
 def _build(out: Path, report_progress: ProgressCallback) -> None:
-    require_space(out.parent, NEEDED_BYTES, "building Helm")
+    binaries.require_space(out.parent, NEEDED_BYTES, "building Helm")
     _MODULE.build(out, {f"{_HELM}/internal/version.version": pinned_version()}, report_progress)
 
 

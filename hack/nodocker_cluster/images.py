@@ -37,6 +37,9 @@ _BASE_PACKAGES = (
 )  # fmt: skip
 _DIGITS = 12
 """The name of an image's archive contains this number of digits of the image's digest."""
+NEEDED_BYTES = 15 * 10**9
+"""Space for a build of both images and for the node that runs them. The images and their archives take 6 GB, the node's
+copy takes 6 GB, and a build needs 2 GB more."""
 _MIN_FREE_BYTES = 10 * 2**30
 """Minimum free space. If less space is free, the layers that are not part of a current image are removed. The next
 build creates them again if it needs them."""
@@ -64,6 +67,7 @@ def build(report_progress: binaries.ProgressCallback) -> list[Path]:
     debian.install_packages(PACKAGES, report_progress)
     folder = binaries.cache_folder() / "images"
     folder.mkdir(parents=True, exist_ok=True)
+    binaries.require_space(folder, NEEDED_BYTES, "make e2e")
     with _build_lock(folder, report_progress):
         return _build_images(_Buildah(folder, report_progress), pip_config(), report_progress)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nodocker_cluster import binaries
 from nodocker_cluster.binaries import ProgressCallback
-from nodocker_cluster.go_module import MODULES, GoModule, require_space
+from nodocker_cluster.go_module import MODULES, GoModule
 
 _PINNED = GoModule(MODULES / "kubernetes")
 NEEDED_BYTES = 6 * 2**30
@@ -33,9 +33,9 @@ def build(cache: Path, version: str, report_progress: ProgressCallback) -> None:
     Raises:
         Unavailable: Go is missing, a download failed, or there is too little space.
     """
-    require_space(cache, NEEDED_BYTES, "building Kubernetes")
     with tempfile.TemporaryDirectory(dir=cache, prefix="partial-") as temporary:
         work = Path(temporary)
+        binaries.require_space(work, NEEDED_BYTES, "building Kubernetes")
         module = _PINNED if version == pinned_version() else _write_module(work / "kubernetes", version)
         out = work / "out"
         module.build(out, _version_variables(version), report_progress)

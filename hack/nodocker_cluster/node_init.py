@@ -186,6 +186,8 @@ def _kubelet_config(folder: Path) -> dict[str, object]:
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         "nodeStatusUpdateFrequency": "1s",
+        # Pods see a changed Secret after this time. The default is a minute, for which a test would wait.
+        "syncFrequency": "10s",
         "containerRuntimeEndpoint": f"unix://{SOCKET}",
         "failCgroupV1": False,
     }

@@ -14,9 +14,10 @@ import subprocess
 import tarfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from nodocker_cluster import binaries, go_module, helm, kubernetes_build, release
+from nodocker_cluster import binaries, go_module, helm, images, kubernetes_build, release
 from nodocker_cluster.go_module import GoModule
 
 VERSION = kubernetes_build.pinned_version()
@@ -198,3 +199,11 @@ def write_module(folder: Path, code: str) -> GoModule:
     (folder / "go.mod").write_text("module example.org/hello\n\ngo 1.24\n\ntool example.org/hello\n")
     (folder / "main.go").write_text(code + "\n")
     return GoModule(folder)
+
+
+def test_images_are_not_built_without_space(cache, monkeypatch):
+    monkeypatch.setattr(images.shutil, "disk_usage", lambda _: SimpleNamespace(free=8 * 2**30))
+    monkeypatch.setattr(images.debian, "install_packages", lambda *_: None)
+    put(cache / "images", "used").joinpath("used").write_bytes(b"x" * 2**20)
+    with pytest.raises(binaries.Unavailable, match=r"images: 8\.0 GiB can be used there, but make e2e needs 14 GiB"):
+        images.build(print)
