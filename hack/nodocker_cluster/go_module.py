@@ -55,7 +55,9 @@ class GoModule:
         report_progress(f"downloading the source of {name}")
         num_packages = len(self.go("list", "-deps", "tool").split())
         settings = " ".join(["-s", "-w", *(f"-X {variable}={value}" for variable, value in variables.items())])
-        command = ["build", "-v", "-trimpath", "-mod=readonly", f"-ldflags={settings}", f"-o={out}/", "tool"]
+        # Debug information is not generated, because the linker would leave it out (10 % less CPU time).
+        flags = ["-trimpath", "-mod=readonly", "-gcflags=all=-dwarf=false", f"-ldflags={settings}"]
+        command = ["build", "-v", *flags, f"-o={out}/", "tool"]
         started = reported = time.monotonic()
         report_progress(f"compiling {name} (minutes)")
         out.mkdir(parents=True, exist_ok=True)

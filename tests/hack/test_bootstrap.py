@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The preflight says what a machine lacks, each with its fix, and finds the CPU build of torch where there is one."""
 
-import ctypes
 import importlib.util
 import subprocess
 import sys
@@ -94,7 +93,10 @@ Requires-Dist: nvidia-never; extra == "never"
     folders = [f"--find-links={wheels}", f"--find-links={without_triton}"]
     pip = [sys.executable, "-m", "pip", "--isolated", "install", "--no-index", *folders, f"--target={tmp_path / 'env'}"]
     subprocess.run([*pip, f"--constraint={without_triton / nvidia_stubs.CONSTRAINTS}", "torch"], check=True)
-    assert ctypes.CDLL(str(tmp_path / "env/torch/lib/libtorch_cuda.so")).probe() == 100
+    # In a process of its own: this one may have loaded a real library of this name.
+    probe = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).probe())"
+    command = [sys.executable, "-c", probe, tmp_path / "env/torch/lib/libtorch_cuda.so"]
+    assert subprocess.run(command, check=False).returncode == 100
 
 
 def test_check_only_installs_nothing(tmp_path):

@@ -181,9 +181,6 @@ def _trim(resource: Resource, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the object without the fields that are never used in a pass."""
     meta = {key: item for key, item in body["metadata"].items() if key != "managedFields"}
     trimmed = {**body, "apiVersion": resource.api_version, "kind": resource.kind, "metadata": meta}
-    # API servers before 1.24 create a token Secret for each account and add it here.
-    if resource is resources.SERVICE_ACCOUNT:
-        trimmed.pop("secrets", None)
     if resource is resources.POD:
         trimmed["spec"] = _trim_pod_spec(body.get("spec", {}))
     if resource is resources.REPLICA_SET:

@@ -30,7 +30,8 @@ class ParsedService:
     def from_body(cls, body: Mapping[str, Any]) -> Self:
         """Parse and validate a stored LLMService.
 
-        Validation is necessary because an API server older than 1.25 does not check CEL rules.
+        Validation is necessary because the API server checks an object only when it is written. The CRD can have got
+        new rules since.
         """
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
         validation = crd.validate(body)

@@ -112,10 +112,7 @@ class Reflector:
                 failures = 1 if was_established else failures + 1
                 retry_delay_s = backoff(failures, _FIRST_BACKOFF_S, self._timeouts.max_backoff_s, jitter=0.5)
                 delay_s = max(getattr(error, "retry_after_s", None) or 0.0, retry_delay_s)
-                # API servers before 1.25 do not send bookmarks for a kind if none of its objects ever changed.
-                was_idle = was_established and isinstance(error, TimeoutError)
-                logger.log(
-                    logging.INFO if was_idle else logging.WARNING,
+                logger.warning(
                     "watch was cut kind=%s namespace=%s wait_s=%.1f error=%s",
                     self.resource.kind, self.namespace or "all", delay_s, str(error) or type(error).__name__,
                 )  # fmt: skip

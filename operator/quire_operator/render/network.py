@@ -126,8 +126,7 @@ def _service_manifest(service: LLMService, name: str, options: Manifest) -> Mani
         **options,
         "selector": object_names.selector_labels(service, object_names.SERVER),
         "ports": [
-            # The protocol is part of the key of an entry. Without it, server-side apply of API servers before 1.21
-            # rejects the list.
+            # The protocol is part of the key of an entry.
             {"name": n, "port": port, "protocol": "TCP", "targetPort": n, "appProtocol": protocols[n]}
             for n, port in service.ports.items()
         ],

@@ -155,8 +155,8 @@ def _server_container(service: LLMService, plan: Plan) -> Manifest:
         "startupProbe": _probe("ready", _STARTUP_PERIOD_S, math.ceil(startup_seconds(plan) / _STARTUP_PERIOD_S)),
         "readinessProbe": _probe("ready", 5, failures=2),
         "livenessProbe": _probe("live", 10, failures=6),
-        # The hook does not use the sleep action, because API servers before 1.29 ignore it. When the file exists, the
-        # OpenAI front closes its connections. Otherwise, clients would continue to use the connections to this pod.
+        # When the file exists, the OpenAI front closes its connections. Otherwise, clients would continue to use the
+        # connections to this pod.
         "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", f"touch {closing_file}; sleep {PROPAGATION_S}"]}}},
         "securityContext": security_context.container_security_context(service.spec.security.readOnlyRootFilesystem),
         "terminationMessagePolicy": "FallbackToLogsOnError",
