@@ -93,9 +93,16 @@ def _build_images(buildah: "_Buildah", pip: "PipConfig", report_progress: binari
     for name, flags in _BUILDS.items():
         report_progress(f"building {name}")
         buildah.run(
-            *("build", "--isolation=chroot", "--network=host", "--layers", "--pull-never"),
+            "build",
+            "--isolation=chroot",
+            "--network=host",
+            "--layers",
+            "--pull-never",
             *(f"--volume={volume}" for volume in pip.volumes),
-            *(f"--build-arg=PYTHON_IMAGE={base}", f"--tag={name}", *flags, str(ROOT)),
+            f"--build-arg=PYTHON_IMAGE={base}",
+            f"--tag={name}",
+            *flags,
+            str(ROOT),
         )
         archives.append(_write_archive(buildah, name))
     return archives

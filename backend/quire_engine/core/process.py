@@ -68,8 +68,12 @@ def log_memory(engine: Engine) -> None:
         )
     logger.info(
         "kv cache num_blocks=%d block_size=%d tokens=%d max_model_len=%d device=%s dtype=%s",
-        *(memory.num_blocks, memory.block_size, memory.kv_tokens),
-        *(engine.max_model_len, memory.device, memory.dtype),
+        memory.num_blocks,
+        memory.block_size,
+        memory.kv_tokens,
+        engine.max_model_len,
+        memory.device,
+        memory.dtype,
     )
 
 

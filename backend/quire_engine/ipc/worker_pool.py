@@ -154,7 +154,9 @@ class _Worker:
     async def start(cls, module: str) -> "_Worker":
         """Start a process; raises OSError."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module),
+            sys.executable,
+            "-m",
+            module,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,

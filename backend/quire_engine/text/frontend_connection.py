@@ -53,7 +53,9 @@ class FrontendConnection:
         """Close the connection, because the frontend does not read."""
         logger.warning(
             "closed the connection of a frontend that does not read model=%s pid=%s reason=%r",
-            *(self.hello.model, self.hello.pid, reason),
+            self.hello.model,
+            self.hello.pid,
+            reason,
         )
         self._metrics.record_slow_reader()
         self._connection.abort()

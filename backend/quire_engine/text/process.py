@@ -55,12 +55,16 @@ def main(args: process.ProcessArgs) -> None:
     limits = RequestLimits.from_config(config, model_config, tokenizer, eos_token_ids, templates)
     logger.info(
         "text process starting model=%s tokenizer=%s max_model_len=%d max_prompt_bytes=%d max_num_queued_reqs=%d",
-        *(args.served_name, tokenizer is not None, limits.max_model_len),
-        *(limits.max_prompt_bytes, config.max_num_queued_reqs),
+        args.served_name,
+        tokenizer is not None,
+        limits.max_model_len,
+        limits.max_prompt_bytes,
+        config.max_num_queued_reqs,
     )
     logger.info(
         "chat outputs tool_call_parser=%s reasoning_parser=%s chat_template=%s",
-        *(limits.parser_names.tool_call_parser or "none", limits.parser_names.reasoning_parser or "none"),
+        limits.parser_names.tool_call_parser or "none",
+        limits.parser_names.reasoning_parser or "none",
         config.chat_template or ("of the checkpoint" if limits.has_chat_template else "none"),
     )
     asyncio.run(_serve(args, folder, tokenizer, limits, templates, sampling_defaults))

@@ -110,7 +110,11 @@ class TritonPythonModel:
         try:
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             generate_request, options = tensors.parse_request(
-                *(request_id, self._model_name, self._base_model_name, inputs, request.parameters()),
+                request_id,
+                self._model_name,
+                self._base_model_name,
+                inputs,
+                request.parameters(),
                 self._forwarded_headers,
             )
             self._streams[request_id] = ResponseStream(request_id, options, sender, now)

@@ -25,7 +25,9 @@ def log_ignored_parts(repository: Path) -> None:
     if model.other_versions:
         logger.warning(
             "model versions not served model=%s served=%d not_served=%s",
-            *(model.name, model.version, ",".join(map(str, model.other_versions))),
+            model.name,
+            model.version,
+            ",".join(map(str, model.other_versions)),
         )
     if model.other_models:
         logger.warning("other models, served only with --model-repository: %s", ", ".join(model.other_models))

@@ -190,8 +190,12 @@ def _logged(request: HttpRequest, send: Send) -> Send:
         if message["type"] == "http.response.body" and not message.get("more_body"):
             logger.info(
                 "request method=%s path=%s status=%d seconds=%.3f api_key=%s %s",
-                *(request.method[:20], truncated_repr(request.path), status, time.monotonic() - started_at),
-                *(request.api_key_name or "-", request.log_ids),
+                request.method[:20],
+                truncated_repr(request.path),
+                status,
+                time.monotonic() - started_at,
+                request.api_key_name or "-",
+                request.log_ids,
             )
 
     return send_and_log

@@ -73,7 +73,11 @@ class ProcessManager:
         key, shm_prefix = launch.new_key(), launch.new_shm_prefix()
         self._readiness_file = ReadinessFile(run_dir / readiness_file.NAME)
         self._options = launch.ServerOptions(
-            *(run_dir / REPOSITORY, config.servedName, run_dir, key, shm_prefix),
+            run_dir / REPOSITORY,
+            config.servedName,
+            run_dir,
+            key,
+            shm_prefix,
             http_host=settings.server_host("http"),
             http_port=config.ports.http,
             grpc_host=settings.server_host("grpc"),
