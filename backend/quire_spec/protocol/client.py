@@ -6,6 +6,7 @@ the connection ends, every call that is open raises ConnectionLost. A client bel
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Collection, Mapping
@@ -66,13 +67,12 @@ class Client(ConnectionHandler):
     async def run(self) -> None:
         """Connect, and connect again whenever the connection ends. This runs until the task is cancelled."""
         while True:
-            try:
+            with contextlib.suppress(OSError):
                 if not self.is_connected:
                     await self.connect()
-            except OSError:
-                await asyncio.sleep(RECONNECT_INTERVAL_S)
-                continue
-            await self.closed.wait()
+                await self.closed.wait()
+            # Also after a connection, because the process can close each one at once.
+            await asyncio.sleep(RECONNECT_INTERVAL_S)
 
     async def close(self) -> None:
         """Close the connection. Open calls raise ConnectionLost."""

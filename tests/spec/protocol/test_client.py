@@ -202,6 +202,22 @@ async def test_connect_fails_without_a_listener_and_run_connects_again(tmp_path:
     task.cancel()
 
 
+async def test_a_peer_that_closes_each_connection_is_not_flooded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    connections = []
+
+    async def close_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        writer.close()
+
+    monkeypatch.setattr("quire_spec.protocol.client.RECONNECT_INTERVAL_S", 0.1)
+    server = await asyncio.start_unix_server(close_at_once, tmp_path / "socket")
+    task = asyncio.create_task(Client(tmp_path / "socket", Hello("stub"), "the text process").run())
+    await asyncio.sleep(0.45)
+    task.cancel()
+    server.close()
+    assert 1 < len(connections) <= 5
+
+
 async def test_calls_end_with_the_server_but_not_with_their_caller(tmp_path: Path):
     peer = Peer(tmp_path / "s")
     async with peer.listening(peer.path):
