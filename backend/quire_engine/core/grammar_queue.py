@@ -32,11 +32,8 @@ class GrammarQueue:
         """Read the vocabulary in the background, so that the first sequence does not wait for it."""
         self._thread_pool.submit(self._try_get_compiler)
 
-    def init_grammar(self, client_id: int, request: SequenceRequest) -> None:
-        """Compile the grammar of a sequence in the background, and then start the sequence (vLLM `grammar_init`).
-
-        A sequence without a grammar starts at once.
-        """
+    def start_when_compiled(self, client_id: int, request: SequenceRequest) -> None:
+        """Start a sequence. If it has a grammar, compile the grammar in the background first (vLLM `grammar_init`)."""
         if request.grammar is None:
             self._start_sequence(client_id, request)
             return

@@ -82,7 +82,7 @@ class CoreServer(Server):
         """Called for each message of the text process that is not a call."""
         from_text = connection is self._text_connection
         if from_text and isinstance(message, SequenceRequest):
-            self._grammar_queue.init_grammar(self._client_id, message)
+            self._grammar_queue.start_when_compiled(self._client_id, message)
         elif from_text and isinstance(message, AbortSequences):
             self._grammar_queue.abort(message.ids)
             self._engine_loop.abort(self._client_id, message.ids)

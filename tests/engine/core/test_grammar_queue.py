@@ -27,10 +27,10 @@ async def test_order_and_aborts():
     queue = GrammarQueue(Compiler, lambda client_id, request: started.append((client_id, request.id)))
     queue.warm_up()
     for sequence_id, grammar in ((1, "a"), (2, "a"), (3, "wrong"), (4, "b"), (5, None)):
-        queue.init_grammar(7, request(sequence_id, grammar))
+        queue.start_when_compiled(7, request(sequence_id, grammar))
     queue.abort([4, 99])
     # The id is free again, and the new sequence is another one.
-    queue.init_grammar(7, request(4, "c"))
+    queue.start_when_compiled(7, request(4, "c"))
     assert started == [(7, 5)]
     release.set()
     async with asyncio.timeout(10):
