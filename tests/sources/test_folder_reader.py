@@ -153,7 +153,7 @@ def _remove_folder(file):
         (_fifo, {}, InvalidArgument, "not a regular file"),
         (Path.unlink, {}, NotFound, rf"a/{WEIGHTS_FILE}.*does not exist"),
         (_remove_folder, {}, NotFound, "a.* does not exist"),
-        (Path.touch, {"max_weights_bytes": len(WEIGHTS) - 1}, InvalidArgument, "--max-adapter-bytes"),
+        (Path.touch, {"max_weights_bytes": len(WEIGHTS) - 1}, InvalidArgument, "maxAdapterBytes"),
         (Path.touch, {"allow_paths": False}, InvalidArgument, "quire serve"),
     ],
     ids=["link", "fifo", "missing-file", "missing-folder", "too-large", "not-allowed"],

@@ -118,7 +118,7 @@ async def test_s3_errors(tmp_path, bucket):
         assert "s3cr3t" not in str(caught.value)
         with pytest.raises(ConfigError, match="the endpoint must be http"):
             await f.fetch(Source(s3=S3Source("s3://models/a", "http://[::")))
-    with pytest.raises(InvalidArgument, match="--max-adapter-bytes"):
+    with pytest.raises(InvalidArgument, match="maxAdapterBytes"):
         await fetch(tmp_path, s3(bucket), **bucket.options, max_weights_bytes=2**20)
 
 
