@@ -65,7 +65,7 @@ def old_python(tmp_path_factory):
     return install(tmp_path_factory.mktemp("old"))
 
 
-def test_restarts_across_upgrade_and_rollback(old_python, tmp_path):
+def test_restarts_across_upgrade_and_rollback(old_python, tmp_path, tmp_path_factory):
     *ports, openai_port = free_ports(5)
     file = tmp_path / "service.yaml"
     file.write_text(SERVICE % (openai_port, *ports))
@@ -79,10 +79,10 @@ def test_restarts_across_upgrade_and_rollback(old_python, tmp_path):
         manifests = json.loads(done.stdout)
         return manifests, next(m for m in manifests if m["kind"] == "Deployment")
 
-    def assert_pod_answers(manifests, python, name):
+    def assert_pod_answers(manifests, python):
         """Start the container with the image of a release, and send a request to each API."""
-        (tmp_path / name).mkdir()
-        pod = RenderedPod(manifests, tmp_path / name, ports, python)
+        # The path of a Unix socket is limited, so the folder has a short name.
+        pod = RenderedPod(manifests, tmp_path_factory.mktemp("pod"), ports, python)
         try:
             pod.wait_ready(120)
             status = pod.request("health", "/status", key=KEY).body
@@ -101,18 +101,18 @@ def test_restarts_across_upgrade_and_rollback(old_python, tmp_path):
     kept_manifests, kept_deployment = applied(sys.executable, "quire:old", old_deployment)
     assert kept_deployment["spec"]["template"] == old_deployment["spec"]["template"]
     assert configmaps(kept_manifests) == configmaps(old_manifests)
-    assert_pod_answers(kept_manifests, old_python, "restarted-after-upgrade")
+    assert_pod_answers(kept_manifests, old_python)
 
     # A revision of the new release: its image reads pod.json, and images before it still find engine.json.
     new_manifests, new_deployment = applied(sys.executable, "quire:new")
     assert "--config=" in str(new_deployment)
-    assert_pod_answers(with_template(new_manifests, old_deployment), old_python, "old-image-with-new-files")
+    assert_pod_answers(with_template(new_manifests, old_deployment), old_python)
 
     # The rollback keeps the pods of the new release, whose containers restart with the new image.
     back_manifests, back_deployment = applied(old_python, "quire:new", new_deployment)
     assert back_deployment["spec"]["template"] == new_deployment["spec"]["template"]
     assert configmaps(back_manifests) == configmaps(new_manifests)
-    assert_pod_answers(back_manifests, sys.executable, "restarted-after-rollback")
+    assert_pod_answers(back_manifests, sys.executable)
 
 
 def configmaps(manifests):

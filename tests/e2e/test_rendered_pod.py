@@ -27,17 +27,18 @@ adapters:
 lora: {maxLoaded: 2, maxRank: 16}
 rollout: {drainSeconds: 7}
 runtime: {ports: {http: %d, grpc: %d, metrics: %d, health: %d}}
+openai: {port: %d}
 """
 
 
 @pytest.mark.server
 def test_rendered_pod_runs(tmp_path):
-    ports = free_ports(4)
+    ports = free_ports(5)
     service = llm_service(SPEC % tuple(ports), "rendered")
     checkpoint = asyncio.run(read_local_checkpoint(EXAMPLES / "models/tiny", CheckpointInfo.from_files))
     plan = make_plan(PlannerInputs.from_service(service, checkpoint, None))
     manifests = render_objects(service, plan, RenderContext(admin_key=KEY)).manifests
-    pod = RenderedPod(manifests, tmp_path, dict(zip(PORTS, ports, strict=True)))
+    pod = RenderedPod(manifests, tmp_path, dict(zip((*PORTS, "openai"), ports, strict=True)))
     try:
         startup = pod.container["startupProbe"]
         pod.wait_ready(startup["periodSeconds"] * startup["failureThreshold"])
