@@ -23,7 +23,10 @@ PAYLOADS = {
     "wrong type": msgspec.msgpack.encode([TAGS["GenerateRequest"], 5, 7]),
     "too few fields": msgspec.msgpack.encode([TAGS["GenerateRequest"]]),
     "unknown tag": msgspec.msgpack.encode([UNKNOWN_KIND, 5, "base"]),
-    "invalid UTF-8": b"\x93\x02\x05\xa1\xff",
+    "invalid UTF-8": msgspec.msgpack.encode(
+        [TAGS["GenerateRequest"], 5, "base", msgspec.Raw(b"\xa1\xff"), None, {}, False]
+    ),
+    "negative id": msgspec.msgpack.encode([TAGS["GenerateRequest"], -5, "base", "fox", None, {}, False]),
     "nested too deeply": b"\x91" * 100_000 + b"\x90",
 }
 

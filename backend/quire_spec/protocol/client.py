@@ -120,7 +120,7 @@ class Client(ConnectionHandler):
             del self._calls[call_id]
         try:
             return msgspec.msgpack.decode(result, type=result_type)
-        except msgspec.ValidationError as error:
+        except (ValueError, RecursionError) as error:
             raise Internal(f"{self.peer_name}: the result of {method!r} is invalid: {error}") from None
 
     def on_request_failed(self, request_id: int, error: QuireError) -> None:

@@ -128,12 +128,13 @@ class FrameDecoder:
             return InvalidFrame(message_type, request_ids, Oversized(name, length, self._max_payload_bytes))
         try:
             return _decoders[message_type].decode(payload)
-        except (msgspec.DecodeError, RecursionError, QuireError) as cause:
+        except (ValueError, RecursionError, QuireError) as cause:
+            # A text that is not UTF-8 raises UnicodeDecodeError, which is not a DecodeError.
             error = cause if isinstance(cause, QuireError) else InvalidArgument(f"{name}: {cause}")
         if message_type in _ITEM_TYPES:
             try:
                 return _decode_items(message_type, payload, request_ids)
-            except (msgspec.DecodeError, RecursionError, ValueError, TypeError) as cause:
+            except (ValueError, RecursionError, TypeError) as cause:
                 error = Internal(f"{name}: {cause}")
         return InvalidFrame(message_type, request_ids, error)
 

@@ -16,7 +16,7 @@ a client bounds its size and depth.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
@@ -46,8 +46,9 @@ class Message(Value, frozen=True):
 class RequestMessage(Message, frozen=True):
     """Base of the messages that belong to one request, sequence or call."""
 
-    id: int
-    """Id that its sender chose. It is unique on the connection."""
+    id: Annotated[int, msgspec.Meta(ge=0)]
+    """Id that its sender chose. It is unique on the connection. The headers of the answers contain it as an unsigned
+    integer."""
 
     @property
     def request_ids(self) -> Sequence[int]:

@@ -122,7 +122,7 @@ class _Method:
         """Call the function and return its encoded result; raises InvalidArgument if an argument has a wrong type."""
         try:
             values = self._decode(args)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidArgument(f"{self._name}: {error}") from None
         result = self._function(**{name: getattr(values, name) for name in self._names})
         if inspect.isawaitable(result):

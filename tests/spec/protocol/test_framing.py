@@ -31,6 +31,7 @@ from quire_spec.protocol.messages import (
     Message,
     OutputDelta,
     OutputDeltas,
+    RequestMessage,
     SchedulerStats,
     SequenceDelta,
     SequenceRequest,
@@ -43,7 +44,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-IDS = st.integers(0, 2**64 - 1)
+HEADER_BYTES = struct.calcsize("<HBHI")
+IDS_END = 2**64
+IDS = st.integers(0, IDS_END - 1)
 
 
 def values_of(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
@@ -85,7 +88,7 @@ def bounded(hint: Any, meta: msgspec.Meta, name: str) -> st.SearchStrategy[Any]:
     if hint is float:
         return st.floats(meta.ge, meta.le)
     if hint is int:
-        return st.integers(meta.ge, meta.le)
+        return st.integers(meta.ge, IDS_END - 1 if name == "id" else meta.le)
     if hint is str:
         return st.text(min_size=meta.min_length or 0, max_size=min(8, meta.max_length or 8))
     return values_of(hint, name)
@@ -110,6 +113,22 @@ def test_every_message_survives_a_round_trip_in_chunks(messages: list[Message], 
     decoder = FrameDecoder()
     assert [m for i in range(0, len(stream), size) for m in decoder.feed(stream[i : i + size])] == messages
     assert not decoder._buffer and not decoder._num_to_drop
+
+
+@settings(max_examples=500)
+@given(MESSAGES, st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4))
+def test_changed_bytes_of_a_payload_end_only_its_requests(message: Message, changes: list[tuple[float, int]]):
+    frame = bytearray(encode_frame(message))
+    start = HEADER_BYTES + 8 * len(message.request_ids)
+    for position, byte in changes:
+        frame[start + int(position * (len(frame) - start))] = byte
+    following = CancelRequests([1])
+    first, second = FrameDecoder().feed(bytes(frame) + encode_frame(following))
+    assert second == following
+    if isinstance(first, InvalidFrame):
+        assert list(first.request_ids) == list(message.request_ids)
+    elif isinstance(first, RequestMessage):
+        encode_frame(Failure(first.id, Code.INTERNAL, "the answer has the same id"))
 
 
 def test_all_messages_are_frozen_and_have_no_untyped_objects():
