@@ -202,12 +202,15 @@ class Scheduler:
         self.waiting_for_adapters = False
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """Finish sequences; ignore unknown ids. If a step in flight can still write to blocks of a sequence, these
-        blocks are freed when the step is complete."""
+        """Finish sequences; ignore unknown ids. The id of a beam finishes its whole search. If a step in flight can
+        still write to blocks of a sequence, these blocks are freed when the step is complete."""
         for sequence_id in sequence_ids:
-            if group := self._beams.find(sequence_id):
+            sequence = self._sequences.get(sequence_id)
+            # The ids of one search come in any order, and the id of the search itself may be no beam at the moment.
+            group = self._beams.find(sequence_id) or (None if sequence is None else sequence.beam_group)
+            if group is not None:
                 self._finish_beams(group, FinishReason.ABORT)
-            elif sequence := self._sequences.get(sequence_id):
+            elif sequence is not None:
                 self._finish_sequence(sequence, FinishReason.ABORT)
 
     def schedule(self, now: float) -> StepPlan | None:

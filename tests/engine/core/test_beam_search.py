@@ -233,6 +233,20 @@ def test_dropped_beams_free_their_blocks_and_an_abort_frees_all(suite: Suite) ->
     assert not engine.has_work and engine.stats().num_used_blocks == 0
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 5])
+@pytest.mark.parametrize("ids", [[7, 8, 9, 10], [8], [10, 7]], ids=str)
+def test_an_abort_of_any_beam_ends_the_whole_search(suite: Suite, ids: list[int], num_steps: int) -> None:
+    """The text process sends the ids of all outputs. The engine makes a set of them, in which 8 comes before 7."""
+    engine = _engine(suite)
+    params = {"use_beam_search": True, "n": 4, "max_tokens": 40, "early_stopping": "never"}
+    engine.add(SequenceRequest(7, [1, 2, 3], SamplingParams.from_mapping(params)))
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort([*ids, 7] if num_steps == 0 else ids)
+    engine.check_integrity()
+    assert not engine.has_work and engine.stats().num_used_blocks == 0
+
+
 def test_rejects_searches_that_never_fit(suite: Suite) -> None:
     engine = _engine(suite, num_blocks=12, max_num_seqs=8)
     for params, message in (
