@@ -72,7 +72,7 @@ class WorkerPool:
         self._low_priority_after_s = low_priority_after_s
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._num_workers = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self) -> None:
         """Start the workers in the background, unless they are already running."""
@@ -95,6 +95,14 @@ class WorkerPool:
                 worker = await self._idle.get()
         except TimeoutError:
             raise WorkersBusy from None
+        # The worker answers even if the caller is cancelled. To replace the worker would take far longer, and other
+        # requests would wait for the new one.
+        exchange = asyncio.get_running_loop().create_task(self._exchange(worker, line))
+        self._tasks.add(exchange)
+        exchange.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(exchange)
+
+    async def _exchange(self, worker: "_Worker", line: bytes) -> dict[str, Any]:
         keep = False
         demotion = self._schedule_demotion(worker)
         try:
