@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from quire_engine.ipc.worker_pool import WorkerDied, WorkerPool, WorkersBusy, WorkerTimeout
@@ -52,9 +53,8 @@ class GrammarChecker:
         self._cache: OrderedDict[bytes, str | QuireError] = OrderedDict()
         """Maps the digest of a constraint to its grammar, or to the error that rejects it."""
         self.num_cached_bytes = 0
-        self._running: dict[bytes, asyncio.Task[str | QuireError]] = {}
-        """Constraints that are being checked. A check continues if the request that started it is cancelled, because
-        other requests can wait for it."""
+        self._running: dict[bytes, _Check] = {}
+        """Checks for which requests wait, by the digest of the constraint."""
 
     def start(self) -> None:
         """Start the workers in the background, unless they already run."""
@@ -72,9 +72,18 @@ class GrammarChecker:
         if (result := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
         else:
-            if (task := self._running.get(key)) is None:
-                task = self._running[key] = asyncio.get_running_loop().create_task(self._run(key, document))
-            result = await asyncio.shield(task)
+            if (check := self._running.get(key)) is None:
+                task = asyncio.get_running_loop().create_task(self._run(key, document))
+                check = self._running[key] = _Check(task)
+            check.num_waiters += 1
+            try:
+                result = await asyncio.shield(check.task)
+            finally:
+                check.num_waiters -= 1
+                if not check.num_waiters:
+                    # If the last request was cancelled, its check must not delay the checks of other requests.
+                    del self._running[key]
+                    check.task.cancel()
         if isinstance(result, QuireError):
             # A new instance, because a traceback would keep the request in memory as long as the cache.
             raise error_from_code(result.code, str(result))
@@ -87,8 +96,6 @@ class GrammarChecker:
         except QuireError as error:
             # This error is not cached, because its cause is a limit or the load. Another attempt can succeed.
             result = error
-        finally:
-            del self._running[key]
         return result
 
     async def _check(self, document: dict[str, object]) -> str | QuireError:
@@ -111,6 +118,15 @@ class GrammarChecker:
         self.num_cached_bytes += _size(result)
         while self.num_cached_bytes > self._max_cache_bytes and self._cache:
             self.num_cached_bytes -= _size(self._cache.popitem(last=False)[1])
+
+
+@dataclass(slots=True)
+class _Check:
+    """A check that is running or waits for a worker."""
+
+    task: asyncio.Task[str | QuireError]
+    num_waiters: int = 0
+    """Number of requests that wait for the result."""
 
 
 def _size(result: str | QuireError) -> int:

@@ -90,6 +90,29 @@ async def test_a_cancelled_request_does_not_end_the_check_of_another():
     assert isinstance(await tasks[1], str) and tasks[0].cancelled()
 
 
+async def test_checks_of_cancelled_requests_delay_no_other(monkeypatch: pytest.MonkeyPatch):
+    """A client could otherwise disconnect, and leave more checks in the queue than it could have open requests."""
+    checker = GrammarChecker(TINY, 2048, [1])
+    await checker.check(StructuredOutputsParams(regex="first"))
+    num_asked, ask = 0, checker._workers.ask
+
+    async def ask_in_turn(message: dict[str, object]) -> dict[str, object]:
+        nonlocal num_asked
+        await asyncio.sleep(0.01)
+        num_asked += 1
+        return await ask(message)
+
+    monkeypatch.setattr(checker._workers, "ask", ask_in_turn)
+    tasks = [asyncio.create_task(checker.check(StructuredOutputsParams(regex=f"b{i}"))) for i in range(50)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    # A request with the constraint of a cancelled one starts a new check.
+    assert isinstance(await checker.check(StructuredOutputsParams(regex="b7")), str)
+    assert num_asked == 1
+
+
 def test_large_choices_compile_and_run(tokenizer):
     """As separate terminals, 10,000 strings took seconds, and failed at the second token."""
     words = [f"{i * 7919 % 99991:05d} word" for i in range(10_000)]
