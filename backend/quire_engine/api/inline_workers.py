@@ -13,6 +13,7 @@ from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.conversation_renderer import ConversationRenderer, split_added_tokens
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.structured_outputs import StructuredOutputsParams
+from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import Conversation
 
 _MAX_TEMPLATES = 8
@@ -37,9 +38,12 @@ class InlineRenderer:
         """Return the text of a conversation. `template` is the text of a template that replaces the checkpoint's.
 
         Raises:
-            InvalidArgument: the template rejects the conversation.
+            InvalidArgument: the template rejects the conversation, or the conversation has too many levels.
         """
-        return self._renderer(template).render(decode_conversation(chat))
+        try:
+            return self._renderer(template).render(decode_conversation(chat))
+        except RecursionError:
+            raise InvalidArgument("messages: the conversation is nested too deeply; use fewer levels") from None
 
 
 class InlineGrammarChecker:

@@ -293,8 +293,8 @@ class LLM:
         Tools whose calls the model cannot write in a known form are only given to the template.
         """
         own = params.structured_outputs
-        are_functions = all(
-            isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) for tool in tools or ()
+        are_functions = isinstance(tools, Sequence) and all(
+            isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) for tool in tools
         )
         can_call = bool(tools) and are_functions and self._processor.limits.parser_names.tool_call_parser is not None
         return OutputParsing("auto" if can_call and not (own and own.begin_after_token_ids) else "none")
