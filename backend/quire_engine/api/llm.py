@@ -36,7 +36,7 @@ from quire_spec.documents.adapter_digest import DigestCache
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams as FrozenParams
 from quire_spec.engine.vllm_arguments import from_vllm_arguments
-from quire_spec.errors import ConfigError, InvalidArgument
+from quire_spec.errors import ConfigError, InvalidArgument, truncated_repr
 from quire_spec.protocol.messages import Conversation, GenerateRequest, to_raw
 from quire_spec.protocol.parsed_output import OutputParsing
 
@@ -239,7 +239,7 @@ class LLM:
             template_kwargs=_to_raw(arguments, "chat_template_kwargs"),
         )
         chats = [
-            structs.replace(conversation, messages=_to_raw(chat, "messages")) for chat in as_conversation_list(messages)
+            structs.replace(conversation, messages=_messages_to_raw(chat)) for chat in as_conversation_list(messages)
         ]
         options = self._options(len(chats), sampling_params, lora_request, priority)
         inputs = [
@@ -343,6 +343,16 @@ class _Options(NamedTuple):
     params: list[FrozenParams]
     lora_requests: list[LoRARequest | None]
     priorities: list[int]
+
+
+def _messages_to_raw(messages: Sequence[ChatMessage]) -> Raw:
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise InvalidArgument(
+                f'messages: each must be an object such as {{"role": "user", "content": "Hello"}}, got '
+                f"{truncated_repr(message)}"
+            )
+    return _to_raw(messages, "messages")
 
 
 def _to_raw(value: object, name: str) -> Raw:

@@ -68,6 +68,7 @@ _KWARGS = "chat_template_kwargs: must be an object of arguments by name, got"
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: 'messages'"),
         ({"chat_template_content_format": "openai"}, "chat_template_content_format: 'openai' is not supported"),
         ({"chat_template": "/nowhere"}, "chat_template: .*No such file"),
+        ({"messages": [[("role", "user")]]}, "messages: each must be an object such as"),
         ({"tools": 5, "chat_template": "{% for t in tools %}{% endfor %}"}, "'int' object is not iterable"),
         ({"messages": [{**CONVERSATION[1], "x": json.loads("[" * 500 + "]" * 500)}]}, "messages: .* nested too deeply"),
     ],
