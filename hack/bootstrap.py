@@ -37,7 +37,7 @@ EMULATED = "emulated"
 replaces these libraries."""
 EMULATED_TORCH = ("torch==2.11.0", "triton==3.6.0")
 EMULATED_HEADERS = "nvidia-cuda-runtime===13.0.96"
-"""tests/emulator needs only its headers. The three equals signs exclude the stub, which has the label `+stub`."""
+"""tests/emulator needs only its headers. The three equals signs exclude the stub, which has a local label."""
 TORCH = f"torch>={'.'.join(map(str, TORCH_RANGE[0]))},<{TORCH_RANGE[1][0]}"
 NEEDED_BYTES = 6 * 2**30
 """Space for the environment of the tests: 3.7 GB, and 0.6 GB for torch's wheel. With NVIDIA's libraries, it needs 3 GB

@@ -5,7 +5,7 @@ If a package index has no CPU build of torch, pip installs the CUDA build and 3 
 be imported without these libraries, although it never calls them on a CPU. This module writes wheels that pip accepts
 instead of them. One of these wheels contains a stub for each library: a small library that has the same name, and that
 defines just the functions that torch imports. The others are empty. The version of each wheel is that of the real
-distribution with the local label `+stub`.
+distribution with a local label such as `+stub.0a1b2c3d`, a digest of this module.
 
 bootstrap.py installs the wheels into environments, nodocker_cluster into images, and tests/emulator builds its
 replacements of the CUDA runtime from the same tables.
@@ -54,7 +54,10 @@ _PREFIXES = {
 }
 """Beginnings of the names of each library's functions."""
 _NO_DEVICE = 100
-"""cudaErrorNoDevice and CUDA_ERROR_NO_DEVICE. Every function of a stub returns it."""
+"""cudaErrorNoDevice and CUDA_ERROR_NO_DEVICE. The functions of a stub return it."""
+_TEXT_FUNCTION = re.compile(r"(?!cuGet)\w+Get(Error|Status)(String|Name)|ncclGetLastError")
+"""Functions that return a text. torch calls them after an error; a number would be an invalid pointer."""
+_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 _LIBRARY_FOLDER = "nvidia/cu13/lib"
 """A folder in which torch's libraries look for NVIDIA's (their run path contains it)."""
 
@@ -92,7 +95,7 @@ def compile_library(
     Args:
         path: The file. Its name becomes the library's name.
         functions: All functions of the library, each with its version.
-        stubs: The functions that only return `return_code`. The others are in `sources` (C++).
+        stubs: The functions that only return `return_code`, or a text. The others are in `sources` (C++).
         options: Further arguments of the compiler.
 
     Raises:
@@ -104,10 +107,16 @@ def compile_library(
     versions.pop("", None)
     with tempfile.TemporaryDirectory() as work:
         code, script = Path(work, "stubs.cpp"), Path(work, "versions.map")
-        code.write_text("".join(f'extern "C" long {name}() {{ return {return_code}; }}\n' for name in stubs))
+        code.write_text("".join(_stub(name, return_code) for name in stubs))
         script.write_text("".join(f"{v} {{ global: {'; '.join(n)}; }};\n" for v, n in versions.items()) or "{};\n")
         command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-Wl,-soname,{path.name}"]
         _run(*command, f"-Wl,--version-script={script}", "-o", str(path), *map(str, sources), str(code), *options)
+
+
+def _stub(name: str, return_code: int) -> str:
+    if _TEXT_FUNCTION.fullmatch(name):
+        return f'extern "C" const char *{name}() {{ return "this is a stub of a library of NVIDIA"; }}\n'
+    return f'extern "C" long {name}() {{ return {return_code}; }}\n'
 
 
 def missing_programs() -> list[str]:
@@ -132,7 +141,7 @@ def build_wheels(pip: Sequence[str], torch: str) -> Path:
         made = Path(temporary, "wheels")
         _run(*pip, "download", "--quiet", "--no-deps", "--only-binary=:all:", f"--dest={made}", torch)
         (wheel,) = made.iterdir()
-        folder = CACHE / f"{wheel.stem}-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
+        folder = CACHE / f"{wheel.stem}-{_DIGEST}"
         if not folder.exists():
             _write_stub_wheels(wheel, made)
             with contextlib.suppress(OSError):  # another process has built the same wheels meanwhile
@@ -173,7 +182,7 @@ def _lowest_version(versions: str) -> str:
     lowest = re.search(r"(?:==|>=|~=)\s*([\w.]+)", versions)
     if lowest is None:
         raise RuntimeError(f"torch requires {versions!r} of a library of NVIDIA; give its stub a version here")
-    return f"{lowest.group(1)}+stub"
+    return f"{lowest.group(1)}+stub.{_DIGEST}"
 
 
 def _compile_stubs(torch_lib: Path, work: Path) -> list[Path]:

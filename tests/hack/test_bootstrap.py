@@ -65,9 +65,11 @@ def compile_c(target: Path, code: str, *options: str) -> None:
 def test_pip_accepts_stubs_instead_of_libraries_of_nvidia(tmp_path):
     """In an environment that pip makes, a library with versioned functions of NVIDIA loads and learns of no device."""
     script = tmp_path / "map"
-    script.write_text("libcublas.so.13 { global: cublasCreate_v2; };")
-    compile_c(tmp_path / "libcublas.so.13", "int cublasCreate_v2() { return 0; }", f"-Wl,--version-script={script}")
-    code = "int cublasCreate_v2(); int probe() { return cublasCreate_v2(); }"
+    script.write_text("libcublas.so.13 { global: cublasCreate_v2; cublasGetStatusString; };")
+    functions = "int cublasCreate_v2() { return 0; } const char *cublasGetStatusString(int status) { return 0; }"
+    compile_c(tmp_path / "libcublas.so.13", functions, f"-Wl,--version-script={script}")
+    code = """int cublasCreate_v2(); const char *cublasGetStatusString(int status);
+    int probe() { return cublasCreate_v2(); } const char *text() { return cublasGetStatusString(1); }"""
     library = tmp_path / "torch/lib/libtorch_cuda.so"
     run_path = "-Wl,-rpath,$ORIGIN/../../nvidia/cu13/lib"
     compile_c(library, code, str(tmp_path / "libcublas.so.13"), run_path)
@@ -87,7 +89,7 @@ Requires-Dist: nvidia-never; extra == "never"
         archive.writestr("torch-2.99.0.dist-info/RECORD", "")
     nvidia_stubs._write_stub_wheels(wheel, wheels)
     without_triton = wheels / nvidia_stubs.WITHOUT_TRITON
-    assert (wheels / nvidia_stubs.CONSTRAINTS).read_text() + "triton==3.9.0+stub\n" == (
+    assert (wheels / nvidia_stubs.CONSTRAINTS).read_text() + f"triton==3.9.0+stub.{nvidia_stubs._DIGEST}\n" == (
         without_triton / nvidia_stubs.CONSTRAINTS
     ).read_text()
     folders = [f"--find-links={wheels}", f"--find-links={without_triton}"]
