@@ -243,7 +243,10 @@ class PodConfig:
             if name not in constants.SERVER_PROTOCOLS:
                 raise ConfigError(f"server.expose: {name!r} is not a protocol; give http, grpc, both or an empty list")
         if not self.server.expose and self.openai is None:
-            raise ConfigError("server.expose: empty, but openai is not set; then no client could send a request")
+            raise ConfigError(
+                "server.expose: empty, but openai is not set, so no client could send a request; expose http or grpc, "
+                "or set openai.port"
+            )
         parse_server_arguments(self.server.serverArgs, "server.serverArgs")
         if not 0 <= self.limits.drainSeconds < math.inf:
             raise ConfigError(f"limits.drainSeconds: must be at least 0, got {self.limits.drainSeconds:g}")

@@ -39,6 +39,8 @@ class Client(ConnectionHandler):
         """`accepted` are the types of messages that the process can send, apart from the answers to calls. `peer_name`
         is the name of the process in errors and logs."""
         self.peer_name = peer_name
+        self.is_closing = False
+        """True if this process closes the connection, so that its end is not reported as a problem."""
         self.closed = asyncio.Event()
         """Event that is set when the connection has ended."""
         self._path = path
@@ -59,6 +61,7 @@ class Client(ConnectionHandler):
 
     async def connect(self) -> None:
         """Connect and send Hello; raises OSError if no process listens on the socket (yet)."""
+        self.is_closing = False
         self.closed.clear()
         await asyncio.get_running_loop().create_unix_connection(
             lambda: Connection(self, self._accepted, self._hello), str(self._path)
@@ -77,6 +80,7 @@ class Client(ConnectionHandler):
     async def close(self) -> None:
         """Close the connection. Open calls raise ConnectionLost."""
         if self._connection is not None:
+            self.is_closing = True
             self._connection.abort()
             await self.closed.wait()
 

@@ -83,7 +83,8 @@ class RequestClient(Client):
 
     def on_closed(self, connection: Connection) -> None:
         """Called when the connection closes."""
-        logger.warning("text process disconnected num_open=%d", len(self._sinks))
+        if not self.is_closing:
+            logger.warning("text process disconnected num_open=%d", len(self._sinks))
         sinks, self._sinks = self._sinks, {}
         super().on_closed(connection)
         for request_id, sink in sinks.items():

@@ -157,7 +157,10 @@ def test_other_models_that_this_machine_lacks_are_problems(folder):
             "--allowed-local-lora-path: requires --allow-runtime-lora-updating; add it",
         ),
         (["--openai-api-server-count=99"], "--openai-api-server-count: must be from 1 to 16, got 99"),
-        (["--expose=none", "--openai-port=0"], "--expose: empty, but openai is not set; then no client could send a"),
+        (
+            ["--expose=none", "--openai-port=0"],
+            "--expose: empty, but openai is not set, so no client could send a request; expose",
+        ),
     ],
 )
 def test_errors_of_the_configuration_name_the_options(folder, argv, message):

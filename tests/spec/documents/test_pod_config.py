@@ -132,7 +132,10 @@ def test_explicit_fields_of_the_engine_are_written_with_their_defaults():
         ({"ports": {"http": 8001}}, "ports.grpc: 8001 is also the value of ports.http; ports must differ"),
         ({"openai": {"port": 8003}}, "openai.port: 8003 is also the value of ports.health; ports must differ"),
         ({"server": {"expose": ["https"]}}, "server.expose: 'https' is not a protocol; give http, grpc, both or an"),
-        ({"server": {"expose": []}}, "server.expose: empty, but openai is not set; then no client could send"),
+        (
+            {"server": {"expose": []}},
+            "server.expose: empty, but openai is not set, so no client could send a request; expose http",
+        ),
         ({"server": {"serverArgs": ["http-port=1"]}}, "server.serverArgs: 'http-port=1': not allowed: it names a port"),
         ({"limits": {"drainSeconds": -1}}, "limits.drainSeconds: must be at least 0, got -1"),
         ({"limits": {"drainSeconds": float("nan")}}, "limits.drainSeconds: must be at least 0, got nan"),

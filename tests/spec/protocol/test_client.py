@@ -187,6 +187,17 @@ async def test_the_end_of_the_peer_fails_every_call_and_request(peer: Peer):
         assert [(d.final, d.error_code) for d in deltas] == [(True, Code.UNAVAILABLE)] * 2
 
 
+@pytest.mark.parametrize("by_peer", [True, False])
+async def test_only_an_end_by_the_peer_is_a_warning(peer: Peer, caplog: pytest.LogCaptureFixture, by_peer: bool):
+    async with connected(peer) as client:
+        if by_peer:
+            peer.connections[-1].abort()
+        else:
+            await client.close()
+        await asyncio.wait_for(client.closed.wait(), 10)
+    assert ("text process disconnected num_open=0" in caplog.messages) == by_peer
+
+
 async def test_connect_fails_without_a_listener_and_run_connects_again(tmp_path: Path):
     client = Client(tmp_path / "s", Hello("supervisor"), "core")
     with pytest.raises(FileNotFoundError):
