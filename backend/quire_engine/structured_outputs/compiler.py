@@ -9,6 +9,7 @@ too. Thread-safe; llguidance releases the GIL while it compiles.
 """
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection
 from pathlib import Path
@@ -16,19 +17,20 @@ from typing import Self
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from quire_engine.structured_outputs.compiled_grammar import CompiledGrammar, MatcherSource, describe_error
 from quire_engine.structured_outputs.grammar import Grammar
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.errors import InvalidArgument
 
 MAX_CACHE_BYTES = 256 * 2**20
 _BYTES_PER_CHARACTER = 200
-_MIN_BYTES = 256 * 1024
+_MIN_BYTES = 2 * 2**20
 """The memory of a compiled grammar is estimated as _MIN_BYTES, plus _BYTES_PER_CHARACTER for each character of its
-text."""
-MAX_ERROR_CHARS = 300
-MAX_LEXER_STATES = 10_000
-"""Maximum number of states that the lexer of one grammar can have. The default of llguidance is 250,000 states. A
-hostile expression that reaches this maximum takes 3 MB for each sequence.
+text. Few lexers have as many states as MAX_LEXER_STATES allows."""
+MAX_LEXER_STATES = 50_000
+"""Maximum number of states that a lexer can have. The default of llguidance is 250,000 states. This many states take
+about 20 MB. A string with `maxLength` takes about 3 states per character. A lexer that reaches the maximum is replaced,
+so this is not a limit for the length of an output.
 """
 STEP_LEXER_FUEL = 100_000
 """Maximum amount of work for one mask. It is half of llguidance's default, and takes about 7 ms. If a mask took longer,
@@ -55,7 +57,7 @@ class GrammarCompiler:
             max_lexer_states=MAX_LEXER_STATES, step_lexer_fuel=STEP_LEXER_FUEL, verbose_errors=False
         )
         self._lock = threading.Lock()
-        self._templates: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
 
     @classmethod
@@ -76,46 +78,40 @@ class GrammarCompiler:
         Raises:
             InvalidArgument: the grammar is wrong or exceeds a limit, or no token can begin its output.
         """
-        template = self.compile(grammar_text)
-        return Grammar(template.deep_copy(), tuple(begin_after_token_ids), self._eos_token_ids)
+        source = MatcherSource(self.compile(grammar_text), self.compile, self._build)
+        return Grammar(source, tuple(begin_after_token_ids), self._eos_token_ids)
 
     def check(self, grammar_text: str) -> None:
         """Compile a grammar, but do not keep it. Raises the same errors as `create`."""
-        self._build_matcher(grammar_text)
+        self._build(grammar_text)
 
-    def compile(self, grammar_text: str) -> LLMatcher:
+    def compile(self, grammar_text: str) -> CompiledGrammar:
         """Compile a grammar, unless it is cached, and keep it for `create`. Raises the same errors as `create`."""
         with self._lock:
-            if (template := self._templates.get(grammar_text)) is not None:
-                self._templates.move_to_end(grammar_text)
-                return template
-        matcher = self._build_matcher(grammar_text)
+            if (cached := self._compiled.get(grammar_text)) is not None and not cached.is_exhausted:
+                self._compiled.move_to_end(grammar_text)
+                return cached
+        compiled = self._build(grammar_text)
         with self._lock:
-            if grammar_text not in self._templates:
-                self._templates[grammar_text] = matcher
+            if self._compiled.pop(grammar_text, None) is None:
                 self._num_bytes += _estimate_bytes(grammar_text)
-            while self._num_bytes > MAX_CACHE_BYTES and len(self._templates) > 1:
-                evicted_text, _ = self._templates.popitem(last=False)
+            self._compiled[grammar_text] = compiled
+            while self._num_bytes > MAX_CACHE_BYTES and len(self._compiled) > 1:
+                evicted_text, _ = self._compiled.popitem(last=False)
                 self._num_bytes -= _estimate_bytes(evicted_text)
-        return matcher
+        return compiled
 
-    def _build_matcher(self, grammar_text: str) -> LLMatcher:
+    def _build(self, grammar_text: str) -> CompiledGrammar:
+        start = time.thread_time()
         matcher = LLMatcher(self._tokenizer, grammar_text, log_level=0, limits=self._limits)
-        # The first mask is computed here, because this builds most of the lexer. Every copy of the matcher then starts
-        # with this lexer.
-        is_empty = not matcher.is_error() and not any(matcher.compute_bitmask())
+        compiled = CompiledGrammar(grammar_text, matcher, time.thread_time() - start)
         if matcher.is_error():
             raise InvalidArgument(f"structured_outputs: {describe_error(matcher)}")
-        if is_empty:
+        if compiled.first_token_id is None:
             raise InvalidArgument(
                 "structured_outputs: the constraint does not allow any token to begin an output; change it"
             )
-        return matcher
-
-
-def describe_error(matcher: LLMatcher) -> str:
-    """Return the error message of a matcher, as one line of limited length."""
-    return " ".join(str(matcher.get_error()).split())[:MAX_ERROR_CHARS]
+        return compiled
 
 
 def _estimate_bytes(grammar_text: str) -> int:

@@ -8,26 +8,30 @@ because it also decides which tokens can come next.
 
 from collections.abc import Collection, Sequence
 
-from llguidance import LLMatcher
-
+from quire_engine.structured_outputs.compiled_grammar import MatcherSource, describe_error
 from quire_engine.structured_outputs.thinking_budget import ThinkingBudget
 
 
 class Grammar:
     """The grammar of one sequence."""
 
-    __slots__ = ("_eos_token_ids", "_last_token_ids", "_pending_begin", "error", "matcher", "thinking_budget")
+    __slots__ = (
+        *("_eos_token_ids", "_last_token_ids", "_pending_begin", "_source", "_token_ids"),
+        *("error", "matcher", "thinking_budget"),
+    )
 
     def __init__(
         self,
-        matcher: LLMatcher | None,
+        source: MatcherSource | None,
         begin_after_token_ids: tuple[int, ...] = (),
         eos_token_ids: Collection[int] = (),
         thinking_budget: ThinkingBudget | None = None,
     ) -> None:
-        """`matcher` must be in its initial state, and only this object may use it. If `matcher` is None, any output is
-        allowed."""
-        self.matcher = matcher
+        """`source` creates the matchers of this sequence. If it is None, any output is allowed."""
+        self._source = source
+        self.matcher = None if source is None else source.create()
+        self._token_ids: list[int] = []
+        """Tokens that the matcher has accepted."""
         self.thinking_budget = thinking_budget
         self._pending_begin = begin_after_token_ids
         self._last_token_ids: list[int] = []
@@ -66,14 +70,32 @@ class Grammar:
         if self._pending_begin:
             self._skip_token(token_id)
             return True
-        if self.matcher is None or self.matcher.consume_token(token_id):
+        if self.matcher is None:
             return True
-        reason = " ".join(str(self.matcher.get_error()).split())[:200]
-        self.error = (
-            "structured_outputs: the other sampling parameters exclude all tokens that the constraint allows here, or "
-            f"the constraint became too complex; simplify it: {reason}"
-        )
-        return False
+        # A matcher that has failed would allow the end of the sequence, so the output would look complete.
+        while self.matcher.is_error() or not self.matcher.consume_token(token_id):
+            if not self.renew_matcher():
+                self.error = f"structured_outputs: {self._describe_failure(describe_error(self.matcher))}"
+                return False
+        self._token_ids.append(token_id)
+        return True
+
+    def renew_matcher(self) -> bool:
+        """Replace the matcher if its lexer has failed. Return False if it has not, or if a new lexer fails, too."""
+        matcher = None if self._source is None else self._source.renew(self._token_ids)
+        if matcher is not None:
+            self.matcher = matcher
+        return matcher is not None
+
+    def _describe_failure(self, reason: str) -> str:
+        if self._source is not None and self._source.is_exhausted:
+            return f"the constraint became too complex for this output; simplify it: {reason}"
+        if reason.startswith("Parser Error"):
+            return (
+                "the other sampling parameters exclude all tokens that the constraint allows here; change "
+                f"allowed_token_ids, bad_words or logit_bias: {reason}"
+            )
+        return reason
 
     def forced_token_ids(self) -> list[int]:
         """Return tokens for the text that must come next.

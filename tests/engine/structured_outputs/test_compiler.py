@@ -34,7 +34,7 @@ def test_compiled_grammars_are_bounded(tokenizer, monkeypatch):
     first = compiler.compile(texts[0])
     for text in texts[1:]:
         assert compiler.compile(text) is compiler.compile(text)
-    assert len(compiler._templates) <= 3
+    assert len(compiler._compiled) <= 3
     assert compiler.compile(texts[0]) is not first
 
 

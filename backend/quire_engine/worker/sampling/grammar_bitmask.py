@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLExecutor
 from torch import Tensor
 
 from quire_engine.sequence import SequenceStatus
@@ -103,7 +103,7 @@ class GrammarBitmask:
         token contains the tokens that the grammar allows after this draft token.
         """
         rows: list[int] = []
-        begun: list[tuple[LLMatcher, int, list[int]]] = []
+        begun: list[tuple[Grammar, int, list[int]]] = []
         not_begun: list[tuple[int, Grammar]] = []
         forced: list[tuple[int, int]] = []
         end = 0
@@ -115,7 +115,7 @@ class GrammarBitmask:
             num_before = grammar.num_rows_before_begin(span.draft_token_ids)
             not_begun += [(len(rows) + i, grammar) for i in range(num_before)]
             if num_before < end - start and grammar.matcher is not None:
-                begun.append((grammar.matcher, len(rows) + num_before, list(span.draft_token_ids[num_before:])))
+                begun.append((grammar, len(rows) + num_before, list(span.draft_token_ids[num_before:])))
             if (forced_token_id := grammar.forced_token_id) is not None:
                 # A span with a forced token has no draft.
                 forced.append((len(rows), forced_token_id))
@@ -136,19 +136,22 @@ class GrammarBitmask:
             bits[row, word] = 1 << bit if bit < _BITS - 1 else -(1 << bit)
         return TokenBitmask(rows, to_device_async(bits, self._device))
 
-    def _fill_begun(self, matchers: list[tuple[LLMatcher, int, list[int]]], bits: Tensor) -> None:
+    def _fill_begun(self, begun: list[tuple[Grammar, int, list[int]]], bits: Tensor) -> None:
         """Fill the rows of grammars that have begun.
 
-        For each of these grammars, `matchers` contains its matcher, its first row and its draft tokens.
+        For each of these grammars, `begun` contains the grammar, its first row and its draft tokens.
         """
-        if not matchers:
+        if not begun:
             return
         if self._executor is None:
             # One thread is used if the device is a CPU, because its cores compute the model at the same time.
             num_threads = 1 if self._device.type == "cpu" else min(_MAX_THREADS, len(os.sched_getaffinity(0)))
             self._executor = LLExecutor(num_threads=num_threads)
         row_bytes = bits.stride(0) * bits.itemsize
+        matchers = [(grammar.matcher, row, draft) for grammar, row, draft in begun if grammar.matcher is not None]
         if plain := [(matcher, row) for matcher, row, draft in matchers if not draft]:
             self._executor.unsafe_compute_mask_ptr(plain, bits.data_ptr(), row_bytes, len(bits))
         if drafts := [entry for entry in matchers if entry[2]]:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafts, bits.data_ptr(), row_bytes, len(bits))
+        failed = [entry for entry in begun if entry[0].matcher is not None and entry[0].matcher.is_error()]
+        self._fill_begun([entry for entry in failed if entry[0].renew_matcher()], bits)
