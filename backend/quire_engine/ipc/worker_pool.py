@@ -3,8 +3,9 @@
 
 Each worker reads JSON objects from its standard input, one per line. It answers each of them with a JSON object.
 
-The workers process input from clients, which can need any amount of time or memory. A worker that takes too long is
-killed and replaced; another worker serves in the meantime. The first line that a worker gets contains its
+The workers process input from clients, which can need any amount of time or memory. A worker that uses too much CPU
+time is killed and replaced; another worker serves in the meantime. CPU time is counted because a busy machine must not
+reject what an idle machine accepts. The first line that a worker gets contains its
 configuration. When the worker answers this line, it is ready.
 """
 
@@ -21,6 +22,11 @@ from typing import Any
 NUM_WORKERS = 2
 """Number of workers: one works while the other one is replaced."""
 _START_TIMEOUT_S = 60.0
+_WALL_PER_CPU_S = 5.0
+"""A worker that gets less than a fifth of a core is killed, too, so that others do not wait for it."""
+_MIN_POLL_S = 0.01
+"""The kernel counts CPU time in steps of this length."""
+_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MAX_LINE_BYTES = 256 * 2**20
 _LOWEST_PRIORITY = 19
 _FIRST_TO_BE_KILLED = "1000"
@@ -33,11 +39,11 @@ class WorkerError(Exception):
 
 
 class WorkersBusy(WorkerError):
-    """No worker was free in time."""
+    """No worker was free in time, or the worker did not get enough CPU time."""
 
 
 class WorkerTimeout(WorkerError):
-    """The worker took too long and was killed."""
+    """The worker used too much CPU time and was killed."""
 
 
 class WorkerDied(WorkerError):
@@ -51,7 +57,7 @@ class WorkerPool:
         self,
         module: str,
         config: Mapping[str, Any],
-        timeout_s: float,
+        cpu_limit_s: float,
         queue_timeout_s: float,
         low_priority_after_s: float | None = None,
     ) -> None:
@@ -60,16 +66,16 @@ class WorkerPool:
         Args:
             module: name of the Python module of the worker, which is run as `python -m module`.
             config: each worker gets it as JSON in its first line.
-            timeout_s: maximum time of one answer.
+            cpu_limit_s: maximum CPU time of one answer, in seconds.
             queue_timeout_s: maximum wait for a free worker.
-            low_priority_after_s: a worker that takes longer gets the lowest scheduling priority, so that it does not
-                slow down the engine on the same cores. A worker with the lowest priority is replaced after its answer.
-                If None, no worker gets the lowest priority.
+            low_priority_after_s: a worker that uses more CPU time gets the lowest scheduling priority, so that it does
+                not slow down the engine on the same cores. A worker with the lowest priority is replaced after its
+                answer. If None, no worker gets the lowest priority.
         """
         self._module = module
         self._config_line = json.dumps(config).encode() + b"\n"
-        self._timeout_s, self._queue_timeout_s = timeout_s, queue_timeout_s
-        self._low_priority_after_s = low_priority_after_s
+        self._cpu_limit_s, self._queue_timeout_s = cpu_limit_s, queue_timeout_s
+        self._low_priority_after_s = cpu_limit_s if low_priority_after_s is None else low_priority_after_s
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._num_workers = 0
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -104,30 +110,39 @@ class WorkerPool:
 
     async def _exchange(self, worker: "_Worker", line: bytes) -> dict[str, Any]:
         keep = False
-        demotion = self._schedule_demotion(worker)
+        answer = asyncio.get_running_loop().create_task(worker.ask(line))
         try:
-            async with asyncio.timeout(self._timeout_s):
-                answer = await worker.ask(line)
+            await self._wait(worker, answer)
             keep = not worker.has_low_priority
-        except TimeoutError:
-            logger.warning("worker took too long module=%s limit_s=%g", self._module, self._timeout_s)
-            raise WorkerTimeout from None
+            return answer.result()
+        except WorkerError as error:
+            logger.warning("worker killed module=%s reason=%s", self._module, error)
+            raise
         except (OSError, ValueError, asyncio.IncompleteReadError):
+            keep = False
             logger.warning("worker died module=%s", self._module)
             raise WorkerDied from None
         finally:
-            if demotion is not None:
-                demotion.cancel()
+            answer.cancel()
             if keep:
                 self._idle.put_nowait(worker)
             else:
                 self._replace(worker)
-        return answer
 
-    def _schedule_demotion(self, worker: "_Worker") -> asyncio.TimerHandle | None:
-        if self._low_priority_after_s is None:
-            return None
-        return asyncio.get_running_loop().call_later(self._low_priority_after_s, worker.lower_priority)
+    async def _wait(self, worker: "_Worker", answer: asyncio.Task[dict[str, Any]]) -> None:
+        """Wait for an answer. Raises WorkerError if the worker exceeds a limit."""
+        clock = asyncio.get_running_loop().time
+        first_cpu_s, deadline = worker.cpu_s(), clock() + _WALL_PER_CPU_S * self._cpu_limit_s
+        while not answer.done():
+            used_s = worker.cpu_s() - first_cpu_s
+            if used_s >= self._cpu_limit_s:
+                raise WorkerTimeout(f"an answer took more than {self._cpu_limit_s:g} s of CPU time")
+            if clock() >= deadline:
+                raise WorkersBusy(f"an answer got only {used_s:g} s of CPU time")
+            if used_s >= self._low_priority_after_s:
+                worker.lower_priority()
+            next_limit_s = self._cpu_limit_s if worker.has_low_priority else self._low_priority_after_s
+            await asyncio.wait({answer}, timeout=max(_MIN_POLL_S, min(next_limit_s - used_s, deadline - clock())))
 
     def _replace(self, worker: "_Worker") -> None:
         worker.kill()
@@ -180,6 +195,14 @@ class _Worker:
         await self._stdin.drain()
         answer: dict[str, Any] = json.loads(await self._stdout.readuntil(b"\n"))
         return answer
+
+    def cpu_s(self) -> float:
+        """Return the CPU time of the process in seconds; 0 if it has ended."""
+        try:
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S
 
     def lower_priority(self) -> None:
         """Give the process the lowest scheduling priority."""

@@ -18,8 +18,8 @@ from quire_engine.structured_outputs.composed_constraint import ComposedConstrai
 from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import InvalidArgument, QuireError, Unavailable, error_from_code
 
-CHECK_TIMEOUT_S = 2.0
-"""A check may take this number of seconds. The largest schemas in common use take about 20 ms."""
+CPU_LIMIT_S = 2.0
+"""A check may take this number of seconds of CPU time. The largest schemas in common use take about 20 ms."""
 LOW_PRIORITY_AFTER_S = 0.1
 QUEUE_TIMEOUT_S = 30.0
 """A check may wait this number of seconds for a worker. This includes the start of the worker, which takes seconds if
@@ -37,15 +37,15 @@ class GrammarChecker:
         folder: Path,
         vocab_size: int,
         eos_token_ids: Collection[int],
-        check_timeout_s: float = CHECK_TIMEOUT_S,
+        cpu_limit_s: float = CPU_LIMIT_S,
         max_cache_bytes: int = MAX_CACHE_BYTES,
     ) -> None:
         config = {"folder": str(folder), "vocab_size": vocab_size, "eos_token_ids": sorted(eos_token_ids)}
-        self._check_timeout_s = check_timeout_s
+        self._cpu_limit_s = cpu_limit_s
         self._workers = WorkerPool(
             "quire_engine.structured_outputs.check_worker",
             config,
-            check_timeout_s,
+            cpu_limit_s,
             QUEUE_TIMEOUT_S,
             LOW_PRIORITY_AFTER_S,
         )
@@ -64,8 +64,8 @@ class GrammarChecker:
         """Return the grammar text of a constraint. A cached result is returned without waiting.
 
         Raises:
-            InvalidArgument: the constraint cannot be enforced, or checking it takes too much time or memory.
-            Unavailable: other constraints are being checked.
+            InvalidArgument: the constraint cannot be enforced, or checking it takes too much CPU time or memory.
+            Unavailable: other constraints are being checked, or the machine is busy.
         """
         document = constraint.to_mapping()
         key = hashlib.sha256(json.dumps(document, ensure_ascii=False).encode()).digest()
@@ -102,10 +102,11 @@ class GrammarChecker:
         try:
             answer = await self._workers.ask(document)
         except WorkersBusy:
-            raise Unavailable("structured_outputs: other constraints are being checked; try again") from None
+            raise Unavailable("structured_outputs: the server is too busy to check the constraint; try again") from None
         except WorkerTimeout:
             raise InvalidArgument(
-                f"structured_outputs: checking takes longer than {self._check_timeout_s:g} s; simplify the constraint"
+                f"structured_outputs: checking takes more than {self._cpu_limit_s:g} s of CPU time; simplify the "
+                "constraint"
             ) from None
         except WorkerDied:
             raise InvalidArgument("structured_outputs: the constraint needs too much memory; simplify it") from None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders conversations to prompts, in worker processes that may die (render_worker.py).
 
-A conversation that takes too long is rejected. The request processor uses this module.
+A conversation that takes too much CPU time is rejected. The request processor uses this module.
 """
 
 from quire_engine.ipc.worker_pool import WorkerDied, WorkerPool, WorkersBusy, WorkerTimeout
@@ -13,8 +13,9 @@ from quire_spec.dataclass_json import to_json
 from quire_spec.errors import InvalidArgument, Unavailable, error_from_code
 from quire_spec.protocol.messages import Conversation
 
-RENDER_TIMEOUT_S = 5.0
-"""Rendering a conversation may take this number of seconds. A conversation of 100,000 tokens takes about 0.1 s."""
+CPU_LIMIT_S = 5.0
+"""Rendering a conversation may take this number of seconds of CPU time. A conversation of 100,000 tokens takes about
+0.1 s."""
 QUEUE_TIMEOUT_S = 10.0
 
 
@@ -22,15 +23,15 @@ class ChatRenderer:
     """The renderer of one checkpoint."""
 
     def __init__(
-        self, files: ChatTemplateFiles, tokenizer: Tokenizer, max_chars: int, render_timeout_s: float = RENDER_TIMEOUT_S
+        self, files: ChatTemplateFiles, tokenizer: Tokenizer, max_chars: int, cpu_limit_s: float = CPU_LIMIT_S
     ) -> None:
         """`max_chars` limits the number of characters of a rendered conversation."""
         special, others = split_added_tokens(tokenizer)
         config = {"files": to_json(files), "special_tokens": special, "other_tokens": others, "max_chars": max_chars}
         self.has_template = files.default is not None
         """Whether the checkpoint has a template; an adapter can have its own."""
-        self._render_timeout_s = render_timeout_s
-        self._workers = WorkerPool("quire_engine.text.render_worker", config, render_timeout_s, QUEUE_TIMEOUT_S)
+        self._cpu_limit_s = cpu_limit_s
+        self._workers = WorkerPool("quire_engine.text.render_worker", config, cpu_limit_s, QUEUE_TIMEOUT_S)
 
     def start(self) -> None:
         """Start the workers in the background; do nothing if they already run or if the checkpoint has no template."""
@@ -43,16 +44,17 @@ class ChatRenderer:
         If `template` is given, it is the path of a file whose template is used instead of the checkpoint's template.
 
         Raises:
-            InvalidArgument: the template rejects the conversation, or takes too long.
-            Unavailable: no worker is free.
+            InvalidArgument: the template rejects the conversation, or takes too much CPU time.
+            Unavailable: no worker is free, or the machine is busy.
         """
         try:
             answer = await self._workers.ask({**decode_conversation(chat), "template_file": template})
         except WorkersBusy:
-            raise Unavailable("messages: the chat template is busy with other conversations; try again") from None
+            raise Unavailable("messages: the server is too busy to render the conversation; try again") from None
         except WorkerTimeout:
             raise InvalidArgument(
-                f"messages: the chat template takes longer than {self._render_timeout_s:g} s; shorten the conversation"
+                f"messages: the chat template takes more than {self._cpu_limit_s:g} s of CPU time; shorten the "
+                "conversation"
             ) from None
         except WorkerDied:
             raise InvalidArgument("messages: the chat template failed; shorten the conversation") from None

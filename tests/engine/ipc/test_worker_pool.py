@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.ipc.worker_pool import NUM_WORKERS, WorkerPool
+from quire_engine.ipc.worker_pool import NUM_WORKERS, WorkerPool, WorkersBusy, WorkerTimeout
 
 WORKER = """
 import json, os, sys, time
 for line in sys.stdin:
-    time.sleep(json.loads(line).get("sleep_s", 0))
+    message = json.loads(line)
+    time.sleep(message.get("sleep_s", 0))
+    while time.process_time() < message.get("cpu_s", 0):
+        pass
     print(json.dumps({"pid": os.getpid()}), flush=True)
 """
 
@@ -20,7 +23,7 @@ for line in sys.stdin:
 async def test_a_cancelled_caller_costs_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    pool = WorkerPool("slow_worker", {}, timeout_s=30, queue_timeout_s=30)
+    pool = WorkerPool("slow_worker", {}, cpu_limit_s=30, queue_timeout_s=30)
 
     async def ask_all_workers() -> set[int]:
         answers = await asyncio.gather(*(pool.ask({"sleep_s": 0.5}) for _ in range(NUM_WORKERS)))
@@ -34,3 +37,19 @@ async def test_a_cancelled_caller_costs_no_worker(tmp_path: Path, monkeypatch: p
         caller.cancel()
     assert all(isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*callers, return_exceptions=True))
     assert await ask_all_workers() == pids
+
+
+@pytest.mark.parametrize("low_priority_after_s", [None, 0.05])
+async def test_a_worker_is_limited_by_its_cpu_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, low_priority_after_s: float | None
+) -> None:
+    """A busy machine delays an answer like a sleep: the worker waits, and uses no CPU time."""
+    (tmp_path / "slow_worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    pool = WorkerPool("slow_worker", {}, 0.3, queue_timeout_s=30, low_priority_after_s=low_priority_after_s)
+    assert await pool.ask({"sleep_s": 0.6})
+    with pytest.raises(WorkerTimeout, match=r"more than 0.3 s of CPU time"):
+        await pool.ask({"cpu_s": 60})
+    with pytest.raises(WorkersBusy):
+        await pool.ask({"sleep_s": 60})
+    assert await pool.ask({})
