@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from quire_server.model_server.model_interface import INPUTS
+from quire_server.model_server.model_interface import INPUTS, MAX_PROMPT_BYTES
 from quire_spec import constants
 from quire_spec.constants import AdapterName
 from quire_spec.engine.sampling_params import SamplingParams
@@ -32,9 +32,6 @@ from quire_spec.protocol.messages import GenerateRequest, OutputDelta, TokenLogp
 
 Array = npt.NDArray[Any]
 
-MAX_PROMPT_BYTES = 16 * 2**20
-"""Maximum size of a prompt in bytes. No model has a context that needs a longer prompt. The limit protects the stub's
-memory."""
 MAX_ERROR_CHARS = 800
 
 CACHE_SALT = "cache_salt"

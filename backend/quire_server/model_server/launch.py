@@ -17,7 +17,8 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from quire_server.model_server import readiness_file
-from quire_server.model_server.model_interface import FORWARDED_HEADERS_VARIABLE
+from quire_server.model_server.defects import defects_of
+from quire_server.model_server.model_interface import FORWARDED_HEADERS_VARIABLE, MAX_PROMPT_BYTES
 from quire_server.model_server.preload import preload
 from quire_spec import constants
 from quire_spec.errors import ConfigError
@@ -39,18 +40,21 @@ SHM_RESERVE_BYTES = 8 * 2**20
 """Additional free space that is needed in /dev/shm, because large prompts make the region of a stub grow."""
 
 _GUARD_VARIABLE = "QUIRE_SERVER_GUARD"
-"""Environment variable for the request guard in the preload library: 1 turns the guard on, and 0 turns it off. The
-guard rejects requests that would crash the server. If the variable is not set, `needs_guard` decides."""
-_FIRST_FIXED_VERSION = (2, 59)
-"""The first server version (release 25.07) that needs no guard. This version itself limits the size of a body, the
-nesting of its JSON, and its chunks."""
+"""Environment variable for the request guard in the preload library: the names of the defects that the guard prevents.
+1 stands for all of them, and 0 turns the guard off. If the variable is not set, defects.py decides."""
+_GUARD_HTTP_PORT_VARIABLE = "QUIRE_GUARD_HTTP_PORT"
+_GUARD_MAX_BODY_VARIABLE = "QUIRE_GUARD_MAX_BODY_BYTES"
+MAX_BODY_BYTES = MAX_PROMPT_BYTES + 2**20
+"""Maximum size of a request on the server's ports: a prompt of the maximum size, and its parameters."""
+MAX_OTHER_BODY_BYTES = 64 * 2**20
+"""The same limit if the server also serves models of --model-repository. It is the default of release 25.07."""
 
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 _STUB_FILE = "triton_python_backend_stub"
 
 _MODEL_VARIABLES = re.compile(
     r"PATH|LD_LIBRARY_PATH|LD_PRELOAD|HOME|USER|LOGNAME|LANG|LANGUAGE|TZ|TMPDIR|VIRTUAL_ENV|CONDA_PREFIX|SSL_CERT_(FILE|DIR)"
-    r"|HF_HOME|HF_HUB_(CACHE|OFFLINE)|QUIRE_(SERVER_GUARD|READINESS_FILE|FORWARDED_HEADERS)|POD_IP"
+    r"|HF_HOME|HF_HUB_(CACHE|OFFLINE)|QUIRE_(SERVER_GUARD|GUARD_\w+|READINESS_FILE|FORWARDED_HEADERS)|POD_IP"
     r"|(LC|CUDA|NVIDIA|NCCL|OMP|MKL|KMP|GOMP|OPENBLAS)_\w*|PYTHON\w*"
 )
 """The server can also run the models of --model-repository. In that case, the code of these models can read only the
@@ -120,18 +124,6 @@ class ServerOptions:
     """Names of additional environment variables that the models of --model-repository can read."""
     arguments: tuple[str, ...] = ()
     """Arguments from the user; see `parse_server_arguments`."""
-
-
-def needs_guard(install: ServerInstall) -> bool:
-    """Return True if requests can crash this server. This is the case if its release is older than 25.07 or unknown.
-
-    NVIDIA's image contains a file with the server's version. The wheel has no such file. It contains release 24.10.
-    """
-    try:
-        major, minor = (install.binary.parents[1] / "TRITON_VERSION").read_text().split(".")[:2]
-        return (int(major), int(minor)) < _FIRST_FIXED_VERSION
-    except (OSError, ValueError):
-        return True
 
 
 def new_key() -> str:
@@ -262,7 +254,9 @@ def server_command(
     env = _environment(python)
     if library := preload.find_or_build_library(backends):
         env["LD_PRELOAD"] = ":".join(filter(None, [str(library), env.get("LD_PRELOAD")]))
-        env.setdefault(_GUARD_VARIABLE, "1" if needs_guard(install) else "0")
+        env.setdefault(_GUARD_VARIABLE, ",".join(defect.name for defect in defects_of(install.binary)) or "0")
+        env[_GUARD_HTTP_PORT_VARIABLE] = str(options.http_port)
+        env.setdefault(_GUARD_MAX_BODY_VARIABLE, str(MAX_OTHER_BODY_BYTES if serves_others else MAX_BODY_BYTES))
         if options.readiness_file is not None:
             env[readiness_file.VARIABLE] = str(options.readiness_file)
             # The readiness file decides whether the server is ready. Without this flag, the server would also report

@@ -44,6 +44,10 @@ OUTPUTS: tuple[tuple[str, str, int], ...] = (
 )
 """Name, type and shape of each output. Each shape has one dimension (-1: any size)."""
 
+MAX_PROMPT_BYTES = 16 * 2**20
+"""Maximum size of a prompt in bytes. No model has a context that needs a longer prompt. The limit protects the memory
+of the stubs and of the server."""
+
 FORWARDED_HEADERS_VARIABLE = "QUIRE_FORWARDED_HEADERS"
 """Environment variable of the stubs. It contains a pattern. If the name of a gRPC header matches the pattern, the
 server passes the header to the model as a request parameter. Over HTTP, the server passes no headers to Quire's

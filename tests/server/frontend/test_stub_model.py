@@ -178,7 +178,8 @@ class TestErrors:
         [
             ({"text_input": "x", "best_off": 2}, "INVALID_ARG: unknown sampling parameter 'best_off'"),
             ({"text_input": "x", "seed": 2**63}, "INVALID_ARG: sampling parameter 'seed'"),
-            ({"text_input": "x" * (17 * 2**20)}, "INVALID_ARG: text_input: must have at most 16777216"),
+            ({"text_input": "x" * (16 * 2**20 + 1)}, "INVALID_ARG: text_input: must have at most 16777216"),
+            ({"text_input": "x" * (17 * 2**20)}, "INVALID_ARG: request body: must have at most 17825792 bytes"),
             (b'{"text_input": "\xff\xfe"}', "INVALID_ARG: text_input: invalid UTF-8"),
             (b'{"text_input": "x", "stop": "\xff\xfe"}', "INVALID_ARG: request parameters: invalid UTF-8"),
             (
@@ -186,7 +187,7 @@ class TestErrors:
                 "INVALID_ARG: sampling parameter 'structured_outputs'",
             ),
         ],
-        ids=["unknown", "large-seed", "long-prompt", "prompt-utf8", "parameter-utf8", "surrogate"],
+        ids=["unknown", "large-seed", "long-prompt", "long-body", "prompt-utf8", "parameter-utf8", "surrogate"],
     )
     def test_invalid_request_gets_its_error_and_the_next_one_works(self, running, body, message):
         response = running.request("http", f"/v2/models/{BASE}/generate", body)
@@ -258,7 +259,7 @@ class TestCancellation:
         before = len(running.journal_entries("submit"))
         with socket.create_connection(("127.0.0.1", running.ports["http"])) as connection:
             connection.sendall(
-                f"POST /v2/models/{BASE}/generate_stream HTTP/1.1\r\nHost: x\r\n"
+                f"POST /v2/models/{BASE}/generate_stream HTTP/1.1\r\nHost: localhost\r\n"
                 f"Content-Length: {len(body)}\r\n\r\n".encode()
                 + body
             )

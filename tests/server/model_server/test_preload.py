@@ -126,7 +126,7 @@ def test_streams_lose_nothing_while_their_thread_in_the_server_is_blocked(runnin
 def test_connection_closes_although_a_stub_was_started_meanwhile(running):
     """A stub that inherits the connection would keep it open."""
     with socket.create_connection(("127.0.0.1", running.ports["http"]), timeout=5) as connection:
-        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n")
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n")
         running.add_model("later")
         connection.sendall(b"Connection: close\r\n\r\n")
         assert b"".join(iter(lambda: connection.recv(4096), b"")).startswith(b"HTTP/1.1 200")

@@ -132,7 +132,7 @@ def send_http(rng: random.Random, port: int) -> None:
     extra += ("Inference-Header-Content-Length: 5", "Inference-Header-Content-Length: -1", "Connection: close")
     headers += rng.sample(extra, rng.choice((0, 0, 1, 2)))
     method = rng.choice(("POST", "POST", "POST", "GET", "PUT", "DELETE", "OPTIONS", "HEAD"))
-    head = f"{method} {path} HTTP/1.{rng.choice('1110')}\r\nHost: a\r\n" + "\r\n".join(headers) + "\r\n\r\n"
+    head = f"{method} {path} HTTP/1.{rng.choice('1110')}\r\nHost: localhost\r\n" + "\r\n".join(headers) + "\r\n\r\n"
     data = head.encode() + body
     if rng.random() < 0.1:
         data = changed(rng, data)

@@ -19,18 +19,20 @@ import tritonclient.grpc as grpcclient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.frontend_harness import BASE, FrontendHarness, running_frontend, scripted_text, wait_until
-from support.quire_serve import StreamedResponse, grpc_text, run_concurrently
+from support.quire_serve import ROOT, StreamedResponse, grpc_text, run_concurrently
 from tritonclient.grpc import service_pb2
 
-from quire_server.model_server import launch
+from quire_server.model_server import defects
 from quire_server.model_server.preload import preload
 
 GENERATE = f"/v2/models/{BASE}/generate"
 SCANNER = """
 #include "request_guard.h"
-RequestScanner *new_scanner(void) { RequestScanner *s = malloc(sizeof *s); start_request(s); return s; }
+RequestScanner *new_scanner(int is_local) {
+  RequestScanner *s = malloc(sizeof *s); start_connection(s, 1000000, is_local); return s;
+}
 const char *scan(RequestScanner *s, const char *data, size_t size) { return scan_request(s, data, size); }
-int between_requests(RequestScanner *s) { return s->phase == REQUEST_LINE && s->line_bytes == 0; }
+int between_requests(RequestScanner *s) { return is_between_requests(s); }
 """
 WRONG_REQUEST = service_pb2.ModelInferRequest(
     model_name=BASE,
@@ -58,9 +60,9 @@ def scanner_library(tmp_path_factory) -> ctypes.CDLL:
     return library
 
 
-def scan(library: ctypes.CDLL, *parts: bytes) -> tuple[str | None, bool]:
+def scan(library: ctypes.CDLL, *parts: bytes, is_local: bool = False) -> tuple[str | None, bool]:
     """Return the error of a stream of bytes that arrives in parts, and whether it ends between two requests."""
-    scanner = library.new_scanner()
+    scanner = library.new_scanner(is_local)
     for part in parts:
         if error := library.scan(scanner, part, len(part)):
             return error.decode(), False
@@ -151,11 +153,50 @@ def test_accepted_streams_mean_the_same_to_h11(
         ("A: " + "b" * 70_000, "", "more than 64 KiB"),
         ("content-encoding: gzip", "", "only identity is supported"),
         ("Content-Encoding: identity" + " " * 200 + ", gzip", "", "only identity is supported"),
+        ("Accept-Encoding: gzip;q=1e400", "", "a weight is not a number"),
+        ("accept-encoding: gzip;q=", "", "a weight is not a number"),
+        ("Accept-Encoding: gzip;q=-1", "", "a weight is not a number"),
+        ("Accept-Encoding: gzip; q=1.1, deflate", "", "a weight is not a number"),
+        ("Accept-Encoding: gzip;q=0.1234", "", "a weight is not a number"),
+        ("Accept-Encoding: gzip;level=3;q=nan", "", "a weight is not a number"),
+        ("Accept-Encoding: " + "gzip, " * 40 + "br;q=nan", "", "too long"),
+        ("Inference-Header-Content-Length: 99999999999", "", "not the number of bytes"),
+        ("Inference-Header-Content-Length: -1", "", "not the number of bytes"),
+        ("Content-Length: 1000001", "", "must have at most 1000000 bytes"),
+        ("Transfer-Encoding: chunked", "f423f\r\n" + "x" * 999_999 + "\r\n2\r\n", "must have at most 1000000 bytes"),
     ],
 )
 def test_ambiguous_requests_are_rejected(scanner_library: ctypes.CDLL, head: str, body: str, error: str) -> None:
     found, _ = scan(scanner_library, f"POST / HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
     assert found is not None and error in found
+
+
+@pytest.mark.parametrize(
+    "value", ["gzip, deflate, br, zstd", "gzip;q=0.5, *;q=0", "gzip ; q=1.000 ,br;Q=0.123", "*", ""]
+)
+def test_usual_encodings_pass(scanner_library: ctypes.CDLL, value: str) -> None:
+    assert scan(scanner_library, f"GET / HTTP/1.1\r\nAccept-Encoding: {value}\r\n\r\n".encode()) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_accepted"),
+    [
+        *[
+            (host, True)
+            for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.1.2.3", "[::1]:8000", "[::1]")
+        ],
+        *[
+            (host, False)
+            for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example:8000", "[::2]:80")
+        ],
+        *[(host, False) for host in ("", "10.0.0.1", "127.", "localhost:80:80", "a" * 200)],
+    ],
+)
+def test_host_must_be_this_machine_on_local_ports(scanner_library: ctypes.CDLL, host: str, is_accepted: bool) -> None:
+    request = f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+    error, _ = scan(scanner_library, request, is_local=True)
+    assert (error is None) == is_accepted
+    assert scan(scanner_library, request) == (None, True)
 
 
 def test_json_depth_has_a_limit(scanner_library: ctypes.CDLL) -> None:
@@ -200,7 +241,9 @@ def send_all(connection: socket.socket, parts: tuple[bytes, ...]) -> None:
 
 def nested(running: FrontendHarness) -> str:
     body = b"[" * 1_000_000
-    return send_raw(running, f"POST {GENERATE} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}", body).decode()
+    return send_raw(
+        running, f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}", body
+    ).decode()
 
 
 def many_chunks(running: FrontendHarness) -> str:
@@ -217,6 +260,51 @@ def class_count(running: FrontendHarness) -> str:
         client.async_stream_infer(BASE, [grpc_text("class")], outputs=[output], parameters={"max_tokens": 1})
         assert event.wait(30)
     return f"400 {done[0]}"
+
+
+def invalid_weight(running: FrontendHarness) -> str:
+    return send_raw(running, "GET /v2 HTTP/1.1\r\nHost: localhost\r\nAccept-Encoding: gzip;q=1e400").decode()
+
+
+def invalid_header_length(running: FrontendHarness) -> str:
+    head = f"POST /v2/models/{BASE}/infer HTTP/1.1\r\nContent-Length: 2\r\nInference-Header-Content-Length: 99999999999"
+    return send_raw(running, head, b"{}").decode()
+
+
+def shape_overflow(running: FrontendHarness) -> str:
+    return f"400 {stream_input(running, 'INT64', [2**61])} {stream_input(running, 'INT64', [2**32, 2**32])}"
+
+
+def large_input(running: FrontendHarness) -> str:
+    num_bytes = 18 * 2**20
+    data = num_bytes.to_bytes(4, "little") + b"x" * num_bytes
+    return f"400 {stream_input(running, 'BYTES', [1], 'text_input', [data])}"
+
+
+def large_body(running: FrontendHarness) -> str:
+    return send_raw(running, f"POST {GENERATE} HTTP/1.1\r\nContent-Length: 200000000", b" " * 60_000_000).decode()
+
+
+def foreign_host(running: FrontendHarness) -> str:
+    return send_raw(running, "GET /v2 HTTP/1.1\r\nHost: evil.example").decode()
+
+
+def stream_input(
+    running: FrontendHarness, datatype: str, shape: list[int], name: str = "input_ids", data: list[bytes] | None = None
+) -> str:
+    """Send a gRPC request with one input and return the server's error."""
+    request = service_pb2.ModelInferRequest(
+        model_name=BASE, inputs=[{"name": name, "datatype": datatype, "shape": shape}], raw_input_contents=data or [b""]
+    )
+    with grpc.insecure_channel(f"127.0.0.1:{running.ports['grpc']}") as channel:
+        stream = channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            lambda request: request.SerializeToString(),
+            service_pb2.ModelStreamInferResponse.FromString,
+        )
+        [response] = stream(iter([request]), timeout=30)
+    assert response.error_message
+    return str(response.error_message)
 
 
 def cancelled_errors(running: FrontendHarness) -> str:
@@ -242,7 +330,13 @@ def cancelled_errors(running: FrontendHarness) -> str:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("crasher", [nested, many_chunks, class_count, cancelled_errors])
+@pytest.mark.parametrize(
+    "crasher",
+    [
+        *(nested, many_chunks, class_count, cancelled_errors, invalid_weight, invalid_header_length, shape_overflow),
+        *(large_input, large_body, foreign_host),
+    ],
+)
 def test_crashing_requests_are_rejected_and_streams_continue(running: FrontendHarness, crasher) -> None:
     pid = running.process.pid
     results: list[str] = []
@@ -256,14 +350,85 @@ def test_crashing_requests_are_rejected_and_streams_continue(running: FrontendHa
     assert running.process.poll() is None and running.process.pid == pid
 
 
+@pytest.mark.server
+def test_requests_that_never_become_complete_are_closed(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("QUIRE_GUARD_TIMEOUT_S", "2")
+    with running_frontend(tmp_path) as slow:
+        port = slow.ports["http"]
+        complete = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        starts = [
+            b"",
+            b"\r\n",
+            b"GET /v2 HTT",
+            b"POST " + GENERATE.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90\r\n\r\n{",
+            b"POST " + GENERATE.encode() + b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{",
+            complete + b"GET /v2 HTT",
+        ]
+        connections = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in starts]
+        for connection, start in zip(connections, starts, strict=True):
+            connection.sendall(start)
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=30) as idle,
+            grpc.insecure_channel(f"127.0.0.1:{slow.ports['grpc']}") as channel,
+        ):
+            ready = channel.unary_unary("/inference.GRPCInferenceService/ServerLive", response_deserializer=bytes)
+            ready(b"", timeout=30)
+            idle.sendall(complete)
+            assert idle.recv(65536).startswith(b"HTTP/1.1 200")
+            [stream] = run_concurrently(slow.http_stream(BASE, "step=0.05", max_tokens=120))
+            assert stream.text == scripted_text(120) and stream.error is None
+            for connection in connections:
+                with connection:
+                    connection.settimeout(5)
+                    while connection.recv(65536):
+                        pass
+            # Connections of pools stay open.
+            idle.sendall(complete)
+            assert idle.recv(65536).startswith(b"HTTP/1.1 200")
+            ready(b"", timeout=30)
+
+
 def stream_all(running: FrontendHarness) -> list[StreamedResponse]:
     streams = (running.http_stream, running.grpc_stream) * 16
     return run_concurrently(*(stream(BASE, "step=0.01", max_tokens=150) for stream in streams))
 
 
-@pytest.mark.parametrize(("text", "needed"), [("2.51.0\n", True), ("2.59.0\n", False), ("3.0", False), ("x", True)])
-def test_guard_runs_on_old_and_unknown_releases(tmp_path, text: str, needed: bool) -> None:
-    install = launch.ServerInstall("image", tmp_path / "bin/tritonserver", tmp_path, {})
-    assert launch.needs_guard(install)
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [
+        ("2.51.0\n", (24, 10)),
+        ("2.53.0", (24, 12)),
+        ("2.54.0", (25, 1)),
+        ("2.59.1", (25, 6)),
+        ("2.60.0", (25, 8)),
+        ("2.65.0", (26, 1)),
+        ("2.50.0", None),
+        ("3.0", None),
+        ("x", None),
+    ],
+)
+def test_release_follows_from_the_version(tmp_path, text: str, release: tuple[int, int] | None) -> None:
+    binary = tmp_path / "bin/tritonserver"
+    assert defects.release_of(binary) == defects.DEFAULT_RELEASE
     (tmp_path / "TRITON_VERSION").write_text(text)
-    assert launch.needs_guard(install) == needed
+    assert defects.release_of(binary) == release
+
+
+def test_guard_knows_the_defects_of_each_release(tmp_path) -> None:
+    def names(version: str) -> set[str]:
+        (tmp_path / "TRITON_VERSION").write_text(version)
+        return {defect.name for defect in defects.defects_of(tmp_path / "bin/tritonserver")}
+
+    every = {defect.name for defect in defects.DEFECTS}
+    assert names("2.51.0") == names("unknown") == names("2.10.0") == every
+    assert every - names("2.60.0") == {"json-depth", "body-pieces", "compressed-body", "status-header"}
+    # Releases without a known fix keep their guard.
+    assert names("2.99.0") == {defect.name for defect in defects.DEFECTS if defect.fixed_in is None}
+
+
+def test_security_page_contains_the_table_of_defects() -> None:
+    rows = [
+        f"| {d.request} | {d.effect} | {d.guard} | {'{}.{:02}'.format(*d.fixed_in) if d.fixed_in else '-'} |"
+        for d in defects.DEFECTS
+    ]
+    assert "|---|---|---|---|\n" + "\n".join(rows) + "\n\n" in (ROOT / "SECURITY.md").read_text()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// LD_PRELOAD library for the server: works around defects of release 24.10.
+// LD_PRELOAD library for the server: works around defects of release 24.10 and later ones. defects.py lists the releases.
 //
 // Two are defects of its HTTP library, libevhtp:
 //
@@ -11,10 +11,19 @@
 // accept4: stubs inherit the connections that are open when the server starts them. A client that reads until the end of
 // its connection then waits until the stub exits. This accept4 sets SOCK_CLOEXEC.
 //
-// Others end the server, and with it the streams of all clients. QUIRE_SERVER_GUARD=0 turns their guards off:
+// Others end the server or one of its stubs, and with it the streams of all clients. QUIRE_SERVER_GUARD contains the
+// names of the defects that this release has; 1 stands for all of them, and 0 turns their guards off:
 //
 // readv: only the HTTP library reads connections with it. Requests that crash the server (request_guard.h) get an error
 // and never reach it.
+//
+// close_late_requests: the server waits forever for the rest of a request. A thread closes the connection if a request
+// is not complete after QUIRE_GUARD_TIMEOUT_S. Connections without a request stay open, as in the pools of clients; only
+// a new connection of the port QUIRE_GUARD_HTTP_PORT must send its first request in this time.
+//
+// TRITONSERVER_InferenceRequestAddInput: the server multiplies the dimensions of a shape without a check for overflow,
+// and the stub of the model then aborts. TRITONSERVER_InferenceRequestAppendInputData: the data of an input is copied to
+// shared memory, which never shrinks. Larger ones than QUIRE_GUARD_MAX_BODY_BYTES are rejected.
 //
 // TRITONSERVER_DataTypeByteSize: the size of BYTES is 0, by which the server divides if a request asks for the classes
 // of our outputs. Such a caller gets 1, and the server then rejects the request.
@@ -30,7 +39,9 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <link.h>
+#include <netinet/in.h>
 #include <poll.h>
+#include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
@@ -46,6 +57,8 @@
 enum { LIMIT_MS = 10000 };
 enum { MAX_FDS = 1 << 20, MAX_DISCARDED_BYTES = 64 << 20 };
 enum { MAX_READINESS_BYTES = 1 << 20, MAX_NAME_BYTES = 256 };
+enum { DEFAULT_TIMEOUT_S = 60, DEFAULT_MAX_BODY_BYTES = 64 << 20 };
+enum { MAX_ELEMENTS = 1 << 28, INVALID_ARG = 3 };
 enum { DIVISION_BYTES = 16 }; // after a call, in which the caller divides by its result
 
 typedef ssize_t Send(int, const void *, size_t, int);
@@ -54,6 +67,9 @@ typedef int Accept(int, struct sockaddr *, socklen_t *, int);
 typedef int Close(int);
 typedef ssize_t ReadV(int, const struct iovec *, int);
 typedef uint32_t ByteSize(int);
+typedef void *NewError(int, const char *);
+typedef void *AddInput(void *, const char *, int, const int64_t *, uint64_t);
+typedef void *AppendInputData(void *, const char *, const void *, size_t, int, int64_t);
 typedef void *ServerIsReady(void *, bool *);
 typedef void *ModelIsReady(void *, const char *, int64_t, bool *);
 
@@ -62,11 +78,17 @@ static Accept *next_accept;
 static Close *next_close;
 static ReadV *next_readv;
 static ByteSize *next_byte_size;
+static NewError *new_error;
+static AddInput *next_add_input;
+static AppendInputData *next_append_input_data;
 static ServerIsReady *next_server_is_ready;
 static ModelIsReady *next_model_is_ready;
 static int is_server;  // false in the server's children, which inherit its environment
 static int is_guarded; // true if the guards are on
 static const char *readiness_path;
+static uint64_t max_body_bytes;
+static time_t timeout_s;
+static int http_port; // 0: unknown
 
 // State of each accepted connection, by file descriptor; one thread at a time uses a connection. Kept for the next
 // connection with the same descriptor, but not used while `is_open` is 0.
@@ -75,6 +97,9 @@ typedef struct {
   RequestScanner scanner;
 } Connection;
 static Connection *connections[MAX_FDS];
+static volatile int num_fds;                                     // all used descriptors are smaller
+static pthread_mutex_t closing = PTHREAD_MUTEX_INITIALIZER;      // a descriptor that is shut down is not reused meanwhile
+static pthread_once_t late_requests_thread = PTHREAD_ONCE_INIT;
 
 // Rename the header triton_grpc_error in the constants of the program, which is the first object. Names in HTTP/2 have no
 // capital letters (RFC 9113, section 8.2), so no request has the new name.
@@ -96,6 +121,20 @@ static int ignore_status_header(struct dl_phdr_info *program, size_t size, void 
   return 1; // ends the iteration
 }
 
+static long long number_in_environment(const char *name, long long default_value) {
+  const char *value = getenv(name);
+  return value != NULL && *value != 0 ? atoll(value) : default_value;
+}
+
+// Return whether QUIRE_SERVER_GUARD names a defect, or is 1 or missing.
+static int has_defect(const char *guard, const char *name) {
+  if (guard == NULL || strcmp(guard, "1") == 0) return 1;
+  size_t length = strlen(name);
+  for (const char *found = guard; (found = strstr(found, name)) != NULL; found += length)
+    if ((found == guard || found[-1] == ',') && (found[length] == ',' || found[length] == 0)) return 1;
+  return 0;
+}
+
 __attribute__((constructor)) static void start(void) {
   next_send = (Send *)dlsym(RTLD_NEXT, "send");
   next_accept = (Accept *)dlsym(RTLD_NEXT, "accept4");
@@ -108,7 +147,13 @@ __attribute__((constructor)) static void start(void) {
   is_server = strcmp(program_invocation_short_name, "tritonserver") == 0;
   const char *guard = getenv("QUIRE_SERVER_GUARD");
   is_guarded = is_server && (guard == NULL || strcmp(guard, "0") != 0);
-  if (is_guarded) dl_iterate_phdr(ignore_status_header, NULL);
+  new_error = (NewError *)dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");
+  next_add_input = (AddInput *)dlsym(RTLD_NEXT, "TRITONSERVER_InferenceRequestAddInput");
+  next_append_input_data = (AppendInputData *)dlsym(RTLD_NEXT, "TRITONSERVER_InferenceRequestAppendInputData");
+  max_body_bytes = (uint64_t)number_in_environment("QUIRE_GUARD_MAX_BODY_BYTES", DEFAULT_MAX_BODY_BYTES);
+  timeout_s = (time_t)number_in_environment("QUIRE_GUARD_TIMEOUT_S", DEFAULT_TIMEOUT_S);
+  http_port = (int)number_in_environment("QUIRE_GUARD_HTTP_PORT", 0);
+  if (is_guarded && has_defect(guard, "status-header")) dl_iterate_phdr(ignore_status_header, NULL);
 }
 
 static int is_local(int fd) {
@@ -130,6 +175,51 @@ ssize_t send(int fd, const void *data, size_t size, int flags) {
   return sent;
 }
 
+static time_t now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec + 1; // never 0
+}
+
+static void *close_late_requests(void *unused) {
+  (void)unused;
+  for (;; sleep(1)) {
+    pthread_mutex_lock(&closing);
+    for (int fd = 0; fd < num_fds; fd++) {
+      Connection *connection = connections[fd];
+      if (connection == NULL || !connection->is_open) continue;
+      time_t started_at = connection->scanner.started_at;
+      if (started_at != 0 && now() - started_at > timeout_s) shutdown(fd, SHUT_RDWR);
+    }
+    pthread_mutex_unlock(&closing);
+  }
+  return NULL;
+}
+
+static void start_late_requests_thread(void) {
+  pthread_t thread;
+  if (pthread_create(&thread, NULL, close_late_requests, NULL) == 0) pthread_detach(thread);
+}
+
+// Find the port of a listening socket, and whether its address is a loopback address.
+static void describe_listener(int fd, int *port, int *is_local) {
+  union {
+    struct sockaddr any;
+    struct sockaddr_in v4;
+    struct sockaddr_in6 v6;
+  } address;
+  socklen_t size = sizeof address;
+  *port = *is_local = 0;
+  if (getsockname(fd, &address.any, &size) != 0) return;
+  if (address.any.sa_family == AF_INET) {
+    *port = ntohs(address.v4.sin_port);
+    *is_local = ntohl(address.v4.sin_addr.s_addr) >> 24 == 127;
+  } else if (address.any.sa_family == AF_INET6) {
+    *port = ntohs(address.v6.sin6_port);
+    *is_local = IN6_IS_ADDR_LOOPBACK(&address.v6.sin6_addr);
+  }
+}
+
 int accept4(int fd, struct sockaddr *address, socklen_t *size, int flags) {
   int accepted = next_accept(fd, address, size, is_server ? flags | SOCK_CLOEXEC : flags);
   if (!is_guarded || accepted < 0) return accepted;
@@ -140,13 +230,24 @@ int accept4(int fd, struct sockaddr *address, socklen_t *size, int flags) {
     errno = ECONNABORTED;
     return -1;
   }
-  start_request(&(*connection)->scanner);
+  int port, is_local;
+  describe_listener(fd, &port, &is_local);
+  pthread_mutex_lock(&closing);
+  start_connection(&(*connection)->scanner, max_body_bytes, is_local);
+  if (port != 0 && port == http_port) (*connection)->scanner.started_at = now();
   (*connection)->is_open = 1;
+  if (accepted >= num_fds) num_fds = accepted + 1;
+  pthread_mutex_unlock(&closing);
+  pthread_once(&late_requests_thread, start_late_requests_thread);
   return accepted;
 }
 
 int close(int fd) {
-  if (is_guarded && fd >= 0 && fd < MAX_FDS && connections[fd] != NULL) connections[fd]->is_open = 0;
+  if (!is_guarded || fd < 0 || fd >= MAX_FDS || connections[fd] == NULL || !connections[fd]->is_open)
+    return next_close(fd);
+  pthread_mutex_lock(&closing);
+  connections[fd]->is_open = 0;
+  pthread_mutex_unlock(&closing);
   return next_close(fd);
 }
 
@@ -178,6 +279,7 @@ ssize_t readv(int fd, const struct iovec *parts, int num_parts) {
   if (connection == NULL || !connection->is_open) return next_readv(fd, parts, num_parts);
   RequestScanner *scanner = &connection->scanner;
   if (scanner->phase == REFUSED) return discard(fd, scanner, parts, num_parts);
+  int was_between_requests = is_between_requests(scanner);
   ssize_t size = next_readv(fd, parts, num_parts);
   const char *error = NULL;
   ssize_t left = size;
@@ -186,6 +288,8 @@ ssize_t readv(int fd, const struct iovec *parts, int num_parts) {
     error = scan_request(scanner, parts[i].iov_base, part);
     left -= part;
   }
+  // The end of a request sets started_at to 0.
+  if (!is_between_requests(scanner) && (was_between_requests || scanner->started_at == 0)) scanner->started_at = now();
   if (error == NULL) return size;
   refuse(fd, error);
   scanner->remaining = 0;
@@ -202,6 +306,31 @@ static int divides(const unsigned char *address) {
 uint32_t TRITONSERVER_DataTypeByteSize(int datatype) {
   uint32_t size = next_byte_size(datatype);
   return size == 0 && is_guarded && divides(__builtin_return_address(0)) ? 1 : size;
+}
+
+void *TRITONSERVER_InferenceRequestAddInput(void *request, const char *name, int datatype, const int64_t *shape,
+                                            uint64_t num_dims) {
+  if (is_guarded) {
+    int64_t elements = 1;
+    for (uint64_t i = 0; i < num_dims; i++) {
+      // A dimension that is 0 does not hide the others.
+      int64_t size = shape[i] > 0 ? shape[i] : 1;
+      if (size > MAX_ELEMENTS / elements)
+        return new_error(INVALID_ARG, "input: the shape has more than 268435456 elements; send fewer");
+      elements *= size;
+    }
+  }
+  return next_add_input(request, name, datatype, shape, num_dims);
+}
+
+void *TRITONSERVER_InferenceRequestAppendInputData(void *request, const char *name, const void *data, size_t size,
+                                                   int memory_type, int64_t memory_type_id) {
+  if (is_guarded && size > max_body_bytes) {
+    char error[80];
+    snprintf(error, sizeof error, "input: must have at most %llu bytes", (unsigned long long)max_body_bytes);
+    return new_error(INVALID_ARG, error);
+  }
+  return next_append_input_data(request, name, data, size, memory_type, memory_type_id);
 }
 
 // Return the readiness file as a string, or NULL; the caller frees it. A missing file is empty: nothing is ready.

@@ -54,7 +54,7 @@ def _compile(target: Path) -> Path:
     if compiler is None:
         raise FileNotFoundError("C compiler not found")
     temporary = target.with_suffix(f".{os.getpid()}")
-    command = [compiler, "-O2", "-fPIC", "-shared", "-o", str(temporary), str(_SOURCE), "-ldl"]
+    command = [compiler, "-O2", "-fPIC", "-shared", "-o", str(temporary), str(_SOURCE), "-ldl", "-pthread"]
     subprocess.run(command, capture_output=True, text=True, check=True)
     temporary.replace(target)
     return target

@@ -5,12 +5,16 @@
 // on the stack for each piece of a body, and a body of 1,000,000 chunks exhausts it. The scanner accepts only requests
 // whose boundaries every HTTP parser finds at the same places (RFC 9112): it rejects folded headers, control characters,
 // repeated or contradicting lengths, chunk extensions and trailers. It also rejects compressed bodies, which it cannot
-// scan: the server accepts them only for models that are not Quire's. It reads no file and no socket; preload.c does.
+// scan: the server accepts them only for models that are not Quire's. The server converts the values of Accept-Encoding
+// and Inference-Header-Content-Length to numbers, and ends if a number is invalid or too large. defects.py lists all
+// defects. The scanner reads no file and no socket; preload.c does.
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <time.h>
 
 enum {
   MAX_JSON_DEPTH = 500,       // levels of arrays and objects; the stack has room for about 50,000
@@ -18,6 +22,7 @@ enum {
   MAX_HEAD_BYTES = 65536,     // of the request line and the headers
   LINE_PREFIX_BYTES = 96,     // stored of each line: enough for the headers that define a length
   MAX_LENGTH_DIGITS = 15,
+  MAX_HEADER_LENGTH_DIGITS = 9, // fits into an int
 };
 
 typedef struct {
@@ -30,8 +35,11 @@ typedef enum { REQUEST_LINE, HEADERS, BODY, CHUNK_SIZE, CHUNK_DATA, CHUNK_END, L
 typedef struct {
   Phase phase;
   uint64_t remaining; // bytes of the body or of the chunk
+  uint64_t max_body_bytes, body_bytes;
+  time_t started_at; // when the first byte of the request arrived; 0 before that. preload.c sets it.
   uint32_t head_bytes, pieces, line_bytes;
   uint8_t after_cr, has_length, is_chunked, is_version_1_0;
+  uint8_t is_local; // true if the port listens on this machine only
   char line[LINE_PREFIX_BYTES + 1];
   char line_end[10]; // the last bytes of the request line, for its version
   JsonDepth json;
@@ -79,6 +87,42 @@ static char *header_value(char *line, const char *name) {
   return value;
 }
 
+// Return whether each weight in a list of encodings has the form of RFC 9110, section 12.4.2.
+static int has_valid_weights(const char *value) {
+  while ((value = strchr(value, ';')) != NULL) {
+    value += 1 + strspn(value + 1, " \t");
+    if (strncasecmp(value, "q=", 2) != 0) return 0;
+    value += 2;
+    if (*value != '0' && *value != '1') return 0;
+    const char *digit = *value == '0' ? "0123456789" : "0";
+    if (*++value == '.') {
+      size_t digits = strspn(++value, digit);
+      if (digits > 3) return 0;
+      value += digits;
+    }
+    value += strspn(value, " \t");
+    if (*value != ',' && *value != 0) return 0;
+  }
+  return 1;
+}
+
+// Return whether the value of the header Host is localhost or a loopback address, with or without a port.
+static int is_this_machine(const char *host) {
+  size_t length = strlen(host), port = length;
+  while (port > 0 && host[port - 1] >= '0' && host[port - 1] <= '9') port--;
+  if (port > 0 && port < length && host[port - 1] == ':') length = port - 1;
+  if (length == 9 && strncasecmp(host, "localhost", 9) == 0) return 1;
+  if (length == 5 && memcmp(host, "[::1]", 5) == 0) return 1;
+  return length > 4 && memcmp(host, "127.", 4) == 0 && strspn(host, "0123456789.") >= length;
+}
+
+static const char *too_large(RequestScanner *s) {
+  static __thread char error[80];
+  if (s->body_bytes <= s->max_body_bytes) return NULL;
+  snprintf(error, sizeof error, "request body: must have at most %llu bytes", (unsigned long long)s->max_body_bytes);
+  return error;
+}
+
 static const char *end_of_header(RequestScanner *s) {
   size_t name = 0;
   while (is_token(s->line[name])) name++;
@@ -90,7 +134,7 @@ static const char *end_of_header(RequestScanner *s) {
     if (s->has_length || s->is_chunked || !is_short || digits == 0 || digits > MAX_LENGTH_DIGITS || value[digits] != 0)
       return "header Content-Length: not one number";
     s->has_length = 1;
-    s->remaining = strtoull(value, NULL, 10);
+    s->remaining = s->body_bytes = strtoull(value, NULL, 10);
   }
   value = header_value(s->line, "transfer-encoding");
   if (value != NULL) {
@@ -101,20 +145,38 @@ static const char *end_of_header(RequestScanner *s) {
   value = header_value(s->line, "content-encoding");
   if (value != NULL && (!is_short || strcasecmp(value, "identity") != 0))
     return "header Content-Encoding: only identity is supported; send the body without compression";
+  value = header_value(s->line, "accept-encoding");
+  if (value != NULL && (!is_short || !has_valid_weights(value)))
+    return "header Accept-Encoding: too long, or a weight is not a number from 0 to 1 with at most 3 decimals";
+  value = header_value(s->line, "inference-header-content-length");
+  if (value != NULL) {
+    size_t digits = strspn(value, "0123456789");
+    if (!is_short || digits == 0 || digits > MAX_HEADER_LENGTH_DIGITS || value[digits] != 0)
+      return "header Inference-Header-Content-Length: not the number of bytes of the JSON";
+  }
+  value = header_value(s->line, "host");
+  if (value != NULL && s->is_local && (!is_short || !is_this_machine(value)))
+    return "header Host: this port is for this machine only; use localhost";
   return NULL;
 }
 
-static void start_request(RequestScanner *s) {
+static void start_connection(RequestScanner *s, uint64_t max_body_bytes, int is_local) {
   memset(s, 0, sizeof *s);
-  s->phase = REQUEST_LINE;
+  s->max_body_bytes = max_body_bytes;
+  s->is_local = is_local != 0;
 }
+
+static void start_request(RequestScanner *s) { start_connection(s, s->max_body_bytes, s->is_local); }
+
+static int is_between_requests(const RequestScanner *s) { return s->phase == REQUEST_LINE && s->line_bytes == 0; }
 
 static const char *end_of_chunk_size(RequestScanner *s) {
   size_t digits = strspn(s->line, "0123456789abcdefABCDEF");
   if (digits == 0 || digits != s->line_bytes || digits > MAX_LENGTH_DIGITS - 3) return "chunk: the size is not valid";
   s->remaining = strtoull(s->line, NULL, 16);
+  s->body_bytes += s->remaining;
   s->phase = s->remaining ? CHUNK_DATA : LAST_CHUNK_END;
-  return NULL;
+  return too_large(s);
 }
 
 static const char *end_of_line(RequestScanner *s) {
@@ -129,6 +191,8 @@ static const char *end_of_line(RequestScanner *s) {
   case HEADERS:
     if (!is_empty)
       error = end_of_header(s);
+    else if ((error = too_large(s)) != NULL)
+      break;
     else if (s->is_chunked)
       s->phase = CHUNK_SIZE;
     else if (s->remaining)
