@@ -14,7 +14,13 @@ The code that raises an error chooses the class of the error. Each process passe
     +-- Internal            a defect in Quire
 """
 
+from asyncio import CancelledError
 from enum import StrEnum
+
+PROCESS_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit, CancelledError)
+"""Exceptions that are not the fault of a request. Code that serves a request passes them on, and then catches
+BaseException: if native code panics (tokenizers and llguidance are written in Rust), its exception is no `Exception`.
+"""
 
 
 class Code(StrEnum):

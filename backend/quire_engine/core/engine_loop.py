@@ -21,7 +21,7 @@ from quire_engine.core.engine import Engine
 from quire_engine.ipc import process
 from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest
-from quire_spec.errors import Code, Internal, QuireError
+from quire_spec.errors import PROCESS_ENDS, Code, Internal, QuireError
 from quire_spec.protocol.messages import AdapterEvent, SequenceDelta, SequenceRequest, StepResult
 
 MAX_FAILED_STEPS = 3
@@ -174,7 +174,9 @@ class EngineLoop:
             self._engine.add(request)
         except QuireError as error:
             self._send_results([SequenceDelta(request.id, [], error_code=error.code, error=str(error))])
-        except Exception as error:
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
             # An exception ends only this request. A request must never be able to crash the engine.
             logger.exception("request failed id=%d", request.id)
             reason = f"the engine failed on this request: {type(error).__name__}"
@@ -191,7 +193,9 @@ class EngineLoop:
     def _run_call(self, action: Callable[[], T], future: "Future[T]") -> None:
         try:
             result = action()
-        except Exception as error:
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
             future.set_exception(error)
         else:
             future.set_result(result)

@@ -7,13 +7,16 @@ The core server owns the queue. Sequences with grammars keep their order; sequen
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from quire_engine.structured_outputs.compiler import GrammarCompiler
-from quire_spec.errors import QuireError
+from quire_spec.errors import PROCESS_ENDS, QuireError
 from quire_spec.protocol.messages import SequenceRequest
+
+logger = logging.getLogger(__name__)
 
 
 class GrammarQueue:
@@ -54,8 +57,12 @@ class GrammarQueue:
             self._start_sequence(client_id, request)
 
     def _compile(self, grammar: str) -> None:
-        with suppress(QuireError):
+        try:
             self._get_compiler().compile(grammar)
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
+            logger.info("grammar cannot be compiled error=%s: %s", type(error).__name__, str(error)[:200])
 
     def _try_get_compiler(self) -> None:
         # A model without a tokenizer has no grammars.

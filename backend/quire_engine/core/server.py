@@ -21,7 +21,7 @@ from quire_engine.lora.io_threads import AdapterIOThreads
 from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.pod_status import utc_now
-from quire_spec.errors import Internal, QuireError
+from quire_spec.errors import PROCESS_ENDS, Internal, QuireError
 from quire_spec.protocol.connection import Connection
 from quire_spec.protocol.messages import AbortSequences, Message, SequenceRequest, StepResult
 from quire_spec.protocol.results import CoreStatus
@@ -185,7 +185,9 @@ class CoreServer(Server):
             packed_adapter = await self._io_threads.read(lambda: self._engine.read_adapter(path))
         except QuireError:
             raise
-        except Exception as error:
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
             # The files are untrusted: if they crash the reader, only this adapter fails.
             logger.exception("adapter could not be read digest=%s path=%s", digest, path)
             raise Internal(f"adapter {digest!r}: reading {path} failed: {type(error).__name__}: {error}") from error

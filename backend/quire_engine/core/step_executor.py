@@ -16,7 +16,7 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.sequence import FinishReason, Logprob, Sequence
 from quire_engine.step.plan import InFlightStep, RunnerLost, SpanOutput, StepPlan
 from quire_engine.worker.interface import ModelRunner
-from quire_spec.errors import Code, Internal, InvalidArgument
+from quire_spec.errors import PROCESS_ENDS, Code, Internal, InvalidArgument
 from quire_spec.protocol.messages import RankedToken, SequenceDelta
 
 logger = logging.getLogger(__name__)
@@ -136,14 +136,14 @@ class StepExecutor:
         except RunnerLost:
             self._fail_step(step)
             raise
-        except Exception as error:  # a device error ends only the sequences of this step, not the engine
-            logger.exception("step failed num_sequences=%d", len(step.plan.spans))
-            reason = f"the step failed: {type(error).__name__}: {str(error)[:200]}"
-            return [error_result(sequence, Internal.code, reason) for sequence in self._fail_step(step)]
-        except BaseException:
+        except PROCESS_ENDS:
             # Control-C can interrupt an offline run. The caller must be able to use the engine afterwards.
             self._fail_step(step)
             raise
+        except BaseException as error:  # a device error ends only the sequences of this step, not the engine
+            logger.exception("step failed num_sequences=%d", len(step.plan.spans))
+            reason = f"the step failed: {type(error).__name__}: {str(error)[:200]}"
+            return [error_result(sequence, Internal.code, reason) for sequence in self._fail_step(step)]
         return [
             _sequence_result(sequence, span_output)
             for sequence, span_output in self._scheduler.update_from_step(step.plan, span_outputs)
@@ -157,7 +157,9 @@ class StepExecutor:
             self._started += next_step.plan.started
             try:
                 next_step.get_outputs()
-            except Exception as error:  # its outputs are useless; only its completion matters
+            except PROCESS_ENDS:
+                raise
+            except BaseException as error:  # its outputs are useless; only its completion matters
                 logger.info("step after a failed step also failed error=%s: %s", type(error).__name__, str(error)[:200])
             finally:
                 sequences += self._scheduler.fail_step(next_step.plan)

@@ -24,7 +24,7 @@ from quire_engine.requests.limits import RequestLimits
 from quire_engine.structured_outputs.composed_constraint import ComposedConstraint
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.structured_outputs import StructuredOutputsParams
-from quire_spec.errors import Internal, InvalidArgument
+from quire_spec.errors import PROCESS_ENDS, Internal, InvalidArgument
 from quire_spec.protocol.messages import Conversation, GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,9 @@ class RequestProcessor:
         answer = None if own is None else own.to_mapping()
         try:
             composed = compose_grammar(self.limits.parser_names, self.tokenizer, parsing, tools, reasoning, answer)
-        except Exception as error:
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
             logger.exception("grammar of a request cannot be built, ending it")
             raise Internal("tools: no grammar can be built; see the log of the text process") from error
         if composed is not None and request.params.use_beam_search:

@@ -18,7 +18,7 @@ from typing import Any
 from quire_engine.ipc.process import set_parent_death_signal
 from quire_engine.structured_outputs.compiler import GrammarCompiler
 from quire_engine.structured_outputs.grammar_text import document_to_grammar_text
-from quire_spec.errors import Code, InvalidArgument, QuireError
+from quire_spec.errors import PROCESS_ENDS, Code, InvalidArgument, QuireError
 
 MAX_MEMORY_BYTES = 1 * 2**30
 
@@ -40,7 +40,9 @@ class CheckWorker:
             return {"error_code": error.code, "error": str(error)}
         except (MemoryError, RecursionError):
             return _invalid("needs too much memory; simplify it")
-        except Exception as error:
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
             return _invalid(f"cannot be compiled ({type(error).__name__}); simplify it")
         return {"grammar": text}
 

@@ -23,7 +23,7 @@ from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.rate_limiter import AdapterRateLimiter
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
-from quire_spec.errors import Code, Internal, InvalidArgument, QuireError, Unavailable
+from quire_spec.errors import PROCESS_ENDS, Code, Internal, InvalidArgument, QuireError, Unavailable
 from quire_spec.protocol.messages import (
     AbortSequences,
     GenerateRequest,
@@ -123,7 +123,9 @@ class RequestManager:
             prepared = await self._processor.prepare(request, template)
         except QuireError as rejection:
             error = rejection
-        except Exception:
+        except PROCESS_ENDS:
+            raise
+        except BaseException:
             logger.exception("request cannot be prepared, ending it")
             error = Internal("the request cannot be prepared; see the log of the text process")
         else:
@@ -280,7 +282,9 @@ class RequestManager:
         is_first = request_state.first_token_time is None
         try:
             deltas = request_state.update(_retryable(result), now)
-        except Exception:
+        except PROCESS_ENDS:
+            raise
+        except BaseException:
             logger.exception("output of a request cannot be converted, ending it sequence_id=%d", result.id)
             aborted_ids = self._open_sequence_ids(request_state)
             self._fail(request_state, Internal("the output cannot be converted; see the log of the text process"))

@@ -17,7 +17,7 @@ from quire_engine.tokenization.segment_cache import SegmentCache
 from quire_engine.tokenization.segmenter import Segmenter
 from quire_engine.tokenization.token_bytes import TokenBytesTable
 from quire_engine.tokenization.tokenizer_files import has_tokenizer, read_tokenizer
-from quire_spec.errors import InvalidArgument
+from quire_spec.errors import PROCESS_ENDS, InvalidArgument
 
 
 class Tokenizer:
@@ -150,10 +150,24 @@ class Tokenizer:
             return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens))
         except (UnicodeError, TypeError) as error:
             raise InvalidArgument(f"{input_name}: must be valid Unicode, but contains a lone surrogate") from error
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
+            # A pattern of the tokenizer can need more attempts for a text than its library allows. The library then
+            # panics.
+            raise InvalidArgument(
+                f"{input_name}: the tokenizer of this model cannot encode this text ({str(error)[:200]}); shorten it, "
+                "above all long runs of spaces or of the same character"
+            ) from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`, as if no text preceded them."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        try:
+            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except PROCESS_ENDS:
+            raise
+        except BaseException as error:
+            raise InvalidArgument(f"tokens: the tokenizer cannot decode them ({str(error)[:200]})") from error
         return text
 
     def token_text(self, token_id: int) -> str:

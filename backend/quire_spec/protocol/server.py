@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from quire_spec.errors import Internal, InvalidArgument, QuireError
+from quire_spec.errors import PROCESS_ENDS, Internal, InvalidArgument, QuireError
 from quire_spec.protocol.connection import Connection, ConnectionHandler, listen
 from quire_spec.protocol.framing import MAX_PAYLOAD_BYTES, InvalidFrame
 from quire_spec.protocol.messages import Call, Failure, Message, Reply, to_raw
@@ -97,7 +97,9 @@ class Server(ConnectionHandler):
             connection.send(Reply(call.id, await method(call.args)))
         except QuireError as error:
             connection.send(Failure.from_error(call.id, error))
-        except Exception:
+        except PROCESS_ENDS:
+            raise
+        except BaseException:
             logger.exception("a call failed method=%s", call.method)
             reason = f"{call.method}: internal error; see the log of the process"
             connection.send(Failure.from_error(call.id, Internal(reason)))

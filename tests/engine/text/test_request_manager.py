@@ -45,6 +45,10 @@ with tempfile.TemporaryDirectory() as _folder:
     TOKENIZER = Tokenizer(save_tokenizer(byte_level(), Path(_folder)))
 
 
+class Panic(BaseException):
+    """Like PanicException of libraries that are written in Rust, which is no Exception."""
+
+
 class RecordingFrontend:
     """A frontend that records the output deltas that it receives, by request."""
 
@@ -223,7 +227,7 @@ class RequestManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tokenizer.pending)
     @rule(
         data=st.data(),
-        outcome=st.sampled_from(["ids", "too many", "error", "defect"]),
+        outcome=st.sampled_from(["ids", "too many", "error", "defect", "panic"]),
         then=st.sampled_from(["", "", "cancel", "lose core"]),
     )
     def tokenize(self, data: st.DataObject, outcome: str, then: str):
@@ -234,6 +238,8 @@ class RequestManagerMachine(RuleBasedStateMachine):
             functions.append(partial(future.set_exception, InvalidArgument("not text")))
         elif outcome == "defect":
             functions.append(partial(future.set_exception, RuntimeError("defect")))
+        elif outcome == "panic":
+            functions.append(partial(future.set_exception, Panic("in native code")))
         else:
             functions.append(partial(future.set_result, [5] * (3 if outcome == "ids" else 99)))
         if then == "cancel":

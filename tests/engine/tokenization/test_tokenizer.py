@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.tokenizer import byte_level, save_tokenizer
-from tokenizers import decoders
+from tokenizers import Regex, decoders, pre_tokenizers
 from transformers import AutoTokenizer
 
 from quire_engine.tokenization.tokenizer import Tokenizer
@@ -125,3 +125,18 @@ def test_unsupported_decoder_sequences_are_rejected(tmp_path: Path, parts: list[
     tokenizer.decoder = decoders.Sequence(parts)
     with pytest.raises(ConfigError, match=f'decoder {{"type": "{unsupported_type}".* is not supported'):
         Tokenizer(save_tokenizer(tokenizer, tmp_path))
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_text(tmp_path: Path):
+    backend = byte_level()
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+b"), "isolated")
+    tokenizer = Tokenizer(save_tokenizer(backend, tmp_path))
+    text = "a" * 41
+    for name, encode in {
+        "the prompt": lambda: tokenizer.encode(text),
+        "messages": lambda: tokenizer.encode_rendered(text),
+        "bad_words": lambda: tokenizer.bad_word_ids([text]),
+    }.items():
+        with pytest.raises(InvalidArgument, match=f"{name}: the tokenizer of this model cannot encode .*retry-limit"):
+            encode()
+    assert tokenizer.encode("a fox")

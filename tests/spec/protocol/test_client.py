@@ -44,7 +44,7 @@ class Peer(Server):
     """A server whose methods the tests call. It records its messages; a test can write bytes to its connections."""
 
     def __init__(self, path: Path, max_payload_bytes: int = framing.MAX_PAYLOAD_BYTES) -> None:
-        methods = (self.echo, self.add, self.fail, self.crash, self.wait, self.hang_up, self.surrogate)
+        methods = (self.echo, self.add, self.fail, self.crash, self.panic, self.wait, self.hang_up, self.surrogate)
         super().__init__(methods, (GenerateRequest, CancelRequests, RequestRejected), max_payload_bytes)
         self.path = path
         self.connections: list[Connection] = []
@@ -70,6 +70,9 @@ class Peer(Server):
 
     def crash(self) -> None:
         raise KeyError("secret")
+
+    def panic(self) -> None:
+        raise BaseException("in native code")
 
     async def wait(self) -> str:
         try:
@@ -158,6 +161,8 @@ async def test_errors_keep_their_code_and_a_crash_reveals_nothing(peer: Peer):
         with pytest.raises(Internal, match="crash: internal error; see the log") as crash:
             await client.call("crash", type(None))
         assert "secret" not in str(crash.value)
+        with pytest.raises(Internal, match="panic: internal error; see the log"):
+            await client.call("panic", type(None))
         with pytest.raises(InvalidArgument, match="method 'nope' is unknown; use one of echo, add, "):
             await client.call("nope", type(None))
         with pytest.raises(InvalidArgument, match="surrogate: cannot be sent"):
