@@ -15,13 +15,14 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from quire_spec.documents.field_schema import FieldSchema, schema_of
+from quire_spec.documents.field_schema import FieldSchema, Rule, schema_of
 
 _SCALARS = {str: "string", int: "integer", bool: "boolean"}
 _KEYWORDS = {
     "list_type": "x-kubernetes-list-type",
     "map_keys": "x-kubernetes-list-map-keys",
     "preserve_unknown_fields": "x-kubernetes-preserve-unknown-fields",
+    "rules": "x-kubernetes-validations",
 }
 """Names of keywords that differ from those of OpenAPI in more than the case."""
 
@@ -119,7 +120,13 @@ def _crd_default(field: "dataclasses.Field[Any]", declared: FieldSchema) -> Any:
 
 
 def _keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    return {_openapi_name(name): list(v) if isinstance(v, tuple) else v for name, v in keywords.items()}
+    return {_openapi_name(name): _keyword_value(value) for name, value in keywords.items()}
+
+
+def _keyword_value(value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    return [entry._asdict() if isinstance(entry, Rule) else entry for entry in value]
 
 
 def _openapi_name(name: str) -> str:

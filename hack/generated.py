@@ -29,7 +29,8 @@ _HEAD = """\
 the plan, and `quire render -f` prints the Kubernetes objects.
 
 The column *restarts* shows whether changing the field replaces the pods, as configured in `spec.rollout`. With
-*by plan*, pods are replaced only if the plan changes. All other changes take effect in running pods.
+*by plan*, pods are replaced only if the plan changes. With *later*, running pods stay, and pods that are replaced for
+another reason get the new value. All other changes take effect in running pods.
 """
 
 
@@ -41,7 +42,7 @@ def reference(crd: dict[str, Any]) -> str:
     sections = [
         _HEAD,
         "## spec\n",
-        f"Rules:\n\n{_rule_list(spec)}",
+        f"Rules:\n\n{_rule_list(spec, *(spec['properties'][name] for name in _scalar_fields(spec)))}",
         _table({"properties": {n: spec["properties"][n] for n in _scalar_fields(spec)}}, "spec"),
     ]
     for name, node in spec["properties"].items():
@@ -78,7 +79,7 @@ def _section(path: str, node: dict[str, Any], source: dict[str, Any] | None) -> 
     contains the rules and the table of the fields."""
     inner = node.get("items", node)
     suffix = "[]" if "items" in node else ""
-    rules = "".join(_rule_list(schema) for schema in _schemas_with_rules(inner, source))
+    rules = _rule_list(*_schemas_with_rules(inner, source))
     return (f"Rules:\n\n{rules}\n" if rules else "") + _table(inner, path + suffix, source=source)
 
 
@@ -87,18 +88,19 @@ def _schemas_with_rules(node: dict[str, Any], source: dict[str, Any] | None) -> 
     because it has its own section."""
     if node == source:
         return
+    if node.get("x-kubernetes-validations"):
+        yield node
     if "properties" in node:
-        if node.get("x-kubernetes-validations"):
-            yield node
         for child in node["properties"].values():
             yield from _schemas_with_rules(child, source)
     if "items" in node:
         yield from _schemas_with_rules(node["items"], source)
 
 
-def _rule_list(node: dict[str, Any]) -> str:
-    messages = [rule["message"] for rule in node.get("x-kubernetes-validations", ())]
-    return "".join(f"- {message}\n" for message in messages)
+def _rule_list(*nodes: dict[str, Any]) -> str:
+    messages = [rule["message"] for node in nodes for rule in node.get("x-kubernetes-validations", ())]
+    # Several maps can have the same rule.
+    return "".join(f"- {message}\n" for message in dict.fromkeys(messages))
 
 
 def _table(schema: dict[str, Any], path: str, source: dict[str, Any] | None = None, deep: bool = True) -> str:

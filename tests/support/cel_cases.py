@@ -238,6 +238,39 @@ CEL_RULE_CASES = [
         {"spec.networking.networkPolicy.ingressFrom": [{"podSelector": {}, "ipBlock": {"cidr": "10.0.0.0/8"}}]},
         "spec.networking.networkPolicy.ingressFrom[0]",
     ),
+    *(
+        (
+            "the keys must be names of labels or annotations",
+            {path: [entry({"team": "a", "a.example.com/b.c_d": ""})] if entry else {"team": "a", "a.b/c_d": ""}},
+            {path: [entry({key: "x"})] if entry else {key: "x"}},
+            path + where,
+        )
+        for path, entry, where in (
+            ("spec.labels", None, ""),
+            ("spec.annotations", None, ""),
+            ("spec.podTemplate.metadata.labels", None, ""),
+            ("spec.podTemplate.metadata.annotations", None, ""),
+            ("spec.observability.metricsLabels", None, ""),
+            ("spec.gpu.nodeSelector", None, ""),
+            ("spec.jobs.nodeSelector", None, ""),
+            (
+                "spec.networking.networkPolicy.ingressFrom",
+                lambda labels: {"podSelector": {"matchLabels": labels}},
+                "[0].podSelector.matchLabels",
+            ),
+        )
+        for key in ("bad key!", "-a", "a/b/c", "A.example/b", "a..b/c", "a" * 64)
+    ),
+    *(
+        (
+            "the keys app.kubernetes.io/name",
+            {f"spec.{field}": {"a": "x"}},
+            {f"spec.{field}": {key: "x"}},
+            f"spec.{field}",
+        )
+        for field in ("labels", "annotations")
+        for key in ("app.kubernetes.io/instance", "quire.dev/applied")
+    ),
 ]
 
 CEL_UPDATE_CASES = [

@@ -65,6 +65,8 @@ networking:
   networkPolicy: {ingressFrom: [{ipBlock: {cidr: 10.0.0.0/8}}]}
   inferencePool: {endpointPicker: {name: picker}, targetPort: openai}
 security: {runAsUser: 2000, fsGroup: 3000, readOnlyRootFilesystem: false}
+labels: {cost-center: research}
+annotations: {example.com/owner: platform}
 podTemplate:
   metadata: {labels: {team: a, app.kubernetes.io/instance: stolen}, annotations: {note: x}}
   spec:

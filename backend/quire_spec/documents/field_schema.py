@@ -31,6 +31,25 @@ class Rule(NamedTuple):
     """Error if it is false: "<field> ... must ...; <what to do>."."""
 
 
+_QUALIFIED_NAME = (
+    "^([a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?"
+    "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+)
+_KEYS = Rule(
+    f"self.all(key, key.matches('{_QUALIFIED_NAME}'))",
+    "the keys must be names of labels or annotations, such as team or example.com/team, with at most 63 characters "
+    "after the slash; correct the key.",
+)
+LABELS: Mapping[str, Any] = {
+    "items": {"max_length": 63, "pattern": "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"},
+    "max_properties": 32,
+    "rules": (_KEYS,),
+}
+"""Keywords of a map of labels. A cluster rejects objects whose labels have other keys or values."""
+ANNOTATIONS: Mapping[str, Any] = {"items": {"max_length": 4096}, "max_properties": 64, "rules": (_KEYS,)}
+"""Keywords of a map of annotations."""
+
+
 class Restarts(StrEnum):
     """Whether a change of a field replaces the pods, as spec.rollout configures it."""
 
@@ -38,6 +57,8 @@ class Restarts(StrEnum):
     NO = "no"
     BY_PLAN = "by plan"
     """Only if the plan changes. Only the planner reads the field."""
+    LATER = "later"
+    """Running pods stay, and pods that are replaced for another reason get the new value."""
     OF_EMPTY_DIR = "an EmptyDir"
     """Only if the field belongs to an EmptyDir. A claim is changed in place."""
 
@@ -79,7 +100,7 @@ def schema_field(
         factory: Creates the default. The default of an object is {} in the CRD, so that the defaults of its fields
             apply.
         crd_default: The default in the CRD if it differs from the one in Python.
-        keywords: Keywords of OpenAPI.
+        keywords: Keywords of OpenAPI. `rules` is a tuple of Rules about the value.
 
     FieldSchema explains the other arguments.
     """

@@ -12,7 +12,7 @@ from quire_operator.api.pod_spec import CacheSpec
 from quire_operator.api.workload_spec import RolloutSpec
 from quire_spec.documents.field_schema import Restarts, field_names, schema_of
 
-POD_FIELDS = field_names(LLMServiceSpec, lambda field: field.restarts is not Restarts.NO)
+POD_FIELDS = field_names(LLMServiceSpec, lambda field: field.restarts not in (Restarts.NO, Restarts.LATER))
 """Fields of the spec whose change renders the pods again."""
 POD_CACHE_FIELDS = field_names(CacheSpec, lambda field: field.restarts is not Restarts.NO)
 POD_ROLLOUT_FIELDS = field_names(RolloutSpec, lambda field: field.restarts is Restarts.YES)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 from quire_operator.api.engine_spec import EngineSpec, LoraSpec
 from quire_operator.api.networking_spec import NetworkingSpec
 from quire_operator.api.openai_spec import OpenAISpec
-from quire_operator.api.pod_spec import CacheSpec, GpuSpec, PodTemplateSpec, RuntimeSpec, SecuritySpec
+from quire_operator.api.pod_spec import CacheSpec, GpuSpec, JobsSpec, PodTemplateSpec, RuntimeSpec, SecuritySpec
 from quire_operator.api.validation_errors import FieldPath
 from quire_operator.api.workload_spec import AutoscalingSpec, DisruptionSpec, ObservabilitySpec, RolloutSpec
 from quire_spec import constants
@@ -28,7 +28,7 @@ from quire_spec.documents.adapter_catalog import (
     HuggingFaceSource,
     Source,
 )
-from quire_spec.documents.field_schema import Restarts, Rule, schema_field
+from quire_spec.documents.field_schema import ANNOTATIONS, LABELS, Restarts, Rule, schema_field
 
 MODEL_SOURCE: FieldPath = ("spec", "model", "source")
 DRAFT_SOURCE: FieldPath = ("spec", "engine", "speculativeConfig", "model", "source")
@@ -51,6 +51,16 @@ SERVICE_RULES = (
     ),
 )
 """Rules of an LLMService as a whole."""
+_RESERVED_KEYS = Rule(
+    "self.all(key, !key.startsWith('quire.dev/') && !(key in ['app.kubernetes.io/name', 'app.kubernetes.io/instance', "
+    "'app.kubernetes.io/component', 'app.kubernetes.io/managed-by']))",
+    "the keys app.kubernetes.io/name, instance, component and managed-by and the keys of quire.dev must not be set, "
+    "because the operator finds its objects by them; use another key.",
+)
+
+
+def _with_rule(keywords: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
+    return {**keywords, "rules": (*keywords["rules"], rule)}
 
 
 class Device(StrEnum):
@@ -192,6 +202,17 @@ class LLMServiceSpec:
     """Overrides for the pods, merged last like `kubectl patch --type=strategic`. Use it for settings without a field of
     their own, such as affinity, priority or sidecars. The environment variables and the ConfigMap and Secret mounts of
     the container `server` also apply to the container that downloads the model. Default: none."""
+    jobs: JobsSpec = schema_field(factory=JobsSpec, restarts=Restarts.NO)
+    """The Jobs that download the model, or that read its config.json from a claim. They also use the labels,
+    annotations, DNS settings, host aliases and placement of podTemplate. A Job that has finished does not run again."""
+    labels: dict[str, str] = schema_field(factory=dict, **_with_rule(LABELS, _RESERVED_KEYS), restarts=Restarts.LATER)
+    """Labels of all objects that the operator creates for the service, and of their pods. Keys of the operator are not
+    allowed. podTemplate.metadata.labels takes precedence. The labels of the LLMService itself are not copied, because
+    tools such as Argo CD would take the objects for their own. Default: none."""
+    annotations: dict[str, str] = schema_field(
+        factory=dict, **_with_rule(ANNOTATIONS, _RESERVED_KEYS), restarts=Restarts.LATER
+    )
+    """The same for annotations. Default: none."""
     paused: bool = schema_field(False, restarts=Restarts.NO)
     """Pause reconciliation. The operator does not change or repair the objects of the service; it only writes the
     status. Default false."""

@@ -4,14 +4,14 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quire_spec.documents.field_schema import Rule, schema_field
+from quire_spec.documents.field_schema import LABELS, Rule, schema_field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceSelector:
     """namespaceSelector of a NetworkPolicyPeer."""
 
-    matchLabels: dict[str, str] = schema_field(factory=dict, items={"max_length": 63}, max_properties=32)
+    matchLabels: dict[str, str] = schema_field(factory=dict, **LABELS)
     """Label names and values."""
 
 
@@ -19,7 +19,7 @@ class NamespaceSelector:
 class PodSelector:
     """podSelector of a NetworkPolicyPeer."""
 
-    matchLabels: dict[str, str] = schema_field(factory=dict, items={"max_length": 63}, max_properties=32)
+    matchLabels: dict[str, str] = schema_field(factory=dict, **LABELS)
     """Label names and values."""
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of an LLMService that describe its pods: spec.gpu, cache, runtime, security and podTemplate."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from quire_operator.api.quantity import QUANTITY
 from quire_spec.documents.adapter_catalog import PvcSource, Source
-from quire_spec.documents.field_schema import OBJECT_NAME, Restarts, Rule, schema_field
+from quire_spec.documents.field_schema import ANNOTATIONS, LABELS, OBJECT_NAME, Restarts, Rule, schema_field
 from quire_spec.documents.pod_config import Ports
 
 _SERVER_ARGS = (
@@ -25,6 +26,11 @@ _SERVER_ARGS = (
     r"rate-limit-resource=[A-Za-z0-9_.-]{1,63}:[1-9][0-9]{0,5}(:[0-9]{1,3})?",
 )
 """Regular expressions of the arguments in spec.runtime.serverArgs."""
+QUANTITY_OF_RESOURCE = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
+_RESOURCES: Mapping[str, Any] = {
+    "items": {"min_length": 1, "max_length": 32, "pattern": QUANTITY_OF_RESOURCE},
+    "max_properties": 16,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +78,7 @@ class GpuSpec:
     )
     """Extended resource that a pod requests. Default nvidia.com/gpu. A MIG slice has its own resource, such as
     nvidia.com/mig-3g.40gb."""
-    nodeSelector: dict[str, str] = schema_field(factory=dict, items={"max_length": 63}, max_properties=32)
+    nodeSelector: dict[str, str] = schema_field(factory=dict, **LABELS)
     """Labels that a node must have. Default: only the label of product."""
     tolerations: tuple[dict[str, Any], ...] = schema_field(
         (), type=tuple[Toleration, ...], max_items=32, list_type="atomic"
@@ -80,6 +86,35 @@ class GpuSpec:
     """Node taints that the pods tolerate. Default: none."""
     runtimeClassName: str | None = schema_field(None, **OBJECT_NAME)
     """RuntimeClass of the pods, if GPUs require one (often nvidia). Default: the cluster's default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResources:
+    """spec.jobs.resources"""
+
+    requests: dict[str, str] = schema_field(factory=dict, **_RESOURCES)
+    """Requested amounts by resource, such as cpu and memory. Default: cpu 500m and memory 512Mi for a download, 100m
+    and 128Mi for reading config.json."""
+    limits: dict[str, str] = schema_field(factory=dict, **_RESOURCES)
+    """Limits by resource. A ResourceQuota on limits requires them. Default: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsSpec:
+    """spec.jobs"""
+
+    resources: JobResources = schema_field(factory=JobResources)
+    """Resources of the container. The container that downloads the model inside a pod (cache.mode EmptyDir) does not
+    use them; change it in podTemplate.spec.initContainers."""
+    nodeSelector: dict[str, str] | None = schema_field(None, **LABELS)
+    """Labels that a node must have. With {}, the Jobs can run on any node, also without a GPU. A volume that can be
+    mounted only on some nodes must then also be reachable from the server pods. Default: those of the server pods."""
+    tolerations: tuple[dict[str, Any], ...] | None = schema_field(
+        None, type=tuple[Toleration, ...], max_items=32, list_type="atomic"
+    )
+    """Node taints that the pods of the Jobs tolerate. Default: those that the server pods tolerate."""
+    affinity: dict[str, Any] | None = schema_field(None, max_properties=3, preserve_unknown_fields=True)
+    """Affinity of a PodSpec. Default: that of the server pods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,9 +270,9 @@ class SecuritySpec:
 class PodMetadata:
     """spec.podTemplate.metadata"""
 
-    labels: dict[str, str] = schema_field(factory=dict, items={"max_length": 63}, max_properties=32)
+    labels: dict[str, str] = schema_field(factory=dict, **LABELS)
     """Label names and values."""
-    annotations: dict[str, str] = schema_field(factory=dict, items={"max_length": 4096}, max_properties=64)
+    annotations: dict[str, str] = schema_field(factory=dict, **ANNOTATIONS)
     """Annotations."""
 
 

@@ -11,8 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from quire_operator.api.pod_spec import QUANTITY_OF_RESOURCE
 from quire_operator.api.validation_errors import ABSENT, FieldPath, Problem, format_path, format_value
 from quire_spec.documents import server_arguments
+from quire_spec.documents.field_schema import LABELS
 
 Schema = Mapping[str, Any]
 
@@ -66,6 +68,11 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "use a name such as Tales-1.5",
     ),
     r"^[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$": (QUANTITY_RULE, "write it like 4Gi or 512Mi"),
+    LABELS["items"]["pattern"]: (
+        "must be a label value: letters, digits, '-', '_' and '.', beginning and ending with a letter or digit",
+        "use a value such as team-a",
+    ),
+    QUANTITY_OF_RESOURCE: ("must be a quantity", 'write it like "500m" or "2Gi", with the quotes'),
     r"^[1-9][0-9]*(\.[0-9]+)?m?$": ("must be a number of cores", 'write it like "4" or "1500m", with the quotes'),
     r"^(0\.[0-9]{0,2}[1-9]|[1-9][0-9]{0,2}(\.[0-9]{1,3})?)$": (
         "must be a positive decimal below 1000",

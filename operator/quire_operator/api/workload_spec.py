@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from quire_spec.documents.field_schema import Restarts, Rule, schema_field
+from quire_spec.documents.field_schema import LABELS, Restarts, Rule, schema_field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,5 +87,5 @@ class ObservabilitySpec:
     podMonitor: str = schema_field("Auto", enum=("Auto", "None"))
     """PodMonitor of the Prometheus operator. With Auto, the operator creates one if the cluster has that kind. Default
     Auto."""
-    metricsLabels: dict[str, str] = schema_field(factory=dict, items={"max_length": 63}, max_properties=32)
+    metricsLabels: dict[str, str] = schema_field(factory=dict, **LABELS)
     """Labels of the PodMonitor, for a Prometheus that selects PodMonitors by label. Default: none."""

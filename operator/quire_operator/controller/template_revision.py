@@ -40,7 +40,7 @@ class TemplateRevision:
     """Plan.inputsHash."""
     template: Manifest
     engine_configmap: Manifest
-    """ConfigMap that contains pod.json. Its owner and namespace are omitted."""
+    """ConfigMap that contains pod.json. Of its metadata, only the name is used."""
 
     @classmethod
     def from_manifests(cls, pods_digest: str, plan: Plan, manifests: Iterable[Manifest]) -> Self:
@@ -52,8 +52,8 @@ class TemplateRevision:
         template = deployment["spec"]["template"]
         mounted = mounted_configmaps(template["spec"])
         engine = next(m for m in by_kind["ConfigMap"] if m.get("immutable") and m["metadata"]["name"] in mounted)
-        meta = {key: engine["metadata"][key] for key in ("name", "labels")}
-        return cls(pods_digest, plan.inputsHash, template, {**engine, "metadata": meta})
+        name = {"name": engine["metadata"]["name"]}
+        return cls(pods_digest, plan.inputsHash, template, {**engine, "metadata": name})
 
     @property
     def inputs(self) -> tuple[str, str]:
@@ -105,7 +105,8 @@ class TemplateRevision:
                 meta = {**meta, "annotations": {**meta.get("annotations", {}), **own}}
                 manifest = {**manifest, "metadata": meta, "spec": {**manifest["spec"], "template": self.template}}
             elif manifest["kind"] == "ConfigMap" and manifest.get("immutable"):
-                manifest = {**self.engine_configmap, "metadata": {**meta, **self.engine_configmap["metadata"]}}
+                name = self.engine_configmap["metadata"]["name"]
+                manifest = {**self.engine_configmap, "metadata": {**meta, "name": name}}
             result.append(manifest)
         return result
 

@@ -5,19 +5,20 @@ GPUs. Called by objects.py."""
 from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.plan import Plan
 from quire_operator.render import model_storage, object_names
-from quire_operator.render.manifests import PLACEMENT_FIELDS, Manifest, new_job
+from quire_operator.render.jobs import POD_FIELDS, new_job, with_settings
+from quire_operator.render.manifests import Manifest
 
 EXIT_INVALID_CONFIG = 2
 """quire_server.download exits with this code after an error that a retry cannot fix."""
 _MAX_RETRIES = 6
-_POD_SPEC_FIELDS = sorted((*PLACEMENT_FIELDS, "serviceAccountName"))
+_POD_SPEC_FIELDS = sorted((*POD_FIELDS, "serviceAccountName"))
 
 
 def job(service: LLMService, plan: Plan, server_pod_spec: Manifest) -> Manifest:
     """Return the Job. `server_pod_spec` is the pod spec of the Deployment.
 
-    The Job runs on the same nodes as the server pods. Otherwise, a volume that is local to one node could be created on
-    a node without a GPU.
+    By default, the Job runs on the same nodes as the server pods. Otherwise, a volume that is local to one node could
+    be created on a node without a GPU.
     """
     (container,) = [c for c in server_pod_spec["containers"] if c["name"] == object_names.SERVER]
     downloader = {
@@ -36,6 +37,7 @@ def job(service: LLMService, plan: Plan, server_pod_spec: Manifest) -> Manifest:
             *(v for v in server_pod_spec["volumes"] if v["name"] in mounted_volumes),
         ],
     }
+    spec = with_settings(service, spec)
     invalid_config = {"containerName": downloader["name"], "operator": "In", "values": [EXIT_INVALID_CONFIG]}
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -43,9 +45,8 @@ def job(service: LLMService, plan: Plan, server_pod_spec: Manifest) -> Manifest:
     ]
     job_fields = {"backoffLimit": _MAX_RETRIES, "podFailurePolicy": {"rules": rules}}
     name = object_names.download_job(service, object_names.digest(spec))
-    manifest = new_job(service, name, object_names.DOWNLOAD, job_fields, spec)
-    manifest["metadata"]["labels"][object_names.DOWNLOAD_TARGET_LABEL] = download_target(service)
-    return manifest
+    labels = {object_names.DOWNLOAD_TARGET_LABEL: download_target(service)}
+    return new_job(service, name, object_names.DOWNLOAD, job_fields, spec, labels)
 
 
 def download_target(service: LLMService) -> str:

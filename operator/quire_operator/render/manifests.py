@@ -3,6 +3,7 @@
 render/."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from quire_operator.api.llmservice import LLMService
@@ -12,21 +13,40 @@ from quire_spec import constants as spec_names
 Manifest = dict[str, Any]
 """A Kubernetes object, or a part of one, in the form in which the operator applies it."""
 
-PLACEMENT_FIELDS = (
-    "affinity", "imagePullSecrets", "nodeSelector", "priorityClassName", "schedulerName", "securityContext",
-    "tolerations",
-)  # fmt: skip
-"""A Job gets these fields from the server's pod spec, so that its pod runs on the same nodes as the server pods."""
+NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def new_manifest(
-    api_version: str, kind: str, service: LLMService, name: str, component: str = object_names.SERVER, **fields: Any
+    api_version: str,
+    kind: str,
+    service: LLMService,
+    name: str,
+    component: str = object_names.SERVER,
+    labels: Mapping[str, str] = NONE,
+    annotations: Mapping[str, str] = NONE,
+    **fields: Any,
 ) -> Manifest:
-    """Return an object that belongs to a service. It has a namespace and labels; objects.py adds the owner
-    reference."""
-    meta: Manifest = {"name": name, **({"namespace": service.namespace} if service.namespace else {})}
-    meta["labels"] = object_names.labels(service, component)
+    """Return an object that belongs to a service. `labels` and `annotations` are those of the object in addition to
+    the ones of all objects. objects.py adds the owner reference."""
+    namespace = {"namespace": service.namespace} if service.namespace else {}
+    meta = {"name": name, **namespace, **metadata(service, component, labels, annotations)}
     return {"apiVersion": api_version, "kind": kind, "metadata": meta, **fields}
+
+
+def metadata(
+    service: LLMService, component: str, labels: Mapping[str, str] = NONE, annotations: Mapping[str, str] = NONE
+) -> Manifest:
+    """Return the labels and annotations of an object or of a pod template.
+
+    They are those of the spec, which the arguments override. The labels by which the operator and Kubernetes select
+    the object override all others.
+    """
+    spec, own = service.spec, object_names.labels(service, component)
+    meta = {
+        "labels": {**own, **spec.labels, **labels, **own},
+        "annotations": {**spec.annotations, **annotations},
+    }
+    return {name: values for name, values in meta.items() if values}
 
 
 def service_reference(name: str) -> Manifest:
@@ -39,12 +59,6 @@ def service_reference(name: str) -> Manifest:
 def owner_reference(name: str, uid: str) -> Manifest:
     """Return the owner reference for objects that the LLMService controls."""
     return {**service_reference(name), "uid": uid, "controller": True}
-
-
-def new_job(service: LLMService, name: str, component: str, job_fields: Manifest, pod_spec: Manifest) -> Manifest:
-    """Return a Job with one pod."""
-    template = {"metadata": {"labels": object_names.labels(service, component)}, "spec": pod_spec}
-    return new_manifest("batch/v1", "Job", service, name, component, spec={**job_fields, "template": template})
 
 
 def container_ports(template: Mapping[str, Any]) -> dict[str, int]:

@@ -8,7 +8,8 @@ Called by the controller.
 
 from quire_operator.api.llmservice import LLMService
 from quire_operator.render import object_names, pod_template, security_context
-from quire_operator.render.manifests import PLACEMENT_FIELDS, Manifest, new_job
+from quire_operator.render.jobs import POD_FIELDS, new_job, with_settings
+from quire_operator.render.manifests import Manifest
 from quire_operator.render.strategic_merge import merge
 from quire_spec.documents.adapter_catalog import PvcSource
 
@@ -21,7 +22,7 @@ would wait forever if the claim does not exist."""
 
 
 def job(service: LLMService, source: PvcSource, image: str) -> Manifest:
-    """Return the Job. It uses the same image as the server pods, and it runs on the same nodes."""
+    """Return the Job. It uses the same image as the server pods, and by default it runs on the same nodes."""
     gpu = service.spec.gpu
     folder = f"{object_names.CLAIMS_DIR}/{source.claimName}"
     pod_spec = {
@@ -44,6 +45,6 @@ def job(service: LLMService, source: PvcSource, image: str) -> Manifest:
         "volumes": [{"name": "claim", "persistentVolumeClaim": {"claimName": source.claimName, "readOnly": True}}],
     }
     overrides = service.spec.podTemplate.get("spec", {})
-    pod = merge(pod_spec, {key: overrides[key] for key in PLACEMENT_FIELDS if key in overrides})
+    pod = with_settings(service, merge(pod_spec, {key: overrides[key] for key in POD_FIELDS if key in overrides}))
     job_fields = {"backoffLimit": _MAX_RETRIES, "activeDeadlineSeconds": _DEADLINE_S}
     return new_job(service, f"quire-read-{object_names.digest(pod)}", READER_COMPONENT, job_fields, pod)

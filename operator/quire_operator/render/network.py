@@ -94,13 +94,8 @@ def pod_monitor(service: LLMService) -> Manifest:
         "selector": {"matchLabels": object_names.selector_labels(service, object_names.SERVER)},
         "podMetricsEndpoints": [{"port": "health", "path": "/metrics", "interval": "15s"}],
     }
-    manifest = new_manifest("monitoring.coreos.com/v1", "PodMonitor", service, service.name, spec=spec)
-    # The operator selects its objects by these labels, so users must not override them. Otherwise, each pass would
-    # create the PodMonitor again.
-    reserved_labels = {object_names.MANAGED_BY, object_names.INSTANCE, object_names.COMPONENT}
-    metrics_labels = service.spec.observability.metricsLabels
-    manifest["metadata"]["labels"] |= {k: v for k, v in metrics_labels.items() if k not in reserved_labels}
-    return manifest
+    labels = service.spec.observability.metricsLabels
+    return new_manifest("monitoring.coreos.com/v1", "PodMonitor", service, service.name, labels=labels, spec=spec)
 
 
 def inference_pool(service: LLMService) -> Manifest:

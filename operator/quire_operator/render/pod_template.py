@@ -15,7 +15,7 @@ from quire_operator.plan.host_memory import start_seconds
 from quire_operator.plan.plan import Plan
 from quire_operator.render import model_storage, object_names, security_context
 from quire_operator.render.env import container_env
-from quire_operator.render.manifests import Manifest
+from quire_operator.render.manifests import Manifest, metadata
 from quire_operator.render.pod_config import claim_names
 from quire_operator.render.strategic_merge import merge
 from quire_spec import constants
@@ -42,10 +42,12 @@ def template(service: LLMService, plan: Plan, engine_configmap: str) -> Manifest
         ConfigError: spec.podTemplate cannot be merged.
     """
     rendered = {
-        "metadata": {
-            "labels": {**object_names.labels(service, object_names.SERVER), "llm-d.ai/engine-type": "vllm"},
-            "annotations": {"kubectl.kubernetes.io/default-container": SERVER_CONTAINER},
-        },
+        "metadata": metadata(
+            service,
+            object_names.SERVER,
+            {"llm-d.ai/engine-type": "vllm"},
+            {"kubectl.kubernetes.io/default-container": SERVER_CONTAINER},
+        ),
         "spec": _pod_spec(service, plan, engine_configmap),
     }
     try:

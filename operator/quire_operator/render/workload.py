@@ -30,9 +30,7 @@ def deployment(service: LLMService, plan: Plan, template: Manifest) -> Manifest:
         },
         "template": template,
     }
-    manifest = new_manifest("apps/v1", "Deployment", service, service.name, spec=spec)
-    manifest["metadata"]["annotations"] = annotations
-    return manifest
+    return new_manifest("apps/v1", "Deployment", service, service.name, annotations=annotations, spec=spec)
 
 
 def disruption_budget(service: LLMService) -> Manifest | None:

@@ -94,6 +94,15 @@ networking:
     - {ipBlock: {cidr: 10.0.0.0/8, except: [10.1.0.0/16]}}
   inferencePool: {endpointPicker: {name: epp, port: 9002, failureMode: FailClose}, targetPort: http}
 security: {runAsUser: 1000, fsGroup: 1000, readOnlyRootFilesystem: true}
+jobs:
+  resources: {requests: {cpu: "1"}, limits: {memory: 1Gi}}
+  nodeSelector: {disk: ssd}
+  tolerations:
+  - {key: k, operator: Equal, value: v, effect: NoExecute, tolerationSeconds: 5}
+  - {key: l, operator: Exists}
+  affinity: {nodeAffinity: {}}
+labels: {team: a}
+annotations: {owner: b}
 podTemplate: {metadata: {labels: {x: y}, annotations: {n: m}}, spec: {priorityClassName: low}}
 """
 GPU = "gpu: {product: NVIDIA-H200, memory: 143771Mi, count: 2, resourceName: nvidia.com/gpu, nodeSelector: {p: q}, "
@@ -167,6 +176,7 @@ TEXTS = {
     "path": ["other", "/other"],
     "region": ["other"], "maxBodySize": ["4Mi"], "corsAllowedOrigins": ["*"], "value": ["other"],
     "suffixDecodingMaxSpecFactor": ["4.0"], "suffixDecodingMinTokenProb": ["0.3"],
+    "requests": ["7"], "limits": ["7"],
     "serverArgs": ["http-thread-count=5"],
 }  # fmt: skip
 

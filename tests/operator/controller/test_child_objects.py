@@ -85,6 +85,17 @@ def test_an_upgrade(spec, changed, image, expected, outdated):
     assert (container["args"] == OLD_ARGUMENTS) == (expected == "kept")
 
 
+@pytest.mark.parametrize("auto", ["", AUTO])
+def test_a_change_of_labels_reaches_the_objects_at_once_and_the_pods_at_their_next_replacement(auto):
+    _, objects = build(llm_service(FREE + auto + "labels: {team: a}"), "digest", "quire:1")
+    deployment, service = only_of_kind(objects, "Deployment"), llm_service(FREE + auto + "labels: {team: b}")
+    for digest, pod_label in (("digest", "a"), ("changed", "b")):
+        _, objects = build(service, digest, "quire:1", deployment)
+        labels = {manifest["metadata"]["labels"]["team"] for manifest in objects.values()}
+        assert labels == {"b"}
+        assert template_of(only_of_kind(objects, "Deployment"))["metadata"]["labels"]["team"] == pod_label
+
+
 def test_a_pinned_image_that_reads_pod_json_is_not_outdated():
     service = llm_service(PINNED)
     _, objects = build(service, "digest", "quire:old")

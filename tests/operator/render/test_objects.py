@@ -35,12 +35,12 @@ import quire_server.__main__
 from quire_operator.api import crd
 from quire_operator.api.llmservice import Device
 from quire_operator.cli.render import dump_yaml
-from quire_operator.render import pod_template
+from quire_operator.render import model_reader_job, pod_template
 from quire_operator.render.context import OPTIONAL_KINDS
 from quire_operator.render.object_names import CLAIMS_DIR
 from quire_operator.render.objects import render_objects
 from quire_server.downloads import model_download
-from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.adapter_catalog import AdapterCatalog, PvcSource
 from quire_spec.documents.pod_config import PodConfig
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
@@ -174,6 +174,44 @@ def test_names_and_selectors_are_consistent(rendered):
 def test_longest_service_name_gives_valid_object_names():
     service = dataclasses.replace(example_service("gpu-llama-3.1-8b.yaml"), name="a" * 48)
     assert max(len(name) for _, name in rendered_objects(service)) <= 63
+
+
+# The CRD refuses the keys of the operator. The rendering keeps them all the same.
+LABELS = {"team": "a", "llm-d.ai/engine-type": "other", "quire.dev/brings": "x", "app.kubernetes.io/instance": "stolen"}
+ANNOTATIONS = {"owner": "b", "quire.dev/plan": "other"}
+METADATA = """
+replicas: 2
+model: {source: {huggingFace: {repo: o/m, tokenSecretRef: {name: hf-token, key: token}}}}
+observability: {metricsLabels: {release: monitoring}}
+networking: {inferencePool: {endpointPicker: {name: picker}}}
+podTemplate: {metadata: {labels: {sidecar: "false", app.kubernetes.io/name: stolen}, annotations: {note: x}}}
+"""
+
+
+@pytest.mark.parametrize("kind", ["HorizontalPodAutoscaler", "ScaledObject"])
+def test_labels_and_annotations_reach_every_object_and_override_none_of_the_operator(kind):
+    scaling = {"kind": kind, "maxReplicas": 4, "minReplicas": 2}
+    scaling |= {"prometheusAddress": "http://p:9090"} if kind == "ScaledObject" else {}
+    service = llm_service(f"{GPU}{METADATA}autoscaling: {json.dumps(scaling)}")
+    with_metadata = dataclasses.replace(
+        service, spec=dataclasses.replace(service.spec, labels=LABELS, annotations=ANNOTATIONS)
+    )
+    plain, objects = rendered_objects(service), rendered_objects(with_metadata)
+    plain["Job", "reader"] = model_reader_job.job(service, PvcSource("c"), "i:1")
+    objects["Job", "reader"] = model_reader_job.job(with_metadata, PvcSource("c"), "i:1")
+    assert objects.keys() == plain.keys()
+    assert len({kind for kind, _ in objects}) == 12
+    for key, manifest in objects.items():
+        metas, plain_metas = ([m["metadata"]] for m in (manifest, plain[key]))
+        if key[0] in ("Deployment", "Job"):
+            metas.append(manifest["spec"]["template"]["metadata"])
+            plain_metas.append(plain[key]["spec"]["template"]["metadata"])
+            assert (metas[1]["labels"]["sidecar"], metas[1]["annotations"]["note"]) == ("false", "x"), key
+        for meta, plain_meta in zip(metas, plain_metas, strict=True):
+            for field, values in (("labels", LABELS), ("annotations", ANNOTATIONS)):
+                assert meta[field] == {**values, **plain_meta.get(field, {})}, key
+        if "selector" in manifest.get("spec", {}):
+            assert "team" not in json.dumps(manifest["spec"]["selector"]), key
 
 
 # Effects of changes.

@@ -101,9 +101,8 @@ def build_child_objects(
             f"{field}: {plan.image.value!r} is older than the operator and cannot read {CONFIG_FILE}; its pods keep "
             "running with the previous spec; set an image of the operator's release, or omit the field"
         )
-    if live_revision is not None and (
-        waiting_for_download or (is_same_revision and (is_outdated or service.spec.rollout.updatePolicy != "Auto"))
-    ):
+    keeps_template = is_same_revision and (is_outdated or not _must_update(service, live_revision, revision))
+    if live_revision is not None and (waiting_for_download or keeps_template):
         revision = live_revision
         if service.openai_port is not None and not revision.serves_openai:
             # Services and NetworkPolicies get the port of the OpenAI API when the pods get it, not earlier.
@@ -116,6 +115,13 @@ def build_child_objects(
     return ChildObjects(
         tuple(manifests), reported, job_name, waiting_for_download, outdated_image=pinned_image if is_outdated else ""
     )
+
+
+def _must_update(service: LLMService, live_revision: TemplateRevision | None, revision: TemplateRevision) -> bool:
+    """Whether spec.rollout.updatePolicy replaces the pods although their inputs are the same. It does not if only the
+    labels or annotations of the pods differ."""
+    is_automatic = service.spec.rollout.updatePolicy == "Auto"
+    return is_automatic and (live_revision is None or live_revision.template["spec"] != revision.template["spec"])
 
 
 def _has_outdated_image(live_revision: TemplateRevision, plan: Plan) -> bool:

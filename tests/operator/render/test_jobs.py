@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Jobs of a service: their resources, placement and network settings."""
+
+import pytest
+from support.planning import llm_service
+from support.rendering import only_of_kind, rendered_objects
+
+from quire_operator.render import model_reader_job
+from quire_operator.render.jobs import POD_FIELDS
+from quire_spec.documents.adapter_catalog import PvcSource
+
+GPU = "gpu: {product: NVIDIA-L4, nodeSelector: {pool: gpu}, tolerations: [{key: gpu, operator: Exists}]}\n"
+READER_RESOURCES = {"requests": {"cpu": "100m", "memory": "128Mi"}}
+DOWNLOAD_RESOURCES = {"requests": {"cpu": "500m", "memory": "512Mi"}}
+POD_TEMPLATE = """
+podTemplate:
+  spec:
+    affinity: {podAffinity: {}}
+    dnsConfig: {nameservers: [10.0.0.10], options: [{name: ndots, value: "1"}]}
+    dnsPolicy: None
+    hostAliases: [{ip: 10.0.0.7, hostnames: [mirror.example]}]
+    hostUsers: false
+    imagePullSecrets: [{name: pull}]
+    nodeSelector: {zone: a}
+    preemptionPolicy: Never
+    priorityClassName: low
+    schedulerName: other
+    securityContext: {supplementalGroups: [5]}
+    tolerations: [{operator: Exists}]
+    hostNetwork: true
+    runtimeClassName: nvidia
+    topologySpreadConstraints: []
+"""
+
+
+def jobs(text):
+    """Return the pod specs of the download Job and of the model reader Job."""
+    service = llm_service(GPU + text)
+    reader = model_reader_job.job(service, PvcSource("c"), "i:1")
+    download = only_of_kind(rendered_objects(service), "Job")
+    return [job["spec"]["template"]["spec"] for job in (download, reader)]
+
+
+def test_by_default_the_jobs_run_where_the_server_runs():
+    download, reader = jobs("")
+    assert download["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L4", "pool": "gpu"}
+    assert reader["nodeSelector"] == {"pool": "gpu"}
+    assert download["tolerations"] == reader["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    for pod, resources in ((download, DOWNLOAD_RESOURCES), (reader, READER_RESOURCES)):
+        assert [container["resources"] for container in pod["containers"]] == [resources]
+
+
+def test_spec_jobs_replaces_placement_and_completes_resources():
+    affinity = "{nodeAffinity: {}}"
+    text = f"{POD_TEMPLATE}jobs: {{nodeSelector: {{}}, tolerations: [{{key: cpu}}], affinity: {affinity}, resources: "
+    for pod in jobs(f"{text}{{requests: {{cpu: '2', ephemeral-storage: 1Gi}}, limits: {{memory: 2Gi}}}}}}"):
+        assert "nodeSelector" not in pod, "any node"
+        assert pod["tolerations"] == [{"key": "cpu"}]
+        assert pod["affinity"] == {"nodeAffinity": {}}
+        (container,) = pod["containers"]
+        assert container["resources"]["limits"] == {"memory": "2Gi"}
+        requests = container["resources"]["requests"]
+        assert (requests["cpu"], requests["ephemeral-storage"]) == ("2", "1Gi") and "memory" in requests
+
+
+def test_the_jobs_use_the_pod_level_fields_of_the_pod_template():
+    for pod in jobs(POD_TEMPLATE):
+        assert set(POD_FIELDS) <= set(pod)
+        assert pod["hostAliases"] == [{"ip": "10.0.0.7", "hostnames": ["mirror.example"]}]
+        assert pod["dnsConfig"]["nameservers"] == ["10.0.0.10"]
+        assert pod["nodeSelector"]["zone"] == "a"
+        assert pod["securityContext"]["supplementalGroups"] == [5] and pod["securityContext"]["runAsUser"] == 1000
+        # A Job on a node of the server would need the server's ports, and may run on nodes without a GPU.
+        assert not {"hostNetwork", "runtimeClassName"} & set(pod)
+
+
+@pytest.mark.parametrize("text", ["jobs: {nodeSelector: {a: b}}", "jobs: {resources: {limits: {cpu: '1'}}}"])
+def test_a_setting_gives_a_new_name_because_a_job_is_immutable(text):
+    (old, new) = (
+        {m["metadata"]["name"] for (kind, _), m in rendered_objects(llm_service(GPU + t)).items() if kind == "Job"}
+        for t in ("", text)
+    )
+    assert old != new
