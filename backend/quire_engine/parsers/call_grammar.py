@@ -25,8 +25,11 @@ class Tool:
         """Convert a tool definition of the OpenAI API; if `is_enforced` is False, the tool accepts any object as
         arguments."""
         function = tool["function"]
-        schema = (function.get("parameters") or {}) if is_enforced else {}
-        return cls(function["name"], {"type": "object", **schema})
+        schema = {"type": "object", **((function.get("parameters") or {}) if is_enforced else {})}
+        if schema.get("properties") == {} and schema.keys() <= {"type", "properties", "title", "description"}:
+            # A function without parameters: the front adds an empty list of parameters if a client leaves it out.
+            schema["additionalProperties"] = False
+        return cls(function["name"], schema)
 
     def properties(self) -> list[tuple[str, Mapping[str, Any], bool]]:
         """Return, for each property, its name, its schema, and whether it is required."""

@@ -48,8 +48,7 @@ def compose_grammar(
     request itself contains, as JSON.
     """
     is_required = parsing.tool_choice in ("required", "function")
-    if is_required:
-        answer = None
+    assert answer is None or not is_required, "admission rejects a format of an answer that cannot occur"
     calls = _calls(names, tokenizer, parsing, tools, is_required or answer is not None)
     if calls is None and (answer is None or names.reasoning_parser is None):
         return None

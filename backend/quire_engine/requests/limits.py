@@ -250,6 +250,11 @@ class RequestLimits:
                 "structured_outputs: begin_after_token_ids cannot be combined with tools, because calls can come "
                 "before these tokens; leave it out, or set tool_choice to none"
             )
+        if params.structured_outputs is not None and parsing.tool_choice != "auto":
+            raise InvalidArgument(
+                "tool_choice: a required or named tool leaves no place for an answer in a format; leave out "
+                "response_format and structured_outputs, or set tool_choice to auto"
+            )
 
 
 _TEXT_PARAMETERS = {

@@ -2,8 +2,9 @@
 """Converts the messages of a chat request to the form that chat templates read.
 
 The parts of a message's content are joined into one text. The role `developer` is replaced with `system`. The arguments
-of earlier tool calls are parsed into objects, because templates encode them again. Image, audio and file parts are
-rejected, so that a message can never make the server fetch a URL.
+of earlier tool calls are parsed into objects, because templates encode them again. Messages of the server itself are
+always accepted: their content can be null, and their arguments can be cut off or can be no object. Image, audio and
+file parts are rejected, so that a message can never make the server fetch a URL.
 """
 
 from collections.abc import Mapping
@@ -101,7 +102,7 @@ def _normalize(message: object, path: str) -> dict[str, Any]:
         fields.pop("tool_calls", None)
     if "content" in fields:
         fields["content"] = _text(fields["content"], f"{path}.content")
-    elif "tool_calls" in fields:
+    elif fields["role"] == "assistant":
         # Most templates join the content with other text, so it must be a string.
         fields["content"] = ""
     else:
@@ -141,16 +142,23 @@ def _parse_arguments(call: object, path: str) -> dict[str, Any]:
         )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
-        except (msgspec.DecodeError, RecursionError):
-            arguments = None
+        arguments = _decoded_arguments(arguments)
     elif arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
         raise ApiError(400, f"{path}: the arguments of {function['name'][:80]!r} are not a JSON object")
     check_depth(arguments, path)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _decoded_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments that a model has written. If they are not an object, return an empty one, as vLLM does."""
+    try:
+        arguments = msgspec.json.decode(text, type=dict[str, Any])
+        check_depth(arguments, "arguments")
+    except (msgspec.DecodeError, RecursionError, ApiError):
+        return {}
+    return arguments
 
 
 def _list(fields: Mapping[str, Any], name: str, path: str) -> list[Any]:

@@ -7,6 +7,9 @@ from typing import Any
 from quire_server.openai.errors import ApiError
 from quire_spec.errors import truncated_repr
 
+_SCHEMA_FIELDS = {"schema": "json_object", "json_schema": "json_schema"}
+"""Fields that contain a schema, and their types. The field of json_object is an extension of llama.cpp and others."""
+
 
 def merge_response_format(response_format: Mapping[str, Any] | None, structured_outputs: Any) -> dict[str, Any]:
     """Translate `response_format` into a constraint, add the constraint to `structured_outputs`, and return both. The
@@ -29,16 +32,18 @@ def merge_response_format(response_format: Mapping[str, Any] | None, structured_
 
 def _constraint(response_format: Mapping[str, Any]) -> dict[str, Any]:
     format_type = response_format.get("type")
+    for name, own_type in _SCHEMA_FIELDS.items():
+        if response_format.get(name) is not None and format_type in {"text", *_SCHEMA_FIELDS.values()} - {own_type}:
+            raise ApiError(400, f"response_format: {name} is a field of the type {own_type}, not of {format_type}")
     if format_type == "text":
         return {}
     if format_type == "json_object":
-        return {"json_object": True}
+        schema = response_format.get("schema")
+        return {"json_object": True} if schema is None else _json_schema(schema, "schema")
     if format_type == "json_schema":
         definition = response_format.get("json_schema")
         schema = definition.get("schema") if isinstance(definition, Mapping) else None
-        if not isinstance(schema, Mapping | bool):
-            raise ApiError(400, f"response_format: json_schema.schema must be an object, got {truncated_repr(schema)}")
-        return {"json": schema}
+        return _json_schema(schema, "json_schema.schema")
     if format_type == "structural_tag":
         return {"structural_tag": {name: value for name, value in response_format.items() if name != "type"}}
     raise ApiError(
@@ -46,3 +51,9 @@ def _constraint(response_format: Mapping[str, Any]) -> dict[str, Any]:
         "response_format: type must be text, json_object, json_schema or structural_tag, got "
         f"{truncated_repr(format_type)}",
     )
+
+
+def _json_schema(schema: object, path: str) -> dict[str, Any]:
+    if not isinstance(schema, Mapping | bool):
+        raise ApiError(400, f"response_format: {path} must be an object, got {truncated_repr(schema)}")
+    return {"json": schema}

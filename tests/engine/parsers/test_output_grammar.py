@@ -15,6 +15,7 @@ from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.structured_outputs.compiler import GrammarCompiler
 from quire_engine.structured_outputs.grammar_text import compose_grammar_text
 from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_server.openai.tools import normalize_tools
 from quire_spec.errors import InvalidArgument
 from quire_spec.model.capabilities import REASONING_PARSERS, TOOL_CALL_PARSERS
 from quire_spec.protocol.parsed_output import OutputParsing, merge_events
@@ -80,10 +81,16 @@ class Checker:
         self._compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [EOS])
 
     def accepts(
-        self, names: ParserNames, parsing: OutputParsing, text: str, reasoning: str = "possible", answer: Any = None
+        self,
+        names: ParserNames,
+        parsing: OutputParsing,
+        text: str,
+        reasoning: str = "possible",
+        answer: Any = None,
+        tools: Any = TOOLS,
     ) -> bool:
         """Return whether an output can be this text."""
-        constraint = compose_grammar(names, self.tokenizer, parsing, TOOLS, reasoning, answer)
+        constraint = compose_grammar(names, self.tokenizer, parsing, tools, reasoning, answer)
         assert constraint is not None
         grammar = self._compiler.create(compose_grammar_text(constraint))
         token_ids = [*self.tokenizer.encode(text, add_special_tokens=False), EOS]
@@ -126,6 +133,16 @@ def test_grammar_and_parser_agree(checkers: dict[str, Checker], parser: str) -> 
         text = "<|channel|>final<|message|>Hello" if parser == "openai" else "Hello"
         assert checker.accepts(names, AUTO, text) and not checker.accepts(names, REQUIRED, text)
         assert not checker.accepts(names, REQUIRED, "")
+
+
+@pytest.mark.parametrize("parameters", [{}, {"parameters": {"type": "object", "properties": {}}}], ids=str)
+def test_a_tool_without_parameters_gets_no_arguments(checkers: dict[str, Checker], parameters: dict[str, Any]) -> None:
+    names, tools = ParserNames("hermes"), normalize_tools([{"function": {"name": "f", **parameters}}])
+    for checker in checkers.values():
+        assert checker.accepts(names, REQUIRED, hermes("f", "{}"), tools=tools)
+        assert not checker.accepts(names, REQUIRED, hermes("f", '{"a": 1}'), tools=tools)
+        strict = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+        assert checker.accepts(names, REQUIRED, hermes("f", '{"a": 1}'), tools=strict)
 
 
 def test_reasoning_comes_before_calls_and_answers(checkers: dict[str, Checker]) -> None:

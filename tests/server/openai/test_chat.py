@@ -44,6 +44,7 @@ UNTHINKING = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}
 ANY_CALL = {"model": "base", "messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 200}
 ANY_CALL |= UNTHINKING
 FORCED = {"type": "function", "function": {"name": "other"}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
 GREEDY = {"model": "base", "messages": USER, "max_tokens": 10, "temperature": 0}
 
 
@@ -283,7 +284,8 @@ def test_continue_final_message(chat, chat_client):
             ({"messages": [{"role": "user", "content": [{"type": kind}]}]}, f"'{kind}' are not supported")
             for kind in ("image_url", "input_audio", "file", "video_url")
         ),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]}, "JSON"),
+        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content: missing"),
         ({"messages": USER, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"messages": USER, "chat_template": "{{ 1 }}"}, "chat_template"),
         ({"messages": USER, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "is not allowed"),
@@ -307,6 +309,23 @@ def test_continue_final_message(chat, chat_client):
         ({"messages": USER, "parallel_tool_calls": "no"}, "parallel_tool_calls: expected `bool`"),
         ({"messages": USER, "reasoning_effort": "huge"}, "reasoning_effort: must be one of none, minimal"),
         ({"messages": USER, "response_format": {"type": "json"}}, "response_format: type must be text, json_object"),
+        (
+            {"messages": USER, "response_format": {"type": "text", "schema": {}}},
+            "schema is a field of the type json_ob",
+        ),
+        (
+            {"messages": USER, "response_format": {"type": "json_object", "json_schema": {}}},
+            "json_schema is a field of",
+        ),
+        ({"messages": USER, "response_format": {"type": "json_object", "schema": []}}, "schema must be an object"),
+        (
+            {"messages": USER, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice: a required or named tool .* leave out response_format",
+        ),
+        (
+            {"messages": USER, "tools": TOOLS, "tool_choice": NAMED, "structured_outputs": {"regex": "a"}},
+            "tool_choice: a required or named tool .* structured_outputs",
+        ),
         ({"messages": USER, "top_logprobs": 2}, "top_logprobs: requires logprobs"),
         ({"messages": USER, "logprobs": 2}, "logprobs: expected `bool`"),
         ({"messages": [{"role": "user", "content": "a", "x": eval("[" * 40 + "]" * 40)}]}, "nested"),
@@ -319,6 +338,18 @@ def test_an_invalid_chat_gets_400(chat, fields, message):
     answer = chat.request("/v1/chat/completions", {"model": "base", **fields})
     assert answer.status == 400, answer.body
     assert re.search(message, answer.message), answer.message
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "null", "[]", '"x"', '{"a": NaN}', '{"a": "\\ud83d"}', "[" * 99, None])
+def test_an_output_of_the_server_is_accepted_as_history(chat, arguments):
+    """Also if it was cut off, or if the model wrote arguments that are not an object."""
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    thought = {"role": "assistant", "content": None, "reasoning": "12 pl"}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    history = [*USER, thought, *USER, called, {"role": "tool", "tool_call_id": "c", "content": "x"}]
+    for fields in ({}, {"continue_final_message": True, "messages": [*USER, thought]}):
+        answer = chat.request("/v1/chat/completions", GREEDY | {"messages": history, "max_tokens": 1} | fields)
+        assert answer.status == 200, answer.body
 
 
 def test_a_model_without_a_template_is_a_clear_error(front):

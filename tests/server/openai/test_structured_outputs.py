@@ -50,6 +50,7 @@ def check_person(text):
         {"structured_outputs": {"json": json.dumps(PERSON)}},
         {"guided_json": PERSON},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON, "strict": True}}},
+        {"response_format": {"type": "json_object", "schema": PERSON}},
     ],
     ids=lambda fields: next(iter(fields)),
 )
