@@ -11,7 +11,13 @@ from quire_spec.documents.adapter_catalog import Source
 from quire_spec.errors import ConfigError
 
 _PROTOCOLS = {"http": "http", "grpc": "kubernetes.io/h2c", "metrics": "http", "health": "http"}
-_DNS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
+_DNS = [{"port": port, "protocol": protocol} for port in (53, 5353) for protocol in ("UDP", "TCP")]
+"""A network plugin compares the port of the DNS pods, not that of their Service. OpenShift's pods listen on 5353."""
+_EKS_POD_IDENTITY = {
+    "to": [{"ipBlock": {"cidr": cidr}} for cidr in ("169.254.170.23/32", "fd00:ec2::23/128")],
+    "ports": [{"port": 80, "protocol": "TCP"}],
+}
+"""The agent on each node that gives a pod the credentials of its ServiceAccount."""
 _PROMETHEUS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
 """A NetworkPolicy peer that matches Prometheus in any namespace. It uses the label that the Prometheus operator and the
 Prometheus charts set. Prometheus can connect to the health port. The admin API uses the same port, but it requires a
@@ -35,8 +41,8 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
 
     For ingress, clients can connect to the exposed ports (HTTP, gRPC and OpenAI). Prometheus, the operator and an
     endpoint picker can connect to the health port. Only Prometheus can connect to the port with the metrics of the
-    server. For egress, the pods can connect to DNS and to the ports of the adapters' sources. These ports always
-    include 443, because adapters can be added later.
+    server. For egress, the pods can connect to DNS, to the ports of the adapters' sources and, for a bucket without
+    credentials, to the identity agent of EKS. The ports always include 443, because adapters can be added later.
     """
     ports = service.spec.runtime.ports
     client_ports = [service.ports[name] for name in ("http", "grpc", "openai") if name in service.ports]
@@ -52,8 +58,8 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
     sources = [adapter.source for adapter in service.spec.adapters]
     if pods_download := model_storage.pods_download(service):
         sources += model_storage.downloaded_sources(service)
-    egress_ports = source_ports(service, sources) if pods_download or service.spec.lora.maxLoaded else []
-    return _network_policy(service, service.name, object_names.SERVER, ingress, egress_ports)
+    egress = _source_egress(service, sources) if pods_download or service.spec.lora.maxLoaded else []
+    return _network_policy(service, service.name, object_names.SERVER, ingress, egress)
 
 
 def download_network_policy(service: LLMService, context: RenderContext) -> Manifest:
@@ -61,8 +67,14 @@ def download_network_policy(service: LLMService, context: RenderContext) -> Mani
     of the download from them."""
     name, health_ports = f"{service.name}-{object_names.DOWNLOAD}", _tcp_ports(service.spec.runtime.ports.health)
     ingress = [{"from": [peer], "ports": health_ports} for peer in _operator_peers(context)]
-    egress_ports = source_ports(service, model_storage.downloaded_sources(service))
-    return _network_policy(service, name, object_names.DOWNLOAD, ingress, egress_ports)
+    egress = _source_egress(service, model_storage.downloaded_sources(service))
+    return _network_policy(service, name, object_names.DOWNLOAD, ingress, egress)
+
+
+def _source_egress(service: LLMService, sources: list[Source]) -> list[Manifest]:
+    uses_identity = any(source.s3 is not None and source.secret_ref is None for source in sources)
+    rules: list[Manifest] = [{"ports": _tcp_ports(*source_ports(service, sources))}]
+    return [*rules, _EKS_POD_IDENTITY] if uses_identity else rules
 
 
 def source_ports(service: LLMService, sources: list[Source]) -> list[int]:
@@ -130,9 +142,8 @@ def _service_manifest(service: LLMService, name: str, options: Manifest) -> Mani
 
 
 def _network_policy(
-    service: LLMService, name: str, component: str, ingress: list[Manifest], egress_ports: list[int]
+    service: LLMService, name: str, component: str, ingress: list[Manifest], egress: list[Manifest]
 ) -> Manifest:
-    egress = [{"ports": _tcp_ports(*egress_ports)}] if egress_ports else []
     spec = {
         "podSelector": {"matchLabels": object_names.selector_labels(service, component)},
         "policyTypes": ["Ingress", "Egress"],

@@ -10,6 +10,12 @@ from support.rendering import GPU, OPERATOR_PEER, RENDER_CONTEXT, pod_document, 
 
 from quire_spec.errors import ConfigError
 
+DNS = [53, 53, 5353, 5353]
+IDENTITY = {
+    "to": [{"ipBlock": {"cidr": "169.254.170.23/32"}}, {"ipBlock": {"cidr": "fd00:ec2::23/128"}}],
+    "ports": [{"port": 80, "protocol": "TCP"}],
+}
+
 
 def test_only_exposed_protocols_are_reachable():
     objects = rendered_objects(llm_service(f"{GPU}runtime: {{expose: [grpc]}}"))
@@ -34,8 +40,8 @@ def test_network_policies():
     def egress(policy):
         return [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
 
-    assert egress(objects["NetworkPolicy", "s"]) == [53, 53, 443, 8080]
-    assert egress(objects["NetworkPolicy", "s-model-download"]) == [53, 53, 443]
+    assert egress(objects["NetworkPolicy", "s"]) == [*DNS, 443, 8080]
+    assert egress(objects["NetworkPolicy", "s-model-download"]) == [*DNS, 443]
     (ingress_rule,) = objects["NetworkPolicy", "s-model-download"]["spec"]["ingress"]
     assert ingress_rule == {"from": [OPERATOR_PEER], "ports": [{"port": 8003, "protocol": "TCP"}]}, (
         "the operator reads the progress"
@@ -43,14 +49,14 @@ def test_network_policies():
     unknown = rendered_objects(service, context=dataclasses.replace(RENDER_CONTEXT, operator_peer=None))
     assert unknown["NetworkPolicy", "s-model-download"]["spec"]["ingress"] == []
     closed = rendered_objects(llm_service(f"{GPU}lora: {{maxLoaded: 0}}"))
-    assert egress(closed["NetworkPolicy", "s"]) == [53, 53]
+    assert egress(closed["NetworkPolicy", "s"]) == DNS
     mirror = rendered_objects(
         llm_service(f"{GPU}runtime: {{env: [{{name: HF_ENDPOINT, value: 'http://mirror:8090'}}]}}")
     )
-    assert egress(mirror["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 8090]
+    assert egress(mirror["NetworkPolicy", "s-model-download"]) == [*DNS, 443, 8090]
     for name in ("https_proxy", "ALL_PROXY"):
         proxy = rendered_objects(llm_service(f"{GPU}runtime: {{env: [{{name: {name}, value: 'proxy.example:3128'}}]}}"))
-        assert egress(proxy["NetworkPolicy", "s-model-download"]) == [53, 53, 443, 3128]
+        assert egress(proxy["NetworkPolicy", "s-model-download"]) == [*DNS, 443, 3128]
     with_picker = rendered_objects(
         llm_service(f"{GPU}networking: {{inferencePool: {{endpointPicker: {{name: picker}}}}}}")
     )
@@ -61,6 +67,25 @@ def test_network_policies():
     assert {"podSelector": {}} not in by_port[8002]
     off = rendered_objects(llm_service(f"{GPU}networking: {{networkPolicy: {{enabled: false}}}}"))
     assert "NetworkPolicy" not in {kind for kind, _ in off}
+
+
+@pytest.mark.parametrize("place", ["model", "draft", "adapter", "model in an EmptyDir"])
+@pytest.mark.parametrize(("credentials", "reachable"), [("", True), (", credentialsSecretRef: {name: c}", False)])
+def test_a_bucket_without_credentials_opens_the_identity_agent_of_eks(place, credentials, reachable):
+    source = f"{{s3: {{uri: s3://bucket/m{credentials}}}}}"
+    spec = {
+        "model": f"model: {{source: {source}}}",
+        "model in an EmptyDir": f"model: {{source: {source}}}\ncache: {{mode: EmptyDir}}",
+        "draft": "model: {source: {huggingFace: {repo: o/m}}}\n"
+        "engine: {speculativeConfig: {method: eagle3, numSpeculativeTokens: 3, "
+        f"model: {{source: {source}}}}}}}",
+        "adapter": f"adapters: [{{name: a, source: {source}}}]",
+    }[place]
+    objects = rendered_objects(llm_service(GPU + spec))
+    name = "s-model-download" if place in ("model", "draft") else "s"
+    assert (IDENTITY in objects["NetworkPolicy", name]["spec"]["egress"]) == reachable
+    others = [m for (kind, other), m in objects.items() if kind == "NetworkPolicy" and other != name]
+    assert not any(IDENTITY in policy["spec"]["egress"] for policy in others)
 
 
 @pytest.mark.parametrize("url", ["http://h:99999/a", "http://[h", "https://h:port"])
