@@ -122,3 +122,34 @@ def test_another_release_can_adopt_the_crd(release, bare):
     release.helm("install", CHART, name="other")
     assert release.definition()["metadata"]["labels"]["app.kubernetes.io/instance"] == "other"
     release.helm("uninstall", name="other")
+    release.helm("install", CHART, name="third", more=["--take-ownership", "--force-conflicts"])
+    assert release.definition()["metadata"]["labels"]["app.kubernetes.io/instance"] == "third"
+    release.helm("uninstall", name="third")
+
+
+def test_two_releases_of_one_name_and_an_upgrade_that_renames_roles(bare, tmp_path):
+    def install(command, chart, team):
+        values = tmp_path / "values.yaml"
+        values.write_text(yaml.safe_dump({"watchNamespaces": [team], "crds": {"install": False}}))
+        helm(command, "quire", chart, "-n", team, "-f", values, "--kubeconfig", bare.kubeconfig)
+
+    def role(name):
+        return bare.get("rbac.authorization.k8s.io/v1", "ClusterRole", name)
+
+    for team in ("team-a", "team-b"):
+        bare.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": team}})
+    # The names that an earlier chart gave to the roles.
+    earlier = tmp_path / "quire"
+    shutil.copytree(CHART, earlier)
+    rbac = earlier / "templates/rbac.yaml"
+    rbac.write_text(rbac.read_text().replace("$clusterName }}-", "$name }}-"))
+    install("install", earlier, "team-a")
+    assert role("quire-nodes")
+    install("upgrade", CHART, "team-a")
+    assert role("quire-nodes") is None and role("quire-team-a-nodes"), "renamed, not left behind"
+    install("install", CHART, "team-b")
+    for team in ("team-a", "team-b"):
+        binding = bare.get("rbac.authorization.k8s.io/v1", "ClusterRoleBinding", f"quire-{team}-nodes")
+        assert [subject["namespace"] for subject in binding["subjects"]] == [team]
+        helm("uninstall", "quire", "-n", team, "--kubeconfig", bare.kubeconfig)
+        assert role(f"quire-{team}-nodes") is None

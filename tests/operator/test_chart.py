@@ -6,7 +6,16 @@ import re
 import kubernetes_validate
 import pytest
 import yaml
-from support.chart import ALL_VALUES, CHART, DISABLED_VALUES, ROOT, helm, only_of_kind, render_chart
+from support.chart import (
+    ALL_VALUES,
+    CHART,
+    DISABLED_VALUES,
+    ROOT,
+    helm,
+    only_of_kind,
+    parse_documents,
+    render_chart,
+)
 from support.openapi import CRD
 
 from quire_operator.api import crd
@@ -195,6 +204,38 @@ def test_watch_namespaces_get_roles_instead_of_a_cluster_role(custom, objects):
     assert option(custom, "namespace") == ["team-a", "team-b"]
     for role in roles:
         assert rules(role) == rules(only_of_kind(objects, "ClusterRole", "quire"))
+
+
+def cluster_scoped(objects):
+    return {
+        (o["kind"], o["metadata"]["name"])
+        for o in objects
+        if o["kind"] in ("ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition")
+    }
+
+
+def test_two_releases_of_one_name_share_no_object_of_the_cluster(folder):
+    file = folder / "team.yaml"
+    names = []
+    for team in ("team-a", "team-b"):
+        file.write_text(yaml.safe_dump({"watchNamespaces": [team], "crds": {"install": False}}))
+        names.append(cluster_scoped(parse_documents(helm("template", "quire", CHART, "-n", team, "-f", file).stdout)))
+    for_the_cluster = cluster_scoped(render_chart(folder))
+    assert len(names[0]) == len(names[1]) == 4
+    assert not names[0] & names[1] and not for_the_cluster & (names[0] | names[1])
+    assert {name for _, name in for_the_cluster} >= {"quire", "quire-nodes", "quire-view", "quire-edit"}
+
+
+def test_ids_can_be_left_to_the_cluster(folder):
+    def security(values):
+        objects = render_chart(folder, {"securityContext": values})
+        return only_of_kind(objects, "Deployment")["spec"]["template"]["spec"]["securityContext"]
+
+    always = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    ids = {"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
+    assert security({}) == ids | always
+    assert security(dict.fromkeys(ids)) == always
+    assert security({"runAsUser": 1000700000})["runAsUser"] == 1000700000
 
 
 def test_view_and_edit_roles_include_llmservices(objects):

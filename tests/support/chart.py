@@ -36,6 +36,7 @@ ALL_VALUES: dict[str, Any] = {
         "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/ssl/certs"}],
     },
     "resources": {"requests": {"cpu": "777m", "memory": "222Mi"}, "limits": {"memory": "333Mi"}},
+    "securityContext": {"runAsUser": 4441, "runAsGroup": 4442, "fsGroup": 4443},
     "podLabels": {"label-x": "label-y"},
     "podAnnotations": {"note-n": "note-m"},
     "nodeSelector": {"pool-p": "pool-q"},

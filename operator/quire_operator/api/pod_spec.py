@@ -257,6 +257,9 @@ class RuntimeSpec:
 class SecuritySpec:
     """spec.security"""
 
+    ids: str = schema_field("Fixed", enum=("Fixed", "Cluster"))
+    """Origin of the user and group IDs. With Fixed, they are runAsUser and fsGroup. With Cluster, the pods have no IDs
+    of their own, and an admission plugin sets them, such as OpenShift's security context constraints. Default Fixed."""
     runAsUser: int = schema_field(1000, minimum=1, maximum=2147483647)
     """User ID of the processes. Default 1000, the user of the images."""
     fsGroup: int = schema_field(1000, minimum=1, maximum=2147483647)

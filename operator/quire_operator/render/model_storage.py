@@ -25,6 +25,12 @@ DOWNLOAD_CONTAINER = "download"
 """Name of the container that downloads the model."""
 _TERMINATION_LOG = "/dev/termination-log"
 """The container writes its termination message to this file. The operator reads the message from the pod's status."""
+_NOT_PRUNED = {
+    "argocd.argoproj.io/sync-options": "Prune=false",
+    "argocd.argoproj.io/compare-options": "IgnoreExtraneous",
+}
+"""Annotations of a claim without an owner. Argo CD can take its label app.kubernetes.io/instance for the name of an
+Application, and would delete a claim that is not in the Application's repository."""
 MIN_CLAIM_BYTES = 10 * GIB
 _CLAIM_SIZE_PERCENT = 130
 """The size of the claim is this percentage of the size of the files with the weights. The additional space is for the
@@ -89,7 +95,10 @@ def claim(service: LLMService, plan: Plan) -> Manifest:
         **({"storageClassName": cache.storageClassName} if cache.storageClassName else {}),
     }
     name = object_names.model_claim(service.name)
-    return new_manifest("v1", "PersistentVolumeClaim", service, name, object_names.DOWNLOAD, spec=spec)
+    annotations = _NOT_PRUNED if cache.deletionPolicy == "Retain" else {}
+    return new_manifest(
+        "v1", "PersistentVolumeClaim", service, name, object_names.DOWNLOAD, annotations=annotations, spec=spec
+    )
 
 
 def volume(service: LLMService, plan: Plan) -> Manifest:

@@ -9,11 +9,10 @@ from quire_operator.api.llmservice import LLMService
 def pod_security_context(service: LLMService) -> dict[str, Any]:
     """Return the securityContext of a pod."""
     security = service.spec.security
+    ids = {"runAsUser": security.runAsUser, "runAsGroup": security.fsGroup, "fsGroup": security.fsGroup}
     return {
         "runAsNonRoot": True,
-        "runAsUser": security.runAsUser,
-        "runAsGroup": security.fsGroup,
-        "fsGroup": security.fsGroup,
+        **(ids if security.ids == "Fixed" else {}),
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }

@@ -93,7 +93,7 @@ networking:
     - {namespaceSelector: {matchLabels: {a: b}}, podSelector: {matchLabels: {c: d}}}
     - {ipBlock: {cidr: 10.0.0.0/8, except: [10.1.0.0/16]}}
   inferencePool: {endpointPicker: {name: epp, port: 9002, failureMode: FailClose}, targetPort: http}
-security: {runAsUser: 1000, fsGroup: 1000, readOnlyRootFilesystem: true}
+security: {ids: Fixed, runAsUser: 1000, fsGroup: 1000, readOnlyRootFilesystem: true}
 jobs:
   resources: {requests: {cpu: "1"}, limits: {memory: 1Gi}}
   nodeSelector: {disk: ssd}

@@ -417,6 +417,12 @@ def test_claim_ownership_follows_the_deletion_policy():
         "ownerReferences" not in only_of_kind(rendered_objects(llm_service(GPU)), "PersistentVolumeClaim")["metadata"]
     )
     deleted = rendered_objects(llm_service(f"{GPU}cache: {{deletionPolicy: Delete}}"))
+    annotations = [
+        only_of_kind(objects, "PersistentVolumeClaim")["metadata"].get("annotations", {})
+        for objects in (rendered_objects(llm_service(GPU)), deleted)
+    ]
+    kept = {"argocd.argoproj.io/sync-options": "Prune=false", "argocd.argoproj.io/compare-options": "IgnoreExtraneous"}
+    assert annotations == [kept, {}]
     assert all(m["metadata"]["ownerReferences"][0]["uid"] == "u-1" for m in deleted.values())
     alone = rendered_objects(llm_service(GPU), context=dataclasses.replace(RENDER_CONTEXT, owner_uid=None))
     assert not any("ownerReferences" in m["metadata"] for m in alone.values())
