@@ -14,6 +14,7 @@ from quire_server.openai.completions import Completions
 from quire_server.openai.errors import CODE_BY_STATUS, ApiError, as_api_error
 from quire_server.openai.generation import DONE
 from quire_server.openai.http.access import AccessControl
+from quire_server.openai.http.body_budget import BodyBudget
 from quire_server.openai.http.message import (
     ClientDisconnected,
     EventStream,
@@ -51,6 +52,7 @@ class Application:
         self._settings = settings
         self._client = client
         self._access = AccessControl(settings)
+        self._body_budget = BodyBudget()
         models, tokenization = Models(client, settings), Tokenization(client, settings)
         lora_adapters = LoraAdapters(settings.run_dir)
         completions = Completions(client, settings)
@@ -85,7 +87,7 @@ class Application:
         """Answer one request."""
         if scope["type"] != "http":
             return
-        request = HttpRequest.from_scope(scope, receive, self._settings.openai.maxBodyBytes)
+        request = HttpRequest.from_scope(scope, receive, self._settings.openai.maxBodyBytes, self._body_budget)
         if request.method == "OPTIONS" and (headers := self._access.preflight_headers(request)):
             # A browser does not send a key with this request, so the key is not checked.
             await self._send(request, Response(b"", 204, headers=headers), send)
@@ -101,8 +103,7 @@ class Application:
             if request.watcher is None or not request.watcher.done():
                 raise
         finally:
-            if request.watcher is not None:
-                request.watcher.cancel()
+            request.end()
 
     async def _respond(self, request: HttpRequest, send: Send) -> None:
         try:

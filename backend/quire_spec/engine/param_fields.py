@@ -90,7 +90,11 @@ def check_parameter(parameter: Parameter, value: Any) -> Any:
         InvalidArgument: the value has the wrong type, is out of range, or has too many entries. The message names the
             parameter.
     """
-    name, kind, value = parameter.name, parameter.kind, _normalize(parameter, value)
+    name, kind = parameter.name, parameter.kind
+    if kind.startswith(("tuple", "dict")) and isinstance(value, list | tuple | Mapping):
+        # The number of entries is checked before they are converted.
+        _check_num_entries(parameter, len(value))
+    value = _normalize(parameter, value)
     if value is None and parameter.is_optional:
         return None
     type_words, accepts = _KINDS[kind]
@@ -128,10 +132,17 @@ def _normalize(parameter: Parameter, value: Any) -> Any:
     return () if value is None and isinstance(parameter.default, tuple) else value
 
 
+def _check_num_entries(parameter: Parameter, count: int) -> None:
+    limit = parameter.type.max_length
+    if count > limit:
+        raise InvalidArgument(
+            f"sampling parameter {parameter.name!r}: at most {limit} entries are allowed, got {count}"
+        )
+
+
 def _check_lengths(parameter: Parameter, value: Any) -> None:
-    name, limit = parameter.name, parameter.type.max_length
-    if len(value) > limit:
-        raise InvalidArgument(f"sampling parameter {name!r}: at most {limit} entries are allowed, got {len(value)}")
+    name = parameter.name
+    _check_num_entries(parameter, len(value))
     if parameter.kind == "tuple[str]":
         bounds = parameter.type.item_type
         for text in value:

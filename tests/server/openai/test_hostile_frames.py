@@ -66,8 +66,8 @@ def test_a_request_that_cannot_be_sent_fails_alone(hostile: OpenAIFront):
     [
         ("/tokenize", {"prompt": "x" * 1_500_000}),
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 4_000_000}]}),
-        ("/detokenize", {"tokens": [1] * 2_000_000}),
-        ("/v1/completions", {"prompt": [1] * 2_000_000}),
+        ("/detokenize", {"tokens": [1000] * 1_000_000}),
+        ("/v1/completions", {"prompt": [1000] * 1_000_000}),
         ("/v1/completions", {"prompt": "x" * 1_500_000}),
     ],
     ids=["text", "chat", "tokens", "prompt tokens", "prompt"],

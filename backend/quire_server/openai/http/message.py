@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Mutabl
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from quire_server.openai.errors import ApiError
+from quire_server.openai.http.body_budget import BodyBudget
+from quire_server.openai.http.json_body import decode_object
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -45,6 +45,11 @@ class HttpRequest:
     headers: Mapping[bytes, bytes]
     receive: Receive
     max_body_bytes: int
+    budget: BodyBudget
+    address: str = ""
+    """Address of the client; empty if it is not known."""
+    held_bytes: int = 0
+    """Number of bytes of the budget that this request must release when it ends."""
     request_id: str = ""
     """Id of the request: the client's X-Request-Id if it is valid, else a new id. The response contains it."""
     traceparent: str = ""
@@ -59,7 +64,7 @@ class HttpRequest:
     """Task that waits until the client disconnects. It starts after the body was read."""
 
     @classmethod
-    def from_scope(cls, scope: Scope, receive: Receive, max_body_bytes: int) -> "HttpRequest":
+    def from_scope(cls, scope: Scope, receive: Receive, max_body_bytes: int, budget: BodyBudget) -> "HttpRequest":
         """Build a request from an ASGI scope."""
         headers = dict(scope["headers"])
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
@@ -67,7 +72,9 @@ class HttpRequest:
             request_id = uuid.uuid4().hex
         traceparent = headers.get(b"traceparent", b"")
         trace = traceparent.decode() if _TRACEPARENT.fullmatch(traceparent) else ""
-        return cls(scope["method"], scope["path"], headers, receive, max_body_bytes, request_id, trace)
+        address = (scope.get("client") or ("",))[0]
+        limits = (max_body_bytes, budget, address)
+        return cls(scope["method"], scope["path"], headers, receive, *limits, request_id=request_id, traceparent=trace)
 
     @property
     def log_ids(self) -> str:
@@ -84,24 +91,17 @@ class HttpRequest:
         """
         body = await self._read_body()
         self.cancel_on_disconnect()
-        try:
-            document = msgspec.json.decode(body)
-        except UnicodeDecodeError:
-            raise ApiError(400, "body: is not UTF-8; encode the JSON as UTF-8") from None
-        except msgspec.DecodeError as error:
-            raise ApiError(400, f"body: is not JSON: {error}"[:300]) from None
-        except RecursionError:
-            raise ApiError(400, "body: the JSON is nested too deeply; use fewer levels") from None
-        if not isinstance(document, dict):
-            raise ApiError(400, f"body: must be a JSON object, got {type(document).__name__}")
-        return document
+        return decode_object(body)
 
     async def _read_body(self) -> bytes:
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
             raise ApiError(415, "content-encoding: compressed bodies are not supported; send the body uncompressed")
         chunks, num_bytes, limit = [], 0, self.max_body_bytes
+        has_room = False
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
+                await self._reserve_body()
+                has_room = True
                 while True:
                     message = await self.receive()
                     if message["type"] != "http.request":
@@ -116,10 +116,37 @@ class HttpRequest:
                     if not message.get("more_body"):
                         break
         except TimeoutError:
+            if not has_room:
+                raise ApiError(
+                    503, "body: other requests hold too many large bodies; try again later", retry_after_s=1.0
+                ) from None
             raise ApiError(408, f"body: not received within {BODY_TIMEOUT_S:g} s; send the request again") from None
         if num_bytes > limit:
             raise ApiError(413, f"body: larger than {limit} bytes; send less")
+        self._hold(num_bytes)
         return b"".join(chunks)
+
+    async def _reserve_body(self) -> None:
+        """Wait until the front can hold the body. A body whose length is unknown counts as the longest one."""
+        length = self.headers.get(b"content-length", b"")
+        num_bytes = int(length) if length.isdigit() else self.max_body_bytes
+        if b"transfer-encoding" not in self.headers and not length:
+            num_bytes = 0
+        # A body that is too large is discarded.
+        if num_bytes <= self.max_body_bytes:
+            self.held_bytes = await self.budget.reserve(self.api_key_name or self.address, num_bytes)
+
+    def _hold(self, num_bytes: int) -> None:
+        """Release all but `num_bytes` of the budget."""
+        if num_bytes < self.held_bytes:
+            self.budget.release(self.api_key_name or self.address, self.held_bytes - num_bytes)
+            self.held_bytes = num_bytes
+
+    def end(self) -> None:
+        """Release what the request holds."""
+        if self.watcher is not None:
+            self.watcher.cancel()
+        self._hold(0)
 
     def cancel_on_disconnect(self) -> None:
         """Cancel the current task when the client disconnects."""
