@@ -15,6 +15,9 @@ from typing import Any
 
 START, END = "\U000f0000", "\U000f0001"
 """Private-use characters that are written before and after a control token in the text of a user."""
+_ESCAPED = re.compile(r"\\(?:U000f000|udb80\\udc0)([01])", re.IGNORECASE)
+"""The two characters as Python and JSON escape them: a template can write a list as Python text, or JSON in ASCII."""
+_PLAIN_NAME = re.compile(r"[A-Za-z_]+")
 _MARKED = re.compile(f"{START}([^{START}{END}]+){END}|[{START}{END}]")
 
 
@@ -32,19 +35,20 @@ class ControlTokens:
         self._all = _pattern([*special, *others])
 
     def mark_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return a copy of the messages in which control tokens are marked; keys and roles are not changed."""
+        """Return a copy of the messages in which control tokens are marked."""
         return [
             {
-                name: value
-                if name == "role"
-                else self._mark(value, self._special if message.get("role") == "assistant" else self._all)
+                _mark_name(name, pattern): _mark_name(value, pattern)
+                if name == "role" and isinstance(value, str)
+                else self._mark(value, pattern)
                 for name, value in message.items()
             }
             for message in messages
+            for pattern in [self._special if message.get("role") == "assistant" else self._all]
         ]
 
     def mark(self, value: Any) -> Any:
-        """Return a copy of `value` in which the control tokens in all strings are marked.
+        """Return a copy of `value` in which the control tokens in all strings are marked, also in the keys of objects.
 
         `value` is plain data, such as the tools of a request.
         """
@@ -52,16 +56,24 @@ class ControlTokens:
 
     def _mark(self, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            # Marks are removed from the texts of a request, because they could hide a control token that the template
-            # writes.
-            if START in value or END in value:
-                value = value.replace(START, "").replace(END, "")
-            return pattern.sub(rf"{START}\g<0>{END}", value)
+            return _mark_text(value, pattern)
         if isinstance(value, dict):
-            return {key: self._mark(item, pattern) for key, item in value.items()}
+            return {_mark_name(key, pattern): self._mark(item, pattern) for key, item in value.items()}
         if isinstance(value, list):
             return [self._mark(item, pattern) for item in value]
         return value
+
+
+def _mark_text(text: str, pattern: re.Pattern[str]) -> str:
+    # Marks are removed from the texts of a request, because they could hide a control token that the template writes.
+    if START in text or END in text:
+        text = text.replace(START, "").replace(END, "")
+    return pattern.sub(rf"{START}\g<0>{END}", text)
+
+
+def _mark_name(name: str, pattern: re.Pattern[str]) -> str:
+    """Mark a role or the key of an object. Templates read plain names, so these stay as they are."""
+    return name if _PLAIN_NAME.fullmatch(name) else _mark_text(name, pattern)
 
 
 def split_marked(text: str) -> list[str]:
@@ -70,6 +82,7 @@ def split_marked(text: str) -> list[str]:
     A marked token is cut after its first character. If a template has separated the two marks of a token, each mark is
     removed and the text is cut there.
     """
+    text = _ESCAPED.sub(lambda match: (START, END)[int(match[1])], text)
     if START not in text and END not in text:
         return [text]
     pieces = [""]
