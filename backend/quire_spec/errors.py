@@ -14,13 +14,20 @@ The code that raises an error chooses the class of the error. Each process passe
     +-- Internal            a defect in Quire
 """
 
+import itertools
 from asyncio import CancelledError
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 PROCESS_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit, CancelledError)
 """Exceptions that are not the fault of a request. Code that serves a request passes them on, and then catches
 BaseException: if native code panics (tokenizers and llguidance are written in Rust), its exception is no `Exception`.
 """
+
+
+MAX_ERROR_BYTES = 4096
+"""Maximum size of an error text that leaves a process. Parts of it can come from a client or from a template."""
+_MAX_REPR_CHARS = 80
 
 
 class Code(StrEnum):
@@ -90,6 +97,15 @@ _ERROR_TYPES: dict[Code, type[QuireError]] = {
 }
 
 
+def error_text(error: BaseException) -> str:
+    """Return the message of an error for another process or for a client: at most MAX_ERROR_BYTES bytes of UTF-8, and
+    with question marks instead of lone surrogates, which no message can contain."""
+    data = str(error).encode(errors="replace")
+    if len(data) > MAX_ERROR_BYTES:
+        return data[: MAX_ERROR_BYTES - 3].decode(errors="ignore") + "..."
+    return data.decode()
+
+
 def error_from_code(code: str, message: str) -> QuireError:
     """Create the exception for a code that was received from another process. A code that is unknown becomes
     `Internal`."""
@@ -98,9 +114,38 @@ def error_from_code(code: str, message: str) -> QuireError:
 
 
 def truncated_repr(value: object) -> str:
-    """Return `repr(value)`, cut to 80 characters, for use in a message."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python refuses to print integers of thousands of digits
-        text = f"a value of type {type(value).__name__} with thousands of digits"
-    return text if len(text) <= 80 else text[:77] + "..."
+    """Return `repr(value)`, cut to 80 characters, for use in a message. Only the start of a large value is read."""
+    text = ""
+    for piece in _repr_pieces(value):
+        text += piece
+        if len(text) > _MAX_REPR_CHARS:
+            return text[: _MAX_REPR_CHARS - 3] + "..."
+    return text
+
+
+def _repr_pieces(value: object) -> Iterator[str]:
+    """Yield the parts of `repr(value)`."""
+    if type(value) is list:
+        yield from _joined("[", map(_repr_pieces, value), "]")
+    elif type(value) is tuple:
+        yield from _joined("(", map(_repr_pieces, value), ",)" if len(value) == 1 else ")")
+    elif type(value) is dict:
+        items = (itertools.chain(_repr_pieces(key), (": ",), _repr_pieces(item)) for key, item in value.items())
+        yield from _joined("{", items, "}")
+    elif type(value) in (str, bytes):
+        # Four characters of a repr can be one character of the value, but not the other way round.
+        yield repr(value[: _MAX_REPR_CHARS + 1])  # type: ignore[index]
+    else:
+        try:
+            yield repr(value)
+        except ValueError:  # Python refuses to print integers of thousands of digits
+            yield f"a value of type {type(value).__name__} with thousands of digits"
+
+
+def _joined(start: str, items: Iterable[Iterable[str]], end: str) -> Iterator[str]:
+    yield start
+    for i, item in enumerate(items):
+        if i:
+            yield ", "
+        yield from item
+    yield end

@@ -99,6 +99,9 @@ class WorkerPool:
         try:
             async with asyncio.timeout(self._queue_timeout_s):
                 worker = await self._idle.get()
+                while worker.has_ended:
+                    self._replace(worker)
+                    worker = await self._idle.get()
         except TimeoutError:
             raise WorkersBusy from None
         # The worker answers even if the caller is cancelled. To replace the worker would take far longer, and other
@@ -188,6 +191,11 @@ class _Worker:
         with contextlib.suppress(OSError):
             Path(f"/proc/{process.pid}/oom_score_adj").write_text(_FIRST_TO_BE_KILLED)
         return cls(process)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the process has ended."""
+        return self._process.returncode is not None
 
     async def ask(self, line: bytes) -> dict[str, Any]:
         """Send a line and return the answer; an error is raised if the process ends."""

@@ -18,7 +18,7 @@ from typing import Any
 from quire_engine.ipc.process import set_parent_death_signal
 from quire_engine.structured_outputs.compiler import GrammarCompiler
 from quire_engine.structured_outputs.grammar_text import document_to_grammar_text
-from quire_spec.errors import PROCESS_ENDS, Code, InvalidArgument, QuireError
+from quire_spec.errors import PROCESS_ENDS, Code, InvalidArgument, QuireError, error_text
 
 MAX_MEMORY_BYTES = 1 * 2**30
 
@@ -37,7 +37,7 @@ class CheckWorker:
             text = document_to_grammar_text(constraint)
             self._get_compiler().check(text)
         except QuireError as error:
-            return {"error_code": error.code, "error": str(error)}
+            return {"error_code": error.code, "error": error_text(error)}
         except (MemoryError, RecursionError):
             return _invalid("needs too much memory; simplify it")
         except PROCESS_ENDS:

@@ -4,7 +4,11 @@
 A conversation that takes too much CPU time is rejected. The request processor uses this module.
 """
 
-from quire_engine.ipc.worker_pool import WorkerDied, WorkerPool, WorkersBusy, WorkerTimeout
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from quire_engine.ipc.worker_pool import NUM_WORKERS, WorkerDied, WorkerPool, WorkersBusy, WorkerTimeout
 from quire_engine.requests.processor import decode_conversation
 from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.conversation_renderer import split_added_tokens
@@ -31,6 +35,8 @@ class ChatRenderer:
         self.has_template = files.default is not None
         """Whether the checkpoint has a template; an adapter can have its own."""
         self._cpu_limit_s = cpu_limit_s
+        self._shares: dict[str, asyncio.Semaphore] = {}
+        """One semaphore for each template of an adapter that is in use."""
         self._workers = WorkerPool("quire_engine.text.render_worker", config, cpu_limit_s, QUEUE_TIMEOUT_S)
 
     def start(self) -> None:
@@ -47,9 +53,16 @@ class ChatRenderer:
             InvalidArgument: the template rejects the conversation, or takes too much CPU time.
             Unavailable: no worker is free, or the machine is busy.
         """
+        message = {**decode_conversation(chat), "template_file": template}
         try:
-            answer = await self._workers.ask({**decode_conversation(chat), "template_file": template})
-        except WorkersBusy:
+            async with self._share(template):
+                try:
+                    answer = await self._workers.ask(message)
+                except WorkerDied:
+                    # The kernel can kill a worker because of another conversation, so the conversation gets one more
+                    # attempt.
+                    answer = await self._workers.ask(message)
+        except (WorkersBusy, TimeoutError):
             raise Unavailable("messages: the server is too busy to render the conversation; try again") from None
         except WorkerTimeout:
             raise InvalidArgument(
@@ -57,7 +70,26 @@ class ChatRenderer:
                 "conversation"
             ) from None
         except WorkerDied:
-            raise InvalidArgument("messages: the chat template failed; shorten the conversation") from None
+            raise Unavailable("messages: the process that renders the chat template ended twice; try again") from None
         if "text" not in answer:
             raise error_from_code(answer["error_code"], answer["error"])
         return str(answer["text"])
+
+    @contextlib.asynccontextmanager
+    async def _share(self, template: str | None) -> AsyncIterator[None]:
+        """Limit how many workers the template of one adapter uses at a time, so that a slow template leaves a worker to
+        all others. Raises TimeoutError if the adapter has no free share in time."""
+        if template is None:
+            yield
+            return
+        share = self._shares.setdefault(template, asyncio.Semaphore(NUM_WORKERS - 1))
+        try:
+            async with asyncio.timeout(QUEUE_TIMEOUT_S):
+                await share.acquire()
+            try:
+                yield
+            finally:
+                share.release()
+        finally:
+            if not share.locked() and self._shares.get(template) is share:
+                del self._shares[template]

@@ -16,7 +16,7 @@ from typing import Any
 from quire_engine.ipc.process import set_parent_death_signal
 from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.conversation_renderer import ConversationRenderer
-from quire_spec.errors import Code, InvalidArgument, QuireError
+from quire_spec.errors import Code, InvalidArgument, QuireError, error_text
 
 MAX_MEMORY_BYTES = 1 * 2**30
 
@@ -40,7 +40,7 @@ class RenderWorker:
                     f"{self._max_chars}; shorten the conversation"
                 )
         except QuireError as error:
-            return {"error_code": error.code, "error": str(error)}
+            return {"error_code": error.code, "error": error_text(error)}
         except (MemoryError, RecursionError):
             return {"error_code": Code.INVALID_ARG, "error": "messages: the chat template needs too much memory"}
         except Exception as error:

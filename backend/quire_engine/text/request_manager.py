@@ -23,7 +23,7 @@ from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.rate_limiter import AdapterRateLimiter
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
-from quire_spec.errors import PROCESS_ENDS, Code, Internal, InvalidArgument, QuireError, Unavailable
+from quire_spec.errors import PROCESS_ENDS, Code, Internal, InvalidArgument, QuireError, Unavailable, error_text
 from quire_spec.protocol.messages import (
     AbortSequences,
     GenerateRequest,
@@ -247,17 +247,14 @@ class RequestManager:
     def reject(self, frontend: FrontendSink, client_request_id: int, error: QuireError) -> None:
         """Answer a request that was not admitted."""
         self._metrics.record_rejected(error.code)
-        retry_after_s = error.retry_after_s if isinstance(error, Unavailable) else None
-        frontend.send(
-            OutputDelta(client_request_id, error_code=error.code, error=str(error), retry_after_s=retry_after_s)
-        )
+        frontend.send(OutputDelta.from_error(client_request_id, error))
 
     def _fail(self, request_state: RequestState, error: QuireError) -> None:
         """End an open request with an error."""
         _, frontend = self._by_sequence[self._open_sequence_ids(request_state)[0]]
         self._metrics.record_failed(error.code)
         self._close(request_state, frontend, "error")
-        frontend.send(request_state.to_error_delta(error.code, str(error)))
+        frontend.send(request_state.to_error_delta(error.code, error_text(error)))
 
     def _mark_started(self, request_state: RequestState, core_queue_s: float) -> None:
         assert request_state.submit_time is not None, "the core runs only submitted requests"

@@ -115,7 +115,9 @@ class ChatTemplate:
         except InvalidArgument:
             raise
         except Exception as error:  # a template can raise any exception
-            raise InvalidArgument(f"messages: the chat template failed: {error}") from error
+            raise InvalidArgument(
+                f"messages: the chat template failed: {str(error) or type(error).__name__}"
+            ) from error
         return _truncate_at_tag(text, final_content) if continue_final_message else text
 
 

@@ -113,7 +113,7 @@ class ResponseStream:
 
     def _fail(self, error: QuireError) -> bool:
         self._closed = self.failed_locally = True
-        self._pending_deltas = [OutputDelta(self.request_id, error_code=error.code, error=str(error))]
+        self._pending_deltas = [OutputDelta.from_error(self.request_id, error)]
         return self._try_acquire()
 
     def _try_acquire(self) -> bool:

@@ -251,7 +251,7 @@ def _error_delta(request_id: int, error: Exception) -> OutputDelta:
     if not isinstance(error, QuireError):
         logger.error("request failed in the frontend", exc_info=error)
         error = Internal(f"the frontend failed on this request with {type(error).__name__}; see the log of the pod")
-    return OutputDelta(request_id, error_code=error.code, error=str(error))
+    return OutputDelta.from_error(request_id, error)
 
 
 def _exit_with_server() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from quire_spec.errors import Code, QuireError
+from quire_spec.errors import Code, QuireError, error_text
 from quire_spec.protocol.messages import OutputDelta
 
 _TYPES = {
@@ -51,6 +51,7 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
+        message = error_text(self)
         self.status = status
         self.message = message
         if param is None and status in (400, 404) and (match := _PARAM.match(message)):

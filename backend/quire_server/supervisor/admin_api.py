@@ -19,7 +19,7 @@ from quire_server.openai.http.admin_key import AdminKey
 from quire_server.supervisor.supervisor import Supervisor
 from quire_spec.dataclass_json import to_json
 from quire_spec.documents.adapter_catalog import REPLACES_HEADER, AdapterCatalog
-from quire_spec.errors import Code, ConfigError, QuireError, Unavailable
+from quire_spec.errors import Code, ConfigError, QuireError, Unavailable, error_text
 
 logger = logging.getLogger(__name__)
 
@@ -162,9 +162,9 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
     try:
         return await handler(request)
     except StaleCatalog as error:
-        return _error_response(409, str(error), error.code)
+        return _error_response(409, error_text(error), error.code)
     except QuireError as error:
-        return _error_response(_HTTP_STATUS[error.code], str(error), error.code)
+        return _error_response(_HTTP_STATUS[error.code], error_text(error), error.code)
     except web.HTTPRequestEntityTooLarge:
         return _error_response(413, f"the body is larger than {MAX_BODY_BYTES} bytes", Code.INVALID_ARG)
     except web.HTTPException as error:

@@ -22,7 +22,7 @@ import msgspec
 
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.errors import Code, InvalidArgument, QuireError
+from quire_spec.errors import Code, InvalidArgument, QuireError, Unavailable, error_text
 from quire_spec.protocol.parsed_output import Event, OutputParsing
 
 Role = Literal["stub", "openai", "text", "supervisor"]
@@ -186,6 +186,12 @@ class OutputDelta(Value, frozen=True):
     """Events that replace the text if the request has `parsing`."""
     num_reasoning_tokens: int = 0
     """Number of reasoning tokens in the output so far. It is counted only if the request has `parsing`."""
+
+    @classmethod
+    def from_error(cls, request_id: int, error: QuireError) -> Self:
+        """Return the last delta of a request that failed."""
+        retry_after_s = error.retry_after_s if isinstance(error, Unavailable) else None
+        return cls(request_id, error_code=error.code, error=error_text(error), retry_after_s=retry_after_s)
 
     @property
     def final(self) -> bool:
@@ -387,9 +393,8 @@ class Failure(RequestMessage, frozen=True, tag=11):
 
     @classmethod
     def from_error(cls, request_id: int, error: QuireError) -> Self:
-        """Return the message for an error. Lone surrogates in the error's text are replaced, because a message cannot
-        contain them."""
-        return cls(request_id, error.code, encodable(str(error)))
+        """Return the message for an error."""
+        return cls(request_id, error.code, error_text(error))
 
 
 MESSAGE_TYPES: tuple[type[Message], ...] = (
@@ -414,8 +419,3 @@ def to_raw(value: Any, name: str) -> msgspec.Raw:
         return msgspec.Raw(msgspec.msgpack.encode(value))
     except (ValueError, OverflowError, RecursionError) as error:
         raise InvalidArgument(f"{name}: cannot be sent to another process ({error})") from None
-
-
-def encodable(text: str) -> str:
-    """Return the text with its lone surrogates replaced by question marks."""
-    return text.encode(errors="replace").decode()

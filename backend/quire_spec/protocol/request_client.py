@@ -43,7 +43,7 @@ class RequestClient(Client):
                 raise Unavailable(f"{self.peer_name} is starting or restarting; retry later")
             self.send(request)
         except QuireError as error:
-            sink(error_delta(request.id, error))
+            sink(OutputDelta.from_error(request.id, error))
         else:
             self._sinks[request.id] = sink
 
@@ -79,7 +79,7 @@ class RequestClient(Client):
         if (sink := self._sinks.pop(request_id, None)) is not None:
             # If the deltas cannot be decoded, the text process still runs the request.
             self.send(CancelRequests([request_id]))
-            sink(error_delta(request_id, error))
+            sink(OutputDelta.from_error(request_id, error))
 
     def on_closed(self, connection: Connection) -> None:
         """Called when the connection closes."""
@@ -88,9 +88,4 @@ class RequestClient(Client):
         sinks, self._sinks = self._sinks, {}
         super().on_closed(connection)
         for request_id, sink in sinks.items():
-            sink(error_delta(request_id, self.lost_error()))
-
-
-def error_delta(request_id: int, error: QuireError) -> OutputDelta:
-    """Return the final delta of a request that failed."""
-    return OutputDelta(request_id, error_code=error.code, error=str(error))
+            sink(OutputDelta.from_error(request_id, self.lost_error()))

@@ -412,10 +412,10 @@ def test_a_template_with_too_much_memory_is_an_error(chat, chat_client):
 
 
 def test_killed_template_processes_are_replaced(chat, chat_client):
-    for worker in workers(chat):
+    before = workers(chat)
+    for worker in before:
         worker.kill()
-    wait_for(
-        lambda: chat.request("/v1/chat/completions", GREEDY).status == 200 and len(workers(chat)) == NUM_WORKERS,
-        what="an answer",
-    )
+    answer = chat.request("/v1/chat/completions", GREEDY)
+    assert answer.status == 200, answer.body
+    wait_for(lambda: len(set(workers(chat)) - set(before)) == NUM_WORKERS, what="new processes")
     chat_client.chat.completions.create(**GREEDY)
