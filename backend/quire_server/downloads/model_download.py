@@ -24,6 +24,7 @@ from typing import Any
 
 from quire_server.downloads.adapter_cache import PartialDownload, fsync_path
 from quire_server.downloads.download_progress import ProgressMeter, report_progress
+from quire_server.downloads.earlier_revisions import remove_earlier_revisions
 from quire_server.downloads.resumable_download import MAX_SOURCE_CHANGES, DigestMismatch, ResumableDownload
 from quire_server.logs import configure_logging
 from quire_sources.factory import SourceFactory, SourceOptions
@@ -32,7 +33,7 @@ from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.dataclass_json import from_json
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.download_progress import PROGRESS_PATH, PROGRESS_PORT_VARIABLE
-from quire_spec.documents.download_result import DownloadReason, DownloadResult
+from quire_spec.documents.download_result import KEPT_FOLDERS_VARIABLE, DownloadReason, DownloadResult
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
 from quire_spec.model.safetensors_header import expected_file_bytes
 
@@ -76,9 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--into: is given {len(targets)} times, but --source is given {len(args.source)} times; "
                 "give one --into for each --source"
             )
-        for text, target in zip(args.source, targets, strict=True):
+        for target in targets:
             if not target.name:
                 raise ConfigError(f"--into {str(target)!r}: is the root folder; give a folder below it")
+        if args.kept_folders is not None:
+            kept_names = {*args.kept_folders.split(","), *(target.name for target in targets)}
+            for volume in {target.parent for target in targets}:
+                remove_earlier_revisions(volume, kept_names)
+        for text, target in zip(args.source, targets, strict=True):
             revisions.append(asyncio.run(download(_parse_source(text), target, options, args.progress_port)))
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr, flush=True)
@@ -427,6 +433,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"port on which GET {PROGRESS_PATH} returns bytes, total and bytes_per_s (default: the value of "
         f"{PROGRESS_PORT_VARIABLE}; if it is not set, no port is opened)",
+    )
+    parser.add_argument(
+        "--kept-folders",
+        default=os.environ.get(KEPT_FOLDERS_VARIABLE),
+        metavar="NAMES",
+        help="names of the folders with earlier revisions that pods use, separated by commas; the others are removed "
+        f"(default: the value of {KEPT_FOLDERS_VARIABLE}; if it is not set, nothing is removed)",
     )
     parser.add_argument(
         "--hub-endpoint", metavar="URL", help="URL of the hub (default: the value of HF_ENDPOINT, or the public hub)"

@@ -9,6 +9,10 @@ from enum import StrEnum
 from quire_spec.dataclass_json import drop_nulls, from_json, to_json
 from quire_spec.errors import ConfigError
 
+KEPT_FOLDERS_VARIABLE = "QUIRE_KEPT_FOLDERS"
+"""Environment variable with the names of the folders that pods use, separated by commas. If it is set, the download
+program removes all other revisions from the volume. It is a variable for the same reason as PROGRESS_PORT_VARIABLE.
+"""
 MAX_MESSAGE_BYTES = 3072
 """Maximum size of the result in bytes. The kubelet keeps only 4096 bytes in total for the termination messages of all
 containers of a pod."""

@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -408,3 +409,47 @@ async def test_program_of_rendered_jobs(tmp_path, web):
     argv = [sys.executable, "-m", "quire_server.download", "--source", source, "--into", str(tmp_path / "m")]
     assert await (await asyncio.create_subprocess_exec(*argv)).wait() == 0
     assert found(tmp_path / "m") == SINGLE
+
+
+OLD, USED, NEW, OTHER = "aaaaaaa", "bbbbbbb", "ccccccc", "ddddddd"
+
+
+async def test_removes_revisions_that_no_pod_uses(run, web, tmp_path, monkeypatch):
+    """The new revision finds the room of the old one; the used one and files of others stay."""
+    for name in (OLD, USED, "models", "aaaaaaaa"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    for left in (f".partial-{OLD}", f".partial-{OTHER}", f".removed-{OTHER}"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "model.safetensors").write_bytes(b"w")
+    for left in (f".partial-{OTHER}.lock", f".partial-{OTHER}.json", f".partial-{OTHER}-whole.json"):
+        (tmp_path / left).touch()
+    arguments = ("--source", json.dumps({"http": {"url": f"{web.url}/single"}}), "--into", tmp_path / NEW)
+    monkeypatch.setenv("QUIRE_KEPT_FOLDERS", USED)
+    assert await run(*arguments) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {USED, NEW, "models", "aaaaaaaa"}
+    monkeypatch.setenv("QUIRE_KEPT_FOLDERS", "")
+    assert await run(*arguments) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {NEW, "models", "aaaaaaaa"}
+    assert found(tmp_path / NEW) == SINGLE
+
+
+async def test_keeps_other_revisions_without_a_list_and_those_that_are_being_downloaded(run, web, tmp_path):
+    (tmp_path / OLD).mkdir()
+    arguments = ("--source", json.dumps({"http": {"url": f"{web.url}/single"}}), "--into", tmp_path / NEW)
+    assert await run(*arguments) == 0
+    assert (tmp_path / OLD).is_dir(), "a Job that a user wrote"
+    (tmp_path / f".partial-{OTHER}").mkdir()
+    with (tmp_path / f".partial-{OTHER}.lock").open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
+        assert await run(*arguments, "--kept-folders", "") == 0
+    assert {path.name for path in tmp_path.iterdir()} == {NEW, f".partial-{OTHER}", f".partial-{OTHER}.lock"}
+
+
+async def test_a_removal_that_was_interrupted_leaves_no_folder_that_looks_complete(run, web, tmp_path, monkeypatch):
+    (tmp_path / OLD).mkdir()
+    (tmp_path / OLD / "config.json").write_text("{}")
+    monkeypatch.setattr("shutil.rmtree", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    arguments = ("--source", json.dumps({"http": {"url": f"{web.url}/single"}}), "--into", tmp_path / NEW)
+    assert await run(*arguments, "--kept-folders", "") == 0, "the download does not depend on the removal"
+    assert {path.name for path in tmp_path.iterdir()} == {NEW, f".removed-{OLD}"}
