@@ -192,8 +192,8 @@ def test_a_slow_deletion_of_an_object_delays_neither_adapters_nor_status(world, 
     world.until("Ready", "False", "Updating")
     (message,) = [c["message"] for c in world.operator.status()["conditions"] if c["type"] == "Ready"]
     assert message.endswith(
-        f"NetworkPolicy {world.namespace}/tales is being deleted; the operator creates it again when the deletion is "
-        "complete"
+        f"NetworkPolicy {world.namespace}/tales is being deleted and waits for its finalizers example.com/held; the "
+        "operator creates it again when the deletion is complete"
     )
     cluster.merge(*POLICY, LET_GO, world.namespace)
     world.until("Ready", "True", seconds=REACHED_S)

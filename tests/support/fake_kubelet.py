@@ -182,6 +182,8 @@ class FakeKubelet:
                 self.on_end(pod)
             self._request_tolerating_conflicts("DELETE", path, gracePeriodSeconds=0)
             return
+        if pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
+            return  # A pod that has ended never starts again.
         address = self.address(pod)
         with self._lock:
             container = self._behavior_of(pod)

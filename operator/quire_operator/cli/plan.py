@@ -24,8 +24,9 @@ from quire_operator.plan.checkpoint import CONFIG_FILE, CheckpointInfo
 from quire_operator.plan.checkpoint_files import Parser, T, read_local_checkpoint, read_source_checkpoint
 from quire_operator.plan.draft_info import DraftInfo
 from quire_operator.plan.errors import Unplannable, UnplannableReason
-from quire_operator.plan.gpu import GpuInfo, node_labels, resolve_gpu
+from quire_operator.plan.gpu import GpuInfo, resolve_gpu
 from quire_operator.plan.inputs import PlannerInputs
+from quire_operator.plan.nodes import parse_nodes, usable_node_labels
 from quire_operator.plan.plan import Plan
 from quire_operator.plan.planner import DEFAULT_IMAGES, make_plan
 from quire_operator.plan.report import render_lines
@@ -74,7 +75,8 @@ def _resolve_gpu(args: argparse.Namespace, service: LLMService) -> GpuInfo | Non
                 "spec.device: --gpu, --count and --nodes require GPU, got CPU; remove them, or set spec.device to GPU"
             )
         return None
-    nodes = [] if args.nodes is None else node_labels(_read_node_list(args.nodes))
+    all_nodes = [] if args.nodes is None else parse_nodes(_read_node_list(args.nodes))
+    nodes = usable_node_labels(service, all_nodes)
     try:
         return resolve_gpu(service.spec.gpu, nodes, args.gpu)
     except Unplannable as error:

@@ -191,9 +191,14 @@ def _trim(resource: Resource, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trim_pod_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
-    containers = [{"name": c["name"], "ports": c.get("ports", [])} for c in spec.get("containers", ())]
+    containers = [
+        {"name": c["name"], "image": c.get("image", ""), "ports": c.get("ports", [])}
+        for c in spec.get("containers", ())
+    ]
+    init_containers = [{"name": c["name"], "args": c.get("args", [])} for c in spec.get("initContainers", ())]
     volumes = [volume for volume in spec.get("volumes", ()) if "configMap" in volume]
-    return {"containers": containers, "volumes": volumes}
+    optional = {"initContainers": init_containers, "schedulingGates": spec.get("schedulingGates")}
+    return {"containers": containers, "volumes": volumes, **{name: value for name, value in optional.items() if value}}
 
 
 def _is_older(version: str, cached_version: str) -> bool:

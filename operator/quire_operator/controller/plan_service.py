@@ -22,8 +22,9 @@ from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.errors import Forbidden
 from quire_operator.plan.device_memory import MIB
 from quire_operator.plan.errors import Unplannable, UnplannableReason
-from quire_operator.plan.gpu import GpuInfo, resolve_gpu
+from quire_operator.plan.gpu import PRODUCT_LABEL, GpuInfo, resolve_gpu
 from quire_operator.plan.inputs import PlannerInputs
+from quire_operator.plan.nodes import Node, usable_node_labels
 from quire_operator.plan.plan import VERSION, Plan
 from quire_operator.plan.planner import reuse_or_make_plan
 from quire_operator.render import model_storage
@@ -32,8 +33,8 @@ from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
 
 logger = logging.getLogger(__name__)
 
-_NODE_LABELS_TTL_S = 60.0
-"""The labels of nodes are cached for this many seconds."""
+_NODES_TTL_S = 60.0
+"""The nodes are cached for this many seconds."""
 
 
 class PlanService:
@@ -42,20 +43,21 @@ class PlanService:
     def __init__(self, client: ApiClient, checkpoints: CheckpointStore, images: Mapping[str, str]) -> None:
         """`images` are the images that this release uses by default for GPU and CPU."""
         self._client, self._checkpoints, self._images = client, checkpoints, images
-        self._node_labels: list[Mapping[str, str]] = []
-        self._node_labels_read_at = float("-inf")
+        self._nodes: list[Node] = []
+        self._nodes_read_at = float("-inf")
         self._lock = asyncio.Lock()
 
     async def plan_for(
         self,
         desired: ParsedService,
         previous_plan: Plan | None,
-        revision: TemplateRevision | None,
+        deployment: Mapping[str, Any] | None,
         secrets: SecretValues,
     ) -> PlanningResult:
         """Plan a service that has a valid spec.
 
-        `revision` is the template revision of the service's Deployment.
+        `deployment` is the service's Deployment, if it exists. While its pods run, nodes that join, leave or change do
+        not change their plan.
 
         Raises:
             ApiError: the API server does not respond.
@@ -66,12 +68,15 @@ class PlanService:
             model_storage.validate(service)
         except ConfigError as error:
             return PlanningResult(plan=previous_plan, spec_error=str(error))
+        revision = TemplateRevision.from_deployment(deployment)
         keeps_pods = (
             previous_plan is not None
             and revision is not None
             and revision.inputs == (desired.pods_digest, previous_plan.inputsHash)
         )
         is_current = keeps_pods and previous_plan is not None and self._would_keep(service, previous_plan)
+        if is_current and previous_plan is not None and (deployment or {}).get("spec", {}).get("replicas", 1):
+            return PlanningResult(plan=previous_plan, note=await self._describe_other_nodes(service, previous_plan))
         try:
             gpu = await self._resolve_gpu(service)
         except Unplannable as error:
@@ -90,7 +95,7 @@ class PlanService:
             replan = _may_replan(service) or not keeps_pods
             return PlanningResult(plan=reuse_or_make_plan(previous_plan, inputs, replan, self._images))
         except NotReadYet as error:
-            return PlanningResult(plan=previous_plan, waiting_for=str(error))
+            return PlanningResult(plan=previous_plan, waiting_for=str(error), needs_backoff=error.needs_backoff)
         except Unplannable as error:
             return PlanningResult(plan=previous_plan, unplannable=error)
         except ConfigError as error:
@@ -98,6 +103,23 @@ class PlanService:
         except (Unavailable, NotFound) as error:
             read_error = _to_read_error(error)
             return PlanningResult(previous_plan, waiting_for=str(error), read_error=read_error, needs_backoff=True)
+
+    async def _describe_other_nodes(self, service: LLMService, plan: Plan) -> str:
+        """Return a text if a plan would be another one with the nodes that the cluster has now."""
+        try:
+            gpu = await self._resolve_gpu(service)
+        except Unplannable as error:
+            # An autoscaler may have removed the nodes.
+            other = "" if error.reason is UnplannableReason.GPU_UNKNOWN else f"now, there could be no plan: {error}"
+        else:
+            name = None if gpu is None else f"{gpu.name} with {gpu.visible_bytes // MIB} MiB"
+            other = "" if _fits_gpu(plan, gpu) else f"the smallest GPU for new pods is now {name or 'unknown'}"
+        if not other:
+            return ""
+        return (
+            f"the pods keep their plan, but {other}; to keep pods off other GPUs, set spec.gpu.product or "
+            "spec.gpu.nodeSelector; to plan again, scale to 0 and back"
+        )
 
     def _would_keep(self, service: LLMService, plan: Plan) -> bool:
         """Whether this release would keep a plan if its inputs have not changed."""
@@ -110,21 +132,22 @@ class PlanService:
         if service.spec.device is Device.CPU:
             return None
         gpu_spec = service.spec.gpu
-        node_labels = [] if gpu_spec and gpu_spec.memory else await self._list_node_labels()
-        return resolve_gpu(gpu_spec, node_labels)
+        nodes = [] if gpu_spec and gpu_spec.memory else await self._list_nodes()
+        return resolve_gpu(gpu_spec, usable_node_labels(service, nodes))
 
-    async def _list_node_labels(self) -> list[Mapping[str, str]]:
+    async def _list_nodes(self) -> list[Node]:
         now = asyncio.get_running_loop().time()
         async with self._lock:
-            if now - self._node_labels_read_at > _NODE_LABELS_TTL_S:
+            if now - self._nodes_read_at > _NODES_TTL_S:
                 try:
-                    nodes = await self._client.list(resources.NODE, metadata_only=True)
-                    self._node_labels = [item["metadata"].get("labels") or {} for item in nodes.items]
+                    # The other nodes have no GPU that is known.
+                    nodes = await self._client.list(resources.NODE, label_selector=PRODUCT_LABEL)
+                    self._nodes = list(map(Node.from_body, nodes.items))
                 except Forbidden as error:
                     logger.info("could not list nodes error=%s", error)
-                    self._node_labels = []
-                self._node_labels_read_at = now
-        return self._node_labels
+                    self._nodes = []
+                self._nodes_read_at = now
+        return self._nodes
 
 
 def stored_plan(status: Mapping[str, Any]) -> Plan | None:

@@ -18,23 +18,36 @@ from typing import Any
 
 from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.apply.applier import ApplyResult
-from quire_operator.controller.apply.child_objects import ChildObjects, LiveObjects, build_child_objects, unknown_fields
+from quire_operator.controller.apply.child_objects import (
+    ChildObjects,
+    LiveObjects,
+    build_child_objects,
+    build_running_objects,
+    unknown_fields,
+)
 from quire_operator.controller.dependencies import ReconcilerDeps
 from quire_operator.controller.object_cache import CachedObject, ServiceKey
 from quire_operator.controller.observe.pod_warnings import EVENT_POLL_S
 from quire_operator.controller.parsed_service import ParsedService, uid_and_generation
 from quire_operator.controller.plan_service import stored_plan
 from quire_operator.controller.state_observer import StateObserver
-from quire_operator.controller.status.model_cache import download_jobs, is_terminating, job_condition, predates_claim
+from quire_operator.controller.status.model_cache import (
+    download_jobs,
+    is_finished,
+    is_terminating,
+    job_condition,
+    predates_claim,
+)
 from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
 from quire_operator.controller.status.status import build_status
 from quire_operator.controller.status_writer import StaleService
-from quire_operator.controller.template_revision import TemplateRevision
+from quire_operator.controller.used_folders import used_folders
 from quire_operator.kube import resources
 from quire_operator.kube.errors import ObjectNotFound
 from quire_operator.render import object_names
 from quire_operator.render.context import RenderContext
 from quire_operator.render.engine_config import UnsupportedByEngine
+from quire_operator.render.manifests import Manifest
 from quire_spec.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -136,7 +149,9 @@ class Reconciler:
     async def _converge(
         self, desired: ParsedService, previous: Mapping[str, Any], state: ServiceState
     ) -> tuple[PlanningResult, ApplyResult]:
-        """Make a plan and apply it. If planning fails, the objects are not changed."""
+        """Make a plan and apply it. If planning fails, the pods keep their plan, and only what does not depend on new
+        pods is applied.
+        """
         previous_plan = stored_plan(previous)
         service = desired.service
         if service is None:
@@ -151,10 +166,10 @@ class Reconciler:
             operator_peer=deps.operator_peer,
             owner_uid=desired.uid,
         )
-        revision = TemplateRevision.from_deployment(self._live_objects(key, service).deployment)
-        planning = await deps.plan_service.plan_for(desired, previous_plan, revision, context.credentials)
+        deployment = deps.cache.get_body(resources.DEPLOYMENT, *key)
+        planning = await deps.plan_service.plan_for(desired, previous_plan, deployment, context.credentials)
         if planning.plan is None or planning.spec_error or planning.unplannable or planning.waiting_for:
-            return planning, ApplyResult()
+            return planning, await self._apply_to_running_pods(desired, planning, context, state)
         # This is necessary even if nothing has changed, because a failed Job does not change any more.
         await self._retry_downloads(key, self._live_objects(key, service))
         inputs = (desired.generation, planning.plan, context, await self._secret_versions(key))
@@ -162,10 +177,12 @@ class Reconciler:
         if state.last_inputs is not None and state.last_inputs == (inputs, child_versions):
             return planning, ApplyResult()
         state.last_inputs = None
+        live_objects = replace(live_objects, used_folders=used_folders(deps.cache, key))
         try:
             children = build_child_objects(service, desired.pods_digest, planning.plan, context, live_objects)
         except (ConfigError, UnsupportedByEngine) as error:
-            return PlanningResult(plan=previous_plan, spec_error=str(error)), ApplyResult()
+            planning = PlanningResult(plan=previous_plan, spec_error=str(error))
+            return planning, await self._apply_to_running_pods(desired, planning, context, state)
         apply_result = await self._apply(desired, children, state)
         if apply_result.complete:
             inputs = (*inputs[:3], await self._secret_versions(key))
@@ -173,6 +190,34 @@ class Reconciler:
             # differs, and the next pass handles the change.
             state.last_inputs = (inputs, child_versions | _object_versions(apply_result.written_objects))
         return planning, apply_result
+
+    async def _apply_to_running_pods(
+        self, desired: ParsedService, planning: PlanningResult, context: RenderContext, state: ServiceState
+    ) -> ApplyResult:
+        """Apply what does not depend on new pods: replicas, adapters, access to the pods. Nothing is deleted."""
+        assert desired.service is not None, "the spec was parsed"
+        state.last_inputs = None
+        if planning.plan is None:
+            return ApplyResult()
+        live_objects = self._live_objects(desired.key, desired.service)
+        try:
+            children = build_running_objects(desired.service, planning.plan, context, live_objects)
+        except ConfigError:
+            return ApplyResult()
+        if children is None:
+            return ApplyResult()
+        manifests = [await self._with_live_credentials(desired.key, manifest) for manifest in children.manifests]
+        return await self._deps.applier.apply(desired, manifests)
+
+    async def _with_live_credentials(self, key: ServiceKey, manifest: Manifest) -> Manifest:
+        """Return the Secret with the credentials of sources, with those that it has now. If a running pod restarts, it
+        may need the credentials of the previous source.
+        """
+        name = manifest["metadata"]["name"]
+        if manifest["kind"] != resources.SECRET.kind or name != object_names.credentials_secret(key[1]):
+            return manifest
+        live = (await self._deps.secrets.get(key[0], name)).body or {}
+        return {**manifest, "data": {**(live.get("data") or {}), **manifest["data"]}}
 
     async def _apply(self, desired: ParsedService, children: ChildObjects, state: ServiceState) -> ApplyResult:
         deps = self._deps
@@ -189,7 +234,7 @@ class Reconciler:
         if not apply_result.required_complete:
             return apply_result
         await deps.applier.prune(desired, children.retained)
-        if not children.waiting_for_download:
+        if not children.keeps_pods:
             state.applied_generation = desired.generation
         return apply_result
 
@@ -238,7 +283,7 @@ class Reconciler:
         delays_s = [self._deps.resync_s * random.uniform(0.8, 1.2)]
         if any(pod.ip and pod.started_at for pod in observed.pods):
             delays_s.append(_READY_POLL_S * random.uniform(0.8, 1.2) if ready else poll_s)
-        if apply_result.pending_deletion:
+        if apply_result.pending_deletions:
             # Secrets are not watched.
             delays_s.append(poll_s)
         if any(pod.alive and pod.downloading for pod in (*observed.pods, *observed.job_pods)):
@@ -247,7 +292,8 @@ class Reconciler:
             # No event is sent when the delay is over. The service is never requeued immediately, because a paused
             # service does not retry.
             delays_s.append(max(retry_in_s, poll_s))
-        if any(pod.creating for pod in (*observed.pods, *observed.job_pods)):
+        is_job_without_pod = observed.job is not None and not observed.job_pods and not is_finished(observed.job)
+        if is_job_without_pod or any(pod.creating for pod in (*observed.pods, *observed.job_pods)):
             delays_s.append(EVENT_POLL_S)
         return ReconcileResult(min(delays_s))
 

@@ -13,7 +13,7 @@ from quire_operator.controller.apply.applier import ApplyResult
 from quire_operator.controller.apply.child_objects import ChildObjects
 from quire_operator.controller.dependencies import ReconcilerDeps
 from quire_operator.controller.parsed_service import ParsedService
-from quire_operator.controller.status.model_cache import download_jobs, job_succeeded
+from quire_operator.controller.status.model_cache import download_jobs, is_finished, job_succeeded
 from quire_operator.controller.status.observed_state import Body, ObservedState, ServicePods, parse_pod
 from quire_operator.kube import resources
 from quire_operator.render import object_names
@@ -43,7 +43,11 @@ class StateObserver:
         job_bodies = [body for body in bodies if job and _labels(body).get("job-name") == job["metadata"]["name"]]
         pods = tuple(map(parse_pod, (*server_bodies, *job_bodies)))
         pods = await self._deps.pod_warnings.attach_warnings(key[0], pods)
-        return ServicePods(pods[: len(server_bodies)], job, pods[len(server_bodies) :], claim)
+        warning = ""
+        if job is not None and not job_bodies and not is_finished(job):
+            meta = job["metadata"]
+            warning = await self._deps.pod_warnings.fetch_warning(key[0], meta["name"], meta["uid"])
+        return ServicePods(pods[: len(server_bodies)], job, pods[len(server_bodies) :], claim, warning)
 
     def observe(
         self,
@@ -63,6 +67,7 @@ class StateObserver:
             pods=pods.server_pods,
             job=pods.job,
             job_pods=pods.job_pods,
+            job_warning=pods.job_warning,
             claim=pods.claim,
             applied_generation=applied_generation,
             unavailable_kinds=children.unavailable_kinds if children else (),
@@ -70,7 +75,9 @@ class StateObserver:
             outdated_image=children.outdated_image if children else "",
             apply_error="; ".join(apply_result.rejections),
             conflict=apply_result.conflict,
-            pending_deletion=apply_result.pending_deletion,
+            pending_deletions=tuple(apply_result.pending_deletions),
+            stuck_deletions=tuple(apply_result.stuck_deletions),
+            claim_rejection=apply_result.claim_rejection,
         )
 
     def _current_download_job(self, desired: ParsedService, claim: Body | None) -> Body | None:

@@ -5,6 +5,7 @@ ApiError
 +-- InvalidObject           400, 405, 413, 415, 422: the object is invalid, and will be rejected again
 |   +-- UnknownFields       500: the API server does not know some of its fields
 +-- Forbidden               401, 403: a Role lacks a verb, a quota is used up, or the namespace is being deleted
+|   +-- WebhookFailed       500: an admission webhook does not answer
 +-- ObjectNotFound          404: the object, namespace or kind does not exist
 +-- WriteConflict           409: the object has changed; read it again
 +-- ResourceVersionExpired  410: the watch's resourceVersion was compacted; list again
@@ -38,6 +39,10 @@ class Forbidden(ApiError):
     """The operator lacks a permission, or a quota is used up."""
 
 
+class WebhookFailed(Forbidden):
+    """An admission webhook, which must allow the object, does not answer. Other objects can still be written."""
+
+
 class ObjectNotFound(ApiError):
     """The object, namespace or kind does not exist."""
 
@@ -62,6 +67,7 @@ class UnknownFields(InvalidObject):
         self.fields = fields
 
 
+_WEBHOOK_FAILURE = "failed calling webhook"
 _BY_STATUS: Mapping[int, type[ApiError]] = {
     401: Forbidden,
     403: Forbidden,
@@ -79,6 +85,8 @@ def error_from_response(request_line: str, status: int, body: Any, retry_after: 
     retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
     if fields := unknown_fields(status, str(reason)):
         return UnknownFields(message, fields)
+    if status == 500 and _WEBHOOK_FAILURE in str(reason):
+        return WebhookFailed(message, status, retry_after_s)
     if status == 429 or status >= 500:
         return ApiServerUnavailable(message, status, retry_after_s)
     return _BY_STATUS.get(status, InvalidObject)(message, status, retry_after_s)

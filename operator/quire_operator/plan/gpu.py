@@ -8,7 +8,7 @@ controller do this.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Self
+from typing import Self
 
 from quire_operator.api.pod_spec import GpuSpec
 from quire_operator.api.quantity import to_bytes
@@ -193,9 +193,3 @@ PRODUCTS: Mapping[str, tuple[int, tuple[int, int]]] = {
 }
 """Maps each product label to the memory of the product and its compute capability. The memory is in MiB, as in the
 memory label. The products are sorted by memory. If a node has labels, they take precedence over this table."""
-
-
-def node_labels(node_list: Any) -> list[dict[str, str]]:
-    """Return the labels of each node in the parsed output of `kubectl get nodes -o json` (a list, or one node)."""
-    items = node_list.get("items", [node_list]) if isinstance(node_list, Mapping) else []
-    return [dict(item.get("metadata", {}).get("labels") or {}) for item in items if isinstance(item, Mapping)]

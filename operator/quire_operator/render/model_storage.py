@@ -32,9 +32,10 @@ _NOT_PRUNED = {
 """Annotations of a claim without an owner. Argo CD can take its label app.kubernetes.io/instance for the name of an
 Application, and would delete a claim that is not in the Application's repository."""
 MIN_CLAIM_BYTES = 10 * GIB
-_CLAIM_SIZE_PERCENT = 130
-"""The size of the claim is this percentage of the size of the files with the weights. The additional space is for the
-tokenizer, the configuration, and the files that an interrupted download leaves."""
+_VOLUME_SIZE_PERCENT, _CLAIM_SIZE_PERCENT = 130, 230
+"""The sizes of the volume of a pod and of the claim are these percentages of the size of the files with the weights.
+The additional 30 % are for the tokenizer, the configuration, and the files that an interrupted download leaves. A claim
+has room for two revisions, because pods use the previous revision until the next one is downloaded."""
 
 
 def cache_mode(service: LLMService) -> str:
@@ -91,7 +92,7 @@ def claim(service: LLMService, plan: Plan) -> Manifest:
     default_mode = "ReadWriteMany" if _max_pods(service) > 1 else "ReadWriteOnce"
     spec = {
         "accessModes": list(cache.accessModes) or [default_mode],
-        "resources": {"requests": {"storage": cache.size or _claim_size(plan)}},
+        "resources": {"requests": {"storage": cache.size or claim_size(plan)}},
         **({"storageClassName": cache.storageClassName} if cache.storageClassName else {}),
     }
     name = object_names.model_claim(service.name)
@@ -101,11 +102,16 @@ def claim(service: LLMService, plan: Plan) -> Manifest:
     )
 
 
+def claim_size(plan: Plan) -> str:
+    """Return the default size of the claim, which has room for two revisions of the model."""
+    return _size(plan, _CLAIM_SIZE_PERCENT)
+
+
 def volume(service: LLMService, plan: Plan) -> Manifest:
     """Return the volume for downloaded models; it is mounted at MODEL_DIR."""
     if cache_mode(service) == "PVC":
         return {"name": "model", "persistentVolumeClaim": {"claimName": object_names.model_claim(service.name)}}
-    return {"name": "model", "emptyDir": {"sizeLimit": service.spec.cache.size or _claim_size(plan)}}
+    return {"name": "model", "emptyDir": {"sizeLimit": service.spec.cache.size or _size(plan, _VOLUME_SIZE_PERCENT)}}
 
 
 def download_container(service: LLMService, image: str, security: Manifest) -> Manifest:
@@ -190,5 +196,5 @@ def _max_pods(service: LLMService) -> int:
     return max(service.spec.replicas, scaling.maxReplicas if scaling else 0)
 
 
-def _claim_size(plan: Plan) -> str:
-    return to_quantity(max(round_up_mib(plan.modelBytes * _CLAIM_SIZE_PERCENT // 100), MIN_CLAIM_BYTES))
+def _size(plan: Plan, percent: int) -> str:
+    return to_quantity(max(round_up_mib(plan.modelBytes * percent // 100), MIN_CLAIM_BYTES))

@@ -12,7 +12,7 @@ from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.plan import Plan
 from quire_operator.render import configmaps, download_job, model_storage, network, pod_template, workload
 from quire_operator.render.context import RenderContext
-from quire_operator.render.manifests import Manifest, owner_reference
+from quire_operator.render.manifests import Manifest, new_manifest, owner_reference
 from quire_operator.render.pod_config import cluster_document
 
 
@@ -34,7 +34,39 @@ def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> R
         UnsupportedByEngine: the engine does not support a value of the spec.
     """
     model_storage.validate(service)
-    manifests, unavailable_kinds = list(_required_objects(service, plan, context)), []
+    engine_configmap = configmaps.engine_configmap(service, cluster_document(service, plan))
+    template = pod_template.template(service, plan, engine_configmap["metadata"]["name"])
+    manifests = [
+        *_objects_for_pods(service, context, engine_configmap),
+        *_download_objects(service, plan, context, template),
+        *_objects_around_pods(service, plan, template),
+    ]
+    return _select_objects(service, plan, context, manifests)
+
+
+def render_running_objects(
+    service: LLMService, plan: Plan, context: RenderContext, template: Manifest, engine_configmap: Manifest
+) -> RenderedObjects:
+    """Return the objects of a service whose pods must stay as they are, without those that download a model.
+
+    `plan`, `template` and `engine_configmap` are those of the running pods. The other objects follow the spec.
+
+    Raises:
+        ConfigError: the adapter catalog is too large.
+    """
+    meta = new_manifest("v1", "ConfigMap", service, engine_configmap["metadata"]["name"])["metadata"]
+    manifests = [
+        *_objects_for_pods(service, context, {**engine_configmap, "metadata": meta}),
+        *_objects_around_pods(service, plan, template),
+    ]
+    return _select_objects(service, plan, context, manifests)
+
+
+def _select_objects(
+    service: LLMService, plan: Plan, context: RenderContext, manifests: list[Manifest]
+) -> RenderedObjects:
+    """Add the objects of optional kinds that the cluster supports, and the owner of all objects."""
+    unavailable_kinds = []
     for manifest in _optional_objects(service, plan):
         if manifest["kind"] in context.available_kinds:
             manifests.append(manifest)
@@ -46,24 +78,32 @@ def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> R
     return RenderedObjects(tuple(manifests), tuple(unavailable_kinds))
 
 
-def _required_objects(service: LLMService, plan: Plan, context: RenderContext) -> Iterator[Manifest]:
-    """Yield the objects of kinds that need no installed CRD."""
-    spec = service.spec
-    engine_configmap = configmaps.engine_configmap(service, cluster_document(service, plan))
-    template = pod_template.template(service, plan, engine_configmap["metadata"]["name"])
+def _objects_for_pods(service: LLMService, context: RenderContext, engine_configmap: Manifest) -> Iterator[Manifest]:
+    """Yield the objects that must exist before pods start."""
     yield configmaps.service_account(service)
     yield configmaps.admin_secret(service, context)
     if credentials := configmaps.credentials_secret(service, context):
         yield credentials
     yield engine_configmap
     yield configmaps.adapter_configmap(service)
-    if spec.networking.networkPolicy.enabled:
+    if service.spec.networking.networkPolicy.enabled:
         yield network.server_network_policy(service, context)
+
+
+def _download_objects(
+    service: LLMService, plan: Plan, context: RenderContext, template: Manifest
+) -> Iterator[Manifest]:
+    """Yield the claim and the Job that downloads the model to it."""
     if model_storage.cache_mode(service) == "PVC":
-        if spec.networking.networkPolicy.enabled:
+        if service.spec.networking.networkPolicy.enabled:
             yield network.download_network_policy(service, context)
         yield model_storage.claim(service, plan)
         yield download_job.job(service, plan, template["spec"])
+
+
+def _objects_around_pods(service: LLMService, plan: Plan, template: Manifest) -> Iterator[Manifest]:
+    """Yield the Services, the Deployment, and what scales and protects its pods."""
+    spec = service.spec
     yield network.client_service(service)
     yield network.headless_service(service)
     yield workload.deployment(service, plan, template)

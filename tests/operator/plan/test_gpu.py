@@ -14,7 +14,7 @@ from support.planning import (
 
 from quire_operator.plan import planner
 from quire_operator.plan.errors import Unplannable, UnplannableReason
-from quire_operator.plan.gpu import GpuInfo, MemorySource, node_labels, resolve_gpu
+from quire_operator.plan.gpu import GpuInfo, MemorySource, resolve_gpu
 from quire_operator.plan.plan import FitReason
 
 
@@ -83,13 +83,6 @@ def test_ignores_labels_that_are_not_numbers():
     for name in ("replicas", "count", "compute.minor"):
         gpu = resolve_gpu(None, [labels(**{f"nvidia.com/gpu.{name}": "many"})])
         assert (gpu.memory_mib, gpu.gpus_per_node) == (plain.memory_mib, None)
-
-
-def test_node_labels_of_kubectl_output():
-    listing = {"kind": "List", "items": [{"metadata": {"labels": {"a": "b"}}}, {"metadata": {}}]}
-    assert node_labels(listing) == [{"a": "b"}, {}]
-    assert node_labels({"kind": "Node", "metadata": {"labels": {"a": "b"}}}) == [{"a": "b"}]
-    assert node_labels([]) == []
 
 
 @pytest.mark.parametrize("memory", ["1k", "640Mi", "641Mi", "2Gi"])

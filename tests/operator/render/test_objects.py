@@ -296,7 +296,7 @@ def test_model_folder_and_volume():
     into = next(a for a in args if a.startswith("--into=")).removeprefix("--into=")
     config = pod_document(objects.values())["engine"]
     assert config["model"] == into
-    assert only_of_kind(objects, "PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"] == "19913Mi"
+    assert only_of_kind(objects, "PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"] == "35230Mi"
     # EmptyDir: an init container downloads the model. A claim source: nothing is downloaded.
     objects = rendered_objects(llm_service(f"{GPU}cache: {{mode: EmptyDir}}"))
     template, _ = server_container(objects.values())

@@ -18,7 +18,7 @@ from quire_operator.controller.apply.compare import is_up_to_date
 from quire_operator.controller.object_cache import CachedObject, ObjectCache, ServiceKey, controller_uid
 from quire_operator.controller.observe.secret_store import SecretStore
 from quire_operator.controller.parsed_service import ParsedService
-from quire_operator.controller.template_revision import mounted_configmaps
+from quire_operator.controller.template_revision import PODS_ANNOTATION, mounted_configmaps
 from quire_operator.kube import resources
 from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.errors import Forbidden, InvalidObject, WriteConflict
@@ -52,11 +52,17 @@ _ORDERED_KINDS = (
     (resources.JOB,),
     (resources.DEPLOYMENT,),
 )  # fmt: skip
-"""Groups of kinds.
+"""Groups of kinds. The groups are written in this order, and all other kinds are written after them."""
 
-The groups are written in this order, and all other kinds are written after them. If the API server rejects an object,
-the groups after it are not written. Otherwise, the pods of a new Deployment would wait for an object that is missing.
+_WAITING_KINDS = (resources.JOB, resources.DEPLOYMENT)
+"""Kinds whose new pods need the objects of the groups before them.
+
+If such an object does not exist, because the API server rejects it or because an earlier one is being deleted, objects
+of these kinds are not written. Otherwise, new pods would wait for the object that is missing. A Deployment that keeps
+its pods is written: its replicas depend on nothing.
 """
+_INDEPENDENT_KINDS = (*resources.OPTIONAL_RESOURCES, resources.SERVICE)
+"""Kinds that no pod needs when it starts."""
 
 
 class OwnershipConflict(Exception):
@@ -67,10 +73,16 @@ class OwnershipConflict(Exception):
 
 
 class PendingDeletion(Exception):
-    """An object that has the same name as a manifest is being deleted. The message contains its name.
+    """An object that has the same name as a manifest is being deleted. The message contains its name, and the
+    finalizers that it waits for.
 
     A later pass creates the object again.
     """
+
+    def __init__(self, message: str, is_stuck: bool = False) -> None:
+        """`is_stuck` is True if the object has finalizers, which only others can remove."""
+        super().__init__(message)
+        self.is_stuck = is_stuck
 
 
 @dataclass(slots=True)
@@ -84,31 +96,47 @@ class ApplyResult:
     succeed.
     """
     conflict: str = ""
-    pending_deletion: str = ""
-    """Name of an object that must first be deleted completely, before manifests can be applied. Empty if there is
-    none.
-    """
+    pending_deletions: list[str] = field(default_factory=list)
+    """Messages about objects that must first be deleted completely, before their manifests can be applied."""
+    stuck_deletions: list[str] = field(default_factory=list)
+    """Those of `pending_deletions` whose objects wait for finalizers."""
+    claim_rejection: str = ""
+    """Answer of the API server if an existing claim cannot grow. Empty if it can. Pods can use the claim as it is."""
     written_objects: list[CachedObject] = field(default_factory=list)
     """The objects that were written. Secrets are not included."""
-    _required_rejected: bool = False
+    required_complete: bool = True
+    """Whether all objects of the required kinds exist as they were rendered. Objects of optional kinds may be missing,
+    and a claim may be smaller.
+    """
 
-    def add_rejection(self, error: InvalidObject | Forbidden, resource: Resource) -> None:
-        """Record that the API server rejected a manifest."""
+    def add_rejection(self, error: InvalidObject | Forbidden, manifest: Manifest, exists: bool) -> None:
+        """Record that the API server rejected a manifest. `exists` is True if it only rejected a change."""
+        resource = resource_for(manifest)
+        if exists and resource is resources.PERSISTENT_VOLUME_CLAIM:
+            self.claim_rejection = str(error)
+            return
         self.rejections.append(str(error))
         self.forbidden = self.forbidden or isinstance(error, Forbidden)
-        self._required_rejected = self._required_rejected or resource not in resources.OPTIONAL_RESOURCES
+        self._add_missing(resource)
 
-    @property
-    def required_complete(self) -> bool:
-        """Whether all objects of the required kinds exist as they were rendered. Objects of optional kinds may be
-        missing.
-        """
-        return not (self.conflict or self.pending_deletion or self._required_rejected)
+    def add_pending_deletion(self, error: PendingDeletion, manifest: Manifest) -> None:
+        """Record that an object must first be deleted completely."""
+        self.pending_deletions.append(str(error))
+        self.stuck_deletions += [str(error)] if error.is_stuck else []
+        self._add_missing(resource_for(manifest))
+
+    def add_conflict(self, error: OwnershipConflict, manifest: Manifest) -> None:
+        """Record that an object has another owner."""
+        self.conflict = self.conflict or str(error)
+        self._add_missing(resource_for(manifest))
+
+    def _add_missing(self, resource: Resource) -> None:
+        self.required_complete = self.required_complete and resource in resources.OPTIONAL_RESOURCES
 
     @property
     def complete(self) -> bool:
         """Whether all objects exist as they were rendered."""
-        return not (self.conflict or self.rejections or self.pending_deletion)
+        return not (self.conflict or self.rejections or self.pending_deletions or self.claim_rejection)
 
 
 _AppliedVersion = tuple[str, str, str]
@@ -144,29 +172,24 @@ class Applier:
             StaleService: `check_newest` raised it.
         """
         result = ApplyResult()
-        try:
-            pairs = await self._lookup_all(desired, manifests, result)
-        except OwnershipConflict as error:
-            result.conflict = str(error)
-            return result
-        except PendingDeletion as error:
-            result.pending_deletion = str(error)
+        pairs, missing = await self._lookup_all(desired, manifests, result)
+        if result.conflict and not result.required_complete:
             return result
         outdated = [pair for pair in pairs if not self._is_applied(desired.key, *pair)]
         if outdated:
             await self._check_newest(desired)
         for wave in _apply_order(outdated):
-            num_rejections = len(result.rejections)
-            outcomes = await _gather(self._apply_manifest(desired.key, *pair) for pair in wave)
-            for (manifest, _), outcome in zip(wave, outcomes, strict=True):
+            is_blocked = bool(missing - {*_INDEPENDENT_KINDS})
+            ready = [pair for pair in wave if not is_blocked or _needs_nothing(*pair)]
+            outcomes = await _gather(self._apply_manifest(desired.key, *pair) for pair in ready)
+            for (manifest, existing), outcome in zip(ready, outcomes, strict=True):
                 if isinstance(outcome, InvalidObject | Forbidden):
-                    result.add_rejection(outcome, resource_for(manifest))
+                    result.add_rejection(outcome, manifest, existing is not None)
+                    missing |= set() if existing is not None else {resource_for(manifest)}
                 elif isinstance(outcome, BaseException):
                     raise outcome
                 elif outcome is not None:
                     result.written_objects.append(outcome)
-            if len(result.rejections) > num_rejections:
-                break
         return result
 
     async def prune(self, desired: ParsedService, retained: Set[tuple[str, str]]) -> None:
@@ -205,29 +228,32 @@ class Applier:
 
     async def _lookup_all(
         self, desired: ParsedService, manifests: Iterable[Manifest], result: ApplyResult
-    ) -> list[tuple[Manifest, ExistingObject]]:
-        """Return each manifest together with its existing object.
+    ) -> tuple[list[tuple[Manifest, ExistingObject]], set[Resource]]:
+        """Return each manifest that can be applied, together with its existing object, and the kinds of the others.
 
-        If the operator is not allowed to read an optional kind, the manifests of this kind are added to the rejections
-        in `result`.
-
-        Errors of `_lookup` are raised only after all lookups have ended. In this way, a single pass removes all objects
-        of a deleted service. If the first error ended the lookups, each pass would remove only one object, and the
-        delay between passes would grow.
+        The reasons why manifests cannot be applied are added to `result`. Other errors of `_lookup` are raised only
+        after all lookups have ended. In this way, a single pass removes all objects of a deleted service. If the first
+        error ended the lookups, each pass would remove only one object, and the delay between passes would grow.
         """
         annotated = [_with_applied_digest(manifest) for manifest in manifests]
-        pairs, errors = [], []
+        pairs, missing, errors = [], set(), []
         existing_objects = await _gather(self._lookup(desired, manifest) for manifest in annotated)
         for manifest, existing in zip(annotated, existing_objects, strict=True):
-            if isinstance(existing, Forbidden) and resource_for(manifest) in resources.OPTIONAL_RESOURCES:
-                result.add_rejection(existing, resource_for(manifest))
+            if isinstance(existing, Forbidden):
+                result.add_rejection(existing, manifest, exists=False)
+            elif isinstance(existing, PendingDeletion):
+                result.add_pending_deletion(existing, manifest)
+            elif isinstance(existing, OwnershipConflict):
+                result.add_conflict(existing, manifest)
             elif isinstance(existing, BaseException):
                 errors.append(existing)
             else:
                 pairs.append((manifest, existing))
+                continue
+            missing.add(resource_for(manifest))
         if errors:
-            raise next((error for error in errors if not isinstance(error, PendingDeletion)), errors[0])
-        return pairs
+            raise errors[0]
+        return pairs, missing
 
     async def _lookup(self, desired: ParsedService, manifest: Manifest) -> ExistingObject:
         """Return the existing object that has the kind and the name of a manifest, if there is one.
@@ -243,9 +269,12 @@ class Applier:
             entry = self._cache.get(resource, namespace, name)
             if entry is not None and entry.key == desired.key and entry.controller_uid in (desired.uid, ""):
                 if entry.deleting:
-                    object_text = f"{resource.kind} {namespace}/{name}"
+                    finalizers = entry.body()["metadata"].get("finalizers") or ()
+                    cause = f" and waits for its finalizers {', '.join(finalizers)}" if finalizers else ""
                     raise PendingDeletion(
-                        f"{object_text} is being deleted; the operator creates it again when the deletion is complete"
+                        f"{resource.kind} {namespace}/{name} is being deleted{cause}; the operator creates it again "
+                        "when the deletion is complete",
+                        bool(finalizers),
                     )
                 return entry
             body = await self._client.get_or_none(resource, namespace, name)
@@ -350,6 +379,15 @@ class Applier:
 
     def _record_applied(self, key: ServiceKey, manifest: Manifest, applied: CachedObject) -> None:
         self._applied.setdefault(key, {})[_kind_and_name(manifest)] = _applied_version(manifest, applied)
+
+
+def _needs_nothing(manifest: Manifest, existing: ExistingObject) -> bool:
+    """Whether a manifest can be applied although an object is missing that new pods need."""
+    if resource_for(manifest) not in _WAITING_KINDS:
+        return True
+    annotations = existing.body()["metadata"].get("annotations") or {} if isinstance(existing, CachedObject) else {}
+    revision = manifest["metadata"]["annotations"].get(PODS_ANNOTATION)
+    return revision is not None and annotations.get(PODS_ANNOTATION) == revision
 
 
 def _kind_and_name(manifest: Manifest) -> tuple[str, str]:

@@ -5,11 +5,13 @@ It leaves out kinds that the API server does not serve, and objects that must wa
 restart, the selected Deployment keeps its pod template. Called by the reconciler.
 """
 
+import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quire_operator.api.llmservice import LLMService
+from quire_operator.api.quantity import to_bytes
 from quire_operator.controller.status.model_cache import is_terminating, job_succeeded
 from quire_operator.controller.template_revision import TemplateRevision
 from quire_operator.kube.resources import JOB, OPTIONAL_RESOURCES, PERSISTENT_VOLUME_CLAIM, resource_for
@@ -17,8 +19,9 @@ from quire_operator.kube.unknown_fields import FieldPath, remove_fields
 from quire_operator.plan.plan import Plan
 from quire_operator.render.context import RenderContext
 from quire_operator.render.manifests import Manifest
-from quire_operator.render.objects import render_objects
+from quire_operator.render.objects import render_objects, render_running_objects
 from quire_spec.constants import CONFIG_FILE
+from quire_spec.documents.download_result import KEPT_FOLDERS_VARIABLE
 from quire_spec.errors import ConfigError
 
 Body = Mapping[str, Any]
@@ -38,6 +41,8 @@ class LiveObjects:
     claim: Body | None = None
     download_jobs: Mapping[str, Body] | None = None
     """The Jobs that download the model, by name."""
+    used_folders: Collection[str] | None = None
+    """Names of the folders on the claim that pods use. None if this is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +54,10 @@ class ChildObjects:
     """Kinds that the spec requests explicitly, but that the API server does not serve."""
     download_job_name: str | None
     """Name of the download Job, or None if the model is not downloaded by a Job."""
-    waiting_for_download: bool
-    """True if the Deployment still has the previous model, because the new model is not downloaded completely."""
+    keeps_pods: bool
+    """True if the Deployment still has the pods of an earlier generation, because the new model is not downloaded
+    completely, or because the spec has no plan.
+    """
     unknown_fields: tuple[str, ...] = ()
     """Fields of the spec that the API server does not know. Empty before the first apply."""
     outdated_image: str = ""
@@ -93,7 +100,7 @@ def build_child_objects(
     is_serving = live_revision is not None and (live_objects.deployment or {}).get("spec", {}).get("replicas", 1) > 0
     model_ready = job is None or finished_job is not None
     is_same_revision = live_revision is not None and live_revision.inputs == revision.inputs
-    waiting_for_download = is_serving and not model_ready and not is_same_revision
+    keeps_pods = is_serving and not model_ready and not is_same_revision
     is_outdated = live_revision is not None and _has_outdated_image(live_revision, plan)
     if is_outdated and not is_same_revision:
         field = "the image in the chart's values" if service.spec.runtime.image is None else "spec.runtime.image"
@@ -102,18 +109,21 @@ def build_child_objects(
             "running with the previous spec; set an image of the operator's release, or omit the field"
         )
     keeps_template = is_same_revision and (is_outdated or not _must_update(service, live_revision, revision))
-    if live_revision is not None and (waiting_for_download or keeps_template):
+    if live_revision is not None and (keeps_pods or keeps_template):
         revision = live_revision
         if service.openai_port is not None and not revision.serves_openai:
             # Services and NetworkPolicies get the port of the OpenAI API when the pods get it, not earlier.
             return build_child_objects(service.without_openai(), pods_digest, plan, context, live_objects)
     replicas = service.spec.replicas if model_ready or is_serving else 0
-    manifests = [_with_live_values(service, m, replicas, live_objects) for m in revision.apply_to(manifests)]
+    manifests = [
+        _with_live_values(service, m, replicas, live_objects, downloads=not model_ready)
+        for m in revision.apply_to(manifests)
+    ]
     job_name = finished_job if job is None or finished_job is not None else str(job["metadata"]["name"])
     reported = tuple(k for k in (*rendered.unavailable_kinds, *missing_kinds) if k not in _DEFAULT_KINDS)
     pinned_image = service.spec.runtime.image or ""
     return ChildObjects(
-        tuple(manifests), reported, job_name, waiting_for_download, outdated_image=pinned_image if is_outdated else ""
+        tuple(manifests), reported, job_name, keeps_pods, outdated_image=pinned_image if is_outdated else ""
     )
 
 
@@ -122,6 +132,29 @@ def _must_update(service: LLMService, live_revision: TemplateRevision | None, re
     labels or annotations of the pods differ."""
     is_automatic = service.spec.rollout.updatePolicy == "Auto"
     return is_automatic and (live_revision is None or live_revision.template["spec"] != revision.template["spec"])
+
+
+def build_running_objects(
+    service: LLMService, plan: Plan, context: RenderContext, live_objects: LiveObjects
+) -> ChildObjects | None:
+    """Select the manifests to apply while there are no new pods, because the spec has no plan yet, or cannot have one.
+
+    The running pods keep their template. Their number, the adapters, the access to them and everything else that does
+    not depend on new pods follow the spec. `plan` is the plan of the running pods. Return None if no pods run.
+
+    Raises:
+        ConfigError: the adapter catalog is too large.
+    """
+    revision = TemplateRevision.from_deployment(live_objects.deployment)
+    if revision is None or not (live_objects.deployment or {}).get("spec", {}).get("replicas", 1):
+        return None
+    if service.openai_port is not None and not revision.serves_openai:
+        service = service.without_openai()
+    rendered = render_running_objects(service, plan, context, revision.template, revision.engine_configmap)
+    unavailable = {resource.kind for resource in OPTIONAL_RESOURCES} - context.available_kinds
+    manifests = [m for m in revision.apply_to(rendered.manifests) if m["kind"] not in unavailable]
+    manifests = [_with_live_values(service, m, service.spec.replicas, live_objects, downloads=False) for m in manifests]
+    return ChildObjects(tuple(manifests), (), None, keeps_pods=True)
 
 
 def _has_outdated_image(live_revision: TemplateRevision, plan: Plan) -> bool:
@@ -144,26 +177,51 @@ def unknown_fields(service: LLMService, unknown: Collection[FieldPath]) -> tuple
     return tuple(sorted(".".join(("spec.podTemplate", *path)) for path in used_paths))
 
 
-def _with_live_values(service: LLMService, manifest: Manifest, replicas: int, live_objects: LiveObjects) -> Manifest:
-    """Return the manifest, in which the values that the live objects determine are set."""
+def _with_live_values(
+    service: LLMService, manifest: Manifest, replicas: int, live_objects: LiveObjects, downloads: bool
+) -> Manifest:
+    """Return the manifest, in which the values that the live objects determine are set. `downloads` is True if the
+    model must still be downloaded.
+    """
     if manifest["kind"] == "Deployment":
         return {**manifest, "spec": {**manifest["spec"], "replicas": replicas}}
     if manifest["kind"] == "PersistentVolumeClaim" and live_objects.claim is not None:
-        return _claim_with_live_values(service, manifest, live_objects.claim["spec"])
-    return manifest
+        return _claim_with_live_values(service, manifest, live_objects.claim["spec"], downloads)
+    return _job_with_kept_folders(manifest, live_objects) if manifest["kind"] == "Job" else manifest
 
 
-def _claim_with_live_values(service: LLMService, manifest: Manifest, live_spec: Body) -> Manifest:
+def _job_with_kept_folders(manifest: Manifest, live_objects: LiveObjects) -> Manifest:
+    """Return the Job with the list of folders that it must keep. It removes all other revisions.
+
+    A Job is immutable, so it keeps the list with which it was created. Meanwhile, no pod can get a folder that is not
+    in the list, except the folder that the Job itself writes.
+    """
+    live_job = (live_objects.download_jobs or {}).get(manifest["metadata"]["name"])
+    if live_job is not None:
+        (container,) = live_job["spec"]["template"]["spec"]["containers"]
+        entries = [entry for entry in container.get("env") or () if entry["name"] == KEPT_FOLDERS_VARIABLE]
+    elif live_objects.used_folders is not None:
+        entries = [{"name": KEPT_FOLDERS_VARIABLE, "value": ",".join(sorted(live_objects.used_folders))}]
+    else:
+        entries = []
+    job = copy.deepcopy(manifest)
+    for container in job["spec"]["template"]["spec"]["containers"]:
+        container["env"] = [*(container.get("env") or ()), *entries]
+    return job
+
+
+def _claim_with_live_values(service: LLMService, manifest: Manifest, live_spec: Body, downloads: bool) -> Manifest:
     """Return the claim with the live value of each field that the spec does not set. Most fields of a claim are
-    immutable.
+    immutable. The size grows before a download that needs more room, but not because of a new release alone.
     """
     cache, spec = service.spec.cache, dict(manifest["spec"])
     if not cache.accessModes:
         spec["accessModes"] = live_spec["accessModes"]
     if not cache.storageClassName and "storageClassName" in live_spec:
         spec["storageClassName"] = live_spec["storageClassName"]
-    if not cache.size:
-        spec["resources"] = {"requests": {"storage": live_spec["resources"]["requests"]["storage"]}}
+    live_size, size = (parts["resources"]["requests"]["storage"] for parts in (live_spec, spec))
+    if not cache.size and (not downloads or to_bytes(live_size) >= to_bytes(size)):
+        spec["resources"] = {"requests": {"storage": live_size}}
     return {**manifest, "spec": spec}
 
 

@@ -20,11 +20,11 @@ from quire_operator.api.validation_errors import FieldPath
 from quire_operator.controller.compressed_json import decompress
 from quire_operator.controller.object_cache import CachedObject, ObjectCache, ServiceKey, controller_uid
 from quire_operator.controller.observe.pod_warnings import EVENT_POLL_S, PodWarnings
-from quire_operator.controller.status.model_cache import job_condition
+from quire_operator.controller.status.model_cache import describe_suspension, job_condition
 from quire_operator.controller.status.observed_state import parse_pod
 from quire_operator.kube import resources
 from quire_operator.kube.api_client import ApiClient
-from quire_operator.kube.errors import WriteConflict
+from quire_operator.kube.errors import Forbidden, InvalidObject, WriteConflict
 from quire_operator.kube.resources import Resource
 from quire_operator.plan.checkpoint import CheckpointInfo
 from quire_operator.plan.checkpoint_files import Parser, T, read_source_checkpoint
@@ -80,6 +80,11 @@ class _Request:
 
 class NotReadYet(Exception):
     """The facts about the model are not known yet; the message contains the reason."""
+
+    def __init__(self, message: str, needs_backoff: bool = False) -> None:
+        """`needs_backoff` is True if no event reports when the facts can be read."""
+        super().__init__(message)
+        self.needs_backoff = needs_backoff
 
 
 class CheckpointStore:
@@ -200,7 +205,7 @@ class CheckpointStore:
             self._requeue_waiting(source_key)
             raise
         if checkpoint is None:
-            problem = await self._describe_pod_problem(key, entry.key, name)
+            problem = await self._describe_pod_problem(key, entry)
             raise NotReadYet(f"Job {name} reads config.json from claim {source.claimName}{problem}")
         # The Job is not deleted here, because its result would be lost if the operator restarted before the plan is
         # stored. prune() deletes the Job after the plan is stored.
@@ -216,6 +221,9 @@ class CheckpointStore:
                 # The Job is created instead of applied, because several services may need it at the same time. The
                 # first one becomes its owner.
                 job = await self._client.create(resources.JOB, manifest)
+            except (InvalidObject, Forbidden) as error:
+                message = f"the API server rejects Job {name}, which reads config.json from a claim: {error}"
+                raise NotReadYet(message, needs_backoff=True) from error
             except WriteConflict as error:
                 self._requeue((service.namespace or "", service.name), _JOB_POLL_S)
                 raise NotReadYet(f"Job {name} is being started for another service") from error
@@ -238,19 +246,24 @@ class CheckpointStore:
             messages = _termination_messages(pods.items)
         return messages
 
-    async def _describe_pod_problem(self, waiting_service: ServiceKey, job_service: ServiceKey, job_name: str) -> str:
-        """Return the reason why the pod of a Job is not running. The Job belongs to `job_service`, but the reason is
-        reported in the status of `waiting_service`.
+    async def _describe_pod_problem(self, waiting_service: ServiceKey, job: CachedObject) -> str:
+        """Return the reason why the pod of a Job is not running. The Job can belong to another service, but the reason
+        is reported in the status of `waiting_service`.
         """
-        bodies = self._job_pods(job_service, job_name)
-        for body in bodies:
-            for condition in body.get("status", {}).get("conditions") or ():
-                if condition["type"] == "PodScheduled" and condition["status"] == "False":
-                    return f"; its pod has no node: {condition.get('message', '')}"
-        pods = await self._pod_warnings.attach_warnings(job_service[0], map(parse_pod, bodies))
-        if any(pod.creating for pod in pods):
+        if suspension := describe_suspension(job.body()):
+            return f"; {suspension}"
+        pods = await self._pod_warnings.attach_warnings(
+            job.namespace, map(parse_pod, self._job_pods(job.key, job.name))
+        )
+        if not pods or any(pod.creating for pod in pods):
             # A new Event about a pod does not requeue the service, so the service must be requeued here.
             self._requeue(waiting_service, EVENT_POLL_S)
+        if not pods:
+            warning = await self._pod_warnings.fetch_warning(job.namespace, job.name, job.uid)
+            return f"; it has no pod: {warning}" if warning else ""
+        for pod in pods:
+            if pod.gated or pod.unschedulable:
+                return f"; its pod has no node: {pod.gated or pod.unschedulable}"
         return next((f"; its pod waits: {pod.waiting}" for pod in pods if pod.waiting), "")
 
     def _job_pods(self, key: ServiceKey, job_name: str) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pod warnings: problems that the kubelet reports only in events. For example, a volume cannot be mounted.
+"""Pod warnings: problems that are reported only in events. For example, a volume cannot be mounted, or a quota does not
+allow the pod of a Job.
 
-The operator does not watch events. If the containers of a pod have not started after some seconds, it lists the events
-of that pod. Called by the state observer and the checkpoint store.
+The operator does not watch events. If the containers of a pod have not started after some seconds, or a Job has no pod,
+it lists the events of that object. Called by the state observer and the checkpoint store.
 """
 
 import asyncio
@@ -34,12 +35,12 @@ The kubelet sends such an event after two minutes, and the order of the parts in
 
 
 class PodWarnings:
-    """The latest warning about each pod. Warnings are cached for some seconds."""
+    """The latest warning about each pod or Job. Warnings are cached for some seconds."""
 
     def __init__(self, client: ApiClient, poll_s: float = EVENT_POLL_S) -> None:
         self._client, self._poll_s = client, poll_s
         self._warnings: dict[str, tuple[float, str]] = {}
-        """For each pod, by its uid: the time at which its events are listed next, and its last warning."""
+        """For each object, by its uid: the time at which its events are listed next, and its last warning."""
 
     async def attach_warnings(self, namespace: str, pods: Iterable[PodState]) -> tuple[PodState, ...]:
         """Return the same pods. If the containers of a pod do not start, its field `waiting` contains the warning of
@@ -47,27 +48,30 @@ class PodWarnings:
         """
         pods = tuple(pods)
         creating = sorted((pod for pod in pods if pod.creating), key=lambda pod: pod.name)[:_MAX_PODS_PER_PASS]
-        warnings = {pod.uid: await self._fetch_warning(namespace, pod) for pod in creating}
+        warnings = {pod.uid: await self.fetch_warning(namespace, pod.name, pod.uid) for pod in creating}
         return tuple(replace(pod, waiting=warnings[pod.uid]) if warnings.get(pod.uid) else pod for pod in pods)
 
-    async def _fetch_warning(self, namespace: str, pod: PodState) -> str:
+    async def fetch_warning(self, namespace: str, name: str, uid: str) -> str:
+        """Return the latest warning about a pod or a Job. The text is empty if there is none, or during the first
+        seconds.
+        """
         now = asyncio.get_running_loop().time()
-        if len(self._warnings) >= _MAX_CACHED_PODS and pod.uid not in self._warnings:
+        if len(self._warnings) >= _MAX_CACHED_PODS and uid not in self._warnings:
             # Entries of pods that have started are not used again.
             self._warnings.clear()
-        poll_at, warning = self._warnings.setdefault(pod.uid, (now + self._poll_s, ""))
+        poll_at, warning = self._warnings.setdefault(uid, (now + self._poll_s, ""))
         if now >= poll_at:
             try:
-                events = await self._client.list(resources.EVENT, namespace, field_selector=f"regarding.uid={pod.uid}")
+                events = await self._client.list(resources.EVENT, namespace, field_selector=f"regarding.uid={uid}")
                 warning = latest_warning(events.items)
             except ApiError as error:
-                logger.debug("could not list events pod=%s/%s error=%s", namespace, pod.name, error)
-            self._warnings[pod.uid] = (now + self._poll_s, warning)
+                logger.debug("could not list events object=%s/%s error=%s", namespace, name, error)
+            self._warnings[uid] = (now + self._poll_s, warning)
         return warning
 
 
 def latest_warning(events: Iterable[dict[str, Any]]) -> str:
-    """Return the reason and the note of the newest warning about a pod.
+    """Return the reason and the note of the newest warning about an object.
 
     The text is empty if there is no warning, or if a normal event is newer than the warning.
     """

@@ -44,6 +44,7 @@ class Reason(StrEnum):
     KINDS_LEFT_OUT = "KindsLeftOut"
     FIELDS_LEFT_OUT = "FieldsLeftOut"
     IMAGE_OUTDATED = "ImageOutdated"
+    DELETION_STUCK = "DeletionStuck"
     INVALID = "Invalid"
     CONFLICT = "Conflict"
     APPLY_REJECTED = "ApplyRejected"

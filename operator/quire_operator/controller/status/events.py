@@ -105,7 +105,7 @@ def _is_warning(kind: ConditionType, old: Mapping[str, Any], new: Mapping[str, A
             Reason.PODS_NOT_READY,
         )
     waiting_reasons = (Reason.DOWNLOADING, Reason.DOWNLOAD_PENDING)
-    warning_reasons = (Reason.KINDS_LEFT_OUT, Reason.FIELDS_LEFT_OUT, Reason.IMAGE_OUTDATED)
+    warning_reasons = (Reason.KINDS_LEFT_OUT, Reason.FIELDS_LEFT_OUT, Reason.IMAGE_OUTDATED, Reason.DELETION_STUCK)
     return reason in warning_reasons or (new["status"] != "True" and reason not in waiting_reasons)
 
 

@@ -4,19 +4,30 @@ status.py.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from quire_operator.api.llmservice import LLMService
+from quire_operator.api.quantity import to_bytes
 from quire_operator.api.validation_errors import FieldPath
 from quire_operator.controller.object_cache import CachedObject
 from quire_operator.controller.status import download_progress
 from quire_operator.controller.status.conditions import Condition, ConditionType, Reason
-from quire_operator.controller.status.observed_state import Body, ObservedState, PlanningResult, PodState
+from quire_operator.controller.status.observed_state import (
+    KUEUE_PREFIX,
+    Body,
+    ObservedState,
+    PlanningResult,
+    PodState,
+)
 from quire_operator.render import download_job, model_storage, object_names
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.download_progress import DownloadProgress
 from quire_spec.documents.download_result import PERMANENT_REASONS, DownloadReason, DownloadResult
+
+_QUEUE_LABEL = f"{KUEUE_PREFIX}queue-name"
+"""Label with the name of the queue that Kueue uses for an object."""
 
 
 def evaluate_model_cache(
@@ -45,7 +56,11 @@ def evaluate_model_cache(
         progress_fields = download_progress.to_fields(
             _current_progress(observed.job_pods), planned_bytes, previous_cache, now
         )
-        return _evaluate_job_download(service, observed, previous_cache, progress_fields)
+        condition, cache = _evaluate_job_download(service, observed, previous_cache, progress_fields)
+        is_too_small = observed.claim_rejection or condition.reason == Reason.NO_SPACE
+        if is_too_small and condition.is_true is not True and (note := _describe_claim_size(planning, observed)):
+            condition = replace(condition, message=f"{condition.message}; {note}")
+        return condition, cache
     if mode == "EmptyDir":
         # Pods with other download folders belong to an earlier spec.
         folders = tuple(model_storage.download_folders(service))
@@ -85,6 +100,15 @@ def predates_claim(job: Body | None, claim: Body | None) -> bool:
         return False
     job_created, claim_created = (body["metadata"].get("creationTimestamp", "") for body in (job, claim))
     return bool(job_created < claim_created)
+
+
+def describe_suspension(job: Body | None) -> str:
+    """Return a text if a Job is suspended, with the queue of Kueue for which it waits. Otherwise, the text is empty."""
+    if job is None or not job["spec"].get("suspend"):
+        return ""
+    queue = job["metadata"].get("labels", {}).get(_QUEUE_LABEL)
+    cause = f"it waits for queue {queue}" if queue else f"it has no label {_QUEUE_LABEL} with the name of a queue"
+    return f"Job {job['metadata']['name']} is suspended; {cause}"
 
 
 def is_terminating(claim: Body | None) -> bool:
@@ -189,6 +213,20 @@ def _explain_result(service: LLMService, result: DownloadReason, message: str) -
     return reason, message
 
 
+def _describe_claim_size(planning: PlanningResult, observed: ObservedState) -> str:
+    """Return a text with the size of the claim and the size that downloads need, if the claim is smaller."""
+    if planning.plan is None or observed.claim is None:
+        return ""
+    size, needed = observed.claim["spec"]["resources"]["requests"]["storage"], model_storage.claim_size(planning.plan)
+    if to_bytes(size) >= to_bytes(needed):
+        return ""
+    cause = f" and cannot grow ({observed.claim_rejection})" if observed.claim_rejection else ""
+    return (
+        f"claim {observed.claim['metadata']['name']} has {size}{cause}, but the previous and the next revision of the "
+        f"model need {needed}"
+    )
+
+
 def _explain_waiting(observed: ObservedState, pods: list[PodState], last_result: DownloadResult | None) -> str:
     """Return the reason why a download has not started yet."""
     if observed.claim and is_terminating(observed.claim):
@@ -203,7 +241,11 @@ def _explain_waiting(observed: ObservedState, pods: list[PodState], last_result:
     claim_text = (
         f"claim {observed.claim['metadata']['name']} is {phase}; " if observed.claim and phase != "Bound" else ""
     )
-    if pods and (pod_message := pods[-1].unschedulable or pods[-1].waiting):
+    if suspension := describe_suspension(observed.job):
+        return f"{claim_text}{suspension}"
+    if not pods and observed.job_warning:
+        return f"{claim_text}Job {observed.job['metadata']['name']} has no pod: {observed.job_warning}"
+    if pods and (pod_message := pods[-1].gated or pods[-1].unschedulable or pods[-1].waiting):
         return f"{claim_text}pod {pods[-1].name}: {pod_message}"
     if last_result and last_result.message:
         return f"{claim_text}it is tried again after: {last_result.message}"
@@ -266,6 +308,11 @@ def job_condition(job: Body | None, condition_type: str) -> Mapping[str, Any] | 
     """Return the Job's condition of the given type if the status of the condition is True. Otherwise, return None."""
     conditions = ((job or {}).get("status") or {}).get("conditions") or ()
     return next((c for c in conditions if c.get("type") == condition_type and c.get("status") == "True"), None)
+
+
+def is_finished(job: Body) -> bool:
+    """Whether a Job has completed or failed."""
+    return bool(job_condition(job, "Complete") or job_condition(job, "Failed"))
 
 
 def _condition(is_true: bool, reason: Reason, message: str) -> Condition:

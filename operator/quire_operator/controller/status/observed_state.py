@@ -22,6 +22,9 @@ Body = Mapping[str, Any]
 
 TEMPLATE_HASH = "pod-template-hash"
 HEALTH_PORT = "health"
+KUEUE_PREFIX = "kueue.x-k8s.io/"
+"""Prefix of the gates and labels of Kueue, which queues pods and Jobs."""
+_MAIN_CONTAINERS = (object_names.SERVER, model_storage.DOWNLOAD_CONTAINER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +65,24 @@ class PodState:
     """metadata.creationTimestamp"""
     unschedulable: str = ""
     """Message of the scheduler if it could not find a node for the pod. Empty if the pod has a node."""
+    gates: tuple[str, ...] = ()
+    """Names of the gates that keep the scheduler from looking at the pod."""
+    gate_message: str = ""
+    """Reason why Kueue does not remove its gate. Empty if it is not known."""
+    failure: str = ""
+    """Reason and message of a pod that has failed as a whole, such as Evicted. Empty if the pod has not failed."""
+    failed_at: str = ""
+    """Time of the last change of a condition of the pod, in the form of RFC 3339. For a pod that has failed, this is
+    about the time when it failed.
+    """
     waiting: str = ""
     """Reason and message of a container that is waiting. A container that only waits for an earlier container is
     ignored.
     """
     creating: bool = False
-    """True if the pod has a node, but none of its containers has started, because volumes, network or images are not
-    ready.
+    """True if the pod waits for something that only events report. Either it has a node, but none of its containers has
+    started, because volumes, network or images are not ready. Or the scheduler does not look at it yet, because a
+    resource claim does not exist.
     """
     image: str = ""
     """Image of the main container."""
@@ -97,6 +111,19 @@ class PodState:
         return self.report.core_started_at if self.report else None
 
     @property
+    def gated(self) -> str:
+        """Text with the gates that keep the scheduler from looking at the pod. Empty if there are none."""
+        if not self.gates:
+            return ""
+        message = f": {self.gate_message}" if self.gate_message else ""
+        return f"the scheduler waits until gate {' and '.join(self.gates)} is removed{message}"
+
+    @property
+    def is_gated_by_kueue(self) -> bool:
+        """Whether Kueue holds the pod back until its queue has quota."""
+        return any(gate.startswith(KUEUE_PREFIX) for gate in self.gates)
+
+    @property
     def alive(self) -> bool:
         """Whether the pod has not terminated and is not being deleted."""
         return not self.deleting and self.phase in ("Pending", "Running")
@@ -114,6 +141,8 @@ class ServicePods:
     """The pods of `job`, sorted by name."""
     claim: Body | None = None
     """The PersistentVolumeClaim that stores the model. `job` was selected for this claim."""
+    job_warning: str = ""
+    """Latest warning about `job`, if it has no pod. Empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +159,8 @@ class ObservedState:
     """The Job that downloads the model of the spec."""
     job_pods: tuple[PodState, ...] = ()
     """The pods of the download Job."""
+    job_warning: str = ""
+    """Latest warning about the download Job, if it has no pod. Empty if there is none."""
     claim: Body | None = None
     """PersistentVolumeClaim with the model."""
     applied_generation: int = 0
@@ -148,10 +179,12 @@ class ObservedState:
     """Message about an existing object that has the same name as a manifest, but another owner. Empty if there is
     none.
     """
-    pending_deletion: str = ""
-    """Name of an object that must first be deleted completely, before manifests can be applied. Empty if there is
-    none.
-    """
+    pending_deletions: tuple[str, ...] = ()
+    """Messages about objects that must first be deleted completely, before their manifests can be applied."""
+    stuck_deletions: tuple[str, ...] = ()
+    """Those of `pending_deletions` whose objects wait for finalizers."""
+    claim_rejection: str = ""
+    """Answer of the API server if the claim cannot grow. Empty if it can, or need not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +201,8 @@ class PlanningResult:
     """Text that describes what planning is waiting for. Empty if planning is not waiting."""
     read_error: DownloadReason | None = None
     """Reason why the model could not be read. None if it was read, or if nothing tried to read it."""
+    note: str = ""
+    """Text about nodes for which `plan` would be another one, if it were not kept. Empty if there are none."""
     needs_backoff: bool = False
     """True if no event reports when the wait is over. Planning must then be repeated, with delays that grow."""
 
@@ -177,7 +212,11 @@ def parse_pod(body: Body) -> PodState:
     meta, spec, state = body["metadata"], body.get("spec", {}), body.get("status", {})
     conditions = {c["type"]: c for c in state.get("conditions", ())}
     containers = spec.get("containers", ())
-    main = containers[0]["name"] if containers else object_names.SERVER
+    # A sidecar can be the first container, for example the proxy of a mesh.
+    main_container: Mapping[str, Any] = next(
+        (c for c in containers if c["name"] in _MAIN_CONTAINERS), next(iter(containers), {})
+    )
+    main = main_container.get("name", object_names.SERVER)
     main_state: Mapping[str, Any] = next((c for c in state.get("containerStatuses", ()) if c["name"] == main), {})
     ports = {p.get("name"): p["containerPort"] for c in containers for p in c.get("ports", ())}
     scheduled = conditions.get("PodScheduled", {})
@@ -193,11 +232,16 @@ def parse_pod(body: Body) -> PodState:
         restarts=main_state.get("restartCount", 0),
         template_hash=meta.get("labels", {}).get(TEMPLATE_HASH, ""),
         health_port=ports.get(HEALTH_PORT),
-        image=containers[0].get("image", "") if containers else "",
+        image=main_container.get("image", ""),
         created_at=meta.get("creationTimestamp", ""),
         unschedulable=scheduled.get("message", "") if unschedulable else "",
+        gates=tuple(gate["name"] for gate in spec.get("schedulingGates") or ()),
+        failure=": ".join(filter(None, (state.get("reason", ""), state.get("message", ""))))
+        if state.get("phase") == "Failed"
+        else "",
+        failed_at=max((c.get("lastTransitionTime") or "" for c in conditions.values()), default=""),
         waiting=next(_waiting_messages(state), ""),
-        creating="deletionTimestamp" not in meta and _is_creating(state),
+        creating="deletionTimestamp" not in meta and (_is_creating(state) or _is_unprocessed(spec, state)),
         terminated=next(_terminated_containers(state), None),
         download_folders=tuple(_download_folders(spec)),
         downloading=any(
@@ -234,6 +278,12 @@ def _waiting_messages(state: Mapping[str, Any]) -> Iterator[str]:
 def _is_creating(state: Mapping[str, Any]) -> bool:
     reasons = [container.get("state", {}).get("waiting", {}).get("reason") for container in _container_statuses(state)]
     return bool(reasons) and all(reason in _CREATING_REASONS for reason in reasons)
+
+
+def _is_unprocessed(spec: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Whether the scheduler has not looked at a pod. It ignores pods whose resource claims do not exist."""
+    is_scheduled = any(condition["type"] == "PodScheduled" for condition in state.get("conditions") or ())
+    return state.get("phase", "Pending") == "Pending" and not is_scheduled and not spec.get("schedulingGates")
 
 
 def _terminated_containers(state: Mapping[str, Any]) -> Iterator[TerminatedContainer]:

@@ -82,8 +82,7 @@ def evaluate_rollout(
     """
     deployment = observed.deployment
     if observed.applied_generation != generation or deployment is None:
-        pending_text = f"; {observed.pending_deletion}" if observed.pending_deletion else ""
-        message = f"the objects of this generation are being applied{pending_text}"
+        message = "; ".join(["the objects of this generation are being applied", *observed.pending_deletions])
         return RolloutState(desired_replicas, False, Reason.UPDATING, message, True)
     counts = _ReplicaCounts.from_deployment(deployment)
     if counts.is_complete(desired_replicas) and _pods_agree(observed, desired_replicas):

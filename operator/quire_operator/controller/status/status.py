@@ -160,8 +160,10 @@ def _config_valid(planning: PlanningResult, observed: ObservedState) -> Conditio
             "operator's release, or remove the field"
         )
         return Condition(ConditionType.CONFIG_VALID, True, Reason.IMAGE_OUTDATED, "\n".join([message, *omissions]))
+    omissions += observed.stuck_deletions
     if omissions:
         reason = Reason.FIELDS_LEFT_OUT if observed.unknown_fields else Reason.KINDS_LEFT_OUT
+        reason = Reason.DELETION_STUCK if observed.stuck_deletions else reason
         return Condition(ConditionType.CONFIG_VALID, True, reason, "\n".join(omissions))
     return Condition(ConditionType.CONFIG_VALID, True, Reason.ACCEPTED, "every field can be used")
 
@@ -174,7 +176,8 @@ def _planned_condition(planning: PlanningResult) -> Condition:
         return Condition(ConditionType.PLANNED, False, planning.unplannable.reason, str(planning.unplannable))
     if planning.waiting_for or plan is None:
         return Condition(ConditionType.PLANNED, None, Reason.PLANNING, planning.waiting_for or "not planned yet")
-    return Condition(ConditionType.PLANNED, True, plan.fit, plan.advice or _summarize_plan(plan))
+    message = "; ".join(filter(None, (plan.advice or _summarize_plan(plan), planning.note)))
+    return Condition(ConditionType.PLANNED, True, plan.fit, message)
 
 
 def _summarize_plan(plan: Plan) -> str:
