@@ -42,6 +42,10 @@ _OPTIONAL_SYNC_S = 10.0
 """The workers wait at most this many seconds for the first list of an optional kind. The API server may always answer
 403 for such a kind.
 """
+_RIGHTS_POLL_S = 2.0
+"""Seconds between two checks of the namespaces in which the operator lacks permissions."""
+_UNSERVED_RETRY_S = 60.0
+"""Services in such a namespace are looked at again after this many seconds, and as soon as the permissions return."""
 _OUTAGE_RETRY_S = 30.0
 """Maximum number of seconds until the next attempt while the API server is unavailable. The retries are necessary
 because no event reports that the outage has ended.
@@ -149,6 +153,7 @@ class Controller:
             self._spawn(self._run_worker())
         verifier = CacheVerifier(self.client, self.cache, self.reflectors, self.metrics, settings.namespaces)
         self._spawn(verifier.run(settings.verify_interval_s, settings.verify_grace_s))
+        self._spawn(self._watch_permissions())
         await self._watch_new_kinds(set(available_kinds))
 
     async def _wait_for_discovery(self) -> frozenset[Resource]:
@@ -171,10 +176,34 @@ class Controller:
         self.reflectors += reflectors
         self.heartbeats += (reflector.heartbeat for reflector in reflectors)
         optional = [reflector for reflector in reflectors if reflector.resource in OPTIONAL_RESOURCES]
-        await asyncio.gather(*(reflector.synced.wait() for reflector in reflectors if reflector not in optional))
+        await asyncio.gather(*(self._wait_until_listed(each) for each in reflectors if each not in optional))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_OPTIONAL_SYNC_S):
                 await asyncio.gather(*(reflector.synced.wait() for reflector in optional))
+
+    async def _wait_until_listed(self, reflector: Reflector) -> None:
+        """Wait for the first list of a kind. In a namespace without permissions, do not wait: others are served."""
+        while not reflector.synced.is_set() and not (reflector.namespace and reflector.heartbeat.denied):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_RIGHTS_POLL_S / 10):
+                    await reflector.synced.wait()
+
+    async def _watch_permissions(self) -> None:
+        """Log the namespaces that are not served, and serve them as soon as the permissions return."""
+        unserved: dict[str, str] = {}
+        while True:
+            before, unserved = unserved, self.unserved_namespaces()
+            for namespace in unserved.keys() - before.keys():
+                logger.error(
+                    "namespace is not served, because a permission is missing or the namespace does not exist "
+                    "namespace=%s error=%s", namespace, unserved[namespace],
+                )  # fmt: skip
+            for namespace in before.keys() - unserved.keys():
+                logger.info("namespace is served again namespace=%s", namespace)
+                for entry in self.cache.objects_of_kind(resources.LLM_SERVICE):
+                    if entry.namespace == namespace:
+                        self.queue.add(entry.key)
+            await asyncio.sleep(_RIGHTS_POLL_S)
 
     async def _watch_new_kinds(self, watched: set[Resource]) -> None:
         """Start to watch optional kinds that are installed later."""
@@ -196,6 +225,10 @@ class Controller:
     async def _run_worker(self) -> None:
         while True:
             key = await self.queue.get()
+            if key[0] in self.unserved_namespaces():
+                self.metrics.reconciles.labels("unserved").inc()
+                self.queue.done(key, _UNSERVED_RETRY_S)
+                continue
             started_at, num_applied_before = time.monotonic(), self.reconciler.num_applied(key)
             try:
                 result = await self.reconciler.reconcile(key)
@@ -236,10 +269,20 @@ class Controller:
     def ready(self) -> bool:
         """Whether the workers are running and the cache is filled.
 
-        The cache must contain all LLMServices and all objects of the required kinds.
+        The cache must contain all LLMServices and all objects of the required kinds, except those of namespaces that
+        are not served.
         """
-        required = [heartbeat for heartbeat in self.heartbeats if heartbeat.resource not in OPTIONAL_RESOURCES]
-        return self.started.is_set() and all(heartbeat.ever_beat for heartbeat in required)
+        unserved = self.unserved_namespaces()
+        served = [heartbeat for heartbeat in self._required_heartbeats() if heartbeat.namespace not in unserved]
+        return self.started.is_set() and bool(served) and all(heartbeat.ever_beat for heartbeat in served)
+
+    def unserved_namespaces(self) -> dict[str, str]:
+        """Return the watched namespaces in which the operator lacks permissions, with the answer of the API server."""
+        denied = [heartbeat for heartbeat in self._required_heartbeats() if heartbeat.namespace and heartbeat.denied]
+        return {str(heartbeat.namespace): heartbeat.denied for heartbeat in denied}
+
+    def _required_heartbeats(self) -> list[WatchHeartbeat]:
+        return [heartbeat for heartbeat in self.heartbeats if heartbeat.resource not in OPTIONAL_RESOURCES]
 
     def unhealthy_reason(self) -> str:
         """Return the reason why this process must be restarted. The text is empty if the process is healthy."""
@@ -275,6 +318,9 @@ class Controller:
         self.metrics.queue_depth.set(self.queue.depth)
         self.metrics.queue_age.set(self.queue.oldest_age_s)
         self.metrics.services.set(len(self.cache.objects_of_kind(resources.LLM_SERVICE)))
+        unserved = self.unserved_namespaces()
+        for namespace in self.settings.namespaces:
+            self.metrics.namespace_served.labels(namespace).set(namespace not in unserved)
         ages: dict[str, float] = {}
         for heartbeat in self.heartbeats:
             ages[heartbeat.resource.kind] = max(ages.get(heartbeat.resource.kind, 0.0), heartbeat.age_s)

@@ -29,7 +29,9 @@ async def serve_health(controller: Controller, host: str, port: int) -> AsyncIte
 
     async def ready(_: web.Request) -> web.Response:
         is_ready = controller.ready
-        return web.Response(text="ready\n" if is_ready else "reading the cluster\n", status=200 if is_ready else 503)
+        lines = [f"namespace {name} is not served: {why}" for name, why in controller.unserved_namespaces().items()]
+        text = "\n".join(["ready" if is_ready else "reading the cluster", *lines, ""])
+        return web.Response(text=text, status=200 if is_ready else 503)
 
     async def metrics(_: web.Request) -> web.Response:
         text = controller.metrics.generate_text(controller.update_gauges)

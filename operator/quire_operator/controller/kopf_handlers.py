@@ -221,7 +221,8 @@ def trace_watches(heartbeats: Sequence[WatchHeartbeat]) -> aiohttp.TraceConfig:
                 if params.response.status == 200:
                     heartbeat.beat()
                 else:
-                    heartbeat.record_error()
+                    is_denied = params.response.status in (401, 403)
+                    heartbeat.record_error(f"HTTP {params.response.status} for {path}" if is_denied else "")
 
     trace_config = aiohttp.TraceConfig()
     trace_config.on_request_end.append(on_request_end)

@@ -40,6 +40,12 @@ class ControllerMetrics:
             registry=registry,
         )
         self.services = Gauge("quire_operator_services", "Known LLMServices.", registry=registry)
+        self.namespace_served = Gauge(
+            "quire_operator_namespace_served",
+            "Whether a watched namespace is served: 1, or 0 while the operator lacks permissions in it.",
+            ["namespace"],
+            registry=registry,
+        )
         self.queue_depth = Gauge(
             "quire_operator_queue_depth", "LLMServices that wait in the work queue.", registry=registry
         )

@@ -27,7 +27,7 @@ import aiohttp
 import orjson
 
 from quire_operator.kube.api_client import ApiClient
-from quire_operator.kube.errors import ApiError, ResourceVersionExpired, error_from_event
+from quire_operator.kube.errors import ApiError, Forbidden, ResourceVersionExpired, error_from_event
 from quire_operator.kube.resources import Resource
 from quire_operator.kube.watch_heartbeat import WatchHeartbeat
 from quire_spec.backoff import backoff
@@ -105,7 +105,10 @@ class Reflector:
                 failures = 0
             except (ApiError, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 if isinstance(error, ApiError) and error.status:
-                    self.heartbeat.record_error()
+                    self.heartbeat.record_error(str(error) if isinstance(error, Forbidden) else "")
+                    if isinstance(error, Forbidden):
+                        # Changes can be missed until the permission returns.
+                        self._resource_version = ""
                 if isinstance(error, ResourceVersionExpired):
                     self._resource_version = ""
                 was_established = time.monotonic() - started_at > self._timeouts.max_backoff_s

@@ -16,17 +16,21 @@ class WatchHeartbeat:
         self.resource, self.namespace = resource, namespace
         self.ever_beat = False
         """Whether the API server has sent data or accepted the watch at least once since this object was created."""
+        self.denied = ""
+        """The answer of the API server, if it denies the watch because of a missing permission. Empty if it allows the
+        watch."""
         self._last_beat_at = self._last_response_at = time.monotonic()
 
     def beat(self) -> None:
         """Record that the API server sent objects or a bookmark, or accepted a watch."""
         self._last_beat_at = self._last_response_at = time.monotonic()
-        self.ever_beat = True
+        self.ever_beat, self.denied = True, ""
 
-    def record_error(self) -> None:
+    def record_error(self, denied: str = "") -> None:
         """Record that the API server responded with an error. The watcher then tries again. A restart of the operator
-        would not help."""
+        would not help. `denied` is the error if a permission is missing."""
         self._last_response_at = time.monotonic()
+        self.denied = denied or self.denied
 
     def reset(self) -> None:
         """Set both ages to 0. The operator calls this method if no watch was possible until now."""
