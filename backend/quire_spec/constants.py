@@ -32,6 +32,8 @@ MAX_OPENAI_FRONTS = 16
 CLOSING_FILE = "closing"
 """Name of a file. While the pod is about to stop, the run folder contains this file. When the file exists, the OpenAI
 front closes its connections, so that its clients connect to other pods."""
+CACHE_SALT_SECRET_FILE = "cache-salt-secret"
+"""Name of a file in the run folder. It contains the secret of the cache salts if no admin key is configured."""
 MAX_SOCKET_PATH = 107
 """Maximum length of a Unix socket's path in bytes. sockaddr_un on Linux has no room for a longer path."""
 

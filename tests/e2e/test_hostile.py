@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invalid requests: each gets one clear error, and the next request works."""
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.quire_serve import run_concurrently
+from support.quire_serve import command_line, run_concurrently
 
 pytestmark = pytest.mark.server
 
@@ -128,6 +130,19 @@ def test_invalid_requests_do_not_affect_valid_ones(service):
     streams = run_concurrently(*(s for pair in zip(good, bad, strict=True) for s in pair))
     assert [s.text for s in streams[::2]] == [alone] * 8
     assert all("temperature" in s.error for s in streams[1::2])
+
+
+def test_other_users_of_the_machine_can_read_nothing(service):
+    works(service)
+    processes = [process for process in service.child_processes() if "tritonserver" in process.name()]
+    assert processes
+    for process in service.child_processes():
+        assert not re.search("key=[0-9a-f]{32}", " ".join(command_line(process)))
+    prefix = (service.folder / "run/shm-prefix").read_text()
+    regions = list(Path("/dev/shm").glob(f"{prefix}*"))
+    assert regions and all(region.stat().st_mode & 0o077 == 0 for region in regions)
+    assert (service.folder / "run").stat().st_mode & 0o077 == 0
+    assert (service.folder / "run/cache-salt-secret").stat().st_mode & 0o077 == 0
 
 
 def works(service):

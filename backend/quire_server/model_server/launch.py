@@ -42,6 +42,9 @@ SHM_RESERVE_BYTES = 8 * 2**20
 _GUARD_VARIABLE = "QUIRE_SERVER_GUARD"
 """Environment variable for the request guard in the preload library: the names of the defects that the guard prevents.
 1 stands for all of them, and 0 turns the guard off. If the variable is not set, defects.py decides."""
+_KEY_VARIABLE = "QUIRE_SERVER_KEY"
+"""Environment variable that contains the key of the restricted APIs. The preload library removes it, and stubs do not
+inherit it."""
 _GUARD_HTTP_PORT_VARIABLE = "QUIRE_GUARD_HTTP_PORT"
 _GUARD_MAX_BODY_VARIABLE = "QUIRE_GUARD_MAX_BODY_BYTES"
 MAX_BODY_BYTES = MAX_PROMPT_BYTES + 2**20
@@ -54,7 +57,7 @@ _STUB_FILE = "triton_python_backend_stub"
 
 _MODEL_VARIABLES = re.compile(
     r"PATH|LD_LIBRARY_PATH|LD_PRELOAD|HOME|USER|LOGNAME|LANG|LANGUAGE|TZ|TMPDIR|VIRTUAL_ENV|CONDA_PREFIX|SSL_CERT_(FILE|DIR)"
-    r"|HF_HOME|HF_HUB_(CACHE|OFFLINE)|QUIRE_(SERVER_GUARD|GUARD_\w+|READINESS_FILE|FORWARDED_HEADERS)|POD_IP"
+    r"|HF_HOME|HF_HUB_(CACHE|OFFLINE)|QUIRE_(SERVER_GUARD|SERVER_KEY|GUARD_\w+|READINESS_FILE|FORWARDED_HEADERS)|POD_IP"
     r"|(LC|CUDA|NVIDIA|NCCL|OMP|MKL|KMP|GOMP|OPENBLAS)_\w*|PYTHON\w*"
 )
 """The server can also run the models of --model-repository. In that case, the code of these models can read only the
@@ -217,7 +220,11 @@ def server_command(
     """Create the server's backend folder in `options.run_dir`, and return the server's command line and environment."""
     serves_others = options.other_repository is not None
     backends = _link_backends(install, python, options.run_dir, all_backends=serves_others)
-    closed = f"{','.join(RESTRICTED)}:{KEY_HEADER}={options.key}"
+    library = preload.find_or_build_library(backends)
+    # Other users of this machine can read the command line of a process, but not its environment. The library replaces
+    # the placeholder by the key.
+    shown_key = options.key if library is None else f"${_KEY_VARIABLE}"
+    closed = f"{','.join(RESTRICTED)}:{KEY_HEADER}={shown_key}"
     flags = {
         "model-repository": options.repository,
         "backend-directory": backends,
@@ -252,7 +259,8 @@ def server_command(
     argv += [f"--{argument}" for argument in options.arguments]
     argv += [f"--backend-config=python,{name}={value}" for name, value in backend_config.items()]
     env = _environment(python)
-    if library := preload.find_or_build_library(backends):
+    if library is not None:
+        env[_KEY_VARIABLE] = options.key
         env["LD_PRELOAD"] = ":".join(filter(None, [str(library), env.get("LD_PRELOAD")]))
         env.setdefault(_GUARD_VARIABLE, ",".join(defect.name for defect in defects_of(install.binary)) or "0")
         env[_GUARD_HTTP_PORT_VARIABLE] = str(options.http_port)

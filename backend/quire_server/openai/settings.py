@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from quire_spec import constants
 from quire_spec.documents.pod_config import OpenAIConfig, PodConfig
 from quire_spec.errors import ConfigError
 from quire_spec.net.addresses import listen_address
@@ -26,6 +27,9 @@ class FrontSettings:
     """File that contains the admin key, which is needed to load and unload adapters. None: adapters cannot be
     changed."""
 
+    cache_salt_secret_file: Path | None = None
+    """File that contains the secret of the cache salts. None: the front makes a random secret."""
+
     @classmethod
     def load(cls, config_file: Path, run_dir: Path, environment: Mapping[str, str]) -> Self:
         """Read pod.json. Raises ConfigError if the document is invalid, or does not configure the OpenAI API."""
@@ -33,7 +37,15 @@ class FrontSettings:
         if config.openai is None:
             raise ConfigError(f"{config_file}: openai: missing; add it, or do not start the front")
         admin_key_file = config.adminKeyFile if config.openai.allowRuntimeLoraUpdating else None
-        return cls(run_dir, config.servedName, listen_address(config.host, environment), config.openai, admin_key_file)
+        return cls(
+            run_dir,
+            config.servedName,
+            listen_address(config.host, environment),
+            config.openai,
+            admin_key_file,
+            # The pods of a service have the same admin key. Therefore, they have the same salts, and can share blocks.
+            config.adminKeyFile or run_dir / constants.CACHE_SALT_SECRET_FILE,
+        )
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ from quire_server.supervisor import exec_with_pdeathsig
 from quire_spec.documents.pod_status import utc_now
 
 _PR_SET_CHILD_SUBREAPER = 36
+_UMASK = 0o077
+"""Only the supervisor's user can read what a child creates: the stubs' regions of shared memory contain prompts."""
 _TAIL_LINES = 40
 _MAX_LINE_BYTES = 8192
 _OUTPUT_TIMEOUT_S = 0.5
@@ -72,6 +74,7 @@ class ChildProcess:
             stderr=subprocess.STDOUT,
             bufsize=0,
             process_group=0,
+            umask=_UMASK,
         )
         try:
             child = cls(name, popen, relay)

@@ -33,7 +33,7 @@ from quire_server.supervisor.child_process import ChildProcess
 from quire_server.supervisor.managed_process import ManagedProcess
 from quire_server.supervisor.openai_front import OpenAIFront, openai_process_name
 from quire_server.supervisor.other_models import OtherModels
-from quire_server.supervisor.run_dir import OTHER_REPOSITORY, REPOSITORY, write_shm_prefix
+from quire_server.supervisor.run_dir import OTHER_REPOSITORY, REPOSITORY, write_cache_salt_secret, write_shm_prefix
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.stub_watcher import StubProcess, StubWatcher
 from quire_spec import constants
@@ -94,6 +94,7 @@ class ProcessManager:
         self.other_models: OtherModels | None = None
         """The models of server.modelRepository. The supervisor sets this attribute before it calls `run`."""
         write_shm_prefix(run_dir, self._options.shm_prefix)
+        write_cache_salt_secret(run_dir)
         self._relay = relay
         self.on_change: Callable[[], None] = lambda: None
         """Function that is called whenever a process, a handle or a connection has changed."""

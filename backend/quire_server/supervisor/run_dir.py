@@ -5,6 +5,7 @@ only one supervisor uses the folder."""
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ _SOCKETS = (
 )
 _OWNED_NAMES = (
     *(*_SOCKETS, REPOSITORY, OTHER_REPOSITORY, "backends", open_requests.FOLDER, _SHM_PREFIX),
-    *(readiness_file.NAME, constants.CLOSING_FILE),
+    *(readiness_file.NAME, constants.CLOSING_FILE, constants.CACHE_SALT_SECRET_FILE),
 )
 
 
@@ -76,6 +77,13 @@ def write_shm_prefix(run_dir: Path, prefix: str) -> None:
     whenever a supervisor is killed.
     """
     (run_dir / _SHM_PREFIX).write_text(prefix)
+
+
+def write_cache_salt_secret(run_dir: Path) -> None:
+    """Write a random secret for the cache salts. All OpenAI fronts of the pod use it."""
+    path = run_dir / constants.CACHE_SALT_SECRET_FILE
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
 
 
 def clean(run_dir: Path) -> None:

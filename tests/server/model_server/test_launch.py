@@ -112,7 +112,12 @@ def test_command_and_environment(python, tmp_path):
     for _ in range(2):  # the folder of a previous start already exists
         argv, env = launch.server_command(launch.find_server(), python, options)
     flags = dict(arg.removeprefix("--").split("=", 1) for arg in argv[1:] if "=" in arg)
-    assert flags["http-restricted-api"] == "model-repository,shared-memory,trace,logging:quire-server-key=KEY"
+    assert (
+        flags["http-restricted-api"]
+        == "model-repository,shared-memory,trace,logging:quire-server-key=$QUIRE_SERVER_KEY"
+    )
+    assert not any("KEY" in argument.replace("$QUIRE_SERVER_KEY", "") for argument in argv)
+    assert env["QUIRE_SERVER_KEY"] == "KEY"
     assert flags["grpc-restricted-protocol"] == flags["http-restricted-api"]
     addresses = [flags[f"{kind}-address"] for kind in ("http", "grpc", "metrics")]
     assert addresses == ["ipv6:::1", "[::1]", "ipv6:::1"], "test_supervisor.py checks them with the real server"
@@ -154,6 +159,15 @@ def test_restricted_http_apis_require_the_key(running, method, path):
     response = running.request("http", path, b"" if method == "POST" else None)
     assert response.status == 403, response
     assert running.generate(BASE, "x").status == 200
+
+
+@pytest.mark.server
+def test_no_other_user_and_no_stub_can_read_the_key(running):
+    server = psutil.Process(running.process.pid)
+    for process in [server, *server.children(recursive=True)]:
+        assert running.key not in " ".join(process.cmdline())
+        assert process.pid == server.pid or running.key not in process.environ().values()
+    assert running.key not in running.log.read_text()
 
 
 @pytest.mark.server

@@ -2,9 +2,11 @@
 """Keys, limits and the attacks that other servers fell to, against a real front."""
 
 import contextlib
+import hashlib
 import json
 import socket
 import time
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -12,7 +14,11 @@ from support.engine_processes import wait_for
 from support.openai_front import running_front
 
 from quire_server.openai.http import access, api_keys
+from quire_server.openai.http.access import AccessControl
+from quire_server.openai.http.cache_salts import CacheSalts
 from quire_server.openai.http.protocol import MAX_HEAD_BYTES
+from quire_server.openai.settings import FrontSettings
+from quire_spec.documents.pod_config import OpenAIConfig
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -109,6 +115,35 @@ def test_keys_that_cannot_be_read_accept_nobody(tmp_path):
         for authorization in (b"Bearer ", b"Bearer", b"", b"Bearer x"):
             with pytest.raises(api_keys.ApiError, match="valid API key"):
                 checked.authenticate(authorization)
+
+
+def test_salts_of_the_prefix_cache_need_the_secret(tmp_path):
+    def salts(secret: str | None) -> CacheSalts:
+        file = tmp_path / "secret"
+        file.unlink(missing_ok=True)
+        if secret is not None:
+            file.write_text(secret)
+        return CacheSalts(
+            FrontSettings(tmp_path, "base", "127.0.0.1", OpenAIConfig(), cache_salt_secret_file=tmp_path / "secret")
+        )
+
+    pods = [salts("of the service") for _ in range(2)]
+    assert pods[0].salt("alice", "a") == pods[1].salt("alice", "a"), "replicas share blocks"
+    names = [("alice", None), ("alice", "bob"), ("bob", None), ("", "alice")]
+    distinct = {pods[0].salt(*pair) for pair in names} | {salts(secret).salt("alice", None) for secret in ("x", None)}
+    assert len(distinct) == len(names) + 2
+    assert salts(None).salt("alice", None) != salts(None).salt("alice", None)
+    # What another client can compute from the name of the key.
+    assert hashlib.sha256(b"alice/").hexdigest() not in distinct
+
+
+def test_also_a_single_key_has_its_salt(tmp_path, keys):
+    def salt(**options) -> str | None:
+        settings = FrontSettings(tmp_path, "base", "127.0.0.1", OpenAIConfig(**options))
+        return AccessControl(settings).cache_salt(SimpleNamespace(api_key_name="alice"), None)
+
+    assert salt(apiKeysDir=keys) is not None, "the server's ports need no key"
+    assert salt(apiKeysDir=keys, sharedPrefixCache=True) is None and salt() is None
 
 
 def test_adapters_cannot_be_changed_unless_the_server_allows_it(front):

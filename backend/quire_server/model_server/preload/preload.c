@@ -31,6 +31,11 @@
 // ignore_status_header: the server uses a stream after it has freed it if an error and the end of the stream meet, and
 // the stream has the header triton_grpc_error. The server then ignores this header, and errors stay in the responses.
 //
+// fchmod: the Python backend makes the regions of its stubs readable for all users. They contain prompts and outputs.
+//
+// insert_key: the server takes the key of its restricted APIs only as an argument, which all users of the machine can
+// read.
+//
 // TRITONSERVER_ServerIsReady, TRITONSERVER_ServerModelIsReady: the server reports ready as soon as a model is loaded,
 // even while the engine starts or is dead. If QUIRE_READINESS_FILE is set, its answer is true only if that file agrees
 // (readiness_file.py describes it). This does not depend on QUIRE_SERVER_GUARD.
@@ -65,6 +70,7 @@ typedef ssize_t Send(int, const void *, size_t, int);
 typedef int Accept(int, struct sockaddr *, socklen_t *, int);
 
 typedef int Close(int);
+typedef int ChangeMode(int, mode_t);
 typedef ssize_t ReadV(int, const struct iovec *, int);
 typedef uint32_t ByteSize(int);
 typedef void *NewError(int, const char *);
@@ -76,6 +82,7 @@ typedef void *ModelIsReady(void *, const char *, int64_t, bool *);
 static Send *next_send;
 static Accept *next_accept;
 static Close *next_close;
+static ChangeMode *next_fchmod;
 static ReadV *next_readv;
 static ByteSize *next_byte_size;
 static NewError *new_error;
@@ -135,16 +142,32 @@ static int has_defect(const char *guard, const char *name) {
   return 0;
 }
 
-__attribute__((constructor)) static void start(void) {
+// Replace the placeholder $QUIRE_SERVER_KEY in the arguments by the key. The memory that /proc/PID/cmdline shows stays as
+// it is. Children do not inherit the variable.
+static void insert_key(int argc, char **argv) {
+  static const char placeholder[] = "$QUIRE_SERVER_KEY";
+  const char *key = getenv(placeholder + 1);
+  for (int i = 1; key != NULL && i < argc; i++) {
+    char *found = strstr(argv[i], placeholder), *argument = NULL;
+    if (found == NULL) continue;
+    if (asprintf(&argument, "%.*s%s%s", (int)(found - argv[i]), argv[i], key, found + sizeof placeholder - 1) < 0) abort();
+    argv[i] = argument;
+  }
+  unsetenv(placeholder + 1);
+}
+
+__attribute__((constructor)) static void start(int argc, char **argv) {
   next_send = (Send *)dlsym(RTLD_NEXT, "send");
   next_accept = (Accept *)dlsym(RTLD_NEXT, "accept4");
   next_close = (Close *)dlsym(RTLD_NEXT, "close");
+  next_fchmod = (ChangeMode *)dlsym(RTLD_NEXT, "fchmod");
   next_readv = (ReadV *)dlsym(RTLD_NEXT, "readv");
   next_byte_size = (ByteSize *)dlsym(RTLD_NEXT, "TRITONSERVER_DataTypeByteSize");
   next_server_is_ready = (ServerIsReady *)dlsym(RTLD_NEXT, "TRITONSERVER_ServerIsReady");
   next_model_is_ready = (ModelIsReady *)dlsym(RTLD_NEXT, "TRITONSERVER_ServerModelIsReady");
   readiness_path = getenv("QUIRE_READINESS_FILE");
   is_server = strcmp(program_invocation_short_name, "tritonserver") == 0;
+  if (is_server) insert_key(argc, argv);
   const char *guard = getenv("QUIRE_SERVER_GUARD");
   is_guarded = is_server && (guard == NULL || strcmp(guard, "0") != 0);
   new_error = (NewError *)dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");
@@ -249,6 +272,15 @@ int close(int fd) {
   connections[fd]->is_open = 0;
   pthread_mutex_unlock(&closing);
   return next_close(fd);
+}
+
+int fchmod(int fd, mode_t mode) {
+  static const char regions[] = "/dev/shm/quire-";
+  char link[32], path[sizeof regions] = "";
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  ssize_t size = readlink(link, path, sizeof path - 1);
+  int is_region = size == sizeof path - 1 && strcmp(path, regions) == 0;
+  return next_fchmod(fd, is_region ? mode & 0700 : mode);
 }
 
 // Send an error response and close the sending side.

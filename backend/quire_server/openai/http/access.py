@@ -11,6 +11,7 @@ import ipaddress
 from quire_server.openai.errors import ApiError, error_from_code
 from quire_server.openai.http.admin_key import AdminKey
 from quire_server.openai.http.api_keys import ApiKeys
+from quire_server.openai.http.cache_salts import CacheSalts
 from quire_server.openai.http.message import HttpRequest
 from quire_server.openai.settings import FrontSettings
 from quire_spec.errors import Unavailable
@@ -31,7 +32,8 @@ class AccessControl:
 
     def __init__(self, settings: FrontSettings) -> None:
         openai = settings.openai
-        self._keys = ApiKeys(openai.apiKeysDir, openai.sharedPrefixCache) if openai.apiKeysDir else None
+        self._keys = ApiKeys(openai.apiKeysDir) if openai.apiKeysDir else None
+        self._salts = None if self._keys is None or openai.sharedPrefixCache else CacheSalts(settings)
         self._admin_key = AdminKey(settings.admin_key_file) if settings.admin_key_file else None
         self._is_loopback = is_loopback(settings.host)
         self._origins = {origin.encode() for origin in openai.corsAllowedOrigins}
@@ -53,7 +55,7 @@ class AccessControl:
 
     def cache_salt(self, request: HttpRequest, salt: str | None) -> str | None:
         """Return the salt that the prefix cache uses for a request. `salt` is the field cache_salt of the request."""
-        return salt if self._keys is None else self._keys.cache_salt(request.api_key_name, salt)
+        return salt if self._salts is None else self._salts.salt(request.api_key_name, salt)
 
     def cors_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
         """Return the headers that allow a web page to read a response. The list is empty unless the origin of the page

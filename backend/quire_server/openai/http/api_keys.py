@@ -25,12 +25,8 @@ logger = logging.getLogger(__name__)
 class ApiKeys:
     """The API keys in a folder."""
 
-    def __init__(
-        self, folder: Path, shares_prefix_cache: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """With `shares_prefix_cache`, requests with different keys can use the same cached prompts."""
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
-        self._shares_prefix_cache = shares_prefix_cache
         self._clock = clock
         self._checked_at = -CHECK_INTERVAL_S
         self._signature: object = None
@@ -51,15 +47,6 @@ class ApiKeys:
         if not name or scheme.lower() != b"bearer":
             raise ApiError(401, "authorization: send 'Authorization: Bearer KEY' with a valid API key", "authorization")
         return name
-
-    def cache_salt(self, key_name: str, salt: str | None) -> str | None:
-        """Return the salt that the prefix cache uses for a request. If there are several keys, each key has its own
-        salt."""
-        if self._shares_prefix_cache or len(self._digests) < 2:
-            return salt
-        # A client's salt cannot contain a slash. Therefore, two different pairs of key name and salt never result in
-        # the same text.
-        return hashlib.sha256(f"{key_name}/{salt or ''}".encode()).hexdigest()
 
     def _reload_if_changed(self) -> None:
         now = self._clock()
