@@ -120,6 +120,8 @@ class Sequence:
     """Sequences with a lower number run first."""
     arrival_time: float = 0.0
     """Time of arrival in monotonic seconds."""
+    client: str = ""
+    """The client that sent the request. Clients share the engine equally."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -162,8 +164,8 @@ class Sequence:
     first token on."""
     num_cached_blocks: int = 0
     """Number of blocks at the start of the table that came from the prefix cache or were passed to it."""
-    sort_key: tuple[int, int, int] = (0, 0, 0)
-    """The scheduler's sort key: priority, arrival number, number of the beam."""
+    sort_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)
+    """The scheduler's sort key: priority, start tag of the virtual clock, arrival number, number of the beam."""
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     parent: "Sequence | None" = None

@@ -88,6 +88,7 @@ class InputProcessor:
             parent_id=request.parent_id,
             priority=request.priority,
             arrival_time=self._clock(),
+            client=request.client,
         )
 
     def _create_grammar(self, request: SequenceRequest) -> Grammar | None:

@@ -103,6 +103,7 @@ class RequestState:
             grammar=prepared.grammar,
             begin_after_token_ids=prepared.begin_after_token_ids,
             reasoning_marks=prepared.reasoning_marks,
+            client=self.request.client,
         )
         return fan_out(base_request)
 

@@ -37,8 +37,12 @@ class BeamUpdate:
 class BeamScheduler:
     """The open beam searches."""
 
-    def __init__(self, block_manager: BlockManager, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, block_manager: BlockManager, num_blocks: int, block_size: int, max_num_seqs: int, has_window: bool
+    ) -> None:
+        """`has_window` says whether blocks leave a sliding window while a sequence runs."""
         self._block_manager = block_manager
+        self._has_window = has_window
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
@@ -65,8 +69,10 @@ class BeamScheduler:
                 "use fewer, or raise max_num_seqs"
             )
         # All beams share the full blocks of the prompt. The last prompt token is not counted, because a beam that
-        # resumes must compute at least one token again.
+        # resumes must compute at least one token again. With a window, a beam that resumes can find nothing to share,
+        # because the beam before it has freed blocks of the prompt.
         num_prompt_tokens = (len(sequence.prompt_token_ids) - 1) // self._block_size * self._block_size
+        num_prompt_tokens *= not self._has_window
         num_prompt_blocks = self._block_manager.num_blocks(num_prompt_tokens)
         num_tokens = len(sequence.prompt_token_ids) + sequence.max_output_tokens
         num_needed = num_prompt_blocks + width * (self._block_manager.num_blocks(num_tokens) - num_prompt_blocks)
@@ -153,11 +159,11 @@ class BeamScheduler:
     def _fork(self, beam: Sequence, group: BeamGroup, sequence_id: int) -> Sequence:
         """Return a new beam with the tokens and the blocks of `beam`."""
         self._block_manager.share(beam)
-        priority, arrival, _ = beam.sort_key
+        priority, tag, arrival, _ = beam.sort_key
         return replace(
             beam,
             id=sequence_id,
-            sort_key=(priority, arrival, sequence_id - group.id),
+            sort_key=(priority, tag, arrival, sequence_id - group.id),
             output_token_ids=list(beam.output_token_ids),
             output_logprobs=list(beam.output_logprobs),
             block_table=list(beam.block_table),

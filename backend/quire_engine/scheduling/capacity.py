@@ -3,7 +3,7 @@
 
 The check changes nothing; the scheduler decides and preempts."""
 
-from collections import abc
+from collections import Counter, abc
 
 from quire_engine.kv_cache.block_manager import BlockManager
 from quire_engine.kv_cache.block_pool import BlockPool
@@ -46,8 +46,7 @@ class CapacityCheck:
         """
         if sequence.resumes_beam_group:
             return True
-        num_starting = 1 if sequence.beam_group is None else sequence.beam_group.width
-        return self._num_places(builder, preempted) + num_starting <= self._max_num_seqs
+        return self._num_places(builder, preempted) + _num_places_of(sequence) <= self._max_num_seqs
 
     def preemption_victims(
         self, sequence: Sequence, prefix: PrefixHit, builder: StepPlanBuilder
@@ -64,10 +63,10 @@ class CapacityCheck:
             # priority.
             group = sequence.beam_group
             candidates = [s for s in self._running if s.sort_key > sequence.sort_key and s.beam_group is not group]
-        elif not self._running or self._running.least_urgent.priority <= sequence.priority:
-            return None
+        elif self.can_preempt(sequence):
+            candidates = self._less_entitled(sequence)
         else:
-            candidates = [s for s in self._running if s.priority > sequence.priority and s is not sequence.parent]
+            return None
         # Beams that resume are planned before more urgent sequences. A more urgent sequence must not preempt a sequence
         # that this step already computes.
         computed = {span.sequence.beam_group or span.sequence for span in builder.prefills}
@@ -81,6 +80,47 @@ class CapacityCheck:
             if self._fits(sequence, prefix, builder, candidates[:num_preempted], num_freed_blocks):
                 return candidates[:num_preempted]
         return None
+
+    def can_preempt(self, sequence: Sequence) -> bool:
+        """Return whether there may be running sequences that must stop for `sequence` if it does not fit."""
+        if not self._running:
+            return False
+        return self._running.least_urgent.priority > sequence.priority or (
+            self._running.least_urgent.priority == sequence.priority and bool(self._num_surplus(sequence))
+        )
+
+    def _less_entitled(self, sequence: Sequence) -> list[Sequence]:
+        """Return the running sequences that can be preempted for `sequence`, the most urgent one first.
+
+        They have a lower priority, or they have the same priority and belong to a client that has much more running
+        sequences. The most urgent sequence of all is never among those, so that it finishes.
+        """
+        surplus, most_urgent = self._num_surplus(sequence), self._running.most_urgent
+        candidates = []
+        counted_groups = {most_urgent.beam_group or most_urgent: False}
+        for s in reversed(self._running.snapshot()):
+            if s is sequence.parent or s.priority < sequence.priority:
+                continue
+            if s.priority == sequence.priority:
+                unit = s.beam_group or s
+                if unit not in counted_groups:
+                    num_stopped = _num_places_of(s)
+                    counted_groups[unit] = num_stopped <= surplus[s.client]
+                    surplus[s.client] -= num_stopped * counted_groups[unit]
+                if not counted_groups[unit]:
+                    continue
+            candidates.append(s)
+        return candidates[::-1]
+
+    def _num_surplus(self, sequence: Sequence) -> Counter[str]:
+        """Return how many sequences of each other client can be preempted for the client of `sequence`.
+
+        A client is preempted only if it has at least twice as many running sequences as the other client will have. If
+        the difference could be smaller, clients with almost equal shares would preempt each other all the time.
+        """
+        num_running = self._running.num_by_client
+        num_own = num_running[sequence.client] + _num_places_of(sequence)
+        return Counter({client: num - num_own for client, num in num_running.items() if num >= 2 * num_own})
 
     def _fits(
         self,
@@ -107,3 +147,8 @@ class CapacityCheck:
         stopped_groups = {s.beam_group for s in preempted if s.beam_group is not None}
         num_stopped = sum(s.beam_group is None for s in preempted) + sum(group.width for group in stopped_groups)
         return num_places - num_stopped
+
+
+def _num_places_of(sequence: Sequence) -> int:
+    """Return how many places a sequence and the other beams of its search occupy."""
+    return 1 if sequence.beam_group is None else sequence.beam_group.width

@@ -3,6 +3,7 @@
 the other contains the running sequences."""
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -16,6 +17,8 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
+        self.num_by_client: Counter[str] = Counter()
+        """Number of sequences of each client that has any."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -28,6 +31,11 @@ class RequestQueue:
         """The least urgent sequence. The queue must not be empty."""
         return self._sequences[-1]
 
+    @property
+    def most_urgent(self) -> Sequence:
+        """The most urgent sequence. The queue must not be empty."""
+        return self._sequences[0]
+
     def snapshot(self) -> list[Sequence]:
         """Return a list of all sequences. Later changes of the queue do not change this list."""
         return self._sequences.copy()
@@ -35,9 +43,13 @@ class RequestQueue:
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence at the position of its sort key."""
         insort(self._sequences, sequence, key=_SORT_KEY)
+        self.num_by_client[sequence.client] += 1
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, which must be in the queue."""
         index = bisect_left(self._sequences, sequence.sort_key, key=_SORT_KEY)
         assert self._sequences[index] is sequence
         del self._sequences[index]
+        self.num_by_client[sequence.client] -= 1
+        if not self.num_by_client[sequence.client]:
+            del self.num_by_client[sequence.client]

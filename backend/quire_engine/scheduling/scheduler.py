@@ -29,6 +29,7 @@ from quire_engine.scheduling.capacity import CapacityCheck
 from quire_engine.scheduling.in_flight_steps import InFlightSteps
 from quire_engine.scheduling.request_checks import check_request, find_parent
 from quire_engine.scheduling.request_queue import RequestQueue
+from quire_engine.scheduling.virtual_clock import VirtualClock
 from quire_engine.sequence import BeamGroup, FinishReason, Sequence, SequenceStatus
 from quire_engine.speculation.draft_planner import DraftPlanner
 from quire_engine.step.builder import StepPlanBuilder
@@ -38,16 +39,28 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
 from quire_spec.model.kv_layout import KVLayout
 
+MAX_SHARING_CLIENTS = 4
+"""Maximum number of clients whose prompts a step computes in equal parts. With more clients, the parts would be so
+small that all prompts end late."""
+
 
 class Scheduler:
     """Continuous batching over one pool of KV blocks. The following rules always hold.
 
-    Order. Sequences are sorted by priority, and then by arrival number. This sort key never changes. All priorities are
-    equal unless scheduling_policy is "priority". Waiting sequences start in this order, and partial prefills continue
-    in this order. Therefore, a preempted sequence resumes before later ones start. A waiting sequence that does not fit
-    delays all sequences behind it. Otherwise, shorter prompts could overtake a long one forever. A sequence whose
-    adapter has no slot yet does not delay others. A fork waits until the prompt of its parent is computed. In the
-    meantime, one of the `max_num_seqs` places and one block are reserved for the fork.
+    Order. Sequences are sorted by priority, and then by the start tag of the virtual clock, which orders the sequences
+    of one client by arrival, and gives all clients equal shares. This sort key never changes. All priorities are equal
+    unless scheduling_policy is "priority". Waiting sequences start in this order, and partial prefills continue in this
+    order. Therefore, a preempted sequence resumes before later ones start. A waiting sequence that does not fit delays
+    all sequences behind it, except those of clients that have fewer running sequences. Otherwise, shorter prompts could
+    overtake a long one forever. A sequence whose adapter has no slot yet does not delay others. A fork waits until the
+    prompt of its parent is computed. In the meantime, one of the `max_num_seqs` places and one block are reserved for
+    the fork.
+
+    Clients. If several clients have prompts to compute, each gets an equal part of the step's token budget, and what is
+    left goes to the most urgent prompts. At most MAX_SHARING_CLIENTS clients share a step. If a waiting sequence does
+    not fit, running sequences of a client with at least twice as many running sequences are preempted, but never the
+    most urgent sequence of all. So the first token of a new client waits for a few steps, and not for the queue of
+    another client. An engine with a single client works as if there were no clients.
 
     Progress. A sequence gets the blocks for its whole prompt when it is admitted. After that, it needs new blocks only
     for decoding: one block per `block_size` tokens. If no block is free, the least urgent running sequence is
@@ -59,9 +72,9 @@ class Scheduler:
     Urgency. If a waiting sequence does not fit, running sequences that have a lower priority (a larger number) are
     preempted. The least urgent one is preempted first, and none is preempted if that would not free enough places and
     blocks. The waiting sequence then starts in the same step. By this rule, only a more urgent sequence can get the
-    blocks of another one. A sequence of the same priority is preempted only for decoding (see Progress). Therefore,
-    every sequence finishes, unless sequences that are more urgent keep arriving forever. Without priorities, this rule
-    never applies.
+    blocks of another one. A sequence of the same priority is preempted only for decoding (see Progress) or for another
+    client (see Clients). Therefore, every sequence finishes, unless sequences that have a higher priority keep arriving
+    forever. Without priorities, this rule never applies.
 
     Restart. When a sequence grows beyond the long-rope threshold of its model, the keys of all its tokens change. The
     sequence then returns to the waiting queue with the same sort key. This happens at most once per sequence. The
@@ -111,10 +124,14 @@ class Scheduler:
         self.draft_planner = DraftPlanner.from_config(config, self.block_manager)
         self._has_long_rope = block_hasher.long_rope_threshold is not None
         self._num_arrivals = 0
+        self._clock = VirtualClock()
         self._sequences: dict[int, Sequence] = {}
         self._waiting = RequestQueue()
         self._running = RequestQueue()
-        self._beams = BeamScheduler(self.block_manager, block_pool.num_blocks, config.block_size, config.max_num_seqs)
+        self._beams = BeamScheduler(
+            *(self.block_manager, block_pool.num_blocks, config.block_size, config.max_num_seqs),
+            layout.window is not None,
+        )
         self._capacity = CapacityCheck(config.max_num_seqs, self._running, block_pool, self.block_manager, self._beams)
         self._in_flight = InFlightSteps()
         # The step in flight whose sequences already contain placeholders for the tokens that it samples.
@@ -170,6 +187,11 @@ class Scheduler:
             return 0
         return sum(1 for sequence in self._waiting if sequence.host_blocks)
 
+    @property
+    def _clients(self) -> set[str]:
+        """The clients that have unfinished sequences."""
+        return self._running.num_by_client.keys() | self._waiting.num_by_client.keys()
+
     def usage_by_adapter(self) -> dict[AdapterDigest | None, AdapterUsage]:
         """Return how many sequences and KV blocks each adapter has. The key None stands for the base model. A shared
         block is counted for each sequence that uses it.
@@ -196,7 +218,7 @@ class Scheduler:
         if sequence.params.use_beam_search:
             self._beams.add(sequence)
         self._num_arrivals += 1
-        sequence.sort_key = sequence.priority, self._num_arrivals, 0
+        sequence.sort_key = sequence.priority, self._clock.tag(sequence), self._num_arrivals, 0
         self._sequences[sequence.id] = sequence
         self._waiting.add(sequence)
         self.waiting_for_adapters = False
@@ -468,40 +490,62 @@ class Scheduler:
 
         These are the prompts of partial prefills and of waiting sequences that fit.
         """
-        partial_prefills.reverse()
         waiting = self._waiting.snapshot()
         if self._beams.num_unused_places:
             # Beams that must resume come first. Until they resume, their group makes no progress but still occupies
             # blocks.
             waiting.sort(key=lambda sequence: not sequence.resumes_beam_group)
+        clients = self._waiting.num_by_client.keys() | {sequence.client for sequence in partial_prefills}
+        if len(clients) > 1 and self._config.enable_chunked_prefill:
+            builder.client_share = builder.token_budget // min(len(clients), MAX_SHARING_CLIENTS)
+            self._spend_budget(builder, partial_prefills, waiting, now)
+            builder.lift_client_share()
+            planned = {span.sequence for span in builder.prefills}
+            partial_prefills = [sequence for sequence in partial_prefills if sequence not in planned]
+            waiting = [sequence for sequence in waiting if sequence.status is not SequenceStatus.RUNNING]
+        self._spend_budget(builder, partial_prefills, waiting, now)
+
+    def _spend_budget(
+        self, builder: StepPlanBuilder, partial_prefills: list[Sequence], waiting: list[Sequence], now: float
+    ) -> None:
+        """Plan prompts in order of urgency, until the token budget or the share of each client is spent."""
+        partial_prefills = partial_prefills[::-1]
+        delayed_clients: set[str] = set()
         for sequence in waiting:
             self._continue_prefills(builder, partial_prefills, sequence.sort_key)
+            if builder.is_share_spent(sequence.client) or not self._may_start_before(delayed_clients, sequence.client):
+                continue
             if not self._admit(sequence, builder, now):
-                break
+                if builder.token_budget == 0 or len(self._waiting.num_by_client) == 1:
+                    break
+                delayed_clients.add(sequence.client)
         self._continue_prefills(builder, partial_prefills)
+
+    def _may_start_before(self, delayed_clients: set[str], client: str) -> bool:
+        """Return whether sequences of `client` can start before sequences of other clients that do not fit."""
+        num_running = self._running.num_by_client
+        return all(num_running[client] < num_running[delayed] for delayed in delayed_clients)
 
     def _continue_prefills(
         self,
         builder: StepPlanBuilder,
         partial_prefills: list[Sequence],
-        before_sort_key: tuple[int, ...] = (sys.maxsize,),
+        before_sort_key: tuple[float, ...] = (sys.maxsize,),
     ) -> None:
         """Continue partial prefills, from the end of the list, as long as their sort keys are less than
         `before_sort_key`."""
         while partial_prefills and builder.token_budget and partial_prefills[-1].sort_key < before_sort_key:
             sequence = partial_prefills.pop()
-            if sequence.status is SequenceStatus.RUNNING:
+            budget = builder.budget_of(sequence.client)
+            if sequence.status is SequenceStatus.RUNNING and budget:
                 remaining = sequence.num_prefill_tokens - sequence.num_computed_tokens
-                builder.add_prefill(self._make_span(sequence, min(remaining, builder.token_budget)))
+                builder.add_prefill(self._make_span(sequence, min(remaining, budget)))
 
     def _admit(self, sequence: Sequence, builder: StepPlanBuilder, now: float) -> bool:
         """Start a waiting sequence, or skip it. Return False if the sequences after it in the queue must wait too."""
         if builder.token_budget == 0 and builder.prefills:
             return False
-        if (
-            not self._capacity.has_free_seq(sequence, builder)
-            and sequence.priority >= self._running.least_urgent.priority
-        ):
+        if not self._capacity.has_free_seq(sequence, builder) and not self._capacity.can_preempt(sequence):
             return False
         if parent := sequence.awaited_parent:
             # For a beam, a place among the running sequences is already reserved.
@@ -514,7 +558,7 @@ class Scheduler:
             return True
         if (prefix := self._usable_prefix(sequence, builder)) is None:
             return False
-        length = self._chunk_length(sequence.num_prefill_tokens - prefix.num_tokens, builder.token_budget)
+        length = self._chunk_length(sequence.num_prefill_tokens - prefix.num_tokens, builder.budget_of(sequence.client))
         if length == 0:
             return False
         self._waiting.remove(sequence)
@@ -525,6 +569,7 @@ class Scheduler:
         self._running.add(sequence)
         self.block_manager.allocate(sequence, prefix, builder)
         if is_first_run:
+            self._clock.advance(sequence, len(self._clients))
             builder.started.append((sequence.id, now - sequence.arrival_time))
             self.prefix_cache.record_hit(sequence, prefix)
         builder.add_prefill(self._make_span(sequence, length))
@@ -612,14 +657,15 @@ class Scheduler:
         sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
         if self.draft_planner is not None and sequence.beam_group is None:
             self.draft_planner.finish(sequence)
+        (self._running if was_running else self._waiting).remove(sequence)
+        if sequence.client not in self._clients:
+            self._clock.forget(sequence.client)
         if was_running:
-            self._running.remove(sequence)
             if self._in_flight:
                 self._in_flight.finished_sequences.append(sequence)
                 return
             self._release_resources(sequence)
         else:
-            self._waiting.remove(sequence)
             self.block_manager.drop_swapped(sequence)
         self._drop_adapter_ref(sequence)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builder of a step plan; the scheduler and the block manager add spans and copies."""
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 from quire_engine.sequence import Sequence
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan, SwapCopy
@@ -21,6 +22,9 @@ class StepPlanBuilder:
     started: list[tuple[int, float]] = field(default_factory=list)
     pending_forks: set[int] = field(default_factory=set)
     """Ids of forks that will start as soon as their parents' prompts are computed."""
+    client_share: int | None = None
+    """Maximum number of prompt tokens of each client; None means no limit."""
+    prefill_tokens_by_client: Counter[str] = field(default_factory=Counter)
 
     def remove_decode(self, sequence: Sequence) -> None:
         """Remove the decode span of a sequence, if it has one."""
@@ -28,10 +32,30 @@ class StepPlanBuilder:
         self.token_budget += len(self.decodes) - len(remaining)
         self.decodes = remaining
 
+    def budget_of(self, client: str) -> int:
+        """Return how many prompt tokens a client can still have in this step."""
+        if self.client_share is None:
+            return self.token_budget
+        return min(self.token_budget, self.client_share - self.prefill_tokens_by_client[client])
+
+    def is_share_spent(self, client: str) -> bool:
+        """Return whether a client has its share of the prompt tokens of this step."""
+        return self.client_share is not None and self.prefill_tokens_by_client[client] >= self.client_share
+
     def add_prefill(self, span: ScheduledSpan) -> None:
         """Add a chunk of a prompt."""
         self.prefills.append(span)
         self.token_budget -= span.length
+        self.prefill_tokens_by_client[span.sequence.client] += span.length
+
+    def lift_client_share(self) -> None:
+        """Give the tokens that no share has used to the chunks that a share has cut."""
+        self.client_share = None
+        for i, span in enumerate(self.prefills):
+            missing = span.sequence.num_prefill_tokens - span.end
+            if extra := min(missing, self.token_budget):
+                self.prefills[i] = replace(span, length=span.length + extra)
+                self.token_budget -= extra
 
     def build(self) -> StepPlan:
         """Return the plan."""

@@ -108,6 +108,9 @@ class GenerateRequest(RequestMessage, frozen=True, tag=2):
     """Name of the API key that the client used. Metrics report it. Empty if no keys are configured."""
     parsing: OutputParsing | None = None
     """If it is set, the deltas contain parsed events instead of text. If it is None, the deltas contain text."""
+    client: str = ""
+    """The client that sent the request: the name of its API key, its address, or the port that it used. Clients share
+    the engine equally."""
 
 
 class CancelRequests(Message, frozen=True, tag=3):
@@ -261,6 +264,8 @@ class SequenceRequest(RequestMessage, frozen=True, tag=6):
     They are needed for params.thinking_token_budget. The start mark is empty if the output already begins inside the
     reasoning. The list is empty if the request has no budget.
     """
+    client: str = ""
+    """See GenerateRequest."""
 
 
 class AbortSequences(Message, frozen=True, tag=7):

@@ -91,6 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         stops=st.sampled_from([frozenset[int](), STOPS]),
         bad_words_draw=st.integers(0, 5),
+        client=st.sampled_from(["a", "a", "b", "c"]),
     )
     def arrive(
         self,
@@ -101,10 +102,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         stops: frozenset[int],
         bad_words_draw: int,
+        client: str,
     ) -> None:
         adapter_digest = None if adapter_letter == "0" else adapter_letter
         priority = priority if self.harness.config.scheduling_policy == "priority" else 0
         fields: dict[str, Any] = {"adapter_digest": adapter_digest, "priority": priority, "stop_token_ids": stops}
+        fields |= {"client": client}
         # A sequence with bad words is excluded from lookahead.
         fields |= {"bad_words": ((VOCAB,),)} if bad_words_draw == 5 else {}
         sequence = self.harness.add([letter] * length, num_output, **fields)
@@ -120,6 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         width=st.integers(1, 4),
         length_penalty=st.sampled_from([0.0, 1.0]),
         early_stopping=st.sampled_from([True, False, "never"]),
+        client=st.sampled_from("ab"),
     )
     def search(
         self,
@@ -131,10 +135,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         width: int,
         length_penalty: float,
         early_stopping: bool | str,
+        client: str,
     ) -> None:
         params = {"use_beam_search": True, "n": width}
         params |= {"length_penalty": length_penalty, "early_stopping": early_stopping}
-        fields: dict[str, Any] = {"stop_token_ids": stops, "params": params}
+        fields: dict[str, Any] = {"stop_token_ids": stops, "params": params, "client": client}
         fields |= {"adapter_digest": None if adapter_letter == "0" else adapter_letter}
         fields |= {"priority": priority} if self.harness.config.scheduling_policy == "priority" else {}
         with contextlib.suppress(InvalidArgument):
