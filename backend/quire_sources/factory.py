@@ -14,8 +14,11 @@ from typing import Self
 from urllib.parse import urlsplit
 
 import aiohttp
+import huggingface_hub
+from yarl import URL
 
 from quire_sources.credentials import SecretValues, http_headers, hub_token, s3_credentials
+from quire_sources.http.borders import Borders
 from quire_sources.http.client import HttpClient, create_session
 from quire_sources.mounted_secrets import MountedSecrets
 from quire_sources.reader import SourceReader
@@ -39,6 +42,8 @@ class SourceOptions:
     """True if `path` sources are allowed. This is the case on a developer's machine, but never in a pod."""
     hub_endpoint: str | None = None
     """URL of the hub; None: the default of huggingface_hub, which HF_ENDPOINT sets."""
+    borders: Borders | None = None
+    """Addresses to which the readers connect; None: all. A process that reads the URLs of other people has borders."""
 
 
 def concurrency_key(source: Source) -> str:
@@ -70,20 +75,24 @@ class SourceFactory(AsyncExitStack):
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = await self.enter_async_context(create_session())
+        self._session = await self.enter_async_context(create_session(self._options.borders))
         return self
 
     def open_reader(self, source: Source) -> SourceReader:
         """Return the reader of `source`; raises ConfigError if the source is invalid or not allowed."""
         assert self._session is not None, "SourceFactory is an async context manager"
-        client = HttpClient(self._session)
+        borders = self._options.borders
         match source:
             case Source(huggingFace=HuggingFaceSource() as hub):
-                return HubReader(client, hub, partial(hub_token, hub, self._read_secret), self._options.hub_endpoint)
+                endpoint = self._options.hub_endpoint
+                client = HttpClient(self._session, borders, URL(endpoint or huggingface_hub.constants.ENDPOINT))
+                return HubReader(client, hub, partial(hub_token, hub, self._read_secret), endpoint)
             case Source(s3=S3Source() as s3):
-                return S3Reader(self._session, s3, partial(s3_credentials, s3, self._read_secret))
+                return S3Reader(self._session, s3, partial(s3_credentials, s3, self._read_secret), borders)
             case Source(http=HttpSource() as http):
-                return HttpReader(client, http, partial(http_headers, http, self._read_secret))
+                return HttpReader(
+                    HttpClient(self._session, borders), http, partial(http_headers, http, self._read_secret)
+                )
             case Source(pvc=PvcSource() as pvc):
                 return self._pvc_reader(pvc)
             case Source(path=str() as path):

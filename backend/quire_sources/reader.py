@@ -97,4 +97,6 @@ async def read_range(reader: SourceReader, name: str, start: int, max_bytes: int
         raise Unavailable(
             f"{reader.display_name(name)}: only {len(data)} bytes arrived in {_RANGE_TIMEOUT_S:g} s"
         ) from error
-    return bytes(data[skip : skip + max_bytes])
+    # Without a copy of the slice, because several large files can be read at the same time.
+    del data[skip + max_bytes :], data[:skip]
+    return bytes(data)

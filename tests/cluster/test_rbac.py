@@ -24,6 +24,7 @@ from support.cluster import optional_crd, running_cluster
 from support.controller_harness import answer_model_readers, llm_service, make_claim
 from support.engine_processes import wait_for
 from support.fake_kubelet import FakeKubelet
+from support.own_address import own_address
 
 from quire_operator.kube import rbac
 from quire_operator.kube.api_client import ApiClient
@@ -33,7 +34,10 @@ from quire_operator.kube.resources import EVENT, LLM_SERVICE
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 SYSTEM, ACCOUNT = "quire-system", "system:serviceaccount:quire-system:quire"
-VALUES = {"operator": {"logFormat": "text"}}
+
+HOST = own_address()
+"""The operator never reads from loopback addresses."""
+VALUES = {"operator": {"logFormat": "text"}, "sources": {"allowedCIDRs": [f"{HOST}/32"]}}
 
 UNSEEN = {
     # Checked by an admission plugin of the API server that is off by default, not by a request.
@@ -105,9 +109,9 @@ class Models(http.server.SimpleHTTPRequestHandler):
 def models():
     """URL of the folder examples/models."""
     handler = functools.partial(Models, directory=ROOT / "examples/models")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with http.server.ThreadingHTTPServer((HOST, 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"http://{HOST}:{server.server_address[1]}"
         server.shutdown()
 
 

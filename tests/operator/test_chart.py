@@ -20,6 +20,7 @@ from support.openapi import CRD
 
 from quire_operator.api import crd
 from quire_operator.render import object_names
+from quire_sources.http.borders import PRIVATE_NETWORKS
 
 MATRIX = {"defaults": {}, "named": ALL_VALUES, "off": DISABLED_VALUES}
 OPTIONAL = {"PodMonitor"}
@@ -236,6 +237,11 @@ def test_ids_can_be_left_to_the_cluster(folder):
     assert security({}) == ids | always
     assert security(dict.fromkeys(ids)) == always
     assert security({"runAsUser": 1000700000})["runAsUser"] == 1000700000
+
+
+def test_the_default_networks_of_sources_are_those_of_the_operator(folder, objects):
+    assert option(objects, "source-networks") == [",".join(PRIVATE_NETWORKS)]
+    assert option(render_chart(folder, {"sources": {"allowedCIDRs": []}}), "source-networks") == [""]
 
 
 def test_view_and_edit_roles_include_llmservices(objects):

@@ -156,7 +156,9 @@ class ControllerHarness:
         controller.reconciler._deps.status_writer._record_write = record_harness_write
 
     def _controller_settings(self) -> ControllerSettings:
-        return ControllerSettings(**{"namespaces": (self.namespace,), "resync_s": 3600.0, **self.settings})
+        # Models of tests are on loopback addresses, which the operator otherwise never reads.
+        defaults = {"namespaces": (self.namespace,), "resync_s": 3600.0, "borders": None}
+        return ControllerSettings(**{**defaults, **self.settings})
 
     def _cluster_config(self) -> ClusterConfig:
         return ClusterConfig.from_environment(str(self.kubeconfig or self.cluster.kubeconfig))

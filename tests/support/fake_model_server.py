@@ -13,7 +13,8 @@ from support.controller_harness import TINY
 class FakeModelServer:
     """Serves the same model under every folder, from its construction on."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.num_requests = 0
         self.required_key = ""
         """Required value of the header X-Key; empty: not required."""
         self.is_down = False
@@ -21,6 +22,7 @@ class FakeModelServer:
 
         class Handler(SimpleHTTPRequestHandler):
             def do_GET(self) -> None:
+                model_server.num_requests += 1
                 self.path = f"/{self.path.rpartition('/')[2]}"
                 if model_server.is_down:
                     self.send_error(503)
@@ -34,12 +36,13 @@ class FakeModelServer:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(TINY)))
+        self.server = ThreadingHTTPServer((host, 0), partial(Handler, directory=str(TINY)))
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}"
+        host, port = self.server.server_address[:2]
+        return f"http://{host!s}:{port}"
 
     def close(self) -> None:
         """Stop the server."""

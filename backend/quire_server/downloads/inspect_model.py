@@ -12,17 +12,24 @@ import base64
 import gzip
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from quire_spec.errors import ConfigError
-from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length, tensor_bytes
+from quire_spec.model.checkpoint_documents import (
+    MAX_CONFIG_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_INDEX_BYTES,
+    parse_config,
+    parse_header,
+    parse_index,
+)
+from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length
 
 EXIT_PERMANENT_FAILURE = 2
 """Exit code after an error that will occur again on every run until the model's files change."""
 MAX_MESSAGE_BYTES = 4096
-_MAX_JSON_BYTES = 64 * 2**20
 _OMITTED_CONFIG_KEYS = ("id2label", "label2id", "_name_or_path", "transformers_version")
 """Keys of config.json that are left out of the message. Their values can be long, and the memory that the model needs
 does not depend on them."""
@@ -52,15 +59,16 @@ def termination_message(folder: Path) -> str:
     Raises:
         ConfigError: config.json does not exist or is too large for the message, or a file has invalid content.
     """
-    config = _read_json(folder / "config.json")
+    config_file, index_file = folder / "config.json", folder / "model.safetensors.index.json"
+    config = _parse(config_file, _read(config_file, MAX_CONFIG_BYTES), parse_config)
     if config is None:
         raise ConfigError(f"{folder}: config.json does not exist; give the folder of a Hugging Face model")
     if isinstance(config, dict):
         config = {key: value for key, value in config.items() if key not in _OMITTED_CONFIG_KEYS}
-    index = _read_json(folder / "model.safetensors.index.json")
+    index = _parse(index_file, _read(index_file, MAX_INDEX_BYTES), parse_index)
     document = {
         "config": config,
-        "index": None if index is None else {"metadata": {"total_size": _get(_get(index, "metadata"), "total_size")}},
+        "index": index,
         "header": None if index is not None else _read_header(folder / "model.safetensors"),
     }
     compressed = gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)
@@ -73,45 +81,31 @@ def termination_message(folder: Path) -> str:
     return text
 
 
-def _read_json(path: Path) -> Any:
-    """Parse a JSON file and return its content; return None if the file does not exist."""
+def _read(path: Path, max_bytes: int) -> bytes | None:
+    """Return the content of a file, cut after `max_bytes` + 1 bytes; None if the file does not exist."""
     try:
         with path.open("rb") as file:
-            data = file.read(_MAX_JSON_BYTES + 1)
+            return file.read(max_bytes + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    if len(data) > _MAX_JSON_BYTES:
-        raise ConfigError(f"{path}: is larger than {_MAX_JSON_BYTES} bytes")
+
+
+def _parse(path: Path, data: bytes | None, parse: Callable[[bytes], Any]) -> Any:
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
+        return None if data is None else parse(data)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _read_header(path: Path) -> Any:
-    """Return a short substitute for the header of a safetensors file.
+    """Return a short substitute for the header of a safetensors file; None if the file does not exist."""
 
-    The substitute contains a single tensor, which ends at the same offset as the last tensor of the file. Return None
-    if the file does not exist.
-    """
-    try:
-        with path.open("rb") as file:
-            end = tensor_bytes(json.loads(file.read(header_length(file.read(LENGTH_BYTES)))))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: its header is not JSON: {error}") from error
-    return {"last": {"data_offsets": [0, end]}}
+    def parse(data: bytes) -> Any:
+        return parse_header(data[LENGTH_BYTES : LENGTH_BYTES + header_length(data[:LENGTH_BYTES])])
 
-
-def _get(value: Any, name: str) -> Any:
-    return value.get(name) if isinstance(value, dict) else None
+    return _parse(path, _read(path, LENGTH_BYTES + MAX_HEADER_BYTES), parse)
 
 
 if __name__ == "__main__":

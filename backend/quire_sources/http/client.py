@@ -13,6 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 from yarl import URL
 
+from quire_sources.http.borders import AddressRefused, Borders, CheckingResolver, unchecked
 from quire_sources.http.errors import error_from_status
 from quire_sources.reader import FileMissing, OpenFile
 from quire_spec.errors import Unavailable
@@ -30,21 +31,31 @@ they upload to a bucket."""
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
-def create_session() -> aiohttp.ClientSession:
-    """Return a session that stores no cookies, and that does not read credentials from the environment.
+def create_session(borders: Borders | None = None) -> aiohttp.ClientSession:
+    """Return a session that stores no cookies, and that does not read credentials from the environment. It connects
+    only to addresses inside the borders, if there are any.
 
     If cookies were stored, a cookie of one source could grant access to another source on the same host. The number of
     stored cookies would not be limited either. `trust_env` is not used, because it would also send the credentials in
     ~/.netrc. Instead, `_proxy_of` reads the environment variables for proxies.
     """
-    return aiohttp.ClientSession(auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
+    connector = None
+    if borders is not None:
+        # With a DNS cache, a host could have been resolved for a request that is not checked.
+        connector = aiohttp.TCPConnector(resolver=CheckingResolver(borders), use_dns_cache=False)
+    return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
 
 
 class HttpClient:
     """Sends requests in one session. Subclasses convert the error responses of their protocol to QuireErrors."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(
+        self, session: aiohttp.ClientSession, borders: Borders | None = None, trusted: URL | None = None
+    ) -> None:
+        """`session` is the result of `create_session(borders)`. With borders, redirects to other hosts are not
+        followed. `trusted` is the origin of a server that the administrator sets: its address is not checked, and its
+        redirects are followed to other hosts."""
+        self._session, self._borders, self._trusted = session, borders, trusted
 
     @asynccontextmanager
     async def open(
@@ -61,10 +72,8 @@ class HttpClient:
                     yield file
                 return
             await self.check_response(response, display_name)
-            if (encoding := response.headers.get("Content-Encoding", "")) not in _IDENTITY_ENCODINGS:
-                raise Unavailable(
-                    f"{display_name}: has Content-Encoding {encoding}; store and serve the files uncompressed"
-                )
+            if response.headers.get("Content-Encoding", "") not in _IDENTITY_ENCODINGS:
+                raise Unavailable(f"{display_name}: has a Content-Encoding; store and serve the files uncompressed")
             start, size = _content_extent(response, display_name)
             # A 206 response may omit the version. It then has the version that the request named.
             version = response_version(response) or (_requested_version(plain_headers) if start else None)
@@ -102,10 +111,15 @@ class HttpClient:
                 **plain_headers,
                 **(secret_headers if target.origin() == first_origin else {}),
             }
+            proxy = _proxy_of(target)
             try:
-                response = await self._session.request(
-                    method, target, headers=headers, allow_redirects=False, timeout=_TIMEOUT, proxy=_proxy_of(target)
-                )
+                with unchecked(proxy is not None or self._is_trusted(target)):
+                    self._check_literal_address(target)
+                    response = await self._session.request(
+                        method, target, headers=headers, allow_redirects=False, timeout=_TIMEOUT, proxy=proxy
+                    )
+            except AddressRefused as error:
+                raise Unavailable(f"{display_name}: {error}") from error
             except aiohttp.InvalidURL as error:
                 raise Unavailable(f"{display_name}: its URL or the proxy's URL is not valid; correct it") from error
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -113,14 +127,46 @@ class HttpClient:
                 # secret header. After a redirect, the message names the host to which the redirect leads, because the
                 # problem may be the certificate of this host.
                 verb = "no response from" if target == url else "no response after a redirect to"
-                raise Unavailable(f"{display_name}: {verb} {target.origin()}: {describe_error(error)}") from error
+                raise Unavailable(f"{display_name}: {verb} {target.origin()}: {_describe(error)}") from error
             async with response:
                 is_redirect = response.status in _REDIRECT_STATUSES and "Location" in response.headers
                 if not is_redirect or stop_at(response):
                     yield response
                     return
-                target = _redirect_target(target, response, display_name)
+                target = self._redirect_target(target, response, display_name)
         raise Unavailable(f"{display_name}: more than {_MAX_REDIRECTS} redirects")
+
+    def _is_trusted(self, target: URL) -> bool:
+        return self._trusted is not None and target.origin() == self._trusted.origin()
+
+    def _check_literal_address(self, target: URL) -> None:
+        """Check a URL that contains an IP address, for which no resolver is called."""
+        if self._borders is None or self._is_trusted(target):
+            return
+        try:
+            refusal = self._borders.refusal(target.host or "")
+        except ValueError:
+            # It is a name, which the resolver checks.
+            return
+        if refusal is not None:
+            raise AddressRefused(refusal)
+
+    def _redirect_target(self, current: URL, response: aiohttp.ClientResponse, display_name: str) -> URL:
+        try:
+            target = current.join(URL(response.headers["Location"], encoded=True))
+            target.origin()
+        except ValueError as error:
+            raise Unavailable(f"{display_name}: HTTP {response.status} has no valid Location header") from error
+        if target.scheme not in ("http", "https"):
+            raise Unavailable(f"{display_name}: refused a redirect to another scheme than http and https")
+        if current.scheme == "https" and target.scheme == "http":
+            raise Unavailable(f"{display_name}: refused a redirect from https to http")
+        if self._borders is not None and self._trusted is None and target.host != current.host:
+            raise Unavailable(
+                f"{display_name}: the server redirects to another host, which the operator does not follow; use the "
+                "URL to which it redirects"
+            )
+        return target
 
 
 def range_headers(
@@ -161,15 +207,12 @@ def _proxy_of(target: URL) -> str | None:
     return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
 
 
-def _redirect_target(current: URL, response: aiohttp.ClientResponse, display_name: str) -> URL:
-    try:
-        target = current.join(URL(response.headers["Location"], encoded=True))
-        target.origin()
-    except ValueError as error:
-        raise Unavailable(f"{display_name}: HTTP {response.status} has no valid Location header") from error
-    if target.scheme not in ("http", "https") or (current.scheme == "https" and target.scheme == "http"):
-        raise Unavailable(f"{display_name}: refused a redirect from {current.scheme} to {target.scheme}")
-    return target
+def _describe(error: Exception) -> str:
+    """Return the reason of a failed request. It does not quote the response, which can come from any service."""
+    is_proxy_error = isinstance(error, aiohttp.ClientHttpProxyError)
+    if isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError) and not is_proxy_error:
+        return "its response is not valid HTTP"
+    return describe_error(error)
 
 
 def _can_resume(response: aiohttp.ClientResponse, plain_headers: Mapping[str, str]) -> bool:
@@ -212,4 +255,4 @@ async def _iter_chunks(response: aiohttp.ClientResponse, display_name: str) -> A
             yield data
     except (aiohttp.ClientError, TimeoutError, OSError, RuntimeError) as error:
         # aiohttp raises RuntimeError if the connection was closed before the read.
-        raise Unavailable(f"{display_name}: the connection was cut: {describe_error(error)}") from error
+        raise Unavailable(f"{display_name}: the connection was cut: {_describe(error)}") from error

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from yarl import URL
 
+from quire_sources.http.borders import Borders
 from quire_sources.http.client import HttpClient, range_headers, response_version
 from quire_sources.reader import FileMissing, OpenFile
 from quire_sources.readers.s3_signing import S3Signer, check_endpoint, error_from_status
@@ -28,7 +29,11 @@ class S3Reader:
     revision = None
 
     def __init__(
-        self, session: aiohttp.ClientSession, source: S3Source, credentials: Callable[[], Mapping[str, str]]
+        self,
+        session: aiohttp.ClientSession,
+        source: S3Source,
+        credentials: Callable[[], Mapping[str, str]],
+        borders: Borders | None = None,
     ) -> None:
         """`credentials` returns a mapping that contains AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and optionally
         AWS_SESSION_TOKEN. The mapping can also be empty.
@@ -41,7 +46,7 @@ class S3Reader:
             raise ConfigError("s3 source: the uri must be s3://bucket/prefix; put credentials into a Secret")
         if source.endpoint is not None:
             check_endpoint(source.endpoint)
-        self._client = _S3HttpClient(session)
+        self._client = _S3HttpClient(session, borders)
         self._bucket, self._prefix, self._endpoint = parts.netloc, parts.path.strip("/"), source.endpoint
         self._credentials = credentials
         self._signer = S3Signer(self._bucket, source.endpoint, source.region)

@@ -33,7 +33,14 @@ _AMBIENT_CREDENTIAL_VARIABLES = (
 )
 """Environment variables through which a cloud platform gives an identity to a pod. If none of them is set, requests are
 not signed."""
-_ERROR_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_ERROR_CODES = (
+    "AccessDenied", "AllAccessDisabled", "AuthorizationHeaderMalformed", "ExpiredToken", "InternalError",
+    "InvalidAccessKeyId", "InvalidBucketName", "InvalidRequest", "InvalidToken", "MethodNotAllowed", "NoSuchBucket",
+    "NoSuchKey", "PermanentRedirect", "RequestTimeTooSkewed", "RequestTimeout", "ServiceUnavailable",
+    "SignatureDoesNotMatch", "SlowDown", "TemporaryRedirect", "XAmzContentSHA256Mismatch",
+)  # fmt: skip
+_ERROR_CODE = re.compile(rf"<Code>({'|'.join(_ERROR_CODES)})</Code>")
+"""Only known codes are quoted, because the response can come from any service."""
 _SYSTEM_ERROR = re.compile(r'(?:message|error): "([\w :,-]{1,200}?)(?:: http|")')
 _ENDPOINT = re.compile(r"https?://(?P<host>[\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[\w.~/-]*)?", re.ASCII)
 

@@ -10,6 +10,7 @@ from quire_operator.controller import log_config
 from quire_operator.controller.controller import ControllerSettings
 from quire_operator.controller.operator_process import OperatorOptions
 from quire_operator.kube.cluster_config import ClusterConfig
+from quire_sources.http.borders import Borders
 from quire_spec.errors import ConfigError
 from quire_spec.net.addresses import format_for_url, listen_address
 
@@ -32,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
             namespaces=tuple(args.namespaces),
             workers=args.workers,
             images={"GPU": args.gpu_image, "CPU": args.cpu_image},
+            borders=Borders() if args.source_networks is None else Borders.parse(args.source_networks),
             resync_s=args.resync,
         ),
         host=args.host,

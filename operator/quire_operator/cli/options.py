@@ -181,6 +181,12 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
             help=f"image of {device.upper()} pods if spec.runtime.image is not set (default: quire:{device})",
         )
     parser.add_argument(
+        "--source-networks",
+        metavar="CIDR,...",
+        help="private networks from which the operator reads the sources of models, in addition to public addresses "
+        "(default: all private networks, but never loopback or link-local addresses)",
+    )
+    parser.add_argument(
         "--workers",
         type=parse_count,
         default=8,

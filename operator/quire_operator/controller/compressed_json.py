@@ -10,6 +10,9 @@ import json
 import zlib
 from typing import Any
 
+_MAX_BYTES = 4 * 2**20
+"""Maximum size of a decompressed document. The longest ones are pod templates of some tens of kilobytes."""
+
 
 def compress(document: Any) -> str:
     """Compress a document. The same content always gives the same text."""
@@ -24,6 +27,10 @@ def decompress(text: str) -> Any:
         ValueError: the text is invalid or was changed.
     """
     try:
-        return json.loads(gzip.decompress(base64.b64decode(text)))
+        stream = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        data = stream.decompress(base64.b64decode(text), _MAX_BYTES)
+        if not stream.eof:
+            raise ValueError(f"it is truncated, or has more than {_MAX_BYTES} bytes")
+        return json.loads(data)
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise ValueError(f"{text[:80]!r} is not compressed JSON: {error}") from error

@@ -35,6 +35,7 @@ from quire_operator.kube.reflector import Reflector, WatchTimeouts
 from quire_operator.kube.resources import OPTIONAL_RESOURCES, WATCHED_RESOURCES, Resource
 from quire_operator.kube.watch_heartbeat import WatchHeartbeat
 from quire_operator.plan.planner import DEFAULT_IMAGES
+from quire_sources.http.borders import Borders
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class ControllerSettings:
     """Default images of the pods, for GPU and CPU."""
     operator_peer: Mapping[str, Any] | None = None
     """NetworkPolicy peer that selects the operator. If it is None, the policies deny all access to the admin port."""
+    borders: Borders | None = field(default_factory=Borders)
+    """Addresses from which the operator reads the sources of models. None: all addresses."""
     resync_s: float = RESYNC_S
     secret_ttl_s: float = SECRET_TTL_S
     verify_interval_s: float = 600.0
@@ -91,7 +94,9 @@ class Controller:
         secrets = SecretStore(client, settings.secret_ttl_s)
         pod_warnings = PodWarnings(client)
         record_write = self.metrics.record_write
-        checkpoint_store = CheckpointStore(client, self.cache, pod_warnings, self.queue.add, record_write)
+        checkpoint_store = CheckpointStore(
+            client, self.cache, pod_warnings, self.queue.add, record_write, settings.borders
+        )
         status_writer = StatusWriter(client, self.cache, record_write)
         deps = ReconcilerDeps(
             client=client,

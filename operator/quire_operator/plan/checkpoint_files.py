@@ -5,33 +5,47 @@ It needs only a few kilobytes, which it gets with range requests. The weights ar
 and the operator.
 """
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from quire_operator.plan.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from quire_sources.credentials import SecretValues
 from quire_sources.factory import SourceFactory, SourceOptions
+from quire_sources.http.borders import Borders
 from quire_sources.reader import SourceReader, read_range
 from quire_sources.readers.folder_reader import FolderReader
 from quire_spec.documents.adapter_catalog import Source
-from quire_spec.errors import ConfigError
+from quire_spec.errors import ConfigError, truncated_repr
+from quire_spec.model.checkpoint_documents import (
+    MAX_CONFIG_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_INDEX_BYTES,
+    parse_config,
+    parse_header,
+    parse_index,
+)
 from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length
 
 T = TypeVar("T")
 Parser: TypeAlias = Callable[[object, object, object], T]
 """A function that takes the parsed config.json, index and header. It is `CheckpointInfo.from_files`, or its equivalent
 for a draft model."""
+_MAX_HIDDEN_VALUES = 10_000
+"""Values of a document that are searched in an error message. A config.json of a model has fewer."""
 
-MAX_JSON_BYTES = 64 * 2**20
-"""Maximum size of config.json or an index; the largest indexes have about 10 MB."""
 
+async def read_source_checkpoint(
+    source: Source, read_secret: SecretValues, parse: Parser[T], borders: Borders | None = None
+) -> T:
+    """Read the checkpoint of a remote source; raises ConfigError, Unavailable and NotFound.
 
-async def read_source_checkpoint(source: Source, read_secret: SecretValues, parse: Parser[T]) -> T:
-    """Read the checkpoint of a remote source; raises ConfigError, Unavailable and NotFound."""
-    async with SourceFactory(SourceOptions(), read_secret) as sources:
-        return await read_checkpoint(sources.open_reader(source), parse)
+    With borders, only addresses inside of them are read, and errors do not quote what a server of another person sent.
+    The hub is a server of the administrator.
+    """
+    async with SourceFactory(SourceOptions(borders=borders), read_secret) as sources:
+        quotes_values = borders is None or source.huggingFace is not None
+        return await read_checkpoint(sources.open_reader(source), parse, quotes_values)
 
 
 async def read_local_checkpoint(path: Path, parse: Parser[T]) -> T:
@@ -43,55 +57,85 @@ async def read_local_checkpoint(path: Path, parse: Parser[T]) -> T:
     """
     if path.is_dir():
         return await read_checkpoint(FolderReader.unrestricted(path), parse)
-    config = await _read_json(FolderReader.unrestricted(path.parent), path.name)
+    data = await _read(FolderReader.unrestricted(path.parent), path.name, MAX_CONFIG_BYTES)
     try:
-        return parse(config, None, None)
+        return parse(parse_config(data or b""), None, None)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-async def read_checkpoint(reader: SourceReader, parse: Parser[T]) -> T:
-    """Read the files that a plan for the model needs, pass them to `parse`, and return its result.
+async def read_checkpoint(reader: SourceReader, parse: Parser[T], quotes_values: bool = True) -> T:
+    """Read the files that a plan for the model needs, pass them to `parse`, and return its result. If `quotes_values`
+    is false, the error does not contain values of the files.
 
     Raises:
         ConfigError: config.json does not exist, or a file has invalid content.
         Unavailable, NotFound: `SourceReader.open` raised this error.
     """
-    config = await _read_json(reader, CONFIG_FILE)
-    if config is None:
+    config_data = await _read(reader, CONFIG_FILE, MAX_CONFIG_BYTES)
+    if config_data is None:
         path = reader.display_name(CONFIG_FILE)
         raise ConfigError(f"{path}: does not exist; give the folder of a Hugging Face model")
-    index = await _read_json(reader, INDEX_FILE)
-    header = await _read_header(reader) if index is None else None
+    index_data = await _read(reader, INDEX_FILE, MAX_INDEX_BYTES)
+    header_data = await _read_header(reader) if index_data is None else None
+    # Parsed documents need much more memory than their text. They exist only until the next `await`, and therefore only
+    # for one model at a time.
+    index = _parse(reader, INDEX_FILE, parse_index, index_data)
+    header = _parse(reader, WEIGHTS_FILE, parse_header, header_data)
+    config = _parse(reader, CONFIG_FILE, parse_config, config_data)
     try:
         return parse(config, index, header)
     except ConfigError as error:
-        raise ConfigError(f"{reader.display_name('').rstrip('/')}: {error}") from error
+        text = str(error) if quotes_values else without_values(str(error), config)
+        raise ConfigError(f"{reader.display_name('').rstrip('/')}: {text}") from error
 
 
-async def _read_json(reader: SourceReader, name: str) -> Any:
-    """Return a parsed JSON file; None if it does not exist."""
-    data = await read_range(reader, name, 0, MAX_JSON_BYTES + 1)
+def without_values(text: str, document: object) -> str:
+    """Return an error message about a document, in which every value of the document is replaced by `...`."""
+    quoted: set[str] = set()
+    for num_values, value in enumerate(_iter_values(document)):
+        if num_values > _MAX_HIDDEN_VALUES:
+            return "it is not the config.json of a supported model"
+        forms = {truncated_repr(value).removesuffix("..."), str(value), str(value).lower()}
+        quoted |= {form for form in forms if len(form) > 1 and form in text}
+    for form in sorted(quoted, key=len, reverse=True):
+        text = text.replace(form, "...")
+    return text
+
+
+def _iter_values(document: object) -> Iterator[object]:
+    values = [document]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+        if not isinstance(value, bool | None):
+            yield value
+
+
+def _parse(reader: SourceReader, name: str, parse: Callable[[bytes], Any], data: bytes | None) -> Any:
     if data is None:
         return None
-    path = reader.display_name(name)
-    if len(data) > MAX_JSON_BYTES:
-        raise ConfigError(f"{path}: is larger than {MAX_JSON_BYTES} bytes, so it is not a valid {name}; replace it")
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
+        return parse(data)
+    except ConfigError as error:
+        raise ConfigError(f"{reader.display_name(name)}: {error}") from error
 
 
-async def _read_header(reader: SourceReader) -> Any:
-    """Return the parsed header of model.safetensors; None if the file does not exist."""
+async def _read(reader: SourceReader, name: str, max_bytes: int) -> bytes | None:
+    """Return a file, of which at most `max_bytes` + 1 bytes are read; None if it does not exist."""
+    return await read_range(reader, name, 0, max_bytes + 1)
+
+
+async def _read_header(reader: SourceReader) -> bytes | None:
+    """Return the header of model.safetensors; None if the file does not exist."""
     length_prefix = await read_range(reader, WEIGHTS_FILE, 0, LENGTH_BYTES)
     if length_prefix is None:
         return None
     try:
-        data = await read_range(reader, WEIGHTS_FILE, LENGTH_BYTES, header_length(length_prefix))
-        return json.loads(data or b"")
+        length = min(header_length(length_prefix), MAX_HEADER_BYTES + 1)
     except ConfigError as error:
         raise ConfigError(f"{reader.display_name(WEIGHTS_FILE)}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{reader.display_name(WEIGHTS_FILE)}: its header is not JSON: {error}") from error
+    return await read_range(reader, WEIGHTS_FILE, LENGTH_BYTES, length)

@@ -51,7 +51,7 @@ async def _found(pods: Pods, how: dict = OVER):
     job["status"] = {"conditions": [how]}
     cache = ObjectCache()
     cache.upsert(resources.JOB, job)
-    models = CheckpointStore(pods, cache, PodWarnings(pods), lambda key, seconds: None, lambda kind, verb: None)  # type: ignore[arg-type]
+    models = CheckpointStore(pods, cache, PodWarnings(pods), lambda key, seconds: None, lambda kind, verb: None, None)  # type: ignore[arg-type]
     return await models.get(asked, "u1", {}, "image"), job["metadata"]["name"]
 
 
@@ -95,7 +95,7 @@ def test_what_the_events_of_a_pod_complain_of(case):
 
 async def test_a_source_that_no_pod_has_is_told_as_render_tells_it():
     asked = llm_service("device: CPU\nmodel: {source: {path: models/tiny}}")
-    planning = PlanService(Pods(), CheckpointStore(Pods(), ObjectCache(), PodWarnings(Pods()), None, None), {})  # type: ignore[arg-type]
+    planning = PlanService(Pods(), CheckpointStore(Pods(), ObjectCache(), PodWarnings(Pods()), None, None, None), {})  # type: ignore[arg-type]
     desired = ParsedService(("team", asked.name), "u1", 1, asked, "digest", "")
     verdict = await planning.plan_for(desired, None, None, {})
     assert "'models/tiny' is a local folder, which pods cannot read" in verdict.spec_error
@@ -137,7 +137,7 @@ async def test_a_place_that_asks_to_be_left_alone_is_asked_no_sooner():
     server = await start_server(busy)
     client = Pods()
     models = CheckpointStore(
-        client, ObjectCache(), PodWarnings(client), lambda key, seconds: None, lambda kind, verb: None
+        client, ObjectCache(), PodWarnings(client), lambda key, seconds: None, lambda kind, verb: None, None
     )  # type: ignore[arg-type]
 
     async def ask(folder):

@@ -11,7 +11,7 @@ from support.planning import llm_service
 from support.rendering import GPU, RENDER_CONTEXT, only_of_kind, plan_of_service, server_container
 
 from quire_operator.controller.apply.child_objects import LiveObjects, build_child_objects
-from quire_operator.controller.compressed_json import decompress
+from quire_operator.controller.compressed_json import compress, decompress
 from quire_operator.controller.template_revision import PODS_ANNOTATION, TemplateRevision
 from quire_operator.plan.plan import Origin, PlannedValue
 from quire_spec.errors import ConfigError
@@ -101,6 +101,14 @@ def test_a_pinned_image_that_reads_pod_json_is_not_outdated():
     _, objects = build(service, "digest", "quire:old")
     children, _ = build(service, "changed", "quire:old", only_of_kind(objects, "Deployment"))
     assert children.outdated_image == ""
+
+
+def test_a_document_that_decompresses_to_too_much_is_invalid():
+    assert decompress(compress({"a": "b" * 1_000_000}))
+    with pytest.raises(ValueError, match="more than 4194304 bytes"):
+        decompress(compress({"a": "b" * 5_000_000}))
+    with pytest.raises(ValueError, match="is not compressed JSON"):
+        decompress(compress({"a": "b"})[:-12])
 
 
 def test_the_template_survives_the_annotation_of_both_releases():

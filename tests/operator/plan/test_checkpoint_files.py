@@ -5,17 +5,28 @@ The readers themselves are tested in tests/sources.
 """
 
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.fake_sources import FakeHttpServer, FakeHub, start_server
 from support.planning import LLAMA_8B
 
-from quire_operator.plan import checkpoint_files
+from quire_operator.api.engine_spec import SpeculativeConfigSpec
 from quire_operator.plan.checkpoint import CheckpointInfo, SizeSource
-from quire_operator.plan.checkpoint_files import read_checkpoint, read_local_checkpoint, read_source_checkpoint
+from quire_operator.plan.checkpoint_files import (
+    read_checkpoint,
+    read_local_checkpoint,
+    read_source_checkpoint,
+    without_values,
+)
+from quire_operator.plan.draft_info import DraftInfo
 from quire_sources.factory import SourceFactory, SourceOptions
 from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, SecretRef, Source
 from quire_spec.errors import AccessDenied, ConfigError, NotFound
+from quire_spec.model import checkpoint_documents
 
 PARSE = CheckpointInfo.from_files
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -131,7 +142,41 @@ async def test_rejects_invalid_files(tmp_path, content, message):
     assert str(error.value).count(str(tmp_path / "m")) == 1
 
 
+SECRET = "INTERNAL-SECRET-42"
+PLACES = st.lists(
+    st.sampled_from([*LLAMA_8B, "quantization_config", "rope_scaling", "rope_parameters"]), min_size=1, max_size=3
+)
+VALUES = [SECRET, [SECRET], {"rope_type": SECRET}, {"quant_method": SECRET}, {SECRET: 1}, {"a": {SECRET: [SECRET]}}]
+VALUES += [[[SECRET] * 9], {"quant_method": "gptq", "bits": SECRET}, {"rope_type": "yarn", "factor": SECRET}]
+
+
+@given(places=PLACES, value=st.sampled_from(VALUES), method=st.sampled_from(["", "eagle3", "medusa", "draft_model"]))
+@settings(max_examples=300, deadline=None)
+def test_errors_about_a_server_of_another_person_quote_no_value(places, value, method):
+    config = LLAMA_8B | dict.fromkeys(places, value)
+    parse = PARSE
+    if method:
+        spec = SpeculativeConfigSpec(method=method, numSpeculativeTokens=3)
+        parse = partial(DraftInfo.from_files, spec, PARSE(LLAMA_8B).shape)
+    try:
+        parse(config, None, None)
+    except ConfigError as error:
+        text = without_values(str(error), config)
+        assert "SECRET" not in text.upper(), (text, str(error))
+
+
+async def test_an_unsupported_architecture_is_not_quoted_by_the_operator():
+    files = FakeHttpServer(at("/m", {"config.json": json.dumps({"architectures": [SECRET]}).encode()}))
+    server = await start_server(files.handle)
+    everything = SimpleNamespace(refusal=lambda address: None)
+    for borders, quoted in ((None, True), (everything, False)):
+        with pytest.raises(ConfigError, match="architecture") as error:
+            await read_source_checkpoint(Source(http=HttpSource(str(server.make_url("/m")))), None, PARSE, borders)
+        assert (SECRET in str(error.value)) == quoted
+    await server.close()
+
+
 async def test_rejects_a_file_that_is_too_large(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "MAX_JSON_BYTES", 100)
-    with pytest.raises(ConfigError, match="is larger than 100 bytes, so it is not a valid config"):
+    monkeypatch.setattr(checkpoint_documents, "MAX_CONFIG_BYTES", 100)
+    with pytest.raises(ConfigError, match=r"config.json: is larger than 100 bytes; check that it is the file"):
         await read_local_checkpoint(folder(tmp_path, SINGLE), PARSE)

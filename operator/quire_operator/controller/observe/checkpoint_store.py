@@ -31,6 +31,7 @@ from quire_operator.plan.checkpoint_files import Parser, T, read_source_checkpoi
 from quire_operator.plan.draft_info import DraftInfo
 from quire_operator.render import model_reader_job, object_names
 from quire_operator.render.manifests import owner_reference
+from quire_sources.http.borders import Borders
 from quire_spec.dataclass_json import drop_nulls, to_json
 from quire_spec.documents.adapter_catalog import PvcSource, SecretRef, Source
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
@@ -97,10 +98,12 @@ class CheckpointStore:
         pod_warnings: PodWarnings,
         requeue: Callable[[ServiceKey, float], None],
         record_write: Callable[[Resource, str], None],
+        borders: Borders | None,
     ) -> None:
         """`requeue` adds a service to the queue again after a number of seconds. `record_write` is called for each
-        write.
+        write. Remote sources are read only inside `borders`, if there are any.
         """
+        self._borders = borders
         self._client, self._cache, self._requeue, self._record_write = client, cache, requeue, record_write
         self._pod_warnings = pod_warnings
         self._checkpoints: OrderedDict[SourceKey, CheckpointInfo | DraftInfo] = OrderedDict()
@@ -177,7 +180,7 @@ class CheckpointStore:
     async def _read_remote(self, source_key: SourceKey, request: _Request, parse: Parser[T]) -> T:
         async with self._read_semaphore:
             try:
-                return await _read_from_source(request, parse)
+                return await _read_from_source(request, parse, self._borders)
             except Unavailable as error:
                 if error.retry_after_s:
                     self._back_off(source_key, min(error.retry_after_s, _MAX_RETRY_AFTER_S), error)
@@ -324,11 +327,11 @@ def _parse_checkpoint(message: str, parse: Parser[T]) -> T:
     return parse(config, index, header)
 
 
-async def _read_from_source(request: _Request, parse: Parser[T]) -> T:
+async def _read_from_source(request: _Request, parse: Parser[T], borders: Borders | None) -> T:
     def secret_values(ref: SecretRef) -> Mapping[str, str]:
         if ref.name not in request.secrets:
             namespace = request.service.namespace
             raise AccessDenied(f"Secret {ref.name!r}: does not exist in namespace {namespace!r}; create it")
         return request.secrets[ref.name]
 
-    return await read_source_checkpoint(request.source, secret_values, parse)
+    return await read_source_checkpoint(request.source, secret_values, parse, borders)
