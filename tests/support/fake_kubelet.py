@@ -22,6 +22,8 @@ PodPredicate = Callable[[Manifest], bool]
 
 _PAUSE_S = 0.1
 _HEARTBEAT_S = 10.0
+_USED_ADDRESSES: set[str] = set()
+"""Addresses of the pods of all nodes of this process."""
 _MERGE = "application/merge-patch+json"
 GPU_LABELS = {
     "nvidia.com/gpu.product": "NVIDIA-L4",
@@ -79,7 +81,6 @@ class FakeKubelet:
         self._behaviors: list[tuple[PodPredicate, FakeContainer]] = []
         self._lock = threading.Lock()
         self._addresses: dict[str, str] = {}
-        self._used_addresses: set[str] = set()
         self._last_written: dict[str, Any] = {}
         self._started_at: dict[str, str] = {}
         self._started_containers: dict[str, str] = {}
@@ -111,8 +112,8 @@ class FakeKubelet:
                 # Others may run these tests on the same machine.
                 prefix = f"127.{os.getpid() % 250 + 1}"
                 candidates = (f"{prefix}.{i // 250}.{i % 250 + 1}" for i in range(1, 62000))
-                self._addresses[uid] = next(address for address in candidates if address not in self._used_addresses)
-                self._used_addresses.add(self._addresses[uid])
+                self._addresses[uid] = next(address for address in candidates if address not in _USED_ADDRESSES)
+                _USED_ADDRESSES.add(self._addresses[uid])
             return self._addresses[uid]
 
     # The node

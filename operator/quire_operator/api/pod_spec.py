@@ -156,7 +156,8 @@ class CacheSpec:
         list_type="set",
         restarts=Restarts.NO,
     )
-    """Access modes of the claim. Default: ReadWriteMany with more than one replica, otherwise ReadWriteOnce."""
+    """Access modes of the claim. Default: ReadWriteMany with more than one replica, otherwise ReadWriteOnce. With
+    ReadWriteOnce, all pods must run on one node."""
     deletionPolicy: str = schema_field("Retain", enum=("Retain", "Delete"), restarts=Restarts.NO)
     """Whether the claim is deleted with the LLMService. Default Retain, because downloading a large model again can
     take hours."""

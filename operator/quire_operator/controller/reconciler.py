@@ -164,6 +164,7 @@ class Reconciler:
             available_kinds=frozenset(resource.kind for resource in await deps.discovery.available_kinds()),
             credentials=await deps.secrets.credentials(service),
             operator_peer=deps.operator_peer,
+            claim_access_modes=_access_modes(self._live_objects(key, service).claim),
             owner_uid=desired.uid,
         )
         deployment = deps.cache.get_body(resources.DEPLOYMENT, *key)
@@ -305,6 +306,11 @@ def _seconds_until_retry(job: Mapping[str, Any] | None) -> float | None:
         return None
     elapsed = datetime.now(UTC) - datetime.fromisoformat(failed_condition["lastTransitionTime"])
     return max(0.0, _FAILED_DOWNLOAD_RETRY_S - elapsed.total_seconds())
+
+
+def _access_modes(claim: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the access modes of a claim that pods can mount."""
+    return () if claim is None or is_terminating(claim) else tuple(claim["spec"]["accessModes"])
 
 
 def _object_versions(entries: Iterable[CachedObject]) -> dict[tuple[str, str], tuple[Any, ...]]:

@@ -26,5 +26,7 @@ class RenderContext:
     operator_peer: Mapping[str, Any] | None = None
     """The peer that stands for the operator in a NetworkPolicy. If it is None, the policy does not let the operator
     connect to the admin port."""
+    claim_access_modes: tuple[str, ...] = ()
+    """Access modes of the existing claim for downloaded models. Empty if there is none."""
     owner_uid: str | None = None
     """metadata.uid of the LLMService. If it is None, the objects do not have an owner."""

@@ -7,6 +7,7 @@ from quire_operator.plan.plan import Plan
 from quire_operator.render import model_storage, object_names
 from quire_operator.render.jobs import POD_FIELDS, new_job, with_settings
 from quire_operator.render.manifests import Manifest
+from quire_operator.render.strategic_merge import merge
 
 EXIT_INVALID_CONFIG = 2
 """quire_server.download exits with this code after an error that a retry cannot fix."""
@@ -14,8 +15,9 @@ _MAX_RETRIES = 6
 _POD_SPEC_FIELDS = sorted((*POD_FIELDS, "serviceAccountName"))
 
 
-def job(service: LLMService, plan: Plan, server_pod_spec: Manifest) -> Manifest:
-    """Return the Job. `server_pod_spec` is the pod spec of the Deployment.
+def job(service: LLMService, plan: Plan, server_pod_spec: Manifest, on_one_node: bool) -> Manifest:
+    """Return the Job. `server_pod_spec` is the pod spec of the Deployment. `on_one_node` is True if only one node can
+    mount the claim. The Job then runs on the node of the server pods, if there are any.
 
     By default, the Job runs on the same nodes as the server pods. Otherwise, a volume that is local to one node could
     be created on a node without a GPU.
@@ -37,6 +39,8 @@ def job(service: LLMService, plan: Plan, server_pod_spec: Manifest) -> Manifest:
             *(v for v in server_pod_spec["volumes"] if v["name"] in mounted_volumes),
         ],
     }
+    if on_one_node:
+        spec["affinity"] = merge(spec.get("affinity", {}), model_storage.one_node_affinity(service, is_required=True))
     spec = with_settings(service, spec)
     invalid_config = {"containerName": downloader["name"], "operator": "In", "values": [EXIT_INVALID_CONFIG]}
     rules = [

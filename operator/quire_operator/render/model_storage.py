@@ -6,7 +6,7 @@ by objects.py, pod_template.py and download_job.py.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire_operator.api.llmservice import LLMService
@@ -62,10 +62,10 @@ def download_folders(service: LLMService) -> list[str]:
 
 
 def validate(service: LLMService) -> None:
-    """Check that pods can read every source, and that all pods can mount the claim.
+    """Check that pods can read every source.
 
     Raises:
-        ConfigError: a source is a local folder, or the claim's access mode does not allow several pods.
+        ConfigError: a source is a local folder.
     """
     sources = [(".".join(map(str, path)), source) for path, source in service.model_sources.items()]
     sources += [(f"spec.adapters[{i}].source", adapter.source) for i, adapter in enumerate(service.spec.adapters)]
@@ -75,23 +75,13 @@ def validate(service: LLMService) -> None:
                 f"{field}.path: {source.path!r} is a local folder, which pods cannot read; copy the files to a claim "
                 "and use pvc, or run quire serve"
             )
-    access_modes = service.spec.cache.accessModes
-    max_pods = _max_pods(service)
-    allows_several = not access_modes or {"ReadWriteMany", "ReadOnlyMany"} & {*access_modes}
-    if cache_mode(service) == "PVC" and max_pods > 1 and not allows_several:
-        raise ConfigError(
-            f"spec.cache.accessModes: {', '.join(access_modes)}: up to {max_pods} pods on different nodes "
-            "mount the claim; add ReadWriteMany, with a storage class that supports it, or set spec.cache.mode to "
-            "EmptyDir"
-        )
 
 
 def claim(service: LLMService, plan: Plan) -> Manifest:
     """Return the PersistentVolumeClaim for spec.cache.mode PVC."""
     cache = service.spec.cache
-    default_mode = "ReadWriteMany" if _max_pods(service) > 1 else "ReadWriteOnce"
     spec = {
-        "accessModes": list(cache.accessModes) or [default_mode],
+        "accessModes": _access_modes(service),
         "resources": {"requests": {"storage": cache.size or claim_size(plan)}},
         **({"storageClassName": cache.storageClassName} if cache.storageClassName else {}),
     }
@@ -189,6 +179,33 @@ def _source_fields(source: Source) -> Manifest:
     """Return the fields of the source that are set."""
     source_fields: Manifest = drop_nulls(to_json(source))
     return source_fields
+
+
+def is_on_one_node(service: LLMService, live_modes: Collection[str] = ()) -> bool:
+    """Return whether only one node at a time can mount the claim for downloaded models. `live_modes` are the access
+    modes of the existing claim, which cannot change; empty if there is no claim."""
+    modes = {*(live_modes or _access_modes(service))}
+    return cache_mode(service) == "PVC" and not modes & {"ReadWriteMany", "ReadOnlyMany"}
+
+
+def one_node_affinity(service: LLMService, is_required: bool = False) -> Manifest:
+    """Return the affinity of pods that share a claim which only one node can mount.
+
+    The pods prefer the node on which other pods of the service run. For server pods, this must not be a requirement: on
+    a node that has failed, a pod stays for a long time in deletion, and its replacement could then start nowhere.
+    """
+    labels = object_names.selector_labels(service, object_names.SERVER)
+    selector = {"matchLabels": {key: value for key, value in labels.items() if key != object_names.COMPONENT}}
+    term = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
+    if is_required:
+        return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    preferred = [{"weight": 100, "podAffinityTerm": term}]
+    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+
+
+def _access_modes(service: LLMService) -> list[str]:
+    default_mode = "ReadWriteMany" if _max_pods(service) > 1 else "ReadWriteOnce"
+    return list(service.spec.cache.accessModes) or [default_mode]
 
 
 def _max_pods(service: LLMService) -> int:

@@ -30,15 +30,16 @@ def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> R
     """Return the objects of a service.
 
     Raises:
-        ConfigError: pods cannot read a source, pods cannot share a claim, or the adapter catalog is too large.
+        ConfigError: pods cannot read a source, or the adapter catalog is too large.
         UnsupportedByEngine: the engine does not support a value of the spec.
     """
     model_storage.validate(service)
     engine_configmap = configmaps.engine_configmap(service, cluster_document(service, plan))
-    template = pod_template.template(service, plan, engine_configmap["metadata"]["name"])
+    on_one_node = model_storage.is_on_one_node(service, context.claim_access_modes)
+    template = pod_template.template(service, plan, engine_configmap["metadata"]["name"], on_one_node)
     manifests = [
         *_objects_for_pods(service, context, engine_configmap),
-        *_download_objects(service, plan, context, template),
+        *_download_objects(service, plan, context, template, on_one_node),
         *_objects_around_pods(service, plan, template),
     ]
     return _select_objects(service, plan, context, manifests)
@@ -91,14 +92,14 @@ def _objects_for_pods(service: LLMService, context: RenderContext, engine_config
 
 
 def _download_objects(
-    service: LLMService, plan: Plan, context: RenderContext, template: Manifest
+    service: LLMService, plan: Plan, context: RenderContext, template: Manifest, on_one_node: bool
 ) -> Iterator[Manifest]:
     """Yield the claim and the Job that downloads the model to it."""
     if model_storage.cache_mode(service) == "PVC":
         if service.spec.networking.networkPolicy.enabled:
             yield network.download_network_policy(service, context)
         yield model_storage.claim(service, plan)
-        yield download_job.job(service, plan, template["spec"])
+        yield download_job.job(service, plan, template["spec"], on_one_node)
 
 
 def _objects_around_pods(service: LLMService, plan: Plan, template: Manifest) -> Iterator[Manifest]:

@@ -34,9 +34,9 @@ _STARTUP_PERIOD_S = 10
 _BASE_CPU_CORES = 2
 
 
-def template(service: LLMService, plan: Plan, engine_configmap: str) -> Manifest:
+def template(service: LLMService, plan: Plan, engine_configmap: str, on_one_node: bool) -> Manifest:
     """Return the pod template after spec.podTemplate is merged into it. `engine_configmap` is the ConfigMap with
-    pod.json.
+    pod.json. `on_one_node` is True if only one node can mount the claim with the model.
 
     Raises:
         ConfigError: spec.podTemplate cannot be merged.
@@ -48,7 +48,8 @@ def template(service: LLMService, plan: Plan, engine_configmap: str) -> Manifest
             {"llm-d.ai/engine-type": "vllm"},
             {"kubectl.kubernetes.io/default-container": SERVER_CONTAINER},
         ),
-        "spec": _pod_spec(service, plan, engine_configmap),
+        "spec": _pod_spec(service, plan, engine_configmap)
+        | ({"affinity": model_storage.one_node_affinity(service)} if on_one_node else {}),
     }
     try:
         merged: Manifest = merge(rendered, _overrides(service))

@@ -412,6 +412,37 @@ def test_the_text_of_a_chat_template_is_beside_pod_json():
     assert config["metadata"]["name"] != engine("b")["metadata"]["name"], "another text replaces the pods"
 
 
+@pytest.mark.parametrize(
+    ("spec", "live_modes", "on_one_node"),
+    [
+        ("", (), True),
+        ("replicas: 2", (), False),
+        ("replicas: 2", ("ReadWriteOnce",), True),
+        ("", ("ReadWriteMany",), False),
+        ("replicas: 2\ncache: {accessModes: [ReadWriteOnce]}", (), True),
+        ("replicas: 2\ncache: {accessModes: [ReadWriteOnce, ReadWriteMany]}", (), False),
+        ("cache: {accessModes: [ReadWriteOncePod]}", (), True),
+        ("cache: {mode: EmptyDir}", (), False),
+        ("model: {source: {pvc: {claimName: c}}}", (), False),
+    ],
+)
+def test_pods_that_share_a_claim_of_one_node_run_on_one_node(spec, live_modes, on_one_node):
+    """The Job of the next revision too."""
+    context = dataclasses.replace(RENDER_CONTEXT, claim_access_modes=live_modes)
+    objects = rendered_objects(llm_service(GPU + spec), context=context)
+    pods = {m["kind"]: m["spec"]["template"] for m in objects.values() if m["kind"] in ("Job", "Deployment")}
+    for kind, pod in pods.items():
+        affinity = pod["spec"].get("affinity", {}).get("podAffinity", {})
+        required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
+        preferred = affinity.get("preferredDuringSchedulingIgnoredDuringExecution", [])
+        assert bool(preferred) == on_one_node
+        # A server pod must start although a pod on a failed node is being deleted for a long time.
+        assert bool(required) == (on_one_node and kind == "Job")
+        for term in (*required, *(entry["podAffinityTerm"] for entry in preferred)):
+            selector = term["labelSelector"]["matchLabels"]
+            assert all(selector.items() <= other["metadata"]["labels"].items() for other in pods.values())
+
+
 def test_claim_ownership_follows_the_deletion_policy():
     assert (
         "ownerReferences" not in only_of_kind(rendered_objects(llm_service(GPU)), "PersistentVolumeClaim")["metadata"]
@@ -493,7 +524,6 @@ MANY = [f"{{name: a{i}, source: {{http: {{url: 'http://h/{'x' * 2000}'}}}}}}" fo
     [
         ("model: {source: {path: m}}", "spec.model.source.path: 'm' is a local folder, which pods cannot read"),
         ("adapters: [{name: a, source: {path: x}}]", r"spec.adapters\[0\].source.path: 'x' is a local folder"),
-        ("replicas: 2\ncache: {accessModes: [ReadWriteOnce]}", "spec.cache.accessModes: ReadWriteOnce: up to 2 pods"),
         (
             f"adapters: [{', '.join(MANY)}]",
             r"spec.adapters: 520 adapters with their sources need 10\d{5} bytes, but a ConfigMap can have 1000000",

@@ -60,6 +60,8 @@ def evaluate_model_cache(
         is_too_small = observed.claim_rejection or condition.reason == Reason.NO_SPACE
         if is_too_small and condition.is_true is not True and (note := _describe_claim_size(planning, observed)):
             condition = replace(condition, message=f"{condition.message}; {note}")
+        if service.spec.replicas > 1 and (note := describe_access(observed.claim)):
+            condition = replace(condition, message=f"{condition.message}; {note}")
         return condition, cache
     if mode == "EmptyDir":
         # Pods with other download folders belong to an earlier spec.
@@ -100,6 +102,18 @@ def predates_claim(job: Body | None, claim: Body | None) -> bool:
         return False
     job_created, claim_created = (body["metadata"].get("creationTimestamp", "") for body in (job, claim))
     return bool(job_created < claim_created)
+
+
+def describe_access(claim: Body | None) -> str:
+    """Return a text if only one node, or only one pod, can mount the claim. Otherwise, the text is empty."""
+    modes = set() if claim is None else {*claim.get("spec", {}).get("accessModes", ())}
+    if claim is None or not modes or modes & {"ReadWriteMany", "ReadOnlyMany"}:
+        return ""
+    users = "all pods must run on one node" if "ReadWriteOnce" in modes else "only one pod can use it"
+    return (
+        f"claim {claim['metadata']['name']} is {' and '.join(sorted(modes))}, so {users}; to use several nodes, set "
+        "spec.cache.accessModes to [ReadWriteMany], and delete the claim while spec.replicas is 0"
+    )
 
 
 def describe_suspension(job: Body | None) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire_operator.controller.status.conditions import Condition, ConditionType, Reason
+from quire_operator.controller.status.model_cache import describe_access
 from quire_operator.controller.status.observed_state import ObservedState, PodState
 from quire_spec.constants import CONFIG_FILE
 
@@ -16,6 +17,10 @@ _MAX_POD_MESSAGE = 400
 _OMIT_MESSAGE_REASONS = ("CrashLoopBackOff",)
 """If one of these is the reason why a container is waiting, the kubelet's message is omitted. The message contains a
 duration that changes, but it does not contain the cause.
+"""
+_ACCESS_PROBLEMS = ("pod affinity rules", "Multi-Attach", "ReadWriteOncePod")
+"""Parts of messages of the scheduler and of the volume controller, if a pod cannot mount a claim because of its access
+mode.
 """
 OLD_SUPERVISOR_ERROR = "the following arguments are required: --served-name"
 """Part of what a supervisor before pod.json prints if a pod of this release starts it."""
@@ -180,7 +185,8 @@ def _blocking_reason(
         name, cause = min(problems, key=lambda item: order.index(item[1].reason))
         message = cause.message if len(cause.message) <= _MAX_POD_MESSAGE else cause.message[:_MAX_POD_MESSAGE] + "…"
         more_text = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        return cause.reason, f"{progress}; pod {name}: {message}{more_text}"
+        access_text = describe_access(observed.claim) if any(w in message for w in _ACCESS_PROBLEMS) else ""
+        return cause.reason, "; ".join(filter(None, (progress, f"pod {name}: {message}{more_text}", access_text)))
     if counts.is_current and counts.updated >= desired_replicas == counts.replicas:
         if counts.available < counts.ready == desired_replicas:
             return Reason.UPDATING, f"{progress}; they must stay ready for spec.rollout.minReadySeconds"
