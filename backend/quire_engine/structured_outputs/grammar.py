@@ -51,8 +51,14 @@ class Grammar:
 
     @property
     def forced_token_id(self) -> int | None:
-        """The only token that the thinking budget allows; None if it allows all tokens."""
-        return None if self.thinking_budget is None else self.thinking_budget.forced_token_id
+        """The only token that the thinking budget allows; None if it allows all tokens.
+
+        The end mark is not forced where the constraint does not allow it, which is inside a character of UTF-8.
+        """
+        token_id = None if self.thinking_budget is None else self.thinking_budget.forced_token_id
+        if token_id is not None and self.has_begun and self.matcher is not None:
+            return token_id if self.matcher.validate_tokens([token_id]) else None
+        return token_id
 
     @property
     def excluded_token_ids(self) -> Collection[int]:
@@ -61,7 +67,7 @@ class Grammar:
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by a sampled token. Return False if the grammar does not allow it; `error` then states why."""
-        if self.thinking_budget is not None and not self.thinking_budget.accept_token(token_id):
+        if self.thinking_budget is not None and not self.thinking_budget.accept_token(token_id, self.forced_token_id):
             self.error = (
                 "thinking_token_budget: the other sampling parameters forbid the mark that ends the reasoning; change "
                 "allowed_token_ids, bad_words or logit_bias"

@@ -52,11 +52,13 @@ class ThinkingBudget:
         large number."""
         return sys.maxsize if self._state == "behind" else max(0, self._num_left)
 
-    def accept_token(self, token_id: int) -> bool:
-        """Advance by a sampled token. Return False if another token was forced."""
+    def accept_token(self, token_id: int, forced: int | None) -> bool:
+        """Advance by a sampled token. `forced` is `forced_token_id`, or None if that token was not forced. Return False
+        if another token was forced.
+        """
         if self._state == "behind":
             return True
-        if (forced := self.forced_token_id) is not None:
+        if forced is not None:
             self._num_forced += 1
             if self._num_forced == len(self._end):
                 self._state = "behind"

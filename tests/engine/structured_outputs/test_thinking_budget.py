@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from support.openai_front import TINY
 
 from quire_engine import LLM, SamplingParams, StructuredOutputsParams
+from quire_engine.structured_outputs.compiler import GrammarCompiler
+from quire_engine.structured_outputs.grammar_text import to_grammar_text
 from quire_engine.structured_outputs.thinking_budget import ThinkingBudget
+from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.errors import InvalidArgument
 
 START, END, OTHERS = [1, 2], [3, 4, 3], list(range(6))
@@ -29,7 +32,7 @@ def test_an_output_has_at_most_the_budget_before_the_end_mark(prompt, wishes, nu
     for wish in wishes:
         forced = budget.forced_token_id
         output.append(wish if forced is None else forced)
-        assert budget.accept_token(output[-1])
+        assert budget.accept_token(output[-1], forced)
     marks = [i for i, pair in enumerate(pairwise(prompt)) if list(pair) == START]
     prompt_begin = marks[-1] + 2 if marks and find(prompt, END, marks[-1]) is None else None
     tokens, begin = (prompt + output, prompt_begin) if has_start and prompt_begin is not None else (output, None)
@@ -45,6 +48,21 @@ def test_an_output_has_at_most_the_budget_before_the_end_mark(prompt, wishes, nu
     if end is not None:
         first_free = end - (len(prompt) if tokens is not output else 0)
         assert output[first_free:] == wishes[first_free:], "nothing is forced behind the reasoning"
+
+
+def test_a_constraint_delays_the_mark_to_the_end_of_a_character():
+    tokenizer = Tokenizer(TINY)
+    [end] = tokenizer.encode("</think>", add_special_tokens=False)
+    text = StructuredOutputsParams(grammar=f'start: TEXT <[{end}]> "yes"\nTEXT: /(.|\\n)*/')
+    grammar = GrammarCompiler(tokenizer, tokenizer.vocab_size, [1]).create(to_grammar_text(text))
+    grammar.thinking_budget = ThinkingBudget(1, [], [end])
+    parts = tokenizer.encode("日", add_special_tokens=False)
+    assert len(parts) == 3
+    for part in parts:
+        assert grammar.forced_token_id is None
+        assert grammar.accept_token(part)
+    assert grammar.forced_token_id == end
+    assert grammar.accept_token(end) and grammar.thinking_budget.num_unforced > 100
 
 
 @pytest.mark.parametrize("is_async", [False, True])
