@@ -34,6 +34,12 @@ FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
 """Formats that llguidance enforces. The standard makes all other formats annotations."""
+_YEAR = r"(?:\d{3}[1-9]|\d\d[1-9]0|\d[1-9]00|[1-9]000)"
+_LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = rf"^(?:{_YEAR}-(?:0[13-9]|1[0-2]|02-[01]|02-2[0-8])|{_LEAP_YEAR}-02-29)"
+_FORMAT_PATTERNS = {"date": _DATE, "date-time": rf"{_DATE}.*[Tt]\d\d:\d\d:[0-5]", "time": r"^\d\d:\d\d:[0-5]"}
+"""llguidance does not check that February 29 exists in leap years only. The year 0 and leap seconds are excluded, too,
+because most libraries cannot read them."""
 _COUNTS = frozenset({f"{bound}{what}" for bound in ("min", "max") for what in ("Items", "Length", "Properties")})
 _LOWER_BOUNDS, _UPPER_BOUNDS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _MAX_BOUND = 2**63 - 1024
@@ -156,6 +162,9 @@ class _Rewriter:
         if not isinstance(schema, dict):
             return schema
         rewritten = {name: self._rewrite_keyword(name, value) for name, value in schema.items()}
+        if isinstance(name := rewritten.get("format"), str) and name in _FORMAT_PATTERNS:
+            checks = [{"pattern": _FORMAT_PATTERNS[name]}]
+            rewritten["allOf"] = [*(rewritten["allOf"] if isinstance(rewritten.get("allOf"), list) else ()), *checks]
         self._rewrite_property_names(rewritten)
         self._clamp_bounds(rewritten)
         for name in self._keywords_without_effect(rewritten):

@@ -75,6 +75,10 @@ def test_an_escape_cannot_hide_the_name_of_a_property():
         ({"$ref": "#node", "$defs": {"a": {"$dynamicAnchor": "node", "const": 1}}}, "1", "2"),
         ({"type": "string", "format": "password"}, '"x"', "1"),  # an unknown format is an annotation
         ({"type": "string", "format": "date"}, '"2024-02-29"', '"x"'),
+        ({"type": "string", "format": "date"}, '"2000-02-29"', '"1900-02-29"'),
+        ({"type": "string", "format": "date-time"}, '"2023-02-28T23:59:59Z"', '"2023-02-29T00:00:00Z"'),
+        ({"type": "string", "format": "time"}, '"23:59:59Z"', '"23:59:60Z"'),
+        ({"type": "string", "format": "date", "pattern": "^2"}, '"2024-12-31"', '"1999-12-31"'),
         ({"type": "object", "properties": {"format": {"format": "path"}}}, '{"format":"x"}', "1"),
         ({**INTEGER, "minimum": -(2**63), "maximum": 2**63 - 1}, "9223372036854775807", "9223372036854775808"),
         ({**INTEGER, "minimum": -(2**63)}, "-9223372036854774784", "-9223372036854775809"),
