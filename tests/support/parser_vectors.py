@@ -22,8 +22,15 @@ SCHEMA = {
     "s": {"type": "string"},
     "o": {"type": "object"},
     "b": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    "x": {"type": "float"},
+    "d": {"type": "string", "format": "date"},
+    "r": {"anyOf": [{"$ref": "#/$defs/item"}, {"type": "null"}]},
+    "a": {"allOf": [{"$ref": "#/$defs/item"}]},
+    "e": {"enum": [1, 2]},
+    "c": {"const": 5},
 }
-TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": SCHEMA}}},)
+PARAMETERS = {"type": "object", "properties": SCHEMA, "$defs": {"item": {"type": "object"}}}
+TOOLS = ({"type": "function", "function": {"name": "f", "parameters": PARAMETERS}},)
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,12 @@ class Vector:
     is_open: bool = False
     arguments: tuple[str, ...] | None = field(default=None)
     """Exact text of arguments, where it is no JSON."""
+
+
+def qwen(**parameters: str) -> str:
+    """Return a call of f in the format of Qwen3-Coder."""
+    body = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in parameters.items())
+    return f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
 
 
 def hermes(name: str, arguments: str) -> str:
@@ -75,6 +88,67 @@ VECTORS = [
     ),
     Vector("qwen3_xml", "<tool_call><function=g></function></tool_call>\n<tool_call><function=f><parameter=n>x"
            "</parameter></function></tool_call>", (("g", {}), ("f", {"n": "x"}))),
+    # Marks inside strings of a call are text, and arguments are always an object.
+    Vector("hermes", hermes("f", '{"s": "use </tool_call> or <tool_call> here"}'),
+           (("f", {"s": "use </tool_call> or <tool_call> here"}),)),
+    Vector("hermes", '<tool_call>{"name": "f", "arguments": {"s": "1"}, "parameters": {"s": "2"}}</tool_call>',
+           (("f", {"s": "1"}),)),
+    Vector("hermes", hermes("f", "null") + hermes("g", "[]") + hermes("h", '"x"'), (("f", {}), ("g", {}), ("h", {}))),
+    Vector("hermes", '<tool_call>{"name": "f", "arguments": {}}\nDone.', (("f", {}),), "Done."),
+    Vector("hermes", '<tool_call>{"name": "f", "arguments": {}}\n' + hermes("g", "{}"), (("f", {}), ("g", {}))),
+    Vector("hermes", hermes(r"\ud83d", r'"{\"s\": \"\ud83d\ude00 \ud83d\"}"'),
+           (("\ufffd", {"s": "\U0001f600 \ufffd"}),)),
+    # A call ends reasoning whose end mark is missing.
+    Vector("hermes", "I need it.\n" + hermes("f", "{}"), (("f", {}),), "", "I need it.", "qwen3", is_open=True),
+    Vector("qwen3_coder", "I need it." + qwen(n="1"), (("f", {"n": 1}),), "", "I need it.", "qwen3", is_open=True),
+    Vector("mistral", "[THINK]Hm.[TOOL_CALLS]f[ARGS]{}", (("f", {}),), "", "Hm.", "mistral"),
+    Vector("hermes", "a</think>\n</think>\n\nb", (), "b", "a", "qwen3", is_open=True),
+    Vector("hermes", hermes("f", '{"s": "</think>"}'), (("f", {"s": "</think>"}),), "", "", "qwen3"),
+    # Values of Qwen3-Coder: types behind references, numbers and strings that JSON does not have, missing end marks.
+    Vector("qwen3_coder", qwen(r='{"x": 4}', a='{"x": 4}', e="2", c="5", x="3.14", d="2024-02-29"),
+           (("f", {"r": {"x": 4}, "a": {"x": 4}, "e": 2, "c": 5, "x": 3.14, "d": "2024-02-29"}),)),
+    Vector("qwen3_coder", qwen(d='"2024-02-29"', r="null", b="None"),
+           (("f", {"d": "2024-02-29", "r": None, "b": None}),)),
+    Vector("qwen3_coder", qwen(x="1E400"), (("f", None),), arguments=('{"x": 1E400}',)),
+    Vector("qwen3_coder", qwen(x="NaN", o='{"a": NaN}', a="Infinity"),
+           (("f", {"x": "NaN", "o": '{"a": NaN}', "a": "Infinity"}),)),
+    Vector("qwen3_coder", qwen(o="{'c': '\\ud83d'}", s="\\ud83d"), (("f", {"o": {"c": "\ufffd"}, "s": "\\ud83d"}),)),
+    Vector("qwen3_coder", qwen(s="end with </parameter> here", o='{"a": "</parameter></function>"}'),
+           (("f", {"s": "end with </parameter> here", "o": {"a": "</parameter></function>"}}),)),
+    Vector("qwen3_coder", "<tool_call><function=f>\n<parameter=s>\nDallas\n<parameter=t>\nTX\n</function></tool_call>",
+           (("f", {"s": "Dallas", "t": "TX"}),)),
+    Vector("qwen3_coder", "<tool_call><function=f><parameter=n>1</parameter>", (("f", {"n": 1}),)),
+    Vector("qwen3_coder", "<tool_call><function=f><parameter=n>1</parameter><tool_call><function=g></function>Ok",
+           (("f", {"n": 1}), ("g", {})), "Ok"),
+    # Without a mark, an object is a call only if it names a tool and has arguments.
+    Vector("llama3_json", '{"name": "Alice", "age": 30}', content='{"name": "Alice", "age": 30}'),
+    Vector("llama3_json", '{"name": "Alice", "parameters": {}}', content='{"name": "Alice", "parameters": {}}'),
+    Vector("llama3_json", '{"name": "f"}', content='{"name": "f"}'),
+    Vector("llama3_json", '{"a": {"name": "f", "parameters": {}}}', content='{"a": {"name": "f", "parameters": {}}}'),
+    Vector("llama3_json", '<|python_tag|>{"name": "search", "parameters": {}}', (("search", {}),)),
+    Vector("llama3_json", 'Here: {} is it:\n{"type": "function", "name": "f", "parameters": {"a": "<|python_tag|>"}}',
+           (("f", {"a": "<|python_tag|>"}),), "Here: {} is it:"),
+    Vector("pythonic", '[get-weather(a-b="x", from=1), f(class=[True])]',
+           (("get-weather", {"a-b": "x", "from": 1}), ("f", {"class": [True]}))),
+    Vector("pythonic", "[g(a=1)]", content="[g(a=1)]"),
+    Vector("pythonic", "<|python_start|>[g(a=1)]", (("g", {"a": 1}),)),
+    Vector("pythonic", '[f(a=1), f(b="x, ]"), f(c="cu', (("f", {"a": 1}), ("f", {"b": "x, ]"}))),
+    Vector("pythonic", "[f(a=1e400)]", (("f", None),), arguments=('{"a": 1e400}',)),
+    Vector("pythonic", r"""[f(a="\ud83d\ude00 hi", b='\ud83d', c='<|python_end|>')]""",
+           (("f", {"a": "\U0001f600 hi", "b": "\ufffd", "c": "<|python_end|>"}),)),
+    Vector("pythonic", "[f(a=nan)]", content="[f(a=nan)]"),
+    Vector("mistral", '[TOOL_CALLS] {"name": "add", "arguments": {"a": 1}}', (("add", {"a": 1}),)),
+    Vector("mistral", "[TOOL_CALLS]f", (("f", {}),)),
+    Vector("mistral", "[TOOL_CALLS] no call {x}", content=" no call {x}"),
+    Vector("mistral", '[TOOL_CALLS]f[ARGS]{"s": "[TOOL_CALLS]"} Done it.',
+           (("f", {"s": "[TOOL_CALLS]"}),), " Done it."),
+    Vector("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}] Ok', (("f", {}),), " Ok"),
+    Vector("openai", "<|channel|>commentary to=get_weather json<|message|>{}<|call|>", (("get_weather", {}),)),
+    Vector("openai", "<|channel|>commentary to=browser.search<|message|>{}<|call|><|start|>assistant<|channel|>final"
+           "<|message|>Hi<|return|>", (), "Hi"),
+    Vector("openai", '<|channel|>final {"answer": "hi"}<|return|>', (), '{"answer": "hi"}'),
+    Vector("openai", "No header.", (), "No header."),
+    Vector("openai", "<|channel|>analysis<|message|>a<|end|><|start|>assis", (), "", "a"),
     Vector("qwen3_coder", "a < b </parameter> and <function", content="a < b </parameter> and <function"),
     Vector("llama3_json", ' {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
            (("f", {"a": 1}), ("g", {}))),
@@ -127,8 +201,14 @@ def groups(length: int) -> Iterator[int]:
 
 
 def make_tokenizers(folder: Path) -> dict[str, Tokenizer]:
-    """Return a tokenizer with a token for each mark, and one without."""
+    """Return a tokenizer with a token for each mark, one with a special token for each mark, and one without."""
     plain = Tokenizer(save_tokenizer(byte_level(), folder / "plain"))
     marked = byte_level()
     marked.add_tokens(list(MARKS))
-    return {"plain": plain, "marked": Tokenizer(save_tokenizer(marked, folder / "marked"))}
+    special = byte_level()
+    special.add_special_tokens(list(MARKS))
+    return {
+        "plain": plain,
+        "marked": Tokenizer(save_tokenizer(marked, folder / "marked")),
+        "special": Tokenizer(save_tokenizer(special, folder / "special")),
+    }

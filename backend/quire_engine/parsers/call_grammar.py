@@ -5,41 +5,14 @@ Each format builds a CallGrammar; output_grammar.py combines it with the grammar
 are not part of the grammar text: a rule refers to a schema as @name, and `parts` contains the schema.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire_engine.parsers.tool import Tool
 from quire_engine.structured_outputs.composed_constraint import quote
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A tool that the model can call."""
-
-    name: str
-    schema: Mapping[str, Any]
-    """JSON schema of the arguments."""
-
-    @classmethod
-    def from_request(cls, tool: Mapping[str, Any], is_enforced: bool) -> "Tool":
-        """Convert a tool definition of the OpenAI API; if `is_enforced` is False, the tool accepts any object as
-        arguments."""
-        function = tool["function"]
-        schema = {"type": "object", **((function.get("parameters") or {}) if is_enforced else {})}
-        if schema.get("properties") == {} and schema.keys() <= {"type", "properties", "title", "description"}:
-            # A function without parameters: the front adds an empty list of parameters if a client leaves it out.
-            schema["additionalProperties"] = False
-        return cls(function["name"], schema)
-
-    def properties(self) -> list[tuple[str, Mapping[str, Any], bool]]:
-        """Return, for each property, its name, its schema, and whether it is required."""
-        definitions = {name: self.schema[name] for name in ("$defs", "definitions") if name in self.schema}
-        required, properties = self.schema.get("required"), self.schema.get("properties")
-        required_names = required if isinstance(required, list) else []
-        return [
-            (str(name), {**definitions, **schema} if isinstance(schema, Mapping) else {}, name in required_names)
-            for name, schema in (properties.items() if isinstance(properties, Mapping) else ())
-        ]
+from quire_spec.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +27,10 @@ class CallGrammar:
     separator: str | None
     """Text between a call and the mark of the next call; None if only one call is possible."""
     rules: tuple[str, ...]
-    parts: Mapping[str, Mapping[str, Any]]
+    parts: Mapping[str, Any]
     """JSON schemas by name."""
+    text: str
+    """Expression of a terminal: text in which the parser of the format finds no call. It can be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +45,12 @@ class Marks:
     def terminal(self, mark: str) -> str:
         """Return the grammar terminal that matches a mark: its token or its characters."""
         return f"<[{self.token_ids[mark]}]>" if mark in self.token_ids else quote(mark)
+
+    def text_without(self, marks: Iterable[str], *patterns: str) -> str:
+        """Return the expression of a terminal: any text that contains neither the marks nor the patterns."""
+        excluded = [re.escape(mark).replace("/", r"\/") for mark in marks if mark not in self.special]
+        excluded += patterns
+        return r"/(.|\n)*/" + (rf" & ~/(.|\n)*({'|'.join(excluded)})(.|\n)*/" if excluded else "")
 
 
 def json_calls(tools: Sequence[Tool], arguments_key: str) -> tuple[str, tuple[str, ...], dict[str, Mapping[str, Any]]]:
@@ -86,9 +67,18 @@ def argument_parts(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
     return {f"arguments_{i}": tool.schema for i, tool in enumerate(tools)}
 
 
-def either(alternatives: Any) -> str:
+def either(alternatives: Iterable[str]) -> str:
     """Return an expression that matches one of the alternatives."""
     return "(" + " | ".join(alternatives) + ")"
+
+
+def check_parameter_name(tool: Tool, name: str, pattern: re.Pattern[str]) -> None:
+    """Raise InvalidArgument if a format cannot write the name of a parameter."""
+    if not pattern.fullmatch(name):
+        raise InvalidArgument(
+            f"tools: {tool.name[:80]!r}: the format of this model's tool calls cannot contain the parameter name "
+            f"{name[:80]!r}; rename the parameter"
+        )
 
 
 def _json_head(name: str, arguments_key: str) -> str:

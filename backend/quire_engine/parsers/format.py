@@ -69,6 +69,13 @@ class LeadingCalls(ABC):
         self._num_calls = 0
         self._is_content = False
         """True while all text is content, because the next call can begin only after another start mark."""
+        self._is_marked = False
+        """True if the start mark precedes the current text. A call after the mark can have any name."""
+
+    @property
+    @abstractmethod
+    def _in_string(self) -> bool:
+        """True inside a string of a possible call, where a mark is text."""
 
     def cut(self) -> None:
         """Drop the line breaks before and after the current position."""
@@ -76,10 +83,11 @@ class LeadingCalls(ABC):
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
         """Take the next lexeme."""
-        if lexeme.is_mark:
+        if lexeme.is_mark and not self._in_string:
             # Some checkpoints write content before the mark.
             if lexeme.text == self.start_mark:
-                self._is_content = False
+                yield from self._give_up()
+                self._is_content, self._is_marked = False, True
                 self._content.cut()
             return
         for position, char in enumerate(lexeme.text):
@@ -92,11 +100,16 @@ class LeadingCalls(ABC):
     def _take(self, char: str) -> Iterator[Event]:
         """Process a character of a possible call."""
 
+    @abstractmethod
+    def _give_up(self) -> Iterator[Event]:
+        """Emit an incomplete call as content."""
+
 
 class PlainText:
     """The format of models without tool calls: all text is content."""
 
     marks: frozenset[str] = frozenset()
+    start_mark = ""
 
     def __init__(self) -> None:
         self._content = Content()

@@ -3,20 +3,25 @@
 
 A message `<|channel|>analysis<|message|>...<|end|>` contains reasoning. A message in the channel `final` contains the
 answer. A message in the channel `commentary` that has the recipient `functions.NAME` is a tool call; it ends with
-`<|call|>`.
+`<|call|>`. Some models omit `functions.`, or write text without any mark.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from quire_engine.parsers.call_grammar import CallGrammar, Marks, Tool, argument_parts, either
+from quire_engine.parsers.call_grammar import CallGrammar, Marks, argument_parts, either
 from quire_engine.parsers.lexer import Lexeme
+from quire_engine.parsers.tool import Tool
 from quire_engine.structured_outputs.composed_constraint import quote
 from quire_spec.protocol.parsed_output import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallStart
 
-_MESSAGE, _CHANNEL = "<|message|>", "<|channel|>"
+_MESSAGE, _CHANNEL, _NAMESPACE = "<|message|>", "<|channel|>", "functions."
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_CHANNEL_NAME = re.compile(r"\s*\w*")
+_TYPE = re.compile(r"<\|constrain\|>\s*\w*")
+_OTHER_RECIPIENTS = frozenset({"assistant", "user", "system", "developer", "browser", "python", "container"})
+"""Recipients of messages that are not for the client, up to the first dot. They are dropped, as in vLLM."""
 
 
 class HarmonyFormat:
@@ -24,11 +29,15 @@ class HarmonyFormat:
 
     marks = frozenset((_MESSAGE, _CHANNEL, "<|constrain|>", *_ENDS))
 
-    def __init__(self) -> None:
+    def __init__(self, known_names: Collection[str] | None = None) -> None:
+        """`known_names` are the names of the tools, or None if they are not known."""
+        self._known_names = known_names or ()
         self._header: str | None = ""
         """The part of the current message's header that has arrived. None while the body of a message is read."""
+        self._is_first = True
+        """True while the first message is read. Only its header can be text: the model did not write a header."""
         self._body = "content"
-        """Kind of the message that is being read: content, reasoning or call."""
+        """Kind of the message that is being read: content, reasoning, call or other."""
         self._num_calls = 0
         self._has_arguments = False
 
@@ -46,7 +55,7 @@ class HarmonyFormat:
         if lexeme.is_mark:
             if lexeme.text in _ENDS:
                 yield from self.finish()
-                self._header = ""
+                self._header, self._is_first = "", False
             elif lexeme.text == _MESSAGE:
                 yield from self._begin_message()
             elif self._header is not None:
@@ -54,26 +63,41 @@ class HarmonyFormat:
             return
         if self._header is not None:
             self._header += lexeme.text
-        elif self._body == "call":
-            self._has_arguments = True
-            yield ToolCallArguments(self._num_calls - 1, lexeme.text)
         else:
-            yield ReasoningDelta(lexeme.text) if self._body == "reasoning" else ContentDelta(lexeme.text)
+            yield from self._write(lexeme.text)
+
+    def _write(self, text: str) -> Iterator[Event]:
+        """Emit text of a message."""
+        if self._body == "call":
+            self._has_arguments = True
+            yield ToolCallArguments(self._num_calls - 1, text)
+        elif self._body != "other":
+            yield ReasoningDelta(text) if self._body == "reasoning" else ContentDelta(text)
 
     def _begin_message(self) -> Iterator[Event]:
         header, self._header = self._header or "", None
         recipient = _RECIPIENT.search(header)
+        name = "" if recipient is None else recipient[1]
         channel = header.rpartition(_CHANNEL)[2].split()
-        if recipient is not None:
+        if name and (name in self._known_names or name.partition(".")[0] not in _OTHER_RECIPIENTS):
             self._body, self._has_arguments = "call", False
-            yield ToolCallStart(self._num_calls, recipient[1])
+            yield ToolCallStart(self._num_calls, name if name in self._known_names else name.removeprefix(_NAMESPACE))
             self._num_calls += 1
         else:
-            self._body = "reasoning" if channel[:1] == ["analysis"] else "content"
+            self._body = "other" if name else "reasoning" if channel[:1] == ["analysis"] else "content"
 
     def finish(self) -> Iterator[Event]:
-        """Add empty arguments to a tool call that ended without arguments."""
-        if self._header is None and self._body == "call" and not self._has_arguments:
+        """Add empty arguments to a tool call that ended without arguments. Emit the text of a message that has no
+        body, because some models omit the marks before it."""
+        if self._header is not None:
+            _, channel, text = _TYPE.sub("", self._header).rpartition(_CHANNEL)
+            if channel and (name := _CHANNEL_NAME.match(text)) is not None:
+                channel, text = channel + name[0], text[name.end() :].lstrip()
+            if text.strip() and (channel or self._is_first) and not _RECIPIENT.search(text):
+                self._header = channel
+                yield from self._begin_message()
+                yield from self._write(text)
+        elif self._body == "call" and not self._has_arguments:
             yield ToolCallArguments(self._num_calls - 1, "{}")
 
 
@@ -84,14 +108,17 @@ def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGra
         f"{quote(f'commentary to=functions.{tool.name} ')} {constrain} {message} @arguments_{i}"
         for i, tool in enumerate(tools)
     )
-    return CallGrammar(_CHANNEL, either(calls), None, (), argument_parts(tools))
+    text = marks.text_without(sorted(HarmonyFormat.marks))
+    return CallGrammar(_CHANNEL, either(calls), None, (), argument_parts(tools), text)
 
 
-def messages_before_answer(marks: Marks) -> str:
-    """Return the grammar expression for the messages that can come before an answer or a call, such as reasoning."""
+def messages_before_answer(marks: Marks, can_have_text: bool) -> str:
+    """Return the grammar expression for the messages that can come before an answer or a call: reasoning and, if
+    `can_have_text` is True, text for the user."""
     channel, message = marks.terminal(_CHANNEL), marks.terminal(_MESSAGE)
     end = f'{marks.terminal("<|end|>")} {marks.terminal("<|start|>")} "assistant"'
-    return f'({channel} ("analysis" | "commentary") {message} TEXT {end})*'
+    kinds = '("analysis" | "commentary")' if can_have_text else '"analysis"'
+    return f"({channel} {kinds} {message} TEXT {end})*"
 
 
 def answer_message(marks: Marks, text: str) -> str:

@@ -3,10 +3,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from quire_engine.parsers.call_grammar import CallGrammar, Marks, Tool, json_calls
+from quire_engine.parsers.call_grammar import CallGrammar, Marks, json_calls
 from quire_engine.parsers.format import Content
 from quire_engine.parsers.json_call import JsonCallReader
 from quire_engine.parsers.lexer import Lexeme
+from quire_engine.parsers.tool import Tool
 from quire_spec.protocol.parsed_output import Event
 
 _START, _END = "<tool_call>", "</tool_call>"
@@ -16,6 +17,7 @@ class HermesFormat:
     """The parser of one output."""
 
     marks = frozenset((_START, _END))
+    start_mark = _START
 
     def __init__(self) -> None:
         self._content = Content()
@@ -29,22 +31,31 @@ class HermesFormat:
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
         """Take the next lexeme."""
-        if lexeme.is_mark:
+        # Inside a string of the call, a mark is text.
+        if lexeme.is_mark and not (self._call is not None and self._call.in_string):
             yield from self._end_call()
             if lexeme.text == _START:
                 self._call = JsonCallReader(self._num_calls)
             return
-        if self._call is None:
-            yield from self._content.write(lexeme.text)
-            return
-        for char in lexeme.text:
+        for position, char in enumerate(lexeme.text):
+            if self._call is None:
+                yield from self._content.write(lexeme.text[position:])
+                return
+            yield from self._take(self._call, char)
+
+    def _take(self, call: JsonCallReader, char: str) -> Iterator[Event]:
+        """Process a character of a call."""
+        if call.failed or (call.done and (not call.started or char.isspace() or char == "}")):
             # Text between a complete or broken object and the end mark is kept as raw text.
-            if self._call.done or self._call.failed:
-                self._call.raw += char
-                continue
-            was_started = self._call.started
-            yield from self._call.feed(char)
-            if self._call.started and not was_started:
+            call.raw += char
+        elif call.done:
+            # The end mark is missing.
+            self._call = None
+            yield from self._content.write(char)
+        else:
+            was_started = call.started
+            yield from call.feed(char)
+            if call.started and not was_started:
                 self._num_calls += 1
                 self._content.cut()
 
@@ -63,4 +74,4 @@ def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGra
     """Return the grammar of calls."""
     call, rules, parts = json_calls(tools, "arguments")
     expression = f'"\\n" {call} "\\n" {marks.terminal(_END)}'
-    return CallGrammar(_START, expression, "\n" if parallel else None, rules, parts)
+    return CallGrammar(_START, expression, "\n" if parallel else None, rules, parts, marks.text_without([_START]))

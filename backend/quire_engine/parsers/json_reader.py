@@ -19,8 +19,9 @@ class JsonValueReader:
         """True if the value is complete."""
         self.failed = False
         """True if the text is not a JSON value."""
+        self.in_string = False
+        """True between the quotation marks of a string."""
         self._closers: list[str] = []
-        self._in_string = False
         self._is_escaped = False
         self._in_literal = False
 
@@ -28,13 +29,13 @@ class JsonValueReader:
         """Take one character; return whether it belongs to the value. Whitespace before the value does not belong to
         it.
         """
-        if self._in_string:
+        if self.in_string:
             if self._is_escaped:
                 self._is_escaped = False
             elif char == "\\":
                 self._is_escaped = True
             elif char == '"':
-                self._in_string, self.done = False, not self._closers
+                self.in_string, self.done = False, not self._closers
             return True
         if char in _WHITESPACE:
             self.done = self._in_literal and not self._closers
@@ -43,7 +44,7 @@ class JsonValueReader:
             self.done = char in ",]}"
             return not self.done
         if char == '"':
-            self._in_string = True
+            self.in_string = True
         elif char in "{[":
             self._closers.append("}" if char == "{" else "]")
         elif char in "}]":
@@ -60,7 +61,8 @@ class JsonValueReader:
 
 
 class JsonObjectReader:
-    """Reads one object; yields the text of each value in parts, and the key of the value with each part."""
+    """Reads one object; yields the text of each value in parts, and the key of the value with each part. A key that is
+    written with escapes is returned as it is written."""
 
     def __init__(self) -> None:
         self.done = False
@@ -70,11 +72,21 @@ class JsonObjectReader:
         self._key_text = ""
         self._value = JsonValueReader()
 
+    @property
+    def in_string(self) -> bool:
+        """True between the quotation marks of a key or of a string."""
+        return self._value.in_string if self._expects == "value" else self._expects == "key" and bool(self._key_text)
+
+    @property
+    def key(self) -> str | None:
+        """The key of the current value; None if no key is complete."""
+        return self._key_text[1:-1] if self._expects in (":", "value") else None
+
     def feed(self, char: str) -> Iterator[tuple[str, str]]:
         """Yield (key, character) if the character belongs to a value."""
         if self._expects == "value":
             if self._value.feed(char):
-                yield json.loads(self._key_text), char
+                yield self._key_text[1:-1], char
                 if self._value.done:
                     self._expects = ","
                 return

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire_engine.parsers import harmony, hermes, llama_json, mistral, pythonic, qwen_xml
-from quire_engine.parsers.call_grammar import CallGrammar, Marks, Tool
+from quire_engine.parsers.call_grammar import CallGrammar, Marks
 from quire_engine.parsers.parser_names import HARMONY, REASONING_MARKS, ParserNames
+from quire_engine.parsers.tool import Tool
 from quire_engine.structured_outputs.composed_constraint import ANSWER, ComposedConstraint, quote
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.protocol.parsed_output import OutputParsing
@@ -27,10 +28,6 @@ _CALL_GRAMMARS: Mapping[str, Callable[[Sequence[Tool], Marks, bool], CallGrammar
     "mistral": mistral.call_grammar,
     HARMONY: harmony.call_grammar,
 }
-_TEXT = r"TEXT: /(.|\n)*/"
-_NO_CALL = r"NO_CALL: /[^\[{](.|\n)*/"
-"""The rule for text that is not a call, in formats that have no mark before calls. Such text does not begin with [ or
-{."""
 
 
 def compose_grammar(
@@ -54,14 +51,15 @@ def compose_grammar(
         return None
     marks = _marks(tokenizer)
     parts = {} if answer is None else {ANSWER: answer}
-    rules = [_TEXT]
+    # Where the output is searched for calls, text is what the parser does not read as a call.
+    rules = [f"TEXT: {marks.text_without(()) if calls is None else calls.text}"]
     bodies = [] if answer is None else [f"@{ANSWER}"]
     if calls is not None:
         rules += calls.rules
         parts |= {name: _json_part(schema) for name, schema in calls.parts.items()}
     if names.is_harmony:
         text = f"@{ANSWER}" if answer is not None else "TEXT"
-        prefix = harmony.messages_before_answer(marks)
+        prefix = harmony.messages_before_answer(marks, not is_required)
         bodies = [] if calls is None else [_required(calls, marks)]
         bodies += [] if is_required else [harmony.answer_message(marks, text)]
     else:
@@ -107,8 +105,7 @@ def _optional(calls: CallGrammar, marks: Marks, rules: list[str], answers: Seque
     if answers:
         return [_required(calls, marks), *answers]
     if not calls.start:
-        rules.append(_NO_CALL)
-        return [calls.call, "NO_CALL?"]
+        return [calls.call, "TEXT"]
     until = _until(calls.start, marks, "call_begin", rules)
     return [f"({until} {calls.call})* TEXT" if calls.separator is not None else f"{until} {calls.call} | TEXT"]
 
@@ -126,7 +123,12 @@ def _until(mark: str, marks: Marks, name: str, rules: list[str]) -> str:
     """Return the expression for any text that ends with a mark."""
     if mark in marks.special:
         return f"TEXT {marks.terminal(mark)}"
-    rules.append(f"{name}[lazy]: TEXT {quote(mark)}")
+    if mark in marks.token_ids:
+        # The parser recognises only the token. The same characters in other tokens would be text.
+        rules.append(f"{name.upper()}: TEXT & {marks.text_without([mark])}")
+        return f"{name.upper()} {marks.terminal(mark)}"
+    rules.append(f"{name}[lazy]: TEXT_BEFORE_{name.upper()} {quote(mark)}")
+    rules.append(f"TEXT_BEFORE_{name.upper()}: TEXT")
     return name
 
 

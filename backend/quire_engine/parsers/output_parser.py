@@ -22,7 +22,7 @@ from quire_engine.parsers.hermes import HermesFormat
 from quire_engine.parsers.lexer import Lexer
 from quire_engine.parsers.llama_json import LlamaJsonFormat
 from quire_engine.parsers.mistral import MistralFormat
-from quire_engine.parsers.parser_names import HARMONY, REASONING_MARKS, ParserNames
+from quire_engine.parsers.parser_names import REASONING_MARKS, ParserNames
 from quire_engine.parsers.pythonic import PythonicFormat
 from quire_engine.parsers.qwen_xml import QwenXmlFormat
 from quire_engine.parsers.reasoning import ContentFormat, ReasoningFormat
@@ -34,12 +34,11 @@ _FORMATS: dict[str, Callable[[_Tools], ContentFormat]] = {
     "hermes": lambda tools: HermesFormat(),
     "qwen3_coder": QwenXmlFormat,
     "qwen3_xml": QwenXmlFormat,
-    "llama3_json": lambda tools: LlamaJsonFormat(),
-    "llama4_json": lambda tools: LlamaJsonFormat(),
-    "pythonic": lambda tools: PythonicFormat(),
-    "llama4_pythonic": lambda tools: PythonicFormat(),
+    "llama3_json": lambda tools: LlamaJsonFormat(_names(tools)),
+    "llama4_json": lambda tools: LlamaJsonFormat(_names(tools)),
+    "pythonic": lambda tools: PythonicFormat(_names(tools)),
+    "llama4_pythonic": lambda tools: PythonicFormat(_names(tools)),
     "mistral": lambda tools: MistralFormat(),
-    HARMONY: lambda tools: HarmonyFormat(),
 }
 
 
@@ -99,7 +98,7 @@ def create_parser(
     """
     output_format: Format
     if names.is_harmony:
-        output_format = HarmonyFormat()
+        output_format = HarmonyFormat(_names(tools))
     else:
         answer: ContentFormat = (
             PlainText() if names.tool_call_parser is None else _FORMATS[names.tool_call_parser](tools)
@@ -113,19 +112,26 @@ def create_parser(
     return OutputParser(output_format, lexer, new_call_id, parallel_tool_calls)
 
 
-def reasoning_state(names: ParserNames, prompt: str) -> str:
+def reasoning_state(names: ParserNames, prompt: str, prefill: str = "") -> str:
     """Return the state of the reasoning at the end of a rendered prompt.
 
     The state is "open" if the reasoning has begun, "done" if it has ended, and "possible" if the prompt ends without a
-    mark.
+    mark. `prefill` is the text of the last message if the output continues it.
     """
     start, end = REASONING_MARKS.get(names.reasoning_parser or "", ("", ""))
     text = prompt.rstrip()
+    if start and (start in prefill or end in prefill):
+        return "open" if prefill.rfind(start) > prefill.rfind(end) else "done"
     if end and text.endswith(end):
         return "done"
     # Only some templates of DeepSeek-R1 write the start mark, but its outputs always begin with reasoning.
     is_open = names.reasoning_parser == "deepseek_r1" or (start and text.endswith(start))
     return "open" if is_open else "possible"
+
+
+def _names(tools: _Tools) -> frozenset[str] | None:
+    """Return the names of the tools of a request; None if the request has no tools."""
+    return frozenset(str(tool["function"]["name"]) for tool in tools) or None
 
 
 def _call_id() -> str:

@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool calls of Llama 3.2 and Llama 4 as a Python list: `[f(a=1), g(b="x")]`.
 
-A list must be parsed as a whole, so its text is withheld until the last bracket is closed.
+A list must be parsed as a whole, so its text is withheld until the last bracket is closed. Names of tools and
+parameters can have characters that Python's names do not have, and values can be JSON.
 """
 
 import ast
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from quire_engine.parsers.call_grammar import CallGrammar, Marks, Tool
+from quire_engine.parsers.call_grammar import CallGrammar, Marks, check_parameter_name
 from quire_engine.parsers.format import LeadingCalls
+from quire_engine.parsers.json_text import dump_json, load_json
+from quire_engine.parsers.tool import Tool
 from quire_engine.structured_outputs.composed_constraint import quote
 from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCallStart
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _MAX_CHARS = 65_536
 _MAX_DEPTH = 64
-"""Maximum nesting depth of brackets. The depth is limited because Python's parser is recursive."""
-_CONSTANTS = {"true": True, "false": False, "null": None}
+"""Maximum nesting depth of brackets. The depth is limited because the parser is recursive."""
+_SPACE = re.compile(r"\s*")
+_NAME = re.compile(r"[\w.:/-]+")
+_KEYWORD = re.compile(r"""[^\s=(){}\[\],'"]+""")
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?(?![\w.])")
+_STRING = re.compile(r"""(?s)"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""")
+_SCALAR = re.compile(r"[^\s,\])}]+")
+_CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 
 
 class PythonicFormat(LeadingCalls):
@@ -27,13 +37,20 @@ class PythonicFormat(LeadingCalls):
     marks = frozenset((_START, _END))
     start_mark = _START
 
-    def __init__(self) -> None:
+    def __init__(self, known_names: Collection[str] | None = None) -> None:
+        """A list without the mark contains calls only if one of its names is in `known_names`. If that is None, the
+        calls can have any names."""
         super().__init__()
+        self._known_names = known_names
         self._list = ""
         """Text of the list so far, including whitespace before the list."""
         self._depth = 0
         self._quote = ""
         self._is_escaped = False
+
+    @property
+    def _in_string(self) -> bool:
+        return self._quote != ""
 
     def _take(self, char: str) -> Iterator[Event]:
         self._list += char
@@ -58,83 +75,173 @@ class PythonicFormat(LeadingCalls):
         if len(self._list) > _MAX_CHARS or self._depth > _MAX_DEPTH:
             yield from self._give_up()
         elif not self._depth:
-            yield from self._calls()
+            yield from self._end_list()
 
-    def _calls(self) -> Iterator[Event]:
-        try:
-            calls = _parse_calls(self._list.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+    def _end_list(self) -> Iterator[Event]:
+        """Emit the calls of the list. Emit the list as content if it has no complete call."""
+        calls = _Reader(self._list).calls()
+        is_known = self._is_marked or self._known_names is None or any(name in self._known_names for name, _ in calls)
+        if not calls or not is_known:
             yield from self._give_up()
             return
-        self._list, self._is_content = "", True
+        self._list, self._quote, self._depth, self._is_content = "", "", 0, True
         self._content.cut()
         for name, arguments in calls:
             yield ToolCallStart(self._num_calls, name)
-            yield ToolCallArguments(self._num_calls, json.dumps(arguments, ensure_ascii=False))
+            yield ToolCallArguments(self._num_calls, arguments)
             self._num_calls += 1
 
     def _give_up(self) -> Iterator[Event]:
-        text, self._list, self._depth, self._is_content = self._list, "", 0, True
+        text, self._list, self._quote, self._depth, self._is_content = self._list, "", "", 0, True
         yield from self._content.write(text)
 
     def finish(self) -> Iterator[Event]:
-        """Return the withheld text."""
+        """Return the withheld text. If a list was cut off, return its complete calls."""
         if self._list:
-            yield from self._give_up()
+            yield from self._end_list()
         yield from self._content.finish()
 
 
-def _parse_calls(text: str) -> list[tuple[str, dict[str, object]]]:
-    body = ast.parse(text, mode="eval").body
-    if not isinstance(body, ast.List) or not body.elts:
-        raise ValueError("no list of calls")
-    return [_parse_call(node) for node in body.elts]
+class _Reader:
+    """Reads a list of calls."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._position = 0
+
+    def calls(self) -> list[tuple[str, str]]:
+        """Return the name and the JSON text of the arguments of each call. A list that is cut off has the calls before
+        its end. The result is empty if the text is not a list of calls."""
+        calls: list[tuple[str, str]] = []
+        try:
+            self._expect("[")
+            while not calls or (self._skip(",") and not self._skip("]")):
+                calls.append(self._call())
+            if self._text[self._position - 1] != "]":
+                self._expect("]")
+            return [] if self._text[self._position :].strip() else calls
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return calls if self._is_at_end() else []
+
+    def _call(self) -> tuple[str, str]:
+        name = self._match(_NAME)
+        self._expect("(")
+        members: dict[str, str] = {}
+        while not self._skip(")"):
+            if members:
+                self._expect(",")
+                if self._skip(")"):
+                    break
+            key = self._match(_KEYWORD)
+            self._expect("=")
+            members[key] = self._value()
+        return name, _object(members)
+
+    def _value(self) -> str:
+        """Return the JSON text of a value, which is written in Python's notation or as JSON."""
+        if self._skip("["):
+            return "[" + ", ".join(self._items()) + "]"
+        if self._skip("{"):
+            return _object(dict(self._entries()))
+        self._skip("")
+        if self._text[self._position : self._position + 1] in ("'", '"'):
+            return dump_json(_decode(self._match(_STRING)))
+        if (number := _NUMBER.match(self._text, self._position)) is not None:
+            # The number is not converted, because Python has no number such as 1e400.
+            self._position = number.end()
+            return number[0]
+        scalar = self._match(_SCALAR)
+        if scalar in _CONSTANTS:
+            return _CONSTANTS[scalar]
+        value = ast.literal_eval(scalar)
+        if not isinstance(value, int | float):
+            raise ValueError("no value")
+        return dump_json(value)
+
+    def _items(self) -> Iterator[str]:
+        is_first = True
+        while not self._skip("]"):
+            if not is_first:
+                self._expect(",")
+                if self._skip("]"):
+                    return
+            is_first = False
+            yield self._value()
+
+    def _entries(self) -> Iterator[tuple[str, str]]:
+        is_first = True
+        while not self._skip("}"):
+            if not is_first:
+                self._expect(",")
+                if self._skip("}"):
+                    return
+            is_first = False
+            self._skip("")
+            key = _decode(self._match(_STRING))
+            self._expect(":")
+            yield key, self._value()
+
+    def _skip(self, text: str) -> bool:
+        """Skip whitespace, and then a text if it comes next."""
+        space = _SPACE.match(self._text, self._position)
+        self._position = self._position if space is None else space.end()
+        if not self._text.startswith(text, self._position):
+            return False
+        self._position += len(text)
+        return True
+
+    def _expect(self, text: str) -> None:
+        if not self._skip(text):
+            raise ValueError(f"{text} is missing")
+
+    def _match(self, pattern: re.Pattern[str]) -> str:
+        self._skip("")
+        match = pattern.match(self._text, self._position)
+        if match is None:
+            raise ValueError("unexpected character")
+        self._position = match.end()
+        return match[0]
+
+    def _is_at_end(self) -> bool:
+        """Return whether reading failed because the text ends."""
+        rest = self._text[self._position :]
+        return not rest.strip() or rest[:1] in ("'", '"')
 
 
-def _parse_call(node: ast.expr) -> tuple[str, dict[str, object]]:
-    if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
-        raise ValueError("no call with keywords")
-    arguments: dict[str, object] = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            raise ValueError("no keyword")
-        arguments[keyword.arg] = _literal(keyword.value)
-    json.dumps(arguments)  # raises an error for bytes, sets and complex numbers
-    return ast.unparse(node.func), arguments
+def _decode(literal: str) -> str:
+    """Return the text of a string literal of JSON or Python."""
+    try:
+        return str(load_json(literal))
+    except ValueError:
+        with warnings.catch_warnings(action="ignore"):  # about unknown escapes
+            return str(ast.literal_eval(literal.replace("\n", "\\n").replace("\r", "\\r")))
 
 
-def _literal(node: ast.expr) -> object:
-    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
-        return _CONSTANTS[node.id]
-    if isinstance(node, ast.List):
-        return [_literal(element) for element in node.elts]
-    if isinstance(node, ast.Dict):
-        return {_key(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True)}
-    return ast.literal_eval(node)
-
-
-def _key(node: ast.expr | None) -> str:
-    if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
-        raise ValueError("keys must be texts")
-    return node.value
+def _object(members: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f"{dump_json(key)}: {value}" for key, value in members.items()) + "}"
 
 
 def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
-    """Return the grammar of calls. Values are written as JSON, which `_literal` accepts too."""
-    rules: list[str] = []
-    parts: dict[str, Mapping[str, Any]] = {}
+    """Return the grammar of calls. Values are written as JSON."""
+    rules = [r"KEYWORD: /[\w.-]+/", 'keywords: (keyword (", " keyword)*)?', 'keyword: KEYWORD "=" @any_value']
+    parts: dict[str, Any] = {"any_value": {}}
     for i, tool in enumerate(tools):
-        properties = tool.properties()
+        if not tool.is_enforced:
+            rules.append(f'call_{i}: {quote(tool.name + "(")} keywords ")"')
+            continue
+        parameters = tool.parameters()
         rules.append(f'call_{i}: {quote(tool.name + "(")} keywords_{i}_0 ")"')
-        for j, (name, schema, is_required) in enumerate(properties):
+        for j, parameter in enumerate(parameters):
+            check_parameter_name(tool, parameter.name, _KEYWORD)
             # The rule "more" applies after a keyword, so it begins with a comma.
-            value, rest = f"{quote(name + '=')} @value_{i}_{j}", f"more_{i}_{j + 1}"
-            skipped = "" if is_required else f" | keywords_{i}_{j + 1}"
+            value, rest = f"{quote(parameter.name + '=')} @value_{i}_{j}", f"more_{i}_{j + 1}"
+            skipped = "" if parameter.is_required else f" | keywords_{i}_{j + 1}"
             rules.append(f"keywords_{i}_{j}: {value} {rest}{skipped}")
-            skipped = "" if is_required else f" | more_{i}_{j + 1}"
+            skipped = "" if parameter.is_required else f" | more_{i}_{j + 1}"
             rules.append(f'more_{i}_{j}: ", " {value} {rest}{skipped}')
-            parts[f"value_{i}_{j}"] = schema
-        rules += [f'keywords_{i}_{len(properties)}: ""', f'more_{i}_{len(properties)}: ""']
+            parts[f"value_{i}_{j}"] = parameter.schema
+        rules += [f'keywords_{i}_{len(parameters)}: ""', f'more_{i}_{len(parameters)}: ""']
     call = "(" + " | ".join(f"call_{i}" for i in range(len(tools))) + ")"
     repeated = f'(", " {call})*' if parallel else ""
-    return CallGrammar("", f'"[" {call} {repeated} "]"', None, tuple(rules), parts)
+    text = r"/(\s*[^\s\[](.|\n)*)?/ & " + marks.text_without([_START])
+    return CallGrammar("", f'"[" {call} {repeated} "]"', None, tuple(rules), parts, text)

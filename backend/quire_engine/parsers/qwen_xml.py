@@ -1,43 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tool calls of Qwen3-Coder and Qwen3.5: `<function=f><parameter=k>v</parameter></function>` in `<tool_call>`.
 
-Values have no quotes, so the JSON type of a value is taken from the schema of the tool.
+Texts have no quotes, so the JSON type of a value is taken from the schema of the tool.
 """
 
 import ast
-import json
+import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from quire_engine.parsers.call_grammar import CallGrammar, Marks, Tool, either
+from quire_engine.parsers.call_grammar import CallGrammar, Marks, check_parameter_name, either
 from quire_engine.parsers.format import Content
+from quire_engine.parsers.json_reader import JsonValueReader
+from quire_engine.parsers.json_text import dump_json, load_json, repair_surrogates
 from quire_engine.parsers.lexer import Lexeme
+from quire_engine.parsers.tool import ALL_TYPES, Tool, json_types
 from quire_engine.structured_outputs.composed_constraint import quote
+from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCallStart
 
 _START, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER = "<function=", "</function>", "<parameter=", "</parameter>"
 _VALUE_END = f"\n{_END_PARAMETER}\n"
+_VALUE_ENDS = (_END_PARAMETER, _PARAMETER, _END_FUNCTION, _END)
 
-_Types = Mapping[str, frozenset[str]]
-"""Maps the names of a function's parameters to their JSON types."""
+_MARKS = (_START, _END, _FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER)
+_NAME = re.compile(r"[^\s<>]([^<>\n]*[^\s<>])?")
+_TEXT_KEYWORDS = frozenset(
+    {"enum", "const", "pattern", "format", "minLength", "maxLength", "$ref", "allOf", "anyOf", "oneOf", "not", "if"}
+)
+"""Keywords that can restrict a string."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Notation:
+    """How the values of a parameter are written. The grammar writes this notation, and the parser expects it."""
+
+    is_text: bool
+    """True if a value is any text. Otherwise, it is JSON; a text that is not JSON of a type in `types` is a string."""
+    types: frozenset[str]
+
+    @classmethod
+    def of(cls, tool: Tool, schema: Any) -> "_Notation":
+        """Return the notation of a parameter of a tool with this schema."""
+        types = tool.types_of(schema)
+        is_free = isinstance(schema, Mapping) and _TEXT_KEYWORDS.isdisjoint(schema)
+        return cls((is_free and types in ({"string"}, ALL_TYPES)) or _texts(schema) != [], types)
+
+
+_ANY_TEXT = _Notation(True, ALL_TYPES)
 
 
 class QwenXmlFormat:
     """The parser of one output."""
 
-    marks = frozenset((_START, _END, _FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER))
+    marks = frozenset(_MARKS)
+    start_mark = _START
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """`tools` are the tools of the request, in the form of the OpenAI API."""
-        self._types_by_function = dict(_parameter_types(tool) for tool in tools)
+        self._notations_by_function = dict(map(_notations, tools))
         self._content = Content()
         self._num_calls = 0
         self._state = "content"
-        """State: content, call, name, function, key or value."""
+        """State: content, call, name, function, key, value, end_of_value or end. In the state end_of_value, the end
+        mark of a value has arrived, and it is text unless another mark follows. In the state end, the function has
+        ended, but not the call."""
         self._text = ""
         """Text of the current name, key or value so far."""
-        self._types: _Types = {}
+        self._held = ""
+        """In the state end_of_value: the mark and the whitespace after it."""
+        self._json = JsonValueReader()
+        """Reader of the current value if it is JSON. Inside its strings, marks are text."""
+        self._notations: Mapping[str, _Notation] = {}
+        self._notation = _ANY_TEXT
         self._key = ""
         self._num_arguments = 0
 
@@ -47,140 +86,170 @@ class QwenXmlFormat:
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
         """Take the next lexeme."""
-        if lexeme.is_mark and not (self._state == "value" and lexeme.text != _END_PARAMETER):
-            yield from self._take_mark(lexeme.text)
+        text, is_mark = lexeme.text, lexeme.is_mark
+        if self._state == "value":
+            is_end = is_mark and text in _VALUE_ENDS and not self._json.in_string
+            if is_end and text == _END_PARAMETER:
+                self._state, self._held = "end_of_value", text
+                return
+            if not is_end:
+                self._add_to_value(text)
+                return
+            # The end mark of the value is missing.
+            yield from self._end_value()
+        elif self._state == "end_of_value":
+            if not (is_mark and text != _END_PARAMETER):
+                self._held += text
+                if is_mark or text.strip():
+                    yield from self._continue_value()
+                return
+            yield from self._end_value()
+        if is_mark:
+            yield from self._take_mark(text)
         elif self._state == "content":
-            yield from self._content.write(lexeme.text)
+            yield from self._content.write(text)
         elif self._state in ("name", "key"):
-            text, end, rest = (self._text + lexeme.text).partition(">")
-            self._text = text
+            name, end, rest = (self._text + text).partition(">")
+            self._text = name
             if end:
                 yield from self._end_name()
-                self._text = rest if self._state == "value" else ""
-        elif self._state == "value":
-            self._text += lexeme.text
+                if self._state == "value":
+                    self._add_to_value(rest)
+        elif self._state == "end" and (text := text.lstrip()):
+            # The end mark of the call is missing.
+            self._state = "content"
+            yield from self._content.write(text)
+
+    def _continue_value(self) -> Iterator[Event]:
+        """Continue a value, because its end mark was text. If a second end mark has arrived, it can be the real one."""
+        held, self._held, self._state = self._held, "", "value"
+        is_second_mark = held.endswith(_END_PARAMETER)
+        self._add_to_value(held.removesuffix(_END_PARAMETER) if is_second_mark else held)
+        if is_second_mark:
+            self._state, self._held = "end_of_value", _END_PARAMETER
+        yield from ()
+
+    def _add_to_value(self, text: str) -> None:
+        self._text += text
+        for char in text if not self._notation.is_text else "":
+            if not (self._json.done or self._json.failed):
+                self._json.feed(char)
 
     def _take_mark(self, mark: str) -> Iterator[Event]:
+        if mark in (_START, _FUNCTION) and self._state == "function":
+            # The end marks of the function and of the call are missing.
+            yield from self._end_call(_END)
         if mark == _START:
             self._state = "call"
             self._content.cut()
-        elif mark == _FUNCTION and self._state in ("content", "call"):
+        elif mark == _FUNCTION and self._state in ("content", "call", "end"):
             self._content.cut()
             self._state, self._text = "name", ""
         elif mark == _PARAMETER and self._state == "function":
             self._state, self._text = "key", ""
-        elif mark == _END_PARAMETER and self._state == "value":
-            yield from self._end_value()
-        elif mark in (_END_FUNCTION, _END):
+        elif mark == _END or (mark == _END_FUNCTION and self._state != "content"):
             yield from self._end_call(mark)
         elif self._state == "content":
             yield from self._content.write(mark)
 
     def _end_name(self) -> Iterator[Event]:
-        name = self._text.strip()
+        name, self._text = self._text.strip(), ""
         if self._state == "key":
-            self._state, self._key = "value", name
+            self._state, self._key, self._json = "value", name, JsonValueReader()
+            self._notation = self._notations.get(name, _ANY_TEXT)
             return
-        self._state, self._types = "function", self._types_by_function.get(name, {})
+        self._state, self._notations = "function", self._notations_by_function.get(name, {})
         self._num_arguments = 0
         yield ToolCallStart(self._num_calls, name)
         self._num_calls += 1
 
     def _end_value(self) -> Iterator[Event]:
-        value = _typed(self._text.removeprefix("\n").removesuffix("\n"), self._types.get(self._key, frozenset()))
+        value = _to_json(self._text.removeprefix("\n").removesuffix("\n"), self._notation)
         separator = ", " if self._num_arguments else "{"
-        entry = f"{json.dumps(self._key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
         self._state, self._num_arguments = "function", self._num_arguments + 1
-        yield ToolCallArguments(self._num_calls - 1, separator + entry)
+        yield ToolCallArguments(self._num_calls - 1, f"{separator}{dump_json(self._key)}: {value}")
 
     def _end_call(self, mark: str) -> Iterator[Event]:
         if self._state == "function":
             yield ToolCallArguments(self._num_calls - 1, "}" if self._num_arguments else "{}")
-        # Text between the end of the function and the end of the call is not content.
-        self._state = "content" if mark == _END else "call"
+        self._state = "content" if mark == _END else "end"
         self._content.cut()
 
     def finish(self) -> Iterator[Event]:
-        """Return the withheld text."""
-        if self._state == "name":
+        """Return the withheld text. End a call whose end marks are missing."""
+        if self._state == "end_of_value":
+            yield from self._end_value()
+        if self._state == "function":
+            yield from self._end_call(_END)
+        elif self._state == "name":
             yield from self._content.write(_FUNCTION + self._text)
         yield from self._content.finish()
 
 
-def _is_plain_text(schema: Mapping[str, Any]) -> bool:
-    """Return whether the schema accepts every text."""
-    others = ("enum", "const", "$ref", "pattern", "format", "minLength", "maxLength", "allOf")
-    return _types_of(schema) in (frozenset(), {"string"}) and not any(name in schema for name in others)
-
-
-def _parameter_types(tool: Mapping[str, Any]) -> tuple[str, _Types]:
+def _notations(tool: Mapping[str, Any]) -> tuple[str, dict[str, _Notation]]:
+    """Return the name of a tool and the notations of its parameters."""
     function = tool.get("function") or tool
-    parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    schemas = properties.items() if isinstance(properties, Mapping) else ()
-    return str(function.get("name")), {str(key): _types_of(schema) for key, schema in schemas}
+    schema = function.get("parameters")
+    read = Tool(str(function.get("name")), schema if isinstance(schema, Mapping) else {})
+    try:
+        parameters = {parameter.name: parameter.schema for parameter in read.parameters()}
+    except InvalidArgument:
+        properties = read.schema.get("properties")
+        parameters = dict(properties) if isinstance(properties, Mapping) else {}
+    return read.name, {name: _Notation.of(read, parameter) for name, parameter in parameters.items()}
 
 
-def _types_of(schema: object) -> frozenset[str]:
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    stated = schema.get("type")
-    types = {name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str)}
-    for keyword in ("anyOf", "oneOf"):
-        branches = schema.get(keyword)
-        for branch in branches if isinstance(branches, list) else ():
-            types |= _types_of(branch)
-    return frozenset(types)
+def _texts(schema: Any) -> list[str]:
+    """Return the texts of an enum or a const that can be written without quotes; an empty list if there are none."""
+    keywords = set(schema) & _TEXT_KEYWORDS if isinstance(schema, Mapping) else set()
+    if keywords not in ({"enum"}, {"const"}) or schema.get("type", "string") != "string":
+        return []
+    values = [schema["const"]] if keywords == {"const"} else schema["enum"]
+    is_plain = isinstance(values, list) and all(isinstance(v, str) and not any(m in v for m in _MARKS) for v in values)
+    return list(values) if is_plain else []
 
 
-def _typed(text: str, types: frozenset[str]) -> object:
-    if not types or types == {"string"}:
-        return text
-    for parse in (json.loads, ast.literal_eval):
-        try:
-            value = parse(text.strip())
-            json.dumps(value)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
-        if _json_types(value) & types:
-            return value
-    return text
-
-
-def _json_types(value: object) -> set[str]:
-    if value is None:
-        return {"null"}
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int):
-        return {"integer", "number"}
-    if isinstance(value, float):
-        return {"number"} | ({"integer"} if value.is_integer() else set())
-    if isinstance(value, str):
-        return {"string"}
-    return {"object"} if isinstance(value, dict) else {"array"}
+def _to_json(text: str, notation: _Notation) -> str:
+    """Return the JSON text of a value that a model wrote without quotes, as JSON or as a Python literal."""
+    if not notation.is_text:
+        stripped = text.strip()
+        with suppress(ValueError, RecursionError):
+            # The text of the model is kept, because Python has no number such as 1e400.
+            if json_types(load_json(stripped)) & notation.types:
+                return repair_surrogates(stripped)
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about unknown escapes
+            value = ast.literal_eval(stripped)
+            if json_types(value) & notation.types:
+                return dump_json(value)
+    return dump_json(text)
 
 
 def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
-    """Return the grammar of calls. A value of type string is any text up to the end mark of its parameter. All other
-    values are JSON.
-    """
-    rules = ["TEXT_VALUE: /(.|\\n)*/", f"text_value[lazy]: TEXT_VALUE {quote(_VALUE_END)}"]
-    parts: dict[str, Mapping[str, Any]] = {}
+    """Return the grammar of calls."""
+    rules = [
+        f"TEXT_VALUE: {marks.text_without(_MARKS)}",
+        f"text_value[lazy]: TEXT_VALUE {quote(_VALUE_END)}",
+        f'other: {quote(_PARAMETER)} NAME ">\\n" text_value',
+        r"NAME: /[\w.-]+/",
+    ]
+    parts: dict[str, Any] = {}
     for i, tool in enumerate(tools):
-        parameters = []
-        for j, (name, schema, is_required) in enumerate(tool.properties()):
-            head = quote(f"{_PARAMETER}{name}>\n")
-            enum = schema.get("enum")
-            if _is_plain_text(schema):
-                parameter = f"({head} text_value)"
-            elif isinstance(enum, list) and enum and all(isinstance(value, str) for value in enum):
-                parameter = f"({head} {either(map(quote, enum))} {quote(_VALUE_END)})"
+        parameters = [] if tool.is_enforced else ["other*"]
+        for j, parameter in enumerate(tool.parameters() if tool.is_enforced else ()):
+            check_parameter_name(tool, parameter.name, _NAME)
+            head = quote(f"{_PARAMETER}{parameter.name}>\n")
+            texts = _texts(parameter.schema)
+            if not _Notation.of(tool, parameter.schema).is_text:
+                value = f"@value_{i}_{j} {quote(_VALUE_END)}"
+                parts[f"value_{i}_{j}"] = parameter.schema
+            elif texts:
+                value = f"{either(quote(text + _VALUE_END) for text in texts)}"
             else:
-                parameter = f"({head} @value_{i}_{j} {quote(_VALUE_END)})"
-                parts[f"value_{i}_{j}"] = schema
-            parameters.append(parameter if is_required else f"{parameter}?")
+                value = "text_value"
+            parameters.append(f"({head} {value})" + ("" if parameter.is_required else "?"))
         rules.append(f"call_{i}: {quote(f'{_FUNCTION}{tool.name}>' + chr(10))} {' '.join(parameters)}")
     call = either(f"call_{i}" for i in range(len(tools)))
     expression = f'"\\n" {call} {quote(_END_FUNCTION + chr(10))} {marks.terminal(_END)}'
-    return CallGrammar(_START, expression, "\n" if parallel else None, tuple(rules), parts)
+    text = marks.text_without([_START, _FUNCTION])
+    return CallGrammar(_START, expression, "\n" if parallel else None, tuple(rules), parts, text)

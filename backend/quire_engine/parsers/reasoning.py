@@ -12,6 +12,9 @@ from quire_spec.protocol.parsed_output import Event, ReasoningDelta
 class ContentFormat(Format, Protocol):
     """A format in which reasoning can come before the answer."""
 
+    start_mark: str
+    """Mark that begins a call and ends open reasoning; empty if the format has none."""
+
     def cut(self) -> None:
         """Drop the line breaks before and after the current position."""
         ...
@@ -20,7 +23,8 @@ class ContentFormat(Format, Protocol):
 class ReasoningFormat:
     """Passes the text after the reasoning to the parser of the answer.
 
-    Reasoning is recognised only at the beginning of the output: `<think>` inside an answer is text.
+    Reasoning is recognised only at the beginning of the output: `<think>` inside an answer is text. The mark of a call
+    ends the reasoning, because some models do not write the end mark before a call.
     """
 
     def __init__(
@@ -37,6 +41,8 @@ class ReasoningFormat:
         """Line breaks that are withheld until it is known whether the reasoning begins or ends directly after them; if
         it does, they are dropped."""
         self._has_text = False
+        self._at_end = False
+        """True directly after the end mark, where line breaks are dropped."""
 
     @property
     def in_reasoning(self) -> bool:
@@ -57,13 +63,20 @@ class ReasoningFormat:
                 yield from self._answer.feed(Lexeme(self._line_breaks))
                 self._line_breaks = ""
         if self._state == "reasoning":
-            if lexeme.is_mark and lexeme.text == self._end:
-                self._state = "answer"
+            if lexeme.is_mark and lexeme.text in (self._end, self._answer.start_mark):
+                self._state, self._at_end = "answer", lexeme.text == self._end
                 self._answer.cut()
+                if not self._at_end:
+                    yield from self._answer.feed(lexeme)
             # The model can repeat the start mark when the block is already open. The repeated mark is not text.
             elif not (lexeme.is_mark and lexeme.text == self._start and not self._has_text):
                 yield from self._write(lexeme.text)
             return
+        is_end = lexeme.is_mark and lexeme.text == self._end
+        if self._at_end and (is_end or (not lexeme.is_mark and not lexeme.text.strip("\n"))):
+            # Some models repeat the end mark. The repeated mark is not text.
+            return
+        self._at_end = False
         is_stray = lexeme.is_mark and lexeme.text in (self._start, self._end) and lexeme.text not in self._answer.marks
         yield from self._answer.feed(Lexeme(lexeme.text) if is_stray else lexeme)
 

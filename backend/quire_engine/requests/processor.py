@@ -111,7 +111,7 @@ class RequestProcessor:
         reasoning, tools = "possible", _tools(request.chat)
         if request.chat is not None:
             text = await self.render(request.chat, template)
-            reasoning = reasoning_state(limits.parser_names, text)
+            reasoning = reasoning_state(limits.parser_names, text, _prefill(request.chat))
         token_ids, bad_word_ids = await self._encode(request, text)
         if request.prompt_token_ids is None:
             limits.check_prompt(token_ids)
@@ -235,3 +235,10 @@ def decode_conversation(chat: Conversation) -> dict[str, Any]:
 def _tools(chat: Conversation | None) -> Sequence[Mapping[str, Any]]:
     tools: Sequence[Mapping[str, Any]] | None = None if chat is None else msgpack.decode(chat.tools)
     return tools or ()
+
+
+def _prefill(chat: Conversation) -> str:
+    """Return the text of the last message if the output continues it."""
+    messages: Any = msgpack.decode(chat.messages) if chat.continue_final_message else None
+    content = messages[-1].get("content") if messages else None
+    return content if isinstance(content, str) else ""

@@ -146,12 +146,14 @@ def test_a_tool_without_parameters_gets_no_arguments(checkers: dict[str, Checker
 
 
 def test_reasoning_comes_before_calls_and_answers(checkers: dict[str, Checker]) -> None:
-    names, call, thoughts = ParserNames("hermes", "qwen3"), hermes("f", '{"n": 1}'), "a <tool_call> b\n</think>\n\n"
+    names, call, thoughts = ParserNames("hermes", "qwen3"), hermes("f", '{"n": 1}'), "a <b> b\n</think>\n\n"
     answer = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
     for checker in checkers.values():
         for text, state in ((call, "possible"), (f"<think>\n{thoughts}{call}", "possible"), (thoughts + call, "open")):
             assert checker.accepts(names, REQUIRED, text, state), text
         assert not checker.accepts(names, REQUIRED, call, "open")
+        # The parser ends the reasoning at the mark of a call.
+        assert not checker.accepts(names, REQUIRED, "a <tool_call> " + thoughts + call, "open")
         assert not checker.accepts(names, REQUIRED, f"<think>\n{thoughts}{call}", "done")
         assert not checker.accepts(names, REQUIRED, "<think>\n" + thoughts)
         for text in ('{"a":1}', "<think>\n" + thoughts + '{"a":1}', call):
@@ -213,9 +215,9 @@ def test_any_schema_gives_a_grammar_or_one_error(
     for reasoning_parser in (None, REASONING_PARSERS[0]):
         names = ParserNames(parser, reasoning_parser)
         create_parser(names, tokenizer, tools=tools).feed([], "<tool_call><function=f><parameter=a>1</parameter>", True)
-        constraint = compose_grammar(names, tokenizer, OutputParsing("required"), tools, "possible", None)
-        assert constraint is not None
         try:
+            constraint = compose_grammar(names, tokenizer, OutputParsing("required"), tools, "possible", None)
+            assert constraint is not None
             checkers["marked"]._compiler.check(compose_grammar_text(constraint))
         except InvalidArgument as error:
-            assert str(error).startswith(("tools: the parameters", "structured_outputs: ")), error
+            assert str(error).startswith(("tools: ", "structured_outputs: ")), error

@@ -17,7 +17,9 @@ from quire_spec.protocol.parsed_output import Event, ParsedOutput, ToolCall, mer
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    return make_tokenizers(tmp_path_factory.mktemp("tokenizer"))
+    tokenizers = make_tokenizers(tmp_path_factory.mktemp("tokenizer"))
+    # Special tokens that are not marks of the format are left out, so they are not part of these texts.
+    return {kind: tokenizers[kind] for kind in ("plain", "marked")}
 
 
 def parser_of(vector: Vector, tokenizer: Tokenizer | None) -> OutputParser:
@@ -149,6 +151,14 @@ def test_the_prompt_decides_whether_the_output_begins_with_reasoning() -> None:
         prompts = ("Hi.<think> a", "Hi.<think>\n", "Hi.<think>\n\n</think>\n\n")
         assert tuple(reasoning_state(names, prompt) for prompt in prompts) == states
     assert reasoning_state(ParserNames(), "<think>") == "possible"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "state"),
+    [("<think>\n12 plus 7", "open"), ("<think>a</think>b", "done"), ("b", "possible"), ("a</think>b<think>c", "open")],
+)
+def test_an_output_can_continue_reasoning(prefill: str, state: str) -> None:
+    assert reasoning_state(ParserNames(None, "qwen3"), f"Hi.{prefill}", prefill) == state
 
 
 def test_each_configurable_parser_exists() -> None:
