@@ -44,6 +44,8 @@ UNSEEN = {
     ("quire.dev", "llmservices/finalizers", "update"),
     # Asked for only where a pod waits for long; a test below asks.
     ("events.k8s.io", "events", "list"),
+    # Asked for only where Kueue keeps a pod waiting.
+    ("kueue.x-k8s.io", "workloads", "list"),
 }
 OPTIONAL = [
     ("monitoring.coreos.com/v1", "PodMonitor"),

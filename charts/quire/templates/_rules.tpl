@@ -59,4 +59,8 @@ any write to an LLMService except its status. */}}
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, list]
+# The reason why Kueue keeps a pod waiting.
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [list]
 {{- end }}

@@ -294,7 +294,7 @@ class Reconciler:
             # service does not retry.
             delays_s.append(max(retry_in_s, poll_s))
         is_job_without_pod = observed.job is not None and not observed.job_pods and not is_finished(observed.job)
-        if is_job_without_pod or any(pod.creating for pod in (*observed.pods, *observed.job_pods)):
+        if is_job_without_pod or any(p.creating or p.gates for p in (*observed.pods, *observed.job_pods)):
             delays_s.append(EVENT_POLL_S)
         return ReconcileResult(min(delays_s))
 

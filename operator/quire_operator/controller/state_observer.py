@@ -69,6 +69,7 @@ class StateObserver:
             job_pods=pods.job_pods,
             job_warning=pods.job_warning,
             claim=pods.claim,
+            autoscaler=self._autoscaler(desired),
             applied_generation=applied_generation,
             unavailable_kinds=children.unavailable_kinds if children else (),
             unknown_fields=children.unknown_fields if children else (),
@@ -79,6 +80,12 @@ class StateObserver:
             stuck_deletions=tuple(apply_result.stuck_deletions),
             claim_rejection=apply_result.claim_rejection,
         )
+
+    def _autoscaler(self, desired: ParsedService) -> Body | None:
+        scaling = desired.service.spec.autoscaling if desired.service else None
+        kinds = (resources.HORIZONTAL_POD_AUTOSCALER, resources.SCALED_OBJECT)
+        kind = next((kind for kind in kinds if scaling and kind.kind == scaling.kind), None)
+        return self._deps.cache.get_body(kind, *desired.key) if kind else None
 
     def _current_download_job(self, desired: ParsedService, claim: Body | None) -> Body | None:
         """Return the Job that downloads the model of the spec.

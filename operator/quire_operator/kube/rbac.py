@@ -45,6 +45,11 @@ RULES: tuple[PolicyRule, ...] = (
     PolicyRule(resources.POD, ("list", "watch")),
     PolicyRule(resources.EVENT, ("create", "list")),
     PolicyRule(
+        resources.KUEUE_WORKLOADS[0],
+        ("list",),
+        optional="without it, the status does not contain the reason why Kueue keeps a pod waiting",
+    ),
+    PolicyRule(
         resources.NODE,
         ("list",),
         optional="without it, the operator knows GPUs only from spec.gpu and the table of products",

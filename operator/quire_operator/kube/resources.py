@@ -56,6 +56,10 @@ POD_MONITOR = Resource("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor
 SCALED_OBJECT = Resource("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
 INFERENCE_POOL = Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
 EVENT = Resource("events.k8s.io", "v1", "events", "Event")
+KUEUE_WORKLOADS = tuple(
+    Resource("kueue.x-k8s.io", version, "workloads", "Workload") for version in ("v1beta2", "v1beta1")
+)
+"""The object that Kueue creates for a pod or Job in a queue, in the versions that its releases serve."""
 
 CHILD_RESOURCES = (
     SERVICE_ACCOUNT, SECRET, CONFIG_MAP, PERSISTENT_VOLUME_CLAIM, SERVICE, DEPLOYMENT, JOB, NETWORK_POLICY,

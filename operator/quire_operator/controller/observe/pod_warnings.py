@@ -39,6 +39,8 @@ class PodWarnings:
 
     def __init__(self, client: ApiClient, poll_s: float = EVENT_POLL_S) -> None:
         self._client, self._poll_s = client, poll_s
+        self._queue_messages: dict[str, tuple[float, dict[str, str]]] = {}
+        """For each namespace: the time at which its Workloads are listed next, and their messages."""
         self._warnings: dict[str, tuple[float, str]] = {}
         """For each object, by its uid: the time at which its events are listed next, and its last warning."""
 
@@ -49,7 +51,25 @@ class PodWarnings:
         pods = tuple(pods)
         creating = sorted((pod for pod in pods if pod.creating), key=lambda pod: pod.name)[:_MAX_PODS_PER_PASS]
         warnings = {pod.uid: await self.fetch_warning(namespace, pod.name, pod.uid) for pod in creating}
+        if any(pod.is_gated_by_kueue for pod in pods):
+            messages = await self._fetch_queue_messages(namespace)
+            pods = tuple(replace(pod, gate_message=messages.get(pod.uid, "")) if pod.gates else pod for pod in pods)
         return tuple(replace(pod, waiting=warnings[pod.uid]) if warnings.get(pod.uid) else pod for pod in pods)
+
+    async def _fetch_queue_messages(self, namespace: str) -> dict[str, str]:
+        """Return the reason why Kueue keeps an object waiting, by the uid of the object."""
+        now = asyncio.get_running_loop().time()
+        poll_at, messages = self._queue_messages.get(namespace, (now, {}))
+        if now >= poll_at:
+            for workload in resources.KUEUE_WORKLOADS:
+                try:
+                    messages = queue_messages((await self._client.list(workload, namespace)).items)
+                    break
+                except ApiError as error:
+                    # A release of Kueue does not serve all versions, and the permission is optional.
+                    logger.debug("could not list workloads namespace=%s error=%s", namespace, error)
+            self._queue_messages[namespace] = (now + self._poll_s, messages)
+        return messages
 
     async def fetch_warning(self, namespace: str, name: str, uid: str) -> str:
         """Return the latest warning about a pod or a Job. The text is empty if there is none, or during the first
@@ -68,6 +88,19 @@ class PodWarnings:
                 logger.debug("could not list events object=%s/%s error=%s", namespace, name, error)
             self._warnings[uid] = (now + self._poll_s, warning)
         return warning
+
+
+def queue_messages(workloads: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Return the message of each Workload of Kueue that has no quota yet, by the uids of its owners."""
+    messages = {}
+    for workload in workloads:
+        conditions = {c["type"]: c for c in workload.get("status", {}).get("conditions") or ()}
+        waiting: dict[str, Any] = next(
+            (c for c in map(conditions.get, ("QuotaReserved", "Admitted")) if c and c.get("status") != "True"), {}
+        )
+        for owner in workload["metadata"].get("ownerReferences") or ():
+            messages[owner["uid"]] = str(waiting.get("message", ""))
+    return messages
 
 
 def latest_warning(events: Iterable[dict[str, Any]]) -> str:

@@ -29,6 +29,8 @@ class ConditionType(StrEnum):
     AVAILABLE = "Available"
     PROGRESSING = "Progressing"
     ADAPTERS_READY = "AdaptersReady"
+    AUTOSCALING = "Autoscaling"
+    """Only if the spec has an autoscaler."""
 
 
 class Reason(StrEnum):
@@ -71,6 +73,9 @@ class Reason(StrEnum):
     UPDATING = "Updating"
     INSUFFICIENT_GPU = "InsufficientGPU"
     UNSCHEDULABLE = "Unschedulable"
+    WAITING_FOR_QUOTA = "WaitingForQuota"
+    SCHEDULING_GATED = "SchedulingGated"
+    PODS_STARTING = "PodsStarting"
     PODS_NOT_READY = "PodsNotReady"
     PODS_REFUSED = "PodsRefused"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
@@ -79,6 +84,10 @@ class Reason(StrEnum):
     ALL_LOADED = "AllLoaded"
     LOADING = "Loading"
     LOAD_FAILED = "LoadFailed"
+    # Autoscaling
+    AUTOSCALER_ACTIVE = "AutoscalerActive"
+    AUTOSCALER_FAILED = "AutoscalerFailed"
+    AUTOSCALER_PENDING = "AutoscalerPending"
 
 
 @dataclass(frozen=True, slots=True)

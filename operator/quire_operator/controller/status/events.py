@@ -29,12 +29,19 @@ _SILENT_REASONS = frozenset(
         Reason.NO_ADAPTERS,
         Reason.LOADING,
         Reason.NO_READY_PODS,
+        Reason.PODS_STARTING,
+        Reason.AUTOSCALER_PENDING,
     }
 )
 """No event is created for these reasons, because another event already reports the cause or the result."""
 _SILENT_INITIAL_REASONS = frozenset({Reason.UPDATING})
 """No event is created for these reasons if the service is new. The Deployment's own events report its pods."""
 _BLOCKING_CONDITIONS = (ConditionType.CONFIG_VALID, ConditionType.PLANNED, ConditionType.MODEL_CACHED)
+
+_REPORTED_CONDITIONS = (
+    *_BLOCKING_CONDITIONS, ConditionType.PROGRESSING, ConditionType.AVAILABLE, ConditionType.READY,
+    ConditionType.AUTOSCALING,
+)  # fmt: skip
 
 
 class EventReason(StrEnum):
@@ -66,7 +73,7 @@ def build_events(previous: Mapping[str, Any], status: Mapping[str, Any]) -> list
 
 
 def _condition_events(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[ServiceEvent]:
-    for kind in (*_BLOCKING_CONDITIONS, ConditionType.PROGRESSING, ConditionType.AVAILABLE, ConditionType.READY):
+    for kind in _REPORTED_CONDITIONS:
         old, new = before.get(kind.value, {}), after.get(kind.value, {})
         if not new or (old.get("status"), old.get("reason")) == (new["status"], new["reason"]):
             continue
@@ -103,6 +110,8 @@ def _is_warning(kind: ConditionType, old: Mapping[str, Any], new: Mapping[str, A
             Reason.UPDATING,
             Reason.PAUSED,
             Reason.PODS_NOT_READY,
+            Reason.WAITING_FOR_QUOTA,
+            Reason.SCHEDULING_GATED,
         )
     waiting_reasons = (Reason.DOWNLOADING, Reason.DOWNLOAD_PENDING)
     warning_reasons = (Reason.KINDS_LEFT_OUT, Reason.FIELDS_LEFT_OUT, Reason.IMAGE_OUTDATED, Reason.DELETION_STUCK)

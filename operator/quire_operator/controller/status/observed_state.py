@@ -163,6 +163,8 @@ class ObservedState:
     """Latest warning about the download Job, if it has no pod. Empty if there is none."""
     claim: Body | None = None
     """PersistentVolumeClaim with the model."""
+    autoscaler: Body | None = None
+    """HorizontalPodAutoscaler or ScaledObject of the service."""
     applied_generation: int = 0
     """The last generation of which all objects were applied. If it is less than the generation of the spec, some
     objects are not applied yet.

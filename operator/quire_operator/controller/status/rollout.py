@@ -5,6 +5,7 @@ status.py.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 from quire_operator.controller.status.conditions import Condition, ConditionType, Reason
@@ -12,12 +13,16 @@ from quire_operator.controller.status.model_cache import describe_access
 from quire_operator.controller.status.observed_state import ObservedState, PodState
 from quire_spec.constants import CONFIG_FILE
 
+_REPLACEMENT_S = 60.0
 _MAX_POD_MESSAGE = 400
 """Maximum number of characters in the message about one pod."""
 _OMIT_MESSAGE_REASONS = ("CrashLoopBackOff",)
 """If one of these is the reason why a container is waiting, the kubelet's message is omitted. The message contains a
 duration that changes, but it does not contain the cause.
 """
+_GATED_REASONS = (Reason.WAITING_FOR_QUOTA, Reason.SCHEDULING_GATED)
+_VAGUE_REASONS = (Reason.UPDATING, Reason.PODS_NOT_READY, Reason.PODS_STARTING)
+"""If the rollout has one of these reasons and the API server rejects pods, the rejection is reported instead."""
 _ACCESS_PROBLEMS = ("pod affinity rules", "Multi-Attach", "ReadWriteOncePod")
 """Parts of messages of the scheduler and of the volume controller, if a pod cannot mount a claim because of its access
 mode.
@@ -94,18 +99,21 @@ def evaluate_rollout(
         message = f"{desired_replicas} of {desired_replicas} pods have this generation and are ready"
         return RolloutState(desired_replicas, True, Reason.ROLLOUT_COMPLETE, message, False)
     reason, message = _blocking_reason(observed, counts, desired_replicas, gpu_resource)
+    if reason in _GATED_REASONS:
+        # Queueing takes as long as it takes, so no deadline applies.
+        return RolloutState(desired_replicas, False, reason, message, True)
     conditions = {c["type"]: c for c in deployment.get("status", {}).get("conditions") or ()}
     if counts.is_current and conditions.get("Progressing", {}).get("reason") == "ProgressDeadlineExceeded":
         seconds = deployment["spec"].get("progressDeadlineSeconds")
         deadline_message = f"no progress for {seconds} s (spec.rollout.progressDeadlineSeconds): {message}"
         return RolloutState(desired_replicas, False, Reason.DEADLINE_EXCEEDED, deadline_message, False)
     failure = conditions.get("ReplicaFailure", {})
-    if counts.is_current and failure.get("status") == "True" and reason in (Reason.UPDATING, Reason.PODS_NOT_READY):
+    if counts.is_current and failure.get("status") == "True" and reason in _VAGUE_REASONS:
         return RolloutState(
             desired_replicas,
             False,
             Reason.PODS_REFUSED,
-            f"{_describe_progress(counts, desired_replicas)}; {_format_condition(failure)}",
+            f"{_describe_progress(observed, counts, desired_replicas)}; {_format_condition(failure)}",
             True,
         )
     return RolloutState(desired_replicas, False, reason, message, True)
@@ -113,6 +121,10 @@ def evaluate_rollout(
 
 def diagnose_pod(pod: PodState, gpu_resource: str | None) -> PodProblem | None:
     """Return the problem of a pod that is not ready. If the pod is starting as expected, return None."""
+    if pod.gated:
+        return PodProblem(Reason.WAITING_FOR_QUOTA if pod.is_gated_by_kueue else Reason.SCHEDULING_GATED, pod.gated)
+    if pod.phase == "Failed":
+        return PodProblem(Reason.PODS_NOT_READY, f"the pod has failed: {pod.failure or _describe_end(pod)}")
     if pod.unschedulable:
         is_gpu_shortage = gpu_resource is not None and f"Insufficient {gpu_resource}" in pod.unschedulable
         return PodProblem(Reason.INSUFFICIENT_GPU if is_gpu_shortage else Reason.UNSCHEDULABLE, pod.unschedulable)
@@ -127,8 +139,6 @@ def diagnose_pod(pod: PodState, gpu_resource: str | None) -> PodProblem | None:
         return PodProblem(Reason.PODS_NOT_READY, pod.report.reason + restart_text)
     if terminated:
         return PodProblem(Reason.PODS_NOT_READY, f"starting again after {_describe_termination(pod)}")
-    if pod.phase == "Failed":
-        return PodProblem(Reason.PODS_NOT_READY, "the pod has failed")
     return None
 
 
@@ -178,9 +188,9 @@ def _blocking_reason(
         (pod.name, cause)
         for pod in sorted(observed.pods, key=lambda pod: pod.name)
         if pod.alive and not _is_ready(pod) and (cause := diagnose_pod(pod, gpu_resource))
-    ]
-    order = (Reason.INSUFFICIENT_GPU, Reason.UNSCHEDULABLE, Reason.PODS_NOT_READY)
-    progress = _describe_progress(counts, desired_replicas)
+    ] or [(pod.name, cause) for pod in _newly_failed_pods(observed) if (cause := diagnose_pod(pod, gpu_resource))]
+    order = (*_GATED_REASONS, Reason.INSUFFICIENT_GPU, Reason.UNSCHEDULABLE, Reason.PODS_NOT_READY)
+    progress = _describe_progress(observed, counts, desired_replicas)
     if problems:
         name, cause = min(problems, key=lambda item: order.index(item[1].reason))
         message = cause.message if len(cause.message) <= _MAX_POD_MESSAGE else cause.message[:_MAX_POD_MESSAGE] + "…"
@@ -190,14 +200,35 @@ def _blocking_reason(
     if counts.is_current and counts.updated >= desired_replicas == counts.replicas:
         if counts.available < counts.ready == desired_replicas:
             return Reason.UPDATING, f"{progress}; they must stay ready for spec.rollout.minReadySeconds"
-        return Reason.PODS_NOT_READY, f"{progress}; the others are starting"
+        return Reason.PODS_STARTING, f"{progress}; the others are starting"
     return Reason.UPDATING, progress
 
 
-def _describe_progress(counts: _ReplicaCounts, desired_replicas: int) -> str:
+def _newly_failed_pods(observed: ObservedState) -> list[PodState]:
+    """Return the pods that were rejected or evicted since the pods that are not ready were created, the newest first.
+
+    The kubelet or a controller ended them as a whole. Their objects stay, and other pods replace them.
+    """
+    starting = [pod.created_at for pod in observed.pods if pod.alive and not _is_ready(pod)]
+    failed = [pod for pod in observed.pods if pod.phase == "Failed" and not pod.deleting]
+    newest = sorted(failed, key=lambda pod: (pod.failed_at, pod.name), reverse=True)
+    if starting:
+        # The replacement of a pod is created within seconds after the pod has failed.
+        since = datetime.fromisoformat(min(starting)) - timedelta(seconds=_REPLACEMENT_S)
+        return [pod for pod in newest if pod.failed_at and datetime.fromisoformat(pod.failed_at) >= since]
+    return newest
+
+
+def _describe_end(pod: PodState) -> str:
+    return _describe_termination(pod) if pod.terminated else "no reason given"
+
+
+def _describe_progress(observed: ObservedState, counts: _ReplicaCounts, desired_replicas: int) -> str:
     updated = counts.updated if counts.is_current else 0
+    # The pods' own reports are newer than the status of the Deployment.
+    num_ready = min(counts.ready, len(ready_pods(observed)))
     old_text = f", {counts.replicas - updated} have an older one" if counts.replicas > updated else ""
-    return f"{updated} of {desired_replicas} pods have this generation, {counts.ready} are ready{old_text}"
+    return f"{updated} of {desired_replicas} pods have this generation, {num_ready} are ready{old_text}"
 
 
 def _is_ready(pod: PodState) -> bool:

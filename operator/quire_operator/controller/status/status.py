@@ -14,6 +14,7 @@ from typing import Any
 
 from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.controller.status import adapters, model_cache
+from quire_operator.controller.status.autoscaling import autoscaling_condition
 from quire_operator.controller.status.conditions import (
     Condition,
     ConditionType,
@@ -117,6 +118,7 @@ def _evaluate_spec(
         config, planned, cached_condition, available_condition(observed, spec.replicas), progressing,
         adapters_state.condition,
         _ready_condition(blocker, rollout_state, adapters_state.condition),
+        *([autoscaling_condition(spec.autoscaling, observed.autoscaler)] if spec.autoscaling else []),
     ]  # fmt: skip
     labels = object_names.selector_labels(service, object_names.SERVER)
     fields = {

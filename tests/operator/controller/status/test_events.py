@@ -49,7 +49,7 @@ def test_the_story_of_a_service_that_comes_up():
     begun = after(
         downloading, healthy_state(pods=(starting_pod("s-0"), starting_pod("s-1")), deployment=deployment(2, ready=0))
     )
-    assert [e.reason for e in build_events(downloading, begun)] == ["Downloaded", "PodsNotReady"]
+    assert [e.reason for e in build_events(downloading, begun)] == ["Downloaded"]
     lines = told(begun, healthy_state())
     told_of = [line.partition(":")[0].removeprefix("Normal ") for line in lines]
     assert told_of == ["RolloutComplete", "MinimumReplicas", "Ready", "AdapterReady", "AdapterReady"]
@@ -66,7 +66,30 @@ CHANGES = {
     ),
     "all pods are lost": (
         healthy_state(pods=(starting_pod("s-0"), starting_pod("s-1")), deployment=deployment(2, ready=0)),
-        ["Normal PodsNotReady", "Warning NoReadyPods"],
+        ["Warning NoReadyPods"],
+    ),
+    # The Deployment has counted the new pod, which reports that it is starting.
+    "a pod that was deleted": (
+        healthy_state(pods=(GOOD, starting_pod("s-2")), deployment=deployment(2)),
+        [],
+    ),
+    "a pod that was evicted": (
+        healthy_state(
+            pods=(
+                GOOD,
+                starting_pod("s-1", phase="Failed", failure="Evicted: low on memory", failed_at="2026-01-01T00:00:01Z"),
+                starting_pod("s-2", created_at="2026-01-01T00:00:02Z"),
+            ),
+            deployment=deployment(2, ready=1),
+        ),
+        ["Normal PodsNotReady"],
+    ),
+    "a queue without quota": (
+        healthy_state(
+            pods=(GOOD, starting_pod("s-1", gates=("kueue.x-k8s.io/admission",), gate_message="1 more needed")),
+            deployment=deployment(2, ready=1),
+        ),
+        ["Normal WaitingForQuota"],
     ),
     "a claim of another's": (healthy_state(conflict="Service s belongs to Helm"), ["Warning Conflict"]),
     "a field that is missing": (healthy_state(unknown_fields=("spec.podTemplate.x",)), ["Warning FieldsLeftOut"]),

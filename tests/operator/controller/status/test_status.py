@@ -90,9 +90,9 @@ NOT_READY = {
     "old pods make up the count": (healthy_state(deployment=deployment(2, updated=1)), "Updating"),
     "pods of two templates": (
         state_with_pods(serving_pod(), replace(serving_pod("s-1"), template_hash="old")),
-        "PodsNotReady",
+        "PodsStarting",
     ),
-    "a pod is missing from the observed state": (state_with_pods(serving_pod()), "PodsNotReady"),
+    "a pod is missing from the observed state": (state_with_pods(serving_pod()), "PodsStarting"),
     "an adapter is on one pod only": (
         state_with_pods(
             serving_pod(), ready_pod("s-1", with_adapter(pod_report(SERVICE), "sql", AdapterState.LOADING))

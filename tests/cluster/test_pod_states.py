@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pods that wait for a gate, a queue or a resource claim, that were rejected, and an autoscaler without metrics."""
+
+import time
+
+import pytest
+from kubernetes.dynamic.exceptions import DynamicApiError
+from support.controller_harness import ControllerHarness, llm_service
+from support.engine_processes import wait_for
+from support.fake_kubelet import FakeContainer
+from support.fake_pods import FakePods
+
+API, KIND = "quire.dev/v1alpha1", "LLMService"
+SERVER_PODS = "app.kubernetes.io/component=server"
+
+
+@pytest.fixture(scope="module")
+def kubelet(kubelet):
+    with FakePods(kubelet):
+        yield kubelet
+
+
+@pytest.fixture
+def operator(cluster, namespace, kubelet):
+    """An operator that reads events and queues often."""
+    with ControllerHarness(cluster, namespace) as operator:
+        operator.controller.reconciler._deps.pod_warnings._poll_s = 0.5
+        yield operator
+
+
+def message_of(operator, kind, reason, words=""):
+    """The message of a condition, as soon as it has a reason and contains some words."""
+
+    def found():
+        condition = operator.condition(kind)
+        return condition.get("reason") == reason and words in condition["message"] and condition["message"]
+
+    try:
+        return wait_for(found, 40, f"{kind}: {reason}: {words}")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {operator.status().get('conditions')}") from error
+
+
+def server_pods(cluster, namespace):
+    return cluster.items("v1", "Pod", namespace, labelSelector=SERVER_PODS)
+
+
+def gated(gate):
+    return llm_service(podTemplate={"spec": {"schedulingGates": [{"name": gate}]}})
+
+
+def test_a_gate_is_named(operator, cluster, namespace):
+    cluster.apply(gated("example.com/wait"), namespace)
+    message = message_of(operator, "Progressing", "SchedulingGated")
+    assert message.endswith(": the scheduler waits until gate example.com/wait is removed")
+    assert operator.condition("Progressing")["status"] == "True"
+
+
+def workload_crd():
+    """The kind Workload of Kueue, without its schema."""
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    version = {"name": "v1beta1", "served": True, "storage": True, "schema": schema}
+    names = {"kind": "Workload", "plural": "workloads", "singular": "workload", "listKind": "WorkloadList"}
+    spec = {"group": "kueue.x-k8s.io", "names": names, "scope": "Namespaced", "versions": [version]}
+    meta = {
+        "name": "workloads.kueue.x-k8s.io",
+        "annotations": {"api-approved.kubernetes.io": "unapproved, for tests"},
+    }
+    return {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": meta, "spec": spec}
+
+
+def test_a_queue_of_kueue_is_named_with_its_message(operator, cluster, namespace):
+    cluster.apply(gated("kueue.x-k8s.io/admission"), namespace)
+    message_of(operator, "Progressing", "WaitingForQuota", "gate kueue.x-k8s.io/admission")
+    cluster.apply_crd(workload_crd())
+    try:
+        (pod,) = server_pods(cluster, namespace)
+        owner = {"apiVersion": "v1", "kind": "Pod", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"]}
+        words = "couldn't assign flavors to pod set main: insufficient unused quota for nvidia.com/gpu, 1 more needed"
+        condition = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": words}
+        meta = {"name": "pod-tales", "ownerReferences": [owner]}
+        group_version = "kueue.x-k8s.io/v1beta1"
+        workload = {"apiVersion": group_version, "kind": "Workload", "metadata": meta}
+        cluster.apply({**workload, "status": {"conditions": [condition]}}, namespace)
+        message_of(operator, "Progressing", "WaitingForQuota", words)
+    finally:
+        cluster.delete_crd("workloads.kueue.x-k8s.io")
+
+
+def test_a_missing_resource_claim_template_is_named(operator, cluster, namespace):
+    claims = [{"name": "gpu", "resourceClaimTemplateName": "no-such-template"}]
+    cluster.apply(llm_service(podTemplate={"spec": {"resourceClaims": claims}}), namespace)
+    message = message_of(operator, "Progressing", "PodsNotReady", "FailedResourceClaimCreation")
+    assert "no-such-template" in message
+
+
+def test_rejected_pods_are_named(operator, cluster, namespace, kubelet):
+    """As a kubelet rejects them whose device plugin reports no healthy device."""
+    cluster.apply(llm_service(), namespace)
+    wait_for(lambda: operator.condition("Ready").get("status") == "True", 40, "Ready")
+    (pod,) = server_pods(cluster, namespace)
+    name = pod["metadata"]["name"]
+    kubelet.set_behavior(
+        lambda body: body["metadata"]["namespace"] == namespace and body["metadata"]["name"] != name,
+        FakeContainer(ready=False),
+    )
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    rejected = {
+        "phase": "Failed", "reason": "UnexpectedAdmissionError",
+        "message": "Allocate failed due to no healthy devices present",
+        "conditions": [{"type": "Ready", "status": "False", "lastTransitionTime": now}], "containerStatuses": None,
+    }  # fmt: skip
+    wait_for(lambda: is_written(cluster, name, namespace, rejected), 20, "the rejection")
+    message = message_of(operator, "Progressing", "PodsNotReady", "UnexpectedAdmissionError")
+    assert f"pod {name}: the pod has failed: UnexpectedAdmissionError: Allocate failed due to no healthy" in message
+
+
+def is_written(cluster, name, namespace, status):
+    try:
+        cluster.merge("v1", "Pod", name, {"status": status}, namespace, "status")
+    except DynamicApiError:
+        return False
+    return cluster.get("v1", "Pod", name, namespace)["status"]["phase"] == status["phase"]
+
+
+def test_an_autoscaler_without_metrics_is_named(operator, cluster, namespace):
+    scaling = {"kind": "HorizontalPodAutoscaler", "minReplicas": 1, "maxReplicas": 3}
+    cluster.apply(llm_service(autoscaling=scaling), namespace)
+    wait_for(lambda: operator.condition("Autoscaling").get("reason") == "AutoscalerFailed", 90, "the autoscaler")
+    message = operator.condition("Autoscaling")["message"]
+    assert message.startswith("HorizontalPodAutoscaler tales: ScalingActive is False: FailedGet")
+    assert operator.condition("Ready")["status"] == "True"
+    cluster.merge(API, KIND, "tales", {"spec": {"autoscaling": None}}, namespace)
+    wait_for(lambda: not operator.condition("Autoscaling"), 20, "no condition without an autoscaler")
+
+
+def test_a_deleted_pod_makes_no_event_without_news(operator, cluster, namespace):
+    cluster.apply(llm_service(replicas=2), namespace)
+    wait_for(lambda: operator.condition("Ready").get("status") == "True", 40, "Ready")
+    for pod in server_pods(cluster, namespace):
+        cluster.delete("v1", "Pod", pod["metadata"]["name"], namespace)
+        time.sleep(1)
+        wait_for(lambda: operator.condition("Ready").get("status") == "True", 40, "Ready")
+    events = cluster.items("events.k8s.io/v1", "Event", namespace)
+    notes = [event.get("note", "") for event in events if event["regarding"]["kind"] == KIND]
+    assert notes and not [note for note in notes if "the others are starting" in note]
