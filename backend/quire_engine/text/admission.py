@@ -5,6 +5,7 @@ Policy only: no socket, no clock, no thread. The request manager calls it for ev
 microseconds.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Set
 
 from quire_engine.requests.limits import RequestLimits
@@ -19,7 +20,7 @@ class AdmissionController:
     """Accepts or rejects requests; owns the table of adapter names. Only its methods change its state."""
 
     def __init__(self, limits: RequestLimits, served_name: str, max_num_queued_reqs: int) -> None:
-        """`max_num_queued_reqs` is the maximum number of requests that have not started."""
+        """`max_num_queued_reqs` is the maximum number of requests of one client that have not started."""
         self.limits = limits
         self.max_num_queued_reqs = max_num_queued_reqs
         self.digest_by_name: Mapping[AdapterName, AdapterDigest] | None = None
@@ -57,8 +58,12 @@ class AdmissionController:
         """Replace the names of adapters that are being loaded."""
         self.loading_names = names
 
-    def admit(self, request: GenerateRequest, num_queued: int) -> tuple[AdapterName | None, AdapterDigest | None]:
+    def admit(
+        self, request: GenerateRequest, queued_by_client: Counter[str]
+    ) -> tuple[AdapterName | None, AdapterDigest | None]:
         """Check a new request. Return the name and the digest of its adapter, both None for the base model.
+
+        `queued_by_client` counts the requests of each client that have not started.
 
         Raises:
             Unavailable: the server is draining, the engine core is not connected, or max_num_queued_reqs is reached.
@@ -71,12 +76,20 @@ class AdmissionController:
             raise Unavailable(self.closed_reason)
         adapter = self._resolve_model(request.model)
         self.limits.check(request, request.model in self.chat_template_by_name)
-        if num_queued >= self.max_num_queued_reqs:
-            raise Unavailable(
-                f"{num_queued} requests are waiting and max_num_queued_reqs is {self.max_num_queued_reqs}; try again "
-                "later, or raise max_num_queued_reqs"
-            )
+        self._check_queue(request.client, queued_by_client)
         return adapter
+
+    def _check_queue(self, client: str, queued_by_client: Counter[str]) -> None:
+        """Raise Unavailable if the queue is full. A client with less than its share of the queue can then still have
+        requests, until the queue is twice as long.
+        """
+        num_queued, limit = queued_by_client.total(), self.max_num_queued_reqs
+        share = limit // (1 + len(queued_by_client))
+        if num_queued >= 2 * limit or (num_queued >= limit and queued_by_client[client] >= share):
+            raise Unavailable(
+                f"{num_queued} requests are waiting and max_num_queued_reqs is {limit}; try again later, or raise "
+                "max_num_queued_reqs"
+            )
 
     def _resolve_model(self, model: str) -> tuple[AdapterName | None, AdapterDigest | None]:
         if model == self.served_name:

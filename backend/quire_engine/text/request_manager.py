@@ -10,7 +10,7 @@ even if a frontend or the core fails.
 import asyncio
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from quire_engine.requests.processor import PreparedRequest, RequestProcessor
 from quire_engine.requests.request_state import RequestState
 from quire_engine.text.admission import AdmissionController
+from quire_engine.text.client_turns import ClientTurns
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.rate_limiter import AdapterRateLimiter
 from quire_spec.constants import AdapterDigest, AdapterName
@@ -61,8 +62,8 @@ class RequestManager:
         send_to_core: Callable[[Message], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_queued = 0
-        """Number of open requests that no step has run yet."""
+        self._queued_by_client: Counter[str] = Counter()
+        """Number of open requests that no step has run yet, for each client that has any."""
         self._admission = admission
         self._processor = processor
         self._metrics = metrics
@@ -76,8 +77,14 @@ class RequestManager:
         self._by_frontend: defaultdict[FrontendSink, dict[int, RequestState]] = defaultdict(dict)
         self._preparations: dict[RequestState, asyncio.Task[None]] = {}
         """Tasks of the requests that are being prepared."""
+        self._client_turns = ClientTurns()
         self._drain_callbacks: list[Callable[[], None]] = []
         self._rate_limiter = AdapterRateLimiter()
+
+    @property
+    def num_queued(self) -> int:
+        """Number of open requests that no step has run yet."""
+        return self._queued_by_client.total()
 
     @property
     def num_open(self) -> int:
@@ -93,7 +100,7 @@ class RequestManager:
         if request.id in self._by_frontend[frontend]:
             raise Internal(f"GenerateRequest: id {request.id} is already open")
         try:
-            adapter_name, adapter_digest = self._admission.admit(request, self.num_queued)
+            adapter_name, adapter_digest = self._admission.admit(request, self._queued_by_client)
         except QuireError as error:
             self.reject(frontend, request.id, error)
             return
@@ -110,7 +117,7 @@ class RequestManager:
         self._rate_limiter.acquire(adapter_name)
         self._by_sequence |= dict.fromkeys(request_state.sequence_ids, (request_state, frontend))
         self._by_frontend[frontend][request.id] = request_state
-        self.num_queued += 1
+        self._queued_by_client[request.client] += 1
         template = self._admission.chat_template_by_name.get(request.model)
         self._preparations[request_state] = asyncio.get_running_loop().create_task(
             self._prepare(request, request_state, template)
@@ -120,7 +127,8 @@ class RequestManager:
         """Prepare a request and send it to the core. The task is cancelled when the request ends before that."""
         error: QuireError
         try:
-            prepared = await self._processor.prepare(request, template)
+            async with self._client_turns.turn(request.client):
+                prepared = await self._processor.prepare(request, template)
         except QuireError as rejection:
             error = rejection
         except PROCESS_ENDS:
@@ -258,7 +266,7 @@ class RequestManager:
 
     def _mark_started(self, request_state: RequestState, core_queue_s: float) -> None:
         assert request_state.submit_time is not None, "the core runs only submitted requests"
-        self.num_queued -= 1
+        self._leave_queue(request_state)
         # Only the core can measure how long a request was in its queue, because the first result arrives after the
         # prompt was computed.
         request_state.start_time = request_state.submit_time + core_queue_s
@@ -336,12 +344,18 @@ class RequestManager:
         request = request_state.request
         del self._by_frontend[frontend][request.id]
         if request_state.start_time is None:
-            self.num_queued -= 1
+            self._leave_queue(request_state)
         latency_s = self._clock() - request_state.arrival_time
         token_counts = request_state.num_input_tokens, request_state.num_output_tokens
         self._metrics.record_api_key_output(request.api_key_name, request_state.num_output_tokens)
         self._metrics.record_finished(reason, latency_s, *token_counts, request_state.params)
         self._notify_if_drained()
+
+    def _leave_queue(self, request_state: RequestState) -> None:
+        client = request_state.request.client
+        self._queued_by_client[client] -= 1
+        if not self._queued_by_client[client]:
+            del self._queued_by_client[client]
 
     def _notify_if_drained(self) -> None:
         if not self._by_sequence:

@@ -98,6 +98,7 @@ class Generation:
                 400, f"prompt: {len(prompts)} prompts with n {copies * params.n} need more than {MAX_CHOICES} outputs"
             )
         self._api_key_name = http_request.api_key_name
+        self._client = http_request.api_key_name or http_request.address
         self._cache_salt = http_request.salt_cache(fields.cache_salt)
         self._num_input_tokens = [0] * (len(prompts) * copies)
         self._num_cached_tokens = [0] * (len(prompts) * copies)
@@ -168,6 +169,7 @@ class Generation:
                 prompt.chat,
                 self._api_key_name,
                 prompt.parsing,
+                self._client,
             )
             for prompt in self.prompts
             for _ in range(self.copies)

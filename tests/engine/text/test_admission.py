@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission accepts every valid request, and each rejection names the field and the limit."""
 
+import contextlib
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -62,22 +64,43 @@ def test_admission_rejects_invalid_requests(change: dict[str, object], error: ty
     admission.set_adapters({}, {})
     request = GenerateRequest(**(VALID_REQUEST | change))
     if error is None:
-        assert admission.admit(request, 0) == (None, None)
+        assert admission.admit(request, Counter()) == (None, None)
         return
     with pytest.raises(error) as raised:
-        admission.admit(request, 0)
+        admission.admit(request, Counter())
     assert message in str(raised.value)
 
 
 def test_admission_without_a_tokenizer_and_while_closed():
     admission = AdmissionController(replace(LIMITS, has_tokenizer=False), "base", 4)
     with pytest.raises(Unavailable, match="starting"):
-        admission.admit(GenerateRequest(**VALID_REQUEST), 0)
+        admission.admit(GenerateRequest(**VALID_REQUEST), Counter())
     admission.open()
-    admission.admit(GenerateRequest(**VALID_REQUEST), 3)
+    admission.admit(GenerateRequest(**VALID_REQUEST), Counter({"": 3}))
     with pytest.raises(Unavailable, match="4 requests are waiting and max_num_queued_reqs is 4"):
-        admission.admit(GenerateRequest(**VALID_REQUEST), 4)
+        admission.admit(GenerateRequest(**VALID_REQUEST), Counter({"": 4}))
     with pytest.raises(InvalidArgument, match="has no tokenizer; send prompt_token_ids"):
-        admission.admit(GenerateRequest(**VALID_REQUEST | {"prompt": "x", "prompt_token_ids": None}), 0)
+        admission.admit(GenerateRequest(**VALID_REQUEST | {"prompt": "x", "prompt_token_ids": None}), Counter())
     with pytest.raises(InvalidArgument, match="stop_token_ids"):
-        admission.admit(GenerateRequest(**VALID_REQUEST | {"params": SamplingParams(stop=("x",))}), 0)
+        admission.admit(GenerateRequest(**VALID_REQUEST | {"params": SamplingParams(stop=("x",))}), Counter())
+
+
+@pytest.mark.parametrize(
+    ("queued_by_client", "is_admitted"),
+    [
+        ({"": 11}, True),
+        ({"": 12}, False),
+        ({"": 3, "a": 9}, True),
+        ({"": 4, "a": 8}, False),
+        ({"": 2, "a": 5, "b": 5}, True),
+        ({"": 3, "a": 5, "b": 5}, False),
+        ({"a": 12, "b": 12}, False),
+    ],
+)
+def test_full_queue_has_room_for_a_client_with_less_than_its_share(
+    queued_by_client: dict[str, int], is_admitted: bool
+) -> None:
+    admission = AdmissionController(LIMITS, "base", 12)
+    admission.open()
+    with contextlib.nullcontext() if is_admitted else pytest.raises(Unavailable, match="max_num_queued_reqs is 12"):
+        admission.admit(GenerateRequest(**VALID_REQUEST), Counter(queued_by_client))

@@ -2,6 +2,7 @@
 """Outputs of chat requests from token ids to frames: equal events however steps, buffers and clients group them."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,7 @@ def test_a_checkpoint_with_unknown_format_rejects_tools(tokenizers: dict[str, To
         1, "base", None, None, SamplingParams(), True, chat=conversation(tools=TOOLS), parsing=OutputParsing("auto")
     )
     with pytest.raises(QuireError, match=r"tools: the format of tool calls of this model is unknown"):
-        admission.admit(request, 0)
+        admission.admit(request, Counter())
 
 
 @pytest.mark.parametrize(

@@ -356,6 +356,10 @@ def test_forwarded_headers_are_ignored_unless_they_are_parameters():
     inputs = {"text_input": strings("Hello")}
     request, _ = parse_request(7, "tales", "tales", inputs, text, re.compile(".-.*|max_tokens"))
     assert request.params == SamplingParams(max_tokens=3)
+    assert request.client == ""
+    text = '{"X-Gateway-Inference-Fairness-Id": "bob"}'
+    assert parse_request(7, "tales", "tales", inputs, text, re.compile("(?i)x-.*"))[0].client == "bob"
+    text = '{"x-user": "bob", "max_tokens": 3, "y-user": "eve"}'
     with pytest.raises(InvalidArgument, match="unknown sampling parameter 'y-user'"):
         parse_request(7, "tales", "tales", inputs, text, re.compile("x-.*"))
 
