@@ -97,6 +97,12 @@ def test_openai_front_benchmark():
     assert "load" in output.splitlines()[-1]
 
 
+def test_fairness_benchmark() -> None:
+    """Its exit code is 1 above the bar, which a busy machine can cause."""
+    output = run_script("fairness.py", "--model", TINY, "--seconds", "2", "--prompt-tokens", "16", codes=(0, 1))
+    assert [line.split()[0] for line in output.splitlines()] == ["alone", "prompts", "logprobs", "readers"]
+
+
 def test_serving_benchmark_rejects_wrong_output(tmp_path):
     model, other = make_llama(tmp_path / "model"), make_llama(tmp_path / "other", seed=1)
     requests = Workload(num_requests=2, prompt_tokens=(8, 24), output_tokens=(24, 48), vocab_size=384, seed=3).requests(
