@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CRDs of other projects whose objects the operator creates: PodMonitor, ScaledObject and InferencePool.
+"""The CRDs of other projects whose objects the operator creates: PodMonitor, ScaledObject, InferencePool and
+HTTPRoute.
 
 The Go module go/crds pins the projects. Their published modules contain the CRDs.
 """
@@ -23,6 +24,10 @@ _FILES = {
     "InferencePool": (
         "sigs.k8s.io/gateway-api-inference-extension",
         "config/crd/bases/inference.networking.k8s.io_inferencepools.yaml",
+    ),
+    "HTTPRoute": (
+        "sigs.k8s.io/gateway-api",
+        "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml",
     ),
 }
 """For each kind, the module and the path of its CRD in the module."""

@@ -12,6 +12,7 @@ import yaml
 from support.cluster import ROOT
 
 from quire_operator.controller.apply.compare import is_up_to_date
+from quire_operator.render.context import OPTIONAL_KINDS
 
 GOLDEN = ROOT / "tests/operator/golden"
 
@@ -20,7 +21,7 @@ GOLDEN = ROOT / "tests/operator/golden"
 def optional_kinds(cluster):
     """The real CRDs of other projects."""
     with contextlib.ExitStack() as stack:
-        for kind in ("PodMonitor", "ScaledObject", "InferencePool"):
+        for kind in OPTIONAL_KINDS:
             stack.enter_context(cluster.optional_kind(kind))
         yield
 

@@ -51,6 +51,7 @@ OPTIONAL = [
     ("monitoring.coreos.com/v1", "PodMonitor"),
     ("keda.sh/v1alpha1", "ScaledObject"),
     ("inference.networking.k8s.io/v1", "InferencePool"),
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"),
 ]
 
 
@@ -220,7 +221,10 @@ def live(cluster, namespace, models):
             "prometheusAddress": "http://prometheus:9090",
         },
         "observability": {"podMonitor": "Auto"},
-        "networking": {"inferencePool": {"endpointPicker": {"name": "picker"}}},
+        "networking": {
+            "inferencePool": {"endpointPicker": {"name": "picker"}},
+            "httpRoute": {"parentRefs": [{"name": "gateway"}]},
+        },
     }
     cluster.apply(make_claim(), namespace)
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "web"}, "stringData": {"Authorization": "x"}}
@@ -238,7 +242,7 @@ def live(cluster, namespace, models):
         "adapters": None,
         "autoscaling": None,
         "observability": {"podMonitor": "None"},
-        "networking": {"inferencePool": None, "networkPolicy": {"enabled": False}},
+        "networking": {"inferencePool": None, "httpRoute": None, "networkPolicy": {"enabled": False}},
         "engine": {"maxModelLen": 256},
     }
     cluster.merge(API, KIND, "tales", {"spec": less}, namespace)

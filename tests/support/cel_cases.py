@@ -47,7 +47,51 @@ MEDUSA = NGRAM | {"method": "medusa", "model": {"source": HUB_SOURCE}}
 HTTP_POOL = {**OPENAI_POOL, "targetPort": "http"}
 PVC_SOURCE = {"pvc": {"claimName": "c"}}
 
+KEDA = {"kind": "ScaledObject", "maxReplicas": 2, "prometheusAddress": "http://p:9090"}
+KEDA_ALONE = {"kind": "ScaledObject", "maxReplicas": 2}
+CRON = {"type": "cron", "metadata": {"desiredReplicas": "2"}}
+ROUTE = {"parentRefs": [{"name": "gateway"}]}
+
 CEL_RULE_CASES = [
+    (
+        "networking.httpRoute.port must be a port that the pods serve",
+        {"spec.networking.httpRoute": {**ROUTE, "port": "http"}},
+        {"spec.networking.httpRoute": {**ROUTE, "port": "http"}, "spec.runtime.expose": ["grpc"]},
+        "spec.networking.httpRoute.port",
+    ),
+    (
+        "networking.httpRoute.port must be a port that the pods serve",
+        {"spec.networking": {"httpRoute": ROUTE, "inferencePool": HTTP_POOL}, "spec.openai.enabled": False},
+        {"spec.networking.httpRoute": ROUTE, "spec.openai.enabled": False},
+        "spec.networking.httpRoute.port",
+    ),
+    *(
+        (
+            "kind must be ScaledObject if authenticationRef",
+            {"spec.autoscaling": {**KEDA, field: value}},
+            {"spec.autoscaling": {"maxReplicas": 2, field: value}},
+            "spec.autoscaling.kind",
+        )
+        for field, value in (("triggers", [CRON]), ("pollingInterval", 9), ("fallback", {"replicas": 2}))
+    ),
+    (
+        "prometheusAddress must be set with authenticationRef",
+        {"spec.autoscaling": {**KEDA, "triggers": [CRON], "authenticationRef": {"name": "a"}}},
+        {"spec.autoscaling": {**KEDA_ALONE, "triggers": [CRON], "authenticationRef": {"name": "a"}}},
+        "spec.autoscaling.prometheusAddress",
+    ),
+    (
+        "prometheusAddress must be set if kind is ScaledObject",
+        {"spec.autoscaling": {"kind": "ScaledObject", "maxReplicas": 2, "triggers": [CRON]}},
+        {"spec.autoscaling": {"kind": "ScaledObject", "maxReplicas": 2}},
+        "spec.autoscaling.prometheusAddress",
+    ),
+    (
+        "the keys serverAddress, query and threshold",
+        {"spec.autoscaling": {**KEDA, "prometheusMetadata": {"namespace": "a"}}},
+        {"spec.autoscaling": {**KEDA, "prometheusMetadata": {"query": "a"}}},
+        "spec.autoscaling.prometheusMetadata",
+    ),
     ("metadata.name must be at most 48", {"metadata.name": "a" * 48}, {"metadata.name": "a" * 49}, "metadata.name"),
     ("metadata.name must begin with a letter", {"metadata.name": "a-1"}, {"metadata.name": "1.5"}, "metadata.name"),
     (
@@ -155,13 +199,13 @@ CEL_RULE_CASES = [
         "spec.autoscaling.minReplicas",
     ),
     (
-        "prometheusAddress must be set if and only if kind is ScaledObject",
+        "prometheusAddress must be set if kind is ScaledObject",
         {"spec.autoscaling": {"maxReplicas": 2, "kind": "ScaledObject", "prometheusAddress": "http://p:9090"}},
         {"spec.autoscaling": {"maxReplicas": 2, "kind": "ScaledObject"}},
         "spec.autoscaling.prometheusAddress",
     ),
     (
-        "prometheusAddress must be set if and only if kind is ScaledObject",
+        "prometheusAddress must be set if kind is ScaledObject",
         {"spec.autoscaling": {"maxReplicas": 2}},
         {"spec.autoscaling": {"maxReplicas": 2, "prometheusAddress": "http://p:9090"}},
         "spec.autoscaling.prometheusAddress",

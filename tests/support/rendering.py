@@ -49,7 +49,10 @@ openai:
   chatTemplate: {configMapKeyRef: {name: templates, key: chat}}
 gpu: {product: NVIDIA-L4, count: 2, runtimeClassName: nvidia, nodeSelector: {pool: gpu}}
 replicas: 3
-autoscaling: {kind: ScaledObject, maxReplicas: 5, minReplicas: 2, prometheusAddress: http://prometheus:9090}
+autoscaling: {kind: ScaledObject, maxReplicas: 5, minReplicas: 2, prometheusAddress: http://prometheus:9090,
+  pollingInterval: 15, authenticationRef: {name: thanos}, prometheusMetadata: {authModes: bearer},
+  fallback: {replicas: 4}, triggers: [{type: cron, metadata: {timezone: UTC, start: 0 8 * * *, end: 0 18 * * *,
+  desiredReplicas: "3"}}]}
 cache: {mode: EmptyDir, size: 40Gi}
 runtime:
   image: registry.example/quire:1
@@ -64,6 +67,7 @@ observability: {metricsLabels: {release: monitoring}}
 networking:
   networkPolicy: {ingressFrom: [{ipBlock: {cidr: 10.0.0.0/8}}]}
   inferencePool: {endpointPicker: {name: picker}, targetPort: openai}
+  httpRoute: {parentRefs: [{name: gateway, namespace: gateways}], hostnames: [llm.example], requestTimeout: 0s}
 security: {runAsUser: 2000, fsGroup: 3000, readOnlyRootFilesystem: false}
 labels: {cost-center: research}
 annotations: {example.com/owner: platform}

@@ -44,6 +44,9 @@ any write to an LLMService except its status. */}}
 - apiGroups: [inference.networking.k8s.io]
   resources: [inferencepools]
   verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [gateway.networking.k8s.io]
+  resources: [httproutes]
+  verbs: [get, list, watch, create, patch, delete]
 # Secrets. The operator creates two for each LLMService (the key of the pods' admin port, and copies of the Secrets that
 # sources reference), and reads the referenced Secrets by name with `get`. `list` and `watch` are not granted, because
 # they give access to all Secrets in a namespace.

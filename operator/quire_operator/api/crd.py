@@ -6,7 +6,7 @@ controller call `validate` or `require_valid`.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from quire_operator.api import cel_rules, openapi_schema
-from quire_operator.api.validation_errors import ABSENT, InvalidService, Problem, sorted_unique
+from quire_operator.api.validation_errors import ABSENT, FieldPath, InvalidService, Problem, sorted_unique
 from quire_operator.api.yaml_manifest import Manifest, read_manifests
 from quire_spec import constants
 from quire_spec.errors import ConfigError, Internal
@@ -137,6 +137,25 @@ def require_valid(manifest: Manifest) -> Any:
         InvalidService: the manifest is invalid; the message contains every problem with its line.
     """
     result = validate(manifest.body)
-    if result.problems:
-        raise InvalidService(result.problems, manifest.location)
+    if problems := [*result.problems, *null_problems(manifest.body)]:
+        raise InvalidService(problems, manifest.location)
     return result.body
+
+
+def null_problems(body: object) -> Iterator[Problem]:
+    """Yield a problem for each null in spec.podTemplate of a file.
+
+    In a strategic merge, null removes a value. But kubectl drops nulls before the operator sees them, so that a value
+    would be removed by `quire render` only.
+    """
+    spec = body.get("spec") if isinstance(body, Mapping) else None
+    template = spec.get("podTemplate") if isinstance(spec, Mapping) else None
+    values: list[tuple[FieldPath, Any]] = [(("spec", "podTemplate"), template)] if template is not None else []
+    while values:
+        path, value = values.pop()
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+        values += [((*path, key), entry) for key, entry in entries]
+        if value is None:
+            rule = "must not be null, because kubectl drops it before the operator sees it"
+            fix = "to remove an object or a list entry, write $patch: delete in it; for a simple value, write "
+            yield Problem(path, ABSENT, rule, f"{fix}$patch: replace and the other fields in the object around it")

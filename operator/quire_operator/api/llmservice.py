@@ -147,6 +147,12 @@ class LLMServiceSpec:
             "that port is on loopback; use openai, or add http to spec.runtime.expose.",
         ),
         Rule(
+            "!has(self.networking.httpRoute) || has(self.networking.inferencePool) || "
+            "(self.networking.httpRoute.port == 'openai' ? self.openai.enabled : 'http' in self.runtime.expose)",
+            "networking.httpRoute.port must be a port that the pods serve; set spec.openai.enabled to true for openai, "
+            "or add http to spec.runtime.expose for http.",
+        ),
+        Rule(
             "!has(self.openai.port) || (self.openai.port != self.runtime.ports.http && self.openai.port != "
             "self.runtime.ports.grpc && self.openai.port != self.runtime.ports.metrics && self.openai.port != "
             "self.runtime.ports.health)",

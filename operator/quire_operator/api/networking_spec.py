@@ -4,7 +4,9 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quire_spec.documents.field_schema import LABELS, Rule, schema_field
+from quire_spec.documents.field_schema import LABELS, OBJECT_NAME, Rule, schema_field
+
+HOSTNAME = r"^([*]\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +89,43 @@ class InferencePoolSpec:
 
     targetPort: str = schema_field("http", enum=("http", "openai"))
     """Port of the pods that the gateway sends requests to. Default http, the KServe protocol. Use openai for an
-    endpoint picker that reads the model from the body of an OpenAI request."""
+    endpoint picker that reads the model from the body of an OpenAI request. With openai.tlsSecretRef, configure
+    TLS to the pods in the gateway, because an InferencePool has no field for it."""
     endpointPicker: EndpointPickerSpec = schema_field()
     """Service of the endpoint picker. The operator does not deploy an endpoint picker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParentRef:
+    """An entry of spec.networking.httpRoute.parentRefs. It is copied into the HTTPRoute."""
+
+    name: str = schema_field(**OBJECT_NAME)
+    """Name of the Gateway."""
+    namespace: str | None = schema_field(None, min_length=1, max_length=63, pattern=OBJECT_NAME["pattern"])
+    """Namespace of the Gateway. Default: the namespace of the service."""
+    sectionName: str | None = schema_field(None, **OBJECT_NAME)
+    """Name of a listener of the Gateway. Default: all listeners that accept the route."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpRouteSpec:
+    """spec.networking.httpRoute"""
+
+    parentRefs: tuple[dict[str, Any], ...] = schema_field(
+        type=tuple[ParentRef, ...], minItems=1, max_items=8, list_type="atomic"
+    )
+    """Gateways that the route belongs to."""
+    hostnames: tuple[str, ...] = schema_field(
+        (), items={"min_length": 1, "max_length": 253, "pattern": HOSTNAME}, max_items=16, list_type="set"
+    )
+    """Host names of requests. Default: those of the listeners."""
+    scheme: str = schema_field("https", enum=("https", "http"))
+    """Scheme of status.address.external. Default https, because TLS usually ends at the Gateway."""
+    port: str = schema_field("openai", enum=("openai", "http"))
+    """Port of the Service that gets the requests. If inferencePool is set, the pool gets them. Default openai."""
+    requestTimeout: str | None = schema_field(None, min_length=2, max_length=6, pattern="^([0-9]{1,5})(ms|s|m|h)$")
+    """Time limit of a request including its stream, such as 10m; 0s turns the limit off. Default: that of the
+    gateway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +137,6 @@ class NetworkingSpec:
     inferencePool: InferencePoolSpec | None = schema_field(None)
     """InferencePool of the Gateway API inference extension. A gateway then selects pods by their load and adapters.
     Default: none."""
+    httpRoute: HttpRouteSpec | None = schema_field(None)
+    """HTTPRoute of the Gateway API, which makes the service reachable through a Gateway. Allow the gateway's pods in
+    networkPolicy.ingressFrom. Default: none."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from quire_operator.api.networking_spec import HOSTNAME
 from quire_operator.api.pod_spec import QUANTITY_OF_RESOURCE
 from quire_operator.api.validation_errors import ABSENT, FieldPath, Problem, format_path, format_value
 from quire_spec.documents import server_arguments
@@ -72,6 +73,8 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "must be a label value: letters, digits, '-', '_' and '.', beginning and ending with a letter or digit",
         "use a value such as team-a",
     ),
+    HOSTNAME: ("must be a host name in lower case, which can begin with *.", "write it like llm.example"),
+    r"^([0-9]{1,5})(ms|s|m|h)$": ("must be a duration", "write it like 30s or 10m"),
     QUANTITY_OF_RESOURCE: ("must be a quantity", 'write it like "500m" or "2Gi", with the quotes'),
     r"^[1-9][0-9]*(\.[0-9]+)?m?$": ("must be a number of cores", 'write it like "4" or "1500m", with the quotes'),
     r"^(0\.[0-9]{0,2}[1-9]|[1-9][0-9]{0,2}(\.[0-9]{1,3})?)$": (

@@ -36,6 +36,8 @@ class AddressStatus:
     """URL of Triton Inference Server over HTTP."""
     grpc: str | None = schema_field(None, max_length=512)
     """URL of Triton Inference Server over gRPC."""
+    external: str | None = schema_field(None, max_length=512)
+    """URL for clients outside of the cluster, from the first host name of networking.httpRoute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

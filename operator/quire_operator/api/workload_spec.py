@@ -2,9 +2,51 @@
 """Fields of an LLMService that describe the number of its pods and how they are replaced and observed."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from quire_spec.documents.field_schema import LABELS, Restarts, Rule, schema_field
+from quire_spec.documents.field_schema import LABELS, OBJECT_NAME, Restarts, Rule, schema_field
+
+_OWN_METADATA = Rule(
+    "self.all(key, !(key in ['serverAddress', 'query', 'threshold']))",
+    "the keys serverAddress, query and threshold must not be set, because the operator sets them; use "
+    "spec.autoscaling.prometheusAddress and spec.autoscaling.requestsPerReplica.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthenticationRef:
+    """spec.autoscaling.authenticationRef"""
+
+    name: str = schema_field(**OBJECT_NAME)
+    """Name of the object."""
+    kind: str = schema_field("TriggerAuthentication", enum=("TriggerAuthentication", "ClusterTriggerAuthentication"))
+    """Kind of the object. Default TriggerAuthentication, in the namespace of the service."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriggerSpec:
+    """An entry of spec.autoscaling.triggers. It is copied into the ScaledObject."""
+
+    type: str = schema_field(min_length=1, max_length=63, pattern="^[a-z0-9-]+$")
+    """Name of a scaler of KEDA, such as cron."""
+    name: str | None = schema_field(None, **OBJECT_NAME)
+    """Name of the trigger. Default: none."""
+    metricType: str | None = schema_field(None, enum=("AverageValue", "Value", "Utilization"))
+    """Kind of the target. Default: that of KEDA."""
+    metadata: dict[str, str] = schema_field(items={"max_length": 4096}, max_properties=32)
+    """Settings of the scaler. All values are strings."""
+    authenticationRef: AuthenticationRef | None = schema_field(None)
+    """KEDA's object with the credentials of the scaler. Default: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FallbackSpec:
+    """spec.autoscaling.fallback"""
+
+    failureThreshold: int = schema_field(3, minimum=1, maximum=1000)
+    """Number of failed queries after which the fallback applies. Default 3."""
+    replicas: int = schema_field(minimum=1, maximum=1000)
+    """Number of pods while Prometheus does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +60,22 @@ class AutoscalingSpec:
             "spec.autoscaling.maxReplicas.",
         ),
         Rule(
-            "(self.kind == 'ScaledObject') == has(self.prometheusAddress)",
-            "prometheusAddress must be set if and only if kind is ScaledObject, because only a ScaledObject queries "
-            "Prometheus directly; add or remove spec.autoscaling.prometheusAddress.",
+            "self.kind == 'ScaledObject' ? (has(self.prometheusAddress) || has(self.triggers)) : "
+            "!has(self.prometheusAddress)",
+            "prometheusAddress must be set if kind is ScaledObject and there are no triggers, and must not be set for "
+            "other kinds, because only a ScaledObject queries Prometheus directly; add or remove "
+            "spec.autoscaling.prometheusAddress.",
+        ),
+        Rule(
+            "self.kind == 'ScaledObject' || (!has(self.authenticationRef) && !has(self.prometheusMetadata) && "
+            "!has(self.triggers) && !has(self.pollingInterval) && !has(self.fallback))",
+            "kind must be ScaledObject if authenticationRef, prometheusMetadata, triggers, pollingInterval or fallback "
+            "is set, because they are settings of KEDA; set spec.autoscaling.kind to ScaledObject.",
+        ),
+        Rule(
+            "has(self.prometheusAddress) || (!has(self.authenticationRef) && !has(self.prometheusMetadata))",
+            "prometheusAddress must be set with authenticationRef and prometheusMetadata, because they belong to its "
+            "trigger; add spec.autoscaling.prometheusAddress.",
         ),
     )
 
@@ -38,6 +93,20 @@ class AutoscalingSpec:
     start."""
     prometheusAddress: str | None = schema_field(None, min_length=8, max_length=1024, pattern="^https?://[^ ]+$")
     """URL of Prometheus, for kind ScaledObject. Default: none."""
+    authenticationRef: AuthenticationRef | None = schema_field(None)
+    """KEDA's object with the credentials for Prometheus. Also set authModes in prometheusMetadata. Default: none."""
+    prometheusMetadata: dict[str, str] | None = schema_field(
+        None, items={"max_length": 1024}, max_properties=16, rules=(_OWN_METADATA,)
+    )
+    """Further metadata of KEDA's trigger for Prometheus, such as authModes, namespace or unsafeSsl. Default: none."""
+    triggers: tuple[dict[str, Any], ...] | None = schema_field(
+        None, type=tuple[TriggerSpec, ...], minItems=1, max_items=8, list_type="atomic"
+    )
+    """Further triggers of KEDA. The number of pods follows the trigger that needs the most. Default: none."""
+    pollingInterval: int | None = schema_field(None, minimum=1, maximum=3600)
+    """Seconds between two queries of KEDA. Default: that of KEDA, 30."""
+    fallback: FallbackSpec | None = schema_field(None)
+    """Number of pods while the metrics cannot be read. Default: the number stays as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

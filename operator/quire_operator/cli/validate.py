@@ -71,7 +71,7 @@ def validate_file(file: str) -> ValidationReport:
 
 
 def _iter_findings(document: Manifest) -> Iterator[tuple[str, Problem]]:
-    for problem in crd.validate(document.body).problems:
+    for problem in (*crd.validate(document.body).problems, *crd.null_problems(document.body)):
         yield document.location(problem.path), problem
 
 

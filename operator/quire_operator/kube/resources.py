@@ -55,6 +55,7 @@ HORIZONTAL_POD_AUTOSCALER = Resource("autoscaling", "v2", "horizontalpodautoscal
 POD_MONITOR = Resource("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
 SCALED_OBJECT = Resource("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
 INFERENCE_POOL = Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
+HTTP_ROUTE = Resource("gateway.networking.k8s.io", "v1", "httproutes", "HTTPRoute")
 EVENT = Resource("events.k8s.io", "v1", "events", "Event")
 KUEUE_WORKLOADS = tuple(
     Resource("kueue.x-k8s.io", version, "workloads", "Workload") for version in ("v1beta2", "v1beta1")
@@ -64,11 +65,18 @@ KUEUE_WORKLOADS = tuple(
 CHILD_RESOURCES = (
     SERVICE_ACCOUNT, SECRET, CONFIG_MAP, PERSISTENT_VOLUME_CLAIM, SERVICE, DEPLOYMENT, JOB, NETWORK_POLICY,
     POD_DISRUPTION_BUDGET, HORIZONTAL_POD_AUTOSCALER,
-    POD_MONITOR, SCALED_OBJECT, INFERENCE_POOL,
+    POD_MONITOR, SCALED_OBJECT, INFERENCE_POOL, HTTP_ROUTE,
 )  # fmt: skip
 """Kinds that the operator creates for an LLMService."""
 
-OPTIONAL_RESOURCES = (POD_DISRUPTION_BUDGET, HORIZONTAL_POD_AUTOSCALER, POD_MONITOR, SCALED_OBJECT, INFERENCE_POOL)
+OPTIONAL_RESOURCES = (
+    POD_DISRUPTION_BUDGET,
+    HORIZONTAL_POD_AUTOSCALER,
+    POD_MONITOR,
+    SCALED_OBJECT,
+    INFERENCE_POOL,
+    HTTP_ROUTE,
+)
 """Kinds that a service can do without. Their CRD may not be installed, or the operator may lack the permission."""
 
 WATCHED_RESOURCES = (*(resource for resource in CHILD_RESOURCES if resource is not SECRET), REPLICA_SET, POD)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-OPTIONAL_KINDS = ("PodMonitor", "ScaledObject", "InferencePool")
+OPTIONAL_KINDS = ("PodMonitor", "ScaledObject", "InferencePool", "HTTPRoute")
 """Kinds of objects that a cluster supports only if their CRDs are installed."""
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Services, NetworkPolicies, PodMonitor and InferencePool of a service. Called by objects.py."""
+"""Services, NetworkPolicies, PodMonitor, InferencePool and HTTPRoute of a service. Called by objects.py."""
 
 from urllib.parse import urlsplit
 
 from quire_operator.api.llmservice import LLMService
+from quire_operator.api.networking_spec import HttpRouteSpec
 from quire_operator.render import model_storage, object_names
 from quire_operator.render.context import RenderContext
 from quire_operator.render.manifests import Manifest, new_manifest
@@ -123,6 +124,23 @@ def inference_pool(service: LLMService) -> Manifest:
         "endpointPickerRef": picker_ref,
     }
     return new_manifest("inference.networking.k8s.io/v1", "InferencePool", service, service.name, spec=spec)
+
+
+def http_route(service: LLMService, route: HttpRouteSpec) -> Manifest:
+    """Return the HTTPRoute. All requests go to the InferencePool if there is one, otherwise to the Service."""
+    backend: Manifest = {"kind": "Service", "name": service.name, "port": service.ports.get(route.port)}
+    if service.spec.networking.inferencePool:
+        backend = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": service.name}
+    elif backend["port"] is None:
+        # Pods that an older release rendered have no port of the OpenAI API.
+        backend["port"] = service.spec.runtime.ports.http
+    timeouts = {"timeouts": {"request": route.requestTimeout}} if route.requestTimeout else {}
+    spec = {
+        "parentRefs": list(route.parentRefs),
+        **({"hostnames": list(route.hostnames)} if route.hostnames else {}),
+        "rules": [{"backendRefs": [backend], **timeouts}],
+    }
+    return new_manifest("gateway.networking.k8s.io/v1", "HTTPRoute", service, service.name, spec=spec)
 
 
 def _service_manifest(service: LLMService, name: str, options: Manifest) -> Manifest:

@@ -123,6 +123,8 @@ def _optional_objects(service: LLMService, plan: Plan) -> Iterator[Manifest]:
         yield workload.scaled_object(service, plan, spec.autoscaling)
     if spec.networking.inferencePool:
         yield network.inference_pool(service)
+    if spec.networking.httpRoute:
+        yield network.http_route(service, spec.networking.httpRoute)
 
 
 def _set_owner(service: LLMService, manifest: Manifest, uid: str) -> None:

@@ -4,7 +4,7 @@
 
 Two objects are merged field by field; if the patch contains null, the field is removed. Some lists have a merge key:
 entries with the same value of this key are merged. The patch replaces all other lists. `$patch: delete` removes an
-entry, and `$patch: replace` replaces the whole value by the patch.
+entry or an object, and `$patch: replace` replaces the whole value by the patch. (kubectl leaves an empty object.)
 
 Source: https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/. The schema of a
 PodSpec defines the merge keys in x-kubernetes-patch-merge-key.
@@ -51,7 +51,7 @@ def merge(base: Any, patch: Any, field: str = "") -> Any:
             return _without_directives(patch)
         merged = {key: item for key, item in base.items() if key not in patch}
         for key, item in patch.items():
-            if item is not None and key != _DIRECTIVE:
+            if item is not None and key != _DIRECTIVE and not _is_deleted(item):
                 merged[key] = merge(base[key], item, key) if key in base else _without_directives(item)
         return {key: merged[key] for key in (*base, *patch) if key in merged}
     if isinstance(base, list) and isinstance(patch, list) and field in _MERGE_KEYS:
@@ -61,6 +61,10 @@ def merge(base: Any, patch: Any, field: str = "") -> Any:
             )
         return _merge_list(base, patch, field)
     return _without_directives(patch)
+
+
+def _is_deleted(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get(_DIRECTIVE) == "delete"
 
 
 def _merge_list(base: list[Any], patch: list[Any], field: str) -> list[Any]:
@@ -90,7 +94,11 @@ def _merge_entry(base: Any, patch: Any, field: str) -> Any:
 def _without_directives(value: Any) -> Any:
     """Return a copy of `value` without `$patch` directives and nulls."""
     if isinstance(value, Mapping):
-        return {k: _without_directives(item) for k, item in value.items() if item is not None and k != _DIRECTIVE}
+        return {
+            key: _without_directives(item)
+            for key, item in value.items()
+            if item is not None and key != _DIRECTIVE and not _is_deleted(item)
+        }
     if isinstance(value, list):
         return [_without_directives(i) for i in value if not (isinstance(i, Mapping) and i.get(_DIRECTIVE) == "delete")]
     return value

@@ -6,10 +6,14 @@ from quire_operator.api.workload_spec import AutoscalingSpec
 from quire_operator.plan.plan import Plan
 from quire_operator.render import object_names, pod_template
 from quire_operator.render.manifests import Manifest, new_manifest, service_reference
+from quire_spec.dataclass_json import to_json
 
 _QUEUE_SHARE = 8
 """The autoscaler has two targets for each pod: one for its running requests, and one for its waiting requests. The
 second target is the first one divided by this number."""
+_MAX_UNCUT_NAME = 46
+"""The longest name of a Deployment for which the names of its pods are not cut: two hyphens and a digest of ten
+characters follow."""
 
 
 def deployment(service: LLMService, plan: Plan, template: Manifest) -> Manifest:
@@ -67,22 +71,47 @@ def autoscaler(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> Man
 
 def scaled_object(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> Manifest:
     """Return the ScaledObject for KEDA. KEDA sends its queries to Prometheus directly."""
-    pod_matcher = f'namespace="{service.namespace or "default"}",pod=~"{service.name}-[a-z0-9]+-[a-z0-9]+"'
-    query = f"sum(vllm:num_requests_running{{{pod_matcher}}}) + sum(vllm:num_requests_waiting{{{pod_matcher}}})"
-    trigger = {
-        "serverAddress": scaling.prometheusAddress,
-        "query": query,
-        "threshold": str(scaling.requestsPerReplica or plan.maxNumSeqs.value),
-    }
+    triggers = [*([_prometheus_trigger(service, plan, scaling)] if scaling.prometheusAddress else []),
+                *(scaling.triggers or ())]  # fmt: skip
     behavior = {"scaleDown": {"stabilizationWindowSeconds": scaling.scaleDownSeconds}}
+    fallback = scaling.fallback
     spec = {
         "scaleTargetRef": service_reference(service.name),
         "minReplicaCount": scaling.minReplicas,
         "maxReplicaCount": scaling.maxReplicas,
+        **({"pollingInterval": scaling.pollingInterval} if scaling.pollingInterval else {}),
+        **({"fallback": to_json(fallback)} if fallback else {}),
         "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},
-        "triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": trigger}],
+        "triggers": triggers,
     }
-    return new_manifest("keda.sh/v1alpha1", "ScaledObject", service, service.name, spec=spec)
+    # KEDA copies the labels to its HorizontalPodAutoscaler, which the operator must not take for its own.
+    own_labels = ",".join(object_names.labels(service, object_names.SERVER))
+    annotations = {"scaledobject.keda.sh/hpa-excluded-labels": own_labels}
+    return new_manifest("keda.sh/v1alpha1", "ScaledObject", service, service.name, annotations=annotations, spec=spec)
+
+
+def _prometheus_trigger(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> Manifest:
+    pod_matcher = f'namespace="{service.namespace or "default"}",pod=~"{pod_name_pattern(service.name)}"'
+    query = f"sum(vllm:num_requests_running{{{pod_matcher}}}) + sum(vllm:num_requests_waiting{{{pod_matcher}}})"
+    metadata = {
+        **(scaling.prometheusMetadata or {}),
+        "serverAddress": scaling.prometheusAddress,
+        "query": query,
+        "threshold": str(scaling.requestsPerReplica or plan.maxNumSeqs.value),
+    }
+    reference = scaling.authenticationRef
+    authentication = {"authenticationRef": to_json(reference)} if reference else {}
+    return {"type": "prometheus", "metricType": "AverageValue", "metadata": metadata, **authentication}
+
+
+def pod_name_pattern(name: str) -> str:
+    """Return a regular expression that matches the names of the pods of a Deployment.
+
+    Kubernetes cuts the beginning of a pod's name to 58 characters. For a long name, the hyphen before the last part can
+    be missing.
+    """
+    hyphen = "-" if len(name) <= _MAX_UNCUT_NAME else "-?"
+    return f"{name}-[a-z0-9]+{hyphen}[a-z0-9]+"
 
 
 def _pods_metric(name: str, average_value: int) -> Manifest:

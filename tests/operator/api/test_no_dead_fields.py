@@ -93,6 +93,12 @@ networking:
     - {namespaceSelector: {matchLabels: {a: b}}, podSelector: {matchLabels: {c: d}}}
     - {ipBlock: {cidr: 10.0.0.0/8, except: [10.1.0.0/16]}}
   inferencePool: {endpointPicker: {name: epp, port: 9002, failureMode: FailClose}, targetPort: http}
+  httpRoute:
+    parentRefs: [{name: gateway, namespace: gateways, sectionName: https}]
+    hostnames: [llm.example]
+    scheme: https
+    port: openai
+    requestTimeout: 10m
 security: {ids: Fixed, runAsUser: 1000, fsGroup: 1000, readOnlyRootFilesystem: true}
 jobs:
   resources: {requests: {cpu: "1"}, limits: {memory: 1Gi}}
@@ -133,7 +139,12 @@ def bases():
     pins |= {"schedulingPolicy": "fcfs", "skipTokenizerInit": True}
     for kv in ({"gpuMemoryUtilization": "0.90"}, {"kvCacheMemory": "8Gi"}):
         yield body(COMMON + GPU, sources[0], engine=pins | kv)
-    for scaling in ({}, {"kind": "ScaledObject", "prometheusAddress": "http://p:9090"}):
+    keda = {"kind": "ScaledObject", "prometheusAddress": "http://p:9090", "pollingInterval": 15}
+    keda |= {"authenticationRef": {"name": "thanos", "kind": "TriggerAuthentication"}}
+    keda |= {"prometheusMetadata": {"authModes": "bearer"}, "fallback": {"failureThreshold": 3, "replicas": 2}}
+    trigger = {"type": "cron", "name": "day", "metricType": "AverageValue", "metadata": {"desiredReplicas": "2"}}
+    keda |= {"triggers": [trigger | {"authenticationRef": {"name": "t", "kind": "TriggerAuthentication"}}]}
+    for scaling in ({}, keda):
         autoscaling = {"minReplicas": 2, "maxReplicas": 3, "requestsPerReplica": 8, "scaleDownSeconds": 60} | scaling
         yield body(COMMON + GPU, sources[0], autoscaling=autoscaling)
     yield body(COMMON, sources[0], device="CPU", openai={"chatTemplate": {"text": "{{ messages }}"}})
@@ -141,8 +152,10 @@ def bases():
     for source in sources:
         drafts = {"method": "eagle3", "numSpeculativeTokens": 3, "model": {"source": source}}
         yield body(GPU, sources[0], engine={"speculativeConfig": drafts})
-    # Without an endpoint picker, which needs HTTP here.
-    yield body(GPU, sources[0], runtime={"expose": ["http"], "models": {"path": "/opt/models"}})
+    # Without an endpoint picker, which needs HTTP here, and with a route to the Service.
+    route = {"parentRefs": [{"name": "gateway"}], "port": "openai"}
+    models = {"expose": ["http"], "models": {"path": "/opt/models"}}
+    yield body(GPU, sources[0], runtime=models, networking={"httpRoute": route})
 
 
 def outputs(document):
@@ -177,6 +190,7 @@ TEXTS = {
     "region": ["other"], "maxBodySize": ["4Mi"], "corsAllowedOrigins": ["*"], "value": ["other"],
     "suffixDecodingMaxSpecFactor": ["4.0"], "suffixDecodingMinTokenProb": ["0.3"],
     "requests": ["7"], "limits": ["7"],
+    "hostnames": ["other.example"], "requestTimeout": ["1h"],
     "serverArgs": ["http-thread-count=5"],
 }  # fmt: skip
 
@@ -220,10 +234,19 @@ def leaves():
 
 
 # Fields that must be removed when another field changes.
-WITHOUT = {("autoscaling", "kind"): ["prometheusAddress"]}
+KEDA_FIELDS = [
+    "prometheusAddress",
+    "authenticationRef",
+    "prometheusMetadata",
+    "triggers",
+    "pollingInterval",
+    "fallback",
+]
+WITHOUT = {("autoscaling", "kind"): KEDA_FIELDS}
 
-# Fields that only the controller reads: it does not change the objects of a paused service.
-ELSEWHERE = {("paused",)}
+# Fields that only the controller reads: it does not change the objects of a paused service, and the scheme of a route
+# is in its status only.
+ELSEWHERE = {("paused",), ("networking", "httpRoute", "scheme")}
 LEAVES = [(path, node) for path, node in leaves() if path not in ELSEWHERE]
 SELECTOR = {object_names.MANAGED_BY: object_names.MANAGER, object_names.INSTANCE: "s"}
 BASES = json.loads(json.dumps(list(bases())))  # copied, so that a change affects only one place
@@ -244,7 +267,7 @@ def test_rendered_objects_are_valid(before):
             kinds.add(manifest["kind"])
             if manifest["kind"] not in OPTIONAL_KINDS:
                 kubernetes_validate.validate(manifest, "1.37", strict=True)
-    assert len(kinds) == 13, kinds
+    assert len(kinds) == 14, kinds
 
 
 @pytest.mark.parametrize(("path", "node"), LEAVES, ids=[".".join(path) for path, _ in LEAVES])

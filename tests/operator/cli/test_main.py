@@ -197,3 +197,37 @@ def test_validate_imports_no_slow_packages():
     loaded = set(done.stdout.splitlines()[-1].split())
     assert "jsonschema" in loaded
     assert not {"typer", "rich", "torch", "numpy", "aiohttp", "quire_server", "quire_engine"} & loaded
+
+
+NULLS = """\
+apiVersion: quire.dev/v1alpha1
+kind: LLMService
+metadata: {name: tales}
+spec:
+  device: CPU
+  model: {source: {huggingFace: {repo: org/model}}}
+  gpu: null
+  podTemplate:
+    spec:
+      securityContext: {runAsUser: null}
+      containers:
+      - name: server
+        livenessProbe: null
+"""
+
+
+@pytest.mark.parametrize("command", ["validate", "render", "plan"])
+def test_null_in_the_pod_template_of_a_file_is_refused(tmp_path, command):
+    """kubectl drops it, so that the command would show other pods than the cluster gets."""
+    file = tmp_path / "nulls.yaml"
+    file.write_text(NULLS)
+    done = quire(command, "-f", file)
+    lines = (done.stdout + done.stderr).splitlines()
+    assert done.returncode == 1 and len(lines) == 2
+    for line, (number, field) in zip(
+        sorted(lines),
+        [(10, "securityContext.runAsUser"), (13, "containers[0].livenessProbe")],
+        strict=True,
+    ):
+        assert line.startswith(f"{file}:{number}: spec.podTemplate.spec.{field}: must not be null, because kubectl")
+        assert "write $patch: delete in it" in line

@@ -16,6 +16,8 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from support.planning import llm_service
 from support.rendering import (
     FULL_SPEC,
@@ -35,7 +37,7 @@ import quire_server.__main__
 from quire_operator.api import crd
 from quire_operator.api.llmservice import Device
 from quire_operator.cli.render import dump_yaml
-from quire_operator.render import model_reader_job, pod_template
+from quire_operator.render import model_reader_job, pod_template, workload
 from quire_operator.render.context import OPTIONAL_KINDS
 from quire_operator.render.object_names import CLAIMS_DIR
 from quire_operator.render.objects import render_objects
@@ -499,6 +501,43 @@ def test_autoscalers_scale_the_llmservice():
     scaled = only_of_kind(rendered_objects(llm_service(FULL_SPEC)), "ScaledObject")["spec"]
     assert scaled["scaleTargetRef"] == target
     assert scaled["triggers"][0]["metadata"]["serverAddress"] == "http://prometheus:9090"
+
+
+@given(name=st.integers(1, 48).map("a".__mul__), digest=st.text("bcdf0123456789", min_size=5, max_size=10))
+def test_the_pattern_of_pod_names_matches_the_pods_of_a_deployment(name, digest):
+    """Kubernetes cuts the name of a ReplicaSet and a hyphen to 58 characters, and appends five random ones."""
+    pod = f"{name}-{digest}-"[:58] + "x7k2q"
+    assert len(pod) <= 63 and re.fullmatch(workload.pod_name_pattern(name), pod)
+    assert not re.fullmatch(workload.pod_name_pattern(name), f"{name}b-{digest}-x7k2q"), "another Deployment"
+
+
+def test_a_scaled_object_has_the_settings_of_keda():
+    scaled = only_of_kind(rendered_objects(llm_service(FULL_SPEC)), "ScaledObject")
+    prometheus, cron = scaled["spec"]["triggers"]
+    assert prometheus["authenticationRef"] == {"name": "thanos", "kind": "TriggerAuthentication"}
+    assert prometheus["metadata"]["authModes"] == "bearer" and cron["type"] == "cron"
+    assert (scaled["spec"]["pollingInterval"], scaled["spec"]["fallback"]["replicas"]) == (15, 4)
+    excluded = scaled["metadata"]["annotations"]["scaledobject.keda.sh/hpa-excluded-labels"].split(",")
+    assert set(excluded) == set(scaled["metadata"]["labels"]) - {"cost-center"}
+    alone = f"{GPU}autoscaling: {{kind: ScaledObject, maxReplicas: 2, triggers: [{{type: cron, metadata: {{a: b}}}}]}}"
+    (trigger,) = only_of_kind(rendered_objects(llm_service(alone)), "ScaledObject")["spec"]["triggers"]
+    assert trigger == {"type": "cron", "metadata": {"a": "b"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "backend"),
+    [
+        ("", {"kind": "Service", "name": "s", "port": 8004}),
+        ("port: http", {"kind": "Service", "name": "s", "port": 8000}),
+        ("pool", {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "s"}),
+    ],
+)
+def test_a_route_leads_to_the_service_or_the_pool(text, backend):
+    pool = ", inferencePool: {endpointPicker: {name: picker}}" if text == "pool" else ""
+    port = f", {text}" if text and text != "pool" else ""
+    spec = f"{GPU}networking: {{httpRoute: {{parentRefs: [{{name: gateway}}]{port}}}{pool}}}"
+    route = only_of_kind(rendered_objects(llm_service(spec)), "HTTPRoute")["spec"]
+    assert route == {"parentRefs": [{"name": "gateway"}], "rules": [{"backendRefs": [backend]}]}
 
 
 def test_optional_kinds_require_support_of_the_cluster():

@@ -15,14 +15,14 @@ from quire_spec.errors import ConfigError
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("containers: null", "containers: must be a list of objects with names"),
+        ("containers: {$patch: delete}", "containers: must be a list of objects with names"),
         ("containers: x", "containers: must be a list of objects with names"),
         ("containers: [x]", "containers: 'x' is not an object; each entry must have the key name"),
         ("containers: [x, {$patch: replace}]", "containers: 'x' is not an object; each entry must have the key name"),
         ("containers: [{image: x}]", "containers: must be a list of objects with names"),
         ("containers: [{name: server, env: [A]}]", "env: 'A' is not an object; each entry must have the key name"),
         ("containers: [{name: server, $patch: delete}]", "containers: the container 'server' must not be removed"),
-        ("volumes: null", "volumes: must be a list of objects with names"),
+        ("volumes: {$patch: delete}", "volumes: must be a list of objects with names"),
         ("$patch: replace", "containers: must be a list of objects with names"),
     ],
 )
@@ -61,7 +61,9 @@ podTemplate:
 
 def test_override_can_remove_optional_parts():
     objects = rendered_objects(
-        llm_service(f"{GPU}podTemplate: {{spec: {{containers: [{{name: server, securityContext: null}}]}}}}")
+        llm_service(
+            f"{GPU}podTemplate: {{spec: {{containers: [{{name: server, securityContext: {{$patch: delete}}}}]}}}}"
+        )
     )
     assert "securityContext" not in only_of_kind(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
     assert only_of_kind(objects, "Job")["spec"]["template"]["spec"]["containers"][0]["securityContext"] == {}
@@ -91,6 +93,8 @@ A, B = {"name": "a", "value": "1"}, {"name": "b"}
         ({"env": [A, B]}, {"env": [{"name": "a", "$patch": "delete"}]}, {"env": [B]}),
         ({"env": [{"name": "a"}]}, {"env": [{"name": "b"}, {"$patch": "replace"}]}, {"env": [{"name": "b"}]}),
         ({"s": {"a": 1}}, {"s": {"$patch": "replace", "b": 2}}, {"s": {"b": 2}}),
+        ({"s": {"a": {"b": 1}, "c": 2}}, {"s": {"a": {"$patch": "delete"}}}, {"s": {"c": 2}}),
+        ({}, {"x": {"y": {"$patch": "delete"}, "z": 1}}, {"x": {"z": 1}}),
         ({}, {"x": {"y": None, "z": 1}}, {"x": {"z": 1}}),
         (
             {"volumes": [{"name": "cache", "emptyDir": {}}]},

@@ -14,7 +14,19 @@ from quire_operator.api.quantity import to_decimal
 
 _LIST_KEYS = ("name", "mountPath", "containerPort", "port", "uid", "type", "topologyKey", "ip")
 """Fields that can identify the entries of a list, in the order in which they are tried."""
-_ATOMIC_LISTS = ("tolerations", "args", "command", "ingress", "egress", "from", "to", "rules", "triggers", "metrics")
+_ATOMIC_LISTS = (
+    "tolerations",
+    "args",
+    "command",
+    "ingress",
+    "egress",
+    "from",
+    "to",
+    "rules",
+    "triggers",
+    "metrics",
+    "parentRefs",
+)
 """Lists that server-side apply replaces as a whole. They must contain only the entries of the manifest."""
 
 

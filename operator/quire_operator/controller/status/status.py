@@ -320,4 +320,8 @@ def _addresses(service: LLMService, deployment: Mapping[str, Any]) -> dict[str, 
     if service.openai_port and object_names.OPENAI_PORT_NAME in container_ports(deployment["spec"]["template"]):
         scheme = "http" if service.spec.openai.tlsSecretRef is None else "https"
         address["url"] = address["openai"] = f"{scheme}://{host}:{service.openai_port}/v1"
+    route = service.spec.networking.httpRoute
+    if route is not None and route.hostnames:
+        serves_openai = service.openai_port is not None and route.port == "openai"
+        address["external"] = f"{route.scheme}://{route.hostnames[0]}{'/v1' if serves_openai else ''}"
     return {"address": address, "endpoints": endpoints}

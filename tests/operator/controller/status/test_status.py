@@ -27,7 +27,7 @@ from support.observed_factories import (
     terminated_container,
     with_adapter,
 )  # fmt: skip
-from support.planning import plan_for
+from support.planning import llm_service, plan_for
 
 from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
 from quire_operator.controller.status.status import _addresses
@@ -68,6 +68,21 @@ def test_all_is_well():
             "at": "2026-01-01T00:00:00Z",
         }
     }
+
+
+@pytest.mark.parametrize(
+    ("route", "url"),
+    [
+        ("hostnames: [llm.example, b.example]", "https://llm.example/v1"),
+        ("hostnames: [llm.example], scheme: http", "http://llm.example/v1"),
+        ("hostnames: [llm.example], port: http", "https://llm.example"),
+        ("port: openai", None),
+    ],
+)
+def test_the_address_contains_the_url_of_the_route(route, url):
+    service = llm_service(f"networking: {{httpRoute: {{parentRefs: [{{name: g}}], {route}}}}}")
+    found = _addresses(service, {"spec": {"template": {"spec": {"containers": []}}}})
+    assert found["address"].get("external") == url
 
 
 @pytest.mark.parametrize(("expose", "address"), [(("grpc",), {"grpc": "grpc://s.team.svc:8001"}), ((), {})])
