@@ -185,7 +185,7 @@ class Second(ApiClient):
     wrote = False
 
     async def set_status(self, resource, manifest):
-        if not self.wrote:
+        if not self.wrote and "conditions" in manifest["status"]:
             self.wrote = True
             theirs = [{**c, "lastTransitionTime": self.before} for c in manifest["status"]["conditions"]]
             await super().set_status(resource, {**manifest, "status": {**manifest["status"], "conditions": theirs}})

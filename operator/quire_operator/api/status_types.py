@@ -227,6 +227,17 @@ class PlanStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorStatus:
+    """status.operator"""
+
+    identity: str = schema_field(max_length=320)
+    """Namespace and name of the operator's installation."""
+    renewedAt: str = schema_field(format="date-time", max_length=64)
+    """Time at which the operator last renewed this mark, every 10 minutes. If it was not renewed for 30 minutes,
+    another operator can take the service over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LLMServiceStatus:
     """The field `status` of an LLMService."""
 
@@ -235,6 +246,8 @@ class LLMServiceStatus:
     conditions: tuple[Condition, ...] = schema_field((), max_items=16, list_type="map", map_keys=("type",))
     """Conditions ConfigValid, Planned, ModelCached, Available, Progressing and AdaptersReady, and Ready, which
     summarizes them."""
+    operator: OperatorStatus | None = schema_field(None)
+    """Operator that owns the service. Other operators do not change the service and its objects."""
     servedName: str | None = schema_field(None, max_length=63)
     """Model name that clients use for the base model."""
     replicas: int | None = schema_field(None, minimum=0)

@@ -8,7 +8,7 @@ import os
 
 from quire_operator.controller import log_config
 from quire_operator.controller.controller import ControllerSettings
-from quire_operator.controller.operator_process import OperatorOptions
+from quire_operator.controller.operator_process import OperatorOptions, default_identity
 from quire_operator.kube.cluster_config import ClusterConfig
 from quire_sources.http.borders import Borders
 from quire_spec.errors import ConfigError
@@ -27,11 +27,13 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(f"quire operate needs {error.name}; pip install 'quire-llm[operator]'") from error
     log_config.configure(args.log_format, args.log_level)
+    cluster_config = ClusterConfig.from_environment(args.kubeconfig, args.context)
     options = OperatorOptions(
-        cluster_config=ClusterConfig.from_environment(args.kubeconfig, args.context),
+        cluster_config=cluster_config,
         settings=ControllerSettings(
             namespaces=tuple(args.namespaces),
             workers=args.workers,
+            identity=args.identity or default_identity(cluster_config),
             images={"GPU": args.gpu_image, "CPU": args.cpu_image},
             borders=Borders() if args.source_networks is None else Borders.parse(args.source_networks),
             resync_s=args.resync,

@@ -194,6 +194,12 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
         help="number of services that are reconciled at the same time (default: 8)",
     )
     parser.add_argument(
+        "--identity",
+        metavar="NAME",
+        help="identity of this installation, such as NAMESPACE/RELEASE; services that another operator owns are not "
+        "changed (default: the namespace of the operator, or the name of this machine)",
+    )
+    parser.add_argument(
         "--resync",
         type=_parse_seconds,
         default=600.0,

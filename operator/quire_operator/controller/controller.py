@@ -64,6 +64,8 @@ class ControllerSettings:
     namespaces: tuple[str, ...] = ()
     """The namespaces that are watched. If there are none, all namespaces are watched."""
     workers: int = 8
+    identity: str = "default/quire"
+    """Identity of this installation of the operator. See ownership.py."""
     images: Mapping[str, str] = field(default_factory=lambda: DEFAULT_IMAGES)
     """Default images of the pods, for GPU and CPU."""
     operator_peer: Mapping[str, Any] | None = None
@@ -110,6 +112,7 @@ class Controller:
             pod_warnings=pod_warnings,
             status_writer=status_writer,
             record_write=record_write,
+            identity=settings.identity,
             operator_peer=settings.operator_peer,
             resync_s=settings.resync_s,
         )
@@ -326,6 +329,7 @@ class Controller:
         unserved = self.unserved_namespaces()
         for namespace in self.settings.namespaces:
             self.metrics.namespace_served.labels(namespace).set(namespace not in unserved)
+        self.metrics.foreign_services.set(len(self.reconciler.foreign_services()))
         ages: dict[str, float] = {}
         for heartbeat in self.heartbeats:
             ages[heartbeat.resource.kind] = max(ages.get(heartbeat.resource.kind, 0.0), heartbeat.age_s)

@@ -36,6 +36,8 @@ class ReconcilerDeps:
     pod_warnings: PodWarnings
     status_writer: StatusWriter
     record_write: Callable[[Resource, str], None]
+    identity: str
+    """Identity of this operator, which ownership.py writes into the services that it owns."""
     operator_peer: Mapping[str, Any] | None = None
     """NetworkPolicy peer that selects the operator."""
     resync_s: float = RESYNC_S

@@ -30,6 +30,10 @@ async def serve_health(controller: Controller, host: str, port: int) -> AsyncIte
     async def ready(_: web.Request) -> web.Response:
         is_ready = controller.ready
         lines = [f"namespace {name} is not served: {why}" for name, why in controller.unserved_namespaces().items()]
+        owners = controller.reconciler.foreign_services()
+        for owner in sorted(set(owners.values())):
+            num = sum(other == owner for other in owners.values())
+            lines.append(f"{num} LLMServices belong to operator {owner} and are not changed")
         text = "\n".join(["ready" if is_ready else "reading the cluster", *lines, ""])
         return web.Response(text=text, status=200 if is_ready else 503)
 

@@ -46,6 +46,8 @@ class ControllerMetrics:
             ["namespace"],
             registry=registry,
         )
+        description = "LLMServices that this operator sees, but that another operator owns."
+        self.foreign_services = Gauge("quire_operator_foreign_services", description, registry=registry)
         self.queue_depth = Gauge(
             "quire_operator_queue_depth", "LLMServices that wait in the work queue.", registry=registry
         )

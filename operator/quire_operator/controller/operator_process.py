@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -136,6 +137,14 @@ class OperatorProcess:
             self.failure = error
             logger.error("controller failed, so the operator stops error=%s", error)
             self._stop()
+
+
+def default_identity(cluster_config: ClusterConfig) -> str:
+    """Return the identity of an operator that was started without one: its namespace, or its machine outside of a
+    cluster."""
+    if cluster_config.token_file is None:
+        return f"{socket.gethostname()}/quire"
+    return f"{cluster_config.namespace}/quire"
 
 
 def _network_policy_peer(cluster_config: ClusterConfig) -> Mapping[str, Any] | None:

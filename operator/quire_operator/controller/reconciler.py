@@ -39,6 +39,7 @@ from quire_operator.controller.status.model_cache import (
     predates_claim,
 )
 from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
+from quire_operator.controller.status.ownership import FIELD, RENEW_S, Ownership, evaluate_ownership
 from quire_operator.controller.status.status import build_status
 from quire_operator.controller.status_writer import StaleService
 from quire_operator.controller.used_folders import used_folders
@@ -98,6 +99,8 @@ class Reconciler:
         self._deps = deps
         self._observer = StateObserver(deps)
         self._states: dict[ServiceKey, ServiceState] = {}
+        self._owners: dict[ServiceKey, str] = {}
+        """Owner of each service that another operator owns."""
 
     async def reconcile(self, key: ServiceKey) -> ReconcileResult | None:
         """Run one pass over a service.
@@ -121,7 +124,14 @@ class Reconciler:
         if state.desired is None or (state.desired.uid, state.desired.generation) != uid_and_generation(body):
             state.desired = ParsedService.from_body(body)
         desired = state.desired
+        ownership = evaluate_ownership(previous, self._deps.identity, datetime.now(UTC))
+        self._note_owner(key, ownership)
+        if not ownership.is_own:
+            return ReconcileResult(ownership.expires_in_s * random.uniform(1.0, 1.2))
         try:
+            if ownership.new_mark is not None:
+                previous = {**previous, FIELD: ownership.new_mark}
+                entry = await self._deps.status_writer.write_mark(desired, entry.resource_version, previous)
             planning, apply_result = await self._converge(desired, previous, state)
             generation, now = desired.generation, datetime.now(UTC).replace(microsecond=0)
             pods = await self._observer.observe_pods(desired)
@@ -139,12 +149,29 @@ class Reconciler:
     def forget_service(self, key: ServiceKey) -> None:
         """Discard everything that is stored about a deleted service."""
         self._states.pop(key, None)
+        self._owners.pop(key, None)
         self._deps.applier.forget_service(key)
         self._deps.secrets.forget_service(key)
+
+    def foreign_services(self) -> dict[ServiceKey, str]:
+        """Return the services that another operator owns, with the identity of that operator."""
+        return dict(self._owners)
 
     def num_applied(self, key: ServiceKey) -> int:
         """Return how many objects of a service are up to date. If this number has grown, the pass made progress."""
         return self._deps.applier.num_applied(key)
+
+    def _note_owner(self, key: ServiceKey, ownership: Ownership) -> None:
+        before = self._owners.pop(key, "")
+        if not ownership.is_own:
+            self._owners[key] = ownership.owner
+        if not ownership.is_own and before != ownership.owner:
+            logger.error(
+                "another operator owns the service, so this one does not change it service=%s/%s owner=%s identity=%s",
+                *key, ownership.owner, self._deps.identity,
+            )  # fmt: skip
+        elif ownership.is_own and before:
+            logger.info("took the service over service=%s/%s from=%s", *key, before)
 
     async def _converge(
         self, desired: ParsedService, previous: Mapping[str, Any], state: ServiceState
@@ -281,7 +308,7 @@ class Reconciler:
             return ReconcileResult(0.0, backoff=True)
         not_ready_s = now - (state.not_ready_since or now)
         poll_s = min(max(_POLL_S, not_ready_s / 30), _MAX_POLL_S)
-        delays_s = [self._deps.resync_s * random.uniform(0.8, 1.2)]
+        delays_s = [min(self._deps.resync_s, RENEW_S) * random.uniform(0.8, 1.2)]
         if any(pod.ip and pod.started_at for pod in observed.pods):
             delays_s.append(_READY_POLL_S * random.uniform(0.8, 1.2) if ready else poll_s)
         if apply_result.pending_deletions:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from quire_operator.controller.object_cache import ObjectCache
+from quire_operator.controller.object_cache import CachedObject, ObjectCache
 from quire_operator.controller.parsed_service import ParsedService, uid_and_generation
 from quire_operator.controller.status.events import ServiceEvent, build_events
 from quire_operator.kube import resources
@@ -65,6 +65,24 @@ class StatusWriter:
                 self._record_write(resources.EVENT, "create")
             except ApiError as error:
                 logger.warning("could not write event reason=%s error=%s", event.reason, error)
+
+    async def write_mark(self, desired: ParsedService, resource_version: str, status: dict[str, Any]) -> CachedObject:
+        """Replace the status by one that differs only in the mark of the owner, and return the service.
+
+        Raises:
+            StaleService: the service has a later version, for example because another operator has marked it.
+            ApiError: the status was not written.
+        """
+        namespace, name = desired.key
+        metadata = {"name": name, "namespace": namespace, "resourceVersion": resource_version}
+        try:
+            manifest = {**service_reference(name), "metadata": metadata, "status": status}
+            body = await self._client.set_status(resources.LLM_SERVICE, manifest)
+        except (ObjectNotFound, WriteConflict):
+            await self._fetch(desired)
+            raise StaleService from None
+        self._record_write(resources.LLM_SERVICE, "mark")
+        return self._cache.upsert(resources.LLM_SERVICE, body)
 
     async def is_newest(self, desired: ParsedService) -> bool:
         """Whether `desired` is the latest generation that the API server has.

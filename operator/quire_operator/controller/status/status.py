@@ -58,6 +58,8 @@ def build_status(
     ready = ready_pods(observed)
     return {
         **evaluated.fields,
+        # Only ownership.py changes the mark.
+        **({"operator": previous["operator"]} if "operator" in previous else {}),
         "observedGeneration": generation,
         "conditions": to_conditions(evaluated.conditions, generation, previous, now),
         "replicas": deployment.get("replicas") or 0,
