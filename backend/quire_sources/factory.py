@@ -14,7 +14,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 import aiohttp
-import huggingface_hub
+from huggingface_hub import constants as hub_constants
 from yarl import URL
 
 from quire_sources.credentials import SecretValues, http_headers, hub_token, s3_credentials
@@ -85,7 +85,7 @@ class SourceFactory(AsyncExitStack):
         match source:
             case Source(huggingFace=HuggingFaceSource() as hub):
                 endpoint = self._options.hub_endpoint
-                client = HttpClient(self._session, borders, URL(endpoint or huggingface_hub.constants.ENDPOINT))
+                client = HttpClient(self._session, borders, URL(endpoint or hub_constants.ENDPOINT))
                 return HubReader(client, hub, partial(hub_token, hub, self._read_secret), endpoint)
             case Source(s3=S3Source() as s3):
                 return S3Reader(self._session, s3, partial(s3_credentials, s3, self._read_secret), borders)
