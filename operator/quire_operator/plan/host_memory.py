@@ -43,7 +43,9 @@ _GRAMMARS = 384 * MIB
 has a cache of at most 64 MiB, and the core process has a cache of at most 256 MiB."""
 
 _NETWORK_BYTES_S = 200_000_000
-_VOLUME_BYTES_S = 1_000_000_000
+_VOLUME_BYTES_S = 100_000_000
+"""Speed of a slow volume: a network file system over 1 Gbit/s, or a cloud's file system for several nodes. The kubelet
+kills a pod that needs more time, and the next container reads the weights from the beginning."""
 _START_S = 60
 _GRAPHS_S = 120
 
@@ -80,13 +82,13 @@ def shared_memory(num_gpus: int) -> int:
 
 
 def start_seconds(model_bytes: int, downloads: bool, gpu: bool) -> int:
-    """Return the maximum number of seconds until a pod is ready. This is twice the expected time, which includes a
-    download.
+    """Return the maximum number of seconds until a pod is ready.
 
-    The estimate assumes 0.2 GB/s from the network, 1 GB/s from a volume, and two minutes for CUDA graphs.
+    This is the time to read the weights from a slow volume at 0.1 GB/s, and twice the expected time of everything else:
+    0.2 GB/s from the network, if the pod downloads the model, and two minutes for CUDA graphs.
     """
-    reading = model_bytes / _VOLUME_BYTES_S + (model_bytes / _NETWORK_BYTES_S if downloads else 0)
-    return 2 * math.ceil(_START_S + reading + (_GRAPHS_S if gpu else 0))
+    download = model_bytes / _NETWORK_BYTES_S if downloads else 0
+    return math.ceil(model_bytes / _VOLUME_BYTES_S) + 2 * math.ceil(_START_S + download + (_GRAPHS_S if gpu else 0))
 
 
 def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
