@@ -19,6 +19,7 @@ from support.chart import (
 from support.openapi import CRD
 
 from quire_operator.api import crd
+from quire_operator.api.spec_defaults import ALLOWED_FIELDS, SpecDefaults
 from quire_operator.render import object_names
 from quire_sources.http.borders import PRIVATE_NETWORKS
 
@@ -242,6 +243,26 @@ def test_ids_can_be_left_to_the_cluster(folder):
 def test_the_default_networks_of_sources_are_those_of_the_operator(folder, objects):
     assert option(objects, "source-networks") == [",".join(PRIVATE_NETWORKS)]
     assert option(render_chart(folder, {"sources": {"allowedCIDRs": []}}), "source-networks") == [""]
+
+
+def test_the_operator_restarts_with_other_defaults_and_reads_them(folder):
+    def pod(values):
+        objects = render_chart(folder, values)
+        return objects, only_of_kind(objects, "Deployment")["spec"]["template"]
+
+    none, plain = pod({})
+    assert not [o for o in none if o["kind"] == "ConfigMap"] and not option(none, "defaults")
+    objects, template = pod({"defaults": ALL_VALUES["defaults"]})
+    _, other = pod({"defaults": {"labels": {"team": "b"}}})
+    assert len({str(t["metadata"]["annotations"]) for t in (plain, template, other)}) == 3
+    (mount,) = [m for m in container(objects)["volumeMounts"] if m["name"] == "defaults"]
+    folder_path, _, file = option(objects, "defaults")[0].rpartition("/")
+    assert folder_path == mount["mountPath"]
+    content = only_of_kind(objects, "ConfigMap")["data"][file]
+    assert SpecDefaults.parse(yaml.safe_load(content)).spec == ALL_VALUES["defaults"]
+    allowed = {path.partition(".")[0] for path in ALLOWED_FIELDS}
+    schema = yaml.safe_load((CHART / "values.schema.json").read_text())["properties"]["defaults"]
+    assert set(schema["properties"]) == allowed
 
 
 def test_view_and_edit_roles_include_llmservices(objects):

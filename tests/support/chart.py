@@ -25,6 +25,10 @@ ALL_VALUES: dict[str, Any] = {
     "imagePullSecrets": [{"name": "pull"}],
     "watchNamespaces": ["team-a", "team-b"],
     "crds": {"install": False, "keep": False},
+    "defaults": {
+        "runtime": {"env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3129"}]},
+        "labels": {"team": "all"},
+    },
     "sources": {"allowedCIDRs": ["10.11.12.0/24", "fd00::/8"]},
     "rbac": {"create": True, "readNodes": False, "aggregateRoles": False},
     "serviceAccount": {"create": True, "name": "of-mine", "annotations": {"role-arn": "arn:aws:iam::1:role/x"}},

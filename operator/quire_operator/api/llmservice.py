@@ -9,7 +9,7 @@ controller, render, plan and the commands.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
 from typing import Any, ClassVar, Self
@@ -233,6 +233,10 @@ class LLMService:
     namespace: str | None = None
     generation: int = 0
     """metadata.generation. It is 0 for a document that was read from a file."""
+    default_pod_template: Mapping[str, Any] = field(default_factory=dict)
+    """podTemplate in the operator's defaults. It is merged before the one of the spec."""
+    defaulted_fields: tuple[str, ...] = ()
+    """Paths below spec of the fields whose value comes from the operator's defaults."""
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
@@ -249,6 +253,16 @@ class LLMService:
     def served_name(self) -> str:
         """The name by which clients request the base model."""
         return self.spec.model.servedName or self.name
+
+    @property
+    def pod_templates(self) -> tuple[Mapping[str, Any], ...]:
+        """The overrides for the pods, in the order in which they are merged."""
+        return tuple(template for template in (self.default_pod_template, self.spec.podTemplate) if template)
+
+    @property
+    def pod_overrides(self) -> list[Mapping[str, Any]]:
+        """The field `spec` of each of `pod_templates`."""
+        return [template["spec"] for template in self.pod_templates if "spec" in template]
 
     @property
     def openai_port(self) -> int | None:

@@ -277,6 +277,9 @@ class LLMServiceStatus:
     """State of each adapter in the spec."""
     cache: CacheStatus | None = schema_field(None)
     """The model's files."""
+    defaults: tuple[str, ...] = schema_field((), items={"max_length": 63}, max_items=32, list_type="atomic")
+    """Fields of the spec whose value comes, at least in part, from the defaults of the operator (the chart's value
+    defaults)."""
     plan: PlanStatus | None = schema_field(None)
     """The plan: every value with its origin (Spec: set in the spec; Computed: chosen by the planner) and reason. The
     operator makes one plan for a spec, a model and a GPU, and keeps it when the operator is upgraded."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 
+from quire_operator.api.spec_defaults import SpecDefaults
 from quire_operator.controller import log_config
 from quire_operator.controller.controller import ControllerSettings
 from quire_operator.controller.operator_process import OperatorOptions, default_identity
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
             identity=args.identity or default_identity(cluster_config),
             images={"GPU": args.gpu_image, "CPU": args.cpu_image},
             borders=Borders() if args.source_networks is None else Borders.parse(args.source_networks),
+            defaults=SpecDefaults() if args.defaults is None else SpecDefaults.read(args.defaults),
             resync_s=args.resync,
         ),
         host=args.host,

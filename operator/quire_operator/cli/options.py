@@ -160,8 +160,18 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_defaults_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--defaults",
+        type=Path,
+        metavar="FILE",
+        help="YAML file with defaults for specs, as in the chart's value `defaults` (default: none)",
+    )
+
+
 def add_operate_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `quire operate`."""
+    _add_defaults_option(parser)
     parser.add_argument(
         "-n",
         "--namespace",
@@ -233,6 +243,7 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `quire plan`."""
+    _add_defaults_option(parser)
     parser.add_argument("-f", "--file", required=True, help="the LLMService; - for standard input")
     add_model_options(parser)
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="format of the plan")
@@ -240,6 +251,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 def add_render_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `quire render`."""
+    _add_defaults_option(parser)
     parser.add_argument("-f", "--file", required=True, help="the LLMService; - for standard input")
     add_model_options(parser)
     parser.add_argument("--image", help="image of the pods if spec.runtime.image is not set")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from quire_operator.api import crd
 from quire_operator.api.llmservice import DRAFT_SOURCE, MODEL_SOURCE, Device, LLMService
+from quire_operator.api.spec_defaults import SpecDefaults
 from quire_operator.api.validation_errors import FieldPath, InvalidService, Problem
 from quire_operator.api.yaml_manifest import Manifest
 from quire_operator.cli.local_sources import LocalSources
@@ -36,7 +37,8 @@ from quire_spec.errors import ConfigError, Unavailable
 def run(args: argparse.Namespace) -> int:
     """Print the plan and return the exit status."""
     manifest = crd.single_service(args.file)
-    service = LLMService.from_body(crd.require_valid(manifest))
+    defaults = SpecDefaults() if args.defaults is None else SpecDefaults.read(args.defaults)
+    service = defaults.service(crd.require_valid(manifest))
     inputs, plan = plan_from_args(args, manifest, service)
     if args.output == "json":
         print(json.dumps(plan.to_json(), indent=2))

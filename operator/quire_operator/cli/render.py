@@ -12,6 +12,7 @@ import yaml
 
 from quire_operator.api import crd
 from quire_operator.api.llmservice import LLMService
+from quire_operator.api.spec_defaults import SpecDefaults
 from quire_operator.api.validation_errors import InvalidService
 from quire_operator.cli.local_sources import LocalSources
 from quire_operator.cli.plan import plan_from_args
@@ -25,7 +26,8 @@ from quire_operator.render.objects import render_objects
 def run(args: argparse.Namespace) -> int:
     """Print the objects and return the exit status."""
     manifest = crd.single_service(args.file)
-    service = LLMService.from_body(crd.require_valid(manifest))
+    defaults = SpecDefaults() if args.defaults is None else SpecDefaults.read(args.defaults)
+    service = defaults.service(crd.require_valid(manifest))
     images = dict.fromkeys(DEFAULT_IMAGES, args.image) if args.image else DEFAULT_IMAGES
     _, plan = plan_from_args(args, manifest, service, images)
     local_sources = LocalSources(manifest.folder, {}, args.secrets_dir)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire_operator.api.spec_defaults import SpecDefaults
 from quire_operator.controller.apply.applier import Applier
 from quire_operator.controller.apply.catalog_pusher import CatalogPusher
 from quire_operator.controller.cache_verifier import CacheVerifier
@@ -72,6 +73,7 @@ class ControllerSettings:
     """NetworkPolicy peer that selects the operator. If it is None, the policies deny all access to the admin port."""
     borders: Borders | None = field(default_factory=Borders)
     """Addresses from which the operator reads the sources of models. None: all addresses."""
+    defaults: SpecDefaults = field(default_factory=SpecDefaults)
     resync_s: float = RESYNC_S
     secret_ttl_s: float = SECRET_TTL_S
     verify_interval_s: float = 600.0
@@ -114,6 +116,7 @@ class Controller:
             record_write=record_write,
             identity=settings.identity,
             operator_peer=settings.operator_peer,
+            defaults=settings.defaults,
             resync_s=settings.resync_s,
         )
         self.reconciler = Reconciler(deps)

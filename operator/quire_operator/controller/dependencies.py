@@ -2,9 +2,10 @@
 """The objects that the reconciler uses, as one dataclass."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from quire_operator.api.spec_defaults import SpecDefaults
 from quire_operator.controller.apply.applier import Applier
 from quire_operator.controller.apply.catalog_pusher import CatalogPusher
 from quire_operator.controller.object_cache import ObjectCache
@@ -40,4 +41,5 @@ class ReconcilerDeps:
     """Identity of this operator, which ownership.py writes into the services that it owns."""
     operator_peer: Mapping[str, Any] | None = None
     """NetworkPolicy peer that selects the operator."""
+    defaults: SpecDefaults = field(default_factory=SpecDefaults)
     resync_s: float = RESYNC_S

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from quire_operator.api import crd
 from quire_operator.api.llmservice import LLMService
+from quire_operator.api.spec_defaults import SpecDefaults
 from quire_operator.controller.object_cache import ServiceKey
 from quire_operator.controller.template_revision import pods_digest
 from quire_spec.documents.adapter_catalog import AdapterCatalog
@@ -27,8 +28,8 @@ class ParsedService:
     """Reason why the spec is invalid. Empty if it is valid."""
 
     @classmethod
-    def from_body(cls, body: Mapping[str, Any]) -> Self:
-        """Parse and validate a stored LLMService.
+    def from_body(cls, body: Mapping[str, Any], defaults: SpecDefaults) -> Self:
+        """Parse and validate a stored LLMService, and add the operator's defaults. The digest does not cover them.
 
         Validation is necessary because the API server checks an object only when it is written. The CRD can have got
         new rules since.
@@ -38,7 +39,7 @@ class ParsedService:
         if validation.problems:
             return cls(key, *uid_and_generation(body), None, "", "\n".join(map(str, validation.problems)))
         try:
-            service = LLMService.from_body(validation.body)
+            service = defaults.service(validation.body)
         except ConfigError as error:
             return cls(key, *uid_and_generation(body), None, "", str(error))
         return cls(key, *uid_and_generation(body), service, pods_digest(validation.body, service), "")

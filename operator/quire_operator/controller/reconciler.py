@@ -122,7 +122,7 @@ class Reconciler:
             self.forget_service(key)
             state = self._states[key] = ServiceState()
         if state.desired is None or (state.desired.uid, state.desired.generation) != uid_and_generation(body):
-            state.desired = ParsedService.from_body(body)
+            state.desired = ParsedService.from_body(body, self._deps.defaults)
         desired = state.desired
         ownership = evaluate_ownership(previous, self._deps.identity, datetime.now(UTC))
         self._note_owner(key, ownership)

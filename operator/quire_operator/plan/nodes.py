@@ -44,11 +44,11 @@ def usable_node_labels(service: LLMService, nodes: Iterable[Node]) -> list[Label
     If there are none, return the labels of all nodes: their hardware is the best guess for nodes that will come.
     """
     nodes = list(nodes)
-    pod_spec, gpu = service.spec.podTemplate.get("spec", {}), service.spec.gpu
-    tolerations = [*(gpu.tolerations if gpu else ()), *_mappings(pod_spec.get("tolerations"))]
+    pod_specs, gpu = service.pod_overrides, service.spec.gpu
+    tolerations = [*(gpu.tolerations if gpu else ()), *(t for s in pod_specs for t in _mappings(s.get("tolerations")))]
     resource = gpu.resourceName if gpu else GPU_RESOURCE
-    selector = pod_spec.get("nodeSelector")
-    wanted = {k: v for k, v in (selector if isinstance(selector, Mapping) else {}).items() if k != "$patch"}
+    selectors = [selector for spec in pod_specs if isinstance(selector := spec.get("nodeSelector"), Mapping)]
+    wanted = {key: value for selector in selectors for key, value in selector.items() if key != "$patch"}
     usable = [
         node.labels
         for node in nodes

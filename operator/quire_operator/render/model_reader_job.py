@@ -44,7 +44,8 @@ def job(service: LLMService, source: PvcSource, image: str) -> Manifest:
         ],
         "volumes": [{"name": "claim", "persistentVolumeClaim": {"claimName": source.claimName, "readOnly": True}}],
     }
-    overrides = service.spec.podTemplate.get("spec", {})
-    pod = with_settings(service, merge(pod_spec, {key: overrides[key] for key in POD_FIELDS if key in overrides}))
+    for overrides in service.pod_overrides:
+        pod_spec = merge(pod_spec, {key: overrides[key] for key in POD_FIELDS if key in overrides})
+    pod = with_settings(service, pod_spec)
     job_fields = {"backoffLimit": _MAX_RETRIES, "activeDeadlineSeconds": _DEADLINE_S}
     return new_job(service, f"quire-read-{object_names.digest(pod)}", READER_COMPONENT, job_fields, pod)

@@ -120,7 +120,7 @@ def download_container(service: LLMService, image: str, security: Manifest) -> M
             f"--into={folder(source)}",
         )
     ]
-    container = {
+    container: Manifest = {
         "name": DOWNLOAD_CONTAINER,
         "image": image,
         "command": ["tini", "--", "python3", "-m", "quire_server.download"],
@@ -140,18 +140,19 @@ def download_container(service: LLMService, image: str, security: Manifest) -> M
             {"name": "tmp", "mountPath": "/tmp"},
         ],
     }
-    merged: Manifest = merge(container, _template_overrides(service))
-    return merged
+    for pod_spec in service.pod_overrides:
+        container = merge(container, _container_overrides(pod_spec))
+    return container
 
 
-def _template_overrides(service: LLMService) -> Manifest:
-    """Return the part of spec.podTemplate that changes the server container and also applies to the download container.
+def _container_overrides(pod_spec: Mapping[str, Any]) -> Manifest:
+    """Return the part of a pod template's spec that changes the server container and also applies to the container that
+    downloads the model.
 
     The part consists of environment variables, and of mounts of ConfigMaps, Secrets and projected volumes. For example,
     these contain CA certificates or the password of a proxy. Mounts of claims are excluded, because some claims can be
     mounted on one node only. Mounts of folders of the node are also excluded.
     """
-    pod_spec = service.spec.podTemplate.get("spec", {})
     server = next((c for c in _mapping_entries(pod_spec.get("containers")) if c.get("name") == object_names.SERVER), {})
     volumes = _mapping_entries(pod_spec.get("volumes"))
     file_volumes = [v.get("name") for v in volumes if v.keys() & {"configMap", "secret", "projected"}]

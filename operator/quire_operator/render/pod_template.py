@@ -51,8 +51,10 @@ def template(service: LLMService, plan: Plan, engine_configmap: str, on_one_node
         "spec": _pod_spec(service, plan, engine_configmap)
         | ({"affinity": model_storage.one_node_affinity(service)} if on_one_node else {}),
     }
+    merged: Manifest = rendered
     try:
-        merged: Manifest = merge(rendered, _overrides(service))
+        for overrides in service.pod_templates:
+            merged = merge(merged, _without_reserved_labels(service, overrides))
     except ConfigError as error:
         raise ConfigError(f"spec.podTemplate.spec.{error}") from error
     _validate(merged["spec"])
@@ -103,13 +105,13 @@ def progress_seconds(service: LLMService, plan: Plan) -> int:
     return start + drain_seconds(service) + 300
 
 
-def _overrides(service: LLMService) -> Manifest:
+def _without_reserved_labels(service: LLMService, template: Mapping[str, Any]) -> Manifest:
     """Return spec.podTemplate without the labels by which pods are selected.
 
     spec.podTemplate must not change these labels. The API server rejects a Deployment if its pods do not match its
     selector, and the operator ignores pods that do not have these labels.
     """
-    overrides = dict(service.spec.podTemplate)
+    overrides = dict(template)
     meta = dict(overrides.get("metadata", {}))
     if "labels" in meta:
         reserved_labels = object_names.labels(service, object_names.SERVER)

@@ -130,6 +130,7 @@ def _evaluate_spec(
         "adapters": adapters_state.entries,
         "adaptersReady": adapters_state.ready_summary,
         **({"plan": plan} if plan else {}),
+        **({"defaults": list(service.defaulted_fields)} if service.defaulted_fields else {}),
         **(_addresses(service, observed.deployment) if observed.deployment is not None else {}),
     }
     return _EvaluatedSpec(conditions, fields)
