@@ -8,10 +8,8 @@ quire_adapter_.
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
+from quire_engine.text.metric_series import Registry
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.protocol.messages import AdapterEvent, SequenceDelta
 
@@ -35,49 +33,53 @@ OTHER_LABEL = "_other"
 class AdapterMetrics:
     """Series by adapter name. The base model, whose adapter name is None, has no series."""
 
-    def __init__(self, registry: CollectorRegistry, served_name: str, ttft_buckets: Iterable[float]) -> None:
+    def __init__(self, registry: Registry, served_name: str, ttft_buckets: Iterable[float]) -> None:
         self._model_name = served_name
         self._labels = AdapterLabels()
         self._names_by_digest: dict[AdapterDigest, list[AdapterName]] = {}
         self._digests_in_slots: list[AdapterDigest] = []
         self._names_in_slots: set[str] = set()
         self._unnamed_adapter_events: deque[AdapterEvent] = deque(maxlen=_MAX_UNNAMED_ADAPTER_EVENTS)
-        options: dict[str, Any] = {"labelnames": ["model_name", "adapter"], "registry": registry}
-        self._requests = Counter("quire_adapter_requests", "Requests admitted for the adapter.", **options)
-        self._tokens = Counter("quire_adapter_tokens", "Tokens generated with the adapter.", **options)
+        labels = ["model_name", "adapter"]
+        self._requests = registry.counter("quire_adapter_requests", "Requests admitted for the adapter.", labels)
+        self._tokens = registry.counter("quire_adapter_tokens", "Tokens generated with the adapter.", labels)
         self._drafts = (
-            Counter("quire_adapter_spec_decode_num_drafts", "Drafts that steps verified.", **options),
-            Counter("quire_adapter_spec_decode_num_draft_tokens", "Draft tokens that steps verified.", **options),
-            Counter("quire_adapter_spec_decode_num_accepted_tokens", "Accepted draft tokens.", **options),
+            registry.counter("quire_adapter_spec_decode_num_drafts", "Drafts that steps verified.", labels),
+            registry.counter("quire_adapter_spec_decode_num_draft_tokens", "Draft tokens that steps verified.", labels),
+            registry.counter("quire_adapter_spec_decode_num_accepted_tokens", "Accepted draft tokens.", labels),
         )
-        self._time_to_first_token = Histogram(
+        self._time_to_first_token = registry.histogram(
             "quire_adapter_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
-            buckets=tuple(ttft_buckets),
-            **options,
+            labels,
+            ttft_buckets,
         )
-        self._rate_limited_requests = Counter(
-            "quire_adapter_requests_limited", "Requests rejected because of a limit of the adapter.", **options
+        self._rate_limited_requests = registry.counter(
+            "quire_adapter_requests_limited", "Requests rejected because of a limit of the adapter.", labels
         )
-        self._evictions = Counter(
-            "quire_adapter_evictions", "Times that the adapter was evicted from its slot.", **options
+        self._evictions = registry.counter(
+            "quire_adapter_evictions", "Times that the adapter was evicted from its slot.", labels
         )
-        self._queue_time = Histogram(
+        self._queue_time = registry.histogram(
             "quire_adapter_queue_seconds",
             "From a request's arrival to the start of its first step, including the wait for its adapter.",
-            buckets=_QUEUE_TIME_BUCKETS,
-            **options,
+            labels,
+            _QUEUE_TIME_BUCKETS,
         )
-        self._load_time = Histogram(
+        self._load_time = registry.histogram(
             "quire_adapter_load_seconds",
             "Time to load the adapter from disk to host memory (to: host), and from there to a slot (to: slot).",
-            ["model_name", "adapter", "to"],
-            buckets=_LOAD_TIME_BUCKETS,
-            registry=registry,
+            [*labels, "to"],
+            _LOAD_TIME_BUCKETS,
         )
-        self._slot_residency = Gauge(
-            "quire_adapter_slot_residency", "1 while the adapter is in a device slot.", **options
+        self._slot_residency = registry.gauge(
+            "quire_adapter_slot_residency", "1 while the adapter is in a device slot.", labels
         )
+        self._by_adapter = (
+            *(self._requests, self._tokens, self._time_to_first_token, self._slot_residency),
+            *(self._rate_limited_requests, self._evictions, self._queue_time, *self._drafts),
+        )
+        """The families whose only labels are the model and the adapter."""
 
     def record_admitted(self, adapter_name: AdapterName | None) -> None:
         """Count an admitted request."""
@@ -131,13 +133,15 @@ class AdapterMetrics:
             self._names_by_digest.setdefault(digest, []).append(adapter_name)
         for name in self._labels.set_names(digest_by_name):
             self._names_in_slots.discard(name)
-            for metric in (
-                *(self._requests, self._tokens, self._time_to_first_token, self._slot_residency),
-                *(self._rate_limited_requests, self._evictions, self._queue_time, *self._drafts),
-            ):
+            for metric in self._by_adapter:
                 metric.remove(self._model_name, name)
             for destination in ("host", "slot"):
                 self._load_time.remove(self._model_name, name, destination)
+        if len(digest_by_name) <= MAX_ADAPTER_LABELS:
+            # Series that begin with their first request would hide this request from `rate()`.
+            for label in map(self._labels.label, digest_by_name):
+                for metric in self._by_adapter:
+                    metric.labels(self._model_name, label)
         self._update_residency()
         adapter_events = list(self._unnamed_adapter_events)
         self._unnamed_adapter_events.clear()
@@ -152,12 +156,11 @@ class AdapterMetrics:
 
     def mean_load_times(self) -> dict[tuple[str, str], float]:
         """Return the mean load time in seconds for each pair of adapter label and destination (host or slot)."""
-        sums: dict[tuple[str, str], dict[str, float]] = {}
-        for sample in next(iter(self._load_time.collect())).samples:
-            suffix = sample.name.rpartition("_")[2]
-            if suffix in ("sum", "count"):
-                sums.setdefault((sample.labels["adapter"], sample.labels["to"]), {})[suffix] = sample.value
-        return {key: value["sum"] / value["count"] for key, value in sums.items() if value.get("count")}
+        return {
+            (adapter, destination): series.sum / series.count
+            for (_, adapter, destination), series in self._load_time.items()
+            if series.count
+        }
 
     def _update_residency(self) -> None:
         names = [name for digest in self._digests_in_slots for name in self._names_by_digest.get(digest, [])]

@@ -117,12 +117,10 @@ class TextMethods:
             closed_reason="draining" if admission.draining else admission.closed_reason,
         )
 
-    async def metrics(self, page_format: str = "") -> str:
+    def metrics(self, page_format: str = "") -> str:
         """Return the metrics in Prometheus's text format; with the format vllm_backend, under its names."""
         self._request_manager.refresh_adapter_gauges()
-        # Metrics use the default thread pool, so that a scrape does not wait for prompts that are being tokenized.
-        render = self._metrics.render_vllm_backend if page_format == "vllm_backend" else self._metrics.render
-        return await asyncio.get_running_loop().run_in_executor(None, render)
+        return self._metrics.render_vllm_backend() if page_format == "vllm_backend" else self._metrics.render()
 
     async def live(self) -> dict[str, Any]:
         """Return the state that the live page shows. The state is computed only when a page requests it."""

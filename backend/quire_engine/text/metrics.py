@@ -8,13 +8,12 @@ core sends its own counters with every step (SchedulerStats). The request manage
 request and step.
 """
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import Metric
-
 from quire_engine.text.adapter_metrics import OTHER_LABEL, AdapterMetrics
+from quire_engine.text.metric_series import CounterSeries, GaugeSeries, HistogramSeries, Registry
 from quire_spec.constants import AdapterName
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
@@ -35,6 +34,9 @@ _REQUEST_LATENCY_BUCKETS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
+_LIVE_CORE_COUNTERS = ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions")
+"""Counters of the core that the live page shows."""
+
 MAX_API_KEY_LABELS = 100
 """Number of API keys that have their own series; all other keys share one series."""
 
@@ -43,15 +45,11 @@ _KV_CACHE_INFO_LABELS = (
 )
 
 
-# prometheus_client would also write a `_created` line for each series. Prometheus does not use these lines.
-disable_created_metrics()  # type: ignore[no-untyped-call]
-
-
 class RequestMetrics:
-    """The registry of this process. All methods are cheap except `render`, which can run in another thread."""
+    """The registry of this process. All methods are cheap."""
 
     def __init__(self, config: EngineConfig, served_name: str, max_model_len: int) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = Registry()
         self._model_name = served_name
         self._config = config
         self._last_stats = SchedulerStats()
@@ -69,7 +67,7 @@ class RequestMetrics:
         # never disappear by themselves.
         self._lora_requests_info.clear()
         labels = (str(self._config.max_loras), ",".join(sorted(waiting)), ",".join(sorted(running)))
-        self._lora_requests_info.labels(*labels).set_to_current_time()
+        self._lora_requests_info.labels(*labels).set(time.time())
 
     def record_rejected(self, code: str) -> None:
         """Count a request that was not admitted."""
@@ -138,12 +136,18 @@ class RequestMetrics:
         self._slow_readers.inc()
 
     def set_core_connected(self, connected: bool) -> None:
-        """Record that the engine core connected or disconnected. The counters of a new core start at zero."""
+        """Record that the engine core connected or disconnected. The counters of a new core start at zero.
+
+        Without a core, the KV cache is shown as full, and a whole batch as waiting. Endpoint pickers read neither
+        readiness nor quire_core_connected, and would prefer a pod that looks idle.
+        """
         self._core_connected.set(connected)
         self._last_stats = SchedulerStats()
-        usage_gauges = (self._kv_cache_usage, self._swap_space_usage, self._host_adapters, self._host_adapter_bytes)
-        for gauge in (*usage_gauges, self._num_running, self._num_waiting, self._num_swapped):
+        for gauge in (self._swap_space_usage, self._host_adapters, self._host_adapter_bytes, self._num_swapped):
             gauge.set(0)
+        self._num_running.set(0)
+        self._num_waiting.set(0 if connected else self._config.max_num_seqs)
+        self._kv_cache_usage.set(0 if connected else 1)
         self.adapter_metrics.set_adapters_in_slots([])
 
     def record_core_stats(self, stats: SchedulerStats) -> None:
@@ -167,40 +171,36 @@ class RequestMetrics:
 
     def live_counters(self) -> dict[str, float]:
         """Return the counters that the live page turns into rates and mean latencies. The call is cheap."""
-        values = {}
-        for metric in (
-            *(self._prompt_tokens, self._generation_tokens, self._time_to_first_token, self._inter_token_latency),
-            *(self._core_counters[name] for name in ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions")),
-        ):
-            for sample in next(iter(metric.collect())).samples:
-                if not sample.name.endswith("_bucket"):
-                    values[sample.name.removeprefix("vllm:")] = sample.value
+        counters = {name: self._core_counters[name] for name in _LIVE_CORE_COUNTERS}
+        counters |= {"prompt_tokens": self._prompt_tokens, "generation_tokens": self._generation_tokens}
+        values = {f"{name}_total": counter.value for name, counter in counters.items()}
+        ttft, itl = self._time_to_first_token, self._inter_token_latency
+        for name, histogram in (("time_to_first_token_seconds", ttft), ("inter_token_latency_seconds", itl)):
+            values |= {f"{name}_count": histogram.count, f"{name}_sum": histogram.sum}
         return values
 
     def render(self) -> str:
-        """Return all metrics in the text format.
-
-        With many adapters, this takes tens of milliseconds, which is too long for the event loop.
-        """
-        return generate_latest(self.registry).decode()
+        """Return all metrics in the text format."""
+        return self.registry.text()
 
     def render_vllm_backend(self) -> str:
-        """Return the series whose names begin with `vllm:` in the form in which NVIDIA's vllm_backend exports them. The
-        call is as slow as `render`.
+        """Return the series whose names begin with `vllm:` in the form in which NVIDIA's vllm_backend exports them.
+
+        In this form, they have the labels `model` and `version` instead of `model_name`, and one of them has its name
+        from older vLLM releases.
+
+        Source: src/utils/metrics.py of vllm_backend.
         """
-        registry = CollectorRegistry()
-        registry.register(_VllmBackendCollector(self.registry))
-        return generate_latest(registry).decode()
+        return self.registry.renamed_text("vllm:", _vllm_backend_names)
 
-    def _gauge(self, name: str, documentation: str) -> Gauge:
-        return Gauge(name, documentation, ["model_name"], registry=self.registry).labels(self._model_name)
+    def _gauge(self, name: str, documentation: str) -> GaugeSeries:
+        return self.registry.gauge(name, documentation, ["model_name"]).labels(self._model_name)
 
-    def _counter(self, name: str, documentation: str) -> Counter:
-        return Counter(name, documentation, ["model_name"], registry=self.registry).labels(self._model_name)
+    def _counter(self, name: str, documentation: str) -> CounterSeries:
+        return self.registry.counter(name, documentation, ["model_name"]).labels(self._model_name)
 
-    def _histogram(self, name: str, documentation: str, buckets: Iterable[float]) -> Histogram:
-        metric = Histogram(name, documentation, ["model_name"], buckets=tuple(buckets), registry=self.registry)
-        return metric.labels(self._model_name)
+    def _histogram(self, name: str, documentation: str, buckets: Iterable[float]) -> HistogramSeries:
+        return self.registry.histogram(name, documentation, ["model_name"], buckets).labels(self._model_name)
 
     def _create_gauges(self) -> None:
         gauge = self._gauge
@@ -216,10 +216,8 @@ class RequestMetrics:
         self._core_connected = gauge("quire_core_connected", "1 while the engine core is connected.")
         documentation = "Names of the adapters of running and waiting requests; the value is the time in Unix seconds."
         label_names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
-        self._lora_requests_info = Gauge("vllm:lora_requests_info", documentation, label_names, registry=self.registry)
-        self._kv_cache_info = Gauge(
-            "vllm:cache_config_info", "The KV cache.", _KV_CACHE_INFO_LABELS, registry=self.registry
-        )
+        self._lora_requests_info = self.registry.gauge("vllm:lora_requests_info", documentation, label_names)
+        self._kv_cache_info = self.registry.gauge("vllm:cache_config_info", "The KV cache.", _KV_CACHE_INFO_LABELS)
 
     def _create_counters(self) -> None:
         counter = self._counter
@@ -240,28 +238,26 @@ class RequestMetrics:
             "num_draft_tokens": counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that steps verified."),
             "num_accepted_draft_tokens": counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens."),
         }
-        self._accepted_tokens_per_position = Counter(
+        self._accepted_tokens_per_position = self.registry.counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens, by position in the draft.",
             ["model_name", "position"],
-            registry=self.registry,
         )
         self._api_key_labels: set[str] = set()
         label_names = ["model_name", "api_key"]
         documentation = "Requests sent to the engine, by API key; all keys after the first 100 share one series."
-        self._api_key_requests = Counter("quire_api_key_requests", documentation, label_names, registry=self.registry)
+        self._api_key_requests = self.registry.counter("quire_api_key_requests", documentation, label_names)
         label_names, documentation = [*label_names, "kind"], "Prompt and completion tokens, by API key."
-        self._api_key_tokens = Counter("quire_api_key_tokens", documentation, label_names, registry=self.registry)
+        self._api_key_tokens = self.registry.counter("quire_api_key_tokens", documentation, label_names)
         label_names, documentation = ["model_name", "finished_reason"], "Requests that ended, by reason."
-        self._finished_requests = Counter("vllm:request_success", documentation, label_names, registry=self.registry)
+        self._finished_requests = self.registry.counter("vllm:request_success", documentation, label_names)
         label_names, documentation = ["model_name", "reason"], "Requests that ended with an error, admitted or not."
-        self._failed_requests = Counter("vllm:request_failure", documentation, label_names, registry=self.registry)
-        self._rejected_requests = Counter(
+        self._failed_requests = self.registry.counter("vllm:request_failure", documentation, label_names)
+        self._rejected_requests = self.registry.counter(
             "quire_requests_refused",
             "Requests not admitted, by code. Excludes requests that the server itself rejects: unknown models, wrong "
             "tensor types, invalid JSON.",
             ("model_name", "code"),
-            registry=self.registry,
         )
 
     def _create_histograms(self, token_buckets: list[int]) -> None:
@@ -293,45 +289,21 @@ class RequestMetrics:
         config = self._config
         self._kv_cache_info.clear()
         self._kv_cache_info.labels(
-            model_name=self._model_name,
-            block_size=str(config.block_size),
-            cache_dtype=config.kv_cache_dtype,
-            enable_prefix_caching=str(config.enable_prefix_caching),
-            gpu_memory_utilization=str(config.gpu_memory_utilization),
-            num_gpu_blocks=str(num_blocks),
+            self._model_name,
+            str(config.block_size),
+            config.kv_cache_dtype,
+            str(config.enable_prefix_caching),
+            str(config.gpu_memory_utilization),
+            str(num_blocks),
         ).set(1)
 
 
-class _VllmBackendCollector:
-    """Converts the series whose names begin with `vllm:` to the form in which vllm_backend exports them.
-
-    In this form, they have the labels `model` and `version` instead of `model_name`, and one of them has its name from
-    older vLLM releases.
-
-    Source: src/utils/metrics.py of vllm_backend.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the series. Each model has only version 1, as in the model repository."""
-        for metric in self._registry.collect():
-            if not metric.name.startswith("vllm:"):
-                continue
-            renamed = Metric(_vllm_backend_name(metric.name), metric.documentation, metric.type)
-            renamed.samples = [
-                s._replace(
-                    name=_vllm_backend_name(s.name),
-                    labels={"model" if k == "model_name" else k: v for k, v in s.labels.items()} | {"version": "1"},
-                )
-                for s in metric.samples
-            ]
-            yield renamed
-
-
-def _vllm_backend_name(name: str) -> str:
-    return name.replace("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
+def _vllm_backend_names(name: str, labels: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the name and the labels that vllm_backend uses. Each model has only version 1, as in the model
+    repository."""
+    name = name.replace("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
+    renamed = {"model" if key == "model_name" else key: value for key, value in labels.items()}
+    return name, renamed | {"version": "1"}
 
 
 def _token_buckets(max_model_len: int) -> list[int]:

@@ -9,6 +9,7 @@ adapters, and admin_api.py owns the HTTP API. app.py assembles them.
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from importlib.metadata import version
 from typing import Any
@@ -33,6 +34,7 @@ _MAX_PROGRESS_LOG_S = 60.0
 _PRUNE_INTERVAL_S = 3600.0
 _READINESS_DELAY_S = 0.02
 _METRICS_TIMEOUT = aiohttp.ClientTimeout(total=5)
+_SERVER_METRICS_MAX_AGE_S = 1.0
 
 
 class Supervisor:
@@ -52,6 +54,8 @@ class Supervisor:
         self.other_models = other_models
         self._session = session
         self._all_were_up = False
+        self._server_metrics_page = "", -math.inf
+        """The page, and the time when it was read."""
         self.draining = False
         """True after a stop signal. From then on, the pod does not become ready again."""
         process_manager.on_change = self.on_process_change
@@ -134,6 +138,16 @@ class Supervisor:
         return ""
 
     async def _server_metrics(self) -> str:
+        """Return the metrics of the server, at most _SERVER_METRICS_MAX_AGE_S old: an endpoint picker reads the page 20
+        times a second, and needs none of them."""
+        page, read_at = self._server_metrics_page
+        if (now := time.monotonic()) - read_at <= _SERVER_METRICS_MAX_AGE_S:
+            return page
+        page = await self._read_server_metrics()
+        self._server_metrics_page = page, now
+        return page
+
+    async def _read_server_metrics(self) -> str:
         host, port = self._settings.loopback, self._settings.config.ports.metrics
         url = f"http://{addresses.format_for_url(host)}:{port}/metrics"
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):

@@ -158,7 +158,7 @@ def _server_container(service: LLMService, plan: Plan) -> Manifest:
         "ports": [{"name": name, "containerPort": port} for name, port in service.ports.items()],
         "resources": _resources(service, plan),
         "startupProbe": _probe("ready", _STARTUP_PERIOD_S, math.ceil(startup_seconds(plan) / _STARTUP_PERIOD_S)),
-        "readinessProbe": _probe("ready", 5, failures=2),
+        "readinessProbe": _probe("ready", 1, failures=1),
         "livenessProbe": _probe("live", 10, failures=6),
         # When the file exists, the OpenAI front closes its connections. Otherwise, clients would continue to use the
         # connections to this pod.

@@ -207,3 +207,22 @@ def test_adapter_event_is_counted_for_each_name_once_the_adapter_has_one(metrics
     adapter_metrics.record_adapter_event(AdapterEvent("evicted", "sha256:1"))
     assert value(metrics, "quire_adapter_load_seconds_count", adapter="a", to="host") == 1
     assert value(metrics, "quire_adapter_evictions_total", adapter="a") == 1
+
+
+def test_pod_without_a_core_looks_full(metrics: RequestMetrics) -> None:
+    """Endpoint pickers send requests to the pod that looks idle."""
+    for connected, waiting, usage in ((True, 0, 0), (False, 64, 1), (True, 0, 0)):
+        metrics.set_core_connected(connected)
+        assert value(metrics, "vllm:num_requests_waiting") == waiting
+        assert value(metrics, "vllm:kv_cache_usage_perc") == usage
+    metrics.record_core_stats(SchedulerStats(num_running=2, num_waiting=1, num_blocks=4, num_used_blocks=1))
+    metrics.set_core_connected(False)
+    assert value(metrics, "vllm:num_requests_waiting") == 64
+
+
+def test_series_of_an_adapter_exist_before_its_first_request(metrics: RequestMetrics) -> None:
+    metrics.adapter_metrics.set_adapters({"sql": "sha256:1"})
+    for name in ("requests_total", "tokens_total", "time_to_first_token_seconds_count", "requests_limited_total"):
+        assert value(metrics, f"quire_adapter_{name}", adapter="sql") == 0
+    metrics.adapter_metrics.set_adapters({f"a{i}": f"sha256:{i}" for i in range(MAX_ADAPTER_LABELS + 1)})
+    assert "quire_adapter_requests_total" not in samples(metrics)
