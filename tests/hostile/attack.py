@@ -63,8 +63,8 @@ class Target:
         headers: Mapping[str, str] | None = None,
         max_chars: int = MAX_ANSWER_CHARS,
     ) -> str:
-        """Send an HTTP request, and return the status and the start of the body. A body that is not a bytes object is sent as
-        JSON."""
+        """Send an HTTP request, and return the status and the start of the body. Unless `body` is a bytes object, it is
+        sent as JSON."""
         assert self._session is not None
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         url = f"http://127.0.0.1:{self.ports[port]}{path}"

@@ -140,8 +140,9 @@ async def _run(
         await _attack(target, attacks, outcomes, None if seconds is None else started + seconds, is_verbose)
         during = await asyncio.to_thread(neighbour.stop)
         await asyncio.sleep(2)
-        ratios = {name: size / before[name] for name, size in _memory(service).items() if name in before}
-    return _report(outcomes, baseline, during, ratios, time.monotonic() - started, is_complete=seconds is None)
+        after = _memory(service)
+    memory = {name: (before[name], after[name]) for name in sorted(before.keys() & after.keys())}
+    return _report(outcomes, baseline, during, memory, time.monotonic() - started, is_complete=seconds is None)
 
 
 async def _warm_up(target: Target) -> None:
@@ -228,7 +229,7 @@ def _report(
     outcomes: Outcomes,
     baseline: dict[str, Report],
     during: dict[str, Report],
-    memory: dict[str, float],
+    memory: dict[str, tuple[int, int]],
     seconds: float,
     is_complete: bool,
 ) -> int:
@@ -264,7 +265,8 @@ def _report(
         for port, alone in baseline.items()
     ]
     measured += [
-        _bar(f"memory of {name} / before", round(ratio, 2), MEMORY_BAR_RATIO) for name, ratio in sorted(memory.items())
+        _bar(f"memory of {name} / before ({before >> 20} MiB)", round(after / before, 2), MEMORY_BAR_RATIO)
+        for name, (before, after) in memory.items()
     ]
     return int(any(failed) or (is_complete and any(measured)))
 
