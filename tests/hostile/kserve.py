@@ -55,6 +55,12 @@ def http() -> Iterator[Attack]:
     yield Attack("server HTTP", "500 cancelled streams", partial(_cancel, count=500), limit_s=60.0)
 
 
+def largest() -> Iterator[Attack]:
+    """The largest requests that the server accepts."""
+    yield Attack("server HTTP", "largest", partial(_large, size=16 * MIB))
+    yield Attack("gRPC", "largest", partial(_large_grpc, size=16 * MIB))
+
+
 def _tensor_changes() -> dict[str, dict[str, Any]]:
     shapes = ([], [0], [-1], [2], [2**31], [2**61], [2**63 - 1], [2**32, 2**32], [1] * 1000, ["x"], [1.5], [None])
     changes: dict[str, dict[str, Any]] = {f"shape {str(shape)[:20]}": {"shape": shape} for shape in shapes}
