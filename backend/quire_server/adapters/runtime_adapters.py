@@ -10,7 +10,8 @@ import asyncio
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -37,6 +38,14 @@ _POLL_S = 0.02
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A load that is running."""
+
+    source: Source
+    task: "asyncio.Task[None]"
+
+
 class RuntimeAdapters:
     """Loads and unloads single adapters."""
 
@@ -45,19 +54,51 @@ class RuntimeAdapters:
         self._manager = manager
         self._allowed_paths = [path.resolve() for path in allowed_paths]
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._loads: dict[str, _Load] = {}
+        """The load that is running for each name."""
 
     async def load_lora_adapter(self, name: str, location: str | dict[str, Any], in_place: bool) -> None:
         """Add the adapter `name` with the content of `location`, and wait until it serves requests.
 
-        If the adapter cannot be loaded, the catalog does not change.
+        If the adapter cannot be loaded, the catalog does not change. A call that repeats a running one waits for the
+        same load. With `in_place`, a call with another source cancels a running one.
 
         Raises:
             InvalidArgument: name, location or adapter is invalid, or the adapter exists and `in_place` is false.
             NotFound: the source does not contain an adapter.
-            Unavailable: the source does not respond.
+            Unavailable: the source does not respond, or another call has cancelled the load.
         """
         source = self._source(location)
         check_model_name(name, "lora_name")
+        load = self._loads.get(name)
+        if load is None or load.source != source:
+            if load is not None and not in_place:
+                raise InvalidArgument(
+                    f"lora_name: {name!r} is being loaded from another source; set load_inplace to true to replace it"
+                )
+            await self._cancel_load(name)
+            load = self._loads[name] = _Load(
+                source, asyncio.create_task(self._load(name, source, in_place), name=f"load {name}")
+            )
+            load.task.add_done_callback(partial(self._on_load_ended, name))
+        await asyncio.wait({load.task})
+        if load.task.cancelled():
+            raise Unavailable(f"lora_name: another call has changed {name!r} during the load; try again")
+        load.task.result()
+
+    def _on_load_ended(self, name: str, task: "asyncio.Task[None]") -> None:
+        if (load := self._loads.get(name)) is not None and load.task is task:
+            del self._loads[name]
+        if not task.cancelled():
+            task.exception()  # the callers may have left
+
+    async def _cancel_load(self, name: str) -> None:
+        """Cancel the running load of a name, and wait until its adapter is removed from the catalog."""
+        if (load := self._loads.get(name)) is not None:
+            load.task.cancel()
+            await asyncio.wait({load.task})
+
+    async def _load(self, name: str, source: Source, in_place: bool) -> None:
         lock = self._locks.setdefault(name, asyncio.Lock())
         async with lock:
             previous = self._find(name)
@@ -79,6 +120,7 @@ class RuntimeAdapters:
 
     async def unload_lora_adapter(self, name: str) -> None:
         """Remove the adapter `name`; raises NotFound if it does not exist."""
+        await self._cancel_load(name)
         lock = self._locks.setdefault(name, asyncio.Lock())
         async with lock:
             if self._find(name) is None:

@@ -7,7 +7,7 @@ import pytest
 from support.supervisor_harness import adapter_folder
 
 from quire_server.adapters.runtime_adapters import RuntimeAdapters
-from quire_spec.errors import InvalidArgument, NotFound
+from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 
 
 def arguments(name, location, in_place=False):
@@ -61,7 +61,35 @@ async def test_concurrent_loads_of_one_name_load_it_once(pod, adapters, one, two
     results = await asyncio.gather(
         *(adapters.load_lora_adapter(**arguments("a", folder)) for folder in (one, two, one)), return_exceptions=True
     )
-    assert [type(result) for result in results] == [type(None), InvalidArgument, InvalidArgument]
+    assert [type(result) for result in results] == [type(None), InvalidArgument, type(None)]
+    assert len(pod.core.names("load_adapter")) == 1
+
+
+async def test_an_abandoned_load_is_joined_replaced_or_cancelled(pod, adapters, one, two):
+    pod.core.gate.clear()
+    abandoned = asyncio.create_task(adapters.load_lora_adapter(**arguments("a", one)))
+    await pod.until(lambda: pod.core.names("load_adapter"))
+    abandoned.cancel()
+    repeated = asyncio.create_task(adapters.load_lora_adapter(**arguments("a", one)))
+    await asyncio.sleep(0.05)
+    with pytest.raises(InvalidArgument, match="being loaded from another source; set load_inplace"):
+        await adapters.load_lora_adapter(**arguments("a", two))
+    replaced = asyncio.create_task(adapters.load_lora_adapter(**arguments("a", two, in_place=True)))
+    with pytest.raises(Unavailable, match="another call has changed 'a'"):
+        await repeated
+    pod.core.gate.set()
+    await replaced
+    assert pod.manager.catalog.adapters[0].source.path == str(two)
+    await adapters.unload_lora_adapter("a")
+    pod.core.gate.clear()
+    unloaded = asyncio.create_task(adapters.load_lora_adapter(**arguments("a", one)))
+    await asyncio.sleep(0.05)
+    with pytest.raises(NotFound):
+        await adapters.unload_lora_adapter("a")
+    with pytest.raises(Unavailable, match="another call has changed 'a'"):
+        await unloaded
+    pod.core.gate.set()
+    assert pod.manager.catalog.adapters == () and not adapters._loads
 
 
 @pytest.mark.parametrize(
