@@ -55,6 +55,8 @@ NUM_ATTACKERS = 3
 NUM_WAITING = 60
 """Attacks that wait for a limit of a minute need no CPU time, so many of them run at a time."""
 LONG_LIMIT_S = 45.0
+WARM_UP = 400
+"""Number of requests that fill each cache before every attack runs. A sample measures no memory, and fills none."""
 BASELINE_S = 10.0
 MIN_GAP_BAR_S = 0.1
 GAP_BAR_RATIO = 3.0
@@ -131,7 +133,7 @@ async def _run(
 ) -> int:
     outcomes = Outcomes()
     async with target:
-        await _warm_up(target)
+        await _warm_up(target, is_complete=seconds is None)
         before = _memory(service)
         neighbour = Neighbour(service.ports, OTHER_KEY)
         await asyncio.to_thread(neighbour.reports)
@@ -146,24 +148,26 @@ async def _run(
     return _report(outcomes, baseline, during, memory, time.monotonic() - started, is_complete=seconds is None)
 
 
-async def _warm_up(target: Target) -> None:
-    """Fill the KV pages, the cache of grammars, and what each process allocates for its first requests."""
+async def _warm_up(target: Target, is_complete: bool) -> None:
+    """Fill the KV pages, the caches of grammars and segments, and what a process allocates for its first requests."""
     text = "the fox " * 600
-    bodies = [{"model": "tales", "prompt": f"{i} {text}", "max_tokens": 2} for i in range(60)]
-    schemas = [{"json": {"type": "object", "properties": {f"k{i}": {"type": "string"}}}} for i in range(60)]
+    size = WARM_UP if is_complete else 50
+    bodies = [{"model": "tales", "prompt": f"{i} {text}", "max_tokens": 2} for i in range(size)]
+    schemas = [
+        {"json": {"type": "object", "properties": {f"k{i}{j}": {"type": "string"} for j in range(20)}}}
+        for i in range(size)
+    ]
     bodies += [{"model": "tales", "prompt": "x", "max_tokens": 4, "structured_outputs": schema} for schema in schemas]
-    for some in itertools.batched(bodies, 8) if sys.version_info >= (3, 12) else _batched(bodies, 8):
-        await asyncio.gather(*(target.post("/v1/completions", body) for body in some))
+    for start in range(0, len(bodies), 8):
+        await asyncio.gather(*(target.post("/v1/completions", body) for body in bodies[start : start + 8]))
+    for i in range(size):
+        messages = [{"role": "user", "content": f"{i} " + "x " * 30_000}]
+        await target.post("/tokenize", {"model": "tales", "messages": messages})
     # The largest requests that each port accepts: regions of shared memory grow with them, and stay.
     for size in (7 * MIB, 8 * MIB - 1000):
         await target.post("/v1/completions", {"model": "tales", "prompt": "x" * size})
     for attack in kserve.largest():
         await attack.send(target)
-
-
-def _batched(items: list[dict[str, object]], size: int) -> Iterator[list[dict[str, object]]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 async def _attack(

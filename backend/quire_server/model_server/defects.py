@@ -88,7 +88,7 @@ DEFECTS = (
         "body-size",
         "HTTP, gRPC: bodies of hundreds of megabytes",
         "other streams stop for seconds; memory that stays in use",
-        "400; an HTTP body and the data of an input have a limit, see below",
+        "400, or the connection is closed; bodies, messages and the data of inputs have a limit, see below",
         None,
     ),
     Defect(

@@ -46,6 +46,7 @@ _KEY_VARIABLE = "QUIRE_SERVER_KEY"
 """Environment variable that contains the key of the restricted APIs. The preload library removes it, and stubs do not
 inherit it."""
 _GUARD_HTTP_PORT_VARIABLE = "QUIRE_GUARD_HTTP_PORT"
+_GUARD_GRPC_PORT_VARIABLE = "QUIRE_GUARD_GRPC_PORT"
 _GUARD_MAX_BODY_VARIABLE = "QUIRE_GUARD_MAX_BODY_BYTES"
 MAX_BODY_BYTES = MAX_PROMPT_BYTES + 2**20
 """Maximum size of a request on the server's ports: a prompt of the maximum size, and its parameters."""
@@ -264,6 +265,7 @@ def server_command(
         env["LD_PRELOAD"] = ":".join(filter(None, [str(library), env.get("LD_PRELOAD")]))
         env.setdefault(_GUARD_VARIABLE, ",".join(defect.name for defect in defects_of(install.binary)) or "0")
         env[_GUARD_HTTP_PORT_VARIABLE] = str(options.http_port)
+        env[_GUARD_GRPC_PORT_VARIABLE] = str(options.grpc_port)
         env.setdefault(_GUARD_MAX_BODY_VARIABLE, str(MAX_OTHER_BODY_BYTES if serves_others else MAX_BODY_BYTES))
         if options.readiness_file is not None:
             env[readiness_file.VARIABLE] = str(options.readiness_file)

@@ -27,11 +27,17 @@ from quire_server.model_server.preload import preload
 
 GENERATE = f"/v2/models/{BASE}/generate"
 SCANNER = """
+#include "grpc_guard.h"
 #include "request_guard.h"
 RequestScanner *new_scanner(int is_local) {
   RequestScanner *s = malloc(sizeof *s); start_connection(s, 1000000, is_local); return s;
 }
 const char *scan(RequestScanner *s, const char *data, size_t size) { return scan_request(s, data, size); }
+Http2Scanner *new_http2_scanner(void) {
+  Http2Scanner *s = calloc(1, sizeof *s); start_http2(s, 1000); return s;
+}
+int scan_grpc(Http2Scanner *s, const char *data, size_t size) { return scan_http2(s, (const uint8_t *)data, size); }
+int num_open_messages(Http2Scanner *s) { return (int)s->num_messages; }
 int between_requests(RequestScanner *s) { return is_between_requests(s); }
 """
 WRONG_REQUEST = service_pb2.ModelInferRequest(
@@ -50,13 +56,16 @@ NUM_CANCELLED = 200
 def scanner_library(tmp_path_factory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("scanner")
     (folder / "scanner.c").write_text(SCANNER)
-    command = ["gcc", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", f"-I{preload._HEADER.parent}"]
+    command = ["gcc", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", f"-I{preload._SOURCE.parent}"]
     subprocess.run([*command, "-o", folder / "scanner.so", folder / "scanner.c"], check=True)
     library = ctypes.CDLL(str(folder / "scanner.so"))
     library.new_scanner.restype = ctypes.c_void_p
     library.scan.restype = ctypes.c_char_p
     library.scan.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
     library.between_requests.argtypes = [ctypes.c_void_p]
+    library.new_http2_scanner.restype = ctypes.c_void_p
+    library.scan_grpc.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+    library.num_open_messages.argtypes = [ctypes.c_void_p]
     return library
 
 
@@ -210,6 +219,62 @@ def test_json_depth_has_a_limit(scanner_library: ctypes.CDLL) -> None:
     assert error("{}" + "[" * 1000) is None
 
 
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+@st.composite
+def grpc_connections(draw: st.DrawFn) -> tuple[bytes, bool]:
+    """The bytes of a connection with several streams, and whether all messages are within the limits."""
+    sizes = draw(st.lists(st.tuples(st.sampled_from([1, 3, 5]), st.integers(0, 1200), st.booleans()), max_size=6))
+    rest = dict.fromkeys((1, 3, 5), b"")
+    for stream, size, is_compressed in sizes:
+        rest[stream] += bytes([is_compressed]) + size.to_bytes(4, "big") + b"x" * size
+    connection = PREFACE + frame(4, 0, 0, b"")
+    while any(rest.values()):
+        stream = draw(st.sampled_from([stream for stream, data in rest.items() if data]))
+        size = draw(st.integers(1, 900))
+        data, rest[stream] = rest[stream][:size], rest[stream][size:]
+        padding = draw(st.sampled_from([None, 0, 7, 255]))
+        if padding is not None:
+            connection += frame(0, 8, stream, bytes([padding]) + data + b"\0" * padding)
+        else:
+            connection += frame(0, 0 if rest[stream] else 1, stream, data)
+        # Frames of other kinds, and of streams without messages, come between the parts.
+        connection += draw(
+            st.sampled_from([b"", frame(6, 0, 0, b"12345678"), frame(1, 4, 7, b"h"), frame(3, 0, 9, b"1234")])
+        )
+    return connection, all(size <= (1000 // 256 if is_compressed else 1000) for _, size, is_compressed in sizes)
+
+
+@settings(max_examples=300, deadline=None)
+@given(grpc_connections(), st.data())
+def test_grpc_messages_have_a_limit(
+    scanner_library: ctypes.CDLL, connection: tuple[bytes, bool], data: st.DataObject
+) -> None:
+    stream, is_within_limits = connection
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(stream)), max_size=8)))
+    scanner = scanner_library.new_http2_scanner()
+    pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    assert all(scanner_library.scan_grpc(scanner, piece, len(piece)) for piece in pieces) == is_within_limits
+    if is_within_limits:
+        assert scanner_library.num_open_messages(scanner) == 0
+
+
+def test_many_messages_without_an_end_are_rejected(scanner_library: ctypes.CDLL) -> None:
+    scanner = scanner_library.new_http2_scanner()
+    start = b"".join(frame(0, 0, 2 * i + 1, b"\0\0\0\0\5a") for i in range(4096))
+    assert scanner_library.scan_grpc(scanner, PREFACE + start, len(PREFACE + start))
+    reset = frame(3, 0, 1, b"1234") + frame(0, 0, 9999, b"\0")
+    assert scanner_library.scan_grpc(scanner, reset, len(reset))
+    assert not scanner_library.scan_grpc(scanner, frame(0, 0, 10001, b"\0"), 10)
+    tls = scanner_library.new_http2_scanner()
+    assert scanner_library.scan_grpc(tls, b"\x16\3\1" + b"\xff" * 1000, 1003)
+
+
 # The server
 
 
@@ -281,6 +346,22 @@ def large_input(running: FrontendHarness) -> str:
     return f"400 {stream_input(running, 'BYTES', [1], 'text_input', [data])}"
 
 
+def large_message(running: FrontendHarness) -> str:
+    num_bytes = 100 * 2**20
+    data = num_bytes.to_bytes(4, "little") + b"x" * num_bytes
+    with pytest.raises(grpc.RpcError) as error:
+        stream_input(running, "BYTES", [1], "text_input", [data])
+    return f"400 {error.value}"
+
+
+def compressed_message(running: FrontendHarness) -> str:
+    """A message that is 1,000 times larger after it is decompressed."""
+    data = (2**28).to_bytes(4, "little") + b"x" * 2**28
+    with pytest.raises(grpc.RpcError) as error:
+        stream_input(running, "BYTES", [1], "text_input", [data], compression=grpc.Compression.Gzip)
+    return f"400 {error.value}"
+
+
 def large_body(running: FrontendHarness) -> str:
     return send_raw(running, f"POST {GENERATE} HTTP/1.1\r\nContent-Length: 200000000", b" " * 60_000_000).decode()
 
@@ -290,19 +371,26 @@ def foreign_host(running: FrontendHarness) -> str:
 
 
 def stream_input(
-    running: FrontendHarness, datatype: str, shape: list[int], name: str = "input_ids", data: list[bytes] | None = None
+    running: FrontendHarness,
+    datatype: str,
+    shape: list[int],
+    name: str = "input_ids",
+    data: list[bytes] | None = None,
+    compression: grpc.Compression | None = None,
 ) -> str:
     """Send a gRPC request with one input and return the server's error."""
     request = service_pb2.ModelInferRequest(
         model_name=BASE, inputs=[{"name": name, "datatype": datatype, "shape": shape}], raw_input_contents=data or [b""]
     )
-    with grpc.insecure_channel(f"127.0.0.1:{running.ports['grpc']}") as channel:
+    with grpc.insecure_channel(
+        f"127.0.0.1:{running.ports['grpc']}", options=[("grpc.max_send_message_length", -1)]
+    ) as channel:
         stream = channel.stream_stream(
             "/inference.GRPCInferenceService/ModelStreamInfer",
             lambda request: request.SerializeToString(),
             service_pb2.ModelStreamInferResponse.FromString,
         )
-        [response] = stream(iter([request]), timeout=30)
+        [response] = stream(iter([request]), timeout=30, compression=compression)
     assert response.error_message
     return str(response.error_message)
 
@@ -334,7 +422,7 @@ def cancelled_errors(running: FrontendHarness) -> str:
     "crasher",
     [
         *(nested, many_chunks, class_count, cancelled_errors, invalid_weight, invalid_header_length, shape_overflow),
-        *(large_input, large_body, foreign_host),
+        *(large_input, large_message, compressed_message, large_body, foreign_host),
     ],
 )
 def test_crashing_requests_are_rejected_and_streams_continue(running: FrontendHarness, crasher) -> None:

@@ -21,6 +21,9 @@
 // is not complete after QUIRE_GUARD_TIMEOUT_S. Connections without a request stay open, as in the pools of clients; only
 // a new connection of the port QUIRE_GUARD_HTTP_PORT must send its first request in this time.
 //
+// recvmsg: only gRPC reads connections with it. If a message is larger than twice QUIRE_GUARD_MAX_BODY_BYTES
+// (grpc_guard.h), its connection is closed. QUIRE_GUARD_GRPC_PORT is the port of these connections.
+//
 // TRITONSERVER_InferenceRequestAddInput: the server multiplies the dimensions of a shape without a check for overflow,
 // and the stub of the model then aborts. TRITONSERVER_InferenceRequestAppendInputData: the data of an input is copied to
 // shared memory, which never shrinks. Larger ones than QUIRE_GUARD_MAX_BODY_BYTES are rejected.
@@ -56,6 +59,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "grpc_guard.h"
 #include "request_guard.h"
 
 // Bounds the wait of a thread that would wait for itself. Otherwise the queue has room again after milliseconds.
@@ -72,6 +76,7 @@ typedef int Accept(int, struct sockaddr *, socklen_t *, int);
 typedef int Close(int);
 typedef int ChangeMode(int, mode_t);
 typedef ssize_t ReadV(int, const struct iovec *, int);
+typedef ssize_t ReceiveMessage(int, struct msghdr *, int);
 typedef uint32_t ByteSize(int);
 typedef void *NewError(int, const char *);
 typedef void *AddInput(void *, const char *, int, const int64_t *, uint64_t);
@@ -84,6 +89,7 @@ static Accept *next_accept;
 static Close *next_close;
 static ChangeMode *next_fchmod;
 static ReadV *next_readv;
+static ReceiveMessage *next_recvmsg;
 static ByteSize *next_byte_size;
 static NewError *new_error;
 static AddInput *next_add_input;
@@ -95,13 +101,15 @@ static int is_guarded; // true if the guards are on
 static const char *readiness_path;
 static uint64_t max_body_bytes;
 static time_t timeout_s;
-static int http_port; // 0: unknown
+static int http_port, grpc_port; // 0: unknown
 
 // State of each accepted connection, by file descriptor; one thread at a time uses a connection. Kept for the next
 // connection with the same descriptor, but not used while `is_open` is 0.
 typedef struct {
   volatile int is_open;
+  int is_grpc;
   RequestScanner scanner;
+  Http2Scanner http2;
 } Connection;
 static Connection *connections[MAX_FDS];
 static volatile int num_fds;                                     // all used descriptors are smaller
@@ -162,6 +170,7 @@ __attribute__((constructor)) static void start(int argc, char **argv) {
   next_close = (Close *)dlsym(RTLD_NEXT, "close");
   next_fchmod = (ChangeMode *)dlsym(RTLD_NEXT, "fchmod");
   next_readv = (ReadV *)dlsym(RTLD_NEXT, "readv");
+  next_recvmsg = (ReceiveMessage *)dlsym(RTLD_NEXT, "recvmsg");
   next_byte_size = (ByteSize *)dlsym(RTLD_NEXT, "TRITONSERVER_DataTypeByteSize");
   next_server_is_ready = (ServerIsReady *)dlsym(RTLD_NEXT, "TRITONSERVER_ServerIsReady");
   next_model_is_ready = (ModelIsReady *)dlsym(RTLD_NEXT, "TRITONSERVER_ServerModelIsReady");
@@ -175,6 +184,7 @@ __attribute__((constructor)) static void start(int argc, char **argv) {
   next_append_input_data = (AppendInputData *)dlsym(RTLD_NEXT, "TRITONSERVER_InferenceRequestAppendInputData");
   max_body_bytes = (uint64_t)number_in_environment("QUIRE_GUARD_MAX_BODY_BYTES", DEFAULT_MAX_BODY_BYTES);
   timeout_s = (time_t)number_in_environment("QUIRE_GUARD_TIMEOUT_S", DEFAULT_TIMEOUT_S);
+  grpc_port = (int)number_in_environment("QUIRE_GUARD_GRPC_PORT", 0);
   http_port = (int)number_in_environment("QUIRE_GUARD_HTTP_PORT", 0);
   if (is_guarded && has_defect(guard, "status-header")) dl_iterate_phdr(ignore_status_header, NULL);
 }
@@ -257,6 +267,8 @@ int accept4(int fd, struct sockaddr *address, socklen_t *size, int flags) {
   describe_listener(fd, &port, &is_local);
   pthread_mutex_lock(&closing);
   start_connection(&(*connection)->scanner, max_body_bytes, is_local);
+  (*connection)->is_grpc = port != 0 && port == grpc_port;
+  start_http2(&(*connection)->http2, 2 * max_body_bytes);
   if (port != 0 && port == http_port) (*connection)->scanner.started_at = now();
   (*connection)->is_open = 1;
   if (accepted >= num_fds) num_fds = accepted + 1;
@@ -326,6 +338,23 @@ ssize_t readv(int fd, const struct iovec *parts, int num_parts) {
   refuse(fd, error);
   scanner->remaining = 0;
   return discard(fd, scanner, parts, num_parts);
+}
+
+ssize_t recvmsg(int fd, struct msghdr *message, int flags) {
+  ssize_t size = next_recvmsg(fd, message, flags);
+  Connection *connection = is_guarded && fd >= 0 && fd < MAX_FDS ? connections[fd] : NULL;
+  if (size <= 0 || connection == NULL || !connection->is_open || !connection->is_grpc || flags & MSG_ERRQUEUE) return size;
+  size_t left = (size_t)size;
+  for (size_t i = 0; i < message->msg_iovlen && left > 0; i++) {
+    const struct iovec *part = &message->msg_iov[i];
+    size_t part_size = left < part->iov_len ? left : part->iov_len;
+    if (!scan_http2(&connection->http2, part->iov_base, part_size)) {
+      shutdown(fd, SHUT_RDWR);
+      return 0;
+    }
+    left -= part_size;
+  }
+  return size;
 }
 
 // Return whether the code at `address` divides by a 64-bit register (REX.W F7 /6) within the next bytes.

@@ -17,7 +17,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".c")
-_HEADER = _SOURCE.with_name("request_guard.h")
+_HEADERS = tuple(_SOURCE.with_name(name) for name in ("request_guard.h", "grpc_guard.h"))
 _CACHE_VARIABLE = "QUIRE_NATIVE_CACHE"
 """Environment variable that contains the path of the folder for prebuilt libraries. quire_kernels.cpu_native uses the
 same folder."""
@@ -29,7 +29,8 @@ def find_or_build_library(folder: Path) -> Path | None:
     If the library cannot be built, log a warning and return None. Without the library, the server can lose parts of
     streams under load, and some requests can crash it (SECURITY.md).
     """
-    name = f"preload-{hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes()).hexdigest()[:16]}.so"
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (_SOURCE, *_HEADERS))).hexdigest()
+    name = f"preload-{digest[:16]}.so"
     folders = [Path(cache)] if (cache := os.environ.get(_CACHE_VARIABLE)) else []
     for path in (parent / name for parent in [*folders, folder]):
         if path.exists():
