@@ -25,6 +25,17 @@ class Format(Protocol):
         ...
 
 
+class ContentFormat(Format, Protocol):
+    """A format in which reasoning can come before the answer."""
+
+    start_mark: str
+    """Mark that begins a call and ends open reasoning; empty if the format has none."""
+
+    def cut(self) -> None:
+        """Drop the line breaks before and after the current position."""
+        ...
+
+
 class Content:
     """Handles the text of the answer around calls. Line breaks next to a call or to reasoning are dropped."""
 
@@ -125,3 +136,40 @@ class PlainText:
     def finish(self) -> Iterator[Event]:
         """Emit the line breaks at the end of the output."""
         yield from self._content.finish()
+
+
+class CallsOrAnswer:
+    """The format of an output that consists either of calls or of a constrained answer. Marks inside the answer are
+    text. The calls must begin with a mark.
+    """
+
+    def __init__(self, calls: ContentFormat) -> None:
+        self.marks, self.start_mark = calls.marks, calls.start_mark
+        self._format: ContentFormat = calls
+        self._is_decided = False
+        self._space = ""
+        """Whitespace at the beginning of the output."""
+
+    def cut(self) -> None:
+        """Drop the line breaks before and after the current position."""
+        self._format.cut()
+
+    def feed(self, lexeme: Lexeme) -> Iterator[Event]:
+        """Take the next lexeme. The first one decides what the output consists of."""
+        if not self._is_decided:
+            if not lexeme.is_mark and not lexeme.text.strip():
+                self._space += lexeme.text
+                return
+            self._is_decided = True
+            if not lexeme.is_mark:
+                self._format = PlainText()
+            yield from self._format.feed(Lexeme(self._space))
+            self._space = ""
+        is_text = isinstance(self._format, PlainText)
+        yield from self._format.feed(Lexeme(lexeme.text) if is_text else lexeme)
+
+    def finish(self) -> Iterator[Event]:
+        """Return the withheld text."""
+        if self._space:
+            yield from self._format.feed(Lexeme(self._space))
+        yield from self._format.finish()

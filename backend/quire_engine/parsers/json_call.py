@@ -23,7 +23,7 @@ class JsonCallReader:
         names and if it has arguments; its keys must be those of a call.
         """
         self.raw = ""
-        """All text so far. The text becomes content if the object is not a call."""
+        """All text before the call is started. The text becomes content if the object is not a call."""
         self.started = False
         """True if the start of the call was emitted."""
         self._index = index
@@ -57,7 +57,8 @@ class JsonCallReader:
 
     def feed(self, char: str) -> Iterator[Event]:
         """Take one character."""
-        self.raw += char
+        if not self.started:
+            self.raw += char
         for key, part in self._object.feed(char):
             if key == "name" and self._name is None:
                 self._name_text += part

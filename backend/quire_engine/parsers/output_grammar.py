@@ -59,7 +59,7 @@ def compose_grammar(
         parts |= {name: _json_part(schema) for name, schema in calls.parts.items()}
     if names.is_harmony:
         text = f"@{ANSWER}" if answer is not None else "TEXT"
-        prefix = harmony.messages_before_answer(marks, not is_required)
+        prefix = harmony.messages_before_answer(marks, can_have_text=not is_required and answer is None)
         bodies = [] if calls is None else [_required(calls, marks)]
         bodies += [] if is_required else [harmony.answer_message(marks, text)]
     else:

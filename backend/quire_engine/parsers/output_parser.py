@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from quire_engine.parsers.format import Format, PlainText
+from quire_engine.parsers.format import CallsOrAnswer, ContentFormat, Format, LeadingCalls, PlainText
 from quire_engine.parsers.harmony import HarmonyFormat
 from quire_engine.parsers.hermes import HermesFormat
 from quire_engine.parsers.lexer import Lexer
@@ -25,7 +25,7 @@ from quire_engine.parsers.mistral import MistralFormat
 from quire_engine.parsers.parser_names import REASONING_MARKS, ParserNames
 from quire_engine.parsers.pythonic import PythonicFormat
 from quire_engine.parsers.qwen_xml import QwenXmlFormat
-from quire_engine.parsers.reasoning import ContentFormat, ReasoningFormat
+from quire_engine.parsers.reasoning import ReasoningFormat
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCallStart, join_neighbours
 
@@ -90,11 +90,12 @@ def create_parser(
     is_reasoning_open: bool = False,
     parallel_tool_calls: bool = True,
     skip_special_tokens: bool = True,
+    has_constrained_answer: bool = False,
 ) -> OutputParser:
     """Return the parser of one output.
 
-    Set `is_reasoning_open` if the prompt ends with the mark that begins the reasoning. For the other arguments see
-    `OutputParser` and `Lexer`.
+    Set `is_reasoning_open` if the prompt ends with the mark that begins the reasoning, and `has_constrained_answer` if
+    an output without calls must match a constraint. For the other arguments see `OutputParser` and `Lexer`.
     """
     output_format: Format
     if names.is_harmony:
@@ -103,6 +104,8 @@ def create_parser(
         answer: ContentFormat = (
             PlainText() if names.tool_call_parser is None else _FORMATS[names.tool_call_parser](tools)
         )
+        if has_constrained_answer and not isinstance(answer, LeadingCalls):
+            answer = CallsOrAnswer(answer)
         output_format = answer
         if names.reasoning_parser is not None:
             start, end = REASONING_MARKS[names.reasoning_parser]

@@ -62,7 +62,7 @@ class QwenXmlFormat:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """`tools` are the tools of the request, in the form of the OpenAI API."""
-        self._notations_by_function = dict(map(_notations, tools))
+        self._tools = {str(tool["function"]["name"]): tool["function"] for tool in tools}
         self._content = Content()
         self._num_calls = 0
         self._state = "content"
@@ -76,6 +76,7 @@ class QwenXmlFormat:
         self._json = JsonValueReader()
         """Reader of the current value if it is JSON. Inside its strings, marks are text."""
         self._notations: Mapping[str, _Notation] = {}
+        """Notations of the parameters of the current function."""
         self._notation = _ANY_TEXT
         self._key = ""
         self._num_arguments = 0
@@ -101,7 +102,7 @@ class QwenXmlFormat:
             if not (is_mark and text != _END_PARAMETER):
                 self._held += text
                 if is_mark or text.strip():
-                    yield from self._continue_value()
+                    self._continue_value()
                 return
             yield from self._end_value()
         if is_mark:
@@ -120,14 +121,13 @@ class QwenXmlFormat:
             self._state = "content"
             yield from self._content.write(text)
 
-    def _continue_value(self) -> Iterator[Event]:
+    def _continue_value(self) -> None:
         """Continue a value, because its end mark was text. If a second end mark has arrived, it can be the real one."""
         held, self._held, self._state = self._held, "", "value"
         is_second_mark = held.endswith(_END_PARAMETER)
         self._add_to_value(held.removesuffix(_END_PARAMETER) if is_second_mark else held)
         if is_second_mark:
             self._state, self._held = "end_of_value", _END_PARAMETER
-        yield from ()
 
     def _add_to_value(self, text: str) -> None:
         self._text += text
@@ -158,7 +158,7 @@ class QwenXmlFormat:
             self._state, self._key, self._json = "value", name, JsonValueReader()
             self._notation = self._notations.get(name, _ANY_TEXT)
             return
-        self._state, self._notations = "function", self._notations_by_function.get(name, {})
+        self._state, self._notations = "function", _notations(name, self._tools.get(name, {}).get("parameters"))
         self._num_arguments = 0
         yield ToolCallStart(self._num_calls, name)
         self._num_calls += 1
@@ -186,17 +186,15 @@ class QwenXmlFormat:
         yield from self._content.finish()
 
 
-def _notations(tool: Mapping[str, Any]) -> tuple[str, dict[str, _Notation]]:
-    """Return the name of a tool and the notations of its parameters."""
-    function = tool.get("function") or tool
-    schema = function.get("parameters")
-    read = Tool(str(function.get("name")), schema if isinstance(schema, Mapping) else {})
+def _notations(name: str, schema: Any) -> dict[str, _Notation]:
+    """Return the notations of the parameters of a tool."""
+    tool = Tool(name, schema if isinstance(schema, Mapping) else {})
     try:
-        parameters = {parameter.name: parameter.schema for parameter in read.parameters()}
+        parameters = {parameter.name: parameter.schema for parameter in tool.parameters()}
     except InvalidArgument:
-        properties = read.schema.get("properties")
+        properties = tool.schema.get("properties")
         parameters = dict(properties) if isinstance(properties, Mapping) else {}
-    return read.name, {name: _Notation.of(read, parameter) for name, parameter in parameters.items()}
+    return {name: _Notation.of(tool, parameter) for name, parameter in parameters.items()}
 
 
 def _texts(schema: Any) -> list[str]:

@@ -2,22 +2,10 @@
 """Reasoning between `<think>` and `</think>` before the answer, in the output of any format."""
 
 from collections.abc import Iterator
-from typing import Protocol
 
-from quire_engine.parsers.format import Format
+from quire_engine.parsers.format import ContentFormat
 from quire_engine.parsers.lexer import Lexeme
 from quire_spec.protocol.parsed_output import Event, ReasoningDelta
-
-
-class ContentFormat(Format, Protocol):
-    """A format in which reasoning can come before the answer."""
-
-    start_mark: str
-    """Mark that begins a call and ends open reasoning; empty if the format has none."""
-
-    def cut(self) -> None:
-        """Drop the line breaks before and after the current position."""
-        ...
 
 
 class ReasoningFormat:

@@ -5,8 +5,9 @@ Some formats write each parameter separately. Both the grammars and the parsers 
 from here, so that they agree.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
@@ -28,6 +29,7 @@ _TYPE_ALIASES = {
     "dict": "object",
     "list": "array",
 }
+_MAX_DEFINITION_CHARS = 4 * 2**20
 ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "object", "array"})
 _MAX_BRANCHES = 4
 """Maximum number of references and of branches at the top level of a schema. More are not in use."""
@@ -39,7 +41,7 @@ class Parameter:
 
     name: str
     schema: Any
-    """JSON schema of the value. Contains the definitions of the tool's schema."""
+    """JSON schema of the value. Contains the definitions of the tool's schema if it refers to them."""
     is_required: bool
 
 
@@ -52,6 +54,8 @@ class Tool:
     """JSON schema of the arguments."""
     is_enforced: bool = True
     """If false, the tool accepts any object as arguments."""
+    _types: dict[str, frozenset[str]] = field(default_factory=dict, compare=False, repr=False)
+    """JSON types of the references that were followed so far."""
 
     @classmethod
     def from_request(cls, tool: Mapping[str, Any], is_enforced: bool) -> "Tool":
@@ -72,33 +76,35 @@ class Tool:
         """
         flat = self._flatten(self.schema, ())
         definitions = {name: self.schema[name] for name in _DEFINITIONS if name in self.schema}
+        has_reference = {name for name, schema in flat.properties.items() if "$ref" in json.dumps(schema)}
+        if len(has_reference) * len(json.dumps(definitions)) > _MAX_DEFINITION_CHARS:
+            raise self._error("the definitions are too long, because each parameter contains a copy; shorten them")
         return [
             Parameter(
-                name, {**definitions, **schema} if isinstance(schema, Mapping) else schema, name in flat.required_names
+                name,
+                {**definitions, **schema} if name in has_reference else schema,
+                name in flat.required_names,
             )
             for name, schema in flat.properties.items()
         ]
 
-    def types_of(self, schema: Any, known: dict[str, frozenset[str]] | None = None) -> frozenset[str]:
-        """Return the JSON types that a schema allows. A reference in the schema points into the schema of the tool.
-        `known` contains the types of references that were followed before.
-        """
+    def types_of(self, schema: Any) -> frozenset[str]:
+        """Return the JSON types that a schema allows. A reference in the schema points into the schema of the tool."""
         if not isinstance(schema, Mapping):
             return ALL_TYPES
-        known = {} if known is None else known
         stated = schema.get("type")
         names = [name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str)]
         types = _with_integers({_TYPE_ALIASES.get(name, name) for name in names}) & ALL_TYPES or ALL_TYPES
         if isinstance(reference := schema.get("$ref"), str):
-            if reference not in known:
-                known[reference] = ALL_TYPES
-                known[reference] = self.types_of(self.resolve(reference), known)
-            types &= known[reference]
+            if reference not in self._types:
+                self._types[reference] = ALL_TYPES
+                self._types[reference] = self.types_of(self.resolve(reference))
+            types &= self._types[reference]
         for branch in _list(schema.get("allOf")):
-            types &= self.types_of(branch, known)
+            types &= self.types_of(branch)
         for keyword in ("anyOf", "oneOf"):
             if branches := _list(schema.get(keyword)):
-                types &= frozenset().union(*(self.types_of(branch, known) for branch in branches))
+                types &= frozenset().union(*(self.types_of(branch) for branch in branches))
         values = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
         if values:
             types &= frozenset().union(*map(json_types, values))

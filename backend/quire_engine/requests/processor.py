@@ -176,7 +176,7 @@ class RequestProcessor:
         answer = None if own is None else own.to_mapping()
         try:
             composed = compose_grammar(self.limits.parser_names, self.tokenizer, parsing, tools, reasoning, answer)
-        except PROCESS_ENDS:
+        except (InvalidArgument, *PROCESS_ENDS):
             raise
         except BaseException as error:
             logger.exception("grammar of a request cannot be built, ending it")
@@ -212,6 +212,7 @@ class RequestProcessor:
             is_reasoning_open,
             parsing.parallel_tool_calls,
             request.params.skip_special_tokens,
+            request.params.structured_outputs is not None,
         )
 
 

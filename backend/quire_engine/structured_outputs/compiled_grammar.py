@@ -60,7 +60,7 @@ class MatcherSource:
     ) -> None:
         """`compile_shared` returns a grammar that sequences share. `compile_own` returns a new one."""
         self._compiled = compiled
-        self._compile = [compile_own, compile_shared]
+        self._compile_shared, self._compile_own = compile_shared, compile_own
         self._num_renewals = self._num_tokens = 0
         """Number of renewals, and number of tokens at the last one."""
 
@@ -87,7 +87,8 @@ class MatcherSource:
         try:
             # The first time, all sequences of the failed lexer share the next one. If one of them uses up that one as
             # well, each gets its own.
-            self._compiled = self._compile[self._num_renewals == 1](old.text)
+            compile_again = self._compile_shared if self._num_renewals == 1 else self._compile_own
+            self._compiled = compile_again(old.text)
         except InvalidArgument:
             return None
         matcher = self.create()

@@ -27,6 +27,7 @@ from quire_spec.protocol.parsed_output import OutputParsing, ParsedOutput, merge
 
 EOS = 1
 NUM_WALKS = int(os.environ.get("QUIRE_WALKS", "60"))
+ANSWER = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
@@ -35,9 +36,9 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     return make_tokenizers(tmp_path_factory.mktemp("tokenizer"))
 
 
-def parse(names: ParserNames, tokenizer: Tokenizer, tools, token_ids, ends, is_open: bool) -> ParsedOutput:
+def parse(names: ParserNames, tokenizer: Tokenizer, tools, token_ids, ends, **options: bool) -> ParsedOutput:
     """Parse an output whose tokens arrive in groups that end at `ends`."""
-    parser = create_parser(names, tokenizer, tools=tools, is_reasoning_open=is_open)
+    parser = create_parser(names, tokenizer, tools=tools, **options)
     detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(skip_special_tokens=False))
     events, start = [], 0
     for end in ends:
@@ -63,24 +64,30 @@ def check_walk(tokenizers: dict[str, Tokenizer], parser: str, seed: int) -> int 
         else tool["function"]["parameters"]
         for tool in tools
     }
+    answer = {"json": ANSWER} if parsing.tool_choice == "auto" and rng.random() < 0.4 else None
     try:
-        constraint = compose_grammar(names, tokenizer, parsing, tools, state, None)
+        constraint = compose_grammar(names, tokenizer, parsing, tools, state, answer)
         grammar = GrammarCompiler(tokenizer, tokenizer.vocab_size, [EOS]).create(compose_grammar_text(constraint))
     except InvalidArgument:
         return None
     if (token_ids := walk(grammar, tokenizer, EOS, rng)) is None:
         return -1
-    is_open = reasoning_parser == "qwen3" and state == "open"
+    options = {
+        "is_reasoning_open": reasoning_parser == "qwen3" and state == "open",
+        "has_constrained_answer": answer is not None,
+    }
     text = tokenizer.decode(token_ids, skip_special_tokens=False)
-    output = parse(names, tokenizer, tools, token_ids, [len(token_ids)], is_open)
+    output = parse(names, tokenizer, tools, token_ids, [len(token_ids)], **options)
     context = f"{parsing} {reasoning_parser} {state}\n{text}\n{output}\n{json.dumps(schemas)[:500]}"
-    assert parse(names, tokenizer, tools, token_ids, split(rng, len(token_ids)), is_open) == output, context
+    assert parse(names, tokenizer, tools, token_ids, split(rng, len(token_ids)), **options) == output, context
     for call in output.tool_calls:
         validator = jsonschema.Draft202012Validator(schemas[call.name], format_checker=CHECKER)
         try:
             validator.validate(json.loads(call.arguments))
         except (ValueError, jsonschema.ValidationError) as error:
             raise AssertionError(f"{str(error)[:300]}\n{context}") from None
+    if answer is not None and not output.tool_calls:
+        jsonschema.validate(json.loads(output.content), ANSWER)
     if parsing.tool_choice == "required":
         assert output.tool_calls and not output.content, context
         assert parsing.parallel_tool_calls or len(output.tool_calls) == 1, context

@@ -4,6 +4,7 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import tokenizers
 from support.chats import conversation
 from support.tokenizer import byte_level, save_tokenizer
 
+from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.requests.processor import RequestProcessor, run_without_waiting
 from quire_engine.structured_outputs.composed_constraint import ComposedConstraint
@@ -20,6 +22,7 @@ from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import Conversation, GenerateRequest
+from quire_spec.protocol.parsed_output import OutputParsing, ParsedOutput, merge_events
 
 LIMITS = RequestLimits(max_model_len=4096, vocab_size=384, max_prompt_bytes=2**20)
 LONG_TEXT = "the quick brown fox " * 200
@@ -137,3 +140,28 @@ async def test_a_request_cancelled_while_it_is_rendered_is_not_encoded(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not tokenizer.threads
+
+
+async def test_an_output_continues_the_reasoning_of_the_last_message(tokenizer: RecordingTokenizer):
+    limits = replace(LIMITS, parser_names=ParserNames(None, "qwen3"))
+    processor = RequestProcessor(limits, tokenizer, renderer := Renderer(), Checker())
+    renderer.allowed.set()
+    chat = conversation({"role": "assistant", "content": "<think>\n12 plus 7"}, continue_final_message=True)
+    request = GenerateRequest(1, "base", None, None, SamplingParams(), True, chat=chat, parsing=OutputParsing())
+    prepared = await processor.prepare(request)
+    assert prepared.create_parser is not None
+    text = " is 19.\n</think>\n\nThe answer is 19."
+    events = prepared.create_parser().feed(tokenizer.encode(text, add_special_tokens=False), text, True)
+    assert merge_events(events) == ParsedOutput("The answer is 19.", " is 19.", ())
+
+
+async def test_a_schema_that_a_format_cannot_enforce_is_the_clients_error(tokenizer: RecordingTokenizer):
+    limits = replace(LIMITS, parser_names=ParserNames("qwen3_coder"))
+    processor = RequestProcessor(limits, tokenizer, renderer := Renderer(), Checker())
+    renderer.allowed.set()
+    parameters = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    parsing, chat = OutputParsing("required"), conversation({"role": "user", "content": "a"}, tools=tools)
+    request = GenerateRequest(1, "base", None, None, SamplingParams(), True, chat=chat, parsing=parsing)
+    with pytest.raises(InvalidArgument, match="tools: 'f': the schema of the parameters has 'anyOf' at its top level"):
+        await processor.prepare(request)
