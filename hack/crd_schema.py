@@ -89,6 +89,8 @@ def _type_schema(hint: Any, declared: FieldSchema) -> dict[str, Any]:
     hint = getattr(hint, "__supertype__", hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
+        if set(args) == {int, str}:
+            return {"x-kubernetes-int-or-string": True}
         (hint,) = (arg for arg in args if arg is not types.NoneType)
         return _type_schema(hint, declared)
     if origin in (tuple, list):

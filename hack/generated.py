@@ -146,6 +146,8 @@ def _flatten_fields(
 def _type_text(node: dict[str, Any]) -> str:
     if "enum" in node:
         return ", ".join(f"`{value}`" for value in node["enum"])
+    if node.get("x-kubernetes-int-or-string"):
+        return f"{node['minimum']} to {node['maximum']}, or a percentage"
     if node["type"] == "integer":
         return f"{node.get('minimum', '')} to {node['maximum']}" if "maximum" in node else f"at least {node['minimum']}"
     if node["type"] == "string":

@@ -277,6 +277,12 @@ CEL_RULE_CASES = [
         "spec.rollout.maxSurge",
     ),
     (
+        "maxSurge and maxUnavailable must not both be 0",
+        {"spec.rollout": {"maxSurge": "25%", "maxUnavailable": "0%"}},
+        {"spec.rollout": {"maxSurge": "0%", "maxUnavailable": 0}},
+        "spec.rollout.maxSurge",
+    ),
+    (
         "ingressFrom must have either an ipBlock or selectors",
         {"spec.networking.networkPolicy.ingressFrom": [{"podSelector": {}}, {"ipBlock": {"cidr": "10.0.0.0/8"}}]},
         {"spec.networking.networkPolicy.ingressFrom": [{"podSelector": {}, "ipBlock": {"cidr": "10.0.0.0/8"}}]},

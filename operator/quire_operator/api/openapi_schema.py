@@ -22,6 +22,7 @@ from quire_operator.api.validation_errors import FieldPath, Problem
 
 Schema = Mapping[str, Any]
 
+_INT_OR_STRING = "x-kubernetes-int-or-string"
 _PRESERVE_UNKNOWN = "x-kubernetes-preserve-unknown-fields"
 
 
@@ -114,9 +115,12 @@ def _has_wrong_type(schema: Any, value: object) -> bool:
 def _strict_schema(schema: Schema) -> dict[str, Any]:
     """Return a copy of the schema that rejects unknown fields.
 
-    In the copy, additionalProperties is false for every object that lists its fields.
+    In the copy, additionalProperties is false for every object that lists its fields. A field that can be an integer or
+    a string has these types.
     """
     strict = dict(schema)
+    if strict.pop(_INT_OR_STRING, False):
+        strict["type"] = ["integer", "string"]
     if "properties" in schema:
         strict["properties"] = {name: _strict_schema(field) for name, field in schema["properties"].items()}
         if not schema.get(_PRESERVE_UNKNOWN):

@@ -14,6 +14,7 @@ from typing import Any
 from quire_operator.api.networking_spec import HOSTNAME
 from quire_operator.api.pod_spec import QUANTITY_OF_RESOURCE
 from quire_operator.api.validation_errors import ABSENT, FieldPath, Problem, format_path, format_value
+from quire_operator.api.workload_spec import PERCENTAGE
 from quire_spec.documents import server_arguments
 from quire_spec.documents.field_schema import LABELS
 
@@ -75,6 +76,7 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
     ),
     HOSTNAME: ("must be a host name in lower case, which can begin with *.", "write it like llm.example"),
     r"^([0-9]{1,5})(ms|s|m|h)$": ("must be a duration", "write it like 30s or 10m"),
+    PERCENTAGE: ("must be a number or a percentage", 'write it like 1 or "25%"'),
     QUANTITY_OF_RESOURCE: ("must be a quantity", 'write it like "500m" or "2Gi", with the quotes'),
     r"^[1-9][0-9]*(\.[0-9]+)?m?$": ("must be a number of cores", 'write it like "4" or "1500m", with the quotes'),
     r"^(0\.[0-9]{0,2}[1-9]|[1-9][0-9]{0,2}(\.[0-9]{1,3})?)$": (
@@ -195,7 +197,10 @@ def _missing_fields(limit: Any, value: Any, schema: Schema, path: FieldPath) -> 
 
 
 def _wrong_type(limit: Any, value: Any, schema: Schema, path: FieldPath) -> Iterator[Problem]:
-    yield Problem(path, value, f"must be {_TYPE_NAMES[limit]}", _type_fix(limit, value, schema))
+    if isinstance(limit, list):
+        yield Problem(path, value, *PATTERN_MESSAGES[schema["pattern"]])
+    else:
+        yield Problem(path, value, f"must be {_TYPE_NAMES[limit]}", _type_fix(limit, value, schema))
 
 
 def _type_fix(limit: str, value: Any, schema: Schema) -> str:

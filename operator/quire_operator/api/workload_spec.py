@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of an LLMService that describe the number of its pods and how they are replaced and observed."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -109,23 +110,29 @@ class AutoscalingSpec:
     """Number of pods while the metrics cannot be read. Default: the number stays as it is."""
 
 
+PERCENTAGE = "^([0-9]|[1-9][0-9]|100)%$"
+_NUMBER_OR_PERCENTAGE: Mapping[str, Any] = {"minimum": 0, "maximum": 1000, "max_length": 4, "pattern": PERCENTAGE}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
     """spec.rollout"""
 
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "self.maxSurge > 0 || self.maxUnavailable > 0",
+            "(self.maxSurge != 0 && self.maxSurge != '0%') || "
+            "(self.maxUnavailable != 0 && self.maxUnavailable != '0%')",
             "maxSurge and maxUnavailable must not both be 0, because then pods cannot be replaced; set "
             "spec.rollout.maxUnavailable to 1.",
         ),
     )
 
-    maxSurge: int = schema_field(0, minimum=0, maximum=1000)
-    """Number of pods above replicas during a rollout. Default 0, because an additional pod needs additional GPUs and
-    stays Pending if there are none."""
-    maxUnavailable: int = schema_field(1, minimum=0, maximum=1000)
-    """Number of pods that can be unavailable during a rollout. Default 1."""
+    maxSurge: int | str = schema_field(0, **_NUMBER_OR_PERCENTAGE)
+    """Number of pods above replicas during a rollout, or percentage of replicas, rounded up. Default 0, because an
+    additional pod needs additional GPUs and stays Pending if there are none."""
+    maxUnavailable: int | str = schema_field(1, **_NUMBER_OR_PERCENTAGE)
+    """Number of pods that can be unavailable during a rollout, or percentage of replicas, rounded down. Default 1.
+    """
     minReadySeconds: int = schema_field(10, minimum=0, maximum=3600)
     """Seconds for which a new pod must be ready before the next one is replaced. Default 10, so that routers and
     gateways send requests to the new pod before the old one stops."""

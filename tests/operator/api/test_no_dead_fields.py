@@ -199,6 +199,8 @@ def candidates(path, node):
     """Return other values for a field."""
     if "enum" in node:
         return node["enum"]
+    if node.get("x-kubernetes-int-or-string"):
+        return [0, 1, 3, 1000, "0%", "30%", "100%"]
     if node["type"] == "boolean":
         return [True, False]
     if node["type"] == "integer":
@@ -351,7 +353,7 @@ def test_random_specs_are_rendered_or_rejected_with_a_message(data):
     """`outputs` raises anything but ConfigErrors and Unplannable; rendering twice gives the same objects."""
     document = copy.deepcopy(data.draw(st.sampled_from(BASES)))
     for path, node in data.draw(st.lists(st.sampled_from(LEAVES), max_size=6)):
-        odd_values = ODD_OVERRIDES if node["type"] == "object" else ODD_VALUES
+        odd_values = ODD_OVERRIDES if node.get("type") == "object" else ODD_VALUES
         for container, key in list(locations(document["spec"], path)):
             container[key] = data.draw(st.sampled_from([*candidates(path, node), *odd_values]))
     text = outputs(document)

@@ -36,6 +36,7 @@ from support.rendering import (
 import quire_server.__main__
 from quire_operator.api import crd
 from quire_operator.api.llmservice import Device
+from quire_operator.api.validation_errors import InvalidService
 from quire_operator.cli.render import dump_yaml
 from quire_operator.plan.host_memory import start_seconds
 from quire_operator.render import model_reader_job, pod_template, workload
@@ -582,3 +583,26 @@ def test_rejects_services_that_no_cluster_can_run(text, message):
     service = llm_service(GPU + text)
     with pytest.raises(ConfigError, match=message):
         render_objects(service, plan_of_service(service), RENDER_CONTEXT)
+
+
+@pytest.mark.parametrize("value", ["25%", "100%", 2])
+def test_a_rollout_can_have_percentages(value):
+    text = f"{GPU}rollout: {{maxSurge: {json.dumps(value)}, maxUnavailable: 0%}}"
+    deployment = only_of_kind(rendered_objects(llm_service(text)), "Deployment")
+    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": value, "maxUnavailable": "0%"}
+    kubernetes_validate.validate(deployment, "1.37", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("101%", '"101%": must be a number or a percentage; write it like 1 or "25%"'),
+        ("1", '"1": must be a number or a percentage; write it like 1 or "25%"'),
+        (True, 'true: must be a number or a percentage; write it like 1 or "25%"'),
+        (1001, "1001: must be at most 1000"),
+    ],
+)
+def test_rejects_other_sizes_of_a_rollout(value, message):
+    text = f"{GPU}rollout: {{maxSurge: {json.dumps(value)}}}"
+    with pytest.raises(InvalidService, match=re.escape(f"spec.rollout.maxSurge: {message}")):
+        llm_service(text)
