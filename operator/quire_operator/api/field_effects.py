@@ -12,9 +12,10 @@ from quire_operator.api.pod_spec import CacheSpec
 from quire_operator.api.workload_spec import RolloutSpec
 from quire_spec.documents.field_schema import Restarts, field_names, schema_of
 
-POD_FIELDS = field_names(LLMServiceSpec, lambda field: field.restarts not in (Restarts.NO, Restarts.LATER))
+_KEEPING_PODS = (Restarts.NO, Restarts.LATER)
+POD_FIELDS = field_names(LLMServiceSpec, lambda field: field.restarts not in _KEEPING_PODS)
 """Fields of the spec whose change renders the pods again."""
-POD_CACHE_FIELDS = field_names(CacheSpec, lambda field: field.restarts is not Restarts.NO)
+POD_CACHE_FIELDS = field_names(CacheSpec, lambda field: field.restarts not in _KEEPING_PODS)
 POD_ROLLOUT_FIELDS = field_names(RolloutSpec, lambda field: field.restarts is Restarts.YES)
 PLANNED_ENGINE_FIELDS = field_names(EngineSpec, lambda field: field.planned)
 """Fields of spec.engine that a plan depends on. The other fields of spec.engine do not change memory."""

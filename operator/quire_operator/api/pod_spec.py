@@ -154,7 +154,7 @@ class CacheSpec:
         minItems=1,
         max_items=4,
         list_type="set",
-        restarts=Restarts.NO,
+        restarts=Restarts.LATER,
     )
     """Access modes of the claim. Default: ReadWriteMany with more than one replica, otherwise ReadWriteOnce. With
     ReadWriteOnce, all pods must run on one node."""
