@@ -34,13 +34,13 @@ def operator(cluster, namespace, kubelet):
         yield operator
 
 
-def waits_for(operator, kind, status, reason):
+def waits_for(operator, kind, status, reason, seconds=40):
     def is_so():
         condition = operator.condition(kind)
         return (condition.get("status"), condition.get("reason")) == (status, reason)
 
     try:
-        wait_for(is_so, 40, f"{kind}={status}/{reason}")
+        wait_for(is_so, seconds, f"{kind}={status}/{reason}")
     except AssertionError as error:
         raise AssertionError(f"{error}: {operator.status().get('conditions')}") from error
 
@@ -146,6 +146,37 @@ def test_a_recreated_service_beside_an_object_that_waits_for_finalizers(operator
     cluster.apply(llm_service(autoscaling=AUTOSCALING), namespace)
     waits_for(operator, "Ready", "True", "Ready")
     cluster.merge(*HPA, {"metadata": {"finalizers": None}}, namespace)
+
+
+SCALED_OBJECT = ("keda.sh/v1alpha1", "ScaledObject", "tales")
+KEDA = {"kind": "ScaledObject", "minReplicas": 1, "maxReplicas": 5, "prometheusAddress": "http://prometheus:9090"}
+
+
+def test_keda_is_uninstalled_while_its_operator_does_not_run(cluster, namespace, kubelet):
+    """Its objects keep their finalizers, and so does the kind."""
+    with cluster.optional_kind("ScaledObject") as crd, ControllerHarness(cluster, namespace) as operator:
+        cluster.apply(llm_service(autoscaling=KEDA), namespace)
+        wait_for(lambda: cluster.get(*SCALED_OBJECT, namespace), 40, "the ScaledObject")
+        waits_for(operator, "Ready", "True", "Ready")
+        cluster.merge(*SCALED_OBJECT, {"metadata": {"finalizers": ["finalizer.keda.sh"]}}, namespace)
+        cluster.delete("apiextensions.k8s.io/v1", "CustomResourceDefinition", crd)
+        try:
+            # The API server cuts watches of the kind, which are repeated with delays that grow to 30 s.
+            waits_for(operator, "ConfigValid", "True", "DeletionStuck", 90)
+            assert "waits for its finalizers finalizer.keda.sh" in operator.condition("ConfigValid")["message"]
+            check_that_the_rest_goes_on(operator, cluster, namespace)
+            # Another autoscaler, and a new service of the same name.
+            cluster.merge(API, KIND, "tales", {"spec": {"autoscaling": None}}, namespace)
+            cluster.merge(API, KIND, "tales", {"spec": {"autoscaling": AUTOSCALING}}, namespace)
+            wait_for(lambda: cluster.get(*HPA, namespace), 30, "the other autoscaler")
+            cluster.delete(API, KIND, "tales", namespace)
+            cluster.apply(llm_service(autoscaling=KEDA), namespace)
+            waits_for(operator, "Ready", "True", "Ready")
+        finally:
+            cluster.merge(*SCALED_OBJECT, {"metadata": {"finalizers": None}}, namespace)
+            wait_for(lambda: not cluster.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", crd), 30, "gone")
+        cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
+        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 2, 30, "two replicas")
 
 
 @contextlib.contextmanager
@@ -265,6 +296,19 @@ def test_pods_that_a_quota_forbids_are_named(cluster, namespace, kubelet):
         message = lambda: operator.condition("Planned").get("message", "")  # noqa: E731
         wait_for(lambda: "failed quota: quota: must specify limits.cpu" in message(), 40, "the quota")
         assert "; it has no pod: FailedCreate: " in message()
+
+
+def test_a_download_job_without_pods_is_named(cluster, namespace, kubelet):
+    place = FakeModelServer()
+    cluster.apply(quota(pods="0"), namespace)
+    wait_for(lambda: cluster.get("v1", "ResourceQuota", "quota", namespace).get("status", {}).get("hard"), 20, "quota")
+    with ControllerHarness(cluster, namespace) as operator:
+        operator.controller.reconciler._deps.pod_warnings._poll_s = 0.5
+        cluster.apply(llm_service(model={"source": {"http": {"url": place.url}}}), namespace)
+        message = lambda: operator.condition("ModelCached").get("message", "")  # noqa: E731
+        wait_for(lambda: "exceeded quota: quota" in message(), 40, "the quota")
+        assert " has no pod: FailedCreate: " in message()
+    place.close()
 
 
 def test_a_suspended_job_is_named(cluster, namespace, kubelet):
