@@ -142,7 +142,7 @@ class RolloutSpec:
     """Seconds without progress after which a rollout counts as failed. Default: computed from the size of the model and
     drainSeconds, because a large model takes long to load."""
     updatePolicy: str = schema_field("OnSpecChange", enum=("OnSpecChange", "Auto"))
-    """When a new plan can restart pods. With OnSpecChange, only after the spec, the model or the GPU changed. With
+    """When a new plan can restart pods. With OnSpecChange, only after the spec or the model changed. With
     Auto, also when a new release of the operator plans differently. Default OnSpecChange, so that an upgrade of the
     operator does not restart pods."""
 

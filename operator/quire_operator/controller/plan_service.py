@@ -3,7 +3,7 @@
 
 If there is no plan, it returns the reason. Called by the reconciler.
 
-As long as the spec, the model and the GPU do not change, the plan is kept and no source is read. Therefore, a service
+As long as the spec and the model do not change, the plan is kept and no source is read. Therefore, a service
 is not delayed if the hub is unavailable or the operator restarts.
 """
 

@@ -4,7 +4,7 @@
 It is stored with the Deployment. Pure.
 
 A new release of the operator can render pods differently. So that an upgrade does not restart pods, the operator keeps
-the stored template until the spec, the model or the GPU changes. The compressed template is stored in an annotation of
+the stored template until the spec or the plan changes. The compressed template is stored in an annotation of
 about 2 KB. The live template cannot be used for this. It also contains defaults of the API server, and manual changes
 that the operator must undo.
 
