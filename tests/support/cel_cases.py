@@ -92,6 +92,12 @@ CEL_RULE_CASES = [
         {"spec.autoscaling": {**KEDA, "prometheusMetadata": {"query": "a"}}},
         "spec.autoscaling.prometheusMetadata",
     ),
+    (
+        "adapters must not contain a name of openai.servedModelNames",
+        {"spec.openai.servedModelNames": ["org/model", "other"], "spec.adapters": ONE_ADAPTER},
+        {"spec.openai.servedModelNames": ["org/model", "sql"], "spec.adapters": ONE_ADAPTER},
+        "spec.adapters",
+    ),
     ("metadata.name must be at most 48", {"metadata.name": "a" * 48}, {"metadata.name": "a" * 49}, "metadata.name"),
     ("metadata.name must begin with a letter", {"metadata.name": "a-1"}, {"metadata.name": "1.5"}, "metadata.name"),
     (

@@ -90,6 +90,18 @@ class OpenAIOptions:
 
     apiServerCount: int = schema_field(1, minimum=1, maximum=constants.MAX_OPENAI_FRONTS)
     """Number of processes that serve the API on its port. More than one needs free CPU cores. Default 1."""
+    servedModelNames: tuple[str, ...] = schema_field(
+        (),
+        items={
+            "min_length": 1,
+            "max_length": 255,
+            "pattern": "^[A-Za-z0-9]([-A-Za-z0-9._/:@]*[A-Za-z0-9])?$",
+        },
+        max_items=16,
+        list_type="set",
+    )
+    """Names of the base model in the OpenAI API, such as organization/model. Answers contain the name of the request.
+    Default: servedName."""
     sharedPrefixCache: bool = schema_field(False)
     """Share cached prompts between requests of different API keys. Default false, because a client could find out by
     timing what prompts others have sent."""
@@ -113,8 +125,6 @@ class OpenAIConfig(OpenAIOptions):
     """Settings of the OpenAI front."""
 
     port: int = constants.OPENAI_PORT
-    servedModelNames: tuple[str, ...] = ()
-    """Names of the base model in the OpenAI API. If empty, servedName is used."""
     apiKeysDir: Path | None = None
     """Folder that contains the API keys, with one key in each file. None: no key is needed."""
     sslCertfile: Path | None = None

@@ -121,6 +121,12 @@ class LLMServiceSpec:
             "server; rename the adapter or the base model.",
         ),
         Rule(
+            "!has(self.adapters) || !has(self.openai.servedModelNames) || self.adapters.all(a, !(a.name in "
+            "self.openai.servedModelNames))",
+            "adapters must not contain a name of openai.servedModelNames, because both are model names in the OpenAI "
+            "API; rename the adapter or remove the name.",
+        ),
+        Rule(
             "!has(self.cache.mode) || (self.cache.mode == 'None') == ((has(self.model.source.pvc) || "
             "has(self.model.source.path)) && (!has(self.engine.speculativeConfig) || "
             "!has(self.engine.speculativeConfig.model) || has(self.engine.speculativeConfig.model.source.pvc) || "

@@ -69,6 +69,10 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "must contain only letters, digits, '-', '_' and '.', and begin and end with a letter or digit",
         "use a name such as Tales-1.5",
     ),
+    r"^[A-Za-z0-9]([-A-Za-z0-9._/:@]*[A-Za-z0-9])?$": (
+        "must contain only letters, digits and -._/:@, and begin and end with a letter or digit",
+        "use a name such as organization/model",
+    ),
     r"^[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$": (QUANTITY_RULE, "write it like 4Gi or 512Mi"),
     LABELS["items"]["pattern"]: (
         "must be a label value: letters, digits, '-', '_' and '.', beginning and ending with a letter or digit",

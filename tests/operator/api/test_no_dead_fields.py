@@ -62,6 +62,7 @@ openai:
   apiKeysSecretRef: {name: keys}
   tlsSecretRef: {name: certificate}
   apiServerCount: 1
+  servedModelNames: [organization/model, other-name]
   sharedPrefixCache: false
   live: false
   generationConfig: auto

@@ -521,6 +521,13 @@ def test_the_pattern_of_pod_names_matches_the_pods_of_a_deployment(name, digest)
     assert not re.fullmatch(workload.pod_name_pattern(name), f"{name}b-{digest}-x7k2q"), "another Deployment"
 
 
+def test_the_openai_api_can_have_several_names_of_the_model():
+    service = llm_service(f"{GPU}openai: {{servedModelNames: [organization/model, short]}}")
+    document = pod_document(rendered_objects(service).values())
+    assert document["openai"]["servedModelNames"] == ["organization/model", "short"]
+    assert document["servedName"] == "s", "Triton's ports keep the name that is valid in its URLs"
+
+
 def test_a_scaled_object_has_the_settings_of_keda():
     scaled = only_of_kind(rendered_objects(llm_service(FULL_SPEC)), "ScaledObject")
     prometheus, cron = scaled["spec"]["triggers"]
