@@ -227,3 +227,57 @@ def test_nothing_is_claimed_of_a_model_without_a_plan(case):
             "what is there may be of the source before"
         )
         assert kept["cache"] == {"state": "Ready"}
+
+
+def claim(size, *modes):
+    spec = {"accessModes": list(modes or ("ReadWriteMany",)), "resources": {"requests": {"storage": size}}}
+    return {"metadata": {"name": "s-models"}, "spec": spec, "status": {"phase": "Bound"}}
+
+
+@pytest.mark.parametrize(
+    ("size", "rejection", "reason", "words"),
+    [
+        ("1Gi", "", DownloadReason.NO_SPACE, "; claim s-models has 1Gi, but the previous and the next revision of the"),
+        (
+            "1Gi",
+            "403 no resize",
+            DownloadReason.NO_SPACE,
+            "; claim s-models has 1Gi and cannot grow (403 no resize), but",
+        ),
+        # A claim that could not grow is named before it is full.
+        (
+            "1Gi",
+            "403 no resize",
+            DownloadReason.NOT_FOUND,
+            "; claim s-models has 1Gi and cannot grow (403 no resize), but",
+        ),
+        ("1Gi", "", DownloadReason.NOT_FOUND, ""),
+        ("1Ti", "", DownloadReason.NO_SPACE, ""),
+    ],
+)
+def test_a_claim_that_is_too_small_is_named_with_both_sizes(size, rejection, reason, words):
+    pods = (ended_download(reason, message="it failed"),)
+    observed = healthy_state(job=job(), job_pods=pods, claim=claim(size), claim_rejection=rejection)
+    message = condition(checked_status(observed), "ModelCached")["message"]
+    assert words in message and ("claim s-models" in message) == bool(words)
+    if words:
+        assert message.endswith(f" model need {model_storage.claim_size(PLAN)}")
+
+
+@pytest.mark.parametrize(
+    ("modes", "replicas", "words"),
+    [
+        (("ReadWriteOnce",), 2, "; claim s-models is ReadWriteOnce, so all pods must run on one node; to use several"),
+        (("ReadWriteOncePod",), 2, "; claim s-models is ReadWriteOncePod, so only one pod can use it; to use several"),
+        (("ReadWriteOnce",), 1, ""),
+        (("ReadWriteMany",), 2, ""),
+        (("ReadWriteOnce", "ReadOnlyMany"), 2, ""),
+    ],
+)
+def test_the_access_mode_is_named_with_several_replicas(modes, replicas, words):
+    service = desired_service(f"replicas: {replicas}\nlora: {{maxLoaded: 4, maxRank: 16}}")
+    observed = healthy_state(service, claim=claim("1Ti", *modes))
+    found = checked_status(observed, service=service)
+    message = condition(found, "ModelCached")["message"]
+    assert words in message and ("claim s-models" in message) == bool(words)
+    assert conditions_by_type(found)["Ready"] == ("True", "Ready")
