@@ -2,9 +2,12 @@
 """Invalid requests: each gets one clear error, and the next request works."""
 
 import re
+import socket
+import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.quire_serve import command_line, run_concurrently
@@ -143,6 +146,26 @@ def test_other_users_of_the_machine_can_read_nothing(service):
     assert regions and all(region.stat().st_mode & 0o077 == 0 for region in regions)
     assert (service.folder / "run").stat().st_mode & 0o077 == 0
     assert (service.folder / "run/cache-salt-secret").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("port", ["http", "openai"])
+def test_without_free_descriptors_connections_wait_and_the_log_stays_small(service, port):
+    part = "bin/tritonserver" if port == "http" else "quire_server.openai"
+    process = next(p for p in service.child_processes() if any(part in a for a in command_line(p)))
+    soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
+    num_lines = len(service.log.read_bytes().splitlines())
+    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 10, hard))
+    try:
+        connections = [socket.create_connection(("127.0.0.1", service.ports[port])) for _ in range(40)]
+        time.sleep(3)
+        assert len(service.log.read_bytes().splitlines()) - num_lines < 100
+        for connection in connections:
+            connection.close()
+    finally:
+        process.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
+    time.sleep(0.5)
+    works(service)
+    assert service.request("openai", "/v1/models").status == 200
 
 
 def works(service):

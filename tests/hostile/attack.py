@@ -32,10 +32,13 @@ class Attack:
 class Target:
     """A running service, and the means to attack it."""
 
-    def __init__(self, ports: Mapping[str, int], key: str, other_key: str, admin_key: str, folder: Path) -> None:
-        """`other_key` is the key of another client. `folder` is the folder from which adapters can be loaded."""
+    def __init__(
+        self, ports: Mapping[str, int], key: str, other_key: str, flood_key: str, admin_key: str, folder: Path
+    ) -> None:
+        """Attackers use `key`, and those that keep the engine busy use `flood_key`. `other_key` is the key of another
+        client. `folder` is the folder from which adapters can be loaded."""
         self.ports = dict(ports)
-        self.key, self.other_key, self.admin_key = key, other_key, admin_key
+        self.key, self.other_key, self.flood_key, self.admin_key = key, other_key, flood_key, admin_key
         self.folder = folder
         self._session: aiohttp.ClientSession | None = None
         self._channel: grpc.aio.Channel | None = None

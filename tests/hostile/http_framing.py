@@ -174,7 +174,7 @@ async def _slow(target: Target, port: str, data: bytes) -> str:
 async def _cancel(target: Target, count: int, is_reset: bool) -> str:
     """Open streams and close each of them after its head."""
     body = b'{"model": "tales", "prompt": "x", "max_tokens": 200, "stream": true}'
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {target.key}\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {target.flood_key}\r\n".encode()
     head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
 
     async def one() -> None:
@@ -208,7 +208,7 @@ async def _never_read(target: Target, count: int) -> str:
     """Request long streams and read nothing; then check that another request is answered."""
     options = b'"max_tokens": 1000, "ignore_eos": true, "stream": true, "n": 8, "logprobs": 5'
     body = b'{"model": "tales", "prompt": "x", %b}' % options
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {target.key}\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {target.flood_key}\r\n".encode()
     head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
     writers = []
     for _ in range(count):

@@ -61,7 +61,7 @@ BASELINE_S = 10.0
 MIN_GAP_BAR_S = 0.1
 GAP_BAR_RATIO = 3.0
 MEMORY_BAR_RATIO = 1.2
-KEY, OTHER_KEY, ADMIN_KEY = "key-of-bob", "key-of-alice", "key-of-the-admin"
+KEY, OTHER_KEY, FLOOD_KEY, ADMIN_KEY = "key-of-bob", "key-of-alice", "key-of-carol", "key-of-the-admin"
 
 
 @dataclass
@@ -89,7 +89,7 @@ def main() -> int:
         folder = Path(name)
         folder.chmod(0o755)  # other users get as far as the files of the service
         with running_service(example_document(), folder, *_options(folder)) as service:
-            target = Target(service.ports, KEY, OTHER_KEY, ADMIN_KEY, folder / "adapters")
+            target = Target(service.ports, KEY, OTHER_KEY, FLOOD_KEY, ADMIN_KEY, folder / "adapters")
             return asyncio.run(_run(service, target, chosen, args.seconds, args.verbose))
 
 
@@ -117,6 +117,7 @@ def _options(folder: Path) -> Iterator[str]:
     keys.mkdir()
     (keys / "bob").write_text(KEY)
     (keys / "alice").write_text(OTHER_KEY)
+    (keys / "carol").write_text(FLOOD_KEY)
     (folder / "admin-key").write_text(ADMIN_KEY)
     (folder / "admin-key").chmod(0o600)
     keys.chmod(0o700)
@@ -142,7 +143,7 @@ async def _run(
         started = time.monotonic()
         await _attack(target, attacks, outcomes, None if seconds is None else started + seconds, is_verbose)
         during = await asyncio.to_thread(neighbour.stop)
-        await asyncio.sleep(2)
+        await asyncio.sleep(6)  # memory is returned after some seconds
         after = _memory(service)
     memory = {name: (before[name], after[name]) for name in sorted(before.keys() & after.keys())}
     return _report(outcomes, baseline, during, memory, time.monotonic() - started, is_complete=seconds is None)

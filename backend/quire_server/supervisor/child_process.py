@@ -24,6 +24,9 @@ from quire_spec.documents.pod_status import utc_now
 _PR_SET_CHILD_SUBREAPER = 36
 _UMASK = 0o077
 """Only the supervisor's user can read what a child creates: the stubs' regions of shared memory contain prompts."""
+RETURN_MEMORY_ENV = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(4 * 2**20)}
+"""Default environment variables of the processes that handle requests. With them, glibc returns the memory of large
+requests to the system. By default, it keeps up to 64 MiB, because the thresholds grow with each large block."""
 _TAIL_LINES = 40
 _MAX_LINE_BYTES = 8192
 _OUTPUT_TIMEOUT_S = 0.5

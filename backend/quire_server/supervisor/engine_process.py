@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire_server.supervisor.child_process import ChildProcess
+from quire_server.supervisor.child_process import RETURN_MEMORY_ENV, ChildProcess
 from quire_spec import constants
 from quire_spec.errors import Unavailable
 from quire_spec.protocol.client import Client, ConnectionLost
@@ -42,7 +42,9 @@ async def start(name: str, config_file: Path, run_dir: Path, relay: Callable[[st
     # A killed process leaves its socket file behind.
     (run_dir / SOCKETS[name]).unlink(missing_ok=True)
     argv = [sys.executable, "-m", f"quire_engine.{name}", "--config", str(config_file), "--run-dir", str(run_dir)]
-    return await ChildProcess.start(name, argv, relay, ENGINE_ENV | os.environ)
+    # The core's tensors stay in use, and freeing and allocating their memory again would take time.
+    defaults = ENGINE_ENV if name == "core" else ENGINE_ENV | RETURN_MEMORY_ENV
+    return await ChildProcess.start(name, argv, relay, defaults | os.environ)
 
 
 @contextlib.asynccontextmanager

@@ -3,13 +3,14 @@
 restart loop."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
 
-from quire_server.supervisor.child_process import ChildProcess
+from quire_server.supervisor.child_process import RETURN_MEMORY_ENV, ChildProcess
 from quire_spec import constants
 
 _START_TIMEOUT_S = 60.0
@@ -49,7 +50,7 @@ class OpenAIFront:
         """Start the process."""
         argv = [sys.executable, "-m", "quire_server.openai", "--config", str(self._config_file)]
         argv += ["--run-dir", str(self._run_dir), f"--probe-socket={self._probe_socket}"]
-        return await ChildProcess.start(self._name, argv, self._relay)
+        return await ChildProcess.start(self._name, argv, self._relay, RETURN_MEMORY_ENV | os.environ)
 
     async def session(self, child: ChildProcess) -> str:
         """Watch a process until it must be killed; return the reason."""

@@ -29,7 +29,7 @@ from quire_server.model_server import launch, readiness_file, repository
 from quire_server.model_server.client import ModelServerClient
 from quire_server.model_server.readiness_file import ReadinessFile
 from quire_server.supervisor import engine_process
-from quire_server.supervisor.child_process import ChildProcess
+from quire_server.supervisor.child_process import RETURN_MEMORY_ENV, ChildProcess
 from quire_server.supervisor.managed_process import ManagedProcess
 from quire_server.supervisor.openai_front import OpenAIFront, openai_process_name
 from quire_server.supervisor.other_models import OtherModels
@@ -194,7 +194,7 @@ class ProcessManager:
         base = self._settings.config.servedName
         repository.write_model(self._options.repository, base, base, socket)
         argv, env = launch.server_command(*self._server_runtime, self._options)
-        return await ChildProcess.start("server", argv, self._relay, env)
+        return await ChildProcess.start("server", argv, self._relay, RETURN_MEMORY_ENV | env)
 
     # Sessions. While a process serves requests, its session sets the handle of the process. A session returns the
     # reason why the process must be killed.

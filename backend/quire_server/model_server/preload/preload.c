@@ -47,6 +47,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <link.h>
+#include <malloc.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <pthread.h>
@@ -67,6 +68,8 @@ enum { LIMIT_MS = 10000 };
 enum { MAX_FDS = 1 << 20, MAX_DISCARDED_BYTES = 64 << 20 };
 enum { MAX_READINESS_BYTES = 1 << 20, MAX_NAME_BYTES = 256 };
 enum { DEFAULT_TIMEOUT_S = 60, DEFAULT_MAX_BODY_BYTES = 64 << 20 };
+enum { ACCEPT_PAUSE_US = 100000 };
+enum { LARGE_BYTES = 1 << 20, TRIM_AFTER_S = 3 };
 enum { MAX_ELEMENTS = 1 << 28, INVALID_ARG = 3 };
 enum { DIVISION_BYTES = 16 }; // after a call, in which the caller divides by its result
 
@@ -114,6 +117,7 @@ typedef struct {
 static Connection *connections[MAX_FDS];
 static volatile int num_fds;                                     // all used descriptors are smaller
 static pthread_mutex_t closing = PTHREAD_MUTEX_INITIALIZER;      // a descriptor that is shut down is not reused meanwhile
+static volatile int seconds_to_trim; // 0: no large request was read
 static pthread_once_t late_requests_thread = PTHREAD_ONCE_INIT;
 
 // Rename the header triton_grpc_error in the constants of the program, which is the first object. Names in HTTP/2 have no
@@ -222,9 +226,11 @@ static void *close_late_requests(void *unused) {
       Connection *connection = connections[fd];
       if (connection == NULL || !connection->is_open) continue;
       time_t started_at = connection->scanner.started_at;
-      if (started_at != 0 && now() - started_at > timeout_s) shutdown(fd, SHUT_RDWR);
+      if (started_at != 0 && now() - started_at >= timeout_s) shutdown(fd, SHUT_RDWR);
     }
     pthread_mutex_unlock(&closing);
+    // The memory of large requests stays in the heaps of the threads. Two seconds later, it is free again.
+    if (seconds_to_trim > 0 && --seconds_to_trim == 0) malloc_trim(0);
   }
   return NULL;
 }
@@ -255,7 +261,15 @@ static void describe_listener(int fd, int *port, int *is_local) {
 
 int accept4(int fd, struct sockaddr *address, socklen_t *size, int flags) {
   int accepted = next_accept(fd, address, size, is_server ? flags | SOCK_CLOEXEC : flags);
-  if (!is_guarded || accepted < 0) return accepted;
+  if (!is_guarded) return accepted;
+  int error = errno, port, is_local;
+  describe_listener(fd, &port, &is_local);
+  if (accepted < 0) {
+    // Without free descriptors, the server tries again at once, and writes a line for each attempt.
+    if ((error == EMFILE || error == ENFILE) && port == http_port) usleep(ACCEPT_PAUSE_US);
+    errno = error;
+    return -1;
+  }
   Connection **connection = accepted < MAX_FDS ? &connections[accepted] : NULL;
   if (connection != NULL && *connection == NULL) *connection = calloc(1, sizeof **connection);
   if (connection == NULL || *connection == NULL) {
@@ -263,8 +277,6 @@ int accept4(int fd, struct sockaddr *address, socklen_t *size, int flags) {
     errno = ECONNABORTED;
     return -1;
   }
-  int port, is_local;
-  describe_listener(fd, &port, &is_local);
   pthread_mutex_lock(&closing);
   start_connection(&(*connection)->scanner, max_body_bytes, is_local);
   (*connection)->is_grpc = port != 0 && port == grpc_port;
@@ -332,6 +344,7 @@ ssize_t readv(int fd, const struct iovec *parts, int num_parts) {
     error = scan_request(scanner, parts[i].iov_base, part);
     left -= part;
   }
+  if (scanner->body_bytes > LARGE_BYTES) seconds_to_trim = TRIM_AFTER_S;
   // The end of a request sets started_at to 0.
   if (!is_between_requests(scanner) && (was_between_requests || scanner->started_at == 0)) scanner->started_at = now();
   if (error == NULL) return size;
@@ -386,6 +399,7 @@ void *TRITONSERVER_InferenceRequestAddInput(void *request, const char *name, int
 
 void *TRITONSERVER_InferenceRequestAppendInputData(void *request, const char *name, const void *data, size_t size,
                                                    int memory_type, int64_t memory_type_id) {
+  if (size > LARGE_BYTES) seconds_to_trim = TRIM_AFTER_S;
   if (is_guarded && size > max_body_bytes) {
     char error[80];
     snprintf(error, sizeof error, "input: must have at most %llu bytes", (unsigned long long)max_body_bytes);

@@ -6,12 +6,18 @@ meantime, its body stays in the client's socket. Small bodies are not counted, s
 """
 
 import asyncio
+import ctypes
 from collections import Counter
 
 MAX_HELD_BYTES = 256 * 2**20
 MAX_HELD_BYTES_PER_CLIENT = 128 * 2**20
 UNCOUNTED_BYTES = 64 * 2**10
 """A body that has at most this size is not counted."""
+
+
+_TRIM_AFTER_S = 2.0
+"""If no body is held for this many seconds, the memory of earlier bodies is returned to the system."""
+_libc = ctypes.CDLL(None)
 
 
 class BodyBudget:
@@ -52,12 +58,19 @@ class BodyBudget:
         self._held[client] -= num_bytes
         if not self._held[client]:
             del self._held[client]
+        if not self._held:
+            asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._return_memory)
         for waiter in self._waiters.copy():
             waiting_client, waiting_bytes, future = waiter
             if not future.done() and self._has_room(waiting_client, waiting_bytes):
                 self._waiters.remove(waiter)
                 self._held[waiting_client] += waiting_bytes
                 future.set_result(None)
+
+    def _return_memory(self) -> None:
+        """Return free memory to the system. Parts of bodies are too small for glibc to do this by itself."""
+        if not self._held:
+            _libc.malloc_trim(0)
 
     def _has_room(self, client: str, num_bytes: int) -> bool:
         """Return whether a body fits. A body that is larger than a limit fits if no other body is held."""
