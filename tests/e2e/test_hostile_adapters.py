@@ -57,7 +57,8 @@ def _rank(folder):
 HOSTILE_ADAPTERS = {
     "absent": (shutil.rmtree, "does not exist"),
     "shape": (_rank, "shape"),
-    "truncated": (lambda f: os.truncate(f / WEIGHTS, 50_000), "is not a safetensors file"),
+    "truncated": (lambda f: os.truncate(f / WEIGHTS, 50_000), "has 50000 bytes, but its header describes"),
+    "sparse": (lambda f: os.truncate(f / WEIGHTS, 3 * 2**30), f"has {3 * 2**30} bytes, but its header describes"),
     "empty": (lambda f: os.truncate(f / WEIGHTS, 0), "is not a safetensors file"),
     "nan": (_nan, "contains NaN or infinity"),
     "giant-header": (

@@ -25,7 +25,8 @@ from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.adapter_digest import ADAPTER_FILES, CHAT_TEMPLATE_FILE, WEIGHTS_FILE
-from quire_spec.errors import AccessDenied, Unavailable
+from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, Unavailable
+from quire_spec.model.safetensors_header import LENGTH_BYTES, expected_file_bytes, header_length
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
         self._adapter_cache = adapter_cache
         self._max_weights_bytes = max_weights_bytes
         self._sources = SourceFactory(options)
-        self._downloader = ResumableDownload(self._size_limit)
+        self._downloader = ResumableDownload(self._size_limit, check_start=_check_weights)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def __aenter__(self) -> Self:
@@ -176,6 +177,29 @@ class AdapterFetcher(contextlib.AsyncExitStack):
                     is_waiting = True
                     await asyncio.sleep(_LOCK_RETRY_S)
             yield partial
+
+
+def _check_weights(path: Path, size: int) -> int | None:
+    """Compare the size of the weights with their header before all of their bytes are copied. See `check_start` of
+    ResumableDownload."""
+    if path.name != WEIGHTS_FILE:
+        return None
+    with path.open("rb") as file:
+        start = file.read(LENGTH_BYTES)
+    if len(start) < LENGTH_BYTES:
+        return LENGTH_BYTES
+    try:
+        header_end = LENGTH_BYTES + header_length(start)
+    except ConfigError:
+        return None  # the core rejects the file with a message of its own
+    if path.stat().st_size < header_end:
+        return header_end
+    expected = expected_file_bytes(path)
+    if expected is not None and expected != size:
+        raise InvalidArgument(
+            f"{WEIGHTS_FILE}: has {size} bytes, but its header describes {expected}; save or copy the adapter again"
+        )
+    return None
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from quire_server.downloads.adapter_cache import PartialDownload
 from quire_sources.reader import OpenFile, SourceReader
@@ -49,13 +50,19 @@ class ResumableDownload:
         size_limit: Callable[[str], tuple[int | None, str]],
         on_size: Callable[[str, int], None] = lambda name, size: None,
         max_retry_after_s: float = MAX_RETRY_AFTER_S,
+        check_start: Callable[[Path, int], int | None] = lambda path, size: None,
     ) -> None:
         """`size_limit(name)` returns the maximum size of a file (None: no limit) and a hint. The hint becomes part of
         the error message if the file is larger.
 
         `on_size` is called with the name and the size of each file whose size the source reports. `max_retry_after_s`
         limits how long a download waits if the source sends Retry-After.
+
+        `check_start` is called with the path and the final size of a file when its first bytes have arrived. It returns
+        the number of bytes with which it must be called again, or None. If it raises InvalidArgument, the download
+        ends.
         """
+        self._check_start = check_start
         self._size_limit, self._on_size, self._max_retry_after_s = size_limit, on_size, max_retry_after_s
 
     async def download(self, reader: SourceReader, partial: PartialDownload, name: str) -> None:
@@ -114,7 +121,9 @@ class ResumableDownload:
         """Append the chunks to the partial file and return the new size of the file."""
         size = window_bytes = open_file.start
         window_start = time.monotonic()
-        with (partial.folder / name).open("r+b" if open_file.start else "wb") as file:
+        path = partial.folder / name
+        bytes_to_check: int | None = 1
+        with path.open("r+b" if open_file.start else "wb") as file:
             file.seek(open_file.start)
             while data := await _next_chunk(open_file, reader.display_name(name)):
                 size += len(data)
@@ -125,6 +134,9 @@ class ResumableDownload:
                     partial.discard(name)
                     raise
                 await run_in_daemon_thread(file.write, data)
+                if open_file.size is not None and bytes_to_check is not None and size >= bytes_to_check:
+                    file.flush()
+                    bytes_to_check = await run_in_daemon_thread(self._check_start, path, open_file.size)
                 if (now := time.monotonic()) - window_start >= NO_ANSWER_TIMEOUT_S:
                     if size - window_bytes < _MIN_PROGRESS_BYTES:
                         raise Unavailable(
