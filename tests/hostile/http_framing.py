@@ -227,7 +227,7 @@ async def _never_read(target: Target, count: int) -> str:
 async def _held_bodies(target: Target, count: int) -> str:
     """Hold bodies that are complete except for their last byte."""
     size = 8_000_000
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {target.key}\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {target.flood_key}\r\n".encode()
     head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % size
 
     async def one() -> str:
