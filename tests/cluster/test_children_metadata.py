@@ -2,8 +2,10 @@
 """Labels, annotations and resources of the objects of a service, in a cluster whose policies require them."""
 
 import pytest
+from support.chaos.downloads import is_download
 from support.controller_harness import ControllerHarness, child_objects, llm_service, make_claim
 from support.engine_processes import wait_for
+from support.fake_kubelet import FakeContainer
 from support.fake_model_server import FakeModelServer
 from support.fake_pods import FakePods
 
@@ -97,3 +99,23 @@ def test_a_service_is_ready_where_policies_require_labels_and_limits(
         assert {child["metadata"]["labels"]["team"] for child in child_objects(cluster, namespace)} <= {"a", "b"}
         assert operator.child("Deployment")["metadata"]["labels"]["team"] == "b"
         assert {pod["metadata"]["uid"] for pod in cluster.items("v1", "Pod", namespace)} == uids
+
+
+def test_labels_can_change_while_a_job_runs(cluster, namespace, kubelet, model_server):
+    """The template of a Job is immutable, and the download continues."""
+    kubelet.set_behavior(lambda pod: pod["metadata"]["namespace"] == namespace and is_download(pod), FakeContainer())
+    with ControllerHarness(cluster, namespace) as operator:
+        cluster.apply(llm_service(model={"source": {"http": {"url": model_server.url}}}), namespace)
+
+        def jobs():
+            return cluster.items("batch/v1", "Job", namespace)
+
+        wait_for(lambda: jobs() and operator.condition("Ready").get("reason") == "Downloading", 30, "the download")
+        (before,) = jobs()
+        spec = {"labels": {"team": "b"}, "jobs": {"labels": {"queue": "q"}}}
+        cluster.merge(*SERVICE, "tales", {"spec": spec}, namespace)
+        wait_for(lambda: jobs()[0]["metadata"]["labels"].get("queue") == "q", 30, "the labels of the Job")
+        (after,) = jobs()
+        assert (after["metadata"]["uid"], after["spec"]) == (before["metadata"]["uid"], before["spec"])
+        assert operator.child("Deployment")["metadata"]["labels"]["team"] == "b"
+        assert operator.condition("ConfigValid")["status"] == "True", operator.status()

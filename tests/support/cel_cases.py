@@ -309,6 +309,8 @@ CEL_RULE_CASES = [
             ("spec.observability.metricsLabels", None, ""),
             ("spec.gpu.nodeSelector", None, ""),
             ("spec.jobs.nodeSelector", None, ""),
+            ("spec.jobs.labels", None, ""),
+            ("spec.jobs.annotations", None, ""),
             (
                 "spec.networking.networkPolicy.ingressFrom",
                 lambda labels: {"podSelector": {"matchLabels": labels}},

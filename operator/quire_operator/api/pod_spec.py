@@ -103,6 +103,11 @@ class JobResources:
 class JobsSpec:
     """spec.jobs"""
 
+    labels: dict[str, str] = schema_field(factory=dict, **LABELS)
+    """Labels of the Jobs and their pods, which take precedence over spec.labels and podTemplate, such as the queue of
+    Kueue or the setting that leaves out a sidecar. Default: none."""
+    annotations: dict[str, str] = schema_field(factory=dict, **ANNOTATIONS)
+    """The same for annotations. Default: none."""
     resources: JobResources = schema_field(factory=JobResources)
     """Resources of the container. The container that downloads the model inside a pod (cache.mode EmptyDir) does not
     use them; change it in podTemplate.spec.initContainers."""

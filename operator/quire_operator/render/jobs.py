@@ -39,11 +39,15 @@ def new_job(
     pod_spec: Manifest,
     labels: Mapping[str, str] = NONE,
 ) -> Manifest:
-    """Return a Job with one pod, which has the labels and annotations of the pod templates. `labels` are those of the
-    Job in addition to the ones of all objects."""
+    """Return a Job with one pod, which has the labels and annotations of the pod templates and of spec.jobs. `labels`
+    are those of the Job in addition to the ones of all objects."""
     metas = [template.get("metadata", {}) for template in service.pod_templates]
     pod_labels = {key: value for meta in metas for key, value in meta.get("labels", {}).items()}
     annotations = {key: value for meta in metas for key, value in meta.get("annotations", {}).items()}
-    pod_metadata = metadata(service, component, pod_labels, annotations)
+    own = service.spec.jobs
+    pod_metadata = metadata(service, component, pod_labels | own.labels, annotations | own.annotations)
     spec = {**job_fields, "template": {"metadata": pod_metadata, "spec": pod_spec}}
-    return new_manifest("batch/v1", "Job", service, name, component, labels=labels, spec=spec)
+    job_labels = {**own.labels, **labels}
+    return new_manifest(
+        "batch/v1", "Job", service, name, component, labels=job_labels, annotations=own.annotations, spec=spec
+    )

@@ -102,6 +102,8 @@ networking:
     requestTimeout: 10m
 security: {ids: Fixed, runAsUser: 1000, fsGroup: 1000, readOnlyRootFilesystem: true}
 jobs:
+  labels: {queue: a}
+  annotations: {note: b}
   resources: {requests: {cpu: "1"}, limits: {memory: 1Gi}}
   nodeSelector: {disk: ssd}
   tolerations:

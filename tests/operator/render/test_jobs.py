@@ -74,6 +74,21 @@ def test_the_jobs_use_the_pod_level_fields_of_the_pod_template():
         assert not {"hostNetwork", "runtimeClassName"} & set(pod)
 
 
+def test_labels_of_the_jobs_take_precedence_and_are_on_no_server_pod():
+    text = "labels: {a: all, b: all}\npodTemplate: {metadata: {labels: {b: pods, inject: 'true'}}}\n"
+    text += "jobs: {labels: {a: jobs, inject: 'false', queue: q}, annotations: {note: x}}"
+    service = llm_service(GPU + text)
+    objects = rendered_objects(service)
+    for job in (only_of_kind(objects, "Job"), model_reader_job.job(service, PvcSource("c"), "i:1")):
+        labels, pod_labels = job["metadata"]["labels"], job["spec"]["template"]["metadata"]["labels"]
+        assert labels.items() >= {"a": "jobs", "b": "all", "queue": "q"}.items()
+        assert pod_labels.items() >= {"a": "jobs", "b": "pods", "inject": "false", "queue": "q"}.items()
+        assert job["metadata"]["annotations"]["note"] == "x"
+        assert job["spec"]["template"]["metadata"]["annotations"]["note"] == "x"
+    server = only_of_kind(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert (server["a"], server["b"], server["inject"]) == ("all", "pods", "true") and "queue" not in server
+
+
 @pytest.mark.parametrize("text", ["jobs: {nodeSelector: {a: b}}", "jobs: {resources: {limits: {cpu: '1'}}}"])
 def test_a_setting_gives_a_new_name_because_a_job_is_immutable(text):
     (old, new) = (

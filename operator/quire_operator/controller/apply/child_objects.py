@@ -193,8 +193,8 @@ def _with_live_values(
 def _job_with_kept_folders(manifest: Manifest, live_objects: LiveObjects) -> Manifest:
     """Return the Job with the list of folders that it must keep. It removes all other revisions.
 
-    A Job is immutable, so it keeps the list with which it was created. Meanwhile, no pod can get a folder that is not
-    in the list, except the folder that the Job itself writes.
+    The pod template of a Job is immutable, so it keeps the list, the labels and the annotations with which it was
+    created. Meanwhile, no pod can get a folder that is not in the list, except the folder that the Job itself writes.
     """
     live_job = (live_objects.download_jobs or {}).get(manifest["metadata"]["name"])
     if live_job is not None:
@@ -207,6 +207,11 @@ def _job_with_kept_folders(manifest: Manifest, live_objects: LiveObjects) -> Man
     job = copy.deepcopy(manifest)
     for container in job["spec"]["template"]["spec"]["containers"]:
         container["env"] = [*(container.get("env") or ()), *entries]
+    if live_job is not None:
+        # The name is a digest of the pod's spec, so the labels and annotations of the spec can have changed.
+        live_metadata = live_job["spec"]["template"].get("metadata") or {}
+        kept = {key: live_metadata[key] for key in ("labels", "annotations") if key in live_metadata}
+        job["spec"]["template"]["metadata"] = kept
     return job
 
 
