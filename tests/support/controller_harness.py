@@ -140,6 +140,8 @@ class ControllerHarness:
                 self._ready.set()
         stop_flag.set()
         await asyncio.wait([operator_task])
+        # The end of a TLS connection takes some iterations of the loop after the session was closed.
+        await asyncio.sleep(0.25)
         self.failure = operator_task.exception()
 
     def _record_writes(self) -> None:
