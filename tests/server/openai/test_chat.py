@@ -417,5 +417,12 @@ def test_killed_template_processes_are_replaced(chat, chat_client):
         worker.kill()
     answer = chat.request("/v1/chat/completions", GREEDY)
     assert answer.status == 200, answer.body
-    wait_for(lambda: len(set(workers(chat)) - set(before)) == NUM_WORKERS, what="new processes")
+    # A process that was killed while it started is replaced when the next request arrives.
+    wait_for(
+        lambda: (
+            chat.request("/v1/chat/completions", GREEDY).status == 200
+            and len(set(workers(chat)) - set(before)) == NUM_WORKERS
+        ),
+        what="new processes",
+    )
     chat_client.chat.completions.create(**GREEDY)
