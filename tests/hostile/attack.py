@@ -35,8 +35,8 @@ class Target:
     def __init__(
         self, ports: Mapping[str, int], key: str, other_key: str, flood_key: str, admin_key: str, folder: Path
     ) -> None:
-        """Attackers use `key`, and those that use up a share of their client use `flood_key`. `other_key` is the key of another
-        client. `folder` is the folder from which adapters can be loaded."""
+        """Attackers use `key`, and those that use up a share of their client use `flood_key`. `other_key` is the key of
+        another client. `folder` is the folder from which adapters can be loaded."""
         self.ports = dict(ports)
         self.key, self.other_key, self.flood_key, self.admin_key = key, other_key, flood_key, admin_key
         self.folder = folder
