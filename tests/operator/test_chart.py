@@ -2,6 +2,7 @@
 """The chart, rendered by Helm without a cluster: its objects, and values that its schema rejects."""
 
 import re
+import shutil
 
 import kubernetes_validate
 import pytest
@@ -263,6 +264,20 @@ def test_the_operator_restarts_with_other_defaults_and_reads_them(folder):
     allowed = {path.partition(".")[0] for path in ALLOWED_FIELDS}
     schema = yaml.safe_load((CHART / "values.schema.json").read_text())["properties"]["defaults"]
     assert set(schema["properties"]) == allowed
+
+
+def test_values_of_an_older_chart_give_the_same_operator(folder, objects):
+    """helm upgrade --reuse-values uses the values of the old chart, which lack what is new."""
+    older = folder / "older"
+    shutil.copytree(CHART, older)
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for name in ("sources", "securityContext", "defaults"):
+        del values[name]
+    (older / "values.yaml").write_text(yaml.safe_dump(values))
+    found = parse_documents(helm("template", "quire", older, "-n", "quire-system").stdout)
+    assert option(found, "source-networks") == [], "the operator's own default is the same"
+    left, right = (only_of_kind(chart, "Deployment")["spec"]["template"]["spec"] for chart in (found, objects))
+    assert left["securityContext"] == right["securityContext"]
 
 
 def test_view_and_edit_roles_include_llmservices(objects):
