@@ -32,7 +32,7 @@ from quire_engine.tokenization.control_tokens import split_marked
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_spec.constants import AdapterDigest
-from quire_spec.documents.adapter_digest import DigestCache
+from quire_spec.documents.adapter_digest import CHAT_TEMPLATE_FILE, DigestCache
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams as FrozenParams
 from quire_spec.engine.vllm_arguments import from_vllm_arguments
@@ -200,9 +200,9 @@ class LLM:
         """Answer one or many conversations, each rendered with the chat template.
 
         A conversation is a list of {"role": ..., "content": ...}. For the other arguments see `generate` and
-        `ChatTemplate.render`. If `chat_template` is None, the template that was passed to the constructor is used. If
-        there is none, the template of the model is used. Templates always receive contents as text, so
-        `chat_template_content_format` must be "string" or "auto".
+        `ChatTemplate.render`. If `chat_template` is None, the first template that exists is used: the adapter's
+        chat_template.jinja, the template that was passed to the constructor, the template of the model. Templates
+        always receive contents as text, so `chat_template_content_format` must be "string" or "auto".
 
         As on the server, control tokens in the messages are plain text, and a constraint applies to the answer after
         the reasoning. The text of an output contains the reasoning and the tool calls.
@@ -216,12 +216,6 @@ class LLM:
                 f"chat_template_content_format: {chat_template_content_format!r} is not supported; use auto or string"
             )
         template = None if chat_template is None else load_chat_template(chat_template)
-        if template is None and self._template_files.source(bool(tools)) is None:
-            raise InvalidArgument(
-                f"chat: {self._tokenizer_folder} has no chat template ({TEMPLATE_FILE}, or chat_template in "
-                "tokenizer_config.json); give chat_template, or use generate"
-            )
-        self.get_tokenizer()
         arguments: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -242,11 +236,21 @@ class LLM:
             structs.replace(conversation, messages=_messages_to_raw(chat)) for chat in as_conversation_list(messages)
         ]
         options = self._options(len(chats), sampling_params, lora_request, priority)
+        templates = [
+            _adapter_template(lora) if template is None and lora is not None else template
+            for lora in options.lora_requests
+        ]
+        if None in templates and self._template_files.source(bool(tools)) is None:
+            raise InvalidArgument(
+                f"chat: {self._tokenizer_folder} has no chat template ({TEMPLATE_FILE}, or chat_template in "
+                "tokenizer_config.json); give chat_template, or use generate"
+            )
+        self.get_tokenizer()
         inputs = [
             {"chat": chat, "parsing": self._output_parsing(tools, params)}
             for chat, params in zip(chats, options.params, strict=True)
         ]
-        running = self._run(inputs, options, use_tqdm, template)
+        running = self._run(inputs, options, use_tqdm, templates)
         return [
             request.to_request_output("".join(split_marked(request.prepared.prompt or "")), lora)
             for request, lora in zip(running, options.lora_requests, strict=True)
@@ -274,7 +278,7 @@ class LLM:
         inputs: Sequence[dict[str, Any]],
         options: "_Options",
         use_tqdm: ProgressBar,
-        template: str | None = None,
+        templates: Sequence[str | None] | None = None,
     ) -> list[RunningRequest]:
         """Run one request for each entry of `inputs`, which contains the fields of a GenerateRequest."""
         loras = options.lora_requests
@@ -285,7 +289,7 @@ class LLM:
             for i, (fields, params, priority) in enumerate(zip(inputs, options.params, options.priorities, strict=True))
         ]
         adapter_digests = [None if lora is None else digests[lora] for lora in loras]
-        return self._runner.run(requests, adapter_digests, template, use_tqdm)
+        return self._runner.run(requests, adapter_digests, templates or [None] * len(inputs), use_tqdm)
 
     def _output_parsing(self, tools: Sequence[Mapping[str, Any]] | None, params: FrozenParams) -> OutputParsing:
         """Return how the server would parse the output of a conversation. This decides what a constraint applies to.
@@ -332,9 +336,24 @@ class LLM:
         # of an unknown user.
         except (OSError, ValueError, RuntimeError) as error:
             raise InvalidArgument(f"adapter {lora.lora_name!r}: {error}") from error
-        if adapter_digest not in self.engine.adapter_states():
-            self.engine.add_adapter(adapter_digest, path, self.engine.read_adapter(path), slot_pinned=False)
+        if adapter_digest in self.engine.adapter_states():
+            # The adapter may have been registered from another folder, which no longer exists or has other content.
+            self.engine.set_adapter_path(adapter_digest, path)
+        else:
+            packed_adapter = self.engine.read_adapter(path, adapter_digest)
+            self.engine.add_adapter(adapter_digest, path, packed_adapter, slot_pinned=False)
         return adapter_digest
+
+
+def _adapter_template(lora: LoRARequest) -> str | None:
+    """Return the text of the adapter's own chat template, or None if it has none."""
+    path = Path(lora.lora_path) / CHAT_TEMPLATE_FILE
+    try:
+        return load_chat_template(path) if path.expanduser().exists() else None
+    # RuntimeError is raised if the path starts with the home directory of an unknown user, and ValueError if it
+    # contains a null byte.
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(f"adapter {lora.lora_name!r}: {error}") from error
 
 
 class _Options(NamedTuple):

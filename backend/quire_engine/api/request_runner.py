@@ -96,10 +96,11 @@ class RequestRunner:
         self,
         requests: Sequence[GenerateRequest],
         adapter_digests: Sequence[AdapterDigest | None],
-        template: str | None,
+        templates: Sequence[str | None],
         use_tqdm: ProgressBar,
     ) -> list[RunningRequest]:
-        """Run requests until all of them have finished. `template` is the chat template of the conversations.
+        """Run requests until all of them have finished. `templates` contains the chat template that each
+        conversation uses instead of the model's.
 
         Raises:
             InvalidArgument: a request is invalid; nothing was generated.
@@ -107,7 +108,7 @@ class RequestRunner:
         """
         running: list[RunningRequest] = []
         try:
-            for request, adapter_digest in zip(requests, adapter_digests, strict=True):
+            for request, adapter_digest, template in zip(requests, adapter_digests, templates, strict=True):
                 prepared = self._prepare(request, template)
                 state = RequestState(self._next_sequence_id, request, None, adapter_digest, time.monotonic())
                 self._next_sequence_id += request.params.num_sequences
@@ -136,7 +137,7 @@ class RequestRunner:
         ) as progress_bar:
             num_input_tokens = num_output_tokens = 0
             while self._engine.has_work:
-                self._engine.read_pending_adapters()
+                self._engine.read_pending_adapters(verify_digests=True)
                 step = self._engine.step()
                 for sequence_id, queued_s in step.started:
                     # If an earlier call failed, its sequences can still return results. They are ignored.

@@ -27,6 +27,7 @@ from quire_engine.weights.checkpoint import Checkpoint
 from quire_engine.weights.hub import resolve_model
 from quire_engine.worker.interface import ModelRunner
 from quire_spec.constants import AdapterDigest
+from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
@@ -174,14 +175,20 @@ class Engine:
             AdapterEvent("evicted", digest) for digest in self._adapter_registry.slot_table.pop_evicted()
         ]
 
-    def read_adapter(self, path: Path) -> object:
+    def read_adapter(self, path: Path, digest: AdapterDigest | None = None) -> object:
         """Read an adapter folder for `add_adapter`. Reading is slow; any thread can call this method.
 
+        If `digest` is given, the content of the folder must have this digest. Pass it if the folder can change.
+
         Raises:
-            InvalidArgument: the engine has no adapter slots, or the folder contains no adapter that this model can use.
+            InvalidArgument: the engine has no adapter slots, the folder contains no adapter that this model can use, or
+                its content has another digest.
         """
         self._check_lora_enabled(path)
-        return self._runner.read_adapter(path)
+        packed_adapter = self._runner.read_adapter(path)
+        if digest is not None:
+            _check_digest(path, digest)
+        return packed_adapter
 
     def add_adapter(
         self,
@@ -212,6 +219,10 @@ class Engine:
             self._runner.store_adapter(digest, packed_adapter)
             self._adapter_events.append(AdapterEvent("host", digest, read_s))
         self._scheduler.on_adapter_ready()
+
+    def set_adapter_path(self, digest: AdapterDigest, path: Path) -> None:
+        """Change the folder from which a registered adapter is read again."""
+        self._adapter_registry.set_path(digest, path)
 
     def remove_adapter(self, digest: AdapterDigest) -> None:
         """Reject new sequences of an adapter, and unload the adapter when its last sequence has ended.
@@ -255,17 +266,18 @@ class Engine:
         if self._adapter_registry.on_read_failed(digest):
             self._fail_waiting_sequences(digest, error)
 
-    def read_pending_adapters(self) -> None:
+    def read_pending_adapters(self, *, verify_digests: bool = False) -> None:
         """Read the adapters that `pop_adapter_reads` returns, in the calling thread.
 
-        This method is for owners of an engine that have no other threads.
+        This method is for owners of an engine that have no other threads. If `verify_digests` is set, the sequences of
+        an adapter fail if the content of its folder has changed.
         """
         reads = self.pop_adapter_reads()
         try:
             while reads:
                 digest, path = reads[0]
                 try:
-                    packed_adapter = self.read_adapter(path)
+                    packed_adapter = self.read_adapter(path, digest if verify_digests else None)
                 except QuireError as error:
                     self.fail_adapter(digest, error)
                 else:
@@ -394,6 +406,18 @@ def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: M
             "raise cpu_lora_memory_bytes, or lower max_loras or max_lora_rank"
         )
     return AdapterRegistry(config.max_loras, config.max_host_loras, max_host_bytes)
+
+
+def _check_digest(path: Path, digest: AdapterDigest) -> None:
+    try:
+        current_digest = adapter_digest(path)
+    except OSError as error:
+        raise InvalidArgument(f"adapter {str(path)!r} cannot be read: {error}") from error
+    if current_digest != digest:
+        raise InvalidArgument(
+            f"adapter {str(path)!r}: its files changed while requests used them; call again, and write new files into "
+            "another folder"
+        )
 
 
 def slot_copy_error(slot_load: SlotLoad, reason: str) -> Internal:

@@ -182,7 +182,7 @@ class CoreServer(Server):
     async def _read_and_add_adapter(self, digest: AdapterDigest, path: Path, slot_pinned: bool | None) -> None:
         started_at = self._event_loop.time()
         try:
-            packed_adapter = await self._io_threads.read(lambda: self._engine.read_adapter(path))
+            packed_adapter = await self._io_threads.read(path, lambda: self._engine.read_adapter(path))
         except QuireError:
             raise
         except PROCESS_ENDS:

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 _NICENESS = 10
@@ -30,10 +31,20 @@ class AdapterIOThreads:
         self._read_semaphore = asyncio.Semaphore(2)
         # Only one task can copy at a time. Concurrent copies would leave less memory bandwidth for the steps.
         self._copy_semaphore = asyncio.Semaphore(1)
+        self._running_reads: dict[Path, asyncio.Future[object]] = {}
 
-    async def read(self, function: Callable[[], T]) -> T:
-        """Run a function that reads an adapter. Its exceptions propagate."""
-        return await self._run_in_thread(self._read_semaphore, function)
+    async def read(self, path: Path, function: Callable[[], object]) -> object:
+        """Run a function that reads the adapter in `path`. Its exceptions propagate.
+
+        If the adapter is being read already, return the result of that read. A client that repeats a call after a
+        timeout must not start a second thread.
+        """
+        read = self._running_reads.get(path)
+        if read is None:
+            read = asyncio.ensure_future(self._run_in_thread(self._read_semaphore, function))
+            self._running_reads[path] = read
+            read.add_done_callback(lambda _: self._running_reads.pop(path))
+        return await asyncio.shield(read)
 
     async def copy(self, function: Callable[[], T]) -> T:
         """Run a function that copies an adapter into a slot. Its exceptions propagate."""

@@ -91,6 +91,11 @@ class AdapterRegistry:
             return False
         return digest in self._on_host or self._add_host_copy(digest, adapter)
 
+    def set_path(self, digest: AdapterDigest, path: Path) -> None:
+        """Change the folder from which a registered adapter is read again. Ignore unknown digests."""
+        if adapter := self._adapter_by_digest.get(digest):
+            adapter.path = path
+
     def remove(self, digest: AdapterDigest) -> None:
         """Reject new sequences of an adapter, and unregister the adapter when its last sequence has ended. Ignore
         unknown digests."""
