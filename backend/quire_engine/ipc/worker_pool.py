@@ -153,18 +153,24 @@ class WorkerPool:
         self.start()
 
     async def _add_worker(self) -> None:
+        """Start a worker. If the kernel kills it while it starts, start another one."""
+        if not await self._start_worker() and not await self._start_worker():
+            # The next request tries to start a worker again.
+            self._num_workers -= 1
+
+    async def _start_worker(self) -> bool:
         worker = None
         try:
             worker = await _Worker.start(self._module)
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await worker.ask(self._config_line)
             self._idle.put_nowait(worker)
+            return True
         except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError) as error:
             logger.warning("worker did not start module=%s error=%s", self._module, error)
             if worker is not None:
                 worker.kill()
-            # The next request tries to start a worker again.
-            self._num_workers -= 1
+            return False
 
 
 class _Worker:
