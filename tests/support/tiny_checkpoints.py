@@ -44,7 +44,8 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "bos_token_id": 0,
-    "eos_token_id": None,
+    # Not in the vocabulary, so that outputs have any length. Without an entry, the tokenizer's token would be used.
+    "eos_token_id": 1_000_000,
     # Wide enough that the likeliest token leads by more than rounding can take away.
     "initializer_range": 0.3,
 }

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
@@ -53,6 +54,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            self._reads_parts = _reads_parts(environment.parse(source))
         # This also catches errors of Python's compiler. It limits how deeply the code that jinja2 generates can be
         # nested.
         except Exception as error:
@@ -103,6 +105,8 @@ class ChatTemplate:
             if final_content is None:
                 raise InvalidArgument("continue_final_message: the last message has no content")
             flat_messages[-1]["content"] = final_content + _CONTINUE_FINAL_MESSAGE_TAG
+        if self._reads_parts:
+            flat_messages = [_with_parts(message) for message in flat_messages]
         variables = self._special_tokens | template_kwargs
         try:
             text = self._template.render(
@@ -190,6 +194,63 @@ def _parse_arguments(call: Any) -> Any:
         return {**call, "function": {**function, "arguments": json.loads(arguments) if arguments.strip() else {}}}
     except (ValueError, RecursionError):
         raise InvalidArgument(f"messages: the arguments of a tool call are not JSON, got {arguments[:80]!r}") from None
+
+
+def _reads_parts(template: nodes.Template) -> bool:
+    """Return whether a template contains a loop over the content of a message, and no test for texts. It then expects
+    a list of parts, and a text would be lost.
+
+    Source: `_iter_nodes_assign_content_item` in vllm/renderers/hf.py of vLLM 0.33
+    """
+    if any(test.name == "string" for test in template.find_all(nodes.Test)):
+        return False
+    loops = list(template.find_all(nodes.For))
+    messages = {"messages"} | {
+        assign.target.name
+        for assign in template.find_all(nodes.Assign)
+        if isinstance(assign.target, nodes.Name) and _is_variable_or_slice(assign.node, {"messages"})
+    }
+    items = {
+        loop.target.name
+        for loop in loops
+        if isinstance(loop.target, nodes.Name) and _is_variable_or_slice(loop.iter, messages)
+    }
+    contents = {
+        assign.target.name
+        for assign in template.find_all(nodes.Assign)
+        if isinstance(assign.target, nodes.Name) and _is_content(assign.node, items)
+    }
+    return any(_is_content(loop.iter, items) or _is_variable_or_slice(loop.iter, contents) for loop in loops)
+
+
+def _is_variable_or_slice(node: nodes.Node, names: set[str]) -> bool:
+    """Return whether an expression is a variable, a part of it, or a filter of either."""
+    while isinstance(node, nodes.Getitem | nodes.Filter) and node.node is not None:
+        if isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice):
+            return False
+        node = node.node
+    return isinstance(node, nodes.Name) and node.name in names
+
+
+def _is_content(node: nodes.Node, items: set[str]) -> bool:
+    """Return whether an expression is the content of a message."""
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content" and isinstance(node.node, nodes.Name) and node.node.name in items
+    return (
+        isinstance(node, nodes.Getitem)
+        and isinstance(node.arg, nodes.Const)
+        and node.arg.value == "content"
+        and isinstance(node.node, nodes.Name)
+        and node.node.name in items
+    )
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its content as a list of one text part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _truncate_at_tag(text: str, content: str) -> str:

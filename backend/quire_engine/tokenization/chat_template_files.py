@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chat templates of a checkpoint. Their texts are read from the files in which transformers stores them.
 
-The file chat_template.jinja takes precedence over the entry `chat_template` in tokenizer_config.json. This entry is
-either a text or a list of texts that have names. The file additional_chat_templates/tool_use.jinja contains a separate
-template for conversations with tools.
+The file chat_template.jinja takes precedence over the entry `chat_template` in tokenizer_config.json or
+chat_template.json. This entry is either a text or a list of texts that have names. The file
+additional_chat_templates/tool_use.jinja contains a separate template for conversations with tools.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from quire_spec.dataclass_json import read_json_object
+from quire_engine.tokenization.tokenizer_config import (
+    TOKENIZER_CONFIG_FILE,
+    read_tokenizer_config,
+    special_token_texts,
+)
 from quire_spec.errors import ConfigError
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOOL_USE_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
-SPECIAL_TOKENS_ATTRIBUTES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +39,11 @@ class ChatTemplateFiles:
         Raises:
             ConfigError: tokenizer_config.json or a template cannot be read.
         """
-        config_path = folder / "tokenizer_config.json"
-        config = read_json_object(config_path) if config_path.exists() else {}
+        config = read_tokenizer_config(folder)
         default = config.get("chat_template")
         tool_use = None
         if isinstance(default, list):
-            default, tool_use = _named_templates(default, config_path)
+            default, tool_use = _named_templates(default, folder / TOKENIZER_CONFIG_FILE)
         try:
             if (folder / TEMPLATE_FILE).exists():
                 default, tool_use = (folder / TEMPLATE_FILE).read_text(encoding="utf-8"), None
@@ -49,11 +51,7 @@ class ChatTemplateFiles:
                 tool_use = (folder / TOOL_USE_TEMPLATE_FILE).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{folder}: the chat template cannot be read: {error}") from error
-        entries = {name: config[name] for name in SPECIAL_TOKENS_ATTRIBUTES if config.get(name)}
-        special_tokens = {
-            name: token if isinstance(token, str) else str(token["content"]) for name, token in entries.items()
-        }
-        return cls(default if isinstance(default, str) else None, tool_use, special_tokens)
+        return cls(default if isinstance(default, str) else None, tool_use, special_token_texts(config))
 
     def replaced_by(self, path: Path) -> Self:
         """Return a copy of these files in which the template in `path` replaces all templates.

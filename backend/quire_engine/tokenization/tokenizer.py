@@ -16,6 +16,7 @@ from quire_engine.tokenization.control_tokens import split_marked
 from quire_engine.tokenization.segment_cache import SegmentCache
 from quire_engine.tokenization.segmenter import Segmenter
 from quire_engine.tokenization.token_bytes import TokenBytesTable
+from quire_engine.tokenization.tokenizer_config import read_tokenizer_config, special_token_texts
 from quire_engine.tokenization.tokenizer_files import has_tokenizer, read_tokenizer
 from quire_spec.errors import PROCESS_ENDS, InvalidArgument
 
@@ -39,6 +40,7 @@ class Tokenizer:
         """The ids of tokens that skip_special_tokens removes from a text."""
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._segment_cache = SegmentCache()
+        self._special_tokens = special_token_texts(read_tokenizer_config(folder))
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self | None:
@@ -47,6 +49,51 @@ class Tokenizer:
         Without a tokenizer, requests can contain only token ids.
         """
         return cls(folder) if has_tokenizer(folder) else None
+
+    # The names of the following methods are those of transformers, because programs for vLLM call them on the result of
+    # LLM.get_tokenizer().
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of the token that begins a text."""
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the token that ends a text."""
+        return self._special_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Id of the padding token."""
+        return self._special_id("pad_token")
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids of the special tokens."""
+        return sorted(self.special_token_ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids of all tokens by their texts in the vocabulary."""
+        vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocab
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        """Return the id of a token of the vocabulary, or None."""
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
+
+    def convert_ids_to_tokens(self, token_id: int) -> str | None:
+        """Return the text of a token in the vocabulary, or None."""
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        return token
+
+    def _special_id(self, name: str) -> int | None:
+        text = self._special_tokens.get(name)
+        return None if text is None else self.convert_tokens_to_ids(text)
 
     @property
     def max_token_bytes(self) -> int:

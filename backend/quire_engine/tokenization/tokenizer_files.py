@@ -11,16 +11,18 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from quire_engine.tokenization.chat_template_files import SPECIAL_TOKENS_ATTRIBUTES
 from quire_engine.tokenization.sentencepiece_model import read_sentencepiece_model
-from quire_spec.dataclass_json import read_json_object
+from quire_engine.tokenization.tokenizer_config import (
+    SPECIAL_TOKENS_ATTRIBUTES,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    read_tokenizer_config,
+)
 from quire_spec.errors import ConfigError
 
-TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
 VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 ALL_FORMATS = f"{TOKENIZER_FILE}, {SENTENCEPIECE_FILE} or {VOCAB_FILE} with {MERGES_FILE}"
-_CONFIG_FILE = "tokenizer_config.json"
 _BYTE_LEVEL_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 _SENTENCEPIECE_CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast")
 _END_OF_TEXT = "<|endoftext|>"
@@ -38,8 +40,7 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     Raises:
         ConfigError: there is no tokenizer, a file is invalid, or the tokenizer's class cannot be built from its files.
     """
-    config_path = folder / _CONFIG_FILE
-    config = read_json_object(config_path) if config_path.exists() else {}
+    config_path, config = folder / TOKENIZER_CONFIG_FILE, read_tokenizer_config(folder)
     if (folder / TOKENIZER_FILE).exists() or not has_tokenizer(folder):
         tokenizer = _read_tokenizer_json(folder / TOKENIZER_FILE)
         _apply_tokenizer_config(tokenizer, config, config_path)

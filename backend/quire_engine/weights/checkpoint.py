@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from quire_engine.tokenization.tokenizer_config import read_eos_token_id
 from quire_spec.dataclass_json import read_json_object
+from quire_spec.engine.param_fields import without_zero_fraction
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
 
@@ -23,7 +25,7 @@ class Checkpoint:
     folder: Path
     shape: ModelConfig
     eos_token_ids: frozenset[int]
-    """End-of-sequence tokens that config.json and generation_config.json name, if they are in the vocabulary."""
+    """End-of-sequence tokens of the checkpoint, if they are in the vocabulary."""
     fingerprint: str
     """A hash that identifies the weights. It is part of the hash of each KV block, see `compute_fingerprint`."""
 
@@ -39,12 +41,15 @@ class Checkpoint:
 
 
 def load_eos_token_ids(folder: Path, shape: ModelConfig) -> frozenset[int]:
-    """Return those end-of-sequence tokens of config.json and generation_config.json that are in the vocabulary.
+    """Return those end-of-sequence tokens of config.json and generation_config.json that are in the vocabulary. If both
+    name none, the token of the tokenizer is used, as in vLLM. transformers would then never stop.
 
     Raises:
-        ConfigError: generation_config.json is wrong.
+        ConfigError: a file is wrong.
     """
     eos = frozenset(shape.eos_token_ids) | _generation_config_eos(folder / "generation_config.json")
+    if not eos and (token_id := read_eos_token_id(folder)) is not None:
+        eos = frozenset({token_id})
     # Some configs contain ids of another vocabulary, or -1 for no token; transformers never samples such ids.
     return frozenset(token for token in eos if 0 <= token < shape.vocab_size)
 
@@ -88,7 +93,7 @@ def _generation_config_eos(path: Path) -> frozenset[int]:
     if not path.exists():
         return frozenset()
     eos = read_json_object(path).get("eos_token_id")
-    token_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    token_ids = [] if eos is None else list(map(without_zero_fraction, eos if isinstance(eos, list) else [eos]))
     if not all(type(token) is int for token in token_ids):
         raise ConfigError(f"{path}: eos_token_id: {eos!r} is neither an integer nor a list of integers")
     return frozenset(token_ids)

@@ -117,7 +117,9 @@ def _normalize(parameter: Parameter, value: Any) -> Any:
     """Return `value` unchanged if it is not in a form that vLLM accepts."""
     kind = parameter.kind
     if isinstance(value, list):
-        return tuple(value)
+        return tuple(map(without_zero_fraction, value)) if kind == "tuple[int]" else tuple(value)
+    if kind == "int":
+        return without_zero_fraction(value)
     if kind == "tuple[str]" and isinstance(value, str):
         return (value,)
     if kind == "struct" and isinstance(value, Mapping):
@@ -130,6 +132,12 @@ def _normalize(parameter: Parameter, value: Any) -> Any:
         # magnitude.
         return float(max(-_MAX_MAGNITUDE, min(_MAX_MAGNITUDE, value)))
     return () if value is None and isinstance(parameter.default, tuple) else value
+
+
+def without_zero_fraction(value: Any) -> Any:
+    """Return 5 for 5.0, and other values unchanged. JSON has one type of numbers, and some clients write all of them
+    with a fraction."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _check_num_entries(parameter: Parameter, count: int) -> None:
