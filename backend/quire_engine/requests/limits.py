@@ -51,8 +51,6 @@ class RequestLimits:
     eos_token_ids: frozenset[int] = frozenset()
     max_logprobs: int = -1
     """Maximum number of log probabilities at a position; -1: all tokens."""
-    priority_scheduling: bool = False
-    """Whether a request can have a priority."""
 
     @classmethod
     def from_config(
@@ -76,7 +74,6 @@ class RequestLimits:
             parser_names=detected.configured(config.tool_call_parser, config.reasoning_parser),
             eos_token_ids=eos_token_ids,
             max_logprobs=config.max_logprobs,
-            priority_scheduling=config.scheduling_policy == "priority",
         )
 
     @property
@@ -197,11 +194,6 @@ class RequestLimits:
     def _check_priority(self, priority: int) -> None:
         if abs(priority) > _MAX_PRIORITY:
             raise InvalidArgument(f"priority: must be a 32-bit integer, got {str(priority)[:80]!r}")
-        if priority and not self.priority_scheduling:
-            raise InvalidArgument(
-                f"priority: got {priority}, but scheduling_policy is fcfs, so requests run in order of arrival; "
-                "leave it out"
-            )
 
     def _check_params(self, params: SamplingParams, stream: bool) -> None:
         if not self.has_tokenizer:

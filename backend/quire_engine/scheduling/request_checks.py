@@ -9,7 +9,7 @@ from quire_spec.errors import InvalidArgument
 
 
 def check_request(sequence: Sequence, config: EngineConfig, max_model_len: int) -> None:
-    """Raise InvalidArgument if a sequence is too long, or has a priority that the scheduling policy does not use."""
+    """Raise InvalidArgument if a sequence is too long."""
     num_tokens = sequence.num_tokens
     if num_tokens >= max_model_len:
         raise InvalidArgument(
@@ -20,11 +20,6 @@ def check_request(sequence: Sequence, config: EngineConfig, max_model_len: int) 
         raise InvalidArgument(
             f"prompt: {num_tokens} tokens exceed max_num_batched_tokens {config.max_num_batched_tokens}, and "
             "enable_chunked_prefill is off; shorten the prompt"
-        )
-    if sequence.priority and config.scheduling_policy != "priority":
-        raise InvalidArgument(
-            f"priority: got {sequence.priority}, but scheduling_policy is {config.scheduling_policy}; "
-            "omit it, or set scheduling_policy to priority"
         )
 
 

@@ -203,11 +203,12 @@ class Scheduler:
 
         Raises:
             InvalidArgument: the sequence is too long for max_model_len; it is too long for one step and chunked prefill
-                is off; it has a priority, but scheduling_policy does not use priorities; its parent has a different
-                prompt, adapter or salt; or its beams do not fit.
+                is off; its parent has a different prompt, adapter or salt; or its beams do not fit.
             NotFound: its adapter is not registered.
         """
         check_request(sequence, self._config, self._max_model_len)
+        if self._config.scheduling_policy != "priority":
+            sequence.priority = 0
         if sequence.id in self._sequences:
             raise InvalidArgument(f"id: {sequence.id} is in use by an unfinished sequence; choose another")
         sequence.parent = find_parent(sequence, self._sequences)

@@ -74,7 +74,7 @@ class AdmissionController:
             raise Unavailable("this server is draining; send the request to another one")
         if self.closed_reason:
             raise Unavailable(self.closed_reason)
-        adapter = self._resolve_model(request.model)
+        adapter = self.resolve_model(request.model)
         self.limits.check(request, request.model in self.chat_template_by_name)
         self._check_queue(request.client, queued_by_client)
         return adapter
@@ -91,7 +91,13 @@ class AdmissionController:
                 "max_num_queued_reqs"
             )
 
-    def _resolve_model(self, model: str) -> tuple[AdapterName | None, AdapterDigest | None]:
+    def resolve_model(self, model: str) -> tuple[AdapterName | None, AdapterDigest | None]:
+        """Return the name and the digest of an adapter, both None for the base model.
+
+        Raises:
+            NotFound: the name is unknown.
+            Unavailable: the adapter is not loaded yet.
+        """
         if model == self.served_name:
             return None, None
         if self.digest_by_name is None and self.loading_names is None:

@@ -46,6 +46,7 @@ class TextMethods:
         request_manager: RequestManager,
         metrics: RequestMetrics,
         sampling_defaults: Mapping[str, Any],
+        tokenizer_config: Mapping[str, Any],
         core: Client,
     ) -> None:
         """`sampling_defaults` are the default sampling parameters of the checkpoint. They are passed to frontends that
@@ -56,6 +57,7 @@ class TextMethods:
         self._request_manager = request_manager
         self._metrics = metrics
         self._sampling_defaults = dict(sampling_defaults)
+        self._tokenizer_config = tokenizer_config
         self._core = core
         self._started_at = utc_now()
 
@@ -70,6 +72,7 @@ class TextMethods:
             self.metrics,
             self.tokenize,
             self.detokenize,
+            self.tokenizer_info,
             self.live,
         )
 
@@ -149,8 +152,10 @@ class TextMethods:
         """Return the token ids of `prompt`, or those of the conversation `chat` after it was rendered with the template
         of `model`.
 
-        `return_token_strs` adds their texts.
+        `return_token_strs` adds their texts. Raises NotFound if there is no such model.
         """
+        if model is not None:
+            self._admission.resolve_model(model)
         tokenizer, text, limits = self._require_tokenizer(), prompt, self._processor.limits
         if chat is not None:
             template = self._admission.chat_template_by_name.get(model or self._admission.served_name)
@@ -171,8 +176,15 @@ class TextMethods:
         token_strs = [tokenizer.token_text(i) for i in token_ids] if return_token_strs else None
         return Tokenized(token_ids, token_strs, limits.max_model_len)
 
-    async def detokenize(self, tokens: list[Annotated[int, msgspec.Meta(ge=0)]]) -> str:
-        """Return the text of `tokens`."""
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Return tokenizer_config.json with the chat template that is used."""
+        self._require_tokenizer()
+        return dict(self._tokenizer_config)
+
+    async def detokenize(self, tokens: list[Annotated[int, msgspec.Meta(ge=0)]], model: str | None = None) -> str:
+        """Return the text of `tokens`. Raises NotFound if there is no such model."""
+        if model is not None:
+            self._admission.resolve_model(model)
         tokenizer, vocab_size = self._require_tokenizer(), self._processor.limits.vocab_size
         if max(tokens, default=0) >= vocab_size:
             raise InvalidArgument(f"tokens: must be a list of token ids from 0 to {vocab_size - 1}")

@@ -32,6 +32,7 @@ from quire_engine.text.tokenizer_threads import TokenizerThreads
 from quire_engine.tokenization.chat_template import ChatTemplate
 from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_engine.tokenization.tokenizer_config import read_tokenizer_config
 from quire_engine.tokenization.tokenizer_files import ALL_FORMATS
 from quire_engine.weights.checkpoint import load_eos_token_ids
 from quire_engine.weights.generation_config import load_default_sampling_params
@@ -113,6 +114,7 @@ async def _serve(
         request_manager,
         metrics,
         sampling_defaults,
+        read_tokenizer_config(folder) | {"chat_template": templates.default},
         core_client,
     )
     coalescer = core_client.listener = ResultCoalescer(request_manager, throttle)

@@ -209,8 +209,10 @@ class TritonPythonModel:
         stream.checked_at = now
         if not stream.sender.is_cancelled():
             return False
-        logger.info("request cancelled model=%s request_id=%d", self._model_name, stream.request_id)
+        # These sentences are those of vllm_backend. Its users search for them in logs.
+        logger.info("[vllm] Cancelling the request model=%s request_id=%d", self._model_name, stream.request_id)
         self._enqueue_if(stream.fail(Cancelled("the client cancelled the request or closed its connection")), stream)
+        logger.info("[vllm] Successfully cancelled the request request_id=%d", stream.request_id)
         return True
 
     def _cancel_check_loop(self) -> None:

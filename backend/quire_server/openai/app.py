@@ -60,6 +60,10 @@ class Application:
         responses = Responses(client, chat)
         self._routes: dict[str, Mapping[str, _Handler]] = {
             "/health": {"GET": models.health},
+            "/ping": {"GET": models.health, "POST": models.health},
+            "/load": {"GET": models.load},
+            "/server_info": {"GET": models.server_info},
+            "/tokenizer_info": {"GET": tokenization.info},
             "/version": {"GET": models.version},
             "/metrics": {"GET": models.metrics},
             "/v1/models": {"GET": models.get_all},

@@ -13,7 +13,7 @@ from quire_server.openai.logprobs import chat_logprobs
 from quire_server.openai.request_fields import GenerationFields, build_sampling_params, parse_fields
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
-from quire_server.openai.tools import normalize_tools, output_parsing
+from quire_server.openai.tools import apply_allowed_tools, normalize_tools, output_parsing
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import Conversation, OutputDelta, to_raw
 from quire_spec.protocol.parsed_output import (
@@ -80,6 +80,7 @@ class ChatCompletions:
         """Check a request and return its generation, which is not started yet; raises ApiError if the request is
         invalid."""
         fields, sampling_values = parse_fields(document, ChatFields)
+        fields.tools, fields.tool_choice = apply_allowed_tools(fields.tools, fields.tool_choice)
         chat = build_conversation(fields)
         parsing = output_parsing(
             normalize_tools(fields.tools), fields.tool_choice, fields.parallel_tool_calls, fields.separate_reasoning
@@ -174,10 +175,16 @@ class ChatFormatter(Formatter):
         }
         if self._fields.return_token_ids:
             document["token_ids"] = delta.token_ids
-            document["prompt_token_ids"] = self.generation.prompt_token_ids.get(choice.request_index)
-        if self._params.prompt_logprobs is not None:
-            document["prompt_logprobs"] = self.generation.prompt_logprobs_document(choice)
         return document
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """Return the fields of the prompt. As in vLLM, a chat has them at the top level of the response."""
+        choice, fields = self.generation.choices[0], dict[str, Any]()
+        if self._fields.return_token_ids:
+            fields["prompt_token_ids"] = self.generation.prompt_token_ids.get(choice.request_index)
+        if self._params.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self.generation.prompt_logprobs_document(choice)
+        return fields
 
     def usage(self) -> dict[str, Any]:
         """Return the usage so far, including the number of reasoning tokens."""
@@ -191,11 +198,9 @@ class ChatFormatter(Formatter):
             "logprobs": None,
             "finish_reason": None,
         }
-        if self._fields.return_token_ids:
-            document["prompt_token_ids"] = self.generation.prompt_token_ids.get(choice.request_index)
-        event = self.encode_event(document)
+        event = self.encode_event(document, self.prompt_fields() if choice.index == 0 else {}, has_tokens=False)
         if self._echo:
-            event += self.encode_event({**document, "delta": {"content": self._echo}})
+            event += self.encode_event({**document, "delta": {"content": self._echo}}, has_tokens=False)
         return event
 
     def _events(self, choice: Choice, delta: OutputDelta) -> list[Event]:

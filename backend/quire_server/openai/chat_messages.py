@@ -7,6 +7,7 @@ always accepted: their content can be null, and their arguments can be cut off o
 file parts are rejected, so that a message can never make the server fetch a URL.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,14 +19,27 @@ from quire_spec.errors import truncated_repr
 MAX_MESSAGES = 10_000
 MAX_DEPTH = 32
 """Objects and lists in a message or in a template argument can be nested up to this depth."""
-TEMPLATE_KWARGS = frozenset(
+MAX_TEMPLATE_KWARGS = 32
+_TEMPLATE_KWARG = re.compile(r"[A-Za-z]\w{0,63}")
+_RESERVED_KWARGS = frozenset(
     {
-        *("enable_thinking", "thinking", "preserve_thinking", "reasoning_effort", "date_string"),
-        *("model_identity", "builtin_tools", "tools_in_user_message"),
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
+        *(
+            "raise_exception",
+            "strftime_now",
+            "namespace",
+            "range",
+            "dict",
+            "lipsum",
+            "cycler",
+            "joiner",
+            "self",
+            "loop",
+        ),
     }
 )
-"""Arguments that a request can pass to the template. Arguments with other names are rejected, because they could
-replace arguments that the server sets."""
+"""Names that the server or the template language sets. Requests can pass all other arguments to the template, as in
+vLLM, because each family of models has variables of its own. Names of special tokens (bos_token) are reserved, too."""
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_DOCUMENTS = 1024
 MAX_TOOL_CALLS = 256
@@ -45,10 +59,14 @@ def normalize_messages(messages: object) -> list[dict[str, Any]]:
 
 def normalize_template_kwargs(kwargs: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
     """Return the arguments of the template; raises ApiError for a name that is not allowed."""
+    if len(kwargs or {}) > MAX_TEMPLATE_KWARGS:
+        raise ApiError(400, f"chat_template_kwargs: at most {MAX_TEMPLATE_KWARGS} are allowed, got {len(kwargs or {})}")
     for name in kwargs or {}:
-        if name not in TEMPLATE_KWARGS:
+        if name in _RESERVED_KWARGS or name.endswith("_token") or not _TEMPLATE_KWARG.fullmatch(name):
             raise ApiError(
-                400, f"chat_template_kwargs: {name[:80]!r} is not allowed; use {', '.join(sorted(TEMPLATE_KWARGS))}"
+                400,
+                f"chat_template_kwargs: {truncated_repr(name)} is not allowed; the server sets it, or it is not the "
+                "name of a variable",
             )
     check_depth(kwargs, "chat_template_kwargs")
     if reasoning_effort is not None and reasoning_effort not in REASONING_EFFORTS:

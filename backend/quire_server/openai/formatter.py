@@ -3,7 +3,7 @@
 the fields that all responses share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from importlib.metadata import version
 from typing import Any
@@ -26,8 +26,8 @@ class Formatter(ABC):
         """`document_type` is the value of the field `object` in the response."""
         self.generation = generation
         options = generation.fields.stream_options
-        self.continuous_usage = options is not None and options.continuous_usage_stats
         self._include_usage = options is not None and options.include_usage
+        self.continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
         self.envelope = {
             "id": generation.id,
             "object": document_type,
@@ -43,7 +43,7 @@ class Formatter(ABC):
                 final_deltas |= {choice.index: delta for choice, delta in batch}
         choices = [self.complete_choice(choice, final_deltas[choice.index]) for choice in self.generation.choices]
         document = {**self.envelope, "system_fingerprint": SYSTEM_FINGERPRINT, "choices": choices}
-        return encode({**document, "usage": self.usage()})
+        return encode({**document, "usage": self.usage(), **self.prompt_fields()})
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events. A chunk contains all events that are ready when it is sent."""
@@ -56,18 +56,27 @@ class Formatter(ABC):
             yield b"data: %b\n\n" % encode({**self.envelope, "choices": [], "usage": self.usage()})
         yield DONE
 
-    def encode_event(self, choice_document: dict[str, Any]) -> bytes:
-        """Return an event that contains one choice."""
-        document: dict[str, Any] = {**self.envelope, "choices": [choice_document]}
+    def encode_event(
+        self, choice_document: dict[str, Any], other_fields: Mapping[str, Any] | None = None, has_tokens: bool = True
+    ) -> bytes:
+        """Return an event that contains one choice. An event that comes before all tokens has no tokens in its
+        usage."""
+        document: dict[str, Any] = {**self.envelope, **(other_fields or {}), "choices": [choice_document]}
         if choice_document["finish_reason"] is not None:
             document["system_fingerprint"] = SYSTEM_FINGERPRINT
         if self.continuous_usage:
-            document["usage"] = self.usage()
+            document["usage"] = usage = self.usage()
+            if not has_tokens:
+                usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return b"data: %b\n\n" % encode(document)
 
     def usage(self) -> dict[str, Any]:
         """Return the usage so far."""
         return self.generation.usage()
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """Return fields of the prompt for the top level of a complete response."""
+        return {}
 
     @abstractmethod
     def complete_choice(self, choice: Choice, delta: OutputDelta) -> dict[str, Any]:

@@ -157,7 +157,8 @@ class Generation:
             GenerateRequest(
                 client.new_id(),
                 self._engine_model,
-                prompt.text,
+                # A prompt of token ids has a text only if the response repeats it.
+                prompt.text if prompt.token_ids is None else None,
                 prompt.token_ids,
                 self.params,
                 fields.stream,

@@ -11,6 +11,7 @@ from quire_server.openai.errors import ApiError
 from quire_server.openai.http.message import HttpRequest, Reply, Response
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
+from quire_spec.dataclass_json import to_json
 
 _METRICS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -21,6 +22,7 @@ class Models:
     def __init__(self, client: TextClient, settings: FrontSettings) -> None:
         self._client = client
         self._names = settings.model_names
+        self._engine_config = settings.engine
         self._created = int(time.time())
 
     async def get_all(self, request: HttpRequest) -> Reply:
@@ -49,6 +51,16 @@ class Models:
     async def version(self, request: HttpRequest) -> Reply:
         """GET /version."""
         return Response(msgspec.json.encode({"version": version("quire-llm")}))
+
+    async def load(self, request: HttpRequest) -> Reply:
+        """GET /load: return the number of requests that are open in this front, as vLLM does."""
+        return Response(msgspec.json.encode({"server_load": self._client.num_open}))
+
+    async def server_info(self, request: HttpRequest) -> Reply:
+        """GET /server_info: return the version and the configuration of the engine. The names are vLLM's engine
+        arguments."""
+        info = {"version": version("quire-llm"), "vllm_config": to_json(self._engine_config)}
+        return Response(msgspec.json.encode(info))
 
     async def metrics(self, request: HttpRequest) -> Reply:
         """GET /metrics: return the metrics of the text process, because it counts all requests."""

@@ -16,6 +16,7 @@ import msgspec
 
 from quire_server.openai.errors import ApiError
 from quire_server.openai.response_format import merge_response_format
+from quire_spec.engine.param_fields import without_zero_fraction
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.structured_outputs import FORMER_NAMES, merge_former_names
 from quire_spec.errors import InvalidArgument, truncated_repr
@@ -61,7 +62,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool = False
     """Whether the last chunk contains the usage."""
     continuous_usage_stats: bool = False
-    """Whether each chunk contains the usage."""
+    """Whether each chunk contains the usage so far. As in vLLM, it has no effect without include_usage."""
     include_obfuscation: bool = False
     """Accepted and ignored."""
 
@@ -93,7 +94,7 @@ def parse_fields(document: Mapping[str, Any], fields_type: type[_T]) -> tuple[_T
     Raises:
         ApiError: a field is unknown, not supported, or has a wrong type.
     """
-    present = {name: value for name, value in document.items() if value is not None}
+    present = {name: without_zero_fraction(value) for name, value in document.items() if value is not None}
     own_fields = set(fields_type.__struct_fields__)
     for name, value in present.items():
         if name not in own_fields and name not in SAMPLING_FIELDS and name not in BOOKKEEPING_FIELDS:

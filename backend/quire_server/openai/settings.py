@@ -2,12 +2,13 @@
 """The settings of the front: the parts of pod.json that concern it, and the names of the base model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from quire_spec import constants
 from quire_spec.documents.pod_config import OpenAIConfig, PodConfig
+from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 from quire_spec.net.addresses import listen_address
 
@@ -27,6 +28,8 @@ class FrontSettings:
     """File that contains the admin key, which is needed to load and unload adapters. None: adapters cannot be
     changed."""
 
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(""))
+    """Configuration of the engine, which GET /server_info shows."""
     cache_salt_secret_file: Path | None = None
     """File that contains the secret of the cache salts. None: the front makes a random secret."""
 
@@ -43,6 +46,7 @@ class FrontSettings:
             listen_address(config.host, environment),
             config.openai,
             admin_key_file,
+            config.engine,
             # The pods of a service have the same admin key. Therefore, they have the same salts, and can share blocks.
             config.adminKeyFile or run_dir / constants.CACHE_SALT_SECRET_FILE,
         )

@@ -49,8 +49,13 @@ class Tokenization:
         result = await self._client.call("tokenize", Tokenized, args)
         return Response(msgspec.json.encode({"count": len(result.tokens), **msgspec.structs.asdict(result)}))
 
+    async def info(self, request: HttpRequest) -> Reply:
+        """GET /tokenizer_info: return tokenizer_config.json with the chat template that is used, as vLLM does."""
+        return Response(msgspec.json.encode(await self._client.call("tokenizer_info", dict[str, Any])))
+
     async def detokenize(self, request: HttpRequest) -> Reply:
         """POST /detokenize."""
         fields, _ = parse_fields(await request.json_object(), DetokenizeFields)
-        text = await self._client.call("detokenize", str, {"tokens": fields.tokens})
+        model = None if fields.model is None else self._settings.engine_model(fields.model)
+        text = await self._client.call("detokenize", str, {"tokens": fields.tokens, "model": model})
         return Response(msgspec.json.encode({"prompt": text}))

@@ -38,6 +38,37 @@ def normalize_tools(tools: object) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": function} for function in functions]
 
 
+def apply_allowed_tools(tools: object, tool_choice: object) -> tuple[object, object]:
+    """Return the tools and the tool_choice that a tool_choice of the type allowed_tools stands for; return both
+    unchanged if it has another type. The model then sees the allowed tools only.
+
+    The names are inside `allowed_tools` in chat completions, and beside the type in responses. Raises ApiError.
+    """
+    if not isinstance(tool_choice, dict) or tool_choice.get("type") != "allowed_tools":
+        return tools, tool_choice
+    choice = tool_choice.get("allowed_tools", tool_choice)
+    entries, mode = (choice.get("tools"), choice.get("mode", "auto")) if isinstance(choice, dict) else (None, None)
+    names = {_tool_name(entry) for entry in entries} if isinstance(entries, list) else set()
+    if not names or not all(isinstance(name, str) for name in names) or mode not in ("auto", "required"):
+        raise ApiError(
+            400,
+            'tool_choice: must have the form {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", '
+            '"tools": [{"type": "function", "function": {"name": "..."}}]}}',
+        )
+    all_tools = tools if isinstance(tools, list) else []
+    if unknown := names - {_tool_name(tool) for tool in all_tools}:
+        raise ApiError(400, f"tool_choice: {truncated_repr(min(unknown))} is not among the tools")
+    return [tool for tool in all_tools if _tool_name(tool) in names], mode
+
+
+def _tool_name(tool: object) -> Any:
+    """Return the name of a tool, or None. It is inside `function` in chat completions, and beside the type in
+    responses."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
 def output_parsing(
     tools: Sequence[dict[str, Any]] | None, tool_choice: object, parallel_tool_calls: bool, separate_reasoning: bool
 ) -> OutputParsing:

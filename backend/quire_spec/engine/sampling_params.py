@@ -77,7 +77,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, repr
     """Words that the output must not contain. If only the last token of such a word is missing at the end of the
     output, that token cannot be sampled next."""
 
-    seed: Annotated[int, Meta(ge=-1, le=MAX_SEED)] | None = None
+    seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     """A request with a seed samples the same tokens each time, and the other requests in the batch do not change them.
     None or -1: it samples different tokens each time."""
 
@@ -199,7 +199,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, repr
             self,
             n=1,
             best_of=None,
-            seed=None if self.seed is None else (self.seed + index) % (MAX_SEED + 1),
+            seed=None if self.seed is None else _offset_seed(self.seed, index),
             # To select the best outputs, their cumulative log probabilities are needed. logprobs=0 provides them at
             # little cost.
             logprobs=0 if selects_best and self.logprobs is None else self.logprobs,
@@ -300,6 +300,11 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True, repr
                     f"sampling parameter {name!r}: requires use_beam_search, got {value!r}; omit it, or set "
                     "use_beam_search"
                 )
+
+
+def _offset_seed(seed: int, offset: int) -> int:
+    """Return the seed of an output. After the largest seed comes 0."""
+    return seed + offset if seed < 0 else (seed + offset) % (MAX_SEED + 1)
 
 
 def check_value(name: str, value: Any) -> Any:

@@ -93,7 +93,7 @@ class GenerateRequest(RequestMessage, frozen=True, tag=2):
     """If false, the text process sends a single delta, which contains the complete output."""
     cache_salt: str | None = None
     priority: int = 0
-    """A request with a lower number runs first. The number must be 0 unless scheduling_policy is priority."""
+    """A request with a lower number runs first. The number has no effect unless scheduling_policy is priority."""
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens to a text prompt. An example is the token that begins a
     sequence."""
@@ -252,7 +252,7 @@ class SequenceRequest(RequestMessage, frozen=True, tag=6):
     sequence computes the prompt itself.
     """
     priority: int = 0
-    """A sequence with a lower number runs first. The number must be 0 unless scheduling_policy is priority."""
+    """A sequence with a lower number runs first. The number has no effect unless scheduling_policy is priority."""
     grammar: str | None = None
     """Grammar that the output must match. The text process has already compiled it successfully. None allows any
     output."""

@@ -35,6 +35,11 @@ class RequestClient(Client):
         super().__init__(path, hello, "the text process", (OutputDeltas,))
         self._sinks: dict[int, DeltaSink] = {}
 
+    @property
+    def num_open(self) -> int:
+        """Number of open requests."""
+        return len(self._sinks)
+
     def submit(self, request: GenerateRequest, sink: DeltaSink) -> None:
         """Send a request. Its deltas are passed to `sink`. If the request cannot be sent, `sink` gets a delta with the
         error."""

@@ -3,12 +3,10 @@
 
 from dataclasses import replace
 
-import pytest
 from support.fake_runner import expected_output
 from support.scheduler_harness import CONFIG, SchedulerHarness
 
 from quire_engine.sequence import SequenceStatus
-from quire_spec.errors import InvalidArgument
 
 PRIORITY = replace(CONFIG, scheduling_policy="priority")
 
@@ -19,8 +17,13 @@ def test_waiting_sequences_start_by_priority_then_arrival() -> None:
     for priority in (3, -1, 3, 0):
         harness.add(5, 1, priority=priority)
     assert [harness.step()[0][0] for _ in range(5)] == [2, 0, 4, 1, 3]
-    with pytest.raises(InvalidArgument, match="priority: got 2, but scheduling_policy is fcfs"):
-        SchedulerHarness().add(5, priority=2)
+
+
+def test_priorities_have_no_effect_without_the_policy() -> None:
+    harness = SchedulerHarness(replace(CONFIG, max_num_seqs=1))
+    for priority in (3, -1, 0):
+        harness.add(5, 1, priority=priority)
+    assert [harness.step()[0][0] for _ in range(3)] == [0, 1, 2]
 
 
 def test_urgent_prompt_runs_before_partial_prefills_of_others() -> None:

@@ -53,7 +53,6 @@ VALID_REQUEST: dict[str, Any] = {
         ({"params": SamplingParams(thinking_token_budget=1)}, InvalidArgument, "'thinking_token_budget'"),
         ({"prompt_token_ids": [1] * 99, "params": SamplingParams(truncate_prompt_tokens=31)}, None, ""),
         ({"cache_salt": "x" * 257}, InvalidArgument, "cache_salt"),
-        ({"priority": 1}, InvalidArgument, "priority: got 1, but scheduling_policy is fcfs"),
         ({"priority": 2**31}, InvalidArgument, "priority"),
     ],
     ids=lambda value: str(value)[:40],

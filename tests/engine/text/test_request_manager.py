@@ -39,7 +39,7 @@ from quire_spec.protocol.messages import (
     TokenLogprob,
 )
 
-LIMITS = RequestLimits(max_model_len=32, vocab_size=384, max_prompt_bytes=2000, priority_scheduling=True)
+LIMITS = RequestLimits(max_model_len=32, vocab_size=384, max_prompt_bytes=2000)
 MAX_NUM_QUEUED_REQS = 4
 PRIORITY = -3
 with tempfile.TemporaryDirectory() as _folder:

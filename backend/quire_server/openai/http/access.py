@@ -16,15 +16,10 @@ from quire_server.openai.http.message import HttpRequest
 from quire_server.openai.settings import FrontSettings
 from quire_spec.errors import Unavailable
 
-OPEN_ROUTES = frozenset({"/health", "/version", "/metrics", "/live"})
+OPEN_ROUTES = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/live"})
 """Routes that need no key. The live page itself contains no data. The events that it shows need a key."""
 ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Routes that need the admin key instead of an API key."""
-_CORS_HEADERS = [
-    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-    (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
-    (b"access-control-max-age", b"600"),
-]
 
 
 class AccessControl:
@@ -63,12 +58,23 @@ class AccessControl:
         origin = request.headers.get(b"origin", b"")
         if not origin or not ({origin, b"*"} & self._origins):
             return []
-        return [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
+        headers = [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
+        return [*headers, (b"access-control-expose-headers", b"x-request-id, retry-after")]
 
     def preflight_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
         """Return the additional headers for the response to a browser's OPTIONS request. The list is empty unless the
-        origin of the page is configured."""
-        return _CORS_HEADERS if self.cors_headers(request) else []
+        origin of the page is configured.
+
+        The page may send all headers that it asks for, as in vLLM. OpenAI's JavaScript client adds several of its own.
+        """
+        if not self.cors_headers(request):
+            return []
+        requested = request.headers.get(b"access-control-request-headers", b"authorization, content-type")
+        return [
+            (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
+            (b"access-control-allow-headers", requested),
+            (b"access-control-max-age", b"600"),
+        ]
 
     def _check_admin_key(self, key: AdminKey, request: HttpRequest) -> None:
         try:

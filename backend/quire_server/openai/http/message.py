@@ -74,7 +74,9 @@ class HttpRequest:
         trace = traceparent.decode() if _TRACEPARENT.fullmatch(traceparent) else ""
         address = (scope.get("client") or ("",))[0]
         limits = (max_body_bytes, budget, address)
-        return cls(scope["method"], scope["path"], headers, receive, *limits, request_id=request_id, traceparent=trace)
+        # Some clients add a slash to each path. Here, and not in the routes, because keys are checked by path.
+        path = scope["path"].removesuffix("/") or "/"
+        return cls(scope["method"], path, headers, receive, *limits, request_id=request_id, traceparent=trace)
 
     @property
     def log_ids(self) -> str:
