@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from quire_engine.lora.peft.target_modules import TargetModules, is_safe_regex
+from quire_engine.lora.peft.module_pattern import ModulePattern
+from quire_engine.lora.peft.regex_matcher import RegexMatcher, is_safe_regex
+from quire_engine.lora.peft.target_modules import TargetModules
 from quire_spec.errors import InvalidArgument, truncated_repr
 
 # Some of these fields describe the training, and the saved tensors already contain its result. The others describe how
@@ -60,10 +62,8 @@ class PeftConfig:
     r: int
     lora_alpha: float
     use_rslora: bool
-    rank_pattern: Mapping[str, int]
-    """Maps regular expressions to the LoRA rank of modules; an expression must match the end of a module's path. The
-    first expression that matches is used."""
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: ModulePattern
+    alpha_pattern: ModulePattern
     ensure_weight_tying: bool
     """Whether the embedding and the output projection, if they are tied, share one adapter."""
     target_modules: TargetModules
@@ -79,16 +79,17 @@ class PeftConfig:
         """
         values = _read_json_object(path)
         _check_fields(values)
+        matcher = RegexMatcher()
         config = cls(
             r=_positive_int("r", values.get("r", 8)),
             lora_alpha=_number("lora_alpha", values.get("lora_alpha", 8)),
             use_rslora=_flag("use_rslora", values.get("use_rslora")),
-            rank_pattern=_parse_pattern("rank_pattern", values.get("rank_pattern"), _positive_int),
-            alpha_pattern=_parse_pattern("alpha_pattern", values.get("alpha_pattern"), _number),
+            rank_pattern=ModulePattern(_parse_pattern("rank_pattern", values, _positive_int), matcher),
+            alpha_pattern=ModulePattern(_parse_pattern("alpha_pattern", values, _number), matcher),
             ensure_weight_tying=_flag("ensure_weight_tying", values.get("ensure_weight_tying")),
-            target_modules=TargetModules.from_config(values),
+            target_modules=TargetModules.from_config(values, matcher),
         )
-        largest = max(config.r, *config.rank_pattern.values(), 0)
+        largest = max(config.r, int(config.rank_pattern.max_value))
         if largest > max_rank:
             raise InvalidArgument(
                 f"rank {largest} exceeds max_lora_rank {max_rank}; raise it (spec.lora.maxRank of an LLMService) or "
@@ -98,11 +99,11 @@ class PeftConfig:
 
     def rank(self, module: str) -> int:
         """Return the LoRA rank of a module, given its path in the model."""
-        return int(_first_match(self.rank_pattern, module, self.r))
+        return int(self.rank_pattern.get(module, self.r))
 
     def scale(self, module: str) -> float:
         """Return the factor by which the LoRA output B A x of a module is multiplied."""
-        rank, alpha = self.rank(module), _first_match(self.alpha_pattern, module, self.lora_alpha)
+        rank, alpha = self.rank(module), self.alpha_pattern.get(module, self.lora_alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
@@ -143,7 +144,8 @@ def _check_fields(values: Mapping[str, Any]) -> None:
         raise InvalidArgument(f"{truncated_repr(name)} {truncated_repr(values[name])} is not supported: {reason}")
 
 
-def _parse_pattern(name: str, value: Any, parse: Any) -> dict[str, Any]:
+def _parse_pattern(name: str, values: Mapping[str, Any], parse: Any) -> dict[str, Any]:
+    value = values.get(name)
     if value is None:
         return {}
     if not isinstance(value, dict) or len(value) > _MAX_PATTERNS:
@@ -157,17 +159,12 @@ def _check_regex(name: str, key: str) -> None:
     """Reject a regular expression that is invalid or could take forever to match."""
     try:
         if not is_safe_regex(key):
-            raise ValueError("it is too long, has more than 3 repetitions, or repeats a group")
-        re.compile(rf"(.*\.)?({key})$")
+            raise ValueError("it is too long, has too many repetitions or alternatives, or repeats a group")
+        re.compile(key)
     except (ValueError, re.error, RecursionError, OverflowError) as error:
         raise InvalidArgument(
             f"{name}: key {truncated_repr(key)} is not a usable regular expression: {error}"
         ) from error
-
-
-def _first_match(pattern: Mapping[str, float], module: str, default: float) -> float:
-    # PEFT's rule (peft.utils.other.get_pattern_key).
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _positive_int(name: str, value: Any) -> int:

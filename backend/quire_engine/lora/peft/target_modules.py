@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from quire_engine.lora.peft.regex_matcher import RegexMatcher, is_safe_regex
 from quire_spec.errors import InvalidArgument, truncated_repr
 
 ALL_LINEAR = "all-linear"
 _NON_LAYER_MODULES = ("embed_tokens", "lm_head")
-_MAX_REGEX_LENGTH = 256
+_MAX_LAYERS_PATTERNS = 64
 _ANY_LAYER = r".*?\.[^.]*\.(\d+)\."
 
 
@@ -33,10 +34,11 @@ class TargetModules:
     """Layers to which names apply; None if they apply to all layers."""
     layer_regexes: tuple[str, ...]
     """Regular expressions that find the layer number in a module's path; the first one that matches is used."""
+    matcher: RegexMatcher
 
     @classmethod
-    def from_config(cls, values: Mapping[str, Any]) -> Self:
-        """Parse the fields of a config.
+    def from_config(cls, values: Mapping[str, Any], matcher: RegexMatcher) -> Self:
+        """Parse the fields of a config. `matcher` matches its regular expressions.
 
         Raises:
             InvalidArgument: layers_to_transform or layers_pattern has an invalid form.
@@ -49,16 +51,20 @@ class TargetModules:
             )
         patterns = [patterns] if isinstance(patterns, str) else patterns
         if not (
-            isinstance(patterns, list) and all(isinstance(p, str) and re.fullmatch(r"[\w.]+", p) for p in patterns)
+            isinstance(patterns, list)
+            and len(patterns) <= _MAX_LAYERS_PATTERNS
+            and all(isinstance(p, str) and re.fullmatch(r"[\w.]+", p) for p in patterns)
         ):
             raise InvalidArgument(
-                f"layers_pattern {truncated_repr(patterns)} is neither a module name nor a list of module names"
+                f"layers_pattern {truncated_repr(patterns)} is neither a module name nor a list of at most "
+                f"{_MAX_LAYERS_PATTERNS} module names"
             )
         return cls(
             names=_parse_names(values.get("target_modules")),
             excluded_names=_parse_names(values.get("exclude_modules") or None),
             layers=None if layers is None else frozenset(layers),
             layer_regexes=tuple(rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns) or (_ANY_LAYER,),
+            matcher=matcher,
         )
 
     @property
@@ -70,11 +76,11 @@ class TargetModules:
     def excluding_field(self, module: str) -> str | None:
         """Return the config field that excludes a module, given its path; None if the module was adapted or may have
         been adapted."""
-        if self.excluded_names is not None and _matches(self.excluded_names, module):
+        if self.excluded_names is not None and self._matches(self.excluded_names, module):
             return "exclude_modules"
         if self.names is None:
             return None
-        if not _matches(self.names, module):
+        if not self._matches(self.names, module):
             return "target_modules"
         # As in PEFT, layers_to_transform does not apply to a module whose whole path is in target_modules.
         if isinstance(self.names, str) or module in self.names or self.layers is None:
@@ -82,11 +88,13 @@ class TargetModules:
         layer_match = next(filter(None, (re.match(expression, module) for expression in self.layer_regexes)), None)
         return None if layer_match and int(layer_match[1]) in self.layers else "layers_to_transform"
 
-
-def is_safe_regex(expression: str) -> bool:
-    """Return whether an expression can be matched quickly: it has few repetitions and no repeated groups."""
-    has_few_repetitions = len(re.findall(r"[*+?{]", expression)) <= 3 and not re.search(r"\)[*+?{]", expression)
-    return len(expression) <= _MAX_REGEX_LENGTH and has_few_repetitions
+    def _matches(self, names: frozenset[str] | str, module: str) -> bool:
+        if names == ALL_LINEAR:
+            return not module.endswith(_NON_LAYER_MODULES)
+        if isinstance(names, str):
+            return self.matcher.matches(names, module)
+        parts = module.split(".")
+        return any(".".join(parts[i:]) in names for i in range(len(parts)))
 
 
 def _parse_names(value: Any) -> frozenset[str] | str | None:
@@ -101,12 +109,3 @@ def _parse_names(value: Any) -> frozenset[str] | str | None:
     except (ValueError, re.error, RecursionError, OverflowError):
         return None
     return value if is_safe_regex(value) else None
-
-
-def _matches(names: frozenset[str] | str, module: str) -> bool:
-    if names == ALL_LINEAR:
-        return not module.endswith(_NON_LAYER_MODULES)
-    if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
-    parts = module.split(".")
-    return any(".".join(parts[i:]) in names for i in range(len(parts)))

@@ -118,6 +118,7 @@ CONFIGS = {
         "layers_to_transform '1' is neither a layer number nor a list",
     ),
     "invalid layers_pattern": ({"layers_pattern": ["(h"]}, "layers_pattern .* is neither a module name nor a list"),
+    "too many layers_pattern": ({"layers_pattern": ["h"] * 65}, "layers_pattern .* a list of at most 64 module names"),
     "long expression": ({"rank_pattern": {"a" * 300: 1}}, "is not a usable regular expression: it is too long"),
 }
 

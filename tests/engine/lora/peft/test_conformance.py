@@ -50,6 +50,13 @@ def _ignored(field: str, value: Any) -> Row:
     return Row(field, "no effect", {}, {field: value})
 
 
+# EVA writes one key for each module.
+EVERY_MODULE = {
+    f"model.layers.{layer}.{linear}": rank
+    for layer in range(2)
+    for linear, rank in (("self_attn.q_proj", 3), ("self_attn.o_proj", 16), ("mlp.up_proj", 5), ("mlp.down_proj", 9))
+}
+
 ROWS = [
     _honoured("r", r=3),
     _honoured("lora_alpha", lora_alpha=5),
@@ -62,6 +69,9 @@ ROWS = [
     _honoured("exclude_modules", exclude_modules=r".*\.0\..*"),
     _honoured("use_rslora", use_rslora=True, lora_alpha=3),
     _honoured("rank_pattern", rank_pattern={"q_proj": 4, r"model.layers.1.mlp.\w+_proj": 16}),
+    _honoured("rank_pattern", rank_pattern={r".*\.(?:0|1)\..*\.(?:q|v)_proj": 4, ".*layers.*self_attn.*k.*": 2}),
+    _honoured("rank_pattern", rank_pattern=EVERY_MODULE),
+    _honoured("alpha_pattern", alpha_pattern={r"(?:model\.)?layers\.[0-9]+\.mlp\.(?:up|down)_proj": 3}),
     _honoured("alpha_pattern", alpha_pattern={r"(k|v)_proj": 1, "^model.layers.0.self_attn.o_proj": 64}),
     _honoured("layers_to_transform", target_modules=["o_proj"], layers_to_transform=[1]),
     _honoured("layers_pattern", target_modules=["o_proj"], layers_to_transform=[0], layers_pattern="layers"),
