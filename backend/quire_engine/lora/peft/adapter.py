@@ -6,6 +6,7 @@ A feature that the engine would apply differently from PEFT is rejected, never i
 shapes and sizes are checked before a tensor is read, and nothing in the folder is executed.
 """
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -34,6 +35,9 @@ _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?P<module>[\w.]{1,200}?)\."
     r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding_half>[AB])|(?P<base>(base_layer\.)?weight))"
 )
+# Modules of a model that reads images, beside its language model. They cannot change an output for a text.
+_OTHER_PART = re.compile(r"base_model\.model\.(model\.)?(vision_tower|multi_modal_projector)\.")
+logger = logging.getLogger(__name__)
 NO_LAYER = -1
 """Layer number that stands for modules outside the layers: the embedding and the output projection."""
 
@@ -218,9 +222,17 @@ def _ab_pairs(keys: list[str], shape: ModelConfig) -> tuple[dict[_LoRAModule, di
     modules = _lora_modules(shape)
     ab_pairs: dict[_LoRAModule, dict[str, str]] = {}
     base_copies: dict[str, _LoRAModule] = {}
+    is_part = bool(shape.architecture_info.text_types)
+    if is_part and (other_parts := [key for key in keys if _OTHER_PART.match(key)]):
+        logger.info(
+            "adapter tensors outside the language model ignored, first of %d: %s", len(other_parts), min(other_parts)
+        )
+        keys = sorted(set(keys) - set(other_parts))
     for tensor_name in sorted(keys):
         match = _TENSOR_NAME.fullmatch(tensor_name)
-        module = modules.get(match["module"]) if match else None
+        name = match["module"] if match else ""
+        # Adapters from before transformers 4.52 have the first of these prefixes. PEFT maps it in the same way.
+        module = modules.get(re.sub(r"^language_model\.model\.", "model.language_model.", name) if is_part else name)
         if match is None or module is None:
             raise InvalidArgument(_unexpected_tensor_error(tensor_name, shape))
         if match["base"] and module.layer == NO_LAYER:

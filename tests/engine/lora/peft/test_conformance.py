@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from support.near_ties import assert_top_tokens
 from support.tiny_checkpoints import load_adapted_oracle, make_adapter, make_checkpoint
 
 from quire_engine.core.engine import Engine
-from quire_engine.lora.peft.adapter import CONFIG_FILE
+from quire_engine.lora.peft.adapter import CONFIG_FILE, WEIGHTS_FILE
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument
@@ -123,8 +124,7 @@ ROWS = [
 def served_model(request, tmp_path_factory):
     """Return a checkpoint and its engine. The second one has tied embedding and output projection."""
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
-    config = {"model": str(folder), "device": "cpu", "dtype": "float32", "enable_lora": True, "max_lora_rank": 16}
-    return folder, Engine.from_config(EngineConfig.from_json(config | {"max_model_len": 128, "max_loras": 2}))
+    return folder, _engine(folder)
 
 
 def _adapter(row: Row, checkpoint: Path, folder: Path) -> Path:
@@ -150,6 +150,10 @@ def test_logits_equal_peft(row, served_model, tmp_path):
         oracle = load_adapted_oracle(checkpoint, _adapter(Row(row.field, "", {}), checkpoint, tmp_path / "plain"))
     else:
         oracle = load_adapted_oracle(checkpoint, folder)
+    _assert_logits_equal(engine, folder, oracle)
+
+
+def _assert_logits_equal(engine, folder, oracle):
     with torch.inference_mode():
         expected = oracle(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
         with oracle.disable_adapter():
@@ -171,6 +175,57 @@ def test_logits_equal_peft(row, served_model, tmp_path):
     assert len(logprobs) == 1
     assert_top_tokens([int(entry[0]) for entry in logprobs[0][1:]], expected)
     assert max(abs(entry[1] - expected[int(entry[0])].item()) for entry in logprobs[0]) < 1e-4
+
+
+def _engine(checkpoint: Path) -> Engine:
+    config = {"model": str(checkpoint), "device": "cpu", "dtype": "float32", "enable_lora": True, "max_lora_rank": 16}
+    return Engine.from_config(EngineConfig.from_json(config | {"max_model_len": 128, "max_loras": 2}))
+
+
+def _rename(folder: Path, names: Mapping[str, str]) -> None:
+    """Replace the starts of the names of all tensors."""
+    path = folder / WEIGHTS_FILE
+    tensors = {f"base_model.model.{k}": v for k, v in _module_tensors(path).items()}
+    for old, new in names.items():
+        tensors = {re.sub(rf"^base_model\.model\.{old}", f"base_model.model.{new}", k): v for k, v in tensors.items()}
+    save_file(tensors, path)
+
+
+def _module_tensors(path: Path) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("name", ["gemma3-vision", "mistral3", "mistral3-ministral3"])
+def test_adapters_of_models_that_read_images_equal_peft(name, tmp_path, caplog):
+    """Tensors of the vision tower have no effect on a text. Adapters before transformers 4.52 have other names."""
+    checkpoint = make_checkpoint(tmp_path / "model", name)
+    engine, adapter = _engine(checkpoint), tmp_path / "adapter"
+    make_adapter(
+        checkpoint, adapter, target_modules=["q_proj", "k_proj", "up_proj", "down_proj", "lm_head", "linear_1"]
+    )
+    tensors = _module_tensors(adapter / WEIGHTS_FILE)
+    assert any("vision_tower" in tensor for tensor in tensors) and any("language_model" in tensor for tensor in tensors)
+    oracle = load_adapted_oracle(checkpoint, adapter)
+    with caplog.at_level("INFO"):
+        _assert_logits_equal(engine, adapter, oracle)
+    assert caplog.text.count("adapter tensors outside the language model ignored") == 1
+    _rename(
+        adapter,
+        {
+            r"model\.language_model\.": "language_model.model.",
+            r"model\.(vision_tower|multi_modal_projector)": r"\1",
+        },
+    )
+    assert "language_model.model.layers.0.self_attn.q_proj.lora_A.weight" in _module_tensors(adapter / WEIGHTS_FILE)
+    _assert_logits_equal(engine, adapter, load_adapted_oracle(checkpoint, adapter))
+
+
+def test_tensors_of_a_vision_tower_are_refused_for_a_text_model(served_model, tmp_path):
+    checkpoint, engine = served_model
+    make_adapter(checkpoint, tmp_path)
+    _rename(tmp_path, {r"model\.layers\.0": "model.vision_tower.layers.0"})
+    with pytest.raises(InvalidArgument, match=r"vision_tower.* is not a LoRA matrix of a linear layer"):
+        engine.read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=_names(REFUSED))
