@@ -245,7 +245,7 @@ class RequestLimits:
         if params.structured_outputs is not None and parsing.tool_choice != "auto":
             raise InvalidArgument(
                 "tool_choice: a required or named tool leaves no place for an answer in a format; leave out "
-                "response_format and structured_outputs, or set tool_choice to auto"
+                "structured_outputs, or set tool_choice to auto"
             )
 
 

@@ -85,6 +85,9 @@ class ChatCompletions:
         parsing = output_parsing(
             normalize_tools(fields.tools), fields.tool_choice, fields.parallel_tool_calls, fields.separate_reasoning
         )
+        if parsing.tool_choice not in ("none", "auto") and document.get("structured_outputs") is None:
+            # response_format describes an answer, but the output consists of calls.
+            sampling_values.pop("structured_outputs", None)
         prompt = Prompt(chat=chat, parsing=parsing)
         defaults = await self._client.sampling_defaults() if self._settings.openai.generationConfig == "auto" else {}
         values = defaults | sampling_values | _own_sampling_values(fields, sampling_values, defaults)

@@ -204,6 +204,16 @@ def test_required_tools_are_called_streamed_or_not(chat_client, choice):
     assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == 0
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+def test_required_tools_are_called_if_the_answer_has_a_format(chat_client, choice):
+    """An agent that needs a call first, and later an answer in a format, sends both fields with each request."""
+    schema = {"type": "object", "properties": {"answer": {"type": "boolean"}}, "required": ["answer"]}
+    response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    fields = ANY_CALL | {"tool_choice": choice, "parallel_tool_calls": False, "response_format": response_format}
+    [whole] = chat_client.chat.completions.create(**fields).choices
+    assert len(checked_calls(whole.message)) == 1 and whole.finish_reason == "tool_calls"
+
+
 def test_strict_tools_of_the_parse_helper(chat_client):
     class Weather(pydantic.BaseModel):
         city: Literal["Paris", "Oslo"]
@@ -319,12 +329,17 @@ def test_continue_final_message(chat, chat_client):
         ),
         ({"messages": USER, "response_format": {"type": "json_object", "schema": []}}, "schema must be an object"),
         (
-            {"messages": USER, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "tool_choice: a required or named tool .* leave out response_format",
-        ),
-        (
             {"messages": USER, "tools": TOOLS, "tool_choice": NAMED, "structured_outputs": {"regex": "a"}},
             "tool_choice: a required or named tool .* structured_outputs",
+        ),
+        (
+            {"messages": USER, "tools": TOOLS, "tool_choice": NAMED, "response_format": {"type": "json_object"}}
+            | {"structured_outputs": {"disable_any_whitespace": True}},
+            "tool_choice: a required or named tool .* structured_outputs",
+        ),
+        (
+            {"messages": USER, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "xml"}},
+            "response_format: type must be text",
         ),
         ({"messages": USER, "top_logprobs": 2}, "top_logprobs: requires logprobs"),
         ({"messages": USER, "logprobs": 2}, "logprobs: expected `bool`"),
