@@ -119,4 +119,16 @@ class SourceFactory(AsyncExitStack):
             raise ConfigError(f"path {path!r}: a local folder can be used only with `quire serve`; use another source")
         if not Path(path).is_absolute() or ".." in Path(path).parts:
             raise ConfigError(f"path {path!r}: must be absolute, without '..'")
-        return FolderReader(Path(path), "", f"path {path!r}")
+        root = _snapshot_root(Path(path))
+        return FolderReader(root, str(Path(path).relative_to(root)), f"path {path!r}")
+
+
+def _snapshot_root(folder: Path) -> Path:
+    """Return the folder that the links in `folder` may lead to.
+
+    In huggingface_hub's cache, the files of models--ORG--NAME/snapshots/REVISION are links to models--ORG--NAME/blobs.
+    """
+    for parent in folder.parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+            return parent.parent
+    return folder

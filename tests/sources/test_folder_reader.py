@@ -220,3 +220,22 @@ async def test_folder_that_keeps_changing_is_rejected(tmp_path, monkeypatch):
     with pytest.raises(Unavailable, match="changed 3 times during the download; write the new adapter to"):
         await fetch(tmp_path, Source(path=str(folder)), allow_paths=True)
     assert not list((tmp_path / "cache/adapters").iterdir())
+
+
+@pytest.mark.parametrize("subfolder", ["", "sql/"])
+async def test_snapshot_of_the_hub_cache_is_read(subfolder, tmp_path):
+    """Its files are links to the blobs of the same repository. Links to other repositories are refused."""
+    repository, other = tmp_path / "hub/models--org--sql", tmp_path / "hub/models--org--other"
+    blobs = write_adapter_folder(repository / "blobs")
+    snapshot = repository / "snapshots" / "0123abcd"
+    folder = snapshot / subfolder
+    folder.mkdir(parents=True)
+    for name in ADAPTER_FILES:
+        (folder / name).symlink_to(os.path.relpath(blobs / name, folder))
+    source = Source(path=f"{snapshot}/{subfolder}")
+    assert await fetch(tmp_path, source, allow_paths=True) == ADAPTER_FILES
+    shutil.move(write_adapter_folder(other / "blobs"), other / "blobs2")
+    (folder / CONFIG_FILE).unlink()
+    (folder / CONFIG_FILE).symlink_to(other / "blobs2" / CONFIG_FILE)
+    with pytest.raises(InvalidArgument, match=r"is a link that leads out of '.*models--org--sql'; replace it"):
+        await fetch(tmp_path / "second", source, allow_paths=True)

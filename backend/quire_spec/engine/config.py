@@ -16,6 +16,8 @@ from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
 
+_DEFAULT_MAX_LORAS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -101,8 +103,9 @@ class EngineConfig:
     enable_lora: bool = False
     """Accept adapters, and reserve memory for adapter slots."""
 
-    max_loras: int = 8
-    """Number of adapter slots on the device. A step can use at most this number of different adapters."""
+    max_loras: int = _DEFAULT_MAX_LORAS
+    """Number of adapter slots on the device. A step can use at most this number of different adapters. If only
+    max_cpu_loras is given, and it is less than 8, the default is max_cpu_loras."""
 
     max_lora_rank: int = 16
     """Largest LoRA rank that an adapter can have. Every adapter slot reserves memory for this rank."""
@@ -200,6 +203,9 @@ class EngineConfig:
             ConfigError: a key is unknown, or a value has the wrong type, is out of range, or is not supported by the
                 engine.
         """
+        if isinstance(data, dict) and "max_loras" not in data and type(cached := data.get("max_cpu_loras")) is int:
+            # vLLM's default of max_loras is 1, so any max_cpu_loras is valid there.
+            data = data | {"max_loras": max(1, min(_DEFAULT_MAX_LORAS, cached))}
         config = from_json(cls, data)
         config.validate()
         return config

@@ -132,3 +132,20 @@ def test_64_adapters_are_exposed_by_default():
 def test_rejects_invalid_catalog(adapters, message):
     with pytest.raises(InvalidArgument, match=message):
         AdapterCatalog.from_json({"adapters": adapters})
+
+
+@pytest.mark.parametrize(
+    ("fields", "max_loras"),
+    [
+        ({}, 8),
+        ({"max_cpu_loras": None}, 8),
+        ({"max_cpu_loras": 1}, 1),
+        ({"max_cpu_loras": 2}, 2),
+        ({"max_cpu_loras": 64}, 8),
+        ({"max_loras": 1, "max_cpu_loras": 2}, 1),
+    ],
+)
+def test_default_of_max_loras_is_at_most_max_cpu_loras(fields, max_loras):
+    config = EngineConfig.from_json({"model": "m"} | fields)
+    assert config.max_loras == max_loras <= config.max_host_loras
+    assert EngineConfig.from_json(config.to_json()) == config

@@ -177,8 +177,9 @@ def _assert_logits_equal(engine, folder, oracle):
     assert max(abs(entry[1] - expected[int(entry[0])].item()) for entry in logprobs[0]) < 1e-4
 
 
-def _engine(checkpoint: Path) -> Engine:
-    config = {"model": str(checkpoint), "device": "cpu", "dtype": "float32", "enable_lora": True, "max_lora_rank": 16}
+def _engine(checkpoint: Path, max_lora_rank: int = 16) -> Engine:
+    config = {"model": str(checkpoint), "device": "cpu", "dtype": "float32", "enable_lora": True}
+    config |= {"max_lora_rank": max_lora_rank}
     return Engine.from_config(EngineConfig.from_json(config | {"max_model_len": 128, "max_loras": 2}))
 
 
@@ -193,6 +194,13 @@ def _rename(folder: Path, names: Mapping[str, str]) -> None:
 
 def _module_tensors(path: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("rank", [1, 320, 512])
+def test_smallest_and_largest_ranks_of_vllm_equal_peft(rank, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "model", "llama")
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", r=rank, lora_alpha=rank)
+    _assert_logits_equal(_engine(checkpoint, rank), adapter, load_adapted_oracle(checkpoint, adapter))
 
 
 @pytest.mark.parametrize("name", ["gemma3-vision", "mistral3", "mistral3-ministral3"])
