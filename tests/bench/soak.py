@@ -4,17 +4,22 @@
     python tests/bench/soak.py                             # two minutes, 48 clients
     python tests/bench/soak.py --minutes 60 --kill 15      # and every 15 s a process is killed
 
-Clients send requests to the base model and its adapters over HTTP, HTTP streams and gRPC streams. A tenth of them
-disconnects during an answer. Twice a second the catalog changes, and one name refers to another adapter or to none.
-Every answer must equal the answer of the same request alone. If processes are killed, an answer may end in an error,
-but must not be wrong or hang. Memory, threads and open files of each process are sampled after each quarter. The exit
-status is 1 if an answer was wrong or hung, or failed without a kill.
+Clients send requests to the base model and its adapters over HTTP, HTTP streams, gRPC streams and the OpenAI API. A
+tenth of them disconnects during an answer. Twice a second the catalog changes, and one name refers to another adapter
+or to none. Every answer must equal the answer of the same request alone. If processes are killed, an answer may end in
+an error, but must not be wrong or hang.
+
+Memory, threads and open files of each process are shown after each quarter. The last column is the slope of the memory
+in the second half, fitted by least squares. The exit status is 1 if an answer was wrong or hung, or failed without a
+kill. In a run of an hour without kills, it is also 1 if a slope exceeds its bar.
 """
 
 import argparse
 import asyncio
 import itertools
+import json
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -22,6 +27,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import aiohttp
 import psutil
 from tqdm import tqdm
 
@@ -36,12 +42,17 @@ STABLE_MODELS = ("tales", "pirate", "sql")
 STUB = "stub of tales"
 CHANGING_MODEL = "swapped"
 """Refers to one adapter, to the other, or to none, in turn."""
-ProcessSizes = dict[str, tuple[int, int, int]]
+ProcessSizes = dict[str, tuple[float, int, int]]
 """For each process: MB of private memory, threads, open files; zeros if the process did not exist."""
-ABSENT_ERRORS = ("unknown model", "is not served", "HTTP 404")
+ABSENT_ERRORS = ("unknown model", "is not served", "is not loaded yet", "HTTP 404")
 """Parts of error messages for a model that does not exist."""
 TIMEOUT_S = 60.0
 """A request that takes longer counts as hung."""
+MAX_SLOPE, MAX_CORE_SLOPE = 0.1, 0.5
+"""Bars for the growth of a process in MB a minute. The core fills its cache of compiled grammars."""
+SLOPE_MINUTES = 60
+"""Shorter runs show slopes, but do not fail because of them: caches still fill."""
+NUM_SAMPLES = 240
 
 
 @dataclass
@@ -86,7 +97,7 @@ class Soak:
             model, prompt = self._random.choice((*STABLE_MODELS, CHANGING_MODEL)), self._random.choice(PROMPTS)
             num_tokens = self._random.choice(LENGTHS)
             send = self._random.choice(
-                (self._service.http_stream, self._service.grpc_stream, self._generate_unstreamed)
+                (self._service.http_stream, self._service.grpc_stream, self._generate_unstreamed, self._complete)
             )
             stream = StreamedResponse()
             call = send(model, prompt, stream, **greedy(num_tokens))
@@ -112,6 +123,26 @@ class Soak:
             streamed_response.pieces.append(response.body["text_output"])
         else:
             streamed_response.error = str(response.body["error"] if isinstance(response.body, dict) else response.body)
+
+    async def _complete(
+        self, model: str, prompt: str, streamed_response: StreamedResponse, **parameters: object
+    ) -> None:
+        """A stream of the OpenAI API."""
+        url = f"http://127.0.0.1:{self._service.ports['openai']}/v1/completions"
+        body = {"model": model, "prompt": prompt, "stream": True, **parameters}
+        try:
+            async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+                if response.status != 200:
+                    streamed_response.error = await response.text()
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    if "error" in (event := json.loads(line.removeprefix(b"data: "))):
+                        streamed_response.error = str(event["error"])
+                        return
+                    streamed_response.pieces.append(event["choices"][0]["text"])
+        except (aiohttp.ClientError, OSError) as error:
+            streamed_response.error = f"{type(error).__name__}: {error}"
 
     def _check_response(self, model: str, prompt: str, num_tokens: int, stream: StreamedResponse) -> None:
         models = [name for name in STABLE_MODELS if name != "tales"] if model == CHANGING_MODEL else [model]
@@ -160,16 +191,16 @@ def catalog(generation: int, changing: str | None) -> dict[str, object]:
 
 def process_sizes(service: QuireServeProcess) -> ProcessSizes:
     """Return the current size of each process."""
-    return {name: process_size(service, name) for name in ("supervisor", "core", "text", "server", STUB)}
+    return {name: process_size(service, name) for name in ("supervisor", "core", "text", "openai", "server", STUB)}
 
 
-def process_size(service: QuireServeProcess, name: str) -> tuple[int, int, int]:
+def process_size(service: QuireServeProcess, name: str) -> tuple[float, int, int]:
     """Return the current size of one process."""
     try:
         process = psutil.Process(pid(service, name))
-        return round(process.memory_full_info().uss / 1e6), process.num_threads(), process.num_fds()
+        return process.memory_full_info().uss / 1e6, process.num_threads(), process.num_fds()
     except (AssertionError, KeyError, TypeError, psutil.NoSuchProcess):
-        return 0, 0, 0
+        return 0.0, 0, 0
 
 
 def pid(service: QuireServeProcess, name: str) -> int:
@@ -180,12 +211,19 @@ def pid(service: QuireServeProcess, name: str) -> int:
 
 
 async def sample_sizes(service: QuireServeProcess, seconds: float) -> list[ProcessSizes]:
-    """Return process sizes after each quarter except the last, with a progress bar."""
+    """Return NUM_SAMPLES process sizes at equal intervals, with a progress bar."""
     samples = []
-    for _ in tqdm(range(3), unit="quarter", dynamic_ncols=True):
-        await asyncio.sleep(seconds / 4)
+    for _ in tqdm(range(NUM_SAMPLES), unit="sample", dynamic_ncols=True):
+        await asyncio.sleep(seconds / NUM_SAMPLES)
         samples.append(await asyncio.to_thread(process_sizes, service))
     return samples
+
+
+def slope(samples: list[ProcessSizes], name: str, minutes: float) -> float:
+    """Return the growth of a process in the second half of a run, in MB a minute."""
+    sizes = [sample[name][0] for sample in samples[len(samples) // 2 :]]
+    times = [minutes * i / len(samples) for i in range(len(sizes))]
+    return statistics.linear_regression(times, sizes).slope
 
 
 async def soak_and_report(soak: Soak, service: QuireServeProcess, args: argparse.Namespace) -> list[ProcessSizes]:
@@ -207,7 +245,6 @@ def main() -> int:
         soak = Soak(service, args.seed)
         samples = asyncio.run(soak_and_report(soak, service, args))
         service.wait_ready()
-        samples.append(process_sizes(service))
     outcomes = soak.outcomes
     print(
         f"right {outcomes.num_right}, disconnected {outcomes.num_disconnected}, model did not exist "
@@ -215,12 +252,18 @@ def main() -> int:
     )
     for error, count in outcomes.errors.most_common():
         print(f"{count:6} x {error}")
-    print(f"{'after each quarter':20}{'MB':>24}{'threads':>24}{'open files':>24}")
-    for name in samples[0]:
-        print(f"{name:20}", *(f"{sample[name][i]:6}" for i in range(3) for sample in samples), sep="")
+    quarters = samples[NUM_SAMPLES // 4 - 1 :: NUM_SAMPLES // 4]
+    slopes = {name: slope(samples, name, args.minutes) for name in samples[0]}
+    print(f"{'after each quarter':20}{'MB':>24}{'threads':>24}{'open files':>24}{'MB a minute':>14}")
+    for name, growth in slopes.items():
+        sizes = (f"{round(sample[name][i]):6}" for i in range(3) for sample in quarters)
+        print(f"{name:20}", *sizes, f"{growth:14.2f}", sep="")
     for wrong in outcomes.wrong:
         print(f"WRONG: {wrong}")
-    return int(bool(outcomes.wrong or (outcomes.errors and not args.kill) or not outcomes.num_right))
+    grows = [name for name, growth in slopes.items() if growth > (MAX_CORE_SLOPE if name == "core" else MAX_SLOPE)]
+    failed_by_growth = bool(grows) and not args.kill and args.minutes >= SLOPE_MINUTES
+    failed_by_errors = bool(outcomes.wrong or (outcomes.errors and not args.kill) or not outcomes.num_right)
+    return int(failed_by_errors or failed_by_growth)
 
 
 if __name__ == "__main__":
