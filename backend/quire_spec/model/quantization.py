@@ -96,9 +96,6 @@ class QuantizationScheme:
         method = config.get_str("quant_method", "compressed-tensors" if "config_groups" in config else None)
         if method not in _PARSERS:
             raise config.error("quant_method", method, f"one of {', '.join(_PARSERS)}")
-        if not config.get_section("kv_cache_scheme").is_empty:
-            fix = "null (no other value is supported); then kv_cache_dtype applies, and scales are not read"
-            raise config.error("kv_cache_scheme", config.get_raw("kv_cache_scheme"), fix)
         groups = _PARSERS[method](config)
         ignore_key = next((key for key in _IGNORE_KEYS if key in config), _IGNORE_KEYS[0])
         ignore = config.get_str_list(ignore_key) if ignore_key in config else ()
@@ -230,8 +227,6 @@ def _parse_compressed_tensors(config: HFConfigReader) -> tuple[tuple[tuple[str, 
     sparsity = config.get_section("sparsity_config")
     if not sparsity.is_empty:
         _require(sparsity, "format", sparsity.get_str("format"), ("dense",))
-    status = config.get_str("quantization_status", "compressed")
-    _require(config, "quantization_status", status, ("compressed",))
     groups = config.get_section("config_groups")
     if groups.is_empty:
         raise config.error("config_groups", {}, "an object with at least one group")

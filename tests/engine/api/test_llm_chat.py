@@ -31,7 +31,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     generation_config = {
         "temperature": 0.6,
         "top_p": 0.95,
-        "max_new_tokens": 9,
+        "max_new_tokens": 9.0,
         "repetition_penalty": None,
         "do_sample": True,
     }

@@ -70,6 +70,12 @@ def test_eos_token_id_or_ids():
     assert make_config(eos_token_id=[3, 7]).eos_token_ids == (3, 7)
 
 
+def test_numbers_without_a_fraction_are_integers():
+    """JSON does not distinguish 2 and 2.0; some writers emit every number as a double."""
+    as_doubles = {key: float(value) for key, value in NUMBERS.items() if type(value) is int}
+    assert make_config(**as_doubles, eos_token_id=[2.0, 3]) == make_config(eos_token_id=[2, 3])
+
+
 def test_yarn_factor_defaults_to_ratio_of_lengths():
     rope = make_config(rope_scaling={"type": "yarn", "original_max_position_embeddings": 64}).ropes[0]
     assert (rope.factor, rope.original_max_position) == (8.0, 64)

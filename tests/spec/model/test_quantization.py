@@ -69,6 +69,12 @@ def test_reads_published_configurations(values, expected):
     assert scheme.method in CHECKPOINT_QUANTIZATIONS
 
 
+@pytest.mark.parametrize("status", ["compressed", "frozen", "calibration", None])
+def test_labels_without_effect_on_the_weights_are_ignored(status):
+    scheme = _read(_compressed(quantization_status=status, kv_cache_scheme={"num_bits": 8, "type": "float"}))
+    assert scheme == _read(_compressed())
+
+
 def test_an_empty_section_means_not_quantized():
     assert _read({}) is None
 
@@ -118,13 +124,8 @@ ERRORS = {
     "int3": (_compressed(INT4 | {"num_bits": 3}), "format: must be .*got 'pack-quantized with int 3'"),
     "strategy": (_compressed(INT4 | {"strategy": "tensor_group"}), "weights: strategy: must be tensor or channel or"),
     "asymmetric": (_compressed(FP8 | {"symmetric": False}, "float-quantized"), "weights: symmetric: must be true"),
-    "KV cache": (
-        _compressed(kv_cache_scheme={"num_bits": 8}),
-        r"kv_cache_scheme: must be null \(no .*\); then kv_cache_dtype applies",
-    ),
     "sparse": (_compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: format: must be dense"),
     "rotated": (_compressed(transform_config={"config_groups": {"a": {}}}), "transform_config: must be null"),
-    "calibrated": (_compressed(quantization_status="frozen"), "quantization_status: must be compressed, got 'frozen'"),
     "no groups": ({"quant_method": "compressed-tensors"}, "config_groups: must be an object with at least one group"),
     "pattern": (_compressed(ignore=["re:("]), "ignore: must be a valid pattern"),
     "long pattern": (_compressed(ignore=["re:" + "a" * 1000]), "ignore: must be a pattern of at most 1000 characters"),

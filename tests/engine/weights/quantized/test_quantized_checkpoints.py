@@ -74,6 +74,20 @@ def test_weights_equal_the_writers_own(name, chunk_bytes, monkeypatch):
     assert len(others) >= 4 and all(torch.equal(loaded[key], stored[key]) for key in others)
 
 
+@pytest.mark.parametrize("name", [name for name in QUANTIZED_LLAMAS if name.startswith("ct-")])
+def test_frozen_checkpoints_with_kv_scales_load_as_others(name, copy):
+    folder = copy(name)
+    document = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    document["quantization_config"] |= {"quantization_status": "frozen", "kv_cache_scheme": scheme}
+    (folder / "config.json").write_text(json.dumps(document))
+    scales = {f"model.layers.0.self_attn.{x}_scale": torch.tensor([0.5]) for x in "kv"}
+    _rewrite(folder, lambda tensors: tensors | scales)
+    expected, loaded = _load(FOLDERS[name]), _load(folder)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+
+
 @pytest.mark.parametrize("name", QUANTIZED_LLAMAS)
 def test_shards_equal_parts_of_the_weight(name, copy):
     # No bound is a multiple of what a format packs together.
