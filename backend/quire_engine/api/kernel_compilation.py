@@ -219,12 +219,12 @@ def _run_steps(model: CausalLM, capability: tuple[int, int]) -> None:
 
 
 def _create_cache(shape: ModelConfig, dtype: torch.dtype) -> KVCache:
-    layout = KVLayout.from_model(shape, shape.max_position_embeddings)
+    layout = KVLayout.from_model(shape, shape.max_length)
     return KVCache(shape, 1, _CONFIG.block_size, dtype, _DEVICE, layout=layout)
 
 
 def _steps(shape: ModelConfig) -> Iterator[list[ScheduledSpan]]:
-    max_length = min(shape.max_position_embeddings, _LONGEST_STEP)
+    max_length = min(shape.max_length, _LONGEST_STEP)
     yield from compile_steps(_CONFIG, max_length)
     span = partial(dummy_span, block_size=_CONFIG.block_size)
     yield [span(0, max_length - 1)]

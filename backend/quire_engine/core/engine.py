@@ -429,9 +429,11 @@ def check_max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
     """Return the maximum number of prompt and output tokens of a sequence.
 
     Raises:
-        ConfigError: max_model_len exceeds max_position_embeddings of the model.
+        ConfigError: max_model_len exceeds the limit of the model.
     """
-    limit = shape.max_position_embeddings
+    limit = shape.max_length
     if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(f"max_model_len: {config.max_model_len} exceeds the model's max_position_embeddings {limit}")
+        raise ConfigError(
+            f"max_model_len: {config.max_model_len} exceeds the model's limit {limit} ({shape.max_length_origin})"
+        )
     return config.max_model_len or limit

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 def choose_layout(config: EngineConfig, shape: ModelConfig) -> KVLayout:
     """Return the layout for a model; it is the same in the engine core and on all ranks."""
-    return KVLayout.from_model(shape, config.max_model_len or shape.max_position_embeddings, config.has_drafter)
+    return KVLayout.from_model(shape, config.max_model_len or shape.max_length, config.has_drafter)
 
 
 def num_host_blocks(config: EngineConfig, layout: KVLayout, block_bytes: int) -> int:

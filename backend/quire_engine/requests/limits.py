@@ -63,7 +63,7 @@ class RequestLimits:
     ) -> Self:
         """Return the limits of an engine's configuration and checkpoint."""
         detected = ParserNames.detect(templates.sources, tokenizer.added_tokens.values() if tokenizer else ())
-        max_model_len = config.max_model_len or model_config.max_position_embeddings
+        max_model_len = config.max_model_len or model_config.max_length
         longest_prompt_bytes = max_model_len * (tokenizer.max_token_bytes if tokenizer else 1)
         return cls(
             max_model_len=max_model_len,

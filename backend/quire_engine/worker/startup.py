@@ -75,7 +75,7 @@ class RunnerStartup:
         self._lora_bytes = lora_bytes
         self._run_step = run_step
         self._cache_dtype = resolve_cache_dtype(config, factory.dtype)
-        self._max_model_len = config.max_model_len or model.shape.max_position_embeddings
+        self._max_model_len = config.max_model_len or model.shape.max_length
         should_capture = graph_capture.should_capture(factory.device) and not config.has_drafter
         self._layout = layout_choice.choose_layout(config, model.shape)
         self._num_spare_blocks = 1 if should_capture else 0

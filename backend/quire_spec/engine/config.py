@@ -48,7 +48,7 @@ class EngineConfig:
 
     max_model_len: int | None = None
     """Maximum number of tokens of a request; the prompt and the output both count. None: the checkpoint's
-    max_position_embeddings."""
+    max_position_embeddings, which the rope types yarn and linear extend."""
 
     gpu_memory_utilization: float = 0.9
     """Fraction of the GPU's memory that the weights, the activations and the KV cache may use together."""

@@ -8,7 +8,7 @@ from typing import Any
 from quire_spec.errors import ConfigError, truncated_repr
 
 # No model needs larger numbers than these. The limits prevent overflows, because config.json is untrusted input.
-_MAX_INTEGER = 2**31 - 1
+MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = 1e15
 
 
@@ -45,7 +45,7 @@ class HFConfigReader:
         """Return the value of a key. It can have any type. The result is None if the key is absent."""
         return self._values.get(key)
 
-    def get_int(self, key: str, default: int | None = None, maximum: int = _MAX_INTEGER, minimum: int = 1) -> int:
+    def get_int(self, key: str, default: int | None = None, maximum: int = MAX_INTEGER, minimum: int = 1) -> int:
         """Return an integer from `minimum` (0 or 1) to `maximum`."""
         value = as_integer(self._get_value(key, default))
         if type(value) is not int or value < minimum:
@@ -106,7 +106,7 @@ class HFConfigReader:
         value = self._values.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
         items = [as_integer(item) for item in items]
-        if not all(type(item) is int and 0 <= item <= _MAX_INTEGER for item in items):
+        if not all(type(item) is int and 0 <= item <= MAX_INTEGER for item in items):
             raise self.error(key, value, "a token id or a list of token ids")
         return tuple(items)
 

@@ -43,6 +43,7 @@ class ModelConfig:
     """Number of elements of an embedding. The output projection has the same input size. This number differs from
     hidden_size only in some OPT models."""
     max_position_embeddings: int
+    """As in config.json. See `max_length`."""
     num_learned_positions: int
     """Number of rows that the table of learned positions has; 0 if positions are rotary."""
     ropes: tuple[RopeConfig, ...]
@@ -76,6 +77,22 @@ class ModelConfig:
     quantization: QuantizationScheme | None
     """Describes how the weights of linear layers are quantized in the checkpoint. None: they are not quantized."""
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def max_length(self) -> int:
+        """Largest number of tokens of a sequence. It is more than max_position_embeddings if the rope type of every
+        layer extends the context."""
+        lengths = [rope.max_length(self.max_position_embeddings) for rope in self.ropes if rope.rope_type != "none"]
+        return min(lengths, default=self.max_position_embeddings)
+
+    @property
+    def max_length_origin(self) -> str:
+        """The keys of config.json from which `max_length` comes, for messages."""
+        if self.max_length > self.max_position_embeddings:
+            return "max_position_embeddings and rope_scaling"
+        if any(rope.rope_type == "dynamic" for rope in self.ropes):
+            return "max_position_embeddings; rope type dynamic does not extend it, yarn and linear do"
+        return "max_position_embeddings"
 
     @property
     def architecture_info(self) -> Architecture:

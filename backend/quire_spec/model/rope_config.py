@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Self
 
 from quire_spec.errors import ConfigError
-from quire_spec.model.hf_config import HFConfigReader
+from quire_spec.model.hf_config import MAX_INTEGER, HFConfigReader
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -27,8 +27,8 @@ class RopeConfig:
     dim: int
     """Number of elements that are rotated, counted from the start of each head. The other elements are not changed."""
     factor: float = 1.0
-    """Context extension factor. The type `dynamic` applies it only to positions after max_position_embeddings. The
-    engine rejects such positions, so the factor has no effect."""
+    """Context extension factor. The type `dynamic` applies it only to sequences longer than max_position_embeddings.
+    The engine rejects such sequences, so the factor has no effect."""
     original_max_position: int = 0
     """original_max_position_embeddings: the context length that the model had before it was extended."""
     attention_factor: float = 1.0
@@ -59,6 +59,18 @@ class RopeConfig:
         """If a sequence is longer than this, all of its tokens use `long_factor`. None: the rope type is not
         longrope."""
         return self.original_max_position if self.rope_type == "longrope" else None
+
+    def max_length(self, max_positions: int) -> int:
+        """Return the largest number of tokens of a sequence, given max_position_embeddings.
+
+        As in vLLM, yarn and linear extend the context. Other files contain the extended length already. The type
+        `dynamic` does not extend it here: each token would change the frequencies of the keys before it.
+        """
+        if self.rope_type == "linear":
+            return max(max_positions, int(min(max_positions * self.factor, MAX_INTEGER)))
+        if self.rope_type == "yarn":
+            return max(max_positions, int(min(self.original_max_position * self.factor, MAX_INTEGER)))
+        return max_positions
 
     @classmethod
     def from_hf_config(

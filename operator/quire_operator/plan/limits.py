@@ -116,9 +116,9 @@ def check_context(inputs: PlannerInputs) -> None:
     Raises:
         Unplannable: maxModelLen exceeds the model's maximum, so the engine would reject it.
     """
-    requested, limit = inputs.engine.maxModelLen, inputs.model.shape.max_position_embeddings
+    requested, limit = inputs.engine.maxModelLen, inputs.model.shape.max_length
     if requested is not None and requested > limit:
-        fix = f"the model supports at most {limit} tokens (max_position_embeddings); lower it"
+        fix = f"the model supports at most {limit} tokens ({inputs.model.shape.max_length_origin}); lower it"
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"spec.engine.maxModelLen: {requested}: {fix}")
 
 
@@ -241,7 +241,7 @@ def loaded_weights_bytes(inputs: PlannerInputs, tp: int) -> int:
 
 def max_context(inputs: PlannerInputs) -> int:
     """Return the context length that the planner chooses if memory is sufficient."""
-    return inputs.engine.maxModelLen or min(inputs.model.shape.max_position_embeddings, MAX_DEFAULT_CONTEXT)
+    return inputs.engine.maxModelLen or min(inputs.model.shape.max_length, MAX_DEFAULT_CONTEXT)
 
 
 def min_context(inputs: PlannerInputs) -> int:

@@ -76,6 +76,26 @@ def test_numbers_without_a_fraction_are_integers():
     assert make_config(**as_doubles, eos_token_id=[2.0, 3]) == make_config(eos_token_id=[2, 3])
 
 
+@pytest.mark.parametrize(
+    ("architecture", "scaling", "length"),
+    [
+        ("LlamaForCausalLM", None, 512),
+        ("LlamaForCausalLM", {"type": "yarn", "factor": 4.0}, 2048),
+        ("LlamaForCausalLM", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ("LlamaForCausalLM", {"type": "yarn", "factor": 2.5, "original_max_position_embeddings": 100}, 512),
+        ("LlamaForCausalLM", {"type": "linear", "factor": 1.5}, 768),
+        ("LlamaForCausalLM", {"type": "linear", "factor": 1e15}, 2**31 - 1),
+        ("LlamaForCausalLM", {"type": "dynamic", "factor": 4.0}, 512),
+        ("SmolLM3ForCausalLM", {"type": "yarn", "factor": 2.0}, 1024),
+        # Layers with a sliding window keep the default rope type.
+        ("Gemma3ForCausalLM", {"rope_type": "linear", "factor": 8.0}, 512),
+    ],
+)
+def test_rope_scaling_extends_the_length(architecture, scaling, length):
+    extra = {"head_dim": 16, "num_key_value_heads": 4} | ({"num_hidden_layers": 8} if "Gemma" in architecture else {})
+    assert make_config(architecture, rope_scaling=scaling, **extra).max_length == length
+
+
 def test_yarn_factor_defaults_to_ratio_of_lengths():
     rope = make_config(rope_scaling={"type": "yarn", "original_max_position_embeddings": 64}).ropes[0]
     assert (rope.factor, rope.original_max_position) == (8.0, 64)
