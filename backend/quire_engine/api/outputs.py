@@ -21,6 +21,11 @@ class LoRARequest:
     """Ignored, because the content of the folder identifies an adapter. Exists for compatibility with vLLM."""
     lora_path: str
     """Folder with adapter_config.json and adapter_model.safetensors."""
+    base_model_name: str | None = field(default=None, kw_only=True, compare=False)
+    """Ignored, and so are the fields below. They exist for compatibility with vLLM."""
+    load_inplace: bool = field(default=False, kw_only=True, compare=False)
+    """The content of the folder is always checked."""
+    long_lora_max_len: int | None = field(default=None, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         field_types = (("lora_name", str), ("lora_int_id", int), ("lora_path", str | os.PathLike))

@@ -279,6 +279,18 @@ def test_rejects_a_context_longer_than_the_model_supports():
     )
 
 
+def test_accepts_a_context_that_rope_scaling_extends():
+    spec = "lora: {maxLoaded: 0}\nengine: {maxModelLen: 65536}"
+    inputs = planner_inputs("qwen", H100, spec)
+    yarn = dataclasses.replace(inputs.model.shape.ropes[0], rope_type="yarn", factor=2.0, original_max_position=32768)
+    shape = dataclasses.replace(inputs.model.shape, ropes=(yarn,) * inputs.model.shape.num_layers)
+    model = dataclasses.replace(inputs.model, shape=shape)
+    assert planner.make_plan(dataclasses.replace(inputs, model=model)).maxModelLen.value == 65536
+    engine = dataclasses.replace(inputs.engine, maxModelLen=65537)
+    with pytest.raises(Unplannable, match=r"at most 65536 tokens \(max_position_embeddings and rope_scaling\)"):
+        planner.make_plan(dataclasses.replace(inputs, model=model, engine=engine))
+
+
 def test_from_json_rejects_invalid_plans():
     body = plan_for("8b", L4).to_json()
     for name in body:

@@ -79,11 +79,11 @@ def read_adapter(
         InvalidArgument: the folder contains no adapter for this model, or the adapter cannot be served.
     """
     try:
-        config = PeftConfig.load(folder / CONFIG_FILE, max_rank)
+        config = PeftConfig.load(folder / CONFIG_FILE)
         path = _find_weights(folder)
         _check_size(path, shape, max_rank)
         with open_safetensors(path) as file:
-            return _read_tensors(file, config, shape, dtype, shard, checkpoint)
+            return _read_tensors(file, config, shape, max_rank, dtype, shard, checkpoint)
     except SafetensorError as error:
         raise InvalidArgument(f"adapter {str(folder)!r}: {WEIGHTS_FILE} is not a safetensors file: {error}") from error
     except OSError as error:
@@ -128,6 +128,7 @@ def _read_tensors(
     file: SafetensorsReader,
     config: PeftConfig,
     shape: ModelConfig,
+    max_rank: int,
     dtype: torch.dtype,
     shard: TensorParallelShard | None,
     checkpoint: Path | None,
@@ -138,7 +139,11 @@ def _read_tensors(
     sizes = linear_sizes(shape) | vocab_module_sizes(shape)
     for module, names in ab_pairs.items():
         d_in, d_out = sizes[module.path]
-        rank = config.rank(module.name)
+        if (rank := config.rank(module.name)) > max_rank:
+            raise InvalidArgument(
+                f"rank {rank} exceeds max_lora_rank {max_rank}; raise it (spec.lora.maxRank of an LLMService) or "
+                "train with a smaller rank"
+            )
         _check_tensor(file, names["A"], (rank, d_in))
         _check_tensor(file, names["B"], (d_out, rank))
     for name, module in base_copies.items():
@@ -266,6 +271,8 @@ def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
             f"tensor {tensor_name[:200]!r}: layer {layer} is a mixture of experts, and an adapter can change "
             f"only its linear layers {paths}; train the adapter without experts and router"
         )
+    if tensor_name.endswith(".bias"):
+        return f"tensor {tensor_name[:200]!r}: biases were trained; train the adapter with bias 'none'"
     paths = ", ".join(shape.architecture_info.linears)
     return (
         f"tensor {tensor_name[:200]!r} is not a LoRA matrix of a linear layer; the linear layers of "

@@ -70,17 +70,16 @@ class PeftConfig:
     """The modules that were adapted."""
 
     @classmethod
-    def load(cls, path: Path, max_rank: int) -> Self:
+    def load(cls, path: Path) -> Self:
         """Read adapter_config.json.
 
         Raises:
-            InvalidArgument: the file cannot be read, is not a LoRA config, uses an unsupported feature, or exceeds
-                `max_rank`.
+            InvalidArgument: the file cannot be read, is not a LoRA config, or uses an unsupported feature.
         """
         values = _read_json_object(path)
         _check_fields(values)
         matcher = RegexMatcher()
-        config = cls(
+        return cls(
             r=_positive_int("r", values.get("r", 8)),
             lora_alpha=_number("lora_alpha", values.get("lora_alpha", 8)),
             use_rslora=_flag("use_rslora", values.get("use_rslora")),
@@ -89,13 +88,6 @@ class PeftConfig:
             ensure_weight_tying=_flag("ensure_weight_tying", values.get("ensure_weight_tying")),
             target_modules=TargetModules.from_config(values, matcher),
         )
-        largest = max(config.r, int(config.rank_pattern.max_value))
-        if largest > max_rank:
-            raise InvalidArgument(
-                f"rank {largest} exceeds max_lora_rank {max_rank}; raise it (spec.lora.maxRank of an LLMService) or "
-                "train with a smaller rank"
-            )
-        return config
 
     def rank(self, module: str) -> int:
         """Return the LoRA rank of a module, given its path in the model."""
@@ -124,10 +116,9 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 def _check_fields(values: Mapping[str, Any]) -> None:
     if values.get("peft_type") != "LORA":
         raise InvalidArgument(f"peft_type {truncated_repr(values.get('peft_type'))} is not supported; use 'LORA'")
-    if values.get("bias", "none") != "none":
-        raise InvalidArgument(
-            f"bias {truncated_repr(values['bias'])} is not supported, because biases were trained; use 'none'"
-        )
+    # If biases were trained, the file contains them, and the reader rejects their tensors.
+    if values.get("bias", "none") not in ("none", "all", "lora_only"):
+        raise InvalidArgument(f"bias {truncated_repr(values['bias'])} is not supported; use 'none'")
     init_method = values.get("init_lora_weights", True)
     if not any(
         init_method is known or (isinstance(known, str) and init_method == known) for known in SUPPORTED_INITIALIZATIONS
@@ -140,7 +131,8 @@ def _check_fields(values: Mapping[str, Any]) -> None:
     for name in sorted(set(values) - known):
         if values[name] in (None, False, [], {}, ""):
             continue
-        reason = UNSUPPORTED_FIELDS.get(name, "the field is unknown to this version")
+        unknown = "the field is unknown to this version; remove it if it only describes the training"
+        reason = UNSUPPORTED_FIELDS.get(name, unknown)
         raise InvalidArgument(f"{truncated_repr(name)} {truncated_repr(values[name])} is not supported: {reason}")
 
 

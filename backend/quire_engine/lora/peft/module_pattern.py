@@ -37,11 +37,6 @@ class ModulePattern:
             self._plain_keys[len(text)].append((index, mask, value, key.startswith("^")))
         self._indexes: dict[str, int | None] = {}
 
-    @property
-    def max_value(self) -> float:
-        """The largest value, or 0."""
-        return max(self._values, default=0)
-
     def get(self, path: str, default: float) -> float:
         """Return the value for a module.
 

@@ -334,7 +334,7 @@ def test_rejects_a_folder_instead_of_the_weights_file(adapter, shape):
 
 def test_rank_pattern_matches_by_pefts_rule(adapter):
     _configure(adapter, r=8, rank_pattern={"^model.layers.0": 1, "q_proj": 2, "model.layers.1.*": 3, "proj": 4})
-    config = PeftConfig.load(adapter / CONFIG_FILE, MAX_RANK)
+    config = PeftConfig.load(adapter / CONFIG_FILE)
     assert config.rank("model.layers.0.self_attn.q_proj") == 2
     assert config.rank("model.layers.1.self_attn.k_proj") == 3
     # "proj" would have to match the whole last name.

@@ -78,6 +78,9 @@ ROWS = [
     _honoured("layers_pattern", target_modules=["o_proj"], layers_to_transform=[0], layers_pattern="layers"),
     _honoured("lora_dropout", lora_dropout=0.5),
     _honoured("bias", bias="none"),
+    _honoured("bias", bias="all"),
+    _honoured("bias", bias="lora_only"),
+    _honoured("r", r=64, rank_pattern={".*_proj": 8}),
     _honoured("init_lora_weights", init_lora_weights=False),
     _honoured("init_lora_weights", init_lora_weights="gaussian"),
     _honoured("init_lora_weights", init_lora_weights="orthogonal"),
@@ -98,8 +101,6 @@ ROWS = [
     _ignored("lora_ga_config", {"direction": "ArB2r"}),
     _ignored("qalora_group_size", 8),
     _ignored("runtime_config", {"ephemeral_gpu_offload": False}),
-    _refused("bias", bias="lora_only"),
-    _refused("bias", bias="all"),
     _refused("modules_to_save", target_modules=["q_proj"], modules_to_save=["lm_head"]),
     _refused("init_lora_weights", init_lora_weights="pissa"),
     _refused("init_lora_weights", init_lora_weights="olora"),
@@ -142,6 +143,7 @@ SERVED = [row for row in ROWS if row.verdict != "refused"]
 REFUSED = [row for row in ROWS if row.verdict == "refused"]
 
 
+@pytest.mark.filterwarnings("ignore:Careful, disabling adapter layers with bias")
 @pytest.mark.parametrize("row", SERVED, ids=_names(SERVED))
 def test_logits_equal_peft(row, served_model, tmp_path):
     checkpoint, engine = served_model
@@ -254,6 +256,14 @@ def test_rejects_shared_adapters_of_tied_weights(served_model, tmp_path):
         engine.read_adapter(folder)
 
 
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_trained_biases_are_rejected(bias, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "model", "llama-biases")
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", bias=bias)
+    with pytest.raises(InvalidArgument, match=r"bias': biases were trained; train the adapter with bias 'none'"):
+        _engine(checkpoint).read_adapter(adapter)
+
+
 def test_every_field_of_peft_has_a_row():
     assert {field.name for field in dataclasses.fields(LoraConfig)} == {row.field for row in ROWS}
 
@@ -266,6 +276,7 @@ def test_documentation_contains_this_table():
     tested: dict[str, set[str]] = {}
     for row in ROWS:
         tested.setdefault(row.field, set()).add(row.verdict)
-    # This one depends on the model.
+    # These depend on the model.
     tested["ensure_weight_tying"].add("refused")
+    tested["bias"].add("refused")
     assert documented == tested
