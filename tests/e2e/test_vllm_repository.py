@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quire serve --vllm-repository` serves repositories in the shape of NVIDIA's samples without an edit."""
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ ARGUMENTS = {
     "disable_log_requests": "true",
     "tensor_parallel_size": "1",
     "enable_lora": "true",
-    "max_loras": 2,
+    "max_cpu_loras": 2,
     "max_lora_rank": 32,
     "device": "cpu",
     "dtype": "float32",
@@ -30,16 +32,30 @@ ARGUMENTS = {
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository with a model of two versions, relative adapter paths, and a model of another backend."""
+    """A repository with a model of two versions, an adapter in the hub's cache, another adapter, and a model of another
+    backend."""
     for version, arguments in (("1", {"model": "/old"}), ("2", ARGUMENTS)):
         folder = tmp_path / "repository/llama" / version
         folder.mkdir(parents=True)
         (folder / "model.json").write_text(json.dumps(arguments))
     (folder / "loras").symlink_to(EXAMPLES / "adapters")
-    write_adapters(folder.parent, {"pirate": "loras/pirate", "sql": "./loras/sql"})
+    snapshot = hub_snapshot(EXAMPLES / "adapters/pirate", tmp_path / "hub/models--org--pirate")
+    write_adapters(folder.parent, {"pirate": str(snapshot), "sql": "./loras/sql"})
     (folder.parent / "config.pbtxt").write_text('backend: "vllm"\ninstance_group [{count: 1 kind: KIND_MODEL}]\n')
     write_plain(tmp_path / "repository", "embedder")
     return tmp_path / "repository"
+
+
+def hub_snapshot(folder: Path, repository: Path) -> Path:
+    """Copy a folder in the form in which huggingface_hub caches it, and return the snapshot: links to blobs."""
+    snapshot = repository / "snapshots/0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for file in folder.iterdir():
+        blob = repository / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        shutil.copyfile(file, blob)
+        (snapshot / file.name).symlink_to(f"../../blobs/{blob.name}")
+    return snapshot
 
 
 def write_adapters(model: Path, adapters: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from quire_spec.dataclass_json import read_json_object
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError, InvalidArgument
-from quire_spec.model.hf_config import as_integer
 
 _SAMPLING_FIELDS_BY_HF_NAME = {
     "repetition_penalty": "repetition_penalty",
@@ -38,7 +37,7 @@ def load_default_sampling_params(folder: Path, source: str = "auto") -> Sampling
         raise ConfigError(f"generation_config: {str(path)!r} does not exist; give auto, vllm, or another folder")
     config = read_json_object(path) if path.exists() else {}
     values = {
-        field_name: as_integer(config[hf_name])
+        field_name: config[hf_name]
         for hf_name, field_name in _SAMPLING_FIELDS_BY_HF_NAME.items()
         if config.get(hf_name) is not None
     }

@@ -47,7 +47,7 @@ class HFConfigReader:
 
     def get_int(self, key: str, default: int | None = None, maximum: int = MAX_INTEGER, minimum: int = 1) -> int:
         """Return an integer from `minimum` (0 or 1) to `maximum`."""
-        value = as_integer(self._get_value(key, default))
+        value = _as_integer(self._get_value(key, default))
         if type(value) is not int or value < minimum:
             raise self.error(key, value, "a positive integer" if minimum else "0 or a positive integer")
         if value > maximum:
@@ -88,7 +88,7 @@ class HFConfigReader:
     def get_int_list(self, key: str) -> tuple[int, ...]:
         """Return a list of integers."""
         value = self._get_value(key, None)
-        items = [as_integer(item) for item in value] if isinstance(value, list) else [value]
+        items = [_as_integer(item) for item in value] if isinstance(value, list) else [value]
         if not isinstance(value, list) or not all(type(item) is int for item in items):
             raise self.error(key, value, "a list of integers")
         return tuple(items)
@@ -105,7 +105,7 @@ class HFConfigReader:
         absent, the result is empty."""
         value = self._values.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
-        items = [as_integer(item) for item in items]
+        items = [_as_integer(item) for item in items]
         if not all(type(item) is int and 0 <= item <= MAX_INTEGER for item in items):
             raise self.error(key, value, "a token id or a list of token ids")
         return tuple(items)
@@ -131,6 +131,6 @@ class HFConfigReader:
         return value
 
 
-def as_integer(value: Any) -> Any:
+def _as_integer(value: Any) -> Any:
     """Return a number without a fraction as an int, and other values unchanged. JSON does not distinguish 2 and 2.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -33,6 +33,7 @@ SITES = {
     "q, k and v": (LoRATarget(40, (70, 33, 33)), [(16, 16, 16), (1, 0, 7), (0, 0, 0), (24, 17, 2)]),
     "one slice, several planes": (LoRATarget(1100, (135,)), [(16,), (3,), (0,), (24,)]),
     "gate and up": (LoRATarget(64, (64, 64)), [(8, 8), (5, 24), (0, 2), (16, 0)]),
+    "the largest and the smallest rank": (LoRATarget(64, (40,)), [(512,), (1,), (320,), (16,)]),
     "ranks above what is multiplied at once": (LoRATarget(64, (40,)), [(70,), (64,), (130,), (16,)]),
 }
 SLOTS = torch.tensor([-1] * 3 + [0] * 9 + [1] + [2] * 2 + [3] * 20)
