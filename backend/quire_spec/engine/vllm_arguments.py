@@ -35,6 +35,8 @@ _IGNORED_ARGUMENTS = frozenset(
         *("scheduler_delay_factor", "num_lookahead_slots", "disable_mm_preprocessor_cache", "limit_mm_per_prompt"),
         *(
             "fully_sharded_loras",
+            "default_mm_loras",
+            "enable_tower_connector_lora",
             "lora_extra_vocab_size",
             "served_model_name",
             "guided_decoding_backend",
@@ -63,6 +65,7 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "qlora_adapter_name_or_path": ((None,), "list the adapter in multi_lora.json"),
     "long_lora_scaling_factors": ((None,), "use an adapter that was trained without long LoRA"),
     "lora_dtype": (("auto",), "adapters always use the dtype of the model; remove the argument"),
+    "lora_target_modules": ((None, []), "each adapter changes the modules in its own target_modules"),
     "task": ((None, "auto", "generate"), "this engine only generates"),
     "runner": (("auto", "generate"), "this engine only generates"),
     "convert": (("auto", "none"), "this engine only generates"),

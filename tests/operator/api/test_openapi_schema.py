@@ -39,7 +39,10 @@ INVALID = [
         {"spec.lora.qqq": 8},
         "spec.lora.qqq: unknown field; known fields: maxCached, maxCachedMemory, maxLoaded, maxRank",
     ),
-    ({"spec.lora.maxRank": 12}, "spec.lora.maxRank: 12: must be one of 8, 16, 32, 64, 128, 256; use one of these"),
+    (
+        {"spec.lora.maxRank": 12},
+        "spec.lora.maxRank: 12: must be one of 1, 8, 16, 32, 64, 128, 256, 320, 512; use one of these",
+    ),
     ({"spec.lora.maxLoaded": -1}, "spec.lora.maxLoaded: -1: must be at least 0; raise it"),
     ({"spec.lora.maxLoaded": 257}, "spec.lora.maxLoaded: 257: must be at most 256; lower it"),
     (

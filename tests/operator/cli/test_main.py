@@ -54,7 +54,8 @@ def test_validate_prints_one_line_for_each_problem_and_checks_all_files(tmp_path
         f"{tmp_path}/wrong.yaml:9: spec.devise: unknown field; did you mean device? Known fields: adapters, "
         "annotations, autoscaling, cache, device, disruption, engine, gpu, jobs, labels, lora, model, networking, "
         "observability, openai, paused, podTemplate, replicas, rollout, runtime, security",
-        f"{tmp_path}/wrong.yaml:13: spec.lora.maxRank: 12: must be one of 8, 16, 32, 64, 128, 256; use one of these",
+        f"{tmp_path}/wrong.yaml:13: spec.lora.maxRank: 12: must be one of 1, 8, 16, 32, 64, 128, 256, 320, 512; "
+        "use one of these",
         f"{tmp_path}/none.yaml: No such file or directory; give the path of a YAML file, or - for standard input",
         f"{EXAMPLE}: ok (LLMService tales)",
     ]
@@ -71,7 +72,7 @@ def test_validate_reads_standard_input_and_prints_json():
         (15, "spec.devise", None),
         (19, "spec.lora.maxRank", 12),
     ]
-    assert report["problems"][1]["rule"] == "must be one of 8, 16, 32, 64, 128, 256"
+    assert report["problems"][1]["rule"] == "must be one of 1, 8, 16, 32, 64, 128, 256, 320, 512"
     assert report["problems"][1]["fix"] == "use one of these"
 
 
