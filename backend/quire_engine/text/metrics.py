@@ -57,6 +57,7 @@ class RequestMetrics:
         self._create_gauges()
         self._create_counters()
         self._create_histograms(_token_buckets(max_model_len))
+        self.set_core_connected(False)
 
     def set_active_adapters(self, running: Iterable[str], waiting: Iterable[str]) -> None:
         """Set the names of the adapters in use: those that running requests use, and those that waiting requests
@@ -66,7 +67,8 @@ class RequestMetrics:
         # Only one series is kept. Readers use only the newest one, and the series of old combinations of names would
         # never disappear by themselves.
         self._lora_requests_info.clear()
-        labels = (str(self._config.max_loras), ",".join(sorted(waiting)), ",".join(sorted(running)))
+        max_lora = self._config.max_loras if self._core_connected.value else 0
+        labels = (str(max_lora), ",".join(sorted(waiting)), ",".join(sorted(running)))
         self._lora_requests_info.labels(*labels).set(time.time())
 
     def record_rejected(self, code: str) -> None:
@@ -138,8 +140,8 @@ class RequestMetrics:
     def set_core_connected(self, connected: bool) -> None:
         """Record that the engine core connected or disconnected. The counters of a new core start at zero.
 
-        Without a core, the KV cache is shown as full, and a whole batch as waiting. Endpoint pickers read neither
-        readiness nor quire_core_connected, and would prefer a pod that looks idle.
+        Without a core, the KV cache is shown as full, a whole batch as waiting, and `max_lora` as 0. Endpoint pickers
+        do not read quire_core_connected, and would prefer a pod that looks idle or has room for another adapter.
         """
         self._core_connected.set(connected)
         self._last_stats = SchedulerStats()

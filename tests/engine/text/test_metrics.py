@@ -17,7 +17,10 @@ from quire_spec.protocol.messages import AdapterEvent, SchedulerStats, SequenceD
 
 @pytest.fixture
 def metrics() -> RequestMetrics:
-    return RequestMetrics(EngineConfig("m", enable_lora=True, max_loras=4), "base", 4096)
+    """Of a process that is connected to its core."""
+    metrics = RequestMetrics(EngineConfig("m", enable_lora=True, max_loras=4), "base", 4096)
+    metrics.set_core_connected(True)
+    return metrics
 
 
 def samples(metrics: RequestMetrics) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -209,15 +212,25 @@ def test_adapter_event_is_counted_for_each_name_once_the_adapter_has_one(metrics
     assert value(metrics, "quire_adapter_evictions_total", adapter="a") == 1
 
 
-def test_pod_without_a_core_looks_full(metrics: RequestMetrics) -> None:
-    """Endpoint pickers send requests to the pod that looks idle."""
-    for connected, waiting, usage in ((True, 0, 0), (False, 64, 1), (True, 0, 0)):
-        metrics.set_core_connected(connected)
+def test_pod_without_a_core_looks_full() -> None:
+    """Endpoint pickers send requests to the pod that looks idle, or has room for the adapter."""
+    metrics = RequestMetrics(EngineConfig("m", enable_lora=True, max_loras=4), "base", 4096)
+
+    def expect(waiting: int, usage: float, max_lora: str) -> None:
+        metrics.set_active_adapters(running=[], waiting=[])
         assert value(metrics, "vllm:num_requests_waiting") == waiting
         assert value(metrics, "vllm:kv_cache_usage_perc") == usage
+        ((labels, _),) = samples(metrics)["vllm:lora_requests_info"]
+        assert labels["max_lora"] == max_lora
+
+    full, idle = (64, 1, "0"), (0, 0, "4")
+    expect(*full)
+    for connected in (True, False, True):
+        metrics.set_core_connected(connected)
+        expect(*(idle if connected else full))
     metrics.record_core_stats(SchedulerStats(num_running=2, num_waiting=1, num_blocks=4, num_used_blocks=1))
     metrics.set_core_connected(False)
-    assert value(metrics, "vllm:num_requests_waiting") == 64
+    expect(*full)
 
 
 def test_series_of_an_adapter_exist_before_its_first_request(metrics: RequestMetrics) -> None:
