@@ -42,6 +42,8 @@ FIELDS = {".".join(part for part in path if part not in ("[]", "*")): node for p
 CHART_VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 REASONS = {str(reason) for reason in chain(Reason, FitReason, UnplannableReason, EventReason)}
 REASON_SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^##|\Z)", TROUBLESHOOTING, re.MULTILINE | re.DOTALL))
+FILES_OF_OTHER_PROGRAMS = ({"rules"}, {"retry_policy"}, {"circuit_breakers", "load_balancing_policy"})
+"""Fields of configuration files of a metrics adapter and of Envoy."""
 REASON_ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
 
 
@@ -80,10 +82,13 @@ def test_yaml_is_accepted_by_an_api_server(text):
         if body.get("kind") == "LLMService":
             assert [str(problem) for problem in crd.validate(body).problems] == []
             assert rendered(body)
+        elif body.get("kind") == "EndpointPickerConfig":
+            declared = {plugin["type"] for plugin in body.pop("plugins")}
+            assert {*re.findall(r"'pluginRef': '(.*?)'", str(body))} <= declared
         elif "kind" in body:
             kubernetes_validate.validate(body, "1.37", strict=True)
         else:
-            assert set(body) == {"rules"}, "a configuration file of another program"
+            assert set(body) in FILES_OF_OTHER_PROGRAMS
 
 
 def rendered(body):
