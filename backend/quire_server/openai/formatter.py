@@ -5,16 +5,16 @@ the fields that all responses share."""
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
 from quire_server.openai.generation import DONE, KEEP_ALIVE, Choice, Deltas, Generation
+from quire_server.version import VERSION
 from quire_spec.protocol.messages import OutputDelta
 
 encode = msgspec.json.Encoder().encode
-SYSTEM_FINGERPRINT = f"quire-{version('quire-llm')}"
+SYSTEM_FINGERPRINT = f"quire-{VERSION}"
 """Value of the field system_fingerprint. As in vLLM, the field is part of complete responses, and of the last event of
 each choice."""
 

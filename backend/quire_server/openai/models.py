@@ -2,7 +2,6 @@
 """The GET routes for health, version and metrics, and for the list of models that requests can name."""
 
 import time
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ from quire_server.openai.errors import ApiError
 from quire_server.openai.http.message import HttpRequest, Reply, Response
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
+from quire_server.version import VERSION
 from quire_spec.dataclass_json import to_json
 
 _METRICS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -50,7 +50,7 @@ class Models:
 
     async def version(self, request: HttpRequest) -> Reply:
         """GET /version."""
-        return Response(msgspec.json.encode({"version": version("quire-llm")}))
+        return Response(msgspec.json.encode({"version": VERSION}))
 
     async def load(self, request: HttpRequest) -> Reply:
         """GET /load: return the number of requests that are open in this front, as vLLM does."""
@@ -59,7 +59,7 @@ class Models:
     async def server_info(self, request: HttpRequest) -> Reply:
         """GET /server_info: return the version and the configuration of the engine. The names are vLLM's engine
         arguments."""
-        info = {"version": version("quire-llm"), "vllm_config": to_json(self._engine_config)}
+        info = {"version": VERSION, "vllm_config": to_json(self._engine_config)}
         return Response(msgspec.json.encode(info))
 
     async def metrics(self, request: HttpRequest) -> Reply:

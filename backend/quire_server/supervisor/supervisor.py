@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import time
-from importlib.metadata import version
 from typing import Any
 
 import aiohttp
@@ -22,6 +21,7 @@ from quire_server.supervisor.managed_process import StartupFailed
 from quire_server.supervisor.other_models import OtherModels
 from quire_server.supervisor.process_manager import ProcessManager
 from quire_server.supervisor.settings import SupervisorSettings
+from quire_server.version import VERSION
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.documents.pod_status import AdapterState, PodStatus, ProcessState
 from quire_spec.errors import QuireError
@@ -92,7 +92,7 @@ class Supervisor:
         core, text = handles.core, handles.text
         adapters = self._adapter_manager.statuses()
         return PodStatus(
-            version=version("quire-llm"),
+            version=VERSION,
             served_name=self._settings.config.servedName,
             ready=not reason,
             reason=reason,

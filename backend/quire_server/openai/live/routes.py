@@ -16,7 +16,6 @@ import re
 import time
 from collections.abc import AsyncGenerator
 from importlib import resources
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ import msgspec
 from quire_server.openai.errors import ApiError
 from quire_server.openai.http.message import EventStream, HttpRequest, Reply, Response
 from quire_server.openai.text_client import TextClient
+from quire_server.version import VERSION
 from quire_spec.errors import QuireError
 
 PAGE = "live.html"
@@ -97,7 +97,7 @@ class Live:
         except QuireError as error:
             # The page stays open, and shows why the state is not available.
             snapshot = {"unavailable": str(error)}
-        return {"time": time.time(), "version": version("quire-llm"), **snapshot}
+        return {"time": time.time(), "version": VERSION, **snapshot}
 
 
 def content_security_policy(page: bytes) -> bytes:
