@@ -123,7 +123,9 @@ class HttpRouteSpec:
     """Scheme of status.address.external. Default https, because TLS usually ends at the Gateway."""
     port: str = schema_field("openai", enum=("openai", "http"))
     """Port of the Service that gets the requests. If inferencePool is set, the pool gets them. Default openai."""
-    requestTimeout: str | None = schema_field(None, min_length=2, max_length=6, pattern="^([0-9]{1,5})(ms|s|m|h)$")
+    requestTimeout: str | None = schema_field(
+        None, min_length=2, max_length=28, pattern="^([0-9]{1,5}(h|m|s|ms)){1,4}$"
+    )
     """Time limit of a request including its stream, such as 10m; 0s turns the limit off. Default: that of the
     gateway."""
 

@@ -79,7 +79,7 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "use a value such as team-a",
     ),
     HOSTNAME: ("must be a host name in lower case, which can begin with *.", "write it like llm.example"),
-    r"^([0-9]{1,5})(ms|s|m|h)$": ("must be a duration", "write it like 30s or 10m"),
+    r"^([0-9]{1,5}(h|m|s|ms)){1,4}$": ("must be a duration", "write it like 30s or 1h30m"),
     PERCENTAGE: ("must be a number or a percentage", 'write it like 1 or "25%"'),
     QUANTITY_OF_RESOURCE: ("must be a quantity", 'write it like "500m" or "2Gi", with the quotes'),
     r"^[1-9][0-9]*(\.[0-9]+)?m?$": ("must be a number of cores", 'write it like "4" or "1500m", with the quotes'),

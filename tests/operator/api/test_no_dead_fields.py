@@ -193,7 +193,7 @@ TEXTS = {
     "region": ["other"], "maxBodySize": ["4Mi"], "corsAllowedOrigins": ["*"], "value": ["other"],
     "suffixDecodingMaxSpecFactor": ["4.0"], "suffixDecodingMinTokenProb": ["0.3"],
     "requests": ["7"], "limits": ["7"],
-    "hostnames": ["other.example"], "requestTimeout": ["1h"],
+    "hostnames": ["other.example"], "requestTimeout": ["1h30m"],
     "serverArgs": ["http-thread-count=5"],
 }  # fmt: skip
 

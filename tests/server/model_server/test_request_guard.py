@@ -180,6 +180,14 @@ def test_ambiguous_requests_are_rejected(scanner_library: ctypes.CDLL, head: str
     assert found is not None and error in found
 
 
+def test_an_empty_line_is_refused_at_the_start_only(scanner_library):
+    """The server would never answer."""
+    request = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+    for line in (b"\r\n", b"\n"):
+        assert scan(scanner_library, line + request)[0] == "request line: is empty"
+        assert scan(scanner_library, request + line + request) == (None, True)
+
+
 @pytest.mark.parametrize(
     "value", ["gzip, deflate, br, zstd", "gzip;q=0.5, *;q=0", "gzip ; q=1.000 ,br;Q=0.123", "*", ""]
 )

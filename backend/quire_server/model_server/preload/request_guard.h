@@ -39,6 +39,7 @@ typedef struct {
   time_t started_at; // when the first byte of the request arrived; 0 before that. preload.c sets it.
   uint32_t head_bytes, pieces, line_bytes;
   uint8_t after_cr, has_length, is_chunked, is_version_1_0;
+  uint8_t had_request; // true after the first request line of the connection
   uint8_t is_local; // true if the port listens on this machine only
   char line[LINE_PREFIX_BYTES + 1];
   char line_end[10]; // the last bytes of the request line, for its version
@@ -166,7 +167,10 @@ static void start_connection(RequestScanner *s, uint64_t max_body_bytes, int is_
   s->is_local = is_local != 0;
 }
 
-static void start_request(RequestScanner *s) { start_connection(s, s->max_body_bytes, s->is_local); }
+static void start_request(RequestScanner *s) {
+  start_connection(s, s->max_body_bytes, s->is_local);
+  s->had_request = 1;
+}
 
 static int is_between_requests(const RequestScanner *s) { return s->phase == REQUEST_LINE && s->line_bytes == 0; }
 
@@ -185,8 +189,11 @@ static const char *end_of_line(RequestScanner *s) {
   int is_empty = s->line_bytes == 0;
   switch (s->phase) {
   case REQUEST_LINE:
-    // Empty lines before a request are allowed.
-    if (!is_empty && (error = end_of_request_line(s)) == NULL) s->phase = HEADERS;
+    // Some clients send an empty line after a request. After an empty line at its start, a connection never answers.
+    if (is_empty && !s->had_request)
+      error = "request line: is empty";
+    else if (!is_empty && (error = end_of_request_line(s)) == NULL)
+      s->phase = HEADERS;
     break;
   case HEADERS:
     if (!is_empty)
