@@ -123,6 +123,7 @@ class Family(Generic[SeriesT]):
         self._documentation = documentation
         self._label_names = tuple(label_names)
         self._series: dict[tuple[str, ...], SeriesT] = {}
+        self._own_head = self._head(name)
 
     def labels(self, *values: str) -> SeriesT:
         """Return the series with these label values; create it if it does not exist."""
@@ -146,7 +147,7 @@ class Family(Generic[SeriesT]):
 
     def text(self) -> str:
         """Return the head and all series."""
-        return self._head(self.name) + "".join([series.text() for series in self._series.values()])
+        return self._own_head + "".join([series.text() for series in self._series.values()])
 
     def renamed_text(self, rename: Rename) -> str:
         """Return the text with the names and labels that `rename` returns."""
