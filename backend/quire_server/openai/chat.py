@@ -82,6 +82,8 @@ class ChatCompletions:
         fields, sampling_values = parse_fields(document, ChatFields)
         fields.tools, fields.tool_choice = apply_allowed_tools(fields.tools, fields.tool_choice)
         chat = build_conversation(fields)
+        # Only the last message is needed again, for `echo`.
+        fields.messages = fields.messages[-1:]
         parsing = output_parsing(
             normalize_tools(fields.tools), fields.tool_choice, fields.parallel_tool_calls, fields.separate_reasoning
         )

@@ -37,7 +37,7 @@ class Completions:
     async def handle(self, request: HttpRequest) -> Reply:
         """Answer a request."""
         fields, sampling_values = parse_fields(await request.json_object(), CompletionFields)
-        prompts = parse_prompts(fields.prompt)
+        prompts, fields.prompt = parse_prompts(fields.prompt), None
         # The engine always generates at least one token. If the request needs only the prompt, this token is dropped.
         omits_output = fields.echo and sampling_values.get("max_tokens") == 0
         if omits_output:

@@ -99,6 +99,7 @@ class Generation:
             )
         self._api_key_name = http_request.api_key_name
         self._client = http_request.api_key_name or http_request.address
+        self._release_body = http_request.release_body
         self._cache_salt = http_request.salt_cache(fields.cache_salt)
         self._num_input_tokens = [0] * (len(prompts) * copies)
         self._num_cached_tokens = [0] * (len(prompts) * copies)
@@ -127,9 +128,11 @@ class Generation:
         Raises:
             ApiError: the request failed.
         """
-        requests = self._engine_requests(client, return_prompt_token_ids)
         num_outputs, choices = self.params.n, self.choices
-        with OutputStream(client, requests, self.fields.stream_interval) as stream:
+        engine_requests = self._engine_requests(client, return_prompt_token_ids)
+        with OutputStream(client, engine_requests, self.fields.stream_interval) as stream:
+            del engine_requests
+            self._drop_prompts()
             while not stream.is_complete:
                 deltas = await stream.next(KEEP_ALIVE_S)
                 for request_index, delta in deltas:
@@ -150,6 +153,13 @@ class Generation:
             "completion_tokens": num_output,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens[:: self.copies])},
         }
+
+    def _drop_prompts(self) -> None:
+        """Drop the prompts that the text process has now, and release the body of the HTTP request. A response with
+        `echo` repeats its prompts."""
+        if not self.fields.echo:
+            self.prompts = [Prompt()] * len(self.prompts)
+        self._release_body()
 
     def _engine_requests(self, client: TextClient, return_prompt_token_ids: bool) -> list[GenerateRequest]:
         fields = self.fields

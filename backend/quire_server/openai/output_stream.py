@@ -28,7 +28,7 @@ class OutputStream:
         """In a stream, a delta contains `stream_interval` tokens. The first token and the end of an output are returned
         without waiting for more tokens."""
         self._client = client
-        self._requests = requests
+        self._requests: Sequence[GenerateRequest] = requests
         self._index_by_id = {request.id: i for i, request in enumerate(requests)}
         self._pending: list[tuple[int, OutputDelta]] = []
         self._num_pending_tokens = 0
@@ -43,6 +43,8 @@ class OutputStream:
     def __enter__(self) -> Self:
         for request in self._requests:
             self._client.submit(request, self.push)
+        # Prompts can be large, and a stream can take minutes.
+        self._requests = ()
         return self
 
     def __exit__(

@@ -415,7 +415,9 @@ def test_a_template_that_takes_too_long_is_killed_and_others_are_served(chat, ch
     while thread.is_alive():
         chat_client.chat.completions.create(**GREEDY | {"max_tokens": 1})
         assert chat.request("/health").status == 200
-    assert answers[0].status == 400 and "more than 5 s of CPU time" in answers[0].message
+    # On a busy machine, the process can get too little CPU time to reach its limit.
+    problem = {400: "more than 5 s of CPU time", 503: "too busy to render"}[answers[0].status]
+    assert problem in answers[0].message
     assert time.monotonic() - started < 5 * CPU_LIMIT_S + 5
     wait_for(lambda: len(set(workers(chat)) - before) == 1, what="a new process of the template")
 

@@ -3,10 +3,11 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from quire_server.openai.http.protocol import MAX_HEAD_BYTES, LimitedHttpProtoco
 from quire_server.openai.http.server import FrontServer
 from quire_server.openai.settings import FrontSettings
 from quire_spec.documents.pod_config import OpenAIConfig
+from quire_spec.protocol.messages import OutputDelta
 
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -169,6 +171,35 @@ async def test_large_bodies_wait_for_room_and_small_ones_do_not(tmp_path, monkey
         assert budget.num_held_bytes == 0
         assert await asyncio.gather(*(request(address, invalid, 10**6) for _ in range(8))) == [400] * 8
         assert budget.num_held_bytes == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_runs_holds_no_body(tmp_path, stream):
+    sinks: dict[int, Callable[[OutputDelta], object]] = {}
+
+    async def sampling_defaults() -> dict[str, object]:
+        return {}
+
+    text = SimpleNamespace(
+        sampling_defaults=sampling_defaults,
+        new_id=itertools.count(1).__next__,
+        submit=lambda request, sink: sinks.update({request.id: sink}),
+        cancel=lambda ids: None,
+    )
+    settings = FrontSettings(run_dir=Path(), served_name="base", host="127.0.0.1", openai=OpenAIConfig())
+    application = Application(settings, text)  # type: ignore[arg-type]
+    body = json.dumps({"prompt": "x" * 2 * UNCOUNTED_BYTES, "stream": stream, "n": 2, "temperature": 0}).encode()
+    head = HEAD.replace(b"POST /", b"POST /v1/completions")
+    async with serving(application, tmp_path) as address, connect(address) as (reader, writer):
+        writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        async with asyncio.timeout(10):
+            while len(sinks) < 2:
+                await asyncio.sleep(0.01)
+        assert application._body_budget.num_held_bytes == 0
+        for request_id, sink in sinks.items():
+            sink(OutputDelta(request_id, "a", [1], "stop"))
+        status, answer = await answer_of(reader) if not stream else (200, b"a")
+        assert status == 200 and b"a" in answer
 
 
 async def test_the_budget_is_exact_after_any_order_of_events():

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits the bytes of request bodies that a front holds, in total and for each client.
 
-A request reserves its body before it reads it, and releases it when it ends. If there is no room, it waits. In the
-meantime, its body stays in the client's socket. Small bodies are not counted, so that they never wait.
+A request reserves its body before it reads it, and releases it when the text process has its prompts. If there is no
+room, it waits. In the meantime, its body stays in the client's socket. Small bodies are not counted, so that they never
+wait.
 """
 
 import asyncio

@@ -144,6 +144,10 @@ class HttpRequest:
             self.budget.release(self.api_key_name or self.address, self.held_bytes - num_bytes)
             self.held_bytes = num_bytes
 
+    def release_body(self) -> None:
+        """Called when the request does not hold its body any more."""
+        self._hold(0)
+
     def end(self) -> None:
         """Release what the request holds."""
         if self.watcher is not None:
