@@ -41,7 +41,7 @@ STORY = "Once upon a time"
         ({"truncate_prompt_tokens": 0}, ("INVALID_ARG", "truncate_prompt_tokens")),
         ({"sampling_parameters": "{"}, ("INVALID_ARG", "sampling_parameters")),
         ({"sampling_parameters": "[1]"}, ("INVALID_ARG", "sampling_parameters")),
-        ({"seed": -5}, ("INVALID_ARG", "seed")),
+        ({"seed": 2**63}, ("INVALID_ARG", "seed")),
     ],
 )
 def test_error_names_the_parameter(service, parameters, words):
