@@ -20,7 +20,8 @@ def objects():
     texts += [(path.name, path.read_text()) for path in EXAMPLES]
     for name, text in texts:
         for body in yaml.safe_load_all(text):
-            if body and "kind" in body:
+            # A document without metadata is the configuration of a program.
+            if body and {"kind", "metadata"} <= body.keys():
                 yield pytest.param(body, id=f"{name}-{body['kind']}")
 
 
