@@ -73,7 +73,8 @@ def test_serving_benchmark(tmp_path):
 def test_soak():
     output = run_script("soak.py", "--minutes", "0.1", "--clients", "8")
     assert output.startswith("right ")
-    assert {line.split()[0] for line in output.splitlines()[-5:]} == {"supervisor", "core", "text", "server", "stub"}
+    processes = {"supervisor", "core", "text", "openai", "server", "stub"}
+    assert {line.split()[0] for line in output.splitlines()[-6:]} == processes
 
 
 @pytest.mark.server

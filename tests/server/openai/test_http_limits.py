@@ -167,7 +167,8 @@ async def test_large_bodies_wait_for_room_and_small_ones_do_not(tmp_path, monkey
         assert budget.num_held_bytes == len(invalid)
         assert await request(address, b'{"best_off": 1}', 100) == 400, "a small body does not wait"
         assert not any(task.done() for task in held)
-        assert sorted(await asyncio.gather(*held)) == [408, 503, 503, 503]
+        # When the first one gives up, another one can get its room, just before it gives up, too.
+        assert sorted(await asyncio.gather(*held)) in ([408, 503, 503, 503], [408, 408, 503, 503])
         assert budget.num_held_bytes == 0
         assert await asyncio.gather(*(request(address, invalid, 10**6) for _ in range(8))) == [400] * 8
         assert budget.num_held_bytes == 0
