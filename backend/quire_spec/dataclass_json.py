@@ -185,3 +185,9 @@ def _type_name(value: object) -> str:
         return "null"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list"}
     return names.get(type(value), "an object" if isinstance(value, Mapping) else type(value).__name__)
+
+
+def without_zero_fraction(value: Any) -> Any:
+    """Return 5 for 5.0, and other values unchanged. JSON has one type of numbers, and some programs write all of them
+    with a fraction."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -100,7 +100,12 @@ _ERROR_TYPES: dict[Code, type[QuireError]] = {
 def error_text(error: BaseException) -> str:
     """Return the message of an error for another process or for a client: at most MAX_ERROR_BYTES bytes of UTF-8, and
     with question marks instead of lone surrogates, which no message can contain."""
-    data = str(error).encode(errors="replace")
+    return bounded_text(str(error))
+
+
+def bounded_text(text: str) -> str:
+    """Return a text in the form that `error_text` describes."""
+    data = text.encode(errors="replace")
     if len(data) > MAX_ERROR_BYTES:
         return data[: MAX_ERROR_BYTES - 3].decode(errors="ignore") + "..."
     return data.decode()

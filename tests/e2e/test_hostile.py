@@ -154,16 +154,18 @@ def test_without_free_descriptors_connections_wait_and_the_log_stays_small(servi
     process = next(p for p in service.child_processes() if any(part in a for a in command_line(p)))
     soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
     num_lines = len(service.log.read_bytes().splitlines())
-    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 10, hard))
+    limit = process.num_fds() + 10
+    process.rlimit(psutil.RLIMIT_NOFILE, (limit, hard))
     try:
         connections = [socket.create_connection(("127.0.0.1", service.ports[port])) for _ in range(40)]
-        time.sleep(3)
+        service.wait(lambda: process.num_fds() >= limit, 10, "no free descriptors")
+        time.sleep(2)  # a process that tries again at once writes thousands of lines in this time
         assert len(service.log.read_bytes().splitlines()) - num_lines < 100
         for connection in connections:
             connection.close()
     finally:
         process.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
-    time.sleep(0.5)
+    service.wait(lambda: process.num_fds() < limit, 10, "free descriptors")
     works(service)
     assert service.request("openai", "/v1/models").status == 200
 

@@ -103,6 +103,7 @@ async def _stream_once(stream: Callable[[], AsyncIterator[str]], expected: str, 
             text, last_at = text + part, now
     except Exception as error:
         report().broken.append(f"{type(error).__name__}: {str(error)[:200]}")
+        # Without a pause, a port that is closed would count as thousands of broken streams.
         await asyncio.sleep(1)
     else:
         report().num_streams += 1

@@ -143,7 +143,8 @@ async def _run(
         started = time.monotonic()
         await _attack(target, attacks, outcomes, None if seconds is None else started + seconds, is_verbose)
         during = await asyncio.to_thread(neighbour.stop)
-        await asyncio.sleep(6)  # memory is returned after some seconds
+        if seconds is None:
+            await asyncio.sleep(6)  # memory is returned after some seconds, and counts in a complete run only
         after = _memory(service)
     memory = {name: (before[name], after[name]) for name in sorted(before.keys() & after.keys())}
     return _report(outcomes, baseline, during, memory, time.monotonic() - started, is_complete=seconds is None)

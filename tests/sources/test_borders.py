@@ -233,6 +233,19 @@ async def test_the_hub_is_trusted_and_its_redirects_are_checked():
             await read(Source(huggingFace=HuggingFaceSource("org/redirect")), hub_endpoint=endpoint)
 
 
+async def test_a_source_cannot_use_a_connection_of_the_hub():
+    async def hub(request):
+        return aio.Response(text="{}", headers={"X-Repo-Commit": "0" * 40, "ETag": '"a"'})
+
+    async with serving(hub, "127.0.0.1") as port:
+        options = SourceOptions(borders=OPEN, hub_endpoint=f"http://localhost:{port}")
+        async with SourceFactory(options, lambda ref: {}) as sources:
+            hub_reader = sources.open_reader(Source(huggingFace=HuggingFaceSource("org/m")))
+            assert await read_range(hub_reader, "config.json", 0, 100) == b"{}"
+            with pytest.raises(Unavailable, match=LOCAL):
+                await read_range(sources.open_reader(http(f"http://localhost:{port}")), "config.json", 0, 100)
+
+
 # Errors do not quote responses.
 
 

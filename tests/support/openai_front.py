@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real OpenAI front before real text and core processes, without the server and the supervisor."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,16 @@ def running_front(
         finally:
             front.close_clients()
             front.kill()
+
+
+@contextlib.asynccontextmanager
+async def connect(address: tuple[str, int]) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Open a connection, and close it at the end."""
+    reader, writer = await asyncio.open_connection(*address)
+    yield reader, writer
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 def _answer(status: int, body: bytes, headers: Any) -> Answer:

@@ -27,7 +27,7 @@ from quire_engine.core.engine import Engine
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.requests.processor import RequestProcessor
 from quire_engine.tokenization.chat_template import ChatMessage, as_conversation_list, load_chat_template
-from quire_engine.tokenization.chat_template_files import TEMPLATE_FILE, ChatTemplateFiles
+from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.control_tokens import split_marked
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_engine.weights.generation_config import load_default_sampling_params
@@ -236,13 +236,13 @@ class LLM:
             structs.replace(conversation, messages=_messages_to_raw(chat)) for chat in as_conversation_list(messages)
         ]
         options = self._options(len(chats), sampling_params, lora_request, priority)
-        templates = [
-            _adapter_template(lora) if template is None and lora is not None else template
-            for lora in options.lora_requests
-        ]
+        own: dict[LoRARequest | None, str | None] = {
+            lora: _adapter_template(lora) for lora in dict.fromkeys(options.lora_requests) if lora is not None
+        }
+        templates = [own.get(lora) if template is None else template for lora in options.lora_requests]
         if None in templates and self._template_files.source(bool(tools)) is None:
             raise InvalidArgument(
-                f"chat: {self._tokenizer_folder} has no chat template ({TEMPLATE_FILE}, or chat_template in "
+                f"chat: {self._tokenizer_folder} has no chat template ({CHAT_TEMPLATE_FILE}, or chat_template in "
                 "tokenizer_config.json); give chat_template, or use generate"
             )
         self.get_tokenizer()

@@ -21,7 +21,7 @@ from quire_engine.core.engine import Engine
 from quire_engine.ipc import process
 from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest
-from quire_spec.errors import PROCESS_ENDS, Code, Internal, QuireError, error_text
+from quire_spec.errors import PROCESS_ENDS, Code, Internal, QuireError
 from quire_spec.protocol.messages import AdapterEvent, SequenceDelta, SequenceRequest, StepResult
 
 MAX_FAILED_STEPS = 3
@@ -173,14 +173,14 @@ class EngineLoop:
         try:
             self._engine.add(request)
         except QuireError as error:
-            self._send_results([SequenceDelta(request.id, [], error_code=error.code, error=error_text(error))])
+            self._send_results([SequenceDelta.from_error(request.id, error)])
         except PROCESS_ENDS:
             raise
         except BaseException as error:
             # An exception ends only this request. A request must never be able to crash the engine.
             logger.exception("request failed id=%d", request.id)
-            reason = f"the engine failed on this request: {type(error).__name__}"
-            self._send_results([SequenceDelta(request.id, [], error_code=Internal.code, error=reason)])
+            reason = Internal(f"the engine failed on this request: {type(error).__name__}")
+            self._send_results([SequenceDelta.from_error(request.id, reason)])
         else:
             self._open_sequence_ids.add(request.id)
 

@@ -116,13 +116,13 @@ class WorkerPool:
         answer = asyncio.get_running_loop().create_task(worker.ask(line))
         try:
             await self._wait(worker, answer)
+            result = answer.result()
             keep = not worker.has_low_priority
-            return answer.result()
+            return result
         except WorkerError as error:
             logger.warning("worker killed module=%s reason=%s", self._module, error)
             raise
-        except (OSError, ValueError, asyncio.IncompleteReadError):
-            keep = False
+        except (OSError, ValueError):
             logger.warning("worker died module=%s", self._module)
             raise WorkerDied from None
         finally:
@@ -166,7 +166,7 @@ class WorkerPool:
                 await worker.ask(self._config_line)
             self._idle.put_nowait(worker)
             return True
-        except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError) as error:
+        except (OSError, ValueError, TimeoutError) as error:
             logger.warning("worker did not start module=%s error=%s", self._module, error)
             if worker is not None:
                 worker.kill()
@@ -204,10 +204,10 @@ class _Worker:
         return self._process.returncode is not None
 
     async def ask(self, line: bytes) -> dict[str, Any]:
-        """Send a line and return the answer; an error is raised if the process ends."""
+        """Send a line and return the answer; an error is raised if the process ends or the answer is too long."""
         self._stdin.write(line)
         await self._stdin.drain()
-        answer: dict[str, Any] = json.loads(await self._stdout.readuntil(b"\n"))
+        answer: dict[str, Any] = json.loads(await self._stdout.readline())
         return answer
 
     def cpu_s(self) -> float:

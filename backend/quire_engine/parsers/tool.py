@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
 
+from quire_engine.structured_outputs.json_schema import resolve_reference
 from quire_spec.errors import InvalidArgument
 
 _DEFINITIONS = ("$defs", "definitions")
@@ -112,10 +112,7 @@ class Tool:
 
     def resolve(self, reference: object) -> Any:
         """Return the schema to which a reference points; None if it does not exist."""
-        found: Any = self.schema
-        for part in unquote(str(reference)).removeprefix("#").split("/")[1:]:
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        return found
+        return resolve_reference(self.schema, reference)
 
     def _flatten(self, schema: Any, references: tuple[str, ...]) -> "_Properties":
         """Return the properties of a schema and of the schemas to which it refers.

@@ -659,7 +659,7 @@ class Scheduler:
         if self.draft_planner is not None and sequence.beam_group is None:
             self.draft_planner.finish(sequence)
         (self._running if was_running else self._waiting).remove(sequence)
-        if sequence.client not in self._clients:
+        if not (self._running.num_by_client[sequence.client] or self._waiting.num_by_client[sequence.client]):
             self._clock.forget(sequence.client)
         if was_running:
             if self._in_flight:

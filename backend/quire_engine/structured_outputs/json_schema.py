@@ -201,7 +201,7 @@ class _Rewriter:
         names = self._resolve(schema.get("propertyNames"))
         if not isinstance(names, dict) or self.has_unevaluated or "patternProperties" in schema:
             return
-        names = {keyword: value for keyword, value in names.items() if keyword not in _ANNOTATIONS}
+        names = {k: self._rewrite_keyword(k, value) for k, value in names.items() if k not in _ANNOTATIONS}
         if names.pop("type", "string") != "string" or not isinstance(schema.get("properties", {}), dict):
             return
         properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
@@ -221,10 +221,7 @@ class _Rewriter:
         """Return the schema to which a schema refers if it consists of a reference; otherwise the schema itself."""
         if not isinstance(schema, dict) or schema.keys() - _ANNOTATIONS != {"$ref"}:
             return schema
-        found: Any = self.document
-        for part in unquote(str(schema["$ref"])).removeprefix("#/").split("/"):
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-        return found
+        return resolve_reference(self.document, schema["$ref"])
 
     @staticmethod
     def _clamp_bounds(schema: dict[str, Any]) -> None:
@@ -242,7 +239,7 @@ class _Rewriter:
         names = [name for name in ("uniqueItems", "not") if schema.get(name) is False]
         names += [n for n in ("propertyNames", "unevaluatedItems", "unevaluatedProperties") if schema.get(n) is True]
         names += [name for name in ("dependentRequired", "dependentSchemas") if schema.get(name) == {}]
-        if schema.get("format") not in FORMATS:
+        if not isinstance(name := schema.get("format"), str) or name not in FORMATS:
             names.append("format")
         max_items, types = schema.get("maxItems"), schema.get("type")
         if isinstance(max_items, int) and max_items <= 1:
@@ -259,6 +256,14 @@ class _Rewriter:
         elif schema.get("minContains") == 0 and "maxContains" not in schema and not self.has_unevaluated:
             names += ["contains", "minContains"]
         return names
+
+
+def resolve_reference(document: object, reference: object) -> Any:
+    """Return the part of a document to which a `$ref` points; None if it does not exist."""
+    found: Any = document
+    for part in unquote(str(reference)).removeprefix("#").split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

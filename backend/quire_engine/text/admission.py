@@ -20,7 +20,7 @@ class AdmissionController:
     """Accepts or rejects requests; owns the table of adapter names. Only its methods change its state."""
 
     def __init__(self, limits: RequestLimits, served_name: str, max_num_queued_reqs: int) -> None:
-        """`max_num_queued_reqs` is the maximum number of requests of one client that have not started."""
+        """`max_num_queued_reqs`: see EngineConfig."""
         self.limits = limits
         self.max_num_queued_reqs = max_num_queued_reqs
         self.digest_by_name: Mapping[AdapterName, AdapterDigest] | None = None

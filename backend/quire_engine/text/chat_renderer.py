@@ -7,6 +7,7 @@ A conversation that takes too much CPU time is rejected. The request processor u
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from weakref import WeakValueDictionary
 
 from quire_engine.ipc.worker_pool import NUM_WORKERS, WorkerDied, WorkerPool, WorkersBusy, WorkerTimeout
 from quire_engine.requests.processor import decode_conversation
@@ -35,8 +36,8 @@ class ChatRenderer:
         self.has_template = files.default is not None
         """Whether the checkpoint has a template; an adapter can have its own."""
         self._cpu_limit_s = cpu_limit_s
-        self._shares: dict[str, asyncio.Semaphore] = {}
-        """One semaphore for each template of an adapter that is in use."""
+        self._shares: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """One semaphore for each template of an adapter that is in use. The conversations own it."""
         self._workers = WorkerPool("quire_engine.text.render_worker", config, cpu_limit_s, QUEUE_TIMEOUT_S)
 
     def start(self) -> None:
@@ -82,14 +83,12 @@ class ChatRenderer:
         if template is None:
             yield
             return
-        share = self._shares.setdefault(template, asyncio.Semaphore(NUM_WORKERS - 1))
+        share = self._shares.get(template)
+        if share is None:
+            share = self._shares[template] = asyncio.Semaphore(NUM_WORKERS - 1)
+        async with asyncio.timeout(QUEUE_TIMEOUT_S):
+            await share.acquire()
         try:
-            async with asyncio.timeout(QUEUE_TIMEOUT_S):
-                await share.acquire()
-            try:
-                yield
-            finally:
-                share.release()
+            yield
         finally:
-            if not share.locked() and self._shares.get(template) is share:
-                del self._shares[template]
+            share.release()

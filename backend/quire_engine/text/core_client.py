@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from quire_spec.errors import QuireError, error_text
+from quire_spec.errors import QuireError
 from quire_spec.protocol.client import Client
 from quire_spec.protocol.connection import Connection
 from quire_spec.protocol.messages import (
@@ -69,8 +69,7 @@ class CoreClient(Client):
         assert self.listener is not None
         # If the results cannot be decoded, the core still runs the sequence.
         self.send(AbortSequences([request_id]))
-        result = SequenceDelta(request_id, error_code=error.code, error=error_text(error))
-        self.listener.on_step(StepResult([result], [], self._stats))
+        self.listener.on_step(StepResult([SequenceDelta.from_error(request_id, error)], [], self._stats))
 
     def on_closed(self, connection: Connection) -> None:
         """Called when the connection closes."""

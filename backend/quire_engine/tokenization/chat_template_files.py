@@ -16,9 +16,9 @@ from quire_engine.tokenization.tokenizer_config import (
     read_tokenizer_config,
     special_token_texts,
 )
+from quire_spec.documents.adapter_digest import CHAT_TEMPLATE_FILE
 from quire_spec.errors import ConfigError
 
-TEMPLATE_FILE = "chat_template.jinja"
 TOOL_USE_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 
 
@@ -45,8 +45,8 @@ class ChatTemplateFiles:
         if isinstance(default, list):
             default, tool_use = _named_templates(default, folder / TOKENIZER_CONFIG_FILE)
         try:
-            if (folder / TEMPLATE_FILE).exists():
-                default, tool_use = (folder / TEMPLATE_FILE).read_text(encoding="utf-8"), None
+            if (folder / CHAT_TEMPLATE_FILE).exists():
+                default, tool_use = (folder / CHAT_TEMPLATE_FILE).read_text(encoding="utf-8"), None
             if (folder / TOOL_USE_TEMPLATE_FILE).exists():
                 tool_use = (folder / TOOL_USE_TEMPLATE_FILE).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -14,7 +14,7 @@ from quire_spec.errors import ConfigError
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-_TEMPLATE_FILE = "chat_template.json"
+_OLDER_TEMPLATE_FILE = "chat_template.json"
 SPECIAL_TOKENS_ATTRIBUTES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -26,7 +26,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """
     config = _read(folder / TOKENIZER_CONFIG_FILE)
     older = {name: value for name, value in _read(folder / _SPECIAL_TOKENS_FILE).items() if name.endswith("_token")}
-    older |= {name: value for name, value in _read(folder / _TEMPLATE_FILE).items() if name == "chat_template"}
+    older |= {name: value for name, value in _read(folder / _OLDER_TEMPLATE_FILE).items() if name == "chat_template"}
     return older | config
 
 

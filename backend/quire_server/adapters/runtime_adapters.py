@@ -70,13 +70,13 @@ class RuntimeAdapters:
         """
         source = self._source(location)
         check_model_name(name, "lora_name")
-        load = self._loads.get(name)
-        if load is None or load.source != source:
-            if load is not None and not in_place:
+        while (load := self._loads.get(name)) is not None and load.source != source:
+            if not in_place:
                 raise InvalidArgument(
                     f"lora_name: {name!r} is being loaded from another source; set load_inplace to true to replace it"
                 )
-            await self._cancel_load(name)
+            await self._cancel_load(load)
+        if load is None:
             load = self._loads[name] = _Load(
                 source, asyncio.create_task(self._load(name, source, in_place), name=f"load {name}")
             )
@@ -92,11 +92,10 @@ class RuntimeAdapters:
         if not task.cancelled():
             task.exception()  # the callers may have left
 
-    async def _cancel_load(self, name: str) -> None:
-        """Cancel the running load of a name, and wait until its adapter is removed from the catalog."""
-        if (load := self._loads.get(name)) is not None:
-            load.task.cancel()
-            await asyncio.wait({load.task})
+    async def _cancel_load(self, load: "_Load") -> None:
+        """Cancel a load, and wait until its adapter is removed from the catalog."""
+        load.task.cancel()
+        await asyncio.wait({load.task})
 
     async def _load(self, name: str, source: Source, in_place: bool) -> None:
         lock = self._locks.setdefault(name, asyncio.Lock())
@@ -120,7 +119,8 @@ class RuntimeAdapters:
 
     async def unload_lora_adapter(self, name: str) -> None:
         """Remove the adapter `name`; raises NotFound if it does not exist."""
-        await self._cancel_load(name)
+        while (load := self._loads.get(name)) is not None:
+            await self._cancel_load(load)
         lock = self._locks.setdefault(name, asyncio.Lock())
         async with lock:
             if self._find(name) is None:

@@ -135,7 +135,7 @@ class ResumableDownload:
                     raise
                 await run_in_daemon_thread(file.write, data)
                 if open_file.size is not None and bytes_to_check is not None and size >= bytes_to_check:
-                    file.flush()
+                    await run_in_daemon_thread(file.flush)
                     bytes_to_check = await run_in_daemon_thread(self._check_start, path, open_file.size)
                 if (now := time.monotonic()) - window_start >= NO_ANSWER_TIMEOUT_S:
                     if size - window_bytes < _MIN_PROGRESS_BYTES:

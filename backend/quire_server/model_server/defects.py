@@ -18,7 +18,9 @@ class Defect:
     """A defect of the server."""
 
     name: str
-    """Name in the environment variable QUIRE_SERVER_GUARD."""
+    """Name in the environment variable QUIRE_SERVER_GUARD. As long as a release has any defect, all guards are on,
+    because those for fixed defects do no harm. Only `status-header`, which changes the server's own memory, is for
+    releases with this defect."""
     request: str
     effect: str
     guard: str

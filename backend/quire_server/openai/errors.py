@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from quire_spec.errors import Code, QuireError, error_text
+from quire_spec.errors import Code, QuireError, bounded_text
 from quire_spec.protocol.messages import OutputDelta
 
 _TYPES = {
@@ -50,8 +50,8 @@ class ApiError(Exception):
     """True if the text process has already counted the request in its metrics."""
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
+        message = bounded_text(message)
         super().__init__(message)
-        message = error_text(self)
         self.status = status
         self.message = message
         if param is None and status in (400, 404) and (match := _PARAM.match(message)):

@@ -98,7 +98,7 @@ class Generation:
                 400, f"prompt: {len(prompts)} prompts with n {copies * params.n} need more than {MAX_CHOICES} outputs"
             )
         self._api_key_name = http_request.api_key_name
-        self._client = http_request.api_key_name or http_request.address
+        self._client = http_request.client
         self._release_body = http_request.release_body
         self._cache_salt = http_request.salt_cache(fields.cache_salt)
         self._num_input_tokens = [0] * (len(prompts) * copies)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GET routes for health, version and metrics, and for the list of models that requests can name."""
+"""The GET routes for health, load, version, configuration and metrics, and for the list of models that requests can
+name."""
 
 import time
 from typing import Any
@@ -17,7 +18,7 @@ _METRICS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class Models:
-    """The GET routes of models, health, version and metrics."""
+    """The GET routes of models, health, load, version, configuration and metrics."""
 
     def __init__(self, client: TextClient, settings: FrontSettings) -> None:
         self._client = client

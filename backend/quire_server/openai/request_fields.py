@@ -16,7 +16,7 @@ import msgspec
 
 from quire_server.openai.errors import ApiError
 from quire_server.openai.response_format import merge_response_format
-from quire_spec.engine.param_fields import without_zero_fraction
+from quire_spec.dataclass_json import without_zero_fraction
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.structured_outputs import FORMER_NAMES, merge_former_names
 from quire_spec.errors import InvalidArgument, truncated_repr

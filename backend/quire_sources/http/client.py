@@ -41,8 +41,8 @@ def create_session(borders: Borders | None = None) -> aiohttp.ClientSession:
     """
     connector = None
     if borders is not None:
-        # With a DNS cache, a host could have been resolved for a request that is not checked.
-        connector = aiohttp.TCPConnector(resolver=CheckingResolver(borders), use_dns_cache=False)
+        # A request that is not checked must leave neither an address nor an open connection to one that is.
+        connector = aiohttp.TCPConnector(resolver=CheckingResolver(borders), use_dns_cache=False, force_close=True)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
 
 

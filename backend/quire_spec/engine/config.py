@@ -69,7 +69,8 @@ class EngineConfig:
     prefilled in chunks over several steps."""
 
     max_num_queued_reqs: int = 1024
-    """Maximum number of requests that wait for their first step. Further requests are rejected with UNAVAILABLE."""
+    """Maximum number of requests that wait for their first step. Further requests are rejected with UNAVAILABLE, except
+    those of a client that has less than its share of the queue, up to twice this number."""
 
     max_logprobs: int = 20
     """Maximum number of log probabilities that a request can ask for at each position; -1: the size of the

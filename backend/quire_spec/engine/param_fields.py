@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import Struct, inspect
 
+from quire_spec.dataclass_json import without_zero_fraction
 from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import InvalidArgument, truncated_repr
 
@@ -132,12 +133,6 @@ def _normalize(parameter: Parameter, value: Any) -> Any:
         # magnitude.
         return float(max(-_MAX_MAGNITUDE, min(_MAX_MAGNITUDE, value)))
     return () if value is None and isinstance(parameter.default, tuple) else value
-
-
-def without_zero_fraction(value: Any) -> Any:
-    """Return 5 for 5.0, and other values unchanged. JSON has one type of numbers, and some clients write all of them
-    with a fraction."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _check_num_entries(parameter: Parameter, count: int) -> None:

@@ -5,6 +5,7 @@ architectures.py and model_config.py define what the keys mean."""
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from quire_spec.dataclass_json import without_zero_fraction
 from quire_spec.errors import ConfigError, truncated_repr
 
 # No model needs larger numbers than these. The limits prevent overflows, because config.json is untrusted input.
@@ -47,7 +48,7 @@ class HFConfigReader:
 
     def get_int(self, key: str, default: int | None = None, maximum: int = MAX_INTEGER, minimum: int = 1) -> int:
         """Return an integer from `minimum` (0 or 1) to `maximum`."""
-        value = _as_integer(self._get_value(key, default))
+        value = without_zero_fraction(self._get_value(key, default))
         if type(value) is not int or value < minimum:
             raise self.error(key, value, "a positive integer" if minimum else "0 or a positive integer")
         if value > maximum:
@@ -88,7 +89,7 @@ class HFConfigReader:
     def get_int_list(self, key: str) -> tuple[int, ...]:
         """Return a list of integers."""
         value = self._get_value(key, None)
-        items = [_as_integer(item) for item in value] if isinstance(value, list) else [value]
+        items = [without_zero_fraction(item) for item in value] if isinstance(value, list) else [value]
         if not isinstance(value, list) or not all(type(item) is int for item in items):
             raise self.error(key, value, "a list of integers")
         return tuple(items)
@@ -105,7 +106,7 @@ class HFConfigReader:
         absent, the result is empty."""
         value = self._values.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
-        items = [_as_integer(item) for item in items]
+        items = [without_zero_fraction(item) for item in items]
         if not all(type(item) is int and 0 <= item <= MAX_INTEGER for item in items):
             raise self.error(key, value, "a token id or a list of token ids")
         return tuple(items)
@@ -129,8 +130,3 @@ class HFConfigReader:
         if value is None:
             raise ConfigError(f"{self._location}: {key} is missing")
         return value
-
-
-def _as_integer(value: Any) -> Any:
-    """Return a number without a fraction as an int, and other values unchanged. JSON does not distinguish 2 and 2.0."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value

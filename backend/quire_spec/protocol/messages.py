@@ -301,6 +301,11 @@ class SequenceDelta(Value, frozen=True):
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
 
+    @classmethod
+    def from_error(cls, sequence_id: int, error: QuireError) -> Self:
+        """Return the last delta of a sequence that failed."""
+        return cls(sequence_id, error_code=error.code, error=error_text(error))
+
 
 class SchedulerStats(Value, frozen=True):
     """State of the scheduler after a step. The counters start at zero when the core starts."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire_engine.ipc import worker_pool
-from quire_engine.ipc.worker_pool import NUM_WORKERS, WorkerPool, WorkersBusy, WorkerTimeout
+from quire_engine.ipc.worker_pool import NUM_WORKERS, WorkerDied, WorkerPool, WorkersBusy, WorkerTimeout
 
 WORKER = """
 import json, os, sys, time
@@ -17,7 +17,7 @@ for line in sys.stdin:
     time.sleep(message.get("sleep_s", 0))
     while time.process_time() < message.get("cpu_s", 0):
         pass
-    print(json.dumps({"pid": os.getpid()}), flush=True)
+    print(json.dumps({"pid": os.getpid(), "text": "x" * message.get("length", 0)}), flush=True)
 """
 
 
@@ -56,5 +56,22 @@ async def test_a_worker_is_limited_by_its_cpu_time(
     with pytest.raises(WorkersBusy, match="only 0"):
         await pool.ask({"sleep_s": 60})
     # asyncio cannot close a loop while a process starts.
+    while pool._idle.qsize() < NUM_WORKERS:
+        await asyncio.sleep(0.05)
+
+
+async def test_a_worker_whose_answer_cannot_be_read_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the rest of the answer would be the answer to the next request."""
+    (tmp_path / "slow_worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(worker_pool, "_MAX_LINE_BYTES", 1000)
+    pool = WorkerPool("slow_worker", {}, cpu_limit_s=30, queue_timeout_s=30)
+    for _ in range(3):
+        with pytest.raises(WorkerDied):
+            await pool.ask({"length": 5000})
+        answers = await asyncio.gather(*(pool.ask({"length": 10}) for _ in range(NUM_WORKERS)))
+        assert [answer["text"] for answer in answers] == ["x" * 10] * NUM_WORKERS
     while pool._idle.qsize() < NUM_WORKERS:
         await asyncio.sleep(0.05)

@@ -99,6 +99,9 @@ def test_an_escape_cannot_hide_the_name_of_a_property():
         ({"type": "object", "propertyNames": {"enum": ["a"]}, "properties": {"a": {}, "b": {}}}, '{"a":1}', '{"b":1}'),
         ({"type": "object", "propertyNames": {"pattern": "^a"}}, '{"ab":1}', '{"b":1}'),
         ({"type": "object", "propertyNames": {"minLength": 1, "maxLength": 2}}, '{"日本":1}', '{"":1}'),
+        ({"type": "object", "propertyNames": {"$ref": "#/$defs/N"}, "$defs": {"N": {"maxLength": 2.0}}},
+         '{"ab":1}', '{"abc":1}'),
+        ({"type": "string", "format": ["date"], "maxLength": 1}, '"a"', '"ab"'),
     ],
 )  # fmt: skip
 def test_rewritten_schemas_keep_their_meaning(schema, valid, invalid):

@@ -92,6 +92,22 @@ async def test_an_abandoned_load_is_joined_replaced_or_cancelled(pod, adapters, 
     assert pod.manager.catalog.adapters == () and not adapters._loads
 
 
+async def test_only_the_newest_of_several_loads_in_place_goes_on(pod, adapters, one, two, tmp_path):
+    three = adapter_folder(tmp_path / "three", weights=b"3" * 1000)
+    pod.core.gate.clear()
+    first = asyncio.create_task(adapters.load_lora_adapter(**arguments("a", one)))
+    await pod.until(lambda: pod.core.names("load_adapter"))
+    others = [
+        asyncio.create_task(adapters.load_lora_adapter(**arguments("a", folder, in_place=True)))
+        for folder in (two, three)
+    ]
+    results = await asyncio.wait_for(asyncio.gather(first, others[0], return_exceptions=True), 5)
+    assert [type(result) for result in results] == [Unavailable, Unavailable]
+    pod.core.gate.set()
+    await asyncio.wait_for(others[1], 5)
+    assert pod.manager.catalog.adapters[0].source.path == str(three) and not adapters._loads
+
+
 @pytest.mark.parametrize(
     "location", ["/etc", "..", "../..", "one/../../x", "/nowhere", "a\0b", "", 5, "x" * 10_000, {"path": "/etc"}, {}]
 )

@@ -409,17 +409,21 @@ def test_a_template_that_takes_too_long_is_killed_and_others_are_served(chat, ch
     wait_for(lambda: len(workers(chat)) == NUM_WORKERS, what="the processes of the template")
     answers = []
     loop = {"model": "base", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 1}
-    thread = threading.Thread(target=lambda: answers.append(chat.request("/v1/chat/completions", loop)))
+
+    def request() -> None:
+        # On a busy machine, the process can get too little CPU time to reach its limit.
+        while not answers or (answers[-1].status == 503 and len(answers) < 3):
+            answers.append(chat.request("/v1/chat/completions", loop))
+
+    thread = threading.Thread(target=request)
     before, started = set(workers(chat)), time.monotonic()
     thread.start()
     while thread.is_alive():
         chat_client.chat.completions.create(**GREEDY | {"max_tokens": 1})
         assert chat.request("/health").status == 200
-    # On a busy machine, the process can get too little CPU time to reach its limit.
-    problem = {400: "more than 5 s of CPU time", 503: "too busy to render"}[answers[0].status]
-    assert problem in answers[0].message
-    assert time.monotonic() - started < 5 * CPU_LIMIT_S + 5
-    wait_for(lambda: len(set(workers(chat)) - before) == 1, what="a new process of the template")
+    assert answers[-1].status == 400 and "more than 5 s of CPU time" in answers[-1].message
+    assert time.monotonic() - started < len(answers) * (5 * CPU_LIMIT_S + 5)
+    wait_for(lambda: len(set(workers(chat)) - before) == min(len(answers), NUM_WORKERS), what="new processes")
 
 
 def test_a_template_with_too_much_memory_is_an_error(chat, chat_client):

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import uvicorn
+from support.openai_front import connect
 
 from quire_server.openai.app import Application
 from quire_server.openai.http import message, protocol
@@ -52,15 +53,6 @@ async def serving(application, folder: Path) -> AsyncIterator[tuple[str, int]]:
         yield listener.getsockname()
         server.should_exit = server.force_exit = True
         await task
-
-
-@contextlib.asynccontextmanager
-async def connect(address):
-    reader, writer = await asyncio.open_connection(*address)
-    yield reader, writer
-    writer.close()
-    with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()
 
 
 async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:

@@ -2,10 +2,10 @@
 """The front's HTTP server before its pod stops: clients go elsewhere without an error."""
 
 import asyncio
-import contextlib
 import socket
 
 import uvicorn
+from support.openai_front import connect
 
 from quire_server.openai.http import server as server_module
 from quire_server.openai.http.protocol import LimitedHttpProtocol
@@ -17,15 +17,6 @@ REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 async def application(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body", "body": b""})
-
-
-@contextlib.asynccontextmanager
-async def connect(address):
-    reader, writer = await asyncio.open_connection(*address)
-    yield reader, writer
-    writer.close()
-    with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()
 
 
 async def exchange(reader, writer):

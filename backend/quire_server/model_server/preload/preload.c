@@ -12,7 +12,8 @@
 // its connection then waits until the stub exits. This accept4 sets SOCK_CLOEXEC.
 //
 // Others end the server or one of its stubs, and with it the streams of all clients. QUIRE_SERVER_GUARD contains the
-// names of the defects that this release has; 1 stands for all of them, and 0 turns their guards off:
+// names of the defects that this release has; 1 stands for all of them, and 0 turns all guards off. With any other value,
+// all guards are on, except ignore_status_header, whose defect must be named:
 //
 // readv: only the HTTP library reads connections with it. Requests that crash the server (request_guard.h) get an error
 // and never reach it.
@@ -229,7 +230,7 @@ static void *close_late_requests(void *unused) {
       if (started_at != 0 && now() - started_at >= timeout_s) shutdown(fd, SHUT_RDWR);
     }
     pthread_mutex_unlock(&closing);
-    // The memory of large requests stays in the heaps of the threads. Two seconds later, it is free again.
+    // The memory of large requests stays in the heaps of the threads, where it is free after some seconds.
     if (seconds_to_trim > 0 && --seconds_to_trim == 0) malloc_trim(0);
   }
   return NULL;
@@ -241,29 +242,29 @@ static void start_late_requests_thread(void) {
 }
 
 // Find the port of a listening socket, and whether its address is a loopback address.
-static void describe_listener(int fd, int *port, int *is_local) {
+static void describe_listener(int fd, int *port, int *is_loopback) {
   union {
     struct sockaddr any;
     struct sockaddr_in v4;
     struct sockaddr_in6 v6;
   } address;
   socklen_t size = sizeof address;
-  *port = *is_local = 0;
+  *port = *is_loopback = 0;
   if (getsockname(fd, &address.any, &size) != 0) return;
   if (address.any.sa_family == AF_INET) {
     *port = ntohs(address.v4.sin_port);
-    *is_local = ntohl(address.v4.sin_addr.s_addr) >> 24 == 127;
+    *is_loopback = ntohl(address.v4.sin_addr.s_addr) >> 24 == 127;
   } else if (address.any.sa_family == AF_INET6) {
     *port = ntohs(address.v6.sin6_port);
-    *is_local = IN6_IS_ADDR_LOOPBACK(&address.v6.sin6_addr);
+    *is_loopback = IN6_IS_ADDR_LOOPBACK(&address.v6.sin6_addr);
   }
 }
 
 int accept4(int fd, struct sockaddr *address, socklen_t *size, int flags) {
   int accepted = next_accept(fd, address, size, is_server ? flags | SOCK_CLOEXEC : flags);
   if (!is_guarded) return accepted;
-  int error = errno, port, is_local;
-  describe_listener(fd, &port, &is_local);
+  int error = errno, port, is_loopback;
+  describe_listener(fd, &port, &is_loopback);
   if (accepted < 0) {
     // Without free descriptors, the server tries again at once, and writes a line for each attempt.
     if ((error == EMFILE || error == ENFILE) && port == http_port) usleep(ACCEPT_PAUSE_US);
@@ -278,7 +279,7 @@ int accept4(int fd, struct sockaddr *address, socklen_t *size, int flags) {
     return -1;
   }
   pthread_mutex_lock(&closing);
-  start_connection(&(*connection)->scanner, max_body_bytes, is_local);
+  start_connection(&(*connection)->scanner, max_body_bytes, is_loopback);
   (*connection)->is_grpc = port != 0 && port == grpc_port;
   start_http2(&(*connection)->http2, 2 * max_body_bytes);
   if (port != 0 && port == http_port) (*connection)->scanner.started_at = now();

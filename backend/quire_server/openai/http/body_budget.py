@@ -17,7 +17,7 @@ UNCOUNTED_BYTES = 64 * 2**10
 
 
 _TRIM_AFTER_S = 2.0
-"""If no body is held for this many seconds, the memory of earlier bodies is returned to the system."""
+"""If no body was held and released for this many seconds, the memory of earlier bodies is returned to the system."""
 _libc = ctypes.CDLL(None)
 
 
@@ -29,6 +29,7 @@ class BodyBudget:
         self._max_bytes_per_client = max_bytes_per_client
         self._held: Counter[str] = Counter()
         self._waiters: list[tuple[str, int, asyncio.Future[None]]] = []
+        self._trim_timer: asyncio.TimerHandle | None = None
 
     @property
     def num_held_bytes(self) -> int:
@@ -60,7 +61,9 @@ class BodyBudget:
         if not self._held[client]:
             del self._held[client]
         if not self._held:
-            asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._return_memory)
+            if self._trim_timer is not None:
+                self._trim_timer.cancel()
+            self._trim_timer = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._return_memory)
         for waiter in self._waiters.copy():
             waiting_client, waiting_bytes, future = waiter
             if not future.done() and self._has_room(waiting_client, waiting_bytes):
@@ -70,7 +73,7 @@ class BodyBudget:
 
     def _return_memory(self) -> None:
         """Return free memory to the system. Parts of bodies are too small for glibc to do this by itself."""
-        if not self._held:
+        if not self._held and hasattr(_libc, "malloc_trim"):
             _libc.malloc_trim(0)
 
     def _has_room(self, client: str, num_bytes: int) -> bool:

@@ -79,6 +79,11 @@ class HttpRequest:
         return cls(scope["method"], path, headers, receive, *limits, request_id=request_id, traceparent=trace)
 
     @property
+    def client(self) -> str:
+        """Name of the client for all that clients share: its API key, else its address."""
+        return self.api_key_name or self.address
+
+    @property
     def log_ids(self) -> str:
         """Text that contains the request id and the traceparent. With both, a line in this log can be connected to the
         logs of other systems."""
@@ -136,12 +141,12 @@ class HttpRequest:
             num_bytes = 0
         # A body that is too large is discarded.
         if num_bytes <= self.max_body_bytes:
-            self.held_bytes = await self.budget.reserve(self.api_key_name or self.address, num_bytes)
+            self.held_bytes = await self.budget.reserve(self.client, num_bytes)
 
     def _hold(self, num_bytes: int) -> None:
         """Release all but `num_bytes` of the budget."""
         if num_bytes < self.held_bytes:
-            self.budget.release(self.api_key_name or self.address, self.held_bytes - num_bytes)
+            self.budget.release(self.client, self.held_bytes - num_bytes)
             self.held_bytes = num_bytes
 
     def release_body(self) -> None:
