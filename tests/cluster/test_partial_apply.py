@@ -10,6 +10,8 @@ from support.engine_processes import wait_for
 from support.fake_model_server import FakeModelServer
 from support.fake_pods import FakePods
 
+from quire_operator.kube import resources
+from quire_operator.render import configmaps
 from quire_spec.documents.download_result import DownloadReason
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
@@ -177,6 +179,29 @@ def test_keda_is_uninstalled_while_its_operator_does_not_run(cluster, namespace,
             wait_for(lambda: not cluster.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", crd), 30, "gone")
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
         wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 2, 30, "two replicas")
+
+
+def test_a_kind_is_uninstalled_while_there_is_no_plan(operator, cluster, namespace):
+    """The operator has not noticed yet that the kind is gone, and looks for it again."""
+    discovery = operator.controller.reconciler._deps.discovery
+    discovery._available |= {resources.SCALED_OBJECT}
+    cluster.merge(API, KIND, "tales", {"spec": {"model": {"source": NOT_ON_CLAIM}, "autoscaling": KEDA}}, namespace)
+    waits_for(operator, "Planned", "Unknown", "Planning")
+    assert resources.SCALED_OBJECT not in discovery._available
+    check_that_the_rest_goes_on(operator, cluster, namespace)
+
+
+def test_too_many_adapters_are_reported_while_there_is_no_plan(operator, cluster, namespace, monkeypatch):
+    monkeypatch.setattr(configmaps, "MAX_CONFIGMAP_BYTES", 50)
+    cluster.merge(API, KIND, "tales", {"spec": {"model": {"source": NOT_ON_CLAIM}, "adapters": [ADAPTER]}}, namespace)
+    waits_for(operator, "ConfigValid", "False", "Invalid")
+    assert "spec.adapters: 1 adapters with their sources need" in operator.condition("ConfigValid")["message"]
+    assert operator.condition("Ready")["reason"] == "Invalid"
+    assert operator.condition("Available")["status"] == "True"
+    monkeypatch.undo()
+    operator.requeue()
+    waits_for(operator, "ConfigValid", "True", "Accepted")
+    check_that_the_rest_goes_on(operator, cluster, namespace)
 
 
 @contextlib.contextmanager

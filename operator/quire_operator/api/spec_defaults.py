@@ -40,9 +40,12 @@ class SpecDefaults:
         """Read a YAML or JSON file with a partial spec; it can be empty.
 
         Raises:
-            ConfigError: the file cannot be read, or a field is not allowed or invalid.
+            ConfigError: the file cannot be read or has several documents, or a field is not allowed or invalid.
         """
         documents = read_manifests(str(file))
+        if len(documents) > 1:
+            location = documents[1].location(())
+            raise ConfigError(f"{location}: {VALUE}: a second YAML document; merge the documents, or remove one")
         return cls.parse(documents[0].body if documents else {})
 
     @classmethod

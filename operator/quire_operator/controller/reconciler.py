@@ -197,7 +197,7 @@ class Reconciler:
         deployment = deps.cache.get_body(resources.DEPLOYMENT, *key)
         planning = await deps.plan_service.plan_for(desired, previous_plan, deployment, context.credentials)
         if planning.plan is None or planning.spec_error or planning.unplannable or planning.waiting_for:
-            return planning, await self._apply_to_running_pods(desired, planning, context, state)
+            return await self._apply_to_running_pods(desired, planning, context, state)
         # This is necessary even if nothing has changed, because a failed Job does not change any more.
         await self._retry_downloads(key, self._live_objects(key, service))
         inputs = (desired.generation, planning.plan, context, await self._secret_versions(key))
@@ -210,7 +210,7 @@ class Reconciler:
             children = build_child_objects(service, desired.pods_digest, planning.plan, context, live_objects)
         except (ConfigError, UnsupportedByEngine) as error:
             planning = PlanningResult(plan=previous_plan, spec_error=str(error))
-            return planning, await self._apply_to_running_pods(desired, planning, context, state)
+            return await self._apply_to_running_pods(desired, planning, context, state)
         apply_result = await self._apply(desired, children, state)
         if apply_result.complete:
             inputs = (*inputs[:3], await self._secret_versions(key))
@@ -221,21 +221,23 @@ class Reconciler:
 
     async def _apply_to_running_pods(
         self, desired: ParsedService, planning: PlanningResult, context: RenderContext, state: ServiceState
-    ) -> ApplyResult:
-        """Apply what does not depend on new pods: replicas, adapters, access to the pods. Nothing is deleted."""
+    ) -> tuple[PlanningResult, ApplyResult]:
+        """Apply what does not depend on new pods: replicas, adapters, access to the pods. Nothing is deleted.
+
+        Return `planning`, or a result with the error if the spec is also invalid for the running pods.
+        """
         assert desired.service is not None, "the spec was parsed"
         state.last_inputs = None
         if planning.plan is None:
-            return ApplyResult()
+            return planning, ApplyResult()
         live_objects = self._live_objects(desired.key, desired.service)
         try:
-            children = build_running_objects(desired.service, planning.plan, context, live_objects)
-        except ConfigError:
-            return ApplyResult()
-        if children is None:
-            return ApplyResult()
-        manifests = [await self._with_live_credentials(desired.key, manifest) for manifest in children.manifests]
-        return await self._deps.applier.apply(desired, manifests)
+            running = build_running_objects(desired.service, planning.plan, context, live_objects)
+        except ConfigError as error:
+            spec_error = planning.spec_error or str(error)
+            return PlanningResult(planning.plan, spec_error, needs_backoff=planning.needs_backoff), ApplyResult()
+        manifests = [await self._with_live_credentials(desired.key, manifest) for manifest in running]
+        return planning, await self._apply_manifests(desired, manifests)
 
     async def _with_live_credentials(self, key: ServiceKey, manifest: Manifest) -> Manifest:
         """Return the Secret with the credentials of sources, with those that it has now. If a running pod restarts, it
@@ -247,14 +249,17 @@ class Reconciler:
         live = (await self._deps.secrets.get(key[0], name)).body or {}
         return {**manifest, "data": {**(live.get("data") or {}), **manifest["data"]}}
 
-    async def _apply(self, desired: ParsedService, children: ChildObjects, state: ServiceState) -> ApplyResult:
-        deps = self._deps
+    async def _apply_manifests(self, desired: ParsedService, manifests: Iterable[Manifest]) -> ApplyResult:
         try:
-            apply_result = await deps.applier.apply(desired, children.manifests)
+            return await self._deps.applier.apply(desired, manifests)
         except ObjectNotFound:
             # A kind was uninstalled. Refresh the list of available kinds, so that the next pass omits it.
-            await deps.discovery.available_kinds(force_refresh=True)
+            await self._deps.discovery.available_kinds(force_refresh=True)
             raise
+
+    async def _apply(self, desired: ParsedService, children: ChildObjects, state: ServiceState) -> ApplyResult:
+        deps = self._deps
+        apply_result = await self._apply_manifests(desired, children.manifests)
         assert desired.service is not None, "manifests were rendered"
         unknown = deps.client.unknown_fields[resources.DEPLOYMENT]
         # Do not store the manifests: those of a thousand services would use 50 MB.

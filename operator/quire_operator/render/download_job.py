@@ -7,7 +7,6 @@ from quire_operator.plan.plan import Plan
 from quire_operator.render import model_storage, object_names
 from quire_operator.render.jobs import POD_FIELDS, new_job, with_settings
 from quire_operator.render.manifests import Manifest
-from quire_operator.render.strategic_merge import merge
 
 EXIT_INVALID_CONFIG = 2
 """quire_server.download exits with this code after an error that a retry cannot fix."""
@@ -40,7 +39,7 @@ def job(service: LLMService, plan: Plan, server_pod_spec: Manifest, on_one_node:
         ],
     }
     if on_one_node:
-        spec["affinity"] = merge(spec.get("affinity", {}), model_storage.one_node_affinity(service, is_required=True))
+        spec["affinity"] = model_storage.require_one_node(service, spec.get("affinity"))
     spec = with_settings(service, spec)
     invalid_config = {"containerName": downloader["name"], "operator": "In", "values": [EXIT_INVALID_CONFIG]}
     rules = [

@@ -21,6 +21,8 @@ from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.download_progress import PROGRESS_PORT_VARIABLE
 from quire_spec.errors import ConfigError
 
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 DOWNLOAD_CONTAINER = "download"
 """Name of the container that downloads the model."""
 _TERMINATION_LOG = "/dev/termination-log"
@@ -189,19 +191,33 @@ def is_on_one_node(service: LLMService, live_modes: Collection[str] = ()) -> boo
     return cache_mode(service) == "PVC" and not modes & {"ReadWriteMany", "ReadOnlyMany"}
 
 
-def one_node_affinity(service: LLMService, is_required: bool = False) -> Manifest:
+def one_node_affinity(service: LLMService) -> Manifest:
     """Return the affinity of pods that share a claim which only one node can mount.
 
     The pods prefer the node on which other pods of the service run. For server pods, this must not be a requirement: on
     a node that has failed, a pod stays for a long time in deletion, and its replacement could then start nowhere.
     """
+    return {"podAffinity": {_PREFERRED: [{"weight": 100, "podAffinityTerm": _one_node_term(service)}]}}
+
+
+def require_one_node(service: LLMService, affinity: Any) -> Manifest:
+    """Return the affinity of the server pods, in which the preference of `one_node_affinity` is a requirement.
+
+    `affinity` can contain terms of spec.podTemplate, which are kept.
+    """
+    pod_affinity = affinity.get("podAffinity") if isinstance(affinity, Mapping) else None
+    terms: Mapping[str, Any] = pod_affinity if isinstance(pod_affinity, Mapping) else {}
+    own_preferences = one_node_affinity(service)["podAffinity"][_PREFERRED]
+    preferred = [entry for entry in _mapping_entries(terms.get(_PREFERRED)) if entry not in own_preferences]
+    required = [*_mapping_entries(terms.get(_REQUIRED)), _one_node_term(service)]
+    merged: Manifest = merge(affinity, {"podAffinity": {_REQUIRED: required, _PREFERRED: preferred or None}})
+    return merged
+
+
+def _one_node_term(service: LLMService) -> Manifest:
     labels = object_names.selector_labels(service, object_names.SERVER)
     selector = {"matchLabels": {key: value for key, value in labels.items() if key != object_names.COMPONENT}}
-    term = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
-    if is_required:
-        return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
-    preferred = [{"weight": 100, "podAffinityTerm": term}]
-    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+    return {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
 
 
 def _access_modes(service: LLMService) -> list[str]:

@@ -160,3 +160,12 @@ def test_a_change_of_the_defaults_keeps_the_pods_until_they_are_replaced_for_ano
 
 def test_without_defaults_nothing_changes():
     assert SpecDefaults().service(body(FULL_SPEC)).spec == llm_service(FULL_SPEC).spec
+
+
+def test_a_file_has_at_most_one_document(tmp_path):
+    file = tmp_path / "defaults.yaml"
+    file.write_text("---\n# nothing\n---\nlabels: {a: b}\n")
+    assert SpecDefaults.read(file).spec == {"labels": {"a": "b"}}
+    file.write_text("labels: {a: b}\n---\nannotations: {c: d}\n")
+    with pytest.raises(ConfigError, match=r"defaults.yaml:3: defaults: a second YAML document; merge the documents"):
+        SpecDefaults.read(file)

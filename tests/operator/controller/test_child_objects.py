@@ -14,6 +14,7 @@ from quire_operator.controller.apply.child_objects import LiveObjects, build_chi
 from quire_operator.controller.compressed_json import compress, decompress
 from quire_operator.controller.template_revision import PODS_ANNOTATION, TemplateRevision
 from quire_operator.plan.plan import Origin, PlannedValue
+from quire_spec.documents.download_result import KEPT_FOLDERS_VARIABLE
 from quire_spec.errors import ConfigError
 
 OLD_ARGUMENTS = ["--engine=/etc/quire/engine/engine.json", "--served-name=s", "--run-dir=/run/quire"]
@@ -94,6 +95,24 @@ def test_a_change_of_labels_reaches_the_objects_at_once_and_the_pods_at_their_ne
         labels = {manifest["metadata"]["labels"]["team"] for manifest in objects.values()}
         assert labels == {"b"}
         assert template_of(only_of_kind(objects, "Deployment"))["metadata"]["labels"]["team"] == pod_label
+
+
+def test_a_container_that_a_webhook_adds_to_the_download_job_is_ignored():
+    service = llm_service(GPU)
+    plan = plan_of_service(service)
+
+    def job_of(live_objects):
+        children = build_child_objects(service, "digest", plan, RENDER_CONTEXT, live_objects)
+        return next(m for m in children.manifests if m["kind"] == "Job")
+
+    job = job_of(LiveObjects(used_folders=["a", "b"]))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert {"name": KEPT_FOLDERS_VARIABLE, "value": "a,b"} in container["env"]
+    live_job = copy.deepcopy(job)
+    sidecar = {"name": "proxy", "env": [{"name": KEPT_FOLDERS_VARIABLE, "value": "theirs"}]}
+    live_job["spec"]["template"]["spec"]["containers"].insert(0, sidecar)
+    jobs = {job["metadata"]["name"]: {**live_job, "status": {}}}
+    assert job_of(LiveObjects(download_jobs=jobs, used_folders=["c"])) == job
 
 
 def test_a_pinned_image_that_reads_pod_json_is_not_outdated():

@@ -424,6 +424,10 @@ def test_the_text_of_a_chat_template_is_beside_pod_json():
     assert config["metadata"]["name"] != engine("b")["metadata"]["name"], "another text replaces the pods"
 
 
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+
+
 @pytest.mark.parametrize(
     ("spec", "live_modes", "on_one_node"),
     [
@@ -445,14 +449,36 @@ def test_pods_that_share_a_claim_of_one_node_run_on_one_node(spec, live_modes, o
     pods = {m["kind"]: m["spec"]["template"] for m in objects.values() if m["kind"] in ("Job", "Deployment")}
     for kind, pod in pods.items():
         affinity = pod["spec"].get("affinity", {}).get("podAffinity", {})
-        required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", [])
-        preferred = affinity.get("preferredDuringSchedulingIgnoredDuringExecution", [])
-        assert bool(preferred) == on_one_node
+        required = affinity.get(REQUIRED, [])
+        preferred = affinity.get(PREFERRED, [])
+        assert bool(preferred) == (on_one_node and kind == "Deployment")
         # A server pod must start although a pod on a failed node is being deleted for a long time.
         assert bool(required) == (on_one_node and kind == "Job")
         for term in (*required, *(entry["podAffinityTerm"] for entry in preferred)):
             selector = term["labelSelector"]["matchLabels"]
             assert all(selector.items() <= other["metadata"]["labels"].items() for other in pods.values())
+
+
+def test_the_download_job_keeps_the_affinity_of_the_pod_template():
+    own = {"labelSelector": {"matchLabels": {"app": "cache"}}, "topologyKey": "zone"}
+    weighted = {"weight": 1, "podAffinityTerm": own}
+    node = {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": []}}}
+    for pod_affinity in ({REQUIRED: [own]}, {PREFERRED: [weighted]}, {REQUIRED: [own], PREFERRED: [weighted]}):
+        affinity = json.dumps({**node, "podAffinity": pod_affinity})
+        service = llm_service(f"{GPU}podTemplate: {{spec: {{affinity: {affinity}}}}}")
+        found = only_of_kind(rendered_objects(service), "Job")["spec"]["template"]["spec"]["affinity"]
+        *others, one_node = found["podAffinity"][REQUIRED]
+        assert others == pod_affinity.get(REQUIRED, []) and one_node["topologyKey"] == "kubernetes.io/hostname"
+        assert found["podAffinity"].get(PREFERRED) == pod_affinity.get(PREFERRED)
+        assert found["nodeAffinity"] == node["nodeAffinity"]
+
+
+@pytest.mark.parametrize("affinity", ["none", "[]", "{podAffinity: none}", f"{{podAffinity: {{{REQUIRED}: 1}}}}"])
+def test_the_download_job_has_its_node_although_the_affinity_of_the_pod_template_is_invalid(affinity):
+    """The API server rejects the Deployment, and names the field."""
+    service = llm_service(f"{GPU}podTemplate: {{spec: {{affinity: {affinity}}}}}")
+    found = only_of_kind(rendered_objects(service), "Job")["spec"]["template"]["spec"]["affinity"]
+    assert len(found["podAffinity"][REQUIRED]) == 1
 
 
 def test_claim_ownership_follows_the_deletion_policy():

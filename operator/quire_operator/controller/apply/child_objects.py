@@ -6,7 +6,7 @@ restart, the selected Deployment keeps its pod template. Called by the reconcile
 """
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from quire_operator.kube.unknown_fields import FieldPath, remove_fields
 from quire_operator.plan.plan import Plan
 from quire_operator.render.context import RenderContext
 from quire_operator.render.manifests import Manifest
+from quire_operator.render.model_storage import DOWNLOAD_CONTAINER
 from quire_operator.render.objects import render_objects, render_running_objects
 from quire_spec.constants import CONFIG_FILE
 from quire_spec.documents.download_result import KEPT_FOLDERS_VARIABLE
@@ -56,7 +57,7 @@ class ChildObjects:
     """Name of the download Job, or None if the model is not downloaded by a Job."""
     keeps_pods: bool
     """True if the Deployment still has the pods of an earlier generation, because the new model is not downloaded
-    completely, or because the spec has no plan.
+    completely.
     """
     unknown_fields: tuple[str, ...] = ()
     """Fields of the spec that the API server does not know. Empty before the first apply."""
@@ -83,9 +84,7 @@ def build_child_objects(
     ConfigError if pods must be replaced, but their image is older than the operator.
     """
     rendered = render_objects(service, plan, context)
-    unavailable = {resource.kind for resource in OPTIONAL_RESOURCES} - context.available_kinds
-    manifests = [m for m in rendered.manifests if m["kind"] not in unavailable]
-    missing_kinds = [m["kind"] for m in rendered.manifests if m["kind"] in unavailable]
+    manifests, missing_kinds = _select_available(rendered.manifests, context)
     job = next((m for m in manifests if resource_for(m) is JOB), None)
     finished_job = _finished_job(job, live_objects)
     if finished_job is not None:
@@ -136,25 +135,30 @@ def _must_update(service: LLMService, live_revision: TemplateRevision | None, re
 
 def build_running_objects(
     service: LLMService, plan: Plan, context: RenderContext, live_objects: LiveObjects
-) -> ChildObjects | None:
+) -> tuple[Manifest, ...]:
     """Select the manifests to apply while there are no new pods, because the spec has no plan yet, or cannot have one.
 
     The running pods keep their template. Their number, the adapters, the access to them and everything else that does
-    not depend on new pods follow the spec. `plan` is the plan of the running pods. Return None if no pods run.
+    not depend on new pods follow the spec. `plan` is the plan of the running pods. Return nothing if no pods run.
 
     Raises:
         ConfigError: the adapter catalog is too large.
     """
     revision = TemplateRevision.from_deployment(live_objects.deployment)
     if revision is None or not (live_objects.deployment or {}).get("spec", {}).get("replicas", 1):
-        return None
+        return ()
     if service.openai_port is not None and not revision.serves_openai:
         service = service.without_openai()
     rendered = render_running_objects(service, plan, context, revision.template, revision.engine_configmap)
+    manifests, _ = _select_available(revision.apply_to(rendered.manifests), context)
+    return tuple(_with_live_values(service, m, service.spec.replicas, live_objects, downloads=False) for m in manifests)
+
+
+def _select_available(manifests: Sequence[Manifest], context: RenderContext) -> tuple[list[Manifest], list[str]]:
+    """Return the manifests whose kinds the API server serves, and the kinds of the others."""
     unavailable = {resource.kind for resource in OPTIONAL_RESOURCES} - context.available_kinds
-    manifests = [m for m in revision.apply_to(rendered.manifests) if m["kind"] not in unavailable]
-    manifests = [_with_live_values(service, m, service.spec.replicas, live_objects, downloads=False) for m in manifests]
-    return ChildObjects(tuple(manifests), (), None, keeps_pods=True)
+    selected = [m for m in manifests if m["kind"] not in unavailable]
+    return selected, [m["kind"] for m in manifests if m["kind"] in unavailable]
 
 
 def _has_outdated_image(live_revision: TemplateRevision, plan: Plan) -> bool:
@@ -198,21 +202,27 @@ def _job_with_kept_folders(manifest: Manifest, live_objects: LiveObjects) -> Man
     """
     live_job = (live_objects.download_jobs or {}).get(manifest["metadata"]["name"])
     if live_job is not None:
-        (container,) = live_job["spec"]["template"]["spec"]["containers"]
-        entries = [entry for entry in container.get("env") or () if entry["name"] == KEPT_FOLDERS_VARIABLE]
+        env = _download_container(live_job).get("env") or ()
+        entries = [entry for entry in env if entry["name"] == KEPT_FOLDERS_VARIABLE]
     elif live_objects.used_folders is not None:
         entries = [{"name": KEPT_FOLDERS_VARIABLE, "value": ",".join(sorted(live_objects.used_folders))}]
     else:
         entries = []
     job = copy.deepcopy(manifest)
-    for container in job["spec"]["template"]["spec"]["containers"]:
-        container["env"] = [*(container.get("env") or ()), *entries]
+    container = _download_container(job)
+    container["env"] = [*(container.get("env") or ()), *entries]
     if live_job is not None:
         # The name is a digest of the pod's spec, so the labels and annotations of the spec can have changed.
         live_metadata = live_job["spec"]["template"].get("metadata") or {}
         kept = {key: live_metadata[key] for key in ("labels", "annotations") if key in live_metadata}
         job["spec"]["template"]["metadata"] = kept
     return job
+
+
+def _download_container(job: Body) -> dict[str, Any]:
+    """Return the container of a download Job that downloads. A webhook can have added others."""
+    containers: list[dict[str, Any]] = job["spec"]["template"]["spec"]["containers"]
+    return next(container for container in containers if container["name"] == DOWNLOAD_CONTAINER)
 
 
 def _claim_with_live_values(service: LLMService, manifest: Manifest, live_spec: Body, downloads: bool) -> Manifest:

@@ -325,6 +325,9 @@ def _addresses(service: LLMService, deployment: Mapping[str, Any]) -> dict[str, 
         address["url"] = address["openai"] = f"{scheme}://{host}:{service.openai_port}/v1"
     route = service.spec.networking.httpRoute
     if route is not None and route.hostnames:
-        serves_openai = service.openai_port is not None and route.port == "openai"
+        # If there is an InferencePool, the route leads to it.
+        pool = service.spec.networking.inferencePool
+        port = route.port if pool is None else pool.targetPort
+        serves_openai = service.openai_port is not None and port == "openai"
         address["external"] = f"{route.scheme}://{route.hostnames[0]}{'/v1' if serves_openai else ''}"
     return {"address": address, "endpoints": endpoints}

@@ -71,16 +71,20 @@ def test_all_is_well():
 
 
 @pytest.mark.parametrize(
-    ("route", "url"),
+    ("route", "pool_port", "url"),
     [
-        ("hostnames: [llm.example, b.example]", "https://llm.example/v1"),
-        ("hostnames: [llm.example], scheme: http", "http://llm.example/v1"),
-        ("hostnames: [llm.example], port: http", "https://llm.example"),
-        ("port: openai", None),
+        ("hostnames: [llm.example, b.example]", None, "https://llm.example/v1"),
+        ("hostnames: [llm.example], scheme: http", None, "http://llm.example/v1"),
+        ("hostnames: [llm.example], port: http", None, "https://llm.example"),
+        ("port: openai", None, None),
+        # The route leads to the pool, whatever its own port is.
+        ("hostnames: [llm.example]", "http", "https://llm.example"),
+        ("hostnames: [llm.example], port: http", "openai", "https://llm.example/v1"),
     ],
 )
-def test_the_address_contains_the_url_of_the_route(route, url):
-    service = llm_service(f"networking: {{httpRoute: {{parentRefs: [{{name: g}}], {route}}}}}")
+def test_the_address_contains_the_url_of_the_route(route, pool_port, url):
+    pool = f", inferencePool: {{targetPort: {pool_port}, endpointPicker: {{name: p}}}}" if pool_port else ""
+    service = llm_service(f"networking: {{httpRoute: {{parentRefs: [{{name: g}}], {route}}}{pool}}}")
     found = _addresses(service, {"spec": {"template": {"spec": {"containers": []}}}})
     assert found["address"].get("external") == url
 
