@@ -7,6 +7,8 @@ import pytest
 from support.cluster import NO_CLUSTER_REASON, is_available, running_cluster
 from support.controller_harness import answer_model_readers, make_claim
 from support.fake_kubelet import FakeKubelet
+from support.fake_model_server import FakeModelServer
+from support.fake_pods import FakePods
 
 HERE = Path(__file__).parent
 
@@ -35,6 +37,21 @@ def kubelet(cluster, request):
     with FakeKubelet(cluster, request.path.stem.replace("_", "-")) as kubelet:
         answer_model_readers(kubelet)
         yield kubelet
+
+
+@pytest.fixture(scope="module")
+def fake_pods(kubelet):
+    """Makes the server pods of the node answer on their admin port."""
+    with FakePods(kubelet) as fake_pods:
+        yield fake_pods
+
+
+@pytest.fixture(scope="module")
+def place():
+    """A server that models are downloaded from."""
+    place = FakeModelServer()
+    yield place
+    place.close()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from support.chaos.downloads import finished_download, is_download
 from support.controller_harness import ControllerHarness, llm_service
 from support.engine_processes import wait_for
 from support.fake_kubelet import FakeContainer, FakeKubelet
-from support.fake_model_server import FakeModelServer
 from support.fake_pods import FakePods
 
 from quire_spec.documents.download_result import DownloadReason
@@ -22,13 +21,6 @@ def kubelets(cluster, kubelet):
     """Two nodes."""
     with FakePods(kubelet), FakeKubelet(cluster, "second") as second, FakePods(second):
         yield kubelet, second
-
-
-@pytest.fixture(scope="module")
-def place():
-    place = FakeModelServer()
-    yield place
-    place.close()
 
 
 def server_pods(cluster, namespace):

@@ -82,7 +82,12 @@ def test_a_service_is_ready_where_policies_require_labels_and_limits(
     with FakePods(kubelet), ControllerHarness(cluster, namespace) as operator:
         cluster.apply(service, namespace)
         operator.wait_settled()
-        wait_for(lambda: operator.condition("Ready").get("status") == "True", 30, f"{operator.status()}")
+
+        def state():
+            notes = [event.get("note") for event in cluster.items("events.k8s.io/v1", "Event", namespace)]
+            return operator.status(), operator.child("Deployment"), notes
+
+        wait_for(lambda: operator.condition("Ready").get("status") == "True", 60, state)
         children = child_objects(cluster, namespace)
         pods = cluster.items("v1", "Pod", namespace)
         assert {"Deployment", "Service", "Job" if source == "http" else "ConfigMap"} <= {c["kind"] for c in children}
@@ -93,12 +98,13 @@ def test_a_service_is_ready_where_policies_require_labels_and_limits(
             assert "argocd.argoproj.io/tracking-id" not in meta["annotations"]
         assert all(pod["metadata"]["labels"]["sidecar.istio.io/inject"] == "false" for pod in pods)
         # A change reaches the objects, and no pod is replaced.
-        uids = {pod["metadata"]["uid"] for pod in pods}
+        servers = lambda: cluster.items("v1", "Pod", namespace, labelSelector="app.kubernetes.io/component=server")  # noqa: E731
+        uids = {pod["metadata"]["uid"] for pod in servers()}
         cluster.merge(*SERVICE, "tales", {"spec": {"labels": {"team": "b"}}}, namespace)
         operator.wait_settled()
         assert {child["metadata"]["labels"]["team"] for child in child_objects(cluster, namespace)} <= {"a", "b"}
         assert operator.child("Deployment")["metadata"]["labels"]["team"] == "b"
-        assert {pod["metadata"]["uid"] for pod in cluster.items("v1", "Pod", namespace)} == uids
+        assert {pod["metadata"]["uid"] for pod in servers()} == uids
 
 
 def test_labels_can_change_while_a_job_runs(cluster, namespace, kubelet, model_server):
@@ -117,5 +123,6 @@ def test_labels_can_change_while_a_job_runs(cluster, namespace, kubelet, model_s
         wait_for(lambda: jobs()[0]["metadata"]["labels"].get("queue") == "q", 30, "the labels of the Job")
         (after,) = jobs()
         assert (after["metadata"]["uid"], after["spec"]) == (before["metadata"]["uid"], before["spec"])
+        operator.wait_settled()
         assert operator.child("Deployment")["metadata"]["labels"]["team"] == "b"
         assert operator.condition("ConfigValid")["status"] == "True", operator.status()

@@ -12,7 +12,6 @@ from support.chaos.downloads import finished_download, is_download
 from support.controller_harness import ControllerHarness, llm_service
 from support.engine_processes import wait_for
 from support.fake_kubelet import FakeContainer
-from support.fake_model_server import FakeModelServer
 from support.fake_pods import FakePods
 
 from quire_operator.controller import reconciler
@@ -22,13 +21,6 @@ from quire_spec.documents.download_result import DownloadReason
 API = ("quire.dev/v1alpha1", "LLMService")
 FAR = DownloadProgress(2**20, 4 * 2**20, 2**18)
 COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
-
-
-@pytest.fixture(scope="module")
-def place():
-    place = FakeModelServer()
-    yield place
-    place.close()
 
 
 @pytest.fixture(scope="module")

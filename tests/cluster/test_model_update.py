@@ -9,8 +9,6 @@ from support.chaos.downloads import finished_download, is_download, source_of
 from support.controller_harness import ControllerHarness, llm_service
 from support.engine_processes import wait_for
 from support.fake_kubelet import FakeContainer
-from support.fake_model_server import FakeModelServer
-from support.fake_pods import FakePods
 
 from quire_operator.render import model_storage
 from quire_spec.dataclass_json import from_json
@@ -20,19 +18,7 @@ from quire_spec.documents.download_result import KEPT_FOLDERS_VARIABLE, Download
 API = ("quire.dev/v1alpha1", "LLMService")
 CLAIM = ("v1", "PersistentVolumeClaim")
 GIB = 2**30
-
-
-@pytest.fixture(scope="module")
-def place():
-    place = FakeModelServer()
-    yield place
-    place.close()
-
-
-@pytest.fixture(scope="module")
-def kubelet(kubelet):
-    with FakePods(kubelet):
-        yield kubelet
+pytestmark = pytest.mark.usefixtures("fake_pods")
 
 
 @pytest.fixture

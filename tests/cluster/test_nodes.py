@@ -5,7 +5,6 @@ import pytest
 from support.controller_harness import ControllerHarness, llm_service
 from support.engine_processes import wait_for
 from support.fake_kubelet import GPU_LABELS, FakeKubelet
-from support.fake_pods import FakePods
 
 from quire_operator.controller import plan_service
 
@@ -13,12 +12,7 @@ API, KIND = "quire.dev/v1alpha1", "LLMService"
 TAINT = {"key": "team", "value": "ml", "effect": "NoSchedule"}
 T4 = {"nvidia.com/gpu.product": "Tesla-T4", "nvidia.com/gpu.memory": "15360"}
 SHARED = {"nvidia.com/gpu.replicas": "4"}
-
-
-@pytest.fixture(scope="module")
-def kubelet(kubelet):
-    with FakePods(kubelet):
-        yield kubelet
+pytestmark = pytest.mark.usefixtures("fake_pods")
 
 
 @pytest.fixture(autouse=True)

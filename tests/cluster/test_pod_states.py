@@ -8,16 +8,10 @@ from kubernetes.dynamic.exceptions import DynamicApiError
 from support.controller_harness import ControllerHarness, llm_service
 from support.engine_processes import wait_for
 from support.fake_kubelet import FakeContainer
-from support.fake_pods import FakePods
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
 SERVER_PODS = "app.kubernetes.io/component=server"
-
-
-@pytest.fixture(scope="module")
-def kubelet(kubelet):
-    with FakePods(kubelet):
-        yield kubelet
+pytestmark = pytest.mark.usefixtures("fake_pods")
 
 
 @pytest.fixture
@@ -134,12 +128,18 @@ def test_an_autoscaler_without_metrics_is_named(operator, cluster, namespace):
     wait_for(lambda: not operator.condition("Autoscaling"), 20, "no condition without an autoscaler")
 
 
+def is_replaced(cluster, namespace, name):
+    names = [pod["metadata"]["name"] for pod in server_pods(cluster, namespace)]
+    return name not in names and len(names) == 2
+
+
 def test_a_deleted_pod_makes_no_event_without_news(operator, cluster, namespace):
     cluster.apply(llm_service(replicas=2), namespace)
     wait_for(lambda: operator.condition("Ready").get("status") == "True", 40, "Ready")
     for pod in server_pods(cluster, namespace):
-        cluster.delete("v1", "Pod", pod["metadata"]["name"], namespace)
-        time.sleep(1)
+        name = pod["metadata"]["name"]
+        cluster.delete("v1", "Pod", name, namespace)
+        wait_for(lambda name=name: is_replaced(cluster, namespace, name), 40, "another pod")
         wait_for(lambda: operator.condition("Ready").get("status") == "True", 40, "Ready")
     events = cluster.items("events.k8s.io/v1", "Event", namespace)
     notes = [event.get("note", "") for event in events if event["regarding"]["kind"] == KIND]

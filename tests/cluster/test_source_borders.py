@@ -29,7 +29,7 @@ def test_the_condition_names_the_value_and_a_running_service_keeps_its_plan(clus
         assert operator.status().get("plan") is None and model_server.num_requests == 0
         assert OWN not in operator.condition("Planned")["message"].replace(model_server.url, "")
     with ControllerHarness(cluster, namespace, opened) as operator:
-        wait_for(lambda: operator.condition("Planned").get("status") == "True", 30, f"{operator.status()}")
+        wait_for(lambda: operator.condition("Planned").get("status") == "True", 30, operator.status)
         plan = operator.status()["plan"]
     with ControllerHarness(cluster, namespace, closed) as operator:
         cluster.merge("quire.dev/v1alpha1", "LLMService", "tales", {"spec": {"rollout": {"maxSurge": 1}}}, namespace)

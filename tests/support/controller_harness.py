@@ -6,8 +6,9 @@ whole operator runs under kopf; tests/cluster/test_operator_process.py also runs
 """
 
 import asyncio
+import json
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from quire_operator.kube.cluster_config import ClusterConfig
 from quire_operator.kube.reflector import Reflector
 from quire_operator.render.model_reader_job import READER_COMPONENT
 from quire_server.downloads.inspect_model import termination_message
+from quire_spec.constants import CATALOG_FILE
 
 Manifest = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,6 +236,18 @@ def normalized(body: Manifest) -> Manifest:
         meta["annotations"] = {k: v for k, v in meta["annotations"].items() if not k.startswith("deployment.k")}
     meta.get("annotations", {}).pop("quire.dev/applied", None)  # the namespace is in it
     return {**content, "metadata": {**meta, "ownerReferences": owners}}
+
+
+def without_generation(bodies: Iterable[Manifest]) -> list[Manifest]:
+    """Return objects without the generation of the spec, which the adapter catalog contains."""
+
+    def is_catalog(body: Manifest) -> bool:
+        return body["kind"] == "ConfigMap" and CATALOG_FILE in body["data"]
+
+    def catalog_of(body: Manifest) -> Manifest:
+        return {key: value for key, value in json.loads(body["data"][CATALOG_FILE]).items() if key != "generation"}
+
+    return [{**body, "data": catalog_of(body)} if is_catalog(body) else body for body in bodies]
 
 
 def child_objects(cluster: Cluster, namespace: str, service: str = "tales") -> list[Manifest]:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Self, cast
@@ -36,11 +36,15 @@ from quire_spec.protocol.results import CoreStatus
 DEADLINE_S = 60.0
 
 
-def wait_for(check: Any, timeout_s: float = DEADLINE_S, what: str = "it") -> Any:
-    """Poll `check()` until it returns a true value, and return that; fail the test after `timeout_s`."""
+def wait_for(check: Any, timeout_s: float = DEADLINE_S, what: str | Callable[[], object] = "it") -> Any:
+    """Poll `check()` until it returns a true value, and return that; fail the test after `timeout_s`.
+
+    `what` names what is awaited, or returns the state that is reported instead.
+    """
     deadline = time.monotonic() + timeout_s
     while not (value := check()):
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"{what if isinstance(what, str) else what()} did not happen within {timeout_s} s")
         time.sleep(0.02)
     return value
 

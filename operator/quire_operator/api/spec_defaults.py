@@ -36,13 +36,13 @@ class SpecDefaults:
     spec: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, file: Path) -> Self:
-        """Read a YAML or JSON file with a partial spec; it can be empty.
+    def read(cls, file: Path | None) -> Self:
+        """Read a YAML or JSON file with a partial spec; it can be empty. Without a file, there are no defaults.
 
         Raises:
             ConfigError: the file cannot be read or has several documents, or a field is not allowed or invalid.
         """
-        documents = read_manifests(str(file))
+        documents = [] if file is None else read_manifests(str(file))
         if len(documents) > 1:
             location = documents[1].location(())
             raise ConfigError(f"{location}: {VALUE}: a second YAML document; merge the documents, or remove one")

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
             identity=args.identity or default_identity(cluster_config),
             images={"GPU": args.gpu_image, "CPU": args.cpu_image},
             borders=Borders() if args.source_networks is None else Borders.parse(args.source_networks),
-            defaults=SpecDefaults() if args.defaults is None else SpecDefaults.read(args.defaults),
+            defaults=SpecDefaults.read(args.defaults),
             resync_s=args.resync,
         ),
         host=args.host,

@@ -37,7 +37,7 @@ from quire_spec.errors import ConfigError, Unavailable
 def run(args: argparse.Namespace) -> int:
     """Print the plan and return the exit status."""
     manifest = crd.single_service(args.file)
-    defaults = SpecDefaults() if args.defaults is None else SpecDefaults.read(args.defaults)
+    defaults = SpecDefaults.read(args.defaults)
     service = defaults.service(crd.require_valid(manifest))
     inputs, plan = plan_from_args(args, manifest, service)
     if args.output == "json":

@@ -26,7 +26,7 @@ from quire_operator.render.objects import render_objects
 def run(args: argparse.Namespace) -> int:
     """Print the objects and return the exit status."""
     manifest = crd.single_service(args.file)
-    defaults = SpecDefaults() if args.defaults is None else SpecDefaults.read(args.defaults)
+    defaults = SpecDefaults.read(args.defaults)
     service = defaults.service(crd.require_valid(manifest))
     images = dict.fromkeys(DEFAULT_IMAGES, args.image) if args.image else DEFAULT_IMAGES
     _, plan = plan_from_args(args, manifest, service, images)

@@ -16,7 +16,7 @@ from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.controller.observe.checkpoint_store import CheckpointStore, NotReadYet, SecretValues
 from quire_operator.controller.parsed_service import ParsedService
 from quire_operator.controller.status.observed_state import PlanningResult
-from quire_operator.controller.template_revision import TemplateRevision
+from quire_operator.controller.template_revision import TemplateRevision, has_replicas
 from quire_operator.kube import resources
 from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.errors import Forbidden
@@ -75,7 +75,7 @@ class PlanService:
             and revision.inputs == (desired.pods_digest, previous_plan.inputsHash)
         )
         is_current = keeps_pods and previous_plan is not None and self._would_keep(service, previous_plan)
-        if is_current and previous_plan is not None and (deployment or {}).get("spec", {}).get("replicas", 1):
+        if is_current and previous_plan is not None and has_replicas(deployment):
             return PlanningResult(plan=previous_plan, note=await self._describe_other_nodes(service, previous_plan))
         try:
             gpu = await self._resolve_gpu(service)

@@ -41,23 +41,16 @@ class StatusWriter:
             StaleService: the service has a later version, was replaced, or was deleted.
             ApiError: the status was not written. Events that cannot be written are only logged.
         """
-        namespace, name = desired.key
-        # The resourceVersion prevents two errors. A new service of the same name or a later generation must not get
-        # this status. And if the status was written after `previous` was read, that status must not be lost.
-        metadata = {"name": name, "namespace": namespace, "resourceVersion": resource_version}
         try:
-            manifest = {**service_reference(name), "metadata": metadata, "status": status}
-            body = await self._client.set_status(resources.LLM_SERVICE, manifest)
+            await self._set_status(desired, resource_version, status)
         except (ObjectNotFound, WriteConflict):
             # The service may have been deleted or recreated. If kopf missed the deletion, it does not report it later.
             await self.check_newest(desired)
             # Otherwise, the status was written in the meantime. This request itself can have written it, if the first
             # response was lost and the request was repeated.
-            cached = self._cache.get(resources.LLM_SERVICE, namespace, name)
+            cached = self._cache.get(resources.LLM_SERVICE, *desired.key)
             if cached is None or cached.body().get("status") != status:
                 raise StaleService from None
-        else:
-            self._cache.upsert(resources.LLM_SERVICE, body)
         self._record_write(resources.LLM_SERVICE, "status")
         for event in build_events(previous, status):
             try:
@@ -73,16 +66,21 @@ class StatusWriter:
             StaleService: the service has a later version, for example because another operator has marked it.
             ApiError: the status was not written.
         """
-        namespace, name = desired.key
-        metadata = {"name": name, "namespace": namespace, "resourceVersion": resource_version}
         try:
-            manifest = {**service_reference(name), "metadata": metadata, "status": status}
-            body = await self._client.set_status(resources.LLM_SERVICE, manifest)
+            entry = await self._set_status(desired, resource_version, status)
         except (ObjectNotFound, WriteConflict):
             await self._fetch(desired)
             raise StaleService from None
         self._record_write(resources.LLM_SERVICE, "mark")
-        return self._cache.upsert(resources.LLM_SERVICE, body)
+        return entry
+
+    async def _set_status(self, desired: ParsedService, resource_version: str, status: dict[str, Any]) -> CachedObject:
+        namespace, name = desired.key
+        # The resourceVersion prevents two errors. A new service of the same name or a later generation must not get
+        # this status. And if the status was written after the pass had read it, that status must not be lost.
+        metadata = {"name": name, "namespace": namespace, "resourceVersion": resource_version}
+        manifest = {**service_reference(name), "metadata": metadata, "status": status}
+        return self._cache.upsert(resources.LLM_SERVICE, await self._client.set_status(resources.LLM_SERVICE, manifest))
 
     async def is_newest(self, desired: ParsedService) -> bool:
         """Whether `desired` is the latest generation that the API server has.

@@ -111,6 +111,11 @@ class TemplateRevision:
         return result
 
 
+def has_replicas(deployment: Mapping[str, Any] | None) -> bool:
+    """Whether a Deployment exists and has pods, according to its spec."""
+    return deployment is not None and deployment["spec"].get("replicas", 1) > 0
+
+
 def pods_digest(body: Mapping[str, Any], service: LLMService) -> str:
     """Return the digest of those fields of the spec that affect the pods.
 

@@ -187,8 +187,12 @@ def _source_fields(source: Source) -> Manifest:
 def is_on_one_node(service: LLMService, live_modes: Collection[str] = ()) -> bool:
     """Return whether only one node at a time can mount the claim for downloaded models. `live_modes` are the access
     modes of the existing claim, which cannot change; empty if there is no claim."""
-    modes = {*(live_modes or _access_modes(service))}
-    return cache_mode(service) == "PVC" and not modes & {"ReadWriteMany", "ReadOnlyMany"}
+    return cache_mode(service) == "PVC" and not allow_many_nodes(live_modes or _access_modes(service))
+
+
+def allow_many_nodes(access_modes: Collection[str]) -> bool:
+    """Return whether several nodes at a time can mount a claim with these access modes."""
+    return not {"ReadWriteMany", "ReadOnlyMany"}.isdisjoint(access_modes)
 
 
 def one_node_affinity(service: LLMService) -> Manifest:

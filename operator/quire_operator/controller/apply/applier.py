@@ -104,10 +104,10 @@ class ApplyResult:
     """Answer of the API server if an existing claim cannot grow. Empty if it can. Pods can use the claim as it is."""
     written_objects: list[CachedObject] = field(default_factory=list)
     """The objects that were written. Secrets are not included."""
-    required_complete: bool = True
-    """Whether all objects of the required kinds exist as they were rendered. Objects of optional kinds may be missing,
-    and a claim may be smaller.
-    """
+    missing: set[Resource] = field(default_factory=set)
+    """Kinds with an object that does not exist, or must not be changed."""
+    outdated: set[Resource] = field(default_factory=set)
+    """Kinds with an object that exists, but not as it was rendered. A claim may be smaller."""
 
     def add_rejection(self, error: InvalidObject | Forbidden, manifest: Manifest, exists: bool) -> None:
         """Record that the API server rejected a manifest. `exists` is True if it only rejected a change."""
@@ -117,21 +117,23 @@ class ApplyResult:
             return
         self.rejections.append(str(error))
         self.forbidden = self.forbidden or isinstance(error, Forbidden)
-        self._add_missing(resource)
+        (self.outdated if exists else self.missing).add(resource)
 
     def add_pending_deletion(self, error: PendingDeletion, manifest: Manifest) -> None:
         """Record that an object must first be deleted completely."""
         self.pending_deletions.append(str(error))
         self.stuck_deletions += [str(error)] if error.is_stuck else []
-        self._add_missing(resource_for(manifest))
+        self.missing.add(resource_for(manifest))
 
     def add_conflict(self, error: OwnershipConflict, manifest: Manifest) -> None:
         """Record that an object has another owner."""
         self.conflict = self.conflict or str(error)
-        self._add_missing(resource_for(manifest))
+        self.missing.add(resource_for(manifest))
 
-    def _add_missing(self, resource: Resource) -> None:
-        self.required_complete = self.required_complete and resource in resources.OPTIONAL_RESOURCES
+    @property
+    def required_complete(self) -> bool:
+        """Whether all objects exist as they were rendered, except those of optional kinds."""
+        return (self.missing | self.outdated).issubset(resources.OPTIONAL_RESOURCES)
 
     @property
     def complete(self) -> bool:
@@ -172,20 +174,19 @@ class Applier:
             StaleService: `check_newest` raised it.
         """
         result = ApplyResult()
-        pairs, missing = await self._lookup_all(desired, manifests, result)
+        pairs = await self._lookup_all(desired, manifests, result)
         if result.conflict and not result.required_complete:
             return result
         outdated = [pair for pair in pairs if not self._is_applied(desired.key, *pair)]
         if outdated:
             await self._check_newest(desired)
         for wave in _apply_order(outdated):
-            is_blocked = bool(missing - {*_INDEPENDENT_KINDS})
+            is_blocked = not result.missing.issubset(_INDEPENDENT_KINDS)
             ready = [pair for pair in wave if not is_blocked or _needs_nothing(*pair)]
             outcomes = await _gather(self._apply_manifest(desired.key, *pair) for pair in ready)
             for (manifest, existing), outcome in zip(ready, outcomes, strict=True):
                 if isinstance(outcome, InvalidObject | Forbidden):
                     result.add_rejection(outcome, manifest, existing is not None)
-                    missing |= set() if existing is not None else {resource_for(manifest)}
                 elif isinstance(outcome, BaseException):
                     raise outcome
                 elif outcome is not None:
@@ -228,15 +229,15 @@ class Applier:
 
     async def _lookup_all(
         self, desired: ParsedService, manifests: Iterable[Manifest], result: ApplyResult
-    ) -> tuple[list[tuple[Manifest, ExistingObject]], set[Resource]]:
-        """Return each manifest that can be applied, together with its existing object, and the kinds of the others.
+    ) -> list[tuple[Manifest, ExistingObject]]:
+        """Return each manifest that can be applied, together with its existing object.
 
         The reasons why manifests cannot be applied are added to `result`. Other errors of `_lookup` are raised only
         after all lookups have ended. In this way, a single pass removes all objects of a deleted service. If the first
         error ended the lookups, each pass would remove only one object, and the delay between passes would grow.
         """
         annotated = [_with_applied_digest(manifest) for manifest in manifests]
-        pairs, missing, errors = [], set(), []
+        pairs, errors = [], []
         existing_objects = await _gather(self._lookup(desired, manifest) for manifest in annotated)
         for manifest, existing in zip(annotated, existing_objects, strict=True):
             if isinstance(existing, Forbidden):
@@ -249,11 +250,9 @@ class Applier:
                 errors.append(existing)
             else:
                 pairs.append((manifest, existing))
-                continue
-            missing.add(resource_for(manifest))
         if errors:
             raise errors[0]
-        return pairs, missing
+        return pairs
 
     async def _lookup(self, desired: ParsedService, manifest: Manifest) -> ExistingObject:
         """Return the existing object that has the kind and the name of a manifest, if there is one.

@@ -13,7 +13,7 @@ from typing import Any
 from quire_operator.api.llmservice import LLMService
 from quire_operator.api.quantity import to_bytes
 from quire_operator.controller.status.model_cache import is_terminating, job_succeeded
-from quire_operator.controller.template_revision import TemplateRevision
+from quire_operator.controller.template_revision import TemplateRevision, has_replicas
 from quire_operator.kube.resources import JOB, OPTIONAL_RESOURCES, PERSISTENT_VOLUME_CLAIM, resource_for
 from quire_operator.kube.unknown_fields import FieldPath, remove_fields
 from quire_operator.plan.plan import Plan
@@ -96,7 +96,7 @@ def build_child_objects(
         manifests = [m for m in manifests if resource_for(m) not in (PERSISTENT_VOLUME_CLAIM, JOB)]
     revision = TemplateRevision.from_manifests(pods_digest, plan, manifests)
     live_revision = TemplateRevision.from_deployment(live_objects.deployment)
-    is_serving = live_revision is not None and (live_objects.deployment or {}).get("spec", {}).get("replicas", 1) > 0
+    is_serving = live_revision is not None and has_replicas(live_objects.deployment)
     model_ready = job is None or finished_job is not None
     is_same_revision = live_revision is not None and live_revision.inputs == revision.inputs
     keeps_pods = is_serving and not model_ready and not is_same_revision
@@ -107,7 +107,11 @@ def build_child_objects(
             f"{field}: {plan.image.value!r} is older than the operator and cannot read {CONFIG_FILE}; its pods keep "
             "running with the previous spec; set an image of the operator's release, or omit the field"
         )
-    keeps_template = is_same_revision and (is_outdated or not _must_update(service, live_revision, revision))
+    keeps_template = (
+        live_revision is not None
+        and is_same_revision
+        and (is_outdated or not _policy_replaces_pods(service, live_revision, revision))
+    )
     if live_revision is not None and (keeps_pods or keeps_template):
         revision = live_revision
         if service.openai_port is not None and not revision.serves_openai:
@@ -126,11 +130,11 @@ def build_child_objects(
     )
 
 
-def _must_update(service: LLMService, live_revision: TemplateRevision | None, revision: TemplateRevision) -> bool:
+def _policy_replaces_pods(service: LLMService, live_revision: TemplateRevision, revision: TemplateRevision) -> bool:
     """Whether spec.rollout.updatePolicy replaces the pods although their inputs are the same. It does not if only the
     labels or annotations of the pods differ."""
     is_automatic = service.spec.rollout.updatePolicy == "Auto"
-    return is_automatic and (live_revision is None or live_revision.template["spec"] != revision.template["spec"])
+    return is_automatic and live_revision.template["spec"] != revision.template["spec"]
 
 
 def build_running_objects(
@@ -145,7 +149,7 @@ def build_running_objects(
         ConfigError: the adapter catalog is too large.
     """
     revision = TemplateRevision.from_deployment(live_objects.deployment)
-    if revision is None or not (live_objects.deployment or {}).get("spec", {}).get("replicas", 1):
+    if revision is None or not has_replicas(live_objects.deployment):
         return ()
     if service.openai_port is not None and not revision.serves_openai:
         service = service.without_openai()

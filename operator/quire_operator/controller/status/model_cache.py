@@ -107,7 +107,7 @@ def predates_claim(job: Body | None, claim: Body | None) -> bool:
 def describe_access(claim: Body | None) -> str:
     """Return a text if only one node, or only one pod, can mount the claim. Otherwise, the text is empty."""
     modes = set() if claim is None else {*claim.get("spec", {}).get("accessModes", ())}
-    if claim is None or not modes or modes & {"ReadWriteMany", "ReadOnlyMany"}:
+    if claim is None or not modes or model_storage.allow_many_nodes(modes):
         return ""
     users = "all pods must run on one node" if "ReadWriteOnce" in modes else "only one pod can use it"
     return (

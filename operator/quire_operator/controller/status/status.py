@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from quire_operator.api.llmservice import Device, LLMService
-from quire_operator.controller.status import adapters, model_cache
+from quire_operator.controller.status import adapters, model_cache, ownership
 from quire_operator.controller.status.autoscaling import autoscaling_condition
 from quire_operator.controller.status.conditions import (
     Condition,
@@ -59,7 +59,7 @@ def build_status(
     return {
         **evaluated.fields,
         # Only ownership.py changes the mark.
-        **({"operator": previous["operator"]} if "operator" in previous else {}),
+        **({ownership.FIELD: previous[ownership.FIELD]} if ownership.FIELD in previous else {}),
         "observedGeneration": generation,
         "conditions": to_conditions(evaluated.conditions, generation, previous, now),
         "replicas": deployment.get("replicas") or 0,

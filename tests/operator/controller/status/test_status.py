@@ -77,7 +77,7 @@ def test_all_is_well():
         ("hostnames: [llm.example], scheme: http", None, "http://llm.example/v1"),
         ("hostnames: [llm.example], port: http", None, "https://llm.example"),
         ("port: openai", None, None),
-        # The route leads to the pool, whatever its own port is.
+        # The pool chooses the port of the pods, not the route.
         ("hostnames: [llm.example]", "http", "https://llm.example"),
         ("hostnames: [llm.example], port: http", "openai", "https://llm.example/v1"),
     ],
