@@ -52,9 +52,15 @@ class SchedulerHarness:
         for digest in self.adapter_digests:
             self.registry.add(digest, Path(digest), False)
             self.runner.store_adapter(digest, digest)
-        block_hasher = BlockHasher("m", "float32", self.config.block_size)
+        self.block_hasher = BlockHasher("m", "float32", self.config.block_size)
         self.scheduler = Scheduler(
-            self.config, self.block_pool, self.registry, block_hasher, self.max_model_len, self.swap_costs, self.layout
+            self.config,
+            self.block_pool,
+            self.registry,
+            self.block_hasher,
+            self.max_model_len,
+            self.swap_costs,
+            self.layout,
         )
         if self.scheduler.draft_planner is not None:
             self.scheduler.draft_planner._proposer = ScriptedProposer(

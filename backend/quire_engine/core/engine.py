@@ -15,7 +15,8 @@ import msgspec
 
 from quire_engine.core.input_processor import InputProcessor
 from quire_engine.core.step_executor import StepExecutor, error_result
-from quire_engine.kv_cache.block_hash import BlockHasher
+from quire_engine.kv_cache.block_events import BlockEvent, BlockEventLog
+from quire_engine.kv_cache.block_hash import BlockHasher, group_of
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.layout_choice import choose_layout
 from quire_engine.lora.registry import AdapterRegistry
@@ -34,7 +35,14 @@ from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
 from quire_spec.model.capabilities import DTYPE_BYTES
 from quire_spec.model.memory_sizing import lora_slot_bytes
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.protocol.messages import AdapterEvent, SchedulerStats, SequenceDelta, SequenceRequest, StepResult
+from quire_spec.protocol.messages import (
+    AdapterEvent,
+    BlockChanges,
+    SchedulerStats,
+    SequenceDelta,
+    SequenceRequest,
+    StepResult,
+)
 
 MAX_LIVE_ADAPTERS = 256
 """Maximum number of adapters in a snapshot for the live page. The snapshot lists adapters with sequences first, then
@@ -174,6 +182,22 @@ class Engine:
         return adapter_events + [
             AdapterEvent("evicted", digest) for digest in self._adapter_registry.slot_table.pop_evicted()
         ]
+
+    def observe_blocks(self) -> None:
+        """Record from now on which blocks are cached and evicted; see `pop_block_events`."""
+        self._block_pool.event_log = BlockEventLog()
+
+    def pop_block_events(self) -> list[BlockEvent]:
+        """Return the events of cached blocks since the last call, in order. After `observe_blocks`, call it after each
+        step."""
+        event_log = self._block_pool.event_log
+        return [] if event_log is None else event_log.pop()
+
+    def cached_blocks(self) -> BlockChanges:
+        """Return all cached blocks of group 0, as the changes of a cache that was empty before."""
+        return BlockChanges(
+            [block_hash for block_hash in self._block_pool.cached_hashes() if group_of(block_hash) == 0]
+        )
 
     def read_adapter(self, path: Path, digest: AdapterDigest | None = None) -> object:
         """Read an adapter folder for `add_adapter`. Reading is slow; any thread can call this method.

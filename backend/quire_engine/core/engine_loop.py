@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from quire_engine.core.engine import Engine
 from quire_engine.ipc import process
+from quire_engine.kv_cache.block_events import BlockEvent, block_changes
 from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest
 from quire_spec.errors import PROCESS_ENDS, Code, Internal, QuireError
@@ -51,6 +52,8 @@ class EngineLoop:
         publish: Callable[[int, StepResult], None],
         on_adapter_needed: Callable[[AdapterDigest, Path], None],
         on_slot_copy: Callable[[SlotLoad, Callable[[], None]], None],
+        on_block_events: Callable[[list[BlockEvent]], None] | None = None,
+        report_blocks: bool = False,
     ) -> None:
         """Create the loop. The callbacks run in the compute thread and must not block.
 
@@ -61,15 +64,23 @@ class EngineLoop:
                 engine's add_adapter or fail_adapter with `submit_call`.
             on_slot_copy: called with a slot load and a function that copies the adapter into the slot. Run this
                 function, and then call the engine's on_slot_loaded with `submit_call`.
+            on_block_events: called with the events of cached blocks of a step, if any.
+            report_blocks: whether results contain the changes of the prefix cache.
         """
         self._engine = engine
         engine.delegate_slot_copies(on_slot_copy)
         self._publish = publish
         self._on_adapter_needed = on_adapter_needed
+        self._on_block_events = on_block_events
+        self._report_blocks = report_blocks
+        if on_block_events is not None or report_blocks:
+            engine.observe_blocks()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._client_id = 0
         self._open_sequence_ids: set[int] = set()
         """Unfinished sequences of the client."""
+        self._client_is_new = False
+        """True until the first result is sent to the client."""
         self._stats_dirty = False
         """True if the state of the engine has changed since the last published result."""
         self._unsent_adapter_events: list[AdapterEvent] = []
@@ -135,6 +146,11 @@ class EngineLoop:
 
     def _step(self) -> None:
         result = self._engine.step()
+        if block_events := self._engine.pop_block_events():
+            if self._on_block_events is not None:
+                self._on_block_events(block_events)
+            if self._report_blocks:
+                result = replace(result, block_changes=block_changes(block_events))
         self._integrity_checked = False
         self._open_sequence_ids.difference_update(r.id for r in result.results if r.finish_reason or r.error_code)
         self._send_step_result(result)
@@ -148,7 +164,11 @@ class EngineLoop:
         self._unsent_adapter_events += result.adapter_events
         if self._client_id:
             adapter_events, self._unsent_adapter_events = self._unsent_adapter_events, []
-            self._publish(self._client_id, replace(result, adapter_events=adapter_events))
+            result = replace(result, adapter_events=adapter_events)
+            if self._client_is_new and self._report_blocks:
+                result = replace(result, block_changes=self._engine.cached_blocks())
+            self._client_is_new = False
+            self._publish(self._client_id, result)
 
     def _count_failures(self, result: StepResult) -> None:
         """Count consecutive failed steps. A step failed if all its sequences have an internal error."""
@@ -163,7 +183,7 @@ class EngineLoop:
     def _change_client(self, client_id: int) -> None:
         self._engine.abort(self._open_sequence_ids)
         self._open_sequence_ids.clear()
-        self._client_id = client_id
+        self._client_id, self._client_is_new = client_id, True
         # A new text process receives the state of the engine at once.
         self._stats_dirty = True
 

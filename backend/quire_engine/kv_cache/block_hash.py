@@ -16,6 +16,9 @@ LAYOUT_VERSION = 1
 """Increment this with every change to the bytes of a KV block: blocks of two versions must not get equal hashes."""
 
 
+_HASH_BYTES = hashlib.sha256().digest_size
+
+
 @dataclass(frozen=True, slots=True)
 class BlockHasher:
     """All parameters that determine the bytes of a block, except for the tokens.
@@ -60,6 +63,16 @@ class BlockHasher:
         hash of the block before it."""
         assert len(token_ids) == self.block_size
         return hashlib.sha256(parent_hash + struct.pack(f"<{self.block_size}I", *token_ids)).digest()
+
+
+def group_hash(block_hash: bytes, group: int) -> bytes:
+    """Return the hash of the block of a group of layers. `block_hash` is the hash of the block in group 0."""
+    return block_hash + bytes([group]) if group else block_hash
+
+
+def group_of(block_hash: bytes) -> int:
+    """Return the group of layers of the block with this hash."""
+    return block_hash[_HASH_BYTES] if len(block_hash) > _HASH_BYTES else 0
 
 
 def _encode_field(field: str | None) -> bytes:

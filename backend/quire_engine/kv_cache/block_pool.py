@@ -9,6 +9,7 @@ block. `allocate`, `cache_block` and `free` add contents. `lookup` and `acquire`
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from quire_engine.kv_cache.block_events import BlockEventLog
 from quire_engine.sequence import BlockId
 from quire_spec.errors import Internal
 
@@ -41,6 +42,8 @@ class BlockPool:
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()
         self._evictable_protected: OrderedDict[BlockId, None] = OrderedDict()
         self._is_protected = [False] * num_blocks
+        self.event_log: BlockEventLog | None = None
+        """Receives the events of cached blocks; None if they are not observed."""
 
     @property
     def num_free(self) -> int:
@@ -92,16 +95,22 @@ class BlockPool:
             self._ref_counts[block] = 1
         return blocks
 
-    def cache_block(self, block: BlockId, block_hash: bytes) -> None:
-        """Cache a used, fully computed block under the hash of its contents.
+    def cached_hashes(self) -> list[bytes]:
+        """Return the hashes of all cached blocks."""
+        return list(self._block_by_hash)
+
+    def cache_block(self, block: BlockId, block_hash: bytes) -> bool:
+        """Cache a used, fully computed block under the hash of its contents. Return whether it is cached now.
 
         If another block is already cached under this hash, that block stays cached instead of this one. The table of a
         running sequence never changes, so a duplicate is never replaced.
         """
         assert self._ref_counts[block] > 0 and self._block_hashes[block] is None
-        if block_hash not in self._block_by_hash:
-            self._block_by_hash[block_hash] = block
-            self._block_hashes[block] = block_hash
+        if block_hash in self._block_by_hash:
+            return False
+        self._block_by_hash[block_hash] = block
+        self._block_hashes[block] = block_hash
+        return True
 
     def free(self, block_table: Sequence[BlockId]) -> None:
         """Release one reference to each block in the block table of a sequence.
@@ -166,4 +175,6 @@ class BlockPool:
         assert block_hash is not None
         del self._block_by_hash[block_hash]
         self._block_hashes[block] = None
+        if self.event_log is not None:
+            self.event_log.add_removed(block_hash)
         return block

@@ -7,7 +7,8 @@ sequences. The block pool decides which blocks are evicted.
 
 from dataclasses import dataclass, field
 
-from quire_engine.kv_cache.block_hash import BlockHasher
+from quire_engine.kv_cache.block_events import BlocksStored
+from quire_engine.kv_cache.block_hash import BlockHasher, group_hash
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.sequence import BlockId, Sequence
 from quire_spec.model.kv_layout import KVLayout
@@ -116,11 +117,13 @@ class PrefixCache:
         """Cache the blocks that the computed tokens of a sequence fill."""
         num_full = sequence.num_computed_tokens // self._block_hasher.block_size
         if self._enabled and num_full > sequence.num_cached_blocks:
-            num_groups = self._layout.num_groups
-            for index in range(sequence.num_cached_blocks, num_full):
-                entries = sequence.block_table[index * num_groups : (index + 1) * num_groups]
-                for block, key in zip(entries, self._keys(sequence, index), strict=True):
-                    self._block_pool.cache_block(block, key)
+            num_groups, event_log = self._layout.num_groups, self._block_pool.event_log
+            for group in range(num_groups):
+                for index in range(sequence.num_cached_blocks, num_full):
+                    key = group_hash(self._block_hash(sequence, index), group)
+                    is_new = self._block_pool.cache_block(sequence.block_table[index * num_groups + group], key)
+                    if is_new and event_log is not None:
+                        event_log.add_stored(self._stored_event(sequence, index, group))
             sequence.num_cached_blocks = num_full
 
     def _make_hit(self, blocks: list[BlockId], num_tokens: int) -> PrefixHit:
@@ -187,7 +190,19 @@ class PrefixCache:
     def _keys(self, sequence: Sequence, index: int) -> list[bytes]:
         """Return the hashes of full block `index` of a sequence, one for each group of layers."""
         block_hash = self._block_hash(sequence, index)
-        return [block_hash, *(block_hash + bytes([group]) for group in range(1, self._layout.num_groups))]
+        return [group_hash(block_hash, group) for group in range(self._layout.num_groups)]
+
+    def _stored_event(self, sequence: Sequence, index: int, group: int) -> BlocksStored:
+        """Return the event for full block `index`."""
+        block_size, hashes = self._block_hasher.block_size, sequence.block_hashes
+        return BlocksStored(
+            [group_hash(hashes[index], group)],
+            group_hash(hashes[index - 1], group) if index else None,
+            sequence.tokens(index * block_size, (index + 1) * block_size),
+            sequence.adapter_digest,
+            sequence.cache_salt,
+            group,
+        )
 
     def _uses_long_rope(self, sequence: Sequence) -> bool:
         return self._block_hasher.uses_long_rope(sequence.num_tokens)

@@ -358,6 +358,16 @@ class AdapterEvent(Value, frozen=True):
     """Number of seconds that it took to load the adapter, including the wait in the queue."""
 
 
+class BlockChanges(Value, frozen=True):
+    """Reports which full KV blocks the prefix cache gained and lost."""
+
+    stored: list[bytes]
+    """Hashes of blocks (32 bytes each) that are cached now. The hash of a block also identifies all tokens before it,
+    the adapter and the salt."""
+    removed: list[bytes] = []
+    """Hashes of blocks that are not cached any more."""
+
+
 class StepResult(Message, frozen=True, tag=8):
     """core -> text: the results of one step."""
 
@@ -368,6 +378,9 @@ class StepResult(Message, frozen=True, tag=8):
     stats: SchedulerStats
     adapter_events: list[AdapterEvent] = []
     """The adapter events that happened since the previous step."""
+    block_changes: BlockChanges | None = None
+    """The changes of the prefix cache since the previous result; None if there are none, or if the core does not report
+    them. The first result after the text process connected contains all cached blocks."""
 
     @property
     def request_ids(self) -> Sequence[int]:

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.block_mirror import BlockMirror
 from support.fake_runner import VOCAB, TokenEchoRunner, expected_output
 
 from quire_engine.core.engine import Engine
 from quire_engine.core.engine_loop import EngineLoop
+from quire_engine.kv_cache.block_events import BlockEvent, BlocksRemoved
+from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
 from quire_engine.weights.checkpoint import Checkpoint
@@ -409,6 +412,40 @@ def test_adapter_events_are_kept_until_a_text_process_connects(with_step):
     engine_loop.attach_client(7)
     client_id, result = published.get(timeout=10)
     assert (client_id, [(event.kind, event.digest) for event in result.adapter_events]) == (7, [("host", "d0")])
+
+
+def test_text_process_receives_the_changes_of_the_prefix_cache() -> None:
+    harness = EngineHarness(num_blocks=14)
+    published: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
+    recorded: list[BlockEvent] = []
+    engine_loop = EngineLoop(
+        harness.engine, lambda _, result: published.put(result), lambda *_: None, lambda *_: None, recorded.extend, True
+    )
+    threading.Thread(target=engine_loop.run, daemon=True).start()
+    cached: set[bytes] = set()
+
+    def next_result() -> StepResult:
+        result = published.get(timeout=10)
+        if result.block_changes is not None:
+            cached.difference_update(result.block_changes.removed)
+            cached.update(result.block_changes.stored)
+        return result
+
+    for client_id in (1, 2):
+        # The second text process begins with nothing, and receives the state of the cache at once.
+        cached.clear()
+        engine_loop.attach_client(client_id)
+        next_result()
+        assert cached == set(harness.engine.cached_blocks().stored) and bool(cached) == (client_id == 2)
+        for i in range(6):
+            params = SamplingParams.from_mapping({"max_tokens": 9})
+            engine_loop.generate(client_id, SequenceRequest(i, [client_id * 10 + i] * 20, params))
+            while not any(delta.finish_reason for delta in next_result().results):
+                pass
+        assert cached == set(harness.engine.cached_blocks().stored)
+    mirror = BlockMirror(BlockHasher("fingerprint", "float32", 8))
+    mirror.apply(recorded)
+    assert mirror.keys == cached and any(isinstance(event, BlocksRemoved) for event in recorded)
 
 
 def test_queue_time_ends_when_the_first_step_starts() -> None:

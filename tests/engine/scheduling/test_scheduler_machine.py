@@ -8,9 +8,11 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.block_mirror import BlockMirror
 from support.fake_runner import VOCAB, expected_beam_outputs, expected_output
 from support.scheduler_harness import NEVER_SWAP, ONE_GROUP, SchedulerHarness
 
+from quire_engine.kv_cache.block_events import BlockEventLog
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.sequence import BeamGroup, SequenceStatus
 from quire_spec.engine.config import EngineConfig
@@ -77,6 +79,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.harness = SchedulerHarness(
             config, num_blocks, 48, "abc", max_loras, swap, lookahead and not num_drafts, layout
         )
+        self.event_log = self.harness.block_pool.event_log = BlockEventLog()
+        self.mirror = BlockMirror(self.harness.block_hasher)
         self.requests: dict[int, tuple[list[int], int, str | None, frozenset[int]]] = {}
         self.num_drafts = num_drafts
         self.searches: dict[int, BeamGroup] = {}
@@ -207,6 +211,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def state_is_consistent(self) -> None:
         self.harness.scheduler.check_integrity()
+        self.mirror.apply(self.event_log.pop())
+        assert self.mirror.keys == set(self.harness.block_pool.cached_hashes())
         beams = [beam for i in self.open_ids & self.searches.keys() for beam in self.searches[i].sequences]
         num_unfinished = len(self.open_ids & self.requests.keys()) + len(beams)
         assert self.harness.scheduler.num_running + self.harness.scheduler.num_waiting == num_unfinished
