@@ -52,7 +52,7 @@ class SchedulerHarness:
         for digest in self.adapter_digests:
             self.registry.add(digest, Path(digest), False)
             self.runner.store_adapter(digest, digest)
-        self.block_hasher = BlockHasher("m", "float32", self.config.block_size)
+        self.block_hasher = BlockHasher("m", "float32", self.config.block_size, "float32")
         self.scheduler = Scheduler(
             self.config,
             self.block_pool,

@@ -84,6 +84,8 @@ class Engine:
             checkpoint.fingerprint,
             kv_dtype,
             config.block_size,
+            memory.dtype,
+            config.quantization,
             checkpoint.shape.long_rope_threshold,
             layout.groups if layout.num_groups > 1 else (),
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quire_spec.constants import AdapterDigest
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Increment this with every change to the bytes of a KV block: blocks of two versions must not get equal hashes."""
 
 
@@ -28,9 +28,13 @@ class BlockHasher:
     """
 
     model_digest: str
-    """Digest of the checkpoint."""
+    """Digest of the checkpoint. If blocks leave the process, it must cover every byte of the weights."""
     kv_dtype: str
     block_size: int
+    compute_dtype: str
+    """Dtype of the weights and activations."""
+    quantization: str | None = None
+    """EngineConfig.quantization: how the engine quantizes the weights when it loads them."""
     long_rope_threshold: int | None = None
     """Sequences with more than this number of tokens use the rotary embedding for long sequences (see ModelConfig). If
     None, no sequence uses it.
@@ -50,7 +54,7 @@ class BlockHasher:
         encoding.
         """
         fields: list[str | None] = [str(LAYOUT_VERSION), self.model_digest, self.kv_dtype, str(self.block_size)]
-        fields += [adapter_digest, cache_salt]
+        fields += [self.compute_dtype, self.quantization, adapter_digest, cache_salt]
         if long_rope:
             # These bytes are part of the hash, so they must not change.
             fields.append("beyond switch")

@@ -2,19 +2,15 @@
 """The properties of a checkpoint that the engine core must know before it loads the weights. Torch-free; called by
 `core`."""
 
-import hashlib
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from quire_engine.tokenization.tokenizer_config import read_eos_token_id
+from quire_engine.weights.checkpoint_digest import compute_digest, compute_fingerprint
 from quire_spec.dataclass_json import read_json_object, without_zero_fraction
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
-
-_NUM_SAMPLES = 64
-_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +22,21 @@ class Checkpoint:
     eos_token_ids: frozenset[int]
     """End-of-sequence tokens of the checkpoint, if they are in the vocabulary."""
     fingerprint: str
-    """A hash that identifies the weights. It is part of the hash of each KV block, see `compute_fingerprint`."""
+    """A hash that identifies the weights. It is part of the hash of each KV block."""
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load(cls, folder: Path, *, full_digest: bool = False) -> Self:
         """Read `folder`.
+
+        If `full_digest` is true, the fingerprint covers every byte of the weights (`compute_digest`). This is necessary
+        if KV blocks leave the process. Otherwise, it covers samples of them (`compute_fingerprint`).
 
         Raises:
             ConfigError: a file is missing or wrong, or the architecture is not supported.
         """
         shape = ModelConfig.load(folder)
-        return cls(folder, shape, load_eos_token_ids(folder, shape), compute_fingerprint(folder))
+        fingerprint = compute_digest(folder) if full_digest else compute_fingerprint(folder)
+        return cls(folder, shape, load_eos_token_ids(folder, shape), fingerprint)
 
 
 def load_eos_token_ids(folder: Path, shape: ModelConfig) -> frozenset[int]:
@@ -51,37 +51,6 @@ def load_eos_token_ids(folder: Path, shape: ModelConfig) -> frozenset[int]:
         eos = frozenset({token_id})
     # Some configs contain ids of another vocabulary, or -1 for no token; transformers never samples such ids.
     return frozenset(token for token in eos if 0 <= token < shape.vocab_size)
-
-
-def compute_fingerprint(folder: Path) -> str:
-    """Return one hash, `sampled-sha256:<hex>`.
-
-    The hash covers config.json and, for each weight file, its name, its size and 64 samples of 4 KiB.
-    Hashing a whole checkpoint would take as long as loading it. The samples differ if the weights were trained again,
-    but they can be equal if only a few places were edited. That is sufficient, because the fingerprint is only used for
-    KV blocks, and these never leave the process.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
-    sha = hashlib.sha256()
-    try:
-        _update_length_prefixed(sha, (folder / "config.json").read_bytes())
-        for path in sorted(folder.glob("*.safetensors")):
-            size = path.stat().st_size
-            _update_length_prefixed(sha, path.name.encode())
-            _update_length_prefixed(sha, struct.pack("<Q", size))
-            with path.open("rb") as file:
-                for i in range(_NUM_SAMPLES):
-                    file.seek(max(0, size - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
-                    _update_length_prefixed(sha, file.read(_SAMPLE_BYTES))
-    except OSError as error:
-        raise ConfigError(f"model: {error}") from error
-    return f"sampled-sha256:{sha.hexdigest()}"
-
-
-def _update_length_prefixed(sha: "hashlib._Hash", data: bytes) -> None:
-    sha.update(struct.pack("<Q", len(data)) + data)
 
 
 def _generation_config_eos(path: Path) -> frozenset[int]:

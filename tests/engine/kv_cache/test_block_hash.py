@@ -2,11 +2,12 @@
 """Content hashes of KV blocks depend on everything that determines the bytes of a block."""
 
 import struct
+from dataclasses import replace
 from hashlib import sha256
 
 from quire_engine.kv_cache.block_hash import BlockHasher
 
-HASHER = BlockHasher("sha256:model", "float32", 4)
+HASHER = BlockHasher("sha256:model", "float32", 4, "bfloat16", "int8")
 
 
 def test_hash_uses_a_fixed_binary_encoding() -> None:
@@ -15,7 +16,7 @@ def test_hash_uses_a_fixed_binary_encoding() -> None:
         HASHER.extend(parent_hash, [1, 2, 3, 2**32 - 1])
         == sha256(parent_hash + struct.pack("<4I", 1, 2, 3, 2**32 - 1)).digest()
     )
-    fields = [b"1", b"sha256:model", b"float32", b"4"]
+    fields = [b"2", b"sha256:model", b"float32", b"4", b"bfloat16", b"int8"]
     root = b"".join(b"\1" + struct.pack("<I", len(f)) + f for f in fields) + b"\0" + b"\1\4\0\0\0salt"
     assert HASHER.root(None, "salt") == sha256(root).digest()
 
@@ -23,14 +24,18 @@ def test_hash_uses_a_fixed_binary_encoding() -> None:
 def test_root_depends_on_every_field() -> None:
     hashers = [
         HASHER,
-        BlockHasher("sha256:other", "float32", 4),
-        BlockHasher("sha256:model", "bfloat16", 4),
-        BlockHasher("sha256:model", "float32", 8),
+        replace(HASHER, model_digest="sha256:other"),
+        replace(HASHER, kv_dtype="bfloat16"),
+        replace(HASHER, block_size=8),
+        replace(HASHER, compute_dtype="float32"),
+        replace(HASHER, quantization=None),
+        replace(HASHER, quantization=""),
+        replace(HASHER, layer_groups=(0, 1)),
     ]
     roots = {
         hasher.root(digest, salt) for hasher in hashers for digest in (None, "", "a", "b") for salt in (None, "", "a")
     }
-    assert len(roots) == 4 * 4 * 3
+    assert len(roots) == 8 * 4 * 3
     # Fields cannot run into each other, and half of a surrogate pair, which JSON can contain, is a valid salt.
     assert HASHER.root("ab", "c") != HASHER.root("a", "bc")
     assert HASHER.root(None, "\ud800") != HASHER.root(None, "\ud801")

@@ -15,7 +15,7 @@ from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.sequence import BlockId
 from quire_spec.errors import Internal
 
-HASHER = BlockHasher("sha256:model", "float32", 4)
+HASHER = BlockHasher("sha256:model", "float32", 4, "float32")
 
 
 def hash_of(*contents: int) -> bytes:

@@ -10,11 +10,14 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import huggingface_hub.constants
 import pytest
 
-from quire_engine.weights.checkpoint import Checkpoint, compute_fingerprint
+from quire_engine.weights import checkpoint_digest
+from quire_engine.weights.checkpoint import Checkpoint
+from quire_engine.weights.checkpoint_digest import DIGEST_FILE, compute_digest, compute_fingerprint
 from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_engine.weights.hub import resolve_model
 from quire_spec.errors import ConfigError
@@ -162,6 +165,65 @@ def test_fingerprints_differ_between_checkpoints(tmp_path: Path) -> None:
     assert compute_fingerprint(short) != base
     (short / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 5e5}))
     assert compute_fingerprint(short) != compute_fingerprint(checkpoint(tmp_path / "f", weights=b"w"))
+
+
+def test_digest_covers_every_byte_of_the_weights(tmp_path: Path) -> None:
+    """One byte between two samples changes the digest, but not the fingerprint."""
+    weights = bytearray(b"w" * 3_000_000)
+    base = checkpoint(tmp_path / "a", bytes(weights))
+    weights[10_000] ^= 1
+    edited = checkpoint(tmp_path / "b", bytes(weights))
+    assert compute_fingerprint(base) == compute_fingerprint(edited)
+    digest = compute_digest(base)
+    assert digest.startswith("sha256:") and len(digest) == 7 + 64
+    assert compute_digest(edited) != digest
+    renamed = checkpoint(tmp_path / "c", (base / "model.safetensors").read_bytes())
+    (renamed / "model.safetensors").rename(renamed / "other.safetensors")
+    assert compute_digest(renamed) != digest
+    (base / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 5e5}))
+    assert compute_digest(base) != digest
+    assert Checkpoint.load(base, full_digest=True).fingerprint == compute_digest(base)
+    assert Checkpoint.load(base).fingerprint == compute_fingerprint(base)
+
+
+def test_kept_hashes_are_used_until_a_file_changes(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m")
+    weights = folder / "model.safetensors"
+    digest = compute_digest(folder)
+    assert json.loads((folder / DIGEST_FILE).read_text()) == {}, "a file that has just changed can change again"
+    with patch.object(checkpoint_digest, "_RACY_S", -60.0):
+        assert compute_digest(folder) == digest
+    with patch.object(checkpoint_digest, "file_sha256", side_effect=AssertionError("the weights are read again")):
+        assert compute_digest(folder) == digest
+    stat = weights.stat()
+    weights.write_bytes(b"v" * 300_000)
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    changed = compute_digest(folder)
+    assert changed != digest, "the same size and the same mtime, but another ctime"
+    (folder / DIGEST_FILE).unlink()
+    assert compute_digest(folder) == changed
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'{"model.safetensors": 3}', b'{"model.safetensors": [1, 2, 3, "xyz"]}', b"\xff"],
+)
+def test_broken_file_of_kept_hashes_is_ignored(tmp_path: Path, content: bytes) -> None:
+    folder = checkpoint(tmp_path / "m")
+    digest = compute_digest(folder)
+    (folder / DIGEST_FILE).write_bytes(content)
+    assert compute_digest(folder) == digest
+
+
+def test_digest_of_a_read_only_folder_and_of_a_missing_one(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m")
+    digest = compute_digest(folder)
+    (folder / DIGEST_FILE).unlink()
+    with patch.object(checkpoint_digest.tempfile, "mkstemp", side_effect=OSError(30, "Read-only file system")):
+        assert compute_digest(folder) == digest
+    assert not (folder / DIGEST_FILE).exists()
+    with pytest.raises(ConfigError, match="model: "):
+        compute_digest(tmp_path / "none")
 
 
 @pytest.mark.parametrize("revision", [None, COMMIT])
