@@ -443,7 +443,7 @@ def test_text_process_receives_the_changes_of_the_prefix_cache() -> None:
             while not any(delta.finish_reason for delta in next_result().results):
                 pass
         assert cached == set(harness.engine.cached_blocks().stored)
-    mirror = BlockMirror(BlockHasher("fingerprint", "float32", 8))
+    mirror = BlockMirror(BlockHasher("fingerprint", "float32", 8, "float32"))
     mirror.apply(recorded)
     assert mirror.keys == cached and any(isinstance(event, BlocksRemoved) for event in recorded)
 
