@@ -31,7 +31,11 @@ MAX_OPENAI_FRONTS = 16
 """Maximum number of processes of the OpenAI front in a pod."""
 CLOSING_FILE = "closing"
 """Name of a file. While the pod is about to stop, the run folder contains this file. When the file exists, the OpenAI
-front closes its connections, so that its clients connect to other pods."""
+front, the health port and the server's HTTP port end each connection after its next response, so that the clients
+connect to other pods. The gRPC connections end by their age (GRPC_CONNECTION_AGE_S)."""
+GRPC_CONNECTION_AGE_S = 5
+"""The server ends each gRPC connection about this many seconds after it was opened. Open calls run to completion. gRPC
+varies the time by 10 %. A pod that is about to stop still serves for longer than that (pod_template.PROPAGATION_S)."""
 CACHE_SALT_SECRET_FILE = "cache-salt-secret"
 """Name of a file in the run folder. It contains the secret of the cache salts if no admin key is configured."""
 MAX_SOCKET_PATH = 107

@@ -2,12 +2,16 @@
 """SIGKILL of every process under load: streams end with an error, the service recovers, no process is left behind."""
 
 import asyncio
+import concurrent.futures
 import os
 import signal
+import threading
 import time
 
 import pytest
+from support.pod_cluster import ServiceEndpoint
 from support.quire_serve import StreamedResponse, example_document, run_concurrently, running_service
+from support.steady_clients import KINDS, read_long_stream
 from support.thread_workers import tp_worker_processes
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
@@ -93,9 +97,15 @@ def test_serves_after_all_kills(own):
     assert [s.error for s in streams] == [None] * 8
 
 
-def test_killed_supervisor_leaves_no_process(own):
+def test_killed_supervisor_ends_each_request_with_one_error_and_leaves_no_process(own):
     """The last test, because it ends the service."""
-    own.kill()
+    endpoint, started = ServiceEndpoint("127.0.0.1", own.ports), {kind: threading.Event() for kind in KINDS}
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        streams = {kind: threads.submit(read_long_stream, endpoint, kind, started[kind]) for kind in KINDS}
+        own.wait(lambda: all(event.is_set() for event in started.values()), 20, "open streams")
+        own.kill()
+        errors = {kind: stream.result(timeout=10) for kind, stream in streams.items()}
+    assert {kind: len(found) for kind, found in errors.items()} == dict.fromkeys(KINDS, 1), errors
     own.assert_nothing_left()
 
 

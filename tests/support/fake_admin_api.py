@@ -59,6 +59,9 @@ class FakePod:
     num_status_requests: int = 0
     num_restarts: int = 0
 
+    def is_closing(self) -> bool:
+        return False
+
     def not_ready_reason(self) -> str:
         return self.unready_reason
 

@@ -30,6 +30,19 @@ KIND_EXAMPLES = ROOT / "examples/kind"
 LLM_SERVICE_KIND = ("quire.dev/v1alpha1", "LLMService")
 OPERATOR_NAMESPACE = "quire-system"
 """Namespace of the operator."""
+OTHER_SERVER_IMAGE = f"{images.SERVER_IMAGE}-other"
+"""Another name of the server's image on the node, for a change of the image."""
+
+_KILL = """
+import os, pathlib
+for process in pathlib.Path("/proc").glob("[0-9]*"):
+    try:
+        parent = (process / "stat").read_text().rpartition(") ")[2].split()[1]
+        if parent == "1" and b"quire_server" in (process / "cmdline").read_bytes():
+            os.kill(int(process.name), 9)
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # The process has ended.
+"""
 
 
 @contextlib.contextmanager
@@ -50,6 +63,7 @@ def cluster_with_node(folder: Path) -> Iterator[Cluster]:
         running_node = node.start(plane, archive.write_pause_archive(folder / "pause.tar"), dies_with_us=True)
         for file in archives:
             running_node.load(file)
+        running_node.run("ctr", "--namespace=k8s.io", "images", "tag", images.SERVER_IMAGE, OTHER_SERVER_IMAGE)
         yield Cluster(plane.kubeconfig, folder, programs)
     finally:
         node.stop(plane.folder)
@@ -114,6 +128,15 @@ def is_ready(pod: dict[str, Any]) -> bool:
 def server_container(pod: dict[str, Any]) -> dict[str, Any]:
     """Return the status of the server container."""
     return next(c for c in pod["status"]["containerStatuses"] if c["name"] == "server")
+
+
+def kill_supervisor(cluster: Cluster, namespace: str, pod: str) -> None:
+    """Kill the supervisor, as the OOM killer does; tini ends too, and the kubelet restarts the container."""
+    try:
+        cluster.kubectl("exec", pod, "--", "python3", "-c", _KILL, namespace=namespace)
+    except AssertionError as ended:
+        # If the container ends first, the exec process is killed with it.
+        assert "exit code 137" in str(ended)
 
 
 def diagnostics(cluster: Cluster, namespace: str) -> str:

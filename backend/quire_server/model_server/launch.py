@@ -47,6 +47,9 @@ _KEY_VARIABLE = "QUIRE_SERVER_KEY"
 inherit it."""
 _GUARD_HTTP_PORT_VARIABLE = "QUIRE_GUARD_HTTP_PORT"
 _GUARD_GRPC_PORT_VARIABLE = "QUIRE_GUARD_GRPC_PORT"
+_CLOSING_FILE_VARIABLE = "QUIRE_CLOSING_FILE"
+"""Environment variable that contains the path of the closing file (constants.CLOSING_FILE). The preload library reads
+it."""
 _GUARD_MAX_BODY_VARIABLE = "QUIRE_GUARD_MAX_BODY_BYTES"
 MAX_BODY_BYTES = MAX_PROMPT_BYTES + 2**20
 """Maximum size of a request on the server's ports: a prompt of the maximum size, and its parameters."""
@@ -58,7 +61,7 @@ _STUB_FILE = "triton_python_backend_stub"
 
 _MODEL_VARIABLES = re.compile(
     r"PATH|LD_LIBRARY_PATH|LD_PRELOAD|HOME|USER|LOGNAME|LANG|LANGUAGE|TZ|TMPDIR|VIRTUAL_ENV|CONDA_PREFIX|SSL_CERT_(FILE|DIR)"
-    r"|HF_HOME|HF_HUB_(CACHE|OFFLINE)|QUIRE_(SERVER_GUARD|SERVER_KEY|GUARD_\w+|READINESS_FILE|FORWARDED_HEADERS)|POD_IP"
+    r"|HF_HOME|HF_HUB_(CACHE|OFFLINE)|QUIRE_(SERVER_GUARD|SERVER_KEY|GUARD_\w+|READINESS_FILE|CLOSING_FILE|FORWARDED_HEADERS)|POD_IP"
     r"|(LC|CUDA|NVIDIA|NCCL|OMP|MKL|KMP|GOMP|OPENBLAS)_\w*|PYTHON\w*"
 )
 """The server can also run the models of --model-repository. In that case, the code of these models can read only the
@@ -239,6 +242,7 @@ def server_command(
         "metrics-port": options.metrics_port,
         "allow-gpu-metrics": "true" if options.gpu_metrics else "false",
         "exit-timeout-secs": options.exit_timeout_s,
+        "grpc-max-connection-age": 1000 * constants.GRPC_CONNECTION_AGE_S,
         "http-restricted-api": closed,
         "grpc-restricted-protocol": closed,
     }
@@ -267,6 +271,7 @@ def server_command(
         env[_GUARD_HTTP_PORT_VARIABLE] = str(options.http_port)
         env[_GUARD_GRPC_PORT_VARIABLE] = str(options.grpc_port)
         env.setdefault(_GUARD_MAX_BODY_VARIABLE, str(MAX_OTHER_BODY_BYTES if serves_others else MAX_BODY_BYTES))
+        env[_CLOSING_FILE_VARIABLE] = str(options.run_dir / constants.CLOSING_FILE)
         if options.readiness_file is not None:
             env[readiness_file.VARIABLE] = str(options.readiness_file)
             # The readiness file decides whether the server is ready. Without this flag, the server would also report

@@ -51,7 +51,7 @@ class AdminAPI:
 
     def app(self) -> web.Application:
         """Return the aiohttp application."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._end_connections, _errors_as_json])
         app.add_routes(
             [
                 web.get("/health/live", self._live),
@@ -66,6 +66,14 @@ class AdminAPI:
             ]
         )
         return app
+
+    @web.middleware
+    async def _end_connections(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """End each connection after its response while the pod is about to stop."""
+        response = await handler(request)
+        if self._supervisor.is_closing():
+            response.force_close()
+        return response
 
     async def _live(self, request: web.Request) -> web.Response:
         return web.json_response({"live": True})

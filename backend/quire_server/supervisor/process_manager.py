@@ -122,6 +122,10 @@ class ProcessManager:
         has_engine = handles.core is not None and handles.text is not None and self.core_connected
         return has_engine and handles.server is not None and handles.server.base_ready
 
+    def is_closing(self) -> bool:
+        """Return True if the pod is about to stop. It still serves, but its connections should end."""
+        return (self._run_dir / constants.CLOSING_FILE).exists()
+
     def publish_readiness(self, is_draining: bool, adapters: Mapping[str, bool]) -> None:
         """Write the server's readiness file. `adapters` contains each adapter that has a model. The value is True if
         the adapter serves requests."""

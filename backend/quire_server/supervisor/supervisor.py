@@ -86,6 +86,10 @@ class Supervisor:
             return f"models of the repository are loading: {reporting.summarize_names(gating)}"
         return ""
 
+    def is_closing(self) -> bool:
+        """Return True if the pod is about to stop. It still serves, but its connections should end."""
+        return self._process_manager.is_closing()
+
     def status(self) -> PodStatus:
         """Return the status document."""
         reason, handles = self.not_ready_reason(), self._process_manager.handles

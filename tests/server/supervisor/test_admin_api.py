@@ -25,6 +25,10 @@ class FakeSupervisor:
     def __init__(self):
         self.reason = ""
         self.catalogs = []
+        self.closing = False
+
+    def is_closing(self):
+        return self.closing
 
     def not_ready_reason(self):
         return self.reason

@@ -22,6 +22,9 @@
 // is not complete after QUIRE_GUARD_TIMEOUT_S. Connections without a request stay open, as in the pools of clients; only
 // a new connection of the port QUIRE_GUARD_HTTP_PORT must send its first request in this time.
 //
+// If the file QUIRE_CLOSING_FILE exists, the pod is about to stop. readv then adds the header `Connection: close` to each
+// request, so that the server ends the connection after its response.
+//
 // recvmsg: only gRPC reads connections with it. If a message is larger than twice QUIRE_GUARD_MAX_BODY_BYTES
 // (grpc_guard.h), its connection is closed. QUIRE_GUARD_GRPC_PORT is the port of these connections.
 //
@@ -70,6 +73,8 @@ enum { MAX_FDS = 1 << 20, MAX_DISCARDED_BYTES = 64 << 20 };
 enum { MAX_READINESS_BYTES = 1 << 20, MAX_NAME_BYTES = 256 };
 enum { DEFAULT_TIMEOUT_S = 60, DEFAULT_MAX_BODY_BYTES = 64 << 20 };
 enum { ACCEPT_PAUSE_US = 100000 };
+static const char CLOSE_HEADER[] = "Connection: close\r\n";
+enum { CLOSE_HEADER_BYTES = sizeof CLOSE_HEADER - 1, MAX_PARTS = 8 };
 enum { LARGE_BYTES = 1 << 20, TRIM_AFTER_S = 3 };
 enum { MAX_ELEMENTS = 1 << 28, INVALID_ARG = 3 };
 enum { DIVISION_BYTES = 16 }; // after a call, in which the caller divides by its result
@@ -103,6 +108,8 @@ static ModelIsReady *next_model_is_ready;
 static int is_server;  // false in the server's children, which inherit its environment
 static int is_guarded; // true if the guards are on
 static const char *readiness_path;
+static const char *closing_path;
+static volatile int is_closing; // true if the pod is about to stop
 static uint64_t max_body_bytes;
 static time_t timeout_s;
 static int http_port, grpc_port; // 0: unknown
@@ -180,6 +187,7 @@ __attribute__((constructor)) static void start(int argc, char **argv) {
   next_server_is_ready = (ServerIsReady *)dlsym(RTLD_NEXT, "TRITONSERVER_ServerIsReady");
   next_model_is_ready = (ModelIsReady *)dlsym(RTLD_NEXT, "TRITONSERVER_ServerModelIsReady");
   readiness_path = getenv("QUIRE_READINESS_FILE");
+  closing_path = getenv("QUIRE_CLOSING_FILE");
   is_server = strcmp(program_invocation_short_name, "tritonserver") == 0;
   if (is_server) insert_key(argc, argv);
   const char *guard = getenv("QUIRE_SERVER_GUARD");
@@ -222,6 +230,7 @@ static time_t now(void) {
 static void *close_late_requests(void *unused) {
   (void)unused;
   for (;; sleep(1)) {
+    if (!is_closing && closing_path != NULL) is_closing = access(closing_path, F_OK) == 0;
     pthread_mutex_lock(&closing);
     for (int fd = 0; fd < num_fds; fd++) {
       Connection *connection = connections[fd];
@@ -331,13 +340,50 @@ static ssize_t discard(int fd, RequestScanner *scanner, const struct iovec *part
   return size;
 }
 
+// Return whether readv must add CLOSE_HEADER to the next request of a connection.
+static int adds_close_header(const RequestScanner *scanner, const struct iovec *parts, int num_parts) {
+  size_t room = 0;
+  for (int i = 0; i < num_parts; i++) room += parts[i].iov_len;
+  return is_closing && is_between_requests(scanner) && num_parts <= MAX_PARTS && room > CLOSE_HEADER_BYTES;
+}
+
+// Read, but leave room for CLOSE_HEADER.
+static ssize_t read_with_room(int fd, const struct iovec *parts, int num_parts) {
+  struct iovec smaller[MAX_PARTS];
+  memcpy(smaller, parts, (size_t)num_parts * sizeof *parts);
+  size_t left = CLOSE_HEADER_BYTES;
+  for (int i = num_parts - 1; left > 0; i--) {
+    size_t cut = left < smaller[i].iov_len ? left : smaller[i].iov_len;
+    smaller[i].iov_len -= cut;
+    left -= cut;
+  }
+  return next_readv(fd, smaller, num_parts);
+}
+
+static char *byte_at(const struct iovec *parts, size_t index) {
+  while (index >= parts->iov_len) index -= parts++->iov_len;
+  return (char *)parts->iov_base + index;
+}
+
+// Insert CLOSE_HEADER after the request line. Return the new size.
+static size_t add_close_header(const struct iovec *parts, size_t size) {
+  size_t at = 0;
+  while (at < size && *byte_at(parts, at) != '\n') at++;
+  // An empty line is not a request line. A request line that is incomplete is very long.
+  if (at == size || at <= 1) return size;
+  at++;
+  for (size_t i = size; i-- > at;) *byte_at(parts, i + CLOSE_HEADER_BYTES) = *byte_at(parts, i);
+  for (size_t i = 0; i < CLOSE_HEADER_BYTES; i++) *byte_at(parts, at + i) = CLOSE_HEADER[i];
+  return size + CLOSE_HEADER_BYTES;
+}
+
 ssize_t readv(int fd, const struct iovec *parts, int num_parts) {
   Connection *connection = is_guarded && fd >= 0 && fd < MAX_FDS ? connections[fd] : NULL;
   if (connection == NULL || !connection->is_open) return next_readv(fd, parts, num_parts);
   RequestScanner *scanner = &connection->scanner;
   if (scanner->phase == REFUSED) return discard(fd, scanner, parts, num_parts);
-  int was_between_requests = is_between_requests(scanner);
-  ssize_t size = next_readv(fd, parts, num_parts);
+  int was_between_requests = is_between_requests(scanner), adds_header = adds_close_header(scanner, parts, num_parts);
+  ssize_t size = adds_header ? read_with_room(fd, parts, num_parts) : next_readv(fd, parts, num_parts);
   const char *error = NULL;
   ssize_t left = size;
   for (int i = 0; i < num_parts && left > 0 && error == NULL; i++) {
@@ -348,7 +394,7 @@ ssize_t readv(int fd, const struct iovec *parts, int num_parts) {
   if (scanner->body_bytes > LARGE_BYTES) seconds_to_trim = TRIM_AFTER_S;
   // The end of a request sets started_at to 0.
   if (!is_between_requests(scanner) && (was_between_requests || scanner->started_at == 0)) scanner->started_at = now();
-  if (error == NULL) return size;
+  if (error == NULL) return adds_header && size > 0 ? (ssize_t)add_close_header(parts, (size_t)size) : size;
   refuse(fd, error);
   scanner->remaining = 0;
   return discard(fd, scanner, parts, num_parts);
