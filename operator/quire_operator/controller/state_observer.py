@@ -70,6 +70,8 @@ class StateObserver:
             job_warning=pods.job_warning,
             claim=pods.claim,
             autoscaler=self._autoscaler(desired),
+            inference_pool=self._deps.cache.get_body(resources.INFERENCE_POOL, *desired.key),
+            http_route=self._deps.cache.get_body(resources.HTTP_ROUTE, *desired.key),
             applied_generation=applied_generation,
             unavailable_kinds=children.unavailable_kinds if children else (),
             unknown_fields=children.unknown_fields if children else (),

@@ -31,6 +31,10 @@ class ConditionType(StrEnum):
     ADAPTERS_READY = "AdaptersReady"
     AUTOSCALING = "Autoscaling"
     """Only if the spec has an autoscaler."""
+    INFERENCE_POOL = "InferencePool"
+    """Only if the spec has an InferencePool."""
+    HTTP_ROUTE = "HTTPRoute"
+    """Only if the spec has an HTTPRoute."""
 
 
 class Reason(StrEnum):
@@ -88,6 +92,10 @@ class Reason(StrEnum):
     AUTOSCALER_ACTIVE = "AutoscalerActive"
     AUTOSCALER_FAILED = "AutoscalerFailed"
     AUTOSCALER_PENDING = "AutoscalerPending"
+    # InferencePool and HTTPRoute
+    PARENT_ACTIVE = "ParentActive"
+    PARENT_FAILED = "ParentFailed"
+    PARENT_PENDING = "ParentPending"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ _SILENT_REASONS = frozenset(
         Reason.NO_READY_PODS,
         Reason.PODS_STARTING,
         Reason.AUTOSCALER_PENDING,
+        Reason.PARENT_PENDING,
     }
 )
 """No event is created for these reasons, because another event already reports the cause or the result."""
@@ -40,7 +41,7 @@ _BLOCKING_CONDITIONS = (ConditionType.CONFIG_VALID, ConditionType.PLANNED, Condi
 
 _REPORTED_CONDITIONS = (
     *_BLOCKING_CONDITIONS, ConditionType.PROGRESSING, ConditionType.AVAILABLE, ConditionType.READY,
-    ConditionType.AUTOSCALING,
+    ConditionType.AUTOSCALING, ConditionType.INFERENCE_POOL, ConditionType.HTTP_ROUTE,
 )  # fmt: skip
 
 

@@ -165,6 +165,8 @@ class ObservedState:
     """PersistentVolumeClaim with the model."""
     autoscaler: Body | None = None
     """HorizontalPodAutoscaler or ScaledObject of the service."""
+    inference_pool: Body | None = None
+    http_route: Body | None = None
     applied_generation: int = 0
     """The last generation of which all objects were applied. If it is less than the generation of the spec, some
     objects are not applied yet.

@@ -24,6 +24,7 @@ from quire_operator.controller.status.conditions import (
 )
 from quire_operator.controller.status.observed_state import ObservedState, PlanningResult, PodState
 from quire_operator.controller.status.rollout import RolloutState, available_condition, evaluate_rollout, ready_pods
+from quire_operator.controller.status.routes import route_conditions
 from quire_operator.plan.gpu import GPU_RESOURCE
 from quire_operator.plan.plan import Plan
 from quire_operator.render import object_names
@@ -121,6 +122,7 @@ def _evaluate_spec(
         adapters_state.condition,
         _ready_condition(blocker, rollout_state, adapters_state.condition),
         *([autoscaling_condition(spec.autoscaling, observed.autoscaler)] if spec.autoscaling else []),
+        *route_conditions(spec.networking, observed),
     ]  # fmt: skip
     labels = object_names.selector_labels(service, object_names.SERVER)
     fields = {

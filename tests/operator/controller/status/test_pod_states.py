@@ -117,6 +117,50 @@ def test_the_autoscaler_is_repeated(spec, conditions, expected, words):
     assert conditions_by_type(found)["Ready"] == ("True", "Ready"), "the pods serve"
 
 
+POOL = "networking: {inferencePool: {endpointPicker: {name: picker}}, httpRoute: {parentRefs: [{name: public}]}}\n"
+ACCEPTED, RESOLVED = ("Accepted", "True", "Accepted", "ok"), ("ResolvedRefs", "True", "ResolvedRefs", "found")
+PICKER = ("ResolvedRefs", "False", "InvalidExtensionRef", "Service picker does not exist")
+PENDING = ("Accepted", "Unknown", "Pending", "Waiting for controller")
+
+
+@pytest.mark.parametrize(
+    ("parents", "expected", "message"),
+    [
+        ([], ("Unknown", "ParentPending"), "no gateway has reported its state yet"),
+        ([[PENDING]], ("Unknown", "ParentPending"), "Gateway infra/g-0: Accepted is Unknown: Pending: Waiting"),
+        ([[ACCEPTED, RESOLVED]], ("True", "ParentActive"),
+         "Gateway infra/g-0: Accepted is True: Accepted: ok; Gateway infra/g-0: ResolvedRefs is True: ResolvedRefs: f"),
+        ([[ACCEPTED, PICKER]], ("False", "ParentFailed"),
+         "Gateway infra/g-0: ResolvedRefs is False: InvalidExtensionRef: Service picker does not exist"),
+        ([[ACCEPTED, RESOLVED], [ACCEPTED, PICKER]], ("False", "ParentFailed"), "Gateway infra/g-1: ResolvedRefs"),
+        ([[("Programmed", "False", "x", "y"), ACCEPTED]], ("True", "ParentActive"), "Gateway infra/g-0: Accepted is"),
+        ([[PENDING], [PICKER]], ("False", "ParentFailed"), "Gateway infra/g-1: ResolvedRefs is False"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["InferencePool", "HTTPRoute"])
+def test_the_parents_of_a_route_are_repeated(kind, parents, expected, message):
+    service = desired_service(LORA + POOL + "replicas: 2\n")
+    status = {
+        "parents": [
+            {
+                "parentRef": {"kind": "Gateway", "namespace": "infra", "name": f"g-{i}"},
+                "conditions": [
+                    dict(zip(("type", "status", "reason", "message"), entry, strict=True)) for entry in conditions
+                ],
+            }
+            for i, conditions in enumerate(parents)
+        ]
+    }
+    field = {"InferencePool": "inference_pool", "HTTPRoute": "http_route"}[kind]
+    observed = healthy_state(service, **{field: {"metadata": {"name": "s"}, "status": status}})
+    found = build_status(service, GENERATION, PLANNING_RESULT, observed, {}, NOW)
+    assert schema_problems(found) == []
+    assert conditions_by_type(found)[kind] == expected
+    assert condition(found, kind)["message"].startswith(message)
+    assert conditions_by_type(found)["Ready"] == ("True", "Ready"), "the pods serve"
+    assert not {"InferencePool", "HTTPRoute"} & set(conditions_by_type(checked_status(healthy_state())))
+
+
 SIDECAR = {"name": "istio-proxy", "restartCount": 0, "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
 METADATA = {"name": "s-0", "uid": "u", "namespace": "team", "resourceVersion": "1"}
 
