@@ -26,6 +26,8 @@ START_TIMEOUT_S = 60.0
 AUDIT_LOG = "audit.log"
 """The API server logs the requests of service accounts to this file, one JSON object per line."""
 _STOP_ORDER = ("kube-scheduler", "kube-controller-manager", "kube-apiserver", "etcd")
+_FEATURE_GATES = "--feature-gates=HPAScaleToZero=true"
+"""On by default from Kubernetes 1.37."""
 _API_NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
 
 
@@ -187,6 +189,7 @@ def _api_server_flags(folder: Path, port: int, etcd: str, address: str) -> list[
         f"--proxy-client-cert-file={pki}/front-proxy.crt",
         f"--proxy-client-key-file={pki}/front-proxy.key",
         "--allow-privileged=true",
+        _FEATURE_GATES,
         f"--audit-policy-file={_write_audit_policy(folder)}",
         f"--audit-log-path={folder / AUDIT_LOG}",
     ]
@@ -218,6 +221,9 @@ def _controller_manager_flags(folder: Path, port: int) -> list[str]:
         # Many tests share this program. The default limit of 20 requests per second would slow them down.
         "--kube-api-qps=200",
         "--kube-api-burst=400",
+        # Tests wait for this interval, whose default is 15 s.
+        "--horizontal-pod-autoscaler-sync-period=2s",
+        _FEATURE_GATES,
     ]
 
 

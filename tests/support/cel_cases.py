@@ -49,6 +49,7 @@ PVC_SOURCE = {"pvc": {"claimName": "c"}}
 
 KEDA = {"kind": "ScaledObject", "maxReplicas": 2, "prometheusAddress": "http://p:9090"}
 KEDA_ALONE = {"kind": "ScaledObject", "maxReplicas": 2}
+QUEUE_METRIC = {"metric": "queue", "value": 1}
 CRON = {"type": "cron", "metadata": {"desiredReplicas": "2"}}
 ROUTE = {"parentRefs": [{"name": "gateway"}]}
 
@@ -73,6 +74,24 @@ CEL_RULE_CASES = [
             "spec.autoscaling.kind",
         )
         for field, value in (("triggers", [CRON]), ("pollingInterval", 9), ("fallback", {"replicas": 2}))
+    ),
+    (
+        "external must not be set if kind is ScaledObject",
+        {"spec.autoscaling": {"maxReplicas": 2, "external": QUEUE_METRIC}},
+        {"spec.autoscaling": {**KEDA, "external": QUEUE_METRIC}},
+        "spec.autoscaling.external",
+    ),
+    (
+        "minReplicas must be at least 1 unless external",
+        {"spec.autoscaling": {"minReplicas": 0, "maxReplicas": 2, "external": QUEUE_METRIC}},
+        {"spec.autoscaling": {"minReplicas": 0, "maxReplicas": 2}},
+        "spec.autoscaling.minReplicas",
+    ),
+    (
+        "minReplicas must be at least 1 unless external",
+        {"spec.autoscaling": {**KEDA, "minReplicas": 0, "triggers": [CRON]}},
+        {"spec.autoscaling": {**KEDA, "minReplicas": 0}},
+        "spec.autoscaling.minReplicas",
     ),
     (
         "prometheusAddress must be set with authenticationRef",

@@ -14,7 +14,7 @@ from typing import Any
 from quire_operator.api.networking_spec import HOSTNAME
 from quire_operator.api.pod_spec import QUANTITY_OF_RESOURCE
 from quire_operator.api.validation_errors import ABSENT, FieldPath, Problem, format_path, format_value
-from quire_operator.api.workload_spec import PERCENTAGE
+from quire_operator.api.workload_spec import METRIC_NAME, PERCENTAGE
 from quire_spec.documents import server_arguments
 from quire_spec.documents.field_schema import LABELS
 
@@ -80,6 +80,7 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
     ),
     HOSTNAME: ("must be a host name in lower case, which can begin with *.", "write it like llm.example"),
     r"^([0-9]{1,5}(h|m|s|ms)){1,4}$": ("must be a duration", "write it like 30s or 1h30m"),
+    METRIC_NAME: ("must be the name of a metric", "write it like llm_d_epp_flow_control_queue_size"),
     PERCENTAGE: ("must be a number or a percentage", 'write it like 1 or "25%"'),
     QUANTITY_OF_RESOURCE: ("must be a quantity", 'write it like "500m" or "2Gi", with the quotes'),
     r"^[1-9][0-9]*(\.[0-9]+)?m?$": ("must be a number of cores", 'write it like "4" or "1500m", with the quotes'),

@@ -14,6 +14,9 @@ _OWN_METADATA = Rule(
 )
 
 
+METRIC_NAME = "^[a-zA-Z_:][a-zA-Z0-9_:.-]*$"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthenticationRef:
     """spec.autoscaling.authenticationRef"""
@@ -51,6 +54,18 @@ class FallbackSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalMetricSpec:
+    """spec.autoscaling.external"""
+
+    metric: str = schema_field(min_length=1, max_length=253, pattern=METRIC_NAME)
+    """Name of the metric in the external metrics API, such as llm_d_epp_flow_control_queue_size."""
+    matchLabels: dict[str, str] | None = schema_field(None, **LABELS)
+    """Labels that select the series of the metric. Default: none."""
+    value: int = schema_field(minimum=1, maximum=1_000_000_000)
+    """Target of the metric for each pod."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalingSpec:
     """spec.autoscaling"""
 
@@ -78,17 +93,32 @@ class AutoscalingSpec:
             "prometheusAddress must be set with authenticationRef and prometheusMetadata, because they belong to its "
             "trigger; add spec.autoscaling.prometheusAddress.",
         ),
+        Rule(
+            "self.kind != 'ScaledObject' || !has(self.external)",
+            "external must not be set if kind is ScaledObject, because KEDA has scalers for external metrics; use "
+            "spec.autoscaling.triggers.",
+        ),
+        Rule(
+            "self.minReplicas > 0 || has(self.external) || has(self.triggers)",
+            "minReplicas must be at least 1 unless external or triggers is set, because without pods nothing else "
+            "reports that requests wait; set spec.autoscaling.external, or raise spec.autoscaling.minReplicas to 1.",
+        ),
     )
 
     kind: str = schema_field("HorizontalPodAutoscaler", enum=("HorizontalPodAutoscaler", "ScaledObject"))
     """Kind of the autoscaler. HorizontalPodAutoscaler requires a metrics adapter that provides Prometheus metrics as
     pod metrics. ScaledObject requires KEDA instead. Default HorizontalPodAutoscaler."""
-    minReplicas: int = schema_field(1, minimum=1, maximum=1000)
-    """Minimum number of pods. Default 1."""
+    minReplicas: int = schema_field(1, minimum=0, maximum=1000)
+    """Minimum number of pods. Default 1. 0 requires `external` or `triggers` and, for a HorizontalPodAutoscaler, the
+    feature gate HPAScaleToZero, which is on by default from Kubernetes 1.37. While there are no pods, requests fail
+    unless something before the service holds them."""
     maxReplicas: int = schema_field(minimum=1, maximum=1000)
     """Maximum number of pods."""
     requestsPerReplica: int | None = schema_field(None, minimum=1, maximum=4096)
     """Target number of running and waiting requests for each pod. Default: maxNumSeqs."""
+    external: ExternalMetricSpec | None = schema_field(None)
+    """Further metric of the HorizontalPodAutoscaler, which does not come from the pods. The number of pods follows the
+    metric that needs the most. Default: none."""
     scaleDownSeconds: int = schema_field(300, minimum=0, maximum=3600)
     """Seconds for which the load must be lower before a pod is removed. Default 300, because a new pod takes minutes to
     start."""

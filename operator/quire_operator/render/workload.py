@@ -2,7 +2,7 @@
 """Deployment, PodDisruptionBudget, HorizontalPodAutoscaler and ScaledObject of a service. Called by objects.py."""
 
 from quire_operator.api.llmservice import LLMService
-from quire_operator.api.workload_spec import AutoscalingSpec
+from quire_operator.api.workload_spec import AutoscalingSpec, ExternalMetricSpec
 from quire_operator.plan.plan import Plan
 from quire_operator.render import object_names, pod_template
 from quire_operator.render.manifests import Manifest, new_manifest, service_reference
@@ -63,6 +63,7 @@ def autoscaler(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> Man
         "metrics": [
             _pods_metric("vllm:num_requests_running", requests),
             _pods_metric("vllm:num_requests_waiting", max(1, requests // _QUEUE_SHARE)),
+            *([_external_metric(scaling.external)] if scaling.external else []),
         ],
         "behavior": {"scaleDown": {"stabilizationWindowSeconds": scaling.scaleDownSeconds}},
     }
@@ -115,5 +116,14 @@ def pod_name_pattern(name: str) -> str:
 
 
 def _pods_metric(name: str, average_value: int) -> Manifest:
-    target = {"type": "AverageValue", "averageValue": str(average_value)}
-    return {"type": "Pods", "pods": {"metric": {"name": name}, "target": target}}
+    return {"type": "Pods", "pods": {"metric": {"name": name}, "target": _average_value(average_value)}}
+
+
+def _external_metric(external: ExternalMetricSpec) -> Manifest:
+    selector = {"selector": {"matchLabels": dict(external.matchLabels)}} if external.matchLabels else {}
+    metric = {"name": external.metric, **selector}
+    return {"type": "External", "external": {"metric": metric, "target": _average_value(external.value)}}
+
+
+def _average_value(value: int) -> Manifest:
+    return {"type": "AverageValue", "averageValue": str(value)}

@@ -147,7 +147,8 @@ def bases():
     keda |= {"prometheusMetadata": {"authModes": "bearer"}, "fallback": {"failureThreshold": 3, "replicas": 2}}
     trigger = {"type": "cron", "name": "day", "metricType": "AverageValue", "metadata": {"desiredReplicas": "2"}}
     keda |= {"triggers": [trigger | {"authenticationRef": {"name": "t", "kind": "TriggerAuthentication"}}]}
-    for scaling in ({}, keda):
+    external = {"metric": "queue", "matchLabels": {"pool": "s"}, "value": 5}
+    for scaling in ({"external": external}, keda):
         autoscaling = {"minReplicas": 2, "maxReplicas": 3, "requestsPerReplica": 8, "scaleDownSeconds": 60} | scaling
         yield body(COMMON + GPU, sources[0], autoscaling=autoscaling)
     yield body(COMMON, sources[0], device="CPU", openai={"chatTemplate": {"text": "{{ messages }}"}})
@@ -247,7 +248,7 @@ KEDA_FIELDS = [
     "pollingInterval",
     "fallback",
 ]
-WITHOUT = {("autoscaling", "kind"): KEDA_FIELDS}
+WITHOUT = {("autoscaling", "kind"): [*KEDA_FIELDS, "external"]}
 
 # Fields that only the controller reads: it does not change the objects of a paused service, and the scheme of a route
 # is in its status only.

@@ -534,6 +534,14 @@ def test_autoscalers_scale_the_llmservice():
     assert hpa["scaleTargetRef"] == target
     averages = [m["pods"]["target"]["averageValue"] for m in hpa["metrics"]]
     assert averages == [str(plan_of_service(llm_service(GPU)).maxNumSeqs.value), "2"]
+    external = "minReplicas: 0, external: {metric: queue, matchLabels: {pool: s}, value: 3}"
+    text = f"{GPU}autoscaling: {{maxReplicas: 4, {external}}}"
+    to_zero = only_of_kind(rendered_objects(llm_service(text)), "HorizontalPodAutoscaler")["spec"]
+    assert (to_zero["minReplicas"], to_zero["metrics"][:-1]) == (0, hpa["metrics"])
+    assert to_zero["metrics"][-1]["external"] == {
+        "metric": {"name": "queue", "selector": {"matchLabels": {"pool": "s"}}},
+        "target": {"type": "AverageValue", "averageValue": "3"},
+    }
     scaled = only_of_kind(rendered_objects(llm_service(FULL_SPEC)), "ScaledObject")["spec"]
     assert scaled["scaleTargetRef"] == target
     assert scaled["triggers"][0]["metadata"]["serverAddress"] == "http://prometheus:9090"
