@@ -15,7 +15,7 @@ PYTEST = $(BIN)/python -m pytest -q --durations=10
 SIDE_BY_SIDE = -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: cpu-kernels help demo demo-env dev-env emulated-env doctor test test-server test-cluster test-kernels test-tools test-hostile test-clients clients-env test-torch-min bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e emulated
+.PHONY: cpu-kernels help demo demo-env dev-env emulated-env doctor test test-server test-cluster test-kernels test-tools test-hostile test-clients clients-env test-torch-min bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e rollouts emulated
 # A Kubernetes cluster for tests and manual use: hack/nodocker_cluster. IPV6=1: IPv6 only. KUBERNETES=v1.34.4: this
 # version instead of the pinned one.
 export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
@@ -84,6 +84,9 @@ cluster-load: dev-env
 
 e2e: cluster-tools cluster-images ## test real pods: the chart, an LLMService, tokens, on a new node (root on Debian; IPV6=1)
 	@QUIRE_PODS=1 $(PYTEST) $(or $(WHAT),tests/pods)
+
+rollouts: cluster-tools cluster-images ## change, scale and evict two real pods under load, in which no request fails (RUNS=10)
+	@QUIRE_PODS=1 QUIRE_ROLLOUT_RUNS=$(or $(RUNS),1) $(PYTEST) -s tests/pods/test_rollouts.py
 
 cluster-down: dev-env ## stop the cluster of make cluster-up, with everything on it
 	@$(CLUSTER) down

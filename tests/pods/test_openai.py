@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI API of real pods: keys from a Secret, their rotation, and a rollout of two replicas under load.
+"""The OpenAI API of real pods: keys from a Secret, and their rotation.
 
 The tests depend on each other and run in order, on one service.
 """
 
 import base64
 import json
-import threading
-import time
 
 import openai
 import pytest
@@ -102,40 +100,3 @@ def test_rotated_keys_take_effect_without_a_restart(cluster, namespace):
     wait_for(lambda: all(accepts(pod, "key-2") for pod in pods), ROTATION_S, "the new key on each pod")
     assert not any(accepts(pod, "key-1") for pod in pods)
     assert runs(cluster, namespace) == before
-
-
-def test_a_rollout_of_two_replicas_fails_no_request(cluster, namespace):
-    with service_endpoint(cluster, namespace) as service:
-        address = service.host, service.ports["openai"]
-    before = {uid for uid, _ in runs(cluster, namespace)}
-    stop, num_answers, failures = threading.Event(), [0] * 4, []
-
-    def send(index, pause_s):
-        # One client each, so that its connection is kept between its requests.
-        with client(address, "key-2") as caller:
-            while not stop.wait(pause_s):
-                try:
-                    chunks = caller.completions.create(
-                        model="tales", prompt="Once upon a time", max_tokens=16, stream=True
-                    )
-                    num_answers[index] += bool([chunk.choices[0].text for chunk in chunks])
-                except openai.OpenAIError as error:
-                    failures.append((time.time(), index, repr(error)))
-
-    threads = [threading.Thread(target=send, args=(i, pause_s)) for i, pause_s in enumerate((0, 0.1, 1, 7))]
-    for thread in threads:
-        thread.start()
-    try:
-        patch = json.dumps({"spec": {"engine": {"maxNumQueuedReqs": 512}}})
-        cluster.kubectl("patch", "llm", "tales", "--type=merge", f"--patch={patch}", namespace=namespace)
-
-        def is_replaced():
-            return is_ready(cluster, namespace) and not before & {uid for uid, _ in runs(cluster, namespace)}
-
-        wait_for(is_replaced, 500, "two new pods")
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert failures == []
-    assert all(num_answers), num_answers

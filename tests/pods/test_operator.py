@@ -20,6 +20,7 @@ from support.pod_cluster import (
     diagnostics,
     get_service,
     is_ready,
+    kill_supervisor,
     server_container,
     service_endpoint,
     serving_pods,
@@ -29,16 +30,6 @@ from quire_spec.net.addresses import is_ipv6
 
 SQL = {"name": "sql", "source": {"pvc": {"claimName": "examples", "path": "adapters/sql"}}}
 STORY, QUESTION = "Once upon a time", "Question: list the names of customers in Paris\nSQL:"
-KILL = """
-import os, pathlib
-for process in pathlib.Path("/proc").glob("[0-9]*"):
-    try:
-        parent = (process / "stat").read_text().rpartition(") ")[2].split()[1]
-        if parent == "1" and b"quire_server" in (process / "cmdline").read_bytes():
-            os.kill(int(process.name), 9)
-    except (FileNotFoundError, ProcessLookupError):
-        pass  # The process has ended.
-"""
 CHILDREN = (
     ("apps/v1", "Deployment"), ("batch/v1", "Job"), ("v1", "ConfigMap"), ("v1", "Secret"), ("v1", "Service"),
     ("v1", "ServiceAccount"), ("v1", "PersistentVolumeClaim"), ("networking.k8s.io/v1", "NetworkPolicy"), ("v1", "Pod"),
@@ -132,14 +123,9 @@ def test_kubectl_scale_starts_a_second_pod_with_all_adapters(cluster, namespace)
 
 
 def test_adapters_are_restored_after_a_container_restart(cluster, namespace):
-    """Kill the supervisor, as the OOM killer does; tini ends too, and the kubelet restarts the container."""
     victim = serving_pods(cluster, namespace)[0]
     name, count = victim["metadata"]["name"], server_container(victim)["restartCount"]
-    try:
-        cluster.kubectl("exec", name, "--", "python3", "-c", KILL, namespace=namespace)
-    except AssertionError as ended:
-        # If the container ends first, the exec process is killed with it.
-        assert "exit code 137" in str(ended)
+    kill_supervisor(cluster, namespace, name)
 
     def again():
         pod = cluster.get("v1", "Pod", name, namespace)
