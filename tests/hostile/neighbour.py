@@ -31,10 +31,17 @@ class Report:
     wrong: list[str] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     """Seconds between two parts of a stream."""
+    ends: list[float] = field(default_factory=list)
+    """For each gap, its end on the clock that all processes share (`time.monotonic`)."""
 
     @property
     def largest_gap(self) -> float:
         return max(self.gaps, default=0.0)
+
+    def largest_gaps(self, count: int) -> list[tuple[float, float]]:
+        """Return the start and the end of the largest gaps."""
+        longest = sorted(zip(self.gaps, self.ends, strict=True), reverse=True)[:count]
+        return [(end - gap, end) for gap, end in longest]
 
     @property
     def p99(self) -> float:
@@ -100,6 +107,7 @@ async def _stream_once(stream: Callable[[], AsyncIterator[str]], expected: str, 
             now = time.monotonic()
             if last_at is not None:
                 report().gaps.append(now - last_at)
+                report().ends.append(now)
             text, last_at = text + part, now
     except Exception as error:
         report().broken.append(f"{type(error).__name__}: {str(error)[:200]}")

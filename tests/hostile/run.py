@@ -72,7 +72,18 @@ class Outcomes:
     """For each group, the number of answers with each status."""
     unanswered: list[str] = field(default_factory=list)
     succeeded: list[str] = field(default_factory=list)
-    slowest: dict[str, float] = field(default_factory=dict)
+    periods: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """For each attack, its start and its end on the clock of `time.monotonic`."""
+
+    def slowest(self, count: int) -> list[tuple[str, float]]:
+        """Return the attacks that took the longest, and their seconds."""
+        seconds = [(name, end - start) for name, (start, end) in self.periods.items()]
+        return sorted(seconds, key=lambda item: -item[1])[:count]
+
+    def during(self, start: float, end: float) -> list[str]:
+        """Return the attacks that ran at some time of a period, the newest first."""
+        found = [(began, name) for name, (began, ended) in self.periods.items() if began < end and ended > start]
+        return [name for _, name in sorted(found, reverse=True)]
 
 
 def main() -> int:
@@ -198,13 +209,13 @@ async def _attack_once(target: Target, attack: Attack, outcomes: Outcomes, is_ve
         outcomes.unanswered.append(f"{attack.group}: {attack.name}: no answer after {limit_s:g} s")
     except Exception as error:
         answer = f"wrong: {type(error).__name__}: {error}"
-    name, seconds = f"{attack.group}: {attack.name}", time.monotonic() - started
-    outcomes.slowest[name] = seconds
+    name, ended = f"{attack.group}: {attack.name}", time.monotonic()
+    outcomes.periods[name] = (started, ended)
     outcomes.answers[attack.group][answer.split(" ")[0].rstrip(":")] += 1
     if answer.startswith("wrong"):
         outcomes.succeeded.append(f"{name}: {answer}")
     if is_verbose:
-        print(f"{seconds:6.2f} s  {name}: {answer[:150]!r}", flush=True)
+        print(f"{ended - started:6.2f} s  {name}: {answer[:150]!r}", flush=True)
 
 
 def _memory(service: QuireServeProcess) -> dict[str, int]:
@@ -244,8 +255,12 @@ def _report(
     print(f"\n{num_attacks} attacks in {seconds:.0f} s")
     for group, counts in sorted(outcomes.answers.items()):
         print(f"  {group:26} {counts.total():5}  " + ", ".join(f"{k} {v}" for k, v in counts.most_common(8)))
-    for name, took in sorted(outcomes.slowest.items(), key=lambda item: -item[1])[:5]:
+    for name, took in outcomes.slowest(5):
         print(f"  slowest: {took:6.1f} s  {name}")
+    for port, report in during.items():
+        for start, end in report.largest_gaps(5):
+            beside = "; ".join(outcomes.during(start, end)[:4])
+            print(f"  gap on {port}: {start:.2f}-{end:.2f} {1000 * (end - start):5.0f} ms  beside {beside}")
     broken = [f"{port}: {text}" for port, report in during.items() for text in report.broken]
     wrong = [f"{port}: {text[:200]!r}" for port, report in during.items() for text in report.wrong]
     for title, texts in {"broken": broken, "wrong": wrong}.items():

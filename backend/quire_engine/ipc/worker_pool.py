@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire_engine.ipc.process import BACKGROUND_NICE
+
 NUM_WORKERS = 2
 """Number of workers: one works while the other one is replaced."""
 _START_TIMEOUT_S = 60.0
@@ -28,7 +30,6 @@ _MIN_POLL_S = 0.01
 """The kernel counts CPU time in steps of this length."""
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MAX_LINE_BYTES = 256 * 2**20
-_LOWEST_PRIORITY = 19
 _FIRST_TO_BE_KILLED = "1000"
 
 logger = logging.getLogger(__name__)
@@ -53,14 +54,7 @@ class WorkerDied(WorkerError):
 class WorkerPool:
     """A pool of NUM_WORKERS processes that run the same module. It is used on one event loop."""
 
-    def __init__(
-        self,
-        module: str,
-        config: Mapping[str, Any],
-        cpu_limit_s: float,
-        queue_timeout_s: float,
-        low_priority_after_s: float | None = None,
-    ) -> None:
+    def __init__(self, module: str, config: Mapping[str, Any], cpu_limit_s: float, queue_timeout_s: float) -> None:
         """Store the parameters; `start` starts the workers.
 
         Args:
@@ -68,14 +62,10 @@ class WorkerPool:
             config: each worker gets it as JSON in its first line.
             cpu_limit_s: maximum CPU time of one answer, in seconds.
             queue_timeout_s: maximum wait for a free worker.
-            low_priority_after_s: a worker that uses more CPU time gets the lowest scheduling priority, so that it does
-                not slow down the engine on the same cores. A worker with the lowest priority is replaced after its
-                answer. If None, no worker gets the lowest priority.
         """
         self._module = module
         self._config_line = json.dumps(config).encode() + b"\n"
         self._cpu_limit_s, self._queue_timeout_s = cpu_limit_s, queue_timeout_s
-        self._low_priority_after_s = cpu_limit_s if low_priority_after_s is None else low_priority_after_s
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._num_workers = 0
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -117,7 +107,7 @@ class WorkerPool:
         try:
             await self._wait(worker, answer)
             result = answer.result()
-            keep = not worker.has_low_priority
+            keep = True
             return result
         except WorkerError as error:
             logger.warning("worker killed module=%s reason=%s", self._module, error)
@@ -142,10 +132,8 @@ class WorkerPool:
                 raise WorkerTimeout(f"an answer took more than {self._cpu_limit_s:g} s of CPU time")
             if clock() >= deadline:
                 raise WorkersBusy(f"an answer got only {used_s:g} s of CPU time")
-            if used_s >= self._low_priority_after_s:
-                worker.lower_priority()
-            next_limit_s = self._cpu_limit_s if worker.has_low_priority else self._low_priority_after_s
-            await asyncio.wait({answer}, timeout=max(_MIN_POLL_S, min(next_limit_s - used_s, deadline - clock())))
+            left_s = min(self._cpu_limit_s - used_s, deadline - clock())
+            await asyncio.wait({answer}, timeout=max(_MIN_POLL_S, left_s))
 
     def _replace(self, worker: "_Worker") -> None:
         worker.kill()
@@ -180,7 +168,6 @@ class _Worker:
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         self._process = process
         self._stdin, self._stdout = process.stdin, process.stdout
-        self.has_low_priority = False
 
     @classmethod
     async def start(cls, module: str) -> "_Worker":
@@ -196,6 +183,8 @@ class _Worker:
         # If a pod runs out of memory, the kernel ends this process rather than the engine.
         with contextlib.suppress(OSError):
             Path(f"/proc/{process.pid}/oom_score_adj").write_text(_FIRST_TO_BE_KILLED)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, BACKGROUND_NICE)
         return cls(process)
 
     @property
@@ -217,12 +206,6 @@ class _Worker:
         except OSError:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S
-
-    def lower_priority(self) -> None:
-        """Give the process the lowest scheduling priority."""
-        self.has_low_priority = True
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, _LOWEST_PRIORITY)
 
     def kill(self) -> None:
         """Kill the process."""

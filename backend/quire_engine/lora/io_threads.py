@@ -14,10 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-_NICENESS = 10
-"""Nice value of the threads. If a thread and a step need the same core, the step has priority. With the value 10, a
-task still gets a tenth of a busy core, so a request waits some seconds at most for its adapter.
-"""
+from quire_engine.ipc.process import BACKGROUND_NICE
 
 T = TypeVar("T")
 
@@ -57,12 +54,13 @@ class AdapterIOThreads:
 
 
 def lower_thread_priority() -> None:
-    """Lower the priority of the calling thread below that of the steps, and limit it to one core."""
+    """Lower the priority of the calling thread below that of the steps, and limit it to one core. A task still gets a
+    quarter of a busy core, so a request does not wait much longer for its adapter."""
     import torch  # imported here, so that importing the core server does not import torch
 
     # On Linux the priority is per thread. If the call is forbidden, tasks compete with steps.
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICE)
     except OSError:
         pass
     torch.set_num_threads(1)

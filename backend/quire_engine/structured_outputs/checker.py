@@ -20,7 +20,6 @@ from quire_spec.errors import InvalidArgument, QuireError, Unavailable, error_fr
 
 CPU_LIMIT_S = 2.0
 """A check may take this number of seconds of CPU time. The largest schemas in common use take about 20 ms."""
-LOW_PRIORITY_AFTER_S = 0.1
 QUEUE_TIMEOUT_S = 30.0
 """A check may wait this number of seconds for a worker. This includes the start of the worker, which takes seconds if
 the vocabulary is large.
@@ -42,13 +41,8 @@ class GrammarChecker:
     ) -> None:
         config = {"folder": str(folder), "vocab_size": vocab_size, "eos_token_ids": sorted(eos_token_ids)}
         self._cpu_limit_s = cpu_limit_s
-        self._workers = WorkerPool(
-            "quire_engine.structured_outputs.check_worker",
-            config,
-            cpu_limit_s,
-            QUEUE_TIMEOUT_S,
-            LOW_PRIORITY_AFTER_S,
-        )
+        module = "quire_engine.structured_outputs.check_worker"
+        self._workers = WorkerPool(module, config, cpu_limit_s, QUEUE_TIMEOUT_S)
         self._max_cache_bytes = max_cache_bytes
         self._cache: OrderedDict[bytes, str | QuireError] = OrderedDict()
         """Maps the digest of a constraint to its grammar, or to the error that rejects it."""

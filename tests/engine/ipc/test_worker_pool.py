@@ -40,15 +40,12 @@ async def test_a_cancelled_caller_costs_no_worker(tmp_path: Path, monkeypatch: p
     assert await ask_all_workers() == pids
 
 
-@pytest.mark.parametrize("low_priority_after_s", [None, 0.05])
-async def test_a_worker_is_limited_by_its_cpu_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, low_priority_after_s: float | None
-) -> None:
+async def test_a_worker_is_limited_by_its_cpu_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine delays an answer like a sleep: the worker waits, and uses no CPU time."""
     (tmp_path / "slow_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(worker_pool, "_WALL_PER_CPU_S", 200.0)
-    pool = WorkerPool("slow_worker", {}, 0.3, queue_timeout_s=30, low_priority_after_s=low_priority_after_s)
+    pool = WorkerPool("slow_worker", {}, 0.3, queue_timeout_s=30)
     assert await pool.ask({"sleep_s": 0.6})
     with pytest.raises(WorkerTimeout, match=r"more than 0.3 s of CPU time"):
         await pool.ask({"cpu_s": 60})

@@ -31,6 +31,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 # Maximum size of the file's header in bytes. The header contains names, shapes and metadata.
 _MAX_HEADER_BYTES = 8 << 20
+_MAX_TENSORS_PER_MODULE = 32
+"""Two are used. A file can also contain tensors of parts of the model that Quire does not serve."""
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?P<module>[\w.]{1,200}?)\."
     r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding_half>[AB])|(?P<base>(base_layer\.)?weight))"
@@ -105,7 +107,10 @@ def _find_weights(folder: Path) -> Path:
 
 
 def _check_size(path: Path, shape: ModelConfig, max_rank: int) -> None:
-    """Reject a file or a header that is too large for an adapter of this engine, before reading it."""
+    """Reject a file or a header that is too large for an adapter of this engine, before the header is parsed.
+
+    The parser holds the interpreter lock, which the steps need, for 2 ms per thousand tensors.
+    """
     size = path.stat().st_size
     max_bytes = lora_slot_bytes(shape, max_rank, torch.float32.itemsize) + _MAX_HEADER_BYTES
     # PEFT can also save the embedding and the output projection of the base model.
@@ -117,10 +122,17 @@ def _check_size(path: Path, shape: ModelConfig, max_rank: int) -> None:
         )
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
-    if header_bytes > min(size, _MAX_HEADER_BYTES):
+        if header_bytes > min(size, _MAX_HEADER_BYTES):
+            raise InvalidArgument(
+                f"{WEIGHTS_FILE} declares a header of {header_bytes} bytes in a file of {size} bytes; "
+                f"a header can have at most {_MAX_HEADER_BYTES} bytes"
+            )
+        num_tensors = file.read(header_bytes).count(b'"data_offsets"')
+    max_tensors = _MAX_TENSORS_PER_MODULE * len(_lora_modules(shape))
+    if num_tensors > max_tensors:
         raise InvalidArgument(
-            f"{WEIGHTS_FILE} declares a header of {header_bytes} bytes in a file of {size} bytes; "
-            f"a header can have at most {_MAX_HEADER_BYTES} bytes"
+            f"{WEIGHTS_FILE} has {num_tensors} tensors, but an adapter of this model can have at most {max_tensors}; "
+            "check that the adapter is for this model"
         )
 
 

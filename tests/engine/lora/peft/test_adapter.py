@@ -279,12 +279,15 @@ HEADERS = {
 }
 _outside = json.dumps({"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
 HEADERS["offsets outside"] = len(_outside).to_bytes(8, "little") + _outside
+_many = json.dumps({f"a{i}": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for i in range(60_000)}).encode()
+HEADERS["many tensors"] = len(_many).to_bytes(8, "little") + _many
 
 
 @pytest.mark.parametrize("content", HEADERS.values(), ids=HEADERS.keys())
 def test_rejects_hostile_headers(content, adapter, shape):
     (adapter / WEIGHTS_FILE).write_bytes(content)
-    with pytest.raises(InvalidArgument, match=f"{WEIGHTS_FILE} (is not a safetensors file|declares a header)"):
+    reasons = "is not a safetensors file|declares a header|has 60000 tensors, but"
+    with pytest.raises(InvalidArgument, match=f"{WEIGHTS_FILE} ({reasons})"):
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
 
 
