@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.chats import conversation
+from support.quire_serve import command_line
 from support.tokenizer import byte_level, save_tokenizer
 
 from quire_engine.ipc.worker_pool import NUM_WORKERS
@@ -40,7 +41,7 @@ async def renderer(tmp_path: Path) -> AsyncIterator[ChatRenderer]:
 
 
 def workers() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "quire_engine.text.render_worker" in p.cmdline()]
+    return [p for p in psutil.Process().children() if "quire_engine.text.render_worker" in command_line(p)]
 
 
 def write(folder: Path, template: str) -> str:
