@@ -83,6 +83,16 @@ PROMPT_LOGPROBS = "prompt_logprobs"
 LORA_NAME = "lora_name"
 
 
+def core_names(data_parallel_size: int) -> tuple[str, ...]:
+    """Return the names of the core processes of a pod."""
+    return ("core",) if data_parallel_size == 1 else tuple(f"core-{i}" for i in range(data_parallel_size))
+
+
+def process_socket(name: str) -> str:
+    """Return the name of the socket of the text process or of a core process."""
+    return f"{name}.sock"
+
+
 def openai_probe_socket(index: int) -> str:
     """Return the name of the socket on which OpenAI front `index` answers probes."""
     return f"openai-{index}.sock"

@@ -14,4 +14,4 @@ from quire_engine.ipc import process  # noqa: E402
 
 if __name__ == "__main__":
     with random_weights.patch_weight_loading():
-        process.run_process("random_core", engine_process.main)
+        process.run_process("quire_engine.core", engine_process.main)

@@ -139,6 +139,18 @@ CEL_RULE_CASES = [
         "spec.engine.tensorParallelSize",
     ),
     (
+        "engine.dataParallelSize must not exceed gpu.count",
+        {"spec.engine.dataParallelSize": 2, "spec.gpu.count": 2},
+        {"spec.engine.dataParallelSize": 3, "spec.gpu.count": 2},
+        "spec.engine.dataParallelSize",
+    ),
+    (
+        "engine.dataParallelSize must not exceed gpu.count",
+        {"spec.engine.dataParallelSize": 2, "spec.engine.tensorParallelSize": 2, "spec.gpu.count": 4},
+        {"spec.engine.dataParallelSize": 2, "spec.engine.tensorParallelSize": 4, "spec.gpu.count": 4},
+        "spec.engine.dataParallelSize",
+    ),
+    (
         "adapters must be empty when lora.maxLoaded is 0",
         {"spec.adapters": [], "spec.lora.maxLoaded": 0},
         {"spec.adapters": ONE_ADAPTER, "spec.lora.maxLoaded": 0},

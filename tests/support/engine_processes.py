@@ -188,15 +188,16 @@ class EngineProcesses:
             process.wait()
 
     def start(self, *names: str, timeout_s: float = DEADLINE_S) -> Self:
-        """Start `text`, `core` or both, and wait until they accept connections."""
+        """Start `text` and `core`, or one of several cores such as `core-1`; wait until they accept connections."""
         for name in names:
             with (self.folder / f"{name}.log").open("ab") as log:
-                argv = [sys.executable, *self._programs[name], "--config", str(self.config_file)]
-                argv += ["--run-dir", str(self.folder)]
+                program, is_one_of_several, _ = name.partition("-")
+                argv = [sys.executable, *self._programs[program], "--config", str(self.config_file)]
+                argv += ["--run-dir", str(self.folder), *(["--name", name] if is_one_of_several else [])]
                 self.processes[name] = subprocess.Popen(argv, stderr=log, env=os.environ | self._env)
         for name in names:
             wait_for(lambda name=name: self._is_serving(name), timeout_s, what=f"{name}:\n{self.log(name)}")
-        if "text" in self.processes and "core" in self.processes:
+        if "text" in self.processes and len(self.processes) > 1:
             self.wait_core_connected(True)
         return self
 

@@ -69,7 +69,13 @@ class LLM:
             raise ConfigError(f"tokenizer: must be a folder, got {str(tokenizer)[:80]!r}")
         progress = sys.stderr.isatty()
         engine_args = from_vllm_arguments({"model": str(model)} | config)
-        self.engine = Engine.from_config(EngineConfig.from_json(engine_args), progress=progress)
+        engine_config = EngineConfig.from_json(engine_args)
+        if engine_config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size: LLM runs one core, got {engine_config.data_parallel_size}; use `quire batch` or "
+                "`quire serve`, or omit the argument"
+            )
+        self.engine = Engine.from_config(engine_config, progress=progress)
         tokenizer_folder = self.engine.model_folder if tokenizer is None else Path(tokenizer).expanduser()
         self.engine.input_processor.tokenizer_folder = tokenizer_folder
         self.tokenizer: Tokenizer | None = None

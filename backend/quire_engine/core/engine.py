@@ -80,7 +80,7 @@ class Engine:
         self._adapter_registry = _create_adapter_registry(config, checkpoint.shape, memory)
         kv_dtype = memory.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         layout = choose_layout(config, checkpoint.shape)
-        block_hasher = BlockHasher(
+        self.block_hasher = BlockHasher(
             checkpoint.fingerprint,
             kv_dtype,
             config.block_size,
@@ -93,7 +93,7 @@ class Engine:
             config,
             self._block_pool,
             self._adapter_registry,
-            block_hasher,
+            self.block_hasher,
             self.max_model_len,
             runner.swap_costs,
             layout,

@@ -65,7 +65,7 @@ class EngineLoop:
             on_slot_copy: called with a slot load and a function that copies the adapter into the slot. Run this
                 function, and then call the engine's on_slot_loaded with `submit_call`.
             on_block_events: called with the events of cached blocks of a step, if any.
-            report_blocks: whether results contain the changes of the prefix cache.
+            report_blocks: whether results contain the changes of the prefix cache and of the registered adapters.
         """
         self._engine = engine
         engine.delegate_slot_copies(on_slot_copy)
@@ -85,6 +85,9 @@ class EngineLoop:
         """True if the state of the engine has changed since the last published result."""
         self._unsent_adapter_events: list[AdapterEvent] = []
         """Adapter events that occurred while no client was connected."""
+        self._adapters_dirty = True
+        """True if the registered adapters may differ from those that were last sent."""
+        self._sent_adapters: list[AdapterDigest] | None = None
         self._integrity_checked = True
         self._num_steps = 0
         self._num_failed_steps = 0
@@ -164,11 +167,21 @@ class EngineLoop:
         self._unsent_adapter_events += result.adapter_events
         if self._client_id:
             adapter_events, self._unsent_adapter_events = self._unsent_adapter_events, []
-            result = replace(result, adapter_events=adapter_events)
+            result = replace(result, adapter_events=adapter_events, adapters=self._changed_adapters())
             if self._client_is_new and self._report_blocks:
                 result = replace(result, block_changes=self._engine.cached_blocks())
             self._client_is_new = False
             self._publish(self._client_id, result)
+
+    def _changed_adapters(self) -> list[AdapterDigest] | None:
+        """Return the registered adapters if the client does not know them yet, and otherwise None."""
+        if not (self._report_blocks and self._adapters_dirty):
+            return None
+        self._adapters_dirty = False
+        if (adapters := list(self._engine.adapter_states())) == self._sent_adapters:
+            return None
+        self._sent_adapters = adapters
+        return adapters
 
     def _count_failures(self, result: StepResult) -> None:
         """Count consecutive failed steps. A step failed if all its sequences have an internal error."""
@@ -185,7 +198,8 @@ class EngineLoop:
         self._open_sequence_ids.clear()
         self._client_id, self._client_is_new = client_id, True
         # A new text process receives the state of the engine at once.
-        self._stats_dirty = True
+        self._stats_dirty = self._adapters_dirty = True
+        self._sent_adapters = None
 
     def _add_request(self, client_id: int, request: SequenceRequest) -> None:
         if client_id != self._client_id:
@@ -219,4 +233,4 @@ class EngineLoop:
             future.set_exception(error)
         else:
             future.set_result(result)
-        self._stats_dirty = True
+        self._stats_dirty = self._adapters_dirty = True

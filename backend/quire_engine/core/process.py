@@ -20,7 +20,7 @@ from quire_engine.core.engine import Engine
 from quire_engine.core.server import CoreServer
 from quire_engine.ipc import process
 from quire_engine.kv_cache.layout_choice import choose_layout
-from quire_spec.constants import CORE_SOCKET
+from quire_spec.constants import process_socket
 from quire_spec.model import memory_sizing
 from quire_spec.model.capabilities import DTYPE_BYTES, KV_SCALE_BYTES
 from quire_spec.model.tensor_parallel import TensorParallelShard
@@ -31,7 +31,7 @@ _GIB = 2**30
 
 def main(args: process.ProcessArgs) -> None:
     """Load the engine, then serve requests."""
-    socket_path = args.socket_path(CORE_SOCKET)
+    socket_path = args.socket_path(process_socket(args.name))
     compute_thread = ComputeThread()
     engine = compute_thread.run_sync(lambda: Engine.from_config(args.config, on_lost=_on_engine_lost))
     log_memory(engine)

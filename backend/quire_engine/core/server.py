@@ -17,6 +17,7 @@ from quire_engine.core.engine import Engine, slot_copy_error
 from quire_engine.core.engine_loop import EngineLoop
 from quire_engine.core.grammar_queue import GrammarQueue
 from quire_engine.ipc import process
+from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.lora.io_threads import AdapterIOThreads
 from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest
@@ -42,14 +43,17 @@ class CoreServer(Server):
     def __init__(self, engine: Engine, compute_thread: ComputeThread) -> None:
         """Create the server for an engine; `compute_thread` is the thread that has loaded the engine."""
         super().__init__(
-            (self.load_adapter, self.unload_adapter, self.status, self.check, self.live),
+            (self.load_adapter, self.unload_adapter, self.status, self.check, self.live, self.block_hasher),
             (SequenceRequest, AbortSequences),
         )
         self._engine = engine
         self._compute_thread = compute_thread
         self._event_loop = asyncio.get_running_loop()
         self._started_at = utc_now()
-        self._engine_loop = EngineLoop(engine, self._publish, self._on_adapter_needed, self._on_slot_copy)
+        has_several_cores = engine.config.data_parallel_size > 1
+        self._engine_loop = EngineLoop(
+            engine, self._publish, self._on_adapter_needed, self._on_slot_copy, report_blocks=has_several_cores
+        )
         self._io_threads = AdapterIOThreads()
         self._grammar_queue = GrammarQueue(engine.input_processor.grammar_compiler, self._engine_loop.generate)
         self._text_connection: Connection | None = None
@@ -153,6 +157,10 @@ class CoreServer(Server):
         """Return the state that the live page shows."""
         snapshot: dict[str, Any] = await self._run_on_engine_thread(self._engine.live_snapshot)
         return snapshot
+
+    def block_hasher(self) -> BlockHasher:
+        """Return the parameters with which the text process can hash the blocks of a prompt."""
+        return self._engine.block_hasher
 
     async def check(self) -> None:
         """Check the integrity of the engine's state; raises Internal."""

@@ -47,6 +47,8 @@ class ProcessArgs:
     """Model name of the base model in requests."""
     run_dir: Path
     """Folder of the pod's Unix sockets."""
+    name: str
+    """Name of the process in the pod. Its socket has the same name."""
 
     def socket_path(self, name: str) -> Path:
         """Return the path of one of the pod's sockets.
@@ -115,9 +117,10 @@ def _parse_args(process_name: str) -> ProcessArgs:
     parser = argparse.ArgumentParser(prog=process_name)
     parser.add_argument("--config", type=Path, required=True, help="path of pod.json")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder of the pod's Unix sockets")
+    parser.add_argument("--name", default=process_name.rpartition(".")[2], help="name of this process in the pod")
     args = parser.parse_args()
     config = PodConfig.load(args.config)
-    return ProcessArgs(config.engine, config.servedName, args.run_dir)
+    return ProcessArgs(config.engine, config.servedName, args.run_dir, args.name)
 
 
 def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -51,6 +51,8 @@ class RequestLimits:
     eos_token_ids: frozenset[int] = frozenset()
     max_logprobs: int = -1
     """Maximum number of log probabilities at a position; -1: all tokens."""
+    data_parallel_size: int = 1
+    """Number of cores."""
 
     @classmethod
     def from_config(
@@ -74,6 +76,7 @@ class RequestLimits:
             parser_names=detected.configured(config.tool_call_parser, config.reasoning_parser),
             eos_token_ids=eos_token_ids,
             max_logprobs=config.max_logprobs,
+            data_parallel_size=config.data_parallel_size,
         )
 
     @property
@@ -92,6 +95,9 @@ class RequestLimits:
         if len(request.cache_salt or "") > _MAX_SALT_CHARS:
             raise InvalidArgument(f"cache_salt: must be a string of at most {_MAX_SALT_CHARS} characters")
         self._check_priority(request.priority)
+        rank, num_cores = request.data_parallel_rank, self.data_parallel_size
+        if rank is not None and not 0 <= rank < num_cores:
+            raise InvalidArgument(f"data_parallel_rank: must be from 0 to {num_cores - 1}, got {rank}; or omit it")
         self._check_params(request.params, request.stream)
         if [request.prompt, request.prompt_token_ids, request.chat].count(None) != 2:
             raise InvalidArgument("prompt: give either a text or token ids, but not both")

@@ -6,10 +6,14 @@ the text process adds their names. If a digest has several names, it is shown as
 names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from quire_engine.text.cores.core_stats import merge_stats
 from quire_spec.constants import AdapterDigest, AdapterName
+from quire_spec.protocol.messages import SchedulerStats
 
 MAX_ADAPTERS = 64
 MAX_OWNERS = 12
@@ -19,6 +23,21 @@ _STATE_ORDER = {"slot": 0, "host": 1}
 REMOVED = "removed"
 """The page shows this name as the owner of KV blocks if their adapter was removed, but open requests still use it."""
 OTHERS = "others"
+
+
+def merge_live(cores: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the results of the method `live` of several cores as one. An adapter is in the best state that it has on
+    any core."""
+    if len(cores) == 1:
+        return cores[0]
+    rows: dict[str | None, list[Any]] = {}
+    for digest, state, *counts in (row for core in cores for row in core["adapters"]):
+        _, other, *sums = rows.get(digest, [digest, state, *[0] * len(counts)])
+        best = min(state, other, key=lambda name: _STATE_ORDER.get(name, 2))
+        rows[digest] = [digest, best, *map(sum, zip(sums, counts, strict=True))]
+    stats = merge_stats(SchedulerStats(**core["stats"]) for core in cores)
+    num_adapters = max(core["num_adapters"] for core in cores)
+    return {"stats": msgspec.structs.asdict(stats), "adapters": list(rows.values()), "num_adapters": num_adapters}
 
 
 def build_live_snapshot(

@@ -9,6 +9,7 @@ answers the calls (quire_spec/protocol/server.py).
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import msgspec
@@ -17,15 +18,15 @@ from quire_engine.requests.processor import RequestProcessor
 from quire_engine.structured_outputs.checker import GrammarChecker
 from quire_engine.text.admission import AdmissionController
 from quire_engine.text.chat_renderer import ChatRenderer
-from quire_engine.text.live_snapshot import build_live_snapshot
+from quire_engine.text.cores.core_client import CoreClient
+from quire_engine.text.live_snapshot import build_live_snapshot, merge_live
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.request_manager import RequestManager
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
-from quire_spec.documents.pod_status import utc_now
+from quire_spec.documents.pod_status import CoreState, utc_now
 from quire_spec.errors import InvalidArgument
-from quire_spec.protocol.client import Client
 from quire_spec.protocol.messages import Conversation
 from quire_spec.protocol.results import ServedModels, TextStatus, Tokenized
 
@@ -47,10 +48,11 @@ class TextMethods:
         metrics: RequestMetrics,
         sampling_defaults: Mapping[str, Any],
         tokenizer_config: Mapping[str, Any],
-        core: Client,
+        clients: Sequence[CoreClient],
+        core_states: Callable[[], dict[str, CoreState]],
     ) -> None:
         """`sampling_defaults` are the default sampling parameters of the checkpoint. They are passed to frontends that
-        apply them."""
+        apply them. `core_states` returns the state of each core if there are several."""
         self._admission = admission
         self._processor = processor
         self._workers = workers
@@ -58,7 +60,8 @@ class TextMethods:
         self._metrics = metrics
         self._sampling_defaults = dict(sampling_defaults)
         self._tokenizer_config = tokenizer_config
-        self._core = core
+        self._clients = clients
+        self._core_states = core_states
         self._started_at = utc_now()
 
     def table(self) -> tuple[Callable[..., Any], ...]:
@@ -97,7 +100,7 @@ class TextMethods:
 
     def status(self) -> TextStatus:
         """Return the counts of requests, and the names of the parsers of chat outputs."""
-        return TextStatus(self._started_at, **self._request_manager.status())
+        return TextStatus(self._started_at, **self._request_manager.status(), cores=self._core_states())
 
     async def drain(self) -> None:
         """Reject new requests, and return when all open requests have ended."""
@@ -127,7 +130,11 @@ class TextMethods:
 
     async def live(self) -> dict[str, Any]:
         """Return the state that the live page shows. The state is computed only when a page requests it."""
-        core = await self._core.call("live", dict[str, Any], timeout_s=_LIVE_TIMEOUT_S)
+        calls = (client.call("live", dict[str, Any], timeout_s=_LIVE_TIMEOUT_S) for client in self._clients)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        if not (cores := [answer for answer in answers if not isinstance(answer, BaseException)]):
+            raise next(answer for answer in answers if isinstance(answer, BaseException))
+        core = merge_live(cores)
         digest_by_name = self._admission.digest_by_name or {}
         load_times = self._metrics.adapter_metrics.mean_load_times()
         snapshot = build_live_snapshot(core, self._admission.served_name, digest_by_name, load_times)
@@ -139,6 +146,7 @@ class TextMethods:
                 "open": self._request_manager.num_open,
             },
             "counters": self._metrics.live_counters(),
+            "cores": [{"name": name, **asdict(state)} for name, state in self._core_states().items()],
         }
 
     async def tokenize(

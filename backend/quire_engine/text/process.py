@@ -4,6 +4,9 @@
     frontend --GenerateRequest--> TextServer         -> RequestManager -> CoreClient      --SequenceRequest--> core
              <--OutputDeltas----- FrontendConnection <- RequestManager <- ResultCoalescer <--StepResult-------
 
+With data_parallel_size above 1, each core has a CoreClient and a ResultCoalescer, and a CorePool is between them and
+the RequestManager.
+
 Admission, tokenizing, detokenizing, stop strings and metrics run here, so that none of them delays a step of the
 engine. The process has one event loop, and imports neither torch nor transformers.
 """
@@ -22,7 +25,9 @@ from quire_engine.requests.processor import RequestProcessor
 from quire_engine.structured_outputs.checker import GrammarChecker
 from quire_engine.text.admission import AdmissionController
 from quire_engine.text.chat_renderer import ChatRenderer
-from quire_engine.text.core_client import CoreClient
+from quire_engine.text.cores.core_client import CoreClient
+from quire_engine.text.cores.core_metrics import CoreMetrics
+from quire_engine.text.cores.core_pool import CorePool, PoolMember
 from quire_engine.text.methods import TextMethods
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.request_manager import RequestManager
@@ -37,7 +42,7 @@ from quire_engine.tokenization.tokenizer_files import ALL_FORMATS
 from quire_engine.weights.checkpoint import load_eos_token_ids
 from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_engine.weights.hub import resolve_model
-from quire_spec.constants import CORE_SOCKET, TEXT_SOCKET
+from quire_spec.constants import TEXT_SOCKET, core_names, process_socket
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.model_config import ModelConfig
@@ -96,7 +101,12 @@ async def _serve(
 ) -> None:
     process.install_exit_handlers(asyncio.get_running_loop())
     metrics = RequestMetrics(args.config, args.served_name, limits.max_model_len)
-    core_client = CoreClient(args.socket_path(CORE_SOCKET), args.served_name)
+    clients = _create_clients(args)
+    cores = (
+        clients[0]
+        if len(clients) == 1
+        else CorePool(clients, CoreMetrics(metrics.registry, args.served_name, len(clients)), args.config)
+    )
     admission = AdmissionController(limits, args.served_name, args.config.max_num_queued_reqs)
     chat_renderer = grammar_checker = None
     if tokenizer is not None:
@@ -105,7 +115,7 @@ async def _serve(
     workers = [worker for worker in (chat_renderer, grammar_checker) if worker is not None]
     tokenizer_threads = TokenizerThreads()
     processor = RequestProcessor(limits, tokenizer, chat_renderer, grammar_checker, tokenizer_threads.run)
-    request_manager = RequestManager(admission, processor, metrics, core_client.send)
+    request_manager = RequestManager(admission, processor, metrics, cores)
     throttle = _create_throttle(args.config)
     methods = TextMethods(
         admission,
@@ -115,15 +125,31 @@ async def _serve(
         metrics,
         sampling_defaults,
         read_tokenizer_config(folder) | {"chat_template": templates.default},
-        core_client,
+        clients,
+        cores.states,
     )
-    coalescer = core_client.listener = ResultCoalescer(request_manager, throttle)
-    server = TextServer(request_manager, metrics, methods, limits.max_payload_bytes, throttle, coalescer)
+    if isinstance(cores, CorePool):
+        cores.listener = request_manager
+        coalescers = [ResultCoalescer(PoolMember(cores, number), throttle) for number in range(len(clients))]
+    else:
+        coalescers = [ResultCoalescer(request_manager, throttle)]
+    for client, coalescer in zip(clients, coalescers, strict=True):
+        client.listener = coalescer
+    server = TextServer(request_manager, metrics, methods, limits.max_payload_bytes, throttle, coalescers)
     await server.listen(args.socket_path(TEXT_SOCKET))
     # All objects that exist here live as long as the process, so the garbage collector does not need to scan them.
     gc.collect()
     gc.freeze()
-    await core_client.run()
+    await cores.run()
+
+
+def _create_clients(args: process.ProcessArgs) -> list[CoreClient]:
+    names = core_names(args.config.data_parallel_size)
+    peers = ["the engine core"] if len(names) == 1 else [f"engine {name}" for name in names]
+    return [
+        CoreClient(args.socket_path(process_socket(name)), args.served_name, peer)
+        for name, peer in zip(names, peers, strict=True)
+    ]
 
 
 def _load_chat_templates(folder: Path, config: EngineConfig) -> ChatTemplateFiles:

@@ -3,15 +3,15 @@
 
 Admits requests, prepares them, sends them to the engine core, and sends the results of each step to the frontends. It
 runs on the event loop and has no knowledge of sockets. The text server and the result coalescer call it, and it calls
-`FrontendSink.send` and `send_to_core`. Every request ends exactly once, and none of its sequences stays in the core,
-even if a frontend or the core fails.
+`FrontendSink.send` and the methods of `Cores`. Every request ends exactly once, and none of its sequences stays in a
+core, even if a frontend or a core fails.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -26,11 +26,10 @@ from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.errors import PROCESS_ENDS, Code, Internal, InvalidArgument, QuireError, Unavailable, error_text
 from quire_spec.protocol.messages import (
-    AbortSequences,
     GenerateRequest,
-    Message,
     OutputDelta,
     SequenceDelta,
+    SequenceRequest,
     StepResult,
 )
 
@@ -51,6 +50,22 @@ class FrontendSink(Protocol):
         """Close the connection later in this iteration of the event loop, because the frontend does not read."""
 
 
+class Cores(Protocol):
+    """The engine core, or the cores of a pod."""
+
+    def submit(self, requests: Sequence[SequenceRequest], sequence_ids: Iterable[int], rank: int | None) -> None:
+        """Run the sequences of a request. `sequence_ids` are the ids of its outputs, and `rank` is the core that the
+        client chose.
+
+        Raises:
+            InvalidArgument: a message cannot be encoded.
+            Unavailable: the core that the client chose is not connected.
+        """
+
+    def abort(self, sequence_ids: Iterable[int]) -> None:
+        """Stop sequences, and send no more results for them."""
+
+
 class RequestManager:
     """Open requests, by sequence id and by frontend."""
 
@@ -59,7 +74,7 @@ class RequestManager:
         admission: AdmissionController,
         processor: RequestProcessor,
         metrics: RequestMetrics,
-        send_to_core: Callable[[Message], None],
+        cores: Cores,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._queued_by_client: Counter[str] = Counter()
@@ -67,7 +82,7 @@ class RequestManager:
         self._admission = admission
         self._processor = processor
         self._metrics = metrics
-        self._send_to_core = send_to_core
+        self._cores = cores
         self._clock = clock
         # Ids start at the current time. So after a restart, the text process never uses an id that the core already
         # has.
@@ -149,10 +164,11 @@ class RequestManager:
         self._rate_limiter.consume(request_state.adapter_name, num_tokens)
         tokenizer, eos_token_ids = self._processor.tokenizer, self._processor.limits.eos_token_ids
         try:
-            for sequence_request in request_state.submit(prepared, tokenizer, eos_token_ids, self._clock()):
-                self._send_to_core(sequence_request)
+            requests = request_state.submit(prepared, tokenizer, eos_token_ids, self._clock())
+            self._cores.submit(requests, request_state.sequence_ids, request_state.request.data_parallel_rank)
         except QuireError as error:
-            # The request cannot be encoded. All its sequences have the same content, so the first one failed.
+            # No core runs any of the sequences. If the request cannot be encoded, the first one has already failed,
+            # because all have the same content.
             self._fail(request_state, error)
 
     def oversize_error(self, num_bytes: int) -> InvalidArgument:
@@ -182,7 +198,7 @@ class RequestManager:
                 self._mark_started(entry[0], core_queue_s)
         aborted_ids = [sequence_id for result in step.results for sequence_id in self._on_result(result, now)]
         if aborted_ids:
-            self._send_to_core(AbortSequences(aborted_ids))
+            self._cores.abort(aborted_ids)
         self._metrics.record_core_stats(step.stats)
         for adapter_event in step.adapter_events:
             self._metrics.adapter_metrics.record_adapter_event(adapter_event)
@@ -205,6 +221,11 @@ class RequestManager:
         self._admission.close(reason)
         self._metrics.set_core_connected(False)
         for request_state in self._open_requests():
+            self._fail(request_state, Unavailable(reason))
+
+    def on_sequences_lost(self, sequence_ids: Iterable[int], reason: str) -> None:
+        """Fail the requests of sequences that were lost with one of several cores."""
+        for request_state in {entry[0] for i in sequence_ids if (entry := self._by_sequence.get(i)) is not None}:
             self._fail(request_state, Unavailable(reason))
 
     def set_adapters(
@@ -324,7 +345,7 @@ class RequestManager:
         for request_state in request_states:
             self._close(request_state, frontend, "abort")
         if submitted_ids:
-            self._send_to_core(AbortSequences(submitted_ids))
+            self._cores.abort(submitted_ids)
 
     def _open_requests(self) -> list[RequestState]:
         return [

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from quire_engine.text.core_client import CoreListener
+from quire_engine.text.cores.core_client import CoreListener
 from quire_engine.text.request_manager import FrontendSink
 from quire_spec.protocol.messages import SequenceDelta, StepResult
 

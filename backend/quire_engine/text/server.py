@@ -7,6 +7,7 @@ handles connections and message types; the request manager owns the requests, an
 """
 
 import logging
+from collections.abc import Sequence
 
 from quire_engine.text.frontend_connection import FrontendConnection
 from quire_engine.text.methods import TextMethods
@@ -32,14 +33,14 @@ class TextServer(Server):
         methods: TextMethods,
         max_payload_bytes: int,
         throttle: ResponseThrottle,
-        coalescer: ResultCoalescer,
+        coalescers: Sequence[ResultCoalescer],
     ) -> None:
         super().__init__(methods.table(), (GenerateRequest, CancelRequests, RequestRejected), max_payload_bytes)
         self._request_manager = request_manager
         self._metrics = metrics
         self._text_methods = methods
         self._throttle = throttle
-        self._coalescer = coalescer
+        self._coalescers = coalescers
         self._frontends: dict[Connection, FrontendConnection] = {}
 
     def on_connected(self, connection: Connection) -> None:
@@ -80,13 +81,15 @@ class TextServer(Server):
     def on_writable(self, connection: Connection) -> None:
         """Called when a peer has read the unsent messages."""
         if frontend := self._frontends.get(connection):
-            self._coalescer.on_frontend_writable(frontend)
+            for coalescer in self._coalescers:
+                coalescer.on_frontend_writable(frontend)
 
     def on_closed(self, connection: Connection) -> None:
         """Called when the connection closes."""
         if (frontend := self._frontends.pop(connection, None)) is None:
             return
-        self._coalescer.on_frontend_closed(frontend)
+        for coalescer in self._coalescers:
+            coalescer.on_frontend_closed(frontend)
         num_open = self._request_manager.on_frontend_closed(frontend)
         hello = frontend.hello
         logger.info(

@@ -144,7 +144,7 @@ def set_num_threads(weights_bytes: int, num_ranks: int = 1) -> None:
     """Set the number of threads that compute matrix products.
 
     There is one thread for each 32 MiB of weights, but at most one for each CPU core. If OMP_NUM_THREADS is set, it is
-    also an upper limit. Tensor-parallel ranks share the cores.
+    also an upper limit. All ranks share the cores.
 
     With a small model, a second core saves little time, and it can make steps much slower. The threads wait for each
     other in every product. If another process keeps one core busy, it delays all threads. This was measured with 64

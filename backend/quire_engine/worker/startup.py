@@ -99,7 +99,7 @@ class RunnerStartup:
             self._drafter.load()
         if self._device.type == "cpu":
             trim_heap()
-            set_num_threads(loaded_bytes, self._config.tensor_parallel_size)
+            set_num_threads(loaded_bytes, self._config.num_ranks)
         if self._communicator is not None:
             self._communicator.connect(self._device)
 
@@ -173,7 +173,7 @@ class RunnerStartup:
                 total = torch.cuda.mem_get_info(self._device)[1]
                 raise step_too_large_error(self._config, weights, lora, total) from error
         # All ranks share the memory of the machine.
-        available = available_memory_bytes() // self._config.tensor_parallel_size
+        available = available_memory_bytes() // self._config.num_ranks
         return MemoryBudget(available + weights + lora, weights, lora, 0)
 
     def _measure_gpu_memory(self) -> MemoryBudget:

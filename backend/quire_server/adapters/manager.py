@@ -228,7 +228,7 @@ class AdapterManager:
         return {
             name
             for name, digest in active_digests.items()
-            if digest in core.slot_pinned_by_digest and text.digest_by_name.get(name) == digest
+            if core.serve(digest) and text.digest_by_name.get(name) == digest
         }
 
     def exposed_names(self) -> set[str]:
@@ -305,7 +305,7 @@ class AdapterManager:
         except _Superseded:
             return 0.0
         except ConnectionLost:
-            adapter.apply(LoadStarted())
+            self._mark_loading(adapter)
             return _CONNECTION_RETRY_S
         except Exception as error:
             # The desired state may have changed since the failed attempt began.
@@ -350,9 +350,15 @@ class AdapterManager:
         # This is repeated, because an adapter of another name with the same content can change in the meantime whether
         # the slot must be pinned.
         while not self._is_active(adapter, latest):
-            adapter.apply(LoadStarted())
+            self._mark_loading(adapter)
             await self._activate(adapter, latest)
         adapter.apply(Converged())
+
+    def _mark_loading(self, adapter: ManagedAdapter) -> None:
+        """Set the state to Loading, unless some cores serve the adapter while a restarted one loads it again."""
+        core, active = self._handles.core, adapter.progress.active
+        if core is None or active is None or active != adapter.progress.latest or not core.some_lack(active.digest):
+            adapter.apply(LoadStarted())
 
     async def _fetch(self, adapter: ManagedAdapter) -> None:
         progress = adapter.progress
@@ -395,7 +401,7 @@ class AdapterManager:
         core, text, server = self._handles.require_all()
         slot_pinned = self._is_slot_pinned(content.digest)
         async with self._adapter_load_semaphore:
-            if core.slot_pinned_by_digest.get(content.digest) != slot_pinned:
+            if not core.is_loaded(content.digest, slot_pinned):
                 await core.load_adapter(content.digest, content.folder, slot_pinned)
         self._digest_by_name[adapter.name] = content.digest
         previous = adapter.progress.active
@@ -412,7 +418,7 @@ class AdapterManager:
         return (
             # As long as `active` is the previous content, published names contain that content.
             progress.active == content
-            and core.slot_pinned_by_digest.get(content.digest) == self._is_slot_pinned(content.digest)
+            and core.is_loaded(content.digest, self._is_slot_pinned(content.digest))
             and text.digest_by_name.get(adapter.name) == content.digest
             and text.limits_by_name.get(adapter.name) == (progress.desired and progress.desired.limits)
             and (adapter.name in server.models) == progress.exposed

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the text process and the core process of a batch.
+"""Runs the text process and the core processes of a batch.
 
-It starts both processes, loads the adapters, and restarts a process that has ended. A pod runs the same processes, and
+It starts these processes, loads the adapters, and restarts a process that has ended. A pod runs the same processes, and
 also the server. Adapters do not change during a batch. Therefore, they are fetched once, before the processes start.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from quire_server.clients.handles import CoreHandle, TextHandle
 from quire_server.supervisor import engine_process
 from quire_server.supervisor.child_process import ChildProcess
 from quire_server.supervisor.managed_process import ManagedProcess
-from quire_spec.constants import AdapterName
+from quire_spec.constants import AdapterName, core_names
 from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.pod_config import PodConfig
 from quire_spec.errors import ConfigError, InvalidArgument, QuireError
 
 _POLL_INTERVAL_S = 0.05
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalEngine:
-    """The text process and the core process of a batch."""
+    """The text process and the core processes of a batch."""
 
     def __init__(
         self,
@@ -41,18 +42,20 @@ class LocalEngine:
         self._run_dir = run_dir
         self._cached_adapter_by_name = cached_adapter_by_name
         self._relay = relay
-        self._core: CoreHandle | None = None
+        self._cores: dict[str, CoreHandle] = {}
         self._ready = asyncio.Event()
         self._rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that gets the error if the core rejects an adapter."""
-        sessions = {"core": self._core_session, "text": self._text_session}
+        self._core_names = core_names(PodConfig.load(config_file).engine.data_parallel_size)
+        sessions: dict[str, Callable[[ChildProcess], Awaitable[str]]] = {"text": self._text_session}
+        sessions |= {name: partial(self._core_session, name) for name in self._core_names}
         self._processes = {
             name: ManagedProcess(name, partial(self._start, name), session, lambda: None)
             for name, session in sessions.items()
         }
 
     async def run(self) -> None:
-        """Keep both processes running until this call is cancelled.
+        """Keep all processes running until this call is cancelled.
 
         Raises:
             StartupFailed: a process did not start.
@@ -80,21 +83,21 @@ class LocalEngine:
     async def _start(self, name: str) -> ChildProcess:
         return await engine_process.start(name, self._config_file, self._run_dir, self._relay)
 
-    async def _core_session(self, child: ChildProcess) -> str:
-        async with engine_process.connect("core", self._run_dir) as control:
+    async def _core_session(self, name: str, child: ChildProcess) -> str:
+        async with engine_process.connect(name, self._run_dir) as control:
             core = await CoreHandle.open(control, engine_process.START_TIMEOUT_S)
-            for name, adapter in self._cached_adapter_by_name.items():
+            for adapter_name, adapter in self._cached_adapter_by_name.items():
                 try:
                     await core.load_adapter(adapter.digest, adapter.folder, False)
                 except InvalidArgument as error:
                     if not self._rejected.done():
-                        self._rejected.set_exception(ConfigError(f"adapter {name!r}: {error}"))
-            self._processes["core"].mark_ready()
-            self._core = core
+                        self._rejected.set_exception(ConfigError(f"adapter {adapter_name!r}: {error}"))
+            self._processes[name].mark_ready()
+            self._cores[name] = core
             try:
                 return await engine_process.watch_connection(control)
             finally:
-                self._core = None
+                del self._cores[name]
                 self._ready.clear()
 
     async def _text_session(self, child: ChildProcess) -> str:
@@ -117,14 +120,15 @@ class LocalEngine:
                 self._ready.clear()
 
     async def _update_ready(self, text: TextHandle) -> None:
-        """Check whether the text process is connected to a core that has all adapters."""
+        """Check whether the text process is connected to the cores, and all of them have all adapters."""
         if self._ready.is_set():
             return
         try:
-            is_connected = await text.is_core_connected()
+            is_connected = (await text.status()).core
         except QuireError:
             return
-        if is_connected and self._core is not None and not self._core.control.closed.is_set():
+        cores = [core for core in self._cores.values() if not core.control.closed.is_set()]
+        if is_connected and len(cores) == len(self._core_names):
             self._ready.set()
             logger.info("engine ready adapters=%d", len(self._cached_adapter_by_name))
 

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -91,6 +91,48 @@ class CoreHandle:
             self._timed_out_loads.discard(digest)
 
 
+class CoreHandles:
+    """The handles of all running cores of a pod. An adapter is loaded into each of them."""
+
+    def __init__(self, handles: Sequence[CoreHandle]) -> None:
+        self._handles = handles
+        self.started_at = handles[0].started_at
+        self.memory = handles[0].memory
+
+    def serve(self, digest: AdapterDigest) -> bool:
+        """Return whether any core has loaded an adapter, so that requests for it are answered."""
+        return any(digest in handle.slot_pinned_by_digest for handle in self._handles)
+
+    def some_lack(self, digest: AdapterDigest) -> bool:
+        """Return whether some cores have loaded an adapter, and others have not: those have restarted."""
+        return self.serve(digest) and not all(digest in handle.slot_pinned_by_digest for handle in self._handles)
+
+    def is_loaded(self, digest: AdapterDigest, slot_pinned: bool) -> bool:
+        """Return whether every core has loaded an adapter in this way."""
+        return all(handle.slot_pinned_by_digest.get(digest) == slot_pinned for handle in self._handles)
+
+    async def load_adapter(self, digest: AdapterDigest, folder: Path, slot_pinned: bool) -> None:
+        """Load an adapter into each core that has not loaded it; see CoreHandle. If this fails, the first error is
+        raised after all cores have answered."""
+        loads = (handle.load_adapter(digest, folder, slot_pinned) for handle in self._handles)
+        _raise_first(await asyncio.gather(*loads, return_exceptions=True))
+
+    def possibly_loaded(self) -> set[AdapterDigest]:
+        """Return the digests of adapters that a core has loaded or may have loaded."""
+        return set().union(*(handle.possibly_loaded() for handle in self._handles))
+
+    async def unload_adapter(self, digest: AdapterDigest, required_digests: Callable[[], set[AdapterDigest]]) -> None:
+        """Unload an adapter from each core; see CoreHandle."""
+        unloads = (handle.unload_adapter(digest, required_digests) for handle in self._handles)
+        _raise_first(await asyncio.gather(*unloads, return_exceptions=True))
+
+
+def _raise_first(results: Sequence[BaseException | None]) -> None:
+    for result in results:
+        if result is not None:
+            raise result
+
+
 class TextHandle:
     """Handle of the running text process."""
 
@@ -151,9 +193,9 @@ class TextHandle:
                 )
                 self._loading = names
 
-    async def is_core_connected(self) -> bool:
-        """Return True if the text process is connected to the core."""
-        return (await self.control.call("status", TextStatus, timeout_s=_CALL_TIMEOUT_S)).core
+    async def status(self) -> TextStatus:
+        """Return the status of the text process. It contains whether a core is connected."""
+        return await self.control.call("status", TextStatus, timeout_s=_CALL_TIMEOUT_S)
 
     async def metrics(self, page_format: str = "") -> str:
         """Return the metrics of the process in Prometheus's text format.
@@ -268,16 +310,23 @@ class ServerHandle:
 class ProcessHandles:
     """Handles of the running processes. If a process is not running, its handle is None."""
 
-    core: CoreHandle | None = None
+    cores: dict[str, CoreHandle] = field(default_factory=dict)
+    """The handles of the running cores, by the names of their processes."""
     text: TextHandle | None = None
     server: ServerHandle | None = None
 
-    def require_all(self) -> tuple[CoreHandle, TextHandle, ServerHandle]:
+    @property
+    def core(self) -> CoreHandles | None:
+        """All running cores; None if there are none."""
+        return CoreHandles([*self.cores.values()]) if self.cores else None
+
+    def require_all(self) -> tuple[CoreHandles, TextHandle, ServerHandle]:
         """Return all three handles; raises ConnectionLost if a process is not running."""
-        if self.core is None or self.text is None or self.server is None:
+        core = self.core
+        if core is None or self.text is None or self.server is None:
             missing = [n for n in ("core", "text", "server") if getattr(self, n) is None]
             raise ConnectionLost(f"{', '.join(missing)}: not running")
-        return self.core, self.text, self.server
+        return core, self.text, self.server
 
 
 @contextlib.contextmanager

@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the text process and the core process, connects to them, and watches them. This module does not restart them.
+"""Starts the text process and the core processes, connects to them, and watches them. It does not restart them.
 
-process_manager.py runs both processes in a pod, and batch/local_engine.py runs them for a batch.
+process_manager.py runs them in a pod, and batch/local_engine.py runs them for a batch.
 """
 
 import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from quire_server.supervisor.child_process import RETURN_MEMORY_ENV, ChildProcess
 from quire_spec import constants
-from quire_spec.errors import Unavailable
+from quire_spec.documents.pod_config import PodConfig
+from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import ConfigError, Unavailable
 from quire_spec.protocol.client import Client, ConnectionLost
 from quire_spec.protocol.messages import Hello
 
 START_TIMEOUT_S = 3600.0
 """The core must load its weights within this many seconds. On Kubernetes, the startup probe sets a shorter limit."""
-SOCKETS = {"core": constants.CORE_SOCKET, "text": constants.TEXT_SOCKET}
 CONNECT_RETRY_S = 0.05
 PING_INTERVAL_S = 5.0
 UNRESPONSIVE_TIMEOUT_S = 120.0
@@ -38,19 +39,45 @@ requests. With 128 entries, it needed only 0.15 GB more, and was as fast."""
 
 
 async def start(name: str, config_file: Path, run_dir: Path, relay: Callable[[str, str], None]) -> ChildProcess:
-    """Start `core` or `text`, which read pod.json; raises OSError if the process cannot be created."""
+    """Start the text process or a core (see `constants.core_names`), which read pod.json; raises OSError if the process
+    cannot be created."""
     # A killed process leaves its socket file behind.
-    (run_dir / SOCKETS[name]).unlink(missing_ok=True)
-    argv = [sys.executable, "-m", f"quire_engine.{name}", "--config", str(config_file), "--run-dir", str(run_dir)]
+    (run_dir / constants.process_socket(name)).unlink(missing_ok=True)
+    program, _, number = name.partition("-")
+    argv = [sys.executable, "-m", f"quire_engine.{program}", "--config", str(config_file), "--run-dir", str(run_dir)]
     # The core's tensors stay in use, and freeing and allocating their memory again would take time.
-    defaults = ENGINE_ENV if name == "core" else ENGINE_ENV | RETURN_MEMORY_ENV
-    return await ChildProcess.start(name, argv, relay, defaults | os.environ)
+    env = (ENGINE_ENV if program == "core" else ENGINE_ENV | RETURN_MEMORY_ENV) | os.environ
+    if number:
+        argv += ["--name", name]
+        env |= visible_devices(PodConfig.load(config_file).engine, int(number), os.environ)
+    return await ChildProcess.start(name, argv, relay, env)
+
+
+def visible_devices(config: EngineConfig, core: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that gives core number `core` of several cores its own GPUs; nothing if there are none.
+
+    If the environment restricts the GPUs of the pod, the cores divide those.
+
+    Raises:
+        ConfigError: there are too few GPUs in CUDA_VISIBLE_DEVICES.
+    """
+    if config.device != "cuda":
+        return {}
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(index) for index in range(config.num_ranks)]
+    if len(devices) < config.num_ranks:
+        raise ConfigError(
+            f"data_parallel_size: {config.data_parallel_size} cores need {config.num_ranks} GPUs, but "
+            f"CUDA_VISIBLE_DEVICES is {visible!r}; use more GPUs, or lower data_parallel_size"
+        )
+    size = config.tensor_parallel_size
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[core * size : (core + 1) * size])}
 
 
 @contextlib.asynccontextmanager
 async def connect(name: str, run_dir: Path) -> AsyncIterator[Client]:
     """Connect to a process that is starting. If it does not listen yet, try again until it does."""
-    control = Client(run_dir / SOCKETS[name], Hello("supervisor", pid=os.getpid()), name)
+    control = Client(run_dir / constants.process_socket(name), Hello("supervisor", pid=os.getpid()), name)
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
             try:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervision of the pod's processes (core, text, server, openai): their sessions, and the reaction to each death.
 
-- If core dies, text ends the open requests. Then core is restarted, and the adapters are loaded again.
+- If core dies, text ends the open requests. Then core is restarted, and the adapters are loaded again. With
+  data_parallel_size above 1, the processes core-0, core-1, ... take its place, and the others serve on.
 - If text dies, the stubs and the OpenAI front fail their open requests. Then text is restarted, and the aliases are
   sent again.
 - If server dies, its connections end. Then server is restarted, and the models of the adapters are loaded again.
@@ -37,6 +38,7 @@ from quire_server.supervisor.run_dir import OTHER_REPOSITORY, REPOSITORY, write_
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.stub_watcher import StubProcess, StubWatcher
 from quire_spec import constants
+from quire_spec.documents.pod_status import CoreState
 from quire_spec.errors import QuireError
 from quire_spec.protocol.client import ConnectionLost
 
@@ -65,7 +67,9 @@ class ProcessManager:
         """`relay(name, line)` is called for each output line of a process."""
         self.handles = ProcessHandles()
         self.core_connected = False
-        """True while the text process is connected to the core."""
+        """True while the text process is connected to a core."""
+        self.core_states: Mapping[str, CoreState] = {}
+        """The state of each core if there are several."""
         self._settings = settings
         self._run_dir = run_dir
         self._server_runtime = server_runtime
@@ -100,9 +104,10 @@ class ProcessManager:
         """Function that is called whenever a process, a handle or a connection has changed."""
         self._tasks: set[asyncio.Task[None]] = set()
         notify = self._notify_change
+        self.core_names = constants.core_names(config.engine.data_parallel_size)
         self.processes = {
             name: ManagedProcess(name, partial(self._start_engine, name), partial(self._engine_session, name), notify)
-            for name in engine_process.SOCKETS
+            for name in (*self.core_names, "text")
         }
         self.processes["server"] = ManagedProcess("server", self._start_server, self._server_session, notify)
         if config.openai is not None:
@@ -174,7 +179,8 @@ class ProcessManager:
         # If requests are still open, the text process is stopped first. The stubs and the OpenAI fronts then end these
         # requests with an error.
         fronts = [name for name in self.processes if name.startswith("openai")]
-        for name in (*fronts, "server", "text", "core") if drained else ("text", *fronts, "server", "core"):
+        others = (*fronts, "server", "text") if drained else ("text", *fronts, "server")
+        for name in (*others, *self.core_names):
             child = self.processes[name].child
             if child is not None and not child.exited.done():
                 code = await child.stop(_STOP_TIMEOUT_S)
@@ -205,14 +211,19 @@ class ProcessManager:
 
     async def _engine_session(self, name: str, child: ChildProcess) -> str:
         async with engine_process.connect(name, self._run_dir) as control:
-            handle_type = CoreHandle if name == "core" else TextHandle
-            setattr(self.handles, name, await handle_type.open(control, engine_process.START_TIMEOUT_S))
+            if name == "text":
+                self.handles.text = await TextHandle.open(control, engine_process.START_TIMEOUT_S)
+            else:
+                self.handles.cores[name] = await CoreHandle.open(control, engine_process.START_TIMEOUT_S)
             try:
                 self.processes[name].mark_ready()
                 return await engine_process.watch_connection(control)
             finally:
-                setattr(self.handles, name, None)
-                self.core_connected = False
+                if name == "text":
+                    self.handles.text = None
+                else:
+                    del self.handles.cores[name]
+                self.core_connected &= self.handles.text is not None and bool(self.handles.cores)
                 self._notify_change()
 
     async def _server_session(self, child: ChildProcess) -> str:
@@ -258,9 +269,10 @@ class ProcessManager:
         """Check at short intervals whether the text process is connected to the core."""
         while True:
             connected, text = False, self.handles.text
-            if text is not None and self.handles.core is not None:
+            if text is not None and self.handles.cores:
                 with contextlib.suppress(QuireError):
-                    connected = await text.is_core_connected() and self.handles.core is not None
+                    status = await text.status()
+                    connected, self.core_states = status.core and bool(self.handles.cores), status.cores
             if connected != self.core_connected:
                 self.core_connected = connected
                 self._notify_change()

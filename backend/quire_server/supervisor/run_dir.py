@@ -14,6 +14,7 @@ from quire_server.frontend import open_requests
 from quire_server.model_server import launch, readiness_file
 from quire_spec import constants
 from quire_spec.errors import ConfigError
+from quire_spec.model import capabilities
 
 REPOSITORY = "repository"
 OTHER_REPOSITORY = "other-models"
@@ -21,6 +22,7 @@ OTHER_REPOSITORY = "other-models"
 _SHM_PREFIX = "shm-prefix"
 _SOCKETS = (
     *(constants.TEXT_SOCKET, constants.CORE_SOCKET, constants.SUPERVISOR_SOCKET),
+    *map(constants.process_socket, constants.core_names(capabilities.MAX_DATA_PARALLEL_SIZE)),
     *map(constants.openai_probe_socket, range(constants.MAX_OPENAI_FRONTS)),
 )
 _OWNED_NAMES = (

@@ -72,10 +72,13 @@ class Supervisor:
         ready."""
         if self.draining:
             return "draining: the pod is stopping"
+        handles, core_names = self._process_manager.handles, self._process_manager.core_names
         for name, process in self._process_manager.processes.items():
-            if process.state is not ProcessState.READY:
+            # A pod with several cores starts with all of them, and then serves while one of them does.
+            serves_without = name in core_names and process.state is ProcessState.RESTARTING and handles.cores
+            if process.state is not ProcessState.READY and not serves_without:
                 return f"{name} is {process.state.value.lower()}"
-        server = self._process_manager.handles.server
+        server = handles.server
         if server is None or not server.base_ready:
             return f"model {self._settings.config.servedName!r} is loading on the server"
         if not self._process_manager.core_connected:
@@ -110,7 +113,14 @@ class Supervisor:
             catalogue=self._adapter_manager.catalog_version.digest,
             tool_call_parser=text.tool_call_parser if text else None,
             reasoning_parser=text.reasoning_parser if text else None,
+            cores=dict(self._process_manager.core_states),
+            degraded=self._degraded(),
         )
+
+    def _degraded(self) -> str:
+        """Return how many of several cores run if some of them do not, such as `cores 3 of 4`; else an empty text."""
+        num_running, num_cores = len(self._process_manager.handles.cores), len(self._process_manager.core_names)
+        return f"cores {num_running} of {num_cores}" if 0 < num_running < num_cores else ""
 
     async def metrics(self) -> str:
         """Return the metrics of the text process, the server and the supervisor."""

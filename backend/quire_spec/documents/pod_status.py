@@ -68,6 +68,19 @@ class ProcessStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class CoreState:
+    """One of several cores, as the text process sees it."""
+
+    connected: bool
+    num_running: int
+    """Running requests."""
+    num_waiting: int
+    """Requests that wait to run."""
+    kv_cache_usage: float
+    """Fraction of the KV blocks in use."""
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredMemory:
     """Measured memory. Sizes are in bytes and apply to each device of the engine."""
 
@@ -115,6 +128,10 @@ class PodStatus:
     """Format of the reasoning in chat outputs. None: the format is unknown, and the reasoning is left in the text."""
     other_models: list[OtherModelStatus] = field(default_factory=list)
     """Status of each model of --model-repository."""
+    cores: dict[str, CoreState] = field(default_factory=dict)
+    """State of each core by the name of its process. Empty if the pod has one core."""
+    degraded: str = ""
+    """Which part of a ready pod does not work, such as `cores 3 of 4`; empty if all work."""
 
 
 def utc_now() -> str:

@@ -94,6 +94,13 @@ class EngineConfig:
     """Number of tensor-parallel ranks; all of them run on one machine. On GPUs, each rank uses its own GPU. On a CPU,
     each rank is a process, and the ranks share the CPU cores. A setting in bytes applies to each rank separately."""
 
+    data_parallel_size: int = 1
+    """Number of cores: copies of the model that serve one queue, all in one pod.
+
+    On GPUs, each core uses `tensor_parallel_size` GPUs of its own. On a CPU, the cores share the CPU cores. A setting
+    in bytes applies to each core separately, and so do `max_num_seqs` and the adapter slots.
+    """
+
     async_scheduling: bool | None = None
     """Schedule and launch the next step while the current step is still running.
 
@@ -176,6 +183,11 @@ class EngineConfig:
 
     seed: int = 0
     """Seed for requests that do not set a seed themselves."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of all cores together. On a CPU, they share the CPU cores and the memory."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
     @property
     def max_host_loras(self) -> int:
@@ -264,6 +276,11 @@ class EngineConfig:
                 raise ConfigError(f"{name}: must be at least 1, got {value}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization: must be in (0, 1], got {self.gpu_memory_utilization}")
+        if not 1 <= self.data_parallel_size <= capabilities.MAX_DATA_PARALLEL_SIZE:
+            raise ConfigError(
+                f"data_parallel_size: must be from 1 to {capabilities.MAX_DATA_PARALLEL_SIZE}, got "
+                f"{self.data_parallel_size}; use more replicas for more cores"
+            )
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs: must be at least -1, got {self.max_logprobs}")
         if not 0.0 <= self.swap_space < math.inf:

@@ -111,6 +111,8 @@ class GenerateRequest(RequestMessage, frozen=True, tag=2):
     client: str = ""
     """The client that sent the request: the name of its API key, its address, or the port that it used. Clients share
     the engine equally."""
+    data_parallel_rank: int | None = None
+    """The core that must run the request, if the pod has several. None: the text process chooses one."""
 
 
 class CancelRequests(Message, frozen=True, tag=3):
@@ -381,6 +383,9 @@ class StepResult(Message, frozen=True, tag=8):
     block_changes: BlockChanges | None = None
     """The changes of the prefix cache since the previous result; None if there are none, or if the core does not report
     them. The first result after the text process connected contains all cached blocks."""
+    adapters: list[AdapterDigest] | None = None
+    """The registered adapters, if they have changed since the previous message; None if they have not. Only a core of
+    several sends them."""
 
     @property
     def request_ids(self) -> Sequence[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from quire_spec.constants import AdapterDigest, AdapterName
-from quire_spec.documents.pod_status import MeasuredMemory
+from quire_spec.documents.pod_status import CoreState, MeasuredMemory
 from quire_spec.protocol.messages import SchedulerStats
 
 
@@ -28,13 +28,15 @@ class TextStatus(msgspec.Struct, frozen=True):
 
     started_at: str
     core: bool
-    """True while the core is connected."""
+    """True while a core is connected."""
     num_open: int
     """Number of open requests, including queued requests."""
     num_queued: int
     """Number of open requests that no step has run yet."""
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    cores: dict[str, CoreState] = {}
+    """State of each core by the name of its process. Empty if there is only one core."""
 
 
 class ServedModels(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.chats import conversation
 from support.parser_vectors import TOOLS, VECTORS, Vector, expected, groups, hermes, make_tokenizers, normalized
+from support.recording_cores import RecordingCores
 
 from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.requests.limits import RequestLimits
@@ -99,7 +100,7 @@ def run(
         AdmissionController(limits, "base", 4),
         RequestProcessor(limits, tokenizer, renderer, None),
         RequestMetrics(EngineConfig("m"), "base", LIMITS.max_model_len),
-        sent.append,
+        RecordingCores(sent),
     )
     manager.on_core_connected()
     manager.set_adapters({})

@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from prometheus_client.parser import text_string_to_metric_families
+from support.recording_cores import RecordingCores
 from support.tokenizer import byte_level, save_tokenizer
 
 from quire_engine.requests.limits import RequestLimits
@@ -99,7 +100,7 @@ def make_manager(
     limits = replace(LIMITS, has_tokenizer=has_tokenizer)
     processor = RequestProcessor(limits, TOKENIZER if has_tokenizer else None, None, None, run_tokenizer)
     admission = AdmissionController(limits, "base", MAX_NUM_QUEUED_REQS)
-    return RequestManager(admission, processor, metrics, sent.append, clock), sent, metrics
+    return RequestManager(admission, processor, metrics, RecordingCores(sent), clock), sent, metrics
 
 
 def connected_manager(

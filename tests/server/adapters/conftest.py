@@ -70,7 +70,7 @@ class PodHarness:
             setattr(self, name, process)
             match name:
                 case "core":
-                    self.handles.core = CoreHandle(process, CoreStatus("", MEMORY, {}, SchedulerStats()))
+                    self.handles.cores = {name: CoreHandle(process, CoreStatus("", MEMORY, {}, SchedulerStats()))}
                 case "text":
                     self.handles.text = TextHandle(process, TextStatus("", True, 0, 0))
                 case "server":
@@ -78,9 +78,19 @@ class PodHarness:
                     self.handles.server = ServerHandle(process, "tales", *folders, lambda: None, print)
         self.manager.resync()
 
+    def up_core(self, name):
+        """Start one of several cores."""
+        process = Process()
+        self.handles.cores[name] = CoreHandle(process, CoreStatus("", MEMORY, {}, SchedulerStats()))
+        self.manager.resync()
+        return process
+
     def down(self, name):
         getattr(self, name).closed = True
-        setattr(self.handles, name, None)
+        if name == "core":
+            del self.handles.cores[name]
+        else:
+            setattr(self.handles, name, None)
         self.manager.resync()
 
     def set_catalog(self, generation, **folders):

@@ -27,7 +27,7 @@ async def test_replacement_switches_the_name_after_the_new_content_is_loaded(pod
     pod.core.gate.set()
     await pod.until_states(a="Ready")
     new = pod.status("a").digest
-    await pod.until(lambda: pod.handles.core.slot_pinned_by_digest == {new: False})
+    await pod.until(lambda: pod.handles.cores["core"].slot_pinned_by_digest == {new: False})
     assert [m for m, _ in pod.core.calls] == ["load_adapter", "load_adapter", "unload_adapter"]
     assert pod.handles.text.digest_by_name == {"a": new}
     assert pod.server.names("load_model") == ["a"], "the server's model is not reloaded"
@@ -69,7 +69,7 @@ async def test_removal_unloads_model_then_name_then_content(pod, one, two):
     kept = pod.status("b").digest
     pod.set_catalog(2, b=two)
     assert pod.states() == {"b": "Ready"}
-    await pod.until(lambda: pod.handles.core.slot_pinned_by_digest == {kept: False})
+    await pod.until(lambda: pod.handles.cores["core"].slot_pinned_by_digest == {kept: False})
     assert pod.server.calls[-1] == ("unload_model", "a")
     assert pod.text.names("set_adapters")[-1] == {"adapters": {"b": kept}, "limits": {}, "chat_templates": {}}
     assert pod.core.calls[-1][0] == "unload_adapter"
@@ -83,7 +83,7 @@ async def test_failed_removal_is_retried(pod, one, monkeypatch):
     pod.set_catalog(2)
     await pod.until(lambda: len(pod.server.names("unload_model")) >= 2)
     pod.server.errors.clear()
-    await pod.until(lambda: not pod.handles.server.models and not pod.handles.core.slot_pinned_by_digest)
+    await pod.until(lambda: not pod.handles.server.models and not pod.handles.cores["core"].slot_pinned_by_digest)
 
 
 async def test_failed_unload_is_retried(pod, one, two):
@@ -92,10 +92,10 @@ async def test_failed_unload_is_retried(pod, one, two):
     pod.core.errors["unload_adapter"] = Unavailable("no response")
     pod.set_catalog(2, a=two)
     await pod.until(lambda: pod.core.names("unload_adapter"))
-    assert len(pod.handles.core.slot_pinned_by_digest) == 2
+    assert len(pod.handles.cores["core"].slot_pinned_by_digest) == 2
     pod.core.errors.clear()
     pod.set_catalog(3)
-    await pod.until(lambda: not pod.handles.core.slot_pinned_by_digest)
+    await pod.until(lambda: not pod.handles.cores["core"].slot_pinned_by_digest)
 
 
 async def test_failure_of_a_superseded_adapter_does_not_block_its_successor(pod, one, two, monkeypatch):
@@ -126,9 +126,9 @@ async def test_content_stays_loaded_until_the_text_process_has_new_names(pod, on
     pod.set_catalog(3, a=two)
     await pod.until(lambda: pod.status("a").digest != old)
     await asyncio.sleep(0.6)
-    assert old in pod.handles.core.slot_pinned_by_digest, "text still sends requests for it"
+    assert old in pod.handles.cores["core"].slot_pinned_by_digest, "text still sends requests for it"
     pod.text.gate.set()
-    await pod.until(lambda: list(pod.handles.core.slot_pinned_by_digest) == [pod.status("a").digest])
+    await pod.until(lambda: list(pod.handles.cores["core"].slot_pinned_by_digest) == [pod.status("a").digest])
 
 
 async def test_failed_reactivation_is_retried(pod, one, two, monkeypatch):

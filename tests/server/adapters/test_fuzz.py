@@ -90,7 +90,7 @@ class PodHarness:
         """Start a process, or kill it."""
         if getattr(self.handles, name) is not None:
             getattr(self, name).closed.set()
-            setattr(self.handles, name, None)
+            self.set_handle(name, None)
         else:
             process: Any = Process(self)
             setattr(self, name, process)
@@ -101,8 +101,15 @@ class PodHarness:
                     *(process, "tales", self.repository, Path("text.sock")), lambda: None, lambda name: None
                 ),
             }
-            setattr(self.handles, name, factories[name]())
+            self.set_handle(name, factories[name]())
         self.manager.resync()
+
+    def set_handle(self, name: str, handle: Any) -> None:
+        """Set or remove the handle of a process."""
+        if name == "core":
+            self.handles.cores = {} if handle is None else {"core": handle}
+        else:
+            setattr(self.handles, name, handle)
 
     async def fetch(self, source: Source) -> CachedAdapter:
         assert source.path is not None

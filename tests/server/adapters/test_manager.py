@@ -55,9 +55,9 @@ async def test_two_names_of_one_content_share_one_load_and_pinning(pod, one):
     pinned = {"source": {"path": str(one)}, "pinned": True}
     pod.set_catalog(1, a=one, b=pinned)
     await pod.until_states(a="Ready", b="Ready")
-    assert pod.handles.core.slot_pinned_by_digest == {pod.status("a").digest: True}
+    assert pod.handles.cores["core"].slot_pinned_by_digest == {pod.status("a").digest: True}
     pod.set_catalog(2, a=one)
-    await pod.until(lambda: pod.handles.core.slot_pinned_by_digest == {pod.status("a").digest: False})
+    await pod.until(lambda: pod.handles.cores["core"].slot_pinned_by_digest == {pod.status("a").digest: False})
     assert "unload_adapter" not in [m for m, _ in pod.core.calls]
 
 

@@ -5,9 +5,11 @@ This module handles only messages. The `CoreListener` handles the results that t
 """
 
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from quire_spec.documents.pod_status import CoreState
 from quire_spec.errors import QuireError
 from quire_spec.protocol.client import Client
 from quire_spec.protocol.connection import Connection
@@ -17,6 +19,7 @@ from quire_spec.protocol.messages import (
     Message,
     SchedulerStats,
     SequenceDelta,
+    SequenceRequest,
     StepResult,
 )
 
@@ -43,11 +46,24 @@ class CoreClient(Client):
     belong.
     """
 
-    def __init__(self, path: Path, served_name: str) -> None:
-        super().__init__(path, Hello("text", served_name, os.getpid()), "the engine core", (StepResult,))
+    def __init__(self, path: Path, served_name: str, peer_name: str = "the engine core") -> None:
+        super().__init__(path, Hello("text", served_name, os.getpid()), peer_name, (StepResult,))
         self.listener: CoreListener | None = None
         """It must be set before `run`."""
         self._stats = SchedulerStats()
+
+    def states(self) -> dict[str, CoreState]:
+        """Return the states of several cores; there are none."""
+        return {}
+
+    def submit(self, requests: Sequence[SequenceRequest], sequence_ids: Iterable[int], rank: int | None) -> None:
+        """Send the sequences of a request to the core. Raises InvalidArgument if a message cannot be encoded."""
+        for request in requests:
+            self.send(request)
+
+    def abort(self, sequence_ids: Iterable[int]) -> None:
+        """Stop sequences."""
+        self.send(AbortSequences(list(sequence_ids)))
 
     def on_connected(self, connection: Connection) -> None:
         """Called when the connection is open."""
@@ -68,7 +84,7 @@ class CoreClient(Client):
         """Called when the core did not accept a sequence, or when its results cannot be decoded."""
         assert self.listener is not None
         # If the results cannot be decoded, the core still runs the sequence.
-        self.send(AbortSequences([request_id]))
+        self.abort([request_id])
         self.listener.on_step(StepResult([SequenceDelta.from_error(request_id, error)], [], self._stats))
 
     def on_closed(self, connection: Connection) -> None:
