@@ -19,7 +19,9 @@ def families(tmp_path_factory):
 
     The service is not the shared one: series of an adapter end when another test replaces the catalog.
     """
-    with running_service(example_document(), tmp_path_factory.mktemp("metrics")) as service:
+    document = example_document()
+    document["spec"]["engine"]["dataParallelSize"] = 2  # so that the series of each core exist
+    with running_service(document, tmp_path_factory.mktemp("metrics")) as service:
         service.generate("sql", "Once upon a time", max_tokens=4, ignore_eos=True)
         service.generate("pirate", "Once upon a time", max_tokens=4, ignore_eos=True)
         service.generate("tales", "Once upon a time", lora_name="unknown")

@@ -127,6 +127,12 @@ class EngineSpec:
     """Number of GPUs that share each layer. On a CPU it is the number of processes, for experiments only. Default: on a
     CPU 1; on GPUs the smallest number, up to gpu.count, that divides the model and gives the longest context (up to
     32768 tokens). A small number is preferred because more replicas scale better than more GPUs in one replica."""
+    dataParallelSize: int | None = schema_field(
+        None, minimum=1, maximum=capabilities.MAX_DATA_PARALLEL_SIZE, planned=True
+    )
+    """Number of cores of a replica: copies of the model behind one queue, which share the replica's adapters and
+    addresses. Each uses tensorParallelSize GPUs of its own; on a CPU they share the CPU cores. A request goes to the
+    core that has cached its beginning, unless that one is busier. If a core ends, the others serve on. Default 1."""
     dtype: str | None = schema_field(
         None, enum=tuple(dtype for dtype in capabilities.DTYPES if dtype != "auto"), planned=True
     )

@@ -105,6 +105,13 @@ class LLMServiceSpec:
             "its own GPUs; raise spec.gpu.count or lower spec.engine.tensorParallelSize.",
         ),
         Rule(
+            "!has(self.engine.dataParallelSize) || !has(self.gpu) || !has(self.gpu.count) || "
+            "self.engine.dataParallelSize * (has(self.engine.tensorParallelSize) ? self.engine.tensorParallelSize : 1) "
+            "<= self.gpu.count",
+            "engine.dataParallelSize must not exceed gpu.count, divided by engine.tensorParallelSize if that is set, "
+            "because each core has its own GPUs; raise spec.gpu.count or lower spec.engine.dataParallelSize.",
+        ),
+        Rule(
             "!has(self.adapters) || size(self.adapters) == 0 || self.lora.maxLoaded > 0",
             "adapters must be empty when lora.maxLoaded is 0, because there are no adapter slots; set "
             "spec.lora.maxLoaded to the number of adapters that are used at the same time.",

@@ -121,6 +121,13 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "loaded only from the hub, HTTP and S3)",
     ),
     (
+        "--data-parallel-size",
+        "engine.data_parallel_size",
+        {"type": parse_count, "metavar": "N"},
+        "number of cores, copies of the model that serve one queue; each uses its own GPUs, and on a CPU they share "
+        "the CPU cores (default: spec.engine.dataParallelSize, otherwise 1)",
+    ),
+    (
         "--chat-template",
         "engine.chat_template",
         {"type": parse_file, "metavar": "FILE"},

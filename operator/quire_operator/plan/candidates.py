@@ -136,7 +136,7 @@ def _kv_bytes(inputs: PlannerInputs, tp: int, costs: DeviceCosts, utilization: i
         available = inputs.gpu.visible_bytes * utilization // 1000 - costs.total
     elif inputs.memory_limit is not None:
         model_bytes = inputs.memory_limit - host_costs(inputs, 0).rounded_total
-        available = (model_bytes // tp - costs.rounded_total) // MIB * MIB
+        available = (model_bytes // (tp * inputs.num_cores) - costs.rounded_total) // MIB * MIB
     else:
         available = requested or _cpu_kv_bytes(inputs, tp, seqs, per_token)
     if requested is None:
@@ -154,7 +154,7 @@ def _cpu_kv_bytes(inputs: PlannerInputs, tp: int, seqs: int, per_token: int) -> 
     target = max(length * inputs.engine.minConcurrency, seqs * min(MEAN_SEQUENCE_LEN, length)) * per_token
     shortest = round_up_to_blocks(limits.min_context(inputs))
     min_tokens = length if inputs.engine.maxModelLen else shortest * inputs.engine.minConcurrency
-    return -(-max(min(target, MAX_CPU_KV_BYTES // tp), min_tokens * per_token) // MIB) * MIB
+    return -(-max(min(target, MAX_CPU_KV_BYTES // (tp * inputs.num_cores)), min_tokens * per_token) // MIB) * MIB
 
 
 def round_up_to_blocks(num_tokens: int) -> int:

@@ -25,7 +25,7 @@ _PROCESSES_CPU = GIB
 """Memory of the pod's processes on a CPU: supervisor, server, text process with a large vocabulary, and core process.
 Memory of the model is not included."""
 _PROCESSES_FURTHER_CPU = 256 * MIB
-"""Memory of each additional tensor-parallel rank on a CPU. It does not include the model. In a measurement, a rank
+"""Memory of each additional rank or core on a CPU. It does not include the model. In a measurement, a rank
 needed 200 MiB."""
 _PROCESSES_GPU = 8 * GIB
 """Estimated host memory of the processes of a pod with a GPU. It includes CUDA libraries, pinned buffers, and the
@@ -41,6 +41,8 @@ conversations."""
 _GRAMMARS = 384 * MIB
 """Memory for structured outputs. Two grammar checkers needed 40 MiB without requests in a measurement. The text process
 has a cache of at most 64 MiB, and the core process has a cache of at most 256 MiB."""
+_GRAMMAR_CACHE = 256 * MIB
+"""Cache of compiled grammars of each additional core."""
 
 _NETWORK_BYTES_S = 200_000_000
 _VOLUME_BYTES_S = 100_000_000
@@ -93,7 +95,7 @@ def start_seconds(model_bytes: int, downloads: bool, gpu: bool) -> int:
 
 def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
     """Return the host memory of a pod with `num_gpus` GPUs; 0 means a CPU. Memory of the model is not included."""
-    num_ranks = 1 if inputs.gpu is not None else inputs.engine.tensorParallelSize or 1
+    num_ranks = 1 if inputs.gpu is not None else (inputs.engine.tensorParallelSize or 1) * inputs.num_cores
     processes = _PROCESSES_GPU + (num_gpus - 1) * _PROCESSES_FURTHER_GPU
     if num_gpus == 0:
         processes = _PROCESSES_CPU + (num_ranks - 1) * _PROCESSES_FURTHER_CPU
@@ -106,7 +108,8 @@ def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
         # NCCL between GPUs can fill /dev/shm; stubs alone do not.
         shm = min(shm, stubs * _STUB_SHM + _PROMPTS_SHM)
     swap = to_bytes(inputs.engine.swapSpace or "0") * max(num_ranks, num_gpus)
-    return HostCosts(processes, stubs * _STUB, _lora_copy_bytes(inputs), shm, swap)
+    processes += (inputs.num_cores - 1) * _GRAMMAR_CACHE
+    return HostCosts(processes, stubs * _STUB, inputs.num_cores * _lora_copy_bytes(inputs), shm, swap)
 
 
 def _lora_copy_bytes(inputs: PlannerInputs) -> int:

@@ -51,20 +51,25 @@ class PlannerInputs:
         """Return the inputs of a service. `gpu` is the result of `resolve_gpu`, or None for a CPU."""
         spec = service.spec
         cpu = spec.device is Device.CPU
-        gpu_count = spec.gpu.count if spec.gpu else None
+        gpu_count, num_cores = spec.gpu.count if spec.gpu else None, spec.engine.dataParallelSize or 1
         limit, shm = spec.runtime.memory, spec.runtime.sharedMemory
         return cls(
             model=model,
             engine=spec.engine,
             lora=spec.lora,
             gpu=None if cpu else gpu,
-            max_gpus=1 if cpu else gpu_count or spec.engine.tensorParallelSize or 1,
+            max_gpus=1 if cpu else gpu_count or (spec.engine.tensorParallelSize or 1) * num_cores,
             memory_limit=None if limit is None else to_bytes(limit),
             shared_memory=None if shm is None else to_bytes(shm),
             image=spec.runtime.image,
             num_openai_fronts=spec.openai.apiServerCount if spec.openai.enabled else 0,
             draft=draft,
         )
+
+    @property
+    def num_cores(self) -> int:
+        """Number of cores of a replica. Each has its own GPUs and its own copy of everything on a device."""
+        return self.engine.dataParallelSize or 1
 
     @property
     def inputs_hash(self) -> str:

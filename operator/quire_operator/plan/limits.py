@@ -48,8 +48,9 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
         possible = " or ".join(str(tp) for tp in TP_SIZES if not unsupported_reason(inputs.model.shape, tp))
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {reason}; use {possible}")
     gpu = inputs.gpu
-    if gpu is not None and gpu.gpus_per_node is not None and requested > gpu.gpus_per_node:
-        fix = f"nodes with {gpu.name} have {gpu.gpus_per_node} GPUs, and a replica runs on one node; lower it"
+    if gpu is not None and gpu.gpus_per_node is not None and requested * inputs.num_cores > gpu.gpus_per_node:
+        cores = f", and {inputs.num_cores} cores need {requested * inputs.num_cores}" if inputs.num_cores > 1 else ""
+        fix = f"nodes with {gpu.name} have {gpu.gpus_per_node} GPUs{cores}, and a replica runs on one node; lower it"
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {fix}")
     if requested not in capabilities.TENSOR_PARALLEL_SIZES:
         supported = ", ".join(map(str, capabilities.TENSOR_PARALLEL_SIZES))
@@ -63,9 +64,11 @@ def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
     tensorParallelSize."""
     if reason := unsupported_reason(inputs.model.shape, tp):
         return f"not possible: {reason}"
-    if tp > inputs.max_gpus:
-        return f"not tried: spec.gpu.count is {inputs.max_gpus}"
-    if inputs.gpu is not None and inputs.gpu.gpus_per_node is not None and tp > inputs.gpu.gpus_per_node:
+    num_gpus = tp * inputs.num_cores
+    if num_gpus > inputs.max_gpus:
+        cores = f", and spec.engine.dataParallelSize is {inputs.num_cores}" if inputs.num_cores > 1 else ""
+        return f"not tried: spec.gpu.count is {inputs.max_gpus}{cores}"
+    if inputs.gpu is not None and inputs.gpu.gpus_per_node is not None and num_gpus > inputs.gpu.gpus_per_node:
         return f"not possible: a node has {inputs.gpu.gpus_per_node}"
     if tp not in capabilities.TENSOR_PARALLEL_SIZES:
         return "not possible: the engine of this release does not support it"

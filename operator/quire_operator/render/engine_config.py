@@ -43,6 +43,7 @@ _SPEC_FIELDS: Mapping[str, tuple[FieldPath, Callable[[Any], Any]]] = {
     "scheduling_policy": (("engine", "schedulingPolicy"), _keep),
     "swap_space": (("engine", "swapSpace"), lambda size: to_bytes(size) / GIB),
     "tensor_parallel_size": (("engine", "tensorParallelSize"), _keep),
+    "data_parallel_size": (("engine", "dataParallelSize"), _keep),
     "quantization": (("engine", "quantization"), _unless("None")),
     "enable_prefix_caching": (("engine", "prefixCaching"), _keep),
     "max_loras": (("lora", "maxLoaded"), _keep),

@@ -63,6 +63,11 @@ def test_mig_memory_and_gpus_per_node():
     requested = dataclasses.replace(inputs, engine=dataclasses.replace(inputs.engine, tensorParallelSize=4))
     with pytest.raises(Unplannable, match="4: nodes with NVIDIA-H100-80GB-HBM3 have 2 GPUs"):
         planner.make_plan(requested)
+    requested = dataclasses.replace(
+        inputs, engine=dataclasses.replace(inputs.engine, tensorParallelSize=2, dataParallelSize=2)
+    )
+    with pytest.raises(Unplannable, match="2: nodes with NVIDIA-H100-80GB-HBM3 have 2 GPUs, and 2 cores need 4"):
+        planner.make_plan(requested)
 
 
 def test_rejects_unknown_and_shared_gpus():

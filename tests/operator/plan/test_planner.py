@@ -350,6 +350,7 @@ def test_rejects_a_too_small_kv_cache_on_a_cpu():
     [
         "swapSpace: 4Gi",
         "swapSpace: 4Gi, tensorParallelSize: 2",
+        "swapSpace: 4Gi, dataParallelSize: 2",
         "maxModelLen: 1000, minConcurrency: 3",
         "maxNumSeqs: 7",
     ],
@@ -458,3 +459,38 @@ def test_tensor_parallel_processes_on_a_cpu_divide_its_memory():
         Unplannable, match="Size: 4: the number of attention heads, 14, is not a multiple of 4; use 1 or 2"
     ):
         plan_for("qwen-0.5b", None, spec % 4)
+
+
+def test_cores_multiply_gpus_and_host_memory():
+    """Each core has its own GPUs and its own copies of adapters. The settings of a core are those of a pod with one."""
+    spec = "lora: {maxLoaded: 4}\nengine: {swapSpace: 4Gi, tensorParallelSize: 2, dataParallelSize: %d}"
+    one, three = (plan_for("8b", H100, spec % size) for size in (1, 3))
+    assert (one.gpu.count, three.gpu.count) == (2, 6)
+    assert (three.bytes, three.maxModelLen, three.maxNumSeqs) == (one.bytes, one.maxModelLen, one.maxNumSeqs)
+    assert three.hostBytes.swap == 3 * one.hostBytes.swap == 24 * GIB
+    assert three.hostBytes.loraCopies == pytest.approx(3 * one.hostBytes.loraCopies, abs=3 * 2**20)
+    assert three.hostBytes.processes == one.hostBytes.processes + (4 * 2048 + 2 * 256) * 2**20
+
+
+def test_cores_divide_gpu_count():
+    """gpu.count is the limit of the pod, not of a core."""
+    spec = "lora: {maxLoaded: 0}\ngpu: {count: 4}\nengine: {dataParallelSize: %d}"
+    assert [plan_for("70b", H100, spec % size).tensorParallelSize.value for size in (1, 2)] == [4, 2]
+    why, text = unplannable("70b", H100, spec % 4)
+    assert why is UnplannableReason.DOES_NOT_FIT
+    assert "not tried: spec.gpu.count is 4, and spec.engine.dataParallelSize is 4" in text
+
+
+def test_cores_divide_the_memory_of_a_cpu():
+    spec = "lora: {maxLoaded: 0}\nruntime: {memory: 16Gi}\nengine: {dataParallelSize: %d}"
+    one, two = (plan_for("qwen-0.5b", None, spec % size) for size in (1, 2))
+    assert two.bytes.weights == one.bytes.weights and two.hostBytes.model == 2 * two.bytes.total
+    assert two.hostBytes.required <= 16 * GIB
+    assert unplannable("qwen-0.5b", None, spec % 16)[0] is UnplannableReason.DOES_NOT_FIT
+
+
+def test_replicas_are_advised_beyond_the_text_process():
+    spec = "lora: {maxLoaded: 0}\nengine: {dataParallelSize: %d}"
+    assert plan_for("8b", H100, spec % 4).advice == "" == plan_for("70b", H100, spec % 2 + "\ngpu: {count: 8}").advice
+    advice = plan_for("8b", H100, spec % 12).advice
+    assert "lower spec.engine.dataParallelSize to 7, and use more replicas" in advice
