@@ -156,12 +156,13 @@ class Sequence:
     """Log probabilities of prompt positions computed so far; returned with the first output token."""
     host_blocks: list[BlockId] = field(default_factory=list)
     """If the sequence is swapped out: the blocks in host memory that contain copies of its blocks. The first
-    `num_shared_blocks` blocks of the sequence have no copies."""
+    `num_shared_blocks` blocks of the sequence have no copies. If the sequence runs: the blocks in host memory that must
+    still be copied to its next blocks before anything is computed for it."""
     num_shared_blocks: int = 0
     """Number of blocks at the start of the table that were not swapped out, because another sequence shares them."""
     num_swapped_tokens: int = 0
-    """If the sequence is swapped out, its shared blocks and its host blocks contain this number of tokens, from the
-    first token on."""
+    """If the sequence has host blocks, its blocks before them and its host blocks contain this number of tokens, from
+    the first token on."""
     num_cached_blocks: int = 0
     """Number of blocks at the start of the table that came from the prefix cache or were passed to it."""
     sort_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)

@@ -18,7 +18,7 @@ from quire_engine.core.step_executor import StepExecutor, error_result
 from quire_engine.kv_cache.block_events import BlockEvent, BlockEventLog
 from quire_engine.kv_cache.block_hash import BlockHasher, group_of
 from quire_engine.kv_cache.block_pool import BlockPool
-from quire_engine.kv_cache.layout_choice import choose_layout
+from quire_engine.kv_cache.layout_choice import check_kv_offloading, choose_layout
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.adapter_usage import AdapterUsage
 from quire_engine.scheduling.scheduler import Scheduler
@@ -128,6 +128,7 @@ class Engine:
         """
         checkpoint = Checkpoint.load(resolve_model(config.model, config.revision, progress, config.download_dir))
         check_max_model_len(config, checkpoint.shape)
+        check_kv_offloading(config, checkpoint.shape)
         # Imported here, so that importing the engine does not import torch.
         from quire_engine.executor.runner_factory import create_runner
 
@@ -187,7 +188,7 @@ class Engine:
 
     def observe_blocks(self) -> None:
         """Record from now on which blocks are cached and evicted; see `pop_block_events`."""
-        self._block_pool.event_log = BlockEventLog()
+        self._block_pool.event_log = self._scheduler.host_cache.pool.event_log = BlockEventLog()
 
     def pop_block_events(self) -> list[BlockEvent]:
         """Return the events of cached blocks since the last call, in order. After `observe_blocks`, call it after each
@@ -322,6 +323,8 @@ class Engine:
     def stats(self) -> SchedulerStats:
         """Return the current state of the scheduler."""
         scheduler, block_manager = self._scheduler, self._scheduler.block_manager
+        host_cache, prefix_cache = scheduler.host_cache, scheduler.prefix_cache
+        host_block_bytes = self.memory.swap_bytes // max(1, block_manager.num_host_blocks)
         planner = scheduler.draft_planner
         drafts = DraftCounts() if planner is None else planner.counts
         return SchedulerStats(
@@ -338,6 +341,11 @@ class Engine:
             num_used_host_blocks=block_manager.num_used_host_blocks,
             num_swapped_out_blocks=block_manager.num_swapped_out_blocks,
             num_swapped_in_blocks=block_manager.num_swapped_in_blocks,
+            num_cached_host_blocks=host_cache.pool.num_cached,
+            kv_offload_store_bytes=host_cache.num_stored_blocks * host_block_bytes,
+            kv_offload_load_bytes=host_cache.num_loaded_blocks * host_block_bytes,
+            host_cache_queries=prefix_cache.num_host_queries if host_cache.is_caching else 0,
+            host_cache_hits=prefix_cache.num_host_hits,
             num_steps=scheduler.num_steps,
             num_adapter_evictions=self._adapter_registry.slot_table.num_evictions,
             slot_adapters=self._adapter_registry.slot_table.adapters_in_slots(),

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from itertools import takewhile
 
 from quire_engine.kv_cache.block_pool import BlockPool
+from quire_engine.kv_cache.host_cache import HostCache
 from quire_engine.kv_cache.prefix_cache import PrefixHit
-from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.sequence import BlockId, Sequence
 from quire_engine.step.builder import StepPlanBuilder
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan, SwapCopy
@@ -28,15 +28,14 @@ class BlockManager:
     window. If the layers are divided into groups (see KVLayout), one block of each group is allocated at a time.
     """
 
-    def __init__(self, block_pool: BlockPool, block_size: int, swap_costs: SwapCosts, layout: KVLayout) -> None:
+    def __init__(self, block_pool: BlockPool, block_size: int, host_cache: HostCache, layout: KVLayout) -> None:
         self._block_pool = block_pool
         self._layout = layout
         self._block_size = block_size
         self._num_groups = layout.num_groups
-        self._swap_costs = swap_costs
-        self._host_pool = BlockPool(swap_costs.num_host_blocks)
-        # The step in flight reads or writes these host blocks. A step that is planned ahead never uses host blocks.
-        self._swap_in_host_blocks: list[BlockId] = []
+        self._host_cache = host_cache
+        self._host_pool = host_cache.pool
+        # The sequences that the earlier step in flight swaps out. A step that is planned ahead never preempts.
         self._swapping_out: list[Sequence] = []
         self.num_block_copies = 0
         self.num_swapped_out_blocks = 0
@@ -71,25 +70,60 @@ class BlockManager:
         )
 
     def allocate(self, sequence: Sequence, prefix: PrefixHit, builder: StepPlanBuilder) -> None:
-        """Give a sequence blocks for all its tokens, and plan the copies that fill new blocks from shared blocks and
-        host blocks."""
+        """Give a sequence blocks for all its tokens, and plan the copies that fill new blocks from shared blocks.
+
+        If the prefix has host blocks, the sequence gets a reference to them. Call `restore` until it has none left."""
         # Shared blocks are acquired first, because the allocation below could evict them. Copy sources stay acquired
         # until the step is complete.
         self._block_pool.acquire(prefix.held_blocks + prefix.copy_sources)
         new_blocks = self._block_pool.allocate(self.num_blocks(sequence.num_tokens) - len(prefix.blocks))
         sequence.block_table = prefix.blocks + new_blocks
         sequence.num_freed_entries, sequence.kept_blocks = prefix.num_freed_entries, list(prefix.kept_blocks)
-        sequence.num_computed_tokens = prefix.num_tokens
+        sequence.num_computed_tokens = (
+            len(prefix.blocks) * self._block_size if prefix.host_blocks else prefix.num_tokens
+        )
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = prefix.num_tokens
         sequence.num_cached_blocks = len(prefix.blocks) // self._num_groups
         builder.copies += map(BlockCopy, prefix.copy_sources, new_blocks)
-        builder.swap_ins += [SwapCopy(block, host) for block, host in zip(new_blocks, prefix.host_blocks, strict=False)]
         self.num_block_copies += len(prefix.copy_sources)
-        self.num_swapped_in_blocks += len(prefix.host_blocks)
-        # The step reads these host blocks, so they are freed only when it is complete.
-        self._swap_in_host_blocks += sequence.host_blocks
-        sequence.host_blocks, sequence.num_swapped_tokens = [], 0
+        self.hold_host_blocks(prefix)
+        self.drop_swapped(sequence)
+        if prefix.host_blocks:
+            sequence.host_blocks, sequence.num_swapped_tokens = list(prefix.host_blocks), prefix.num_tokens
+
+    def hold_host_blocks(self, prefix: PrefixHit) -> None:
+        """Take a reference to the host blocks of a prefix, so that they are not evicted."""
+        self._host_pool.acquire(prefix.host_blocks)
+
+    def release_host_blocks(self, prefix: PrefixHit) -> None:
+        """Release the references of `hold_host_blocks`."""
+        self._host_pool.free(prefix.host_blocks)
+
+    def restore(self, sequence: Sequence, builder: StepPlanBuilder, max_blocks: int) -> bool:
+        """Plan to copy at most `max_blocks` host blocks of a running sequence to its blocks.
+
+        Return whether the sequence has no host blocks left, so that the same step can compute its next tokens.
+        """
+        host_blocks = sequence.host_blocks[:max_blocks]
+        if host_blocks:
+            first = sequence.num_computed_tokens // self._block_size
+            blocks = sequence.block_table[first : first + len(host_blocks)]
+            # The references to the host blocks now belong to the step.
+            builder.swap_ins += map(SwapCopy, blocks, host_blocks)
+            builder.copy_budget -= len(host_blocks)
+            builder.restoring.append(sequence)
+            sequence.host_blocks = sequence.host_blocks[max_blocks:]
+            num_tokens = (first + len(host_blocks)) * self._block_size
+            sequence.num_computed_tokens = min(num_tokens, sequence.num_swapped_tokens)
+            self.num_swapped_in_blocks += len(host_blocks)
+        if not sequence.host_blocks:
+            sequence.num_swapped_tokens = 0
+        return not sequence.host_blocks
+
+    def store_requested(self, builder: StepPlanBuilder) -> None:
+        """Plan copies of blocks to the cache in host memory, as many as the step has room for."""
+        self._host_cache.plan_copies(self._block_pool, builder)
 
     def needs_block(self, sequence: Sequence) -> bool:
         """Return whether the sequence lacks a block for its next token."""
@@ -185,6 +219,8 @@ class BlockManager:
         Call `free` afterwards. Blocks that other sequences share are not copied, because they will most likely still be
         cached. Blocks that are neither copied nor cached are computed again.
         """
+        # What it has not restored yet is computed again, unless it is cached.
+        self.drop_swapped(sequence)
         computed_blocks = sequence.block_table[: self.num_blocks(sequence.num_computed_tokens)]
         full_blocks = computed_blocks[: sequence.num_computed_tokens // self._block_size]
         num_shared_blocks = sum(1 for _ in takewhile(lambda b: self._block_pool.ref_count(b) > 1, full_blocks))
@@ -194,7 +230,7 @@ class BlockManager:
             sequence.num_freed_entries
             or len(blocks_to_swap) > self._host_pool.num_free
             or sequence.needs_prompt_logprobs
-            or not self._swap_costs.is_worthwhile(len(blocks_to_swap), num_tokens)
+            or not self._host_cache.costs.is_worthwhile(len(blocks_to_swap), num_tokens)
         ):
             return
         sequence.host_blocks = self._host_pool.allocate(len(blocks_to_swap))
@@ -213,8 +249,7 @@ class BlockManager:
         """When a step is complete, release the blocks that its copies have read. They can be on the device or in host
         memory. If the step failed, also drop its copies to host memory."""
         self._block_pool.free([copy.source for copy in plan.copies])
-        self._host_pool.free(self._swap_in_host_blocks)
-        self._swap_in_host_blocks = []
+        self._host_cache.complete_step(plan, step_failed)
         for sequence in self._swapping_out if step_failed else []:
             self.drop_swapped(sequence)
         self._swapping_out = []
@@ -243,14 +278,16 @@ class BlockManager:
 
         Raise Internal unless they are exactly the blocks of these sequences and of the steps in flight.
 
-        Only `block_holders` can have blocks, and only `waiting` can have host blocks.
+        Only `block_holders` can have blocks.
         """
         ids_lacking_blocks = [
             s.id for s in block_holders if len(s.block_table) < self.num_blocks(s.num_computed_tokens)
         ]
         if ids_lacking_blocks:
             raise Internal(f"block tables: sequences {ids_lacking_blocks} lack blocks")
-        self._host_pool.check_integrity([*(s.host_blocks for s in waiting), self._swap_in_host_blocks])
+        swap_in_sources = [copy.host_block for plan in plans for copy in plan.swap_ins]
+        host_block_holders = (*block_holders, *waiting)
+        self._host_cache.check_integrity([*(s.host_blocks for s in host_block_holders), swap_in_sources])
         copy_sources = [copy.source for plan in plans for copy in plan.copies]
         self._block_pool.check_integrity([*(s.held_blocks for s in block_holders), copy_sources])
         # Only the writes of the last step in flight are checked, because it can share blocks that earlier steps write.

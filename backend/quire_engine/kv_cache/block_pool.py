@@ -9,7 +9,7 @@ block. `allocate`, `cache_block` and `free` add contents. `lookup` and `acquire`
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from quire_engine.kv_cache.block_events import BlockEventLog
+from quire_engine.kv_cache.block_events import BlockEventLog, Medium
 from quire_engine.sequence import BlockId
 from quire_spec.errors import Internal
 
@@ -30,8 +30,9 @@ class BlockPool:
     Source: Karedla, Love, Wherry: "Caching strategies to improve disk system performance", IEEE Computer 27(3), 1994
     """
 
-    def __init__(self, num_blocks: int, protected_ratio: float = 0.5) -> None:
+    def __init__(self, num_blocks: int, protected_ratio: float = 0.5, medium: Medium = "GPU") -> None:
         self.num_blocks = num_blocks
+        self._medium: Medium = medium
         self._max_protected = int(num_blocks * protected_ratio)
         self._ref_counts = [0] * num_blocks
         self._block_hashes: list[bytes | None] = [None] * num_blocks
@@ -54,6 +55,11 @@ class BlockPool:
     def num_used(self) -> int:
         """Number of blocks in the table of at least one sequence."""
         return self.num_blocks - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Number of blocks whose contents are cached, whether they are used or evictable."""
+        return len(self._block_by_hash)
 
     def lookup(self, block_hash: bytes) -> BlockId | None:
         """Return the used or evictable block whose contents have this hash."""
@@ -86,6 +92,11 @@ class BlockPool:
         for block in blocks:
             assert self._ref_counts[block] > 0
             self._is_protected[block] = self._max_protected > 0
+
+    def touch(self, block: BlockId) -> None:
+        """Mark a cached block as used, as if a sequence had acquired and freed it again."""
+        self.acquire([block])
+        self.free([block])
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Take a reference to `num_blocks` blocks for new contents; evict blocks if too few are empty."""
@@ -176,5 +187,5 @@ class BlockPool:
         del self._block_by_hash[block_hash]
         self._block_hashes[block] = None
         if self.event_log is not None:
-            self.event_log.add_removed(block_hash)
+            self.event_log.add_removed(block_hash, self._medium)
         return block

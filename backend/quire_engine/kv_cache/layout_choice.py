@@ -4,7 +4,8 @@
 import logging
 
 from quire_spec.engine.config import EngineConfig
-from quire_spec.model.kv_layout import KVLayout
+from quire_spec.errors import ConfigError
+from quire_spec.model.kv_layout import UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -15,10 +16,18 @@ def choose_layout(config: EngineConfig, shape: ModelConfig) -> KVLayout:
     return KVLayout.from_model(shape, config.max_model_len or shape.max_length, config.has_drafter)
 
 
+def check_kv_offloading(config: EngineConfig, shape: ModelConfig) -> None:
+    """Raise ConfigError if `kv_offloading_size` is set, but the blocks of this model cannot be cached in host
+    memory."""
+    if config.kv_offloading_size and choose_layout(config, shape).num_groups > 1:
+        raise ConfigError(f"kv_offloading_size: {UNSUPPORTED_LAYOUT}; remove it")
+
+
 def num_host_blocks(config: EngineConfig, layout: KVLayout, block_bytes: int) -> int:
-    """Return how many blocks fit in `swap_space`; 0 if the layout has several groups, because their blocks are not
-    swapped."""
-    num_blocks = int(config.swap_space * 2**30) // block_bytes
+    """Return how many blocks of a rank fit in its parts of `swap_space` and `kv_offloading_size` together; 0 if the
+    layout has several groups, because their blocks are not swapped."""
+    gib = config.swap_space + config.kv_offloading_size / config.num_ranks
+    num_blocks = int(gib * 2**30) // block_bytes
     if layout.num_groups > 1 and num_blocks:
         logger.warning(
             "swap_space: only some layers of this model have a sliding window, so its blocks cannot be swapped; "

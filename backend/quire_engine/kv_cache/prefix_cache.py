@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from quire_engine.kv_cache.block_events import BlocksStored
 from quire_engine.kv_cache.block_hash import BlockHasher, group_hash
 from quire_engine.kv_cache.block_pool import BlockPool
+from quire_engine.kv_cache.host_cache import HostCache
 from quire_engine.sequence import BlockId, Sequence
 from quire_spec.model.kv_layout import KVLayout
 
@@ -29,8 +30,8 @@ class PrefixHit:
     """`num_freed_entries` and `kept_blocks` are explained in Sequence."""
     kept_blocks: list[BlockId] = field(default_factory=list)
     host_blocks: list[BlockId] = field(default_factory=list)
-    """Host blocks that contain the tokens after `blocks`; used only for a swapped-out sequence, which has no
-    `copy_sources`."""
+    """Host blocks that contain the tokens after `blocks`. They belong to the sequence if it is swapped out, or to the
+    cache in host memory. If there are any, there are no `copy_sources`."""
 
     @property
     def held_blocks(self) -> list[BlockId]:
@@ -46,9 +47,17 @@ class PrefixCache:
     whole window before this position is cached.
     """
 
-    def __init__(self, block_pool: BlockPool, block_hasher: BlockHasher, layout: KVLayout, enabled: bool) -> None:
+    def __init__(
+        self,
+        block_pool: BlockPool,
+        block_hasher: BlockHasher,
+        layout: KVLayout,
+        enabled: bool,
+        host_cache: HostCache,
+    ) -> None:
         """Create the cache. A fork shares the blocks of its parent even if the cache is disabled."""
         self._block_pool = block_pool
+        self._host_cache = host_cache
         self._layout = layout
         self._block_hasher = block_hasher
         self._enabled = enabled
@@ -56,11 +65,15 @@ class PrefixCache:
         """Number of tokens of all sequences that started."""
         self.num_hits = 0
         """Number of tokens that were found in the cache when their sequences started."""
+        self.num_host_queries = 0
+        """Number of tokens that were looked up in host memory, because the device did not have them."""
+        self.num_host_hits = 0
+        """Number of tokens that were found in host memory when their sequences started."""
 
     def match(self, sequence: Sequence) -> PrefixHit:
         """Return the longest prefix of a sequence for which KV blocks exist.
 
-        These blocks can be cached, shared with the sequence's parent, or swapped out.
+        These blocks can be cached on the device or in host memory, shared with the sequence's parent, or swapped out.
 
         The prefix is shorter than the sequence, so that at least one token is computed. The prefix is empty while the
         request needs prompt log probabilities, because these require the logits of every prompt token.
@@ -84,7 +97,7 @@ class PrefixCache:
             hit = self._make_hit(parent.block_table, num_parent_tokens)
         else:
             hit = self._make_hit(cached_blocks, num_cached_tokens)
-        return self._extend_with_swapped(sequence, hit)
+        return self._extend_with_host(sequence, self._extend_with_swapped(sequence, hit), max_tokens)
 
     def full_blocks_only(self, hit: PrefixHit) -> PrefixHit:
         """Return the part of `hit` that consists of full blocks. A sequence that continues after this part does not
@@ -106,12 +119,18 @@ class PrefixCache:
 
     def record_hit(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Count the cached tokens of a sequence that starts for the first time, and protect its shared blocks."""
+        num_host_tokens = hit.num_tokens - len(hit.blocks) * self._block_hasher.block_size if hit.host_blocks else 0
         self.num_queries += sequence.num_tokens
-        self.num_hits += hit.num_tokens
+        self.num_hits += hit.num_tokens - num_host_tokens
+        self.num_host_queries += sequence.num_tokens - (hit.num_tokens - num_host_tokens)
+        self.num_host_hits += num_host_tokens
+        self._host_cache.num_loaded_blocks += len(hit.host_blocks)
         # The hits of forks do not protect blocks. The outputs of one request share its prompt, but this does not mean
         # that other requests use this prompt too.
         if sequence.parent_id is None:
-            self._block_pool.protect(hit.held_blocks + hit.copy_sources)
+            self._block_pool.protect(reused := hit.held_blocks + hit.copy_sources)
+            self._host_cache.request(map(self._block_pool.get_hash, reused))
+            self._host_cache.pool.protect(hit.host_blocks)
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
         """Cache the blocks that the computed tokens of a sequence fill."""
@@ -162,6 +181,19 @@ class PrefixCache:
             [],
             host_blocks=sequence.host_blocks[num_matched_blocks - num_shared_blocks :],
         )
+
+    def _extend_with_host(self, sequence: Sequence, hit: PrefixHit, max_tokens: int) -> PrefixHit:
+        """Extend `hit` by blocks that are cached in host memory, if this is faster than computing their tokens."""
+        block_size, first = self._block_hasher.block_size, len(hit.blocks)
+        if hit.host_blocks or not self._enabled or hit.num_tokens >= max_tokens or not self._host_cache.is_caching:
+            return hit
+        # The last block can contain the last token, although this token is computed again: the sequence has a copy.
+        end = min(sequence.num_tokens // block_size, -(-max_tokens // block_size))
+        rows = self._host_cache.find(self._block_hash(sequence, index) for index in range(first, end))
+        num_tokens = min((first + len(rows)) * block_size, max_tokens)
+        if not rows or not self._host_cache.costs.is_worthwhile(len(rows), num_tokens - hit.num_tokens):
+            return hit
+        return PrefixHit(num_tokens, hit.blocks, [], hit.num_freed_entries, hit.kept_blocks, rows)
 
     def _cached_blocks(self, sequence: Sequence, max_tokens: int) -> list[BlockId]:
         """Return the cached full blocks from the start of a sequence up to the first block that is not cached.

@@ -68,8 +68,9 @@ class CapacityCheck:
         else:
             return None
         # Beams that resume are planned before more urgent sequences. A more urgent sequence must not preempt a sequence
-        # that this step already computes.
-        computed = {span.sequence.beam_group or span.sequence for span in builder.prefills}
+        # that this step already computes or restores.
+        planned = [*(span.sequence for span in builder.prefills), *builder.restoring]
+        computed = {sequence.beam_group or sequence for sequence in planned}
         candidates = [s for s in reversed(candidates) if (s.beam_group or s) not in computed]
         # An upper bound is checked first, because the exact count takes longer and is often not necessary.
         if not self._fits(sequence, prefix, builder, candidates, sum(len(s.block_table) for s in candidates)):

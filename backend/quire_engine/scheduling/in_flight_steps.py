@@ -37,6 +37,7 @@ class InFlightSteps:
         if not self.finished_sequences:
             return []
         running = {span.sequence for plan in self.plans for span in plan.spans}
+        running.update(sequence for plan in self.plans for sequence in plan.restoring)
         released = [sequence for sequence in self.finished_sequences if sequence not in running]
         self.finished_sequences = [sequence for sequence in self.finished_sequences if sequence in running]
         return released

@@ -19,6 +19,7 @@ from itertools import pairwise
 from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.kv_cache.block_manager import BlockManager
 from quire_engine.kv_cache.block_pool import BlockPool
+from quire_engine.kv_cache.host_cache import HostCache
 from quire_engine.kv_cache.prefix_cache import PrefixCache, PrefixHit
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.lora.registry import AdapterRegistry
@@ -95,9 +96,14 @@ class Scheduler:
     the step's token budget. The step computes draft tokens like a chunk of a prompt. The keys and values of rejected
     draft tokens are overwritten by the next step.
 
+    Restoring. If blocks of a sequence are in host memory, the sequence gets all its blocks when it is admitted, and the
+    next steps copy the contents back before anything is computed for it. While other sequences run, a step copies only
+    a few blocks, so that it does not delay them. If nothing else runs, one step copies all of them. The step's copies
+    come before its computations on the device, so the copies of earlier steps are complete as well.
+
     Async scheduling. While a step is in flight, the next step can be planned as if the step in flight were complete
-    (see async_scheduling). Such a plan never preempts a sequence and never swaps one in. If a preemption or a swap-in
-    is necessary, planning waits until the step in flight is complete. A sequence that is aborted, or that turns out to
+    (see async_scheduling). Such a plan never preempts a sequence. If a preemption is necessary, planning waits until
+    the step in flight is complete. A sequence that is aborted, or that turns out to
     be finished, keeps its blocks and its adapter slot until no step in flight contains it.
 
     Raises:
@@ -119,8 +125,10 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._block_pool = block_pool
         self._adapter_registry = adapter_registry
-        self.prefix_cache = PrefixCache(block_pool, block_hasher, layout, config.enable_prefix_caching)
-        self.block_manager = BlockManager(block_pool, config.block_size, swap_costs, layout)
+        self.host_cache = HostCache(swap_costs, config.block_size, config.kv_offloading_size > 0)
+        self._max_copies = swap_costs.max_copies(config.max_num_batched_tokens)
+        self.prefix_cache = PrefixCache(block_pool, block_hasher, layout, config.enable_prefix_caching, self.host_cache)
+        self.block_manager = BlockManager(block_pool, config.block_size, self.host_cache, layout)
         self.draft_planner = DraftPlanner.from_config(config, self.block_manager)
         self._has_long_rope = block_hasher.long_rope_threshold is not None
         self._num_arrivals = 0
@@ -252,9 +260,9 @@ class Scheduler:
         """Plan the next step as if the step in flight were complete; return None if the step in flight must complete
         first.
 
-        The step in flight must complete first if a block is missing, if a waiting sequence can start only by a swap-in
-        or a preemption, or if a sequence requires its tokens on the host. If the model has a long-rope threshold, the
-        step in flight must always complete first.
+        The step in flight must complete first if a block is missing, if a waiting sequence can start only by a
+        preemption, or if a sequence requires its tokens on the host. If the model has a long-rope threshold, the step
+        in flight must always complete first.
         """
         [step_in_flight] = self._in_flight.plans
         if self._async_deferred or self._has_long_rope or any(s.requires_host_tokens for s in self._running):
@@ -273,10 +281,16 @@ class Scheduler:
     def _plan_step(self, sequences: list[Sequence], now: float) -> StepPlan | None:
         """Plan a step. `sequences` are the running sequences that continue."""
         self._adapter_registry.begin_step(now)
-        builder = StepPlanBuilder(self._config.max_num_batched_tokens)
+        builder = StepPlanBuilder(self._config.max_num_batched_tokens, copy_budget=self._max_copies)
         self._schedule_prefills(builder, self._schedule_decodes(sequences, builder), now)
         if not (builder.decodes or builder.prefills):
-            return None
+            restoring = next((sequence for sequence in self._running if sequence.host_blocks), None)
+            if restoring is None:
+                return None
+            # Nothing else can run in this step, so all blocks of the most urgent sequence are copied at once.
+            self.block_manager.restore(restoring, builder, len(restoring.host_blocks))
+            self._continue_prefills(builder, [restoring])
+        self.block_manager.store_requested(builder)
         if self.draft_planner is not None:
             self.draft_planner.extend_decodes(builder)
         return self._in_flight.add(builder.build())
@@ -367,8 +381,8 @@ class Scheduler:
         that step too.
         """
         self._complete_step(plan, step_failed=True)
-        failed_sequences = [span.sequence for span in plan.spans if span.sequence.status is not SequenceStatus.FINISHED]
-        failed_sequences = self._fail_sequences(failed_sequences)
+        sequences = dict.fromkeys([*(span.sequence for span in plan.spans), *plan.restoring])
+        failed_sequences = self._fail_sequences([s for s in sequences if s.status is not SequenceStatus.FINISHED])
         self._free_finished()
         return failed_sequences
 
@@ -538,9 +552,15 @@ class Scheduler:
         while partial_prefills and builder.token_budget and partial_prefills[-1].sort_key < before_sort_key:
             sequence = partial_prefills.pop()
             budget = builder.budget_of(sequence.client)
-            if sequence.status is SequenceStatus.RUNNING and budget:
+            if sequence.status is SequenceStatus.RUNNING and budget and self._restore(sequence, builder):
                 remaining = sequence.num_prefill_tokens - sequence.num_computed_tokens
                 builder.add_prefill(self._make_span(sequence, min(remaining, budget)))
+
+    def _restore(self, sequence: Sequence, builder: StepPlanBuilder) -> bool:
+        """Copy as many host blocks of a running sequence as the step has room for. Return whether none is left."""
+        # Without chunked prefill, the rest of the prompt must fit into this step, as `_chunk_length` has checked.
+        max_blocks = builder.copy_budget if self._config.enable_chunked_prefill else len(sequence.host_blocks)
+        return self.block_manager.restore(sequence, builder, max(max_blocks, 0))
 
     def _admit(self, sequence: Sequence, builder: StepPlanBuilder, now: float) -> bool:
         """Start a waiting sequence, or skip it. Return False if the sequences after it in the queue must wait too."""
@@ -573,7 +593,8 @@ class Scheduler:
             self._clock.advance(sequence, len(self._clients))
             builder.started.append((sequence.id, now - sequence.arrival_time))
             self.prefix_cache.record_hit(sequence, prefix)
-        builder.add_prefill(self._make_span(sequence, length))
+        if self._restore(sequence, builder):
+            builder.add_prefill(self._make_span(sequence, length))
         return True
 
     def _adapter_ready(self, sequence: Sequence, now: float) -> bool:
@@ -611,13 +632,16 @@ class Scheduler:
         victims = self._capacity.preemption_victims(sequence, prefix, builder)
         if victims is None:
             return False
-        if self._planning_async and (victims or prefix.host_blocks or sequence.requires_host_tokens):
+        if self._planning_async and (victims or sequence.requires_host_tokens):
             self._async_deferred = True
             return False
+        # The blocks of the victims are swapped out, which must not evict what the sequence restores.
+        self.block_manager.hold_host_blocks(prefix)
         for victim in victims:
             # When a beam is preempted, its whole group is preempted, so a victim may no longer be running.
             if victim.status is SequenceStatus.RUNNING:
                 self._preempt(victim, builder)
+        self.block_manager.release_host_blocks(prefix)
         return True
 
     def _make_span(self, sequence: Sequence, length: int) -> ScheduledSpan:
@@ -659,6 +683,7 @@ class Scheduler:
         if self.draft_planner is not None and sequence.beam_group is None:
             self.draft_planner.finish(sequence)
         (self._running if was_running else self._waiting).remove(sequence)
+        self.block_manager.drop_swapped(sequence)
         if not (self._running.num_by_client[sequence.client] or self._waiting.num_by_client[sequence.client]):
             self._clock.forget(sequence.client)
         if was_running:
@@ -666,8 +691,6 @@ class Scheduler:
                 self._in_flight.finished_sequences.append(sequence)
                 return
             self._release_resources(sequence)
-        else:
-            self.block_manager.drop_swapped(sequence)
         self._drop_adapter_ref(sequence)
 
     def _release_resources(self, sequence: Sequence) -> None:

@@ -20,6 +20,11 @@ class StepPlanBuilder:
     swap_ins: list[SwapCopy] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     started: list[tuple[int, float]] = field(default_factory=list)
+    restoring: list[Sequence] = field(default_factory=list)
+    """Sequences whose blocks the step copies from host memory."""
+    copy_budget: int = 0
+    """Number of blocks that the step can still copy from host memory, or to the cache there, while other sequences
+    run."""
     pending_forks: set[int] = field(default_factory=set)
     """Ids of forks that will start as soon as their parents' prompts are computed."""
     client_share: int | None = None
@@ -60,4 +65,4 @@ class StepPlanBuilder:
     def build(self) -> StepPlan:
         """Return the plan."""
         spans = self.decodes + self.prefills
-        return StepPlan(spans, self.swap_outs, self.swap_ins, self.copies, self.started)
+        return StepPlan(spans, self.swap_outs, self.swap_ins, self.copies, self.started, self.restoring)

@@ -99,15 +99,19 @@ class StepPlan:
 
     spans: list[ScheduledSpan]
     swap_outs: list[SwapCopy] = field(default_factory=list)
-    """Blocks of preempted sequences. The same step can overwrite these blocks, so swap-outs come first."""
+    """Blocks of preempted sequences, and blocks for the cache in host memory. The same step can overwrite these blocks,
+    so swap-outs come first."""
     swap_ins: list[SwapCopy] = field(default_factory=list)
-    """Blocks of resumed sequences. The same step can copy these blocks, so swap-ins come before `copies`."""
+    """Blocks that sequences restore. The same step can copy these blocks, so swap-ins come before `copies`."""
     copies: list[BlockCopy] = field(default_factory=list)
     """Copies of blocks that other sequences share. The spans of the step write to the copies. A block is never both a
     source and a destination."""
     started: list[tuple[int, float]] = field(default_factory=list)
     """For each sequence that runs for the first time: its id, and how many seconds it has waited in the queue. The
     runner does not use this list."""
+    restoring: list[Sequence] = field(default_factory=list)
+    """Sequences to whose blocks `swap_ins` copy. Some have no span, because their last blocks follow in later steps.
+    The runner does not use this list."""
 
 
 @dataclass(frozen=True, slots=True)

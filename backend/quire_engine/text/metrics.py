@@ -145,7 +145,13 @@ class RequestMetrics:
         """
         self._core_connected.set(connected)
         self._last_stats = SchedulerStats()
-        for gauge in (self._swap_space_usage, self._host_adapters, self._host_adapter_bytes, self._num_swapped):
+        for gauge in (
+            self._swap_space_usage,
+            self._offload_usage,
+            self._host_adapters,
+            self._host_adapter_bytes,
+            self._num_swapped,
+        ):
             gauge.set(0)
         self._num_running.set(0)
         self._num_waiting.set(0 if connected else self._config.max_num_seqs)
@@ -161,6 +167,7 @@ class RequestMetrics:
         self._num_waiting.set(stats.num_waiting)
         self._num_swapped.set(stats.num_swapped)
         self._swap_space_usage.set(stats.num_used_host_blocks / stats.num_host_blocks if stats.num_host_blocks else 0.0)
+        self._offload_usage.set(stats.num_cached_host_blocks / stats.num_host_blocks if stats.num_host_blocks else 0.0)
         self._host_adapters.set(stats.num_host_adapters)
         self._host_adapter_bytes.set(stats.host_adapter_bytes)
         self._kv_cache_usage.set(stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
@@ -213,6 +220,9 @@ class RequestMetrics:
         )
         self._kv_cache_usage = gauge("vllm:kv_cache_usage_perc", "Fraction of KV blocks in use; 1 means all.")
         self._swap_space_usage = gauge("vllm:cpu_cache_usage_perc", "Fraction of the swap space in use; 1 means all.")
+        self._offload_usage = gauge(
+            "vllm:kv_offload_cpu_cache_usage_perc", "Fraction of the host memory for KV blocks that caches blocks."
+        )
         self._host_adapters = gauge("quire_host_adapters", "Adapters in host memory.")
         self._host_adapter_bytes = gauge("quire_host_adapter_bytes", "Bytes of the adapters in host memory.")
         self._core_connected = gauge("quire_core_connected", "1 while the engine core is connected.")
@@ -235,6 +245,16 @@ class RequestMetrics:
             "num_block_copies": counter("quire_block_copies", "KV blocks copied on write."),
             "num_swapped_out_blocks": counter("quire_swapped_out_blocks", "KV blocks copied to host memory."),
             "num_swapped_in_blocks": counter("quire_swapped_in_blocks", "KV blocks copied back from host memory."),
+            "kv_offload_store_bytes": counter(
+                "vllm:kv_offload_store_bytes", "Bytes of KV blocks copied to the cache in host memory, on each rank."
+            ),
+            "kv_offload_load_bytes": counter(
+                "vllm:kv_offload_load_bytes", "Bytes of KV blocks used from the cache in host memory, on each rank."
+            ),
+            "host_cache_queries": counter(
+                "vllm:external_prefix_cache_queries", "Prompt tokens looked up in host memory, after the KV cache."
+            ),
+            "host_cache_hits": counter("vllm:external_prefix_cache_hits", "Prompt tokens found in host memory."),
             "num_steps": counter("quire_steps", "Steps of the engine."),
             "num_drafts": counter("vllm:spec_decode_num_drafts", "Drafts that steps verified."),
             "num_draft_tokens": counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that steps verified."),

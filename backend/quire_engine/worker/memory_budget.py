@@ -97,6 +97,21 @@ def check_model_fits(config: EngineConfig, weights: int, lora: int, free: int) -
     )
 
 
+def check_host_memory(config: EngineConfig, needed: int, free: int) -> None:
+    """Check that all ranks together find enough host memory for KV blocks. `needed` is the number of bytes of one rank,
+    `free` that of the machine.
+
+    Raises:
+        ConfigError: the memory is not free. Linux would grant the allocation, but kill a process later.
+    """
+    total = needed * config.tensor_parallel_size
+    if total > free:
+        raise ConfigError(
+            f"kv_offloading_size: {config.kv_offloading_size} GiB: the host memory for KV blocks needs {total} bytes, "
+            f"but {free} are free; lower it"
+        )
+
+
 def step_too_large_error(config: EngineConfig, weights: int, lora: int, total: int) -> ConfigError:
     """Return the error for a configuration whose largest step does not fit into memory. All sizes are in bytes."""
     return ConfigError(

@@ -18,6 +18,6 @@ class RunnerMemory:
     graphs: CudaGraphRunner | None
     """The CUDA graphs for decoding steps. None if these steps run without graphs."""
     host_swap: HostSwap | None
-    """The host memory for KV blocks of preempted sequences. None if `swap_space` is less than one block."""
+    """The host memory for KV blocks. None if `swap_space` and `kv_offloading_size` are less than one block."""
     swap_costs: SwapCosts
     measured: MeasuredMemory

@@ -31,7 +31,13 @@ from quire_engine.worker import attention_plans, graph_capture
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
 from quire_engine.worker.device import available_memory_bytes, resolve_cache_dtype, set_num_threads, trim_heap
 from quire_engine.worker.drafting.drafter import Drafter
-from quire_engine.worker.memory_budget import MemoryBudget, naming_setting_on_oom, num_kv_blocks, step_too_large_error
+from quire_engine.worker.memory_budget import (
+    MemoryBudget,
+    check_host_memory,
+    naming_setting_on_oom,
+    num_kv_blocks,
+    step_too_large_error,
+)
 from quire_engine.worker.runner_memory import RunnerMemory
 from quire_engine.worker.warmup import compile_steps, dummy_span, peak_memory_steps, set_block_tables
 from quire_spec.documents.pod_status import MeasuredMemory
@@ -104,7 +110,7 @@ class RunnerStartup:
             self._communicator.connect(self._device)
 
     def allocate(self) -> RunnerMemory:
-        """Measure the free memory, then allocate the KV cache, the CUDA graphs and the swap space."""
+        """Measure the free memory, then allocate the KV cache, the CUDA graphs and the host memory for KV blocks."""
         config, shape = self._config, self._model.shape
         bytes_per_block = block_bytes(shape, config.block_size, self._cache_dtype, self._layout)
         if self._drafter is not None:
@@ -122,7 +128,10 @@ class RunnerStartup:
         if graphs is not None:
             graphs.capture_all(budget.graphs)
         num_host_blocks = layout_choice.num_host_blocks(config, self._layout, bytes_per_block)
-        with naming_setting_on_oom("swap_space"):
+        setting = "kv_offloading_size" if config.kv_offloading_size else "swap_space"
+        if config.kv_offloading_size:
+            check_host_memory(config, num_host_blocks * bytes_per_block, available_memory_bytes())
+        with naming_setting_on_oom(setting):
             host_swap = HostSwap(kv_caches, num_host_blocks) if num_host_blocks else None
         swap_costs = SwapCosts() if host_swap is None else self._measure_swap_costs(host_swap)
         measured = MeasuredMemory(

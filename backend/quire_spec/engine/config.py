@@ -134,6 +134,15 @@ class EngineConfig:
     to its other memory.
     """
 
+    kv_offloading_size: float = 0.0
+    """Host memory in GiB that caches KV blocks for which the devices have no room, for all ranks together.
+
+    A block is copied to host memory when a second request uses it. When the device has evicted it, it is copied back if
+    this is faster than computing it, as measured at startup. Blocks of preempted requests can use this memory, too. If
+    the device is a GPU, the memory is pinned. The default is 0, because a pod must request this memory in addition to
+    its other memory.
+    """
+
     kv_cache_dtype: str = "auto"
     """Data type of the KV cache. With auto, it is the same type as `dtype`.
 
@@ -285,6 +294,16 @@ class EngineConfig:
             raise ConfigError(f"max_logprobs: must be at least -1, got {self.max_logprobs}")
         if not 0.0 <= self.swap_space < math.inf:
             raise ConfigError(f"swap_space: must be a size in GiB, got {self.swap_space}; use 0 for no swap space")
+        if not 0.0 <= self.kv_offloading_size < math.inf:
+            raise ConfigError(
+                f"kv_offloading_size: must be a size in GiB, got {self.kv_offloading_size}; use 0 for no cache in host "
+                "memory"
+            )
+        if self.kv_offloading_size and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_offloading_size: needs enable_prefix_caching, because only the prefix cache uses this memory; "
+                "remove it or set enable_prefix_caching"
+            )
         if not self.model:
             raise ConfigError("model: must not be empty; give a folder or a hub id such as org/name")
         if self.max_num_batched_tokens < self.max_num_seqs:

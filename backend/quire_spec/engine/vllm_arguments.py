@@ -83,6 +83,7 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "enable_sleep_mode": ((False,), "scale the deployment to zero instead"),
     "enable_expert_parallel": ((False,), "use tensor_parallel_size"),
     "kv_transfer_config": ((None,), "remove the argument"),
+    "kv_offloading_backend": ((None, "native"), "remove the argument"),
     "logits_processors": ((None,), "use logit_bias, allowed_token_ids or bad_words in requests"),
     "logits_processor_pattern": ((None,), "use logit_bias, allowed_token_ids or bad_words in requests"),
     "enable_reasoning": ((False,), "remove the argument"),

@@ -12,6 +12,9 @@ from quire_spec.model.model_config import ModelConfig
 
 Block = TypeVar("Block")
 
+UNSUPPORTED_LAYOUT = "only some layers of this model have a sliding window, so its blocks cannot be kept in host memory"
+"""Why KV offloading refuses a model whose layout has several groups."""
+
 _MAX_GROUPS = 16
 """Maximum number of groups. It is limited because each group costs time in every step. There can be one group more than
 this, because the layers of a group are all of one kind."""

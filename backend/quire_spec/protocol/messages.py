@@ -330,6 +330,16 @@ class SchedulerStats(Value, frozen=True):
     num_used_host_blocks: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
+    num_cached_host_blocks: int = 0
+    """Number of KV blocks that are cached in host memory."""
+    kv_offload_store_bytes: int = 0
+    """Bytes of KV blocks that a rank has copied to the cache in host memory."""
+    kv_offload_load_bytes: int = 0
+    """Bytes of KV blocks that new sequences have taken from the cache in host memory, on each rank."""
+    host_cache_queries: int = 0
+    """Number of prompt tokens that were looked up in host memory, because the device did not have them."""
+    host_cache_hits: int = 0
+    """Number of prompt tokens that were found in host memory."""
     num_steps: int = 0
     num_adapter_evictions: int = 0
     slot_adapters: list[AdapterDigest] = []

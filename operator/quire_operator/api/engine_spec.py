@@ -89,6 +89,16 @@ class SpeculativeConfigSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheOffloadingSpec:
+    """spec.engine.kvCacheOffloading: a second place for cached KV blocks."""
+
+    memory: str = schema_field(**QUANTITY)
+    """Host memory of a replica that caches KV blocks for which its GPUs, or the KV cache of a CPU, have no room, such
+    as 16Gi. A block is copied there when a second request uses it, and copied back if this is faster than computing it.
+    The pod's memory increases by this amount."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """spec.engine. If a field is None, the planner chooses its value."""
 
@@ -173,6 +183,9 @@ class EngineSpec:
     """Host memory for KV blocks of preempted requests, for each GPU or for the CPU, such as 4Gi. Blocks are swapped
     only if this is faster than recomputing them. The pod's memory increases by this amount. Default: none; blocks are
     recomputed."""
+    kvCacheOffloading: KVCacheOffloadingSpec | None = schema_field(None, planned=True)
+    """Caches KV blocks of repeated prompts in host memory after the KV cache has evicted them. Not possible for models
+    in which only some layers have a sliding window. Default: none; evicted blocks are computed again."""
     prefixCaching: bool = schema_field(True)
     """Reuse the KV blocks of prompts that have a common prefix. Default true: prefix caching does not change outputs,
     and its cost was not measurable."""

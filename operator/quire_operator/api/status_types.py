@@ -162,6 +162,8 @@ class HostBytesStatus:
     """Bytes as a quantity."""
     swap: str | None = schema_field(None, max_length=32)
     """Bytes as a quantity."""
+    kvOffloading: str | None = schema_field(None, max_length=32)
+    """Bytes as a quantity."""
     total: str | None = schema_field(None, max_length=32)
     """Bytes as a quantity."""
 

@@ -325,6 +325,17 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def parse_gib(text: str) -> float:
+    """Parse a size in GiB, which can be 0."""
+    try:
+        size = float(text)
+    except ValueError:
+        size = -1.0
+    if not 0 <= size < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GiB")
+    return size
+
+
 def _parse_seconds(text: str) -> float:
     try:
         seconds = float(text)

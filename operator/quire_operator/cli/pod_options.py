@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from quire_operator.cli.options import parse_count, parse_file, parse_folder, parse_port, parse_port_or_zero
+from quire_operator.cli.options import parse_count, parse_file, parse_folder, parse_gib, parse_port, parse_port_or_zero
 from quire_spec import constants
 from quire_spec.documents.server_arguments import ALLOWED
 from quire_spec.model import capabilities
@@ -144,6 +144,13 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "engine.reasoning_parser",
         {"choices": ("auto", "none", *capabilities.REASONING_PARSERS), "metavar": "NAME"},
         f"format of reasoning in outputs: {_REASONING}, none (default: detected from the chat template)",
+    ),
+    (
+        "--kv-offloading-size",
+        "engine.kv_offloading_size",
+        {"type": parse_gib, "metavar": "GIB"},
+        "host memory in GiB that caches KV blocks of repeated prompts (default: "
+        "spec.engine.kvCacheOffloading.memory, otherwise none)",
     ),
     ("--verbose", "server.verbose", _FLAG, "also print the engine's configuration and the server's log"),
 )

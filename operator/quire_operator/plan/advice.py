@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from quire_operator.api.engine_spec import KVCacheOffloadingSpec
 from quire_operator.api.quantity import to_bytes
 from quire_operator.plan import device_memory, limits
 from quire_operator.plan.candidates import Candidate, best_candidate, generate_candidates, round_up_to_blocks
@@ -33,7 +34,7 @@ _GPU_TOKENS_S, _GPU_WEIGHTS_BYTES = 3_000, 16 * 10**9
 rate is assumed to be inversely proportional to the size of the weights, which each step reads."""
 _RELAXABLE_FIELDS = (
     "kvCacheMemory", "gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "tensorParallelSize", "dtype",
-    "swapSpace",
+    "swapSpace", "kvCacheOffloading",
 )  # fmt: skip
 """Optional fields of spec.engine whose values can prevent a model from fitting."""
 
@@ -143,7 +144,8 @@ def _reduction_options(inputs: PlannerInputs) -> str:
         value = getattr(engine, name)
         override: dict[str, Any] = {name: None}
         if value is not None and _best_candidate_with(inputs, engine=replace(engine, **override)):
-            options.append(f"omit spec.engine.{name} ({value})")
+            shown = value.memory if isinstance(value, KVCacheOffloadingSpec) else value
+            options.append(f"omit spec.engine.{name} ({shown})")
     return ", or ".join(options)
 
 
@@ -156,7 +158,8 @@ def _explain_no_fit_on_cpu(inputs: PlannerInputs, attempts: list[Candidate]) -> 
     rows = {
         "weights": num_ranks * costs.weights, "step": num_ranks * costs.activations,
         "adapter slots": num_ranks * costs.lora, "least KV cache": num_ranks * kv,
-        "adapter copies": host.lora_copies, "swap space": host.swap, "processes": host.processes,
+        "adapter copies": host.lora_copies, "swap space": host.swap, "KV offloading": host.kv_offloading,
+        "processes": host.processes,
         "models' processes": host.stubs, "shared memory": host.shared_memory,
     }  # fmt: skip
     total, limit = host.rounded_total + num_ranks * (costs.rounded_total + kv), inputs.memory_limit

@@ -85,6 +85,7 @@ def _host_memory(inputs: PlannerInputs, num_gpus: int, device_memory: DeviceMemo
         model=0 if num_gpus else device_memory.total * tp * inputs.num_cores,
         total=0,
         swap=round_up_mib(host.swap),
+        kvOffloading=round_up_mib(host.kv_offloading),
     )
     limit = inputs.memory_limit
     return replace(host_memory, total=host_memory.required if limit is None else round_up_mib(limit))

@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass
 from quire_operator.api.quantity import to_bytes
 from quire_operator.plan import device_memory, limits
 from quire_operator.plan.device_memory import GIB, MIB, round_up_mib
+from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.inputs import PlannerInputs
 from quire_spec import constants
 
@@ -64,6 +65,8 @@ class HostCosts:
     """Memory that files in /dev/shm use; it is part of the pod's memory."""
     swap: int = 0
     """Memory for KV blocks of preempted requests."""
+    kv_offloading: int = 0
+    """Memory that caches KV blocks."""
 
     @property
     def total(self) -> int:
@@ -109,7 +112,30 @@ def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
         shm = min(shm, stubs * _STUB_SHM + _PROMPTS_SHM)
     swap = to_bytes(inputs.engine.swapSpace or "0") * max(num_ranks, num_gpus)
     processes += (inputs.num_cores - 1) * _GRAMMAR_CACHE
-    return HostCosts(processes, stubs * _STUB, inputs.num_cores * _lora_copy_bytes(inputs), shm, swap)
+    offloading = inputs.engine.kvCacheOffloading
+    kv_offloading = 0 if offloading is None else to_bytes(offloading.memory)
+    lora_copies = inputs.num_cores * _lora_copy_bytes(inputs)
+    return HostCosts(processes, stubs * _STUB, lora_copies, shm, swap, kv_offloading)
+
+
+def check_host_memory(inputs: PlannerInputs, num_gpus: int) -> None:
+    """Check that spec.runtime.memory has room for the KV blocks that a pod with GPUs caches in host memory. On a CPU,
+    this memory is part of what a candidate needs.
+
+    Raises:
+        Unplannable: it has not, so that the kubelet would kill the pod.
+    """
+    offloading, limit = inputs.engine.kvCacheOffloading, inputs.memory_limit
+    if offloading is None or limit is None or inputs.gpu is None:
+        return
+    required = host_costs(inputs, num_gpus).rounded_total
+    if required > limit:
+        message = (
+            f"spec.engine.kvCacheOffloading.memory: {offloading.memory}: the pod needs {required // MIB}Mi of host "
+            f"memory, but spec.runtime.memory is {limit // MIB}Mi; lower it, or raise spec.runtime.memory to at least "
+            f"{required // MIB}Mi"
+        )
+        raise Unplannable(UnplannableReason.DOES_NOT_FIT, message)
 
 
 def _lora_copy_bytes(inputs: PlannerInputs) -> int:

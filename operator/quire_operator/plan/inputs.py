@@ -99,5 +99,6 @@ class PlannerInputs:
                 **{name: getattr(engine, name) for name in PLANNED_ENGINE_FIELDS},
                 # The default is omitted. Therefore, plans that were made before this field existed keep their hash.
                 "kvCacheDtype": None if engine.kvCacheDtype == "auto" else engine.kvCacheDtype,
+                "kvCacheOffloading": engine.kvCacheOffloading and to_json(engine.kvCacheOffloading),
             },
         }

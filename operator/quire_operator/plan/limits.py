@@ -15,7 +15,7 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
-from quire_spec.model.kv_layout import KVLayout
+from quire_spec.model.kv_layout import UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.quantization import resolve_quantization
 from quire_spec.model.tensor_parallel import unsupported_reason
 
@@ -173,6 +173,17 @@ def check_lora_cache(inputs: PlannerInputs) -> None:
         size_text = f"{lora.maxLoaded} adapters of LoRA rank {lora.maxRank} need {-(-min_bytes // MIB)}Mi"
         fix = f"{size_text}; raise it, or lower spec.lora.maxLoaded or maxRank"
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"spec.lora.maxCachedMemory: {lora.maxCachedMemory}: {fix}")
+
+
+def check_kv_offloading(inputs: PlannerInputs) -> None:
+    """Check that the engine can cache this model's KV blocks in host memory.
+
+    Raises:
+        Unplannable: it cannot.
+    """
+    if inputs.engine.kvCacheOffloading is not None and kv_layout(inputs).num_groups > 1:
+        message = f"spec.engine.kvCacheOffloading: {UNSUPPORTED_LAYOUT}; remove the field"
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
 
 
 def element_bytes(inputs: PlannerInputs) -> int:

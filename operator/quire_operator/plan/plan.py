@@ -101,11 +101,14 @@ class HostMemory:
     it."""
     swap: int = 0
     """Memory for KV blocks of preempted requests."""
+    kvOffloading: int = 0
+    """Memory that caches KV blocks."""
 
     @property
     def required(self) -> int:
         """Sum of all uses of memory."""
-        return self.processes + self.stubs + self.loraCopies + self.sharedMemory + self.model + self.swap
+        processes = self.processes + self.stubs + self.loraCopies + self.sharedMemory
+        return processes + self.model + self.swap + self.kvOffloading
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +218,10 @@ _OPTIONAL_FIELDS = ("gpuMemoryUtilization", "kvCacheMemory")
 
 
 def _to_quantities(sizes: DeviceMemory | HostMemory) -> dict[str, str]:
-    # Swap space and draft models are rarely used, and plans of older releases do not contain them.
+    # These are rarely used, and plans of older releases do not contain them.
+    rare = ("swap", "draft", "kvOffloading")
     quantities = {name: to_quantity(getattr(sizes, name)) for name in sizes.__slots__}
-    return {name: size for name, size in quantities.items() if name not in ("swap", "draft") or size != "0"}
+    return {name: size for name, size in quantities.items() if name not in rare or size != "0"}
 
 
 def _from_quantities(sizes: Mapping[str, str]) -> dict[str, int]:

@@ -10,6 +10,7 @@ from quire_operator.plan import advice, limits
 from quire_operator.plan.build_plan import build_plan
 from quire_operator.plan.candidates import best_candidate, generate_candidates
 from quire_operator.plan.errors import Unplannable, UnplannableReason
+from quire_operator.plan.host_memory import check_host_memory
 from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.plan import VERSION, Plan
 
@@ -29,10 +30,12 @@ def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES)
     limits.check_quantization(inputs)
     limits.check_speculation(inputs)
     limits.check_lora_cache(inputs)
+    limits.check_kv_offloading(inputs)
     candidates = list(generate_candidates(inputs))
     candidate = best_candidate(inputs, candidates)
     if candidate is None:
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, advice.explain_no_fit(inputs, candidates))
+    check_host_memory(inputs, candidate.tp * inputs.num_cores)
     return build_plan(inputs, candidate, images)
 
 

@@ -143,6 +143,7 @@ def _host_rows(plan: Plan) -> list[MemoryRow]:
         *(_model_rows(plan) if plan.gpu is None else []),
         MemoryRow("c", "46", "adapter copies", host.loraCopies),
         MemoryRow("S", "104", "swap space", host.swap, "KV blocks of preempted requests"),
+        MemoryRow("O", "105", "KV offloading", host.kvOffloading, "KV blocks of repeated prompts"),
         MemoryRow("p", "100", "processes", host.processes),
         MemoryRow("m", "47", "models' processes", host.stubs, "one for each model name"),
         MemoryRow("h", "41", "shared memory", host.sharedMemory, f"at most {plan.sharedMemory.value}"),

@@ -61,6 +61,11 @@ _PLANNED_FIELDS = frozenset((
 ))  # fmt: skip
 """Fields whose value a plan contains, under the name that they have in the spec. If the spec sets the value, the plan
 contains the same value."""
+_OTHER_PATHS: Mapping[str, FieldPath] = {
+    "model": ("model", "source"), "device": ("device",),
+    "kv_offloading_size": ("engine", "kvCacheOffloading", "memory"),
+}  # fmt: skip
+"""Paths in the spec of the fields of EngineConfig that follow from the spec in another way."""
 _ADAPTER_FIELDS = frozenset(("max_loras", "max_cpu_loras", "cpu_lora_memory_bytes"))
 """Fields that are set only if the engine accepts adapters."""
 
@@ -123,6 +128,8 @@ def _fields(service: LLMService, plan: Plan | None, draft: ModelLocation | None)
     yield "enable_lora", accepts_adapters
     if spec.engine.speculativeConfig is not None:
         yield "speculative_config", _speculative_config(spec.engine.speculativeConfig, draft)
+    if spec.engine.kvCacheOffloading is not None:
+        yield "kv_offloading_size", to_bytes(spec.engine.kvCacheOffloading.memory) / GIB
     for name, (path, convert) in _SPEC_FIELDS.items():
         if name in _ADAPTER_FIELDS and not accepts_adapters:
             continue
@@ -141,8 +148,8 @@ def _spec_path(name: str) -> FieldPath:
     if section == "speculative_config" and field:
         first, *words = field.split("_")
         return ("engine", "speculativeConfig", first + "".join(map(str.title, words)))
-    if name in ("model", "device"):
-        return {"model": ("model", "source"), "device": ("device",)}[name]
+    if name in _OTHER_PATHS:
+        return _OTHER_PATHS[name]
     path, _ = _SPEC_FIELDS.get(name, (("engine",), _keep))
     return path
 

@@ -238,6 +238,9 @@ def test_outputs_equal_those_of_each_request_alone(models, seed: int, monkeypatc
         "scheduling_policy": policy,
         "swap_space": rng.choice([0, 3.5, 20.5]) * bytes_per_block / 2**30,
     }
+    if fields["enable_prefix_caching"]:
+        # For all ranks together.
+        fields["kv_offloading_size"] = rng.choice([0, 8.5, 40.5]) * tp_size * bytes_per_block / 2**30
     if harness.adapters:
         fields |= {"enable_lora": True, "max_loras": rng.choice([1, 2]), "max_cpu_loras": 2}
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)

@@ -46,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         lookahead=st.booleans(),
         num_drafts=st.sampled_from([0, 0, 3]),
         layout=st.sampled_from(LAYOUTS),
+        offload=st.booleans(),
     )
     def start(
         self,
@@ -60,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         lookahead: bool,
         num_drafts: int,
         layout: KVLayout,
+        offload: bool,
     ) -> None:
         if layout.num_groups > 1:
             swap = NEVER_SWAP
@@ -69,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=24,
             enable_prefix_caching=caching,
+            kv_offloading_size=float(offload and caching),
             enable_chunked_prefill=chunked,
             scheduling_policy=policy,
             # On this device, the policy of drafts gives them to steps of any size here.

@@ -43,6 +43,11 @@ VALUES: list[tuple[str, dict[str, str], float]] = [
     ("vllm:num_requests_swapped", {}, 1),
     ("vllm:kv_cache_usage_perc", {}, 0.25),
     ("vllm:cpu_cache_usage_perc", {}, 0.25),
+    ("vllm:kv_offload_cpu_cache_usage_perc", {}, 0.5),
+    ("vllm:kv_offload_store_bytes_total", {}, 700),
+    ("vllm:kv_offload_load_bytes_total", {}, 300),
+    ("vllm:external_prefix_cache_queries_total", {}, 90),
+    ("vllm:external_prefix_cache_hits_total", {}, 40),
     ("vllm:prefix_cache_queries_total", {}, 7),
     ("vllm:prefix_cache_hits_total", {}, 0),
     ("vllm:num_preemptions_total", {}, 0),
@@ -102,6 +107,8 @@ def test_names_and_values_after_one_request(metrics: RequestMetrics):
     metrics.adapter_metrics.record_drafts("sql", coalesce([delta, other]))
     blocks = {"num_blocks": 100, "num_used_blocks": 25, "num_host_blocks": 8, "num_used_host_blocks": 2}
     copied = {"num_swapped_out_blocks": 5, "num_swapped_in_blocks": 3, "num_block_copies": 6}
+    copied |= {"num_cached_host_blocks": 4, "kv_offload_store_bytes": 700, "kv_offload_load_bytes": 300}
+    copied |= {"host_cache_queries": 90, "host_cache_hits": 40}
     drafts = {"num_drafts": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 5}
     drafts["accepted_draft_tokens_per_position"] = [3, 2]
     sequences = {"num_running": 1, "num_waiting": 2, "num_swapped": 1}

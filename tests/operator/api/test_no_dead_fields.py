@@ -139,6 +139,7 @@ def bases():
         yield document
     pins = {"maxModelLen": 8192, "blockSize": 16, "tensorParallelSize": 1, "dtype": "bfloat16", "maxNumSeqs": 32}
     pins |= {"maxNumBatchedTokens": 4096, "quantization": "None", "swapSpace": "4Gi", "maxLogprobs": 5}
+    pins |= {"kvCacheOffloading": {"memory": "16Gi"}}
     pins |= {"schedulingPolicy": "fcfs", "skipTokenizerInit": True}
     for kv in ({"gpuMemoryUtilization": "0.90"}, {"kvCacheMemory": "8Gi"}):
         yield body(COMMON + GPU, sources[0], engine=pins | kv)

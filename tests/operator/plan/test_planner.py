@@ -440,6 +440,37 @@ def test_swap_space_is_added_to_the_request_and_counts_against_a_limit():
     assert without.bytes.kv - with_it.bytes.kv == 2 * GIB
 
 
+def test_kv_offloading_is_added_to_the_request_and_counts_against_a_limit():
+    text = "lora: {maxLoaded: 0}\nengine: {kvCacheOffloading: {memory: 16Gi}%s}"
+    none, some = plan_for("8b", H100), plan_for("8b", H100, text % "")
+    assert "kvOffloading" not in none.to_json()["hostBytes"], "plans without it are unchanged"
+    assert some.to_json()["hostBytes"]["kvOffloading"] == f"{16 * 1024}Mi"
+    assert some.hostBytes.total - none.hostBytes.total == 16 * GIB, "for all GPUs together"
+    assert some.inputsHash != none.inputsHash
+    assert Plan.from_json(some.to_json()) == some and schema_problems(some.to_json()) == []
+    assert plan_for("8b", H100, text % ", tensorParallelSize: 1").hostBytes.kvOffloading == 16 * GIB
+    limit = "runtime: {memory: 80Gi}\n"
+    without, with_it = plan_for("qwen", None, limit + NO_LORA), plan_for("qwen", None, limit + text % "")
+    assert without.bytes.kv - with_it.bytes.kv == 16 * GIB
+
+
+def test_kv_offloading_that_does_not_fit_or_work_is_refused_by_name():
+    text = "lora: {maxLoaded: 0}\nengine: {kvCacheOffloading: {memory: 64Gi}}"
+    reason, message = unplannable("8b", H100, f"{text}\nruntime: {{memory: 40Gi}}")
+    assert reason is UnplannableReason.DOES_NOT_FIT
+    assert message.startswith("spec.engine.kvCacheOffloading.memory: 64Gi: the pod needs ")
+    required_mib = int(message.partition("spec.runtime.memory to at least ")[2].removesuffix("Mi"))
+    assert plan_for("8b", H100, f"{text}\nruntime: {{memory: {required_mib}Mi}}").hostBytes.kvOffloading == 64 * GIB
+    assert (
+        "omit spec.engine.kvCacheOffloading (64Gi)"
+        in unplannable("qwen", None, f"{text}\nruntime: {{memory: 60Gi}}")[1]
+    )
+    reason, message = unplannable("gemma", H100, text)
+    assert reason is UnplannableReason.UNSUPPORTED_BY_ENGINE
+    assert message.startswith("spec.engine.kvCacheOffloading: only some layers of this model have a sliding window")
+    assert plan_for("gemma-full", H100, text).hostBytes.kvOffloading == 64 * GIB
+
+
 def test_memory_of_the_openai_api_is_counted():
     texts = ("enabled: false", "enabled: true", "apiServerCount: 4")
     off, one, four = (plan_for("8b", L4, f"openai: {{{text}}}").hostBytes.processes >> 20 for text in texts)

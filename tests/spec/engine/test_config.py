@@ -34,6 +34,11 @@ def test_engine_config_round_trip():
         ),
         ({"model": "m", "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras: must be at least max_loras 8, got 4"),
         ({"model": "m", "swap_space": -1}, "swap_space: must be a size in GiB, got -1.0"),
+        ({"model": "m", "kv_offloading_size": -1}, "kv_offloading_size: must be a size in GiB, got -1.0"),
+        (
+            {"model": "m", "kv_offloading_size": 1, "enable_prefix_caching": False},
+            "kv_offloading_size: needs enable_prefix_caching, .*; remove it or set enable_prefix_caching",
+        ),
         (
             {"model": "m", "quantization": "gguf"},
             "quantization: must be one of None, int8, .*, mxfp4, got 'gguf'",

@@ -13,6 +13,7 @@ _COUNTERS = (
     *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "num_block_copies", "num_swapped_out_blocks"),
     *("num_swapped_in_blocks", "num_steps", "num_adapter_evictions", "num_drafts", "num_draft_tokens"),
     *("num_accepted_draft_tokens", "accepted_draft_tokens_per_position"),
+    *("kv_offload_store_bytes", "kv_offload_load_bytes", "host_cache_queries", "host_cache_hits"),
 )
 """Fields that only grow while a core runs, and start at zero with the next core."""
 

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines give the same greedy output with and without a cache of KV blocks in host memory."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.thread_workers import engine_with_thread_workers
+from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
+
+from quire_engine.core.engine import Engine
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.weights.checkpoint import Checkpoint
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import ConfigError
+from quire_spec.model.memory_sizing import kv_block_bytes
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.messages import SequenceRequest
+
+PREFIXES = [[random.Random(i).randrange(VOCAB) for _ in range(56)] for i in range(3)]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {f"sha256:{i}": make_adapter(folder, tmp_path_factory.mktemp("a"), i, r=4) for i in range(2)}
+
+
+def config(folder: Path, num_blocks: int = 14, num_host_blocks: int = 0, **fields: Any) -> EngineConfig:
+    block_bytes = kv_block_bytes(ModelConfig.load(folder), 8, 4)
+    size = fields.get("tensor_parallel_size", 1)
+    memory = {
+        "kv_cache_memory_bytes": num_blocks * block_bytes // size,
+        "kv_offloading_size": num_host_blocks * block_bytes / 2**30,
+    }
+    base = {"model": str(folder), "dtype": "float32", "max_model_len": 96, "block_size": 8}
+    return EngineConfig.from_json(base | {"max_num_batched_tokens": 32, "max_num_seqs": 8} | memory | fields)
+
+
+def serve(engine: Engine, adapters: dict[str, Path], num_rounds: int = 3) -> dict[int, list[int]]:
+    """Run rounds of requests, with and without adapters, some of them at the same time. In each round, every prefix
+    occurs twice in a row."""
+    rng, outputs = random.Random(1), dict[int, list[int]]()
+    for digest, path in adapters.items():
+        engine.add_adapter(digest, path, engine.read_adapter(path))
+    owners = [(digest, prefix) for digest in (None, *adapters) for prefix in PREFIXES for _ in range(2)]
+    for number, (digest, prefix) in enumerate(owners * num_rounds):
+        prompt = prefix[: rng.choice([48, 56])] + [rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, 5]))]
+        engine.add(SequenceRequest(number, prompt, PARAMS, digest, None, []))
+        outputs[number] = []
+        for _ in range(rng.choice([6, 16, 40])):
+            step(engine, outputs)
+    while engine.has_work:
+        step(engine, outputs)
+    assert engine.stats().num_used_blocks == engine.stats().num_used_host_blocks == 0
+    return outputs
+
+
+def step(engine: Engine, outputs: dict[int, list[int]]) -> None:
+    engine.read_pending_adapters()
+    for result in engine.step().results:
+        assert not result.error
+        outputs[result.id] += result.token_ids
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("num_host_blocks", [10, 200])
+def test_outputs_are_the_same_with_and_without_offloading(
+    folder: Path,
+    adapters: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    async_scheduling: bool,
+    num_host_blocks: int,
+) -> None:
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
+    lora = {"enable_lora": True, "max_loras": 2}
+    fields = {"async_scheduling": async_scheduling, "tensor_parallel_size": size} | lora
+    expected = serve(Engine.from_config(config(folder, 200, enable_prefix_caching=False, **lora)), adapters)
+    engine = engine_with_thread_workers(config(folder, num_host_blocks=num_host_blocks, **fields))
+    assert serve(engine, adapters) == expected
+    stats = engine.stats()
+    assert stats.num_host_blocks == num_host_blocks and stats.num_cached_host_blocks <= num_host_blocks
+    assert stats.kv_offload_store_bytes > 0 and stats.host_cache_queries > stats.host_cache_hits
+    # Too few rows for all prefixes are still correct.
+    assert (stats.host_cache_hits > 300) == (stats.kv_offload_load_bytes > 0) == (num_host_blocks > 10)
+    assert stats.num_preemptions > 0
+
+
+def test_offloading_is_refused_by_name(tmp_path: Path, folder: Path) -> None:
+    windows = make_checkpoint(tmp_path / "gemma2", "gemma2")
+    with pytest.raises(ConfigError, match=r"^kv_offloading_size: only some layers of this model have a sliding window"):
+        Engine.from_config(config(windows, num_host_blocks=10, num_blocks=400))
+    with pytest.raises(ConfigError, match=r"^kv_offloading_size: needs enable_prefix_caching"):
+        config(folder, num_host_blocks=10, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match=r"^kv_offloading_size: 1000000.0 GiB: .* needs \d+ bytes, but \d+ are free"):
+        Engine.from_config(config(folder, kv_offloading_size=1e6))
+    assert Checkpoint.load(folder).fingerprint.startswith("sampled-"), "blocks that stay in the process need no digest"
