@@ -30,6 +30,7 @@ examples:
   quire render -f llmservice.yaml                  print the Kubernetes objects
   quire serve -f llmservice.yaml                   run it on this machine
   quire batch -f llmservice.yaml -i in.jsonl -o out.jsonl     run a file of requests
+  quire simulate run --model steps.json --trace trace.jsonl   predict latencies and cost
   quire operate                                    reconcile all LLMServices of a cluster
 
 To list all fields with their units, defaults and reasons: kubectl explain llmservice.spec --recursive"""
@@ -110,6 +111,9 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_serve_options(add_command(_serve, "run an LLMService on this machine", _SERVE_DESCRIPTION, _SERVE_EXAMPLES))
     batch_help = "run a file of requests, here or on a server"
     options.add_batch_options(add_command(_batch, batch_help, options.BATCH_DESCRIPTION, options.BATCH_EXAMPLES))
+    simulate_help = "predict latencies and cost from a recording"
+    command = add_command(_simulate, simulate_help, options.SIMULATE_DESCRIPTION, options.SIMULATE_EXAMPLES)
+    options.add_simulate_options(command)
     return parser
 
 
@@ -201,6 +205,12 @@ def _batch(args: argparse.Namespace) -> int:
     from quire_operator.cli import batch
 
     return batch.run(args)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from quire_operator.cli import simulate
+
+    return simulate.run(args)
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -67,6 +67,30 @@ to them.
 Exit status 0: SIGTERM or SIGINT stopped the operator, 1: a fatal error occurred; start the operator again."""
 
 
+SIMULATE_DESCRIPTION = """\
+Predict latencies, goodput and cost of a service before you buy its GPUs. The simulator runs the engine's own scheduler
+and prefix cache on a virtual clock. It needs a recording of the same model on the same kind of device.
+
+  record   run a trace on the model of an LLMService on this machine, and write what each step took
+  fit      fit the time of a step to recordings
+  run      simulate any number of replicas with a trace
+
+A trace has one JSON object per line, in the format of Mooncake's traces; times are in milliseconds:
+  {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48]}"""
+
+SIMULATE_EXAMPLES = """\
+examples:
+  quire simulate record -f llmservice.yaml --trace monday.jsonl -o recording.jsonl
+  quire simulate fit recording.jsonl -o steps.json
+  quire simulate run --model steps.json --trace tuesday.jsonl                     one replica, as it was recorded
+  quire simulate run -f llmservice.yaml --model steps.json --trace tuesday.jsonl  the planned replicas and KV cache
+  quire simulate run --model steps.json --trace tuesday.jsonl --replicas auto --slo ttft=500ms,itl=50ms
+  quire simulate run --model steps.json --trace tuesday.jsonl --rate-scale 2 --replicas 8 --price 2.50 -o json
+
+docs/simulation.md explains each number and how far to trust it.
+Exit status 0: done, 1: it failed, or with --strict more than 5 % of the time is extrapolated, 2: wrong input."""
+
+
 BATCH_DESCRIPTION = """\
 Run the requests of a file: on the model and adapters of an LLMService on this machine (-f), or on any server of the
 OpenAI API (--url). The files have the format of OpenAI's Batch API. Each line of the input is one request:
@@ -94,6 +118,45 @@ they run after other requests.
 If the server is overloaded or the connection is lost, the command repeats the request.
 Exit status 0: every line has a result, 1: the run stopped early; run the command again, 2: wrong usage, 3: some lines
 failed."""
+
+
+def add_simulate_options(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands of `quire simulate`."""
+    commands = parser.add_subparsers(dest="simulate_command", metavar="record|fit|run", required=True)
+    record = commands.add_parser("record", help="run a trace on this machine, and write what each step took")
+    record.add_argument("-f", "--file", required=True, help="the LLMService; its device must be on this machine")
+    add_folder_options(record)
+    _add_trace_options(record)
+    record.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the recording")
+    fit = commands.add_parser("fit", help="fit the time of a step to recordings")
+    fit.add_argument("recordings", type=Path, nargs="+", metavar="RECORDING", help="results of record")
+    fit.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the step model")
+    run = commands.add_parser("run", help="simulate any number of replicas with a trace")
+    run.add_argument("--model", type=Path, required=True, metavar="FILE", help="the step model: result of fit")
+    run.add_argument("-f", "--file", help="the LLMService whose plan is simulated (default: the engine as recorded)")
+    _add_defaults_option(run)
+    add_model_options(run)
+    _add_trace_options(run)
+    run.add_argument("--rate-scale", metavar="X", help="multiply the rate of arrivals by this number (default: 1)")
+    run.add_argument(
+        "--replicas", metavar="N|auto", help="pods; auto: the fewest that reach --goodput (default: of -f)"
+    )
+    run.add_argument(
+        "--dispatch", metavar="POLICY", help="how requests are spread: least-loaded (default), round-robin"
+    )
+    run.add_argument("--slo", metavar="LIMITS", help="limits of a good request (default: ttft=500ms,itl=50ms)")
+    run.add_argument("--goodput", metavar="SHARE", help="share of good requests for --replicas auto (default: 0.99)")
+    run.add_argument("--price", metavar="DOLLARS", help="price of one replica for an hour; prints the cost")
+    run.add_argument("-o", "--output", dest="format", choices=("text", "json"), help="format of the result")
+    run.add_argument("--strict", action="store_true", help="fail if more than 5 %% of the time is extrapolated")
+
+
+def _add_trace_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="the requests, one JSON object a line"
+    )
+    parser.add_argument("--trace-block-size", metavar="TOKENS", help="tokens of each of hash_ids (default: 512)")
+    parser.add_argument("--limit", metavar="N", help="use only the first N requests")
 
 
 def add_batch_options(parser: argparse.ArgumentParser) -> None:

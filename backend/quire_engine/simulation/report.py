@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text and JSON output of `quire simulate`. Pure functions."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from quire_engine.simulation.recording import Recording
+from quire_engine.simulation.simulator import SimulationResult
+from quire_engine.simulation.step_model import StepModel
+from quire_engine.simulation.timeline import PERCENTILES, Latencies
+from quire_engine.simulation.trace import TraceRequest
+from quire_spec.dataclass_json import to_json
+
+_UNITS = {"ms": 0.001, "s": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits that a good request keeps, in seconds."""
+
+    ttft_s: float = 0.5
+    """Time to the first token."""
+    itl_s: float = 0.05
+    """Mean time between two tokens of the request."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse ttft=500ms,itl=50ms; raises argparse.ArgumentTypeError."""
+        values: dict[str, float] = {}
+        for part in text.split(","):
+            match = re.fullmatch(r"(ttft|itl)=([0-9.]+)(ms|s)", part.strip())
+            try:
+                values[f"{match[1]}_s"] = float(match[2]) * _UNITS[match[3]]  # type: ignore[index]
+            except (TypeError, ValueError):
+                raise argparse.ArgumentTypeError(f"{part!r} is not ttft=NUMBERms or itl=NUMBERms") from None
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The result of `quire simulate run`."""
+
+    replicas: int
+    cores_per_replica: int
+    requests: int
+    requests_per_s: float
+    """Arrivals per second."""
+    output_tokens_per_s: float
+    latencies_ms: Latencies
+    slo: Slo
+    goodput: float
+    """Share of the requests within the SLO."""
+    prefix_hit_share: float
+    busy_share: float
+    outside_share: float
+    preemptions: int
+    steps: int
+    simulated_steps_per_s: float
+    dollars_per_hour: float | None
+    dollars_per_million_output_tokens: float | None
+
+    @classmethod
+    def create(
+        cls,
+        result: SimulationResult,
+        trace: Sequence[TraceRequest],
+        num_replicas: int,
+        cores_per_replica: int,
+        slo: Slo,
+        price: float | None,
+    ) -> Self:
+        """Create a summary. `price` is in dollars for a replica and hour."""
+        timeline = result.timeline
+        tokens_per_s = timeline.num_output_tokens / timeline.duration_s
+        span_s = trace[-1].arrival_s - trace[0].arrival_s
+        dollars = None if price is None else price * num_replicas
+        return cls(
+            num_replicas,
+            cores_per_replica,
+            len(trace),
+            len(trace) / span_s if span_s else float(len(trace)),
+            tokens_per_s,
+            timeline.latencies(),
+            slo,
+            timeline.goodput(slo.ttft_s, slo.itl_s),
+            result.prefix_hit_share,
+            result.busy_share,
+            result.outside_share,
+            result.num_preemptions,
+            result.num_steps,
+            result.num_steps / result.wall_s,
+            dollars,
+            None if dollars is None else dollars / 3600 / tokens_per_s * 1e6,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary as a JSON object."""
+        data: dict[str, Any] = to_json(self)
+        return data
+
+    def text(self) -> str:
+        """Return the summary as a table."""
+        rows = [
+            ("replicas", f"{self.replicas} of {self.cores_per_replica} cores"),
+            ("requests", f"{self.requests}, {self.requests_per_s:.2f} a second"),
+            ("output tokens/s", f"{self.output_tokens_per_s:.0f}"),
+            ("goodput", f"{self.goodput:.1%} (ttft {self.slo.ttft_s * 1000:g} ms, itl {self.slo.itl_s * 1000:g} ms)"),
+            ("prefix cache", f"{self.prefix_hit_share:.1%} of the prompt tokens"),
+            ("cores busy", f"{self.busy_share:.1%} of the time, {self.preemptions} preemptions"),
+            ("extrapolated", f"{self.outside_share:.1%} of the computing time"),
+        ]
+        if self.dollars_per_hour is not None and self.dollars_per_million_output_tokens is not None:
+            per_million = self.dollars_per_million_output_tokens
+            rows.append(("cost", f"${self.dollars_per_hour:.2f} an hour, ${per_million:.2f} a million output tokens"))
+        lines = [f"{name:<18}{value}" for name, value in rows]
+        return "\n".join([*lines, "", latency_table(self.latencies_ms)])
+
+
+def latency_table(latencies: Latencies) -> str:
+    """Return the percentiles as a table."""
+    lines = [f"{'latency (ms)':<18}" + "".join(f"{f'p{p}':>10}" for p in PERCENTILES)]
+    for name, values in (("first token", latencies.ttft), ("between tokens", latencies.itl)):
+        if values:
+            lines.append(f"{name:<18}" + "".join(f"{value:>10.2f}" for value in values.values()))
+    return "\n".join(lines)
+
+
+def recorded(recording: Recording, path: Path) -> str:
+    """Return the text that follows a recording."""
+    seconds = sum(step.seconds for step in recording.steps)
+    table = latency_table(recording.timeline.latencies())
+    return f"{path}: {len(recording.steps)} steps, {seconds:.1f} s of computing\n\n{table}"
+
+
+def fitted(model: StepModel, path: Path) -> str:
+    """Return the weights of a step model, and how well they fit."""
+    lines = [f"{path}: {model.num_steps} steps", ""]
+    lines += [f"{'feature':<18}{'microseconds':>14}{'recorded up to':>18}"]
+    for name, seconds in model.seconds_per.items():
+        lines.append(f"{name:<18}{seconds * 1e6:>14.3f}{model.recorded_maximum[name]:>18}")
+    errors = model.relative_error
+    lines += ["", f"error of a step: {errors['p50']:.1%} (median), {errors['p90']:.1%} (p90)"]
+    return "\n".join(lines)

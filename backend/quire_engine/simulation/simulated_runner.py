@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model runner that computes nothing: it moves a clock by the time that a step model predicts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.simulation.step_features import StepFeatures
+from quire_engine.simulation.step_model import StepModel
+from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
+from quire_spec.constants import AdapterDigest
+
+_TOKEN = 0
+"""Every output token. Outputs end by their length, so their tokens do not matter."""
+
+
+class VirtualClock:
+    """Time of one simulated core, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SimulatedRunner:
+    """Runs the steps of one engine; implements ModelRunner."""
+
+    def __init__(self, model: StepModel, clock: VirtualClock) -> None:
+        self.swap_costs = SwapCosts()
+        self._model, self._clock = model, clock
+        self.busy_s = 0.0
+        self.outside_s = 0.0
+        """Part of `busy_s` in steps that are larger than every recorded one."""
+        self.num_steps = 0
+
+    def execute(self, plan: StepPlan) -> list[SpanOutput]:
+        """Move the clock by the time of a step. Each sequence whose prompt is complete gets a token."""
+        features = StepFeatures.from_plan(plan)
+        seconds = self._model.seconds(features)
+        self._clock.now += seconds
+        self.busy_s += seconds
+        self.outside_s += seconds if self._model.is_outside(features) else 0.0
+        self.num_steps += 1
+        return [SpanOutput([_TOKEN] if span.samples else []) for span in plan.spans]
+
+    def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
+        """Not used: a recorded step contains everything from the end of the step before it to its own end, so the
+        simulated engine runs one step at a time."""
+        raise NotImplementedError
+
+    def sample_tokens(self) -> None:
+        """Do nothing."""
+
+    def read_adapter(self, path: Path) -> object:
+        """Return an adapter without content."""
+        return path
+
+    def host_bytes(self, packed_adapter: object) -> int:
+        """Return 1: the number of adapters in host memory is not limited by their size."""
+        return 1
+
+    def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
+        """Do nothing."""
+
+    def discard_adapter(self, adapter_digest: AdapterDigest) -> None:
+        """Do nothing."""
+
+    def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
+        """Return a function that does nothing: the time of the copy is not simulated."""
+        return lambda: None

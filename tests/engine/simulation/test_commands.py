@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire simulate record`, `fit` and `run` on the tiny model, as a user calls them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.quire_serve import EXAMPLES
+
+SERVICE = str(EXAMPLES / "llmservice.yaml")
+BLOCK = "--trace-block-size=32"
+
+
+def simulate(*arguments, code=0):
+    command = [sys.executable, "-m", "quire_operator.cli", "simulate", *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == code, result.stderr
+    return result.stdout if code == 0 else result.stderr
+
+
+def write_trace(path, count, interval_ms=20):
+    # The first output is so long that there are enough steps, however many requests a slow machine runs at a time.
+    lines = [
+        {"timestamp": interval_ms * i, "input_length": 30 + 97 * i % 300, "output_length": 5 + i % 40 if i else 300}
+        | {"hash_ids": [i % 3]}
+        for i in range(count)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A trace, its recording and the step model."""
+    folder = tmp_path_factory.mktemp("simulate")
+    trace = write_trace(folder / "trace.jsonl", 60)
+    printed = simulate("record", "-f", SERVICE, f"--trace={trace}", BLOCK, "-o", folder / "recording.jsonl")
+    assert "steps" in printed and "first token" in printed
+    printed = simulate("fit", folder / "recording.jsonl", "-o", folder / "steps.json")
+    assert "decode_rows" in printed and "error of a step" in printed
+    return trace, folder / "recording.jsonl", folder / "steps.json"
+
+
+def test_run_reports_latencies_goodput_and_cost(recorded):
+    trace, _, steps = recorded
+    common = ("run", f"--model={steps}", f"--trace={trace}", BLOCK)
+    text = simulate(*common, "--price=2.5", "--slo=ttft=10s,itl=1s")
+    assert "goodput           100.0%" in text and "cost              $2.50 an hour" in text
+    planned = json.loads(simulate(*common, "-f", SERVICE, "--replicas=2", "-o", "json", "--limit=20"))
+    assert (planned["replicas"], planned["requests"]) == (2, 20)
+    assert planned["latencies_ms"]["ttft"]["p50"] > 0 and planned["simulated_steps_per_s"] > 100
+    fewest = json.loads(simulate(*common, "--replicas=auto", "--rate-scale=50", "--slo=ttft=1s,itl=1s", "-o", "json"))
+    assert fewest["goodput"] >= 0.99 and 1 <= fewest["replicas"] <= 60
+
+
+def test_extrapolation_is_announced_and_strict_fails(recorded, tmp_path):
+    _, _, steps = recorded
+    burst = write_trace(tmp_path / "burst.jsonl", 60, interval_ms=0)
+    common = ("run", f"--model={steps}", f"--trace={burst}", BLOCK, "--rate-scale=1")
+    model = json.loads(steps.read_text())
+    model["recorded_maximum"] |= {"decode_rows": 1}
+    steps_of_one = tmp_path / "steps.json"
+    steps_of_one.write_text(json.dumps(model))
+    assert "extrapolated      0.0%" not in simulate(*common, f"--model={steps_of_one}")
+    assert "larger than every recorded one" in simulate(*common, f"--model={steps_of_one}", "--strict", code=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--slo=ttft=5"], "'ttft=5' is not ttft=NUMBERms"),
+        (["--replicas=0"], "'0' is not an integer of at least 1"),
+        (["--rate-scale=nan"], "'nan' is not a number above 0"),
+        (["--goodput=2"], "'2' is not a number from 0 to 1"),
+        (["--trace=/no/such/file"], "/no/such/file"),
+        (["--model=/no/such/file"], "/no/such/file is not a result of `quire simulate fit`"),
+        (["--replicas=auto", "--slo=ttft=0.0001ms"], "requests that run alone reach a goodput of only 0.000"),
+    ],
+)
+def test_wrong_input_is_one_error(recorded, arguments, message):
+    trace, _, steps = recorded
+    error = simulate("run", f"--model={steps}", f"--trace={trace}", BLOCK, *arguments, code=2)
+    assert message in error and "Traceback" not in error
+
+
+def test_a_recording_of_another_kind_is_refused(recorded, tmp_path):
+    trace, recording, _ = recorded
+    assert "is not a recording" in simulate("fit", trace, "-o", tmp_path / "steps.json", code=2)
+    lines = recording.read_text().splitlines()
+    (tmp_path / "short.jsonl").write_text("\n".join(lines[:50]))
+    assert "200 are needed" in simulate("fit", tmp_path / "short.jsonl", "-o", tmp_path / "steps.json", code=2)
