@@ -5,11 +5,15 @@ import asyncio
 import http.client
 import json
 import signal
+import socket
 import threading
+from itertools import pairwise
 
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.quire_serve import example_document, grpc_text, running_service
 
 from quire_spec import constants
@@ -131,6 +135,26 @@ def test_the_wait_before_the_stop_ends_each_connection_after_its_response(own):
     own.wait(lambda: channel.num_answers > 2, 10, "answers over gRPC")
     channel.stop()
     assert channel.errors == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), num_header_bytes=st.integers(0, 5000))
+def test_requests_in_pieces_are_whole_in_the_wait(own, data, num_header_bytes):
+    """The preload library adds a header to what the server reads, at any split of a request after its first line. A
+    first line in pieces gets status 404 from the server of release 24.10, at any time."""
+    method, path, document = REQUESTS["http"]
+    body = json.dumps(document)
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: keep-alive\r\n"
+    head += f"X-Padding: {'x' * num_header_bytes}\r\nContent-Length: {len(body)}\r\n\r\n"
+    request = (head + body).encode()
+    cuts = sorted(data.draw(st.sets(st.integers(request.index(b"\n") + 1, len(request) - 1), max_size=3)))
+    with socket.create_connection(("127.0.0.1", own.ports["http"]), timeout=30) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start, end in pairwise([0, *cuts, len(request)]):
+            connection.sendall(request[start:end])
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert (response.status, json.loads(response.read())["model_name"]) == (200, "pirate")
 
 
 def test_after_the_wait_new_requests_get_503_and_open_ones_end(own):

@@ -44,6 +44,7 @@ from quire_operator.render.context import OPTIONAL_KINDS
 from quire_operator.render.object_names import CLAIMS_DIR
 from quire_operator.render.objects import render_objects
 from quire_server.downloads import model_download
+from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog, PvcSource
 from quire_spec.documents.pod_config import PodConfig
 from quire_spec.engine.config import EngineConfig
@@ -110,6 +111,8 @@ def test_server_reads_the_rendered_files(rendered):
     assert config.host == "0.0.0.0"
     assert {p["containerPort"] for p in container["ports"]} == set(config.named_ports.values())
     assert config.limits.drainSeconds == service.spec.rollout.drainSeconds
+    # gRPC varies the age by 10 %.
+    assert 1.1 * constants.GRPC_CONNECTION_AGE_S + 2 < pod_template.PROPAGATION_S
     assert template["terminationGracePeriodSeconds"] > pod_template.PROPAGATION_S + config.limits.drainSeconds + 30
     # The files that the server reads are in the mounted ConfigMaps and Secrets.
     maps = {m["metadata"]["name"]: m["data"] for m in manifests if m["kind"] in ("ConfigMap", "Secret")}

@@ -74,7 +74,7 @@ enum { MAX_READINESS_BYTES = 1 << 20, MAX_NAME_BYTES = 256 };
 enum { DEFAULT_TIMEOUT_S = 60, DEFAULT_MAX_BODY_BYTES = 64 << 20 };
 enum { ACCEPT_PAUSE_US = 100000 };
 static const char CLOSE_HEADER[] = "Connection: close\r\n";
-enum { CLOSE_HEADER_BYTES = sizeof CLOSE_HEADER - 1, MAX_PARTS = 8 };
+enum { CLOSE_HEADER_BYTES = sizeof CLOSE_HEADER - 1, MAX_PARTS = 8, MAX_PEEKED_BYTES = 4096 };
 enum { LARGE_BYTES = 1 << 20, TRIM_AFTER_S = 3 };
 enum { MAX_ELEMENTS = 1 << 28, INVALID_ARG = 3 };
 enum { DIVISION_BYTES = 16 }; // after a call, in which the caller divides by its result
@@ -340,11 +340,20 @@ static ssize_t discard(int fd, RequestScanner *scanner, const struct iovec *part
   return size;
 }
 
-// Return whether readv must add CLOSE_HEADER to the next request of a connection.
-static int adds_close_header(const RequestScanner *scanner, const struct iovec *parts, int num_parts) {
+// Return where readv must insert CLOSE_HEADER: after the request line, if the pod is about to stop. Return 0 if the line
+// has not arrived as a whole, or if there is no room: the server loses a request whose line it reads in pieces.
+static size_t close_header_position(int fd, const RequestScanner *scanner, const struct iovec *parts, int num_parts) {
+  if (!is_closing || scanner->phase != REQUEST_LINE || num_parts > MAX_PARTS) return 0;
   size_t room = 0;
   for (int i = 0; i < num_parts; i++) room += parts[i].iov_len;
-  return is_closing && is_between_requests(scanner) && num_parts <= MAX_PARTS && room > CLOSE_HEADER_BYTES;
+  if (room <= CLOSE_HEADER_BYTES) return 0;
+  char data[MAX_PEEKED_BYTES];
+  size_t limit = room - CLOSE_HEADER_BYTES;
+  ssize_t size = recv(fd, data, limit < sizeof data ? limit : sizeof data, MSG_PEEK | MSG_DONTWAIT);
+  const char *end = size > 0 ? memchr(data, '\n', (size_t)size) : NULL;
+  if (end == NULL) return 0;
+  int is_empty = is_between_requests(scanner) && end - data <= 1; // Some clients send an empty line after a request.
+  return is_empty ? 0 : (size_t)(end - data) + 1;
 }
 
 // Read, but leave room for CLOSE_HEADER.
@@ -365,16 +374,11 @@ static char *byte_at(const struct iovec *parts, size_t index) {
   return (char *)parts->iov_base + index;
 }
 
-// Insert CLOSE_HEADER after the request line. Return the new size.
-static size_t add_close_header(const struct iovec *parts, size_t size) {
-  size_t at = 0;
-  while (at < size && *byte_at(parts, at) != '\n') at++;
-  // An empty line is not a request line. A request line that is incomplete is very long.
-  if (at == size || at <= 1) return size;
-  at++;
-  for (size_t i = size; i-- > at;) *byte_at(parts, i + CLOSE_HEADER_BYTES) = *byte_at(parts, i);
-  for (size_t i = 0; i < CLOSE_HEADER_BYTES; i++) *byte_at(parts, at + i) = CLOSE_HEADER[i];
-  return size + CLOSE_HEADER_BYTES;
+// Insert CLOSE_HEADER at a position. Return the new size.
+static ssize_t add_close_header(const struct iovec *parts, size_t size, size_t position) {
+  for (size_t i = size; i-- > position;) *byte_at(parts, i + CLOSE_HEADER_BYTES) = *byte_at(parts, i);
+  for (size_t i = 0; i < CLOSE_HEADER_BYTES; i++) *byte_at(parts, position + i) = CLOSE_HEADER[i];
+  return (ssize_t)(size + CLOSE_HEADER_BYTES);
 }
 
 ssize_t readv(int fd, const struct iovec *parts, int num_parts) {
@@ -382,8 +386,9 @@ ssize_t readv(int fd, const struct iovec *parts, int num_parts) {
   if (connection == NULL || !connection->is_open) return next_readv(fd, parts, num_parts);
   RequestScanner *scanner = &connection->scanner;
   if (scanner->phase == REFUSED) return discard(fd, scanner, parts, num_parts);
-  int was_between_requests = is_between_requests(scanner), adds_header = adds_close_header(scanner, parts, num_parts);
-  ssize_t size = adds_header ? read_with_room(fd, parts, num_parts) : next_readv(fd, parts, num_parts);
+  int was_between_requests = is_between_requests(scanner);
+  size_t position = close_header_position(fd, scanner, parts, num_parts);
+  ssize_t size = position ? read_with_room(fd, parts, num_parts) : next_readv(fd, parts, num_parts);
   const char *error = NULL;
   ssize_t left = size;
   for (int i = 0; i < num_parts && left > 0 && error == NULL; i++) {
@@ -394,7 +399,8 @@ ssize_t readv(int fd, const struct iovec *parts, int num_parts) {
   if (scanner->body_bytes > LARGE_BYTES) seconds_to_trim = TRIM_AFTER_S;
   // The end of a request sets started_at to 0.
   if (!is_between_requests(scanner) && (was_between_requests || scanner->started_at == 0)) scanner->started_at = now();
-  if (error == NULL) return adds_header && size > 0 ? (ssize_t)add_close_header(parts, (size_t)size) : size;
+  if (error == NULL)
+    return position && size >= (ssize_t)position ? add_close_header(parts, (size_t)size, position) : size;
   refuse(fd, error);
   scanner->remaining = 0;
   return discard(fd, scanner, parts, num_parts);
