@@ -11,6 +11,7 @@ import threading
 
 import pytest
 from support.engine_processes import wait_for
+from support.envoy import running_envoy
 from support.pod_cluster import (
     OPERATOR_NAMESPACE,
     OTHER_SERVER_IMAGE,
@@ -27,6 +28,8 @@ from support.pod_cluster import (
     serving_pods,
 )
 from support.steady_clients import KINDS, read_long_stream, steady_clients
+
+from quire_spec import constants
 
 RUNS = int(os.environ.get("QUIRE_ROLLOUT_RUNS", "0"))
 """Number of runs of every case; 0: one run of the cases for CI."""
@@ -165,8 +168,10 @@ def test_no_request_fails(cluster, namespace, name):
 
 
 @pytest.mark.parametrize("name", selected("kill"))
-def test_a_killed_supervisor(cluster, namespace, name):
-    """Open requests end with one error, and the Service leads to the pod for some seconds only."""
+def test_a_killed_supervisor(cluster, namespace, name, tmp_path):
+    """Open requests end with one error, and the Service leads to the pod for some seconds only. Clients of Envoy do not
+    notice that."""
+    hosts = [(pod["status"]["podIP"], constants.OPENAI_PORT) for pod in serving_pods(cluster, namespace)]
     victim = serving_pods(cluster, namespace)[0]
     pod_name, count = victim["metadata"]["name"], server_container(victim)["restartCount"]
     ports = {port["name"]: port["containerPort"] for port in victim["spec"]["containers"][0]["ports"]}
@@ -176,8 +181,14 @@ def test_a_killed_supervisor(cluster, namespace, name):
     def is_restarted():
         return server_container(cluster.get("v1", "Pod", pod_name, namespace))["restartCount"] == count + 1
 
-    with service_endpoint(cluster, namespace) as endpoint, steady_clients(endpoint) as clients:
+    with (
+        running_envoy(hosts, tmp_path) as port,
+        steady_clients(ServiceEndpoint("127.0.0.1", {"openai": port}), ("openai",)) as envoys_clients,
+        service_endpoint(cluster, namespace) as endpoint,
+        steady_clients(endpoint) as clients,
+    ):
         wait_for(lambda: len(clients.num_answers) == 3 * len(KINDS), 60, "an answer for each client")
+        wait_for(lambda: len(envoys_clients.num_answers) == 3, 60, "an answer for each client of Envoy")
         with concurrent.futures.ThreadPoolExecutor() as threads:
             streams = {kind: threads.submit(read_long_stream, direct, kind, started[kind]) for kind in KINDS}
             wait_for(lambda: all(event.is_set() for event in started.values()), 30, "open streams")
@@ -191,7 +202,12 @@ def test_a_killed_supervisor(cluster, namespace, name):
     refused_s = max((failure.failed_at for failure in clients.failures), default=0) - min(sent, default=0)
     print(
         f"\nkill: {clients.num_answers.total()} answers, {len(sent)} failures within {refused_s:.1f} s: "
-        f"{sorted({failure.error for failure in clients.failures})}; the open streams: {errors}"
+        f"{sorted({failure.error for failure in clients.failures})}; the open streams: {errors}; "
+        f"behind Envoy: {envoys_clients.num_answers.total()} answers, {envoys_clients.failures}"
     )
     assert {kind: len(found) for kind, found in errors.items()} == dict.fromkeys(KINDS, 1), errors
     assert refused_s <= MAX_REFUSAL_S, clients.failures
+    # Only requests that were open when the supervisor was killed fail behind Envoy, at most one of each client.
+    failed = [failure.client for failure in envoys_clients.failures]
+    assert len(failed) == len(set(failed)), envoys_clients.failures
+    assert not [f for f in envoys_clients.failures if "onnection refused" in f.error or "connection failure" in f.error]

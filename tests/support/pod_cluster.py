@@ -194,7 +194,7 @@ def service_endpoint(cluster: Cluster, namespace: str, service: str = "tales") -
     ) as forward:
         try:
             deadline = time.monotonic() + 20
-            while not all(_is_open(port) for port in local_ports.values()):
+            while not all(is_open(port) for port in local_ports.values()):
                 assert time.monotonic() < deadline and forward.poll() is None, "kubectl port-forward does not listen"
                 time.sleep(0.05)
             yield ServiceEndpoint("127.0.0.1", local_ports)
@@ -202,6 +202,7 @@ def service_endpoint(cluster: Cluster, namespace: str, service: str = "tales") -
             forward.terminate()
 
 
-def _is_open(port: int) -> bool:
+def is_open(port: int) -> bool:
+    """Return whether a program listens on a port of this machine."""
     with socket.socket() as s:
         return s.connect_ex(("127.0.0.1", port)) == 0

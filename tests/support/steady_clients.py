@@ -95,8 +95,10 @@ def grpc_client(endpoint: ServiceEndpoint, keeps: bool) -> Iterator[Send]:
     def send_with(client: Any, model: str) -> None:
         answers: list[Any] = []
         client.start_stream(lambda result, error: answers.append(error or result))
-        client.async_stream_infer(model, [grpc_text(PROMPT)], parameters={"max_tokens": MAX_TOKENS})
-        client.stop_stream()
+        try:
+            client.async_stream_infer(model, [grpc_text(PROMPT)], parameters={"max_tokens": MAX_TOKENS})
+        finally:
+            client.stop_stream()
         assert answers, "the stream ended without a response"
         for answer in answers:
             if isinstance(answer, Exception):
