@@ -202,9 +202,13 @@ class EngineProcesses:
         return self
 
     def wait_core_connected(self, connected: bool) -> None:
-        """Wait until the text process reports the core as connected, or as disconnected."""
+        """Wait until the text process reports the core, or each of several, as connected, or as disconnected."""
+
+        def states(status: dict[str, Any]) -> set[bool]:
+            return {core["connected"] for core in status["cores"].values()} or {status["core"]}
+
         with self.connect("text", "supervisor") as supervisor:
-            wait_for(lambda: supervisor.call("status")["core"] is connected, what=f"core={connected}")
+            wait_for(lambda: states(supervisor.call("status")) == {connected}, what=f"core={connected}")
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> int:
         """Send a signal to a process, wait until it exits, and return its exit code."""

@@ -30,6 +30,9 @@ mode.
 OLD_SUPERVISOR_ERROR = "the following arguments are required: --served-name"
 """Part of what a supervisor before pod.json prints if a pod of this release starts it."""
 
+_MAX_DEGRADED = 3
+"""Maximum number of pods whose missing cores a message contains."""
+
 
 @dataclass(frozen=True, slots=True)
 class PodProblem:
@@ -72,12 +75,12 @@ def available_condition(observed: ObservedState, desired_replicas: int | None) -
     """Return the condition Available, which is True if pods of any generation can serve. If the spec is invalid,
     `desired_replicas` is None.
     """
-    num_ready = len(ready_pods(observed))
-    if num_ready:
+    ready = ready_pods(observed)
+    if ready:
         desired_text = f" of {desired_replicas}" if desired_replicas is not None else ""
-        return Condition(
-            ConditionType.AVAILABLE, True, Reason.MINIMUM_REPLICAS, f"{num_ready}{desired_text} pods serve"
-        )
+        degraded = [f"; {pod.name}: {pod.report.degraded}" for pod in ready if pod.report and pod.report.degraded]
+        message = f"{len(ready)}{desired_text} pods serve{''.join(degraded[:_MAX_DEGRADED])}"
+        return Condition(ConditionType.AVAILABLE, True, Reason.MINIMUM_REPLICAS, message)
     if desired_replicas == 0:
         return Condition(ConditionType.AVAILABLE, False, Reason.SCALED_TO_ZERO, "spec.replicas is 0")
     return Condition(ConditionType.AVAILABLE, False, Reason.NO_READY_PODS, "no pod is ready")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of pods that only some fields of the API show: gates, rejections, sidecars; and those of autoscalers."""
 
+import dataclasses
+
 import pytest
 from support.observed_factories import (
     GENERATION,
@@ -195,3 +197,12 @@ def test_messages_of_kueue():
     checked = {"type": "Admitted", "status": "False", "message": "an admission check is pending"}
     found = queue_messages([workload("a", pending), workload("b", reserved, checked), workload("c")])
     assert found == {"a": "1 more needed", "b": "an admission check is pending", "c": ""}
+
+
+def test_a_pod_without_one_of_its_cores_serves_and_says_so():
+    whole = serving_pod("s-0")
+    report = dataclasses.replace(whole.report, degraded="cores 3 of 4")
+    pods = (whole, dataclasses.replace(whole, name="s-1", report=report))
+    found = checked_status(state_with_pods(*pods, deployment=deployment(2, ready=2)))
+    assert condition(found, "Available")["status"] == "True"
+    assert condition(found, "Available")["message"] == "2 of 2 pods serve; s-1: cores 3 of 4"
