@@ -79,9 +79,11 @@ def test_a_killed_batch_on_a_server_is_continued(service, tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_a_batch_on_this_machine_survives_the_death_of_its_core_and_its_own(tmp_path):
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_a_batch_on_this_machine_survives_the_death_of_its_core_and_its_own(tmp_path, num_cores):
     write_requests(tmp_path / "in.jsonl")
     document = example_document()
+    document["spec"]["engine"]["dataParallelSize"] = num_cores
     document["spec"]["openai"] = {"chatTemplate": {"text": "{{ messages[0].content }}"}}
     (tmp_path / "llmservice.yaml").write_text(yaml.safe_dump(document))
     flags = ["-f", tmp_path / "llmservice.yaml", "--max-inflight=2", f"--run-dir={tmp_path / 'run'}"]
@@ -90,8 +92,9 @@ def test_a_batch_on_this_machine_survives_the_death_of_its_core_and_its_own(tmp_
     wait_for(lambda: num_results(tmp_path) >= 4 or first.poll() is not None, what="four results")
     assert first.poll() is None, (tmp_path / "log").read_text()
     children = psutil.Process(first.pid).children(recursive=True)
-    [core] = [child for child in children if "quire_engine.core" in child.cmdline()]
-    core.kill()
+    cores = [child for child in children if "quire_engine.core" in child.cmdline()]
+    assert len(cores) == num_cores
+    cores[-1].kill()
     num_before = num_results(tmp_path)
     wait_for(lambda: num_results(tmp_path) > num_before + 4 or first.poll() is not None, what="results of a new core")
     children += psutil.Process(first.pid).children(recursive=True)

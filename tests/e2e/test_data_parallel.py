@@ -9,7 +9,11 @@ import signal
 import time
 
 import pytest
+from support.engine_processes import IpcClient
 from support.quire_serve import StreamedResponse, example_document, run_concurrently, running_service
+
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.messages import GenerateRequest
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -118,6 +122,32 @@ def test_a_core_dies_and_the_others_serve_on(own, how):
     # The new core has the adapters before it gets their requests.
     own.wait(lambda: min(series(own, "quire_core_up").values()) == 1, 30, "two connected cores")
     assert greedy_outputs(own) == expected
+
+
+def test_the_text_process_dies(own):
+    """The new one learns from the cores what they have."""
+    expected, cores = greedy_outputs(own), [own.pid("core-0"), own.pid("core-1")]
+    os.kill(own.pid("text"), signal.SIGKILL)
+    own.wait(lambda: own.health()[0] == 503, 5, "not ready")
+    own.wait(lambda: own.health()[0] == 200 and min(series(own, "quire_core_up").values()) == 1, 60, "ready")
+    assert greedy_outputs(own) == expected and min(dispatched(own)) > 0
+    assert [own.pid("core-0"), own.pid("core-1")] == cores
+
+
+def test_a_client_can_choose_the_core(own):
+    before = dispatched(own)
+    with IpcClient(own.folder / "run/text.sock", "openai") as client:
+
+        def run(request_id, rank):
+            params = SamplingParams(max_tokens=2)
+            client.send(GenerateRequest(request_id, "tales", "x", None, params, False, data_parallel_rank=rank))
+            return client.collect([request_id])[request_id][-1]
+
+        assert [run(i, 1).finish_reason for i in range(1, 6)] == ["length"] * 5
+        for wrong in (2, -1):
+            refused = run(9, wrong)
+            assert refused.error_code == "INVALID_ARG" and "must be from 0 to 1" in refused.error
+    assert dispatched(own) == [before[0], before[1] + 5]
 
 
 def test_all_cores_die(own):

@@ -66,7 +66,7 @@ def num_kv_blocks(
                 f"kv_cache_memory_bytes: {kv_bytes} is more than the {budget.total} bytes that are free; lower it"
             )
     elif config.device == "cpu":
-        max_bytes = CPU_KV_BYTES // config.tensor_parallel_size
+        max_bytes = CPU_KV_BYTES // config.num_ranks
         kv_bytes = min(
             max_bytes, budget.available_for_kv // CPU_KV_SHARE, config.max_num_seqs * blocks_per_sequence * block_bytes
         )
@@ -104,7 +104,7 @@ def check_host_memory(config: EngineConfig, needed: int, free: int) -> None:
     Raises:
         ConfigError: the memory is not free. Linux would grant the allocation, but kill a process later.
     """
-    total = needed * config.tensor_parallel_size
+    total = needed * config.num_ranks
     if total > free:
         raise ConfigError(
             f"kv_offloading_size: {config.kv_offloading_size} GiB: the host memory for KV blocks needs {total} bytes, "
