@@ -88,6 +88,11 @@ def core_names(data_parallel_size: int) -> tuple[str, ...]:
     return ("core",) if data_parallel_size == 1 else tuple(f"core-{i}" for i in range(data_parallel_size))
 
 
+def core_index(name: str) -> int:
+    """Return the index of a core process, which is its data-parallel rank."""
+    return int(name.removeprefix("core").removeprefix("-") or 0)
+
+
 def process_socket(name: str) -> str:
     """Return the name of the socket of the text process or of a core process."""
     return f"{name}.sock"

@@ -97,7 +97,7 @@ class FakeProcess(Server):
 class FakeCore(FakeProcess):
     """Stores adapters; rejects an adapter of rank 0."""
 
-    METHODS = ("status", "load_adapter", "unload_adapter")
+    METHODS = ("status", "load_adapter", "unload_adapter", "set_adapter_names")
 
     def __init__(self) -> None:
         super().__init__("core")
@@ -116,6 +116,9 @@ class FakeCore(FakeProcess):
 
     async def unload_adapter(self, digest: AdapterDigest) -> None:
         del self.adapters[digest]
+
+    async def set_adapter_names(self, adapters: dict[AdapterName, AdapterDigest]) -> None:
+        assert set(adapters.values()) <= self.adapters.keys(), "a name has an adapter that is not loaded"
 
 
 class FakeText(FakeProcess):

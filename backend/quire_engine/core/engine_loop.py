@@ -19,7 +19,8 @@ from msgspec.structs import replace
 
 from quire_engine.core.engine import Engine
 from quire_engine.ipc import process
-from quire_engine.kv_cache.block_events import BlockEvent, block_changes
+from quire_engine.kv_cache.block_events import block_changes
+from quire_engine.kv_events.publisher import KVEventPublisher
 from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest
 from quire_spec.errors import PROCESS_ENDS, Code, Internal, QuireError
@@ -52,7 +53,7 @@ class EngineLoop:
         publish: Callable[[int, StepResult], None],
         on_adapter_needed: Callable[[AdapterDigest, Path], None],
         on_slot_copy: Callable[[SlotLoad, Callable[[], None]], None],
-        on_block_events: Callable[[list[BlockEvent]], None] | None = None,
+        event_publisher: KVEventPublisher | None = None,
         report_blocks: bool = False,
     ) -> None:
         """Create the loop. The callbacks run in the compute thread and must not block.
@@ -64,16 +65,16 @@ class EngineLoop:
                 engine's add_adapter or fail_adapter with `submit_call`.
             on_slot_copy: called with a slot load and a function that copies the adapter into the slot. Run this
                 function, and then call the engine's on_slot_loaded with `submit_call`.
-            on_block_events: called with the events of cached blocks of a step, if any.
+            event_publisher: publishes the events of cached blocks after each step.
             report_blocks: whether results contain the changes of the prefix cache and of the registered adapters.
         """
         self._engine = engine
         engine.delegate_slot_copies(on_slot_copy)
         self._publish = publish
         self._on_adapter_needed = on_adapter_needed
-        self._on_block_events = on_block_events
+        self._event_publisher = event_publisher
         self._report_blocks = report_blocks
-        if on_block_events is not None or report_blocks:
+        if event_publisher is not None or report_blocks:
             engine.observe_blocks()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._client_id = 0
@@ -150,8 +151,8 @@ class EngineLoop:
     def _step(self) -> None:
         result = self._engine.step()
         if block_events := self._engine.pop_block_events():
-            if self._on_block_events is not None:
-                self._on_block_events(block_events)
+            if self._event_publisher is not None:
+                self._event_publisher.publish(block_events)
             if self._report_blocks:
                 result = replace(result, block_changes=block_changes(block_events))
         self._integrity_checked = False
@@ -168,6 +169,9 @@ class EngineLoop:
         if self._client_id:
             adapter_events, self._unsent_adapter_events = self._unsent_adapter_events, []
             result = replace(result, adapter_events=adapter_events, adapters=self._changed_adapters())
+            if self._event_publisher is not None and self._event_publisher.num_dropped:
+                stats = replace(result.stats, num_dropped_kv_events=self._event_publisher.num_dropped)
+                result = replace(result, stats=stats)
             if self._client_is_new and self._report_blocks:
                 result = replace(result, block_changes=self._engine.cached_blocks())
             self._client_is_new = False

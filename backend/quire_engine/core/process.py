@@ -20,7 +20,8 @@ from quire_engine.core.engine import Engine
 from quire_engine.core.server import CoreServer
 from quire_engine.ipc import process
 from quire_engine.kv_cache.layout_choice import choose_layout
-from quire_spec.constants import process_socket
+from quire_engine.kv_events.publisher import KVEventPublisher
+from quire_spec.constants import core_index, process_socket
 from quire_spec.model import memory_sizing
 from quire_spec.model.capabilities import DTYPE_BYTES, KV_SCALE_BYTES
 from quire_spec.model.tensor_parallel import TensorParallelShard
@@ -32,6 +33,11 @@ _GIB = 2**30
 def main(args: process.ProcessArgs) -> None:
     """Load the engine, then serve requests."""
     socket_path = args.socket_path(process_socket(args.name))
+    events_config = args.config.kv_events_config
+    # The ports are opened before the model is loaded, so that an error about them comes early.
+    publisher = None
+    if events_config is not None and events_config.is_enabled:
+        publisher = KVEventPublisher(events_config, args.served_name, core_index(args.name))
     compute_thread = ComputeThread()
     engine = compute_thread.run_sync(lambda: Engine.from_config(args.config, on_lost=_on_engine_lost))
     log_memory(engine)
@@ -39,7 +45,9 @@ def main(args: process.ProcessArgs) -> None:
     # otherwise traverse them in the middle of a step.
     gc.collect()
     gc.freeze()
-    asyncio.run(_serve(engine, compute_thread, socket_path))
+    if publisher is not None:
+        publisher.start(choose_layout(engine.config, engine.shape), engine.config.block_size)
+    asyncio.run(_serve(engine, compute_thread, socket_path, publisher))
 
 
 def log_memory(engine: Engine) -> None:
@@ -83,6 +91,8 @@ def _on_engine_lost(reason: str) -> None:
     process.exit_now(process.EXIT_SOFTWARE)
 
 
-async def _serve(engine: Engine, compute_thread: ComputeThread, socket_path: Path) -> None:
+async def _serve(
+    engine: Engine, compute_thread: ComputeThread, socket_path: Path, publisher: KVEventPublisher | None
+) -> None:
     process.install_exit_handlers(asyncio.get_running_loop())
-    await CoreServer(engine, compute_thread).run(socket_path)
+    await CoreServer(engine, compute_thread, publisher).run(socket_path)

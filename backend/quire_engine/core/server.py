@@ -18,9 +18,10 @@ from quire_engine.core.engine_loop import EngineLoop
 from quire_engine.core.grammar_queue import GrammarQueue
 from quire_engine.ipc import process
 from quire_engine.kv_cache.block_hash import BlockHasher
+from quire_engine.kv_events.publisher import KVEventPublisher
 from quire_engine.lora.io_threads import AdapterIOThreads
 from quire_engine.step.plan import SlotLoad
-from quire_spec.constants import AdapterDigest
+from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.pod_status import utc_now
 from quire_spec.errors import PROCESS_ENDS, Internal, QuireError
 from quire_spec.protocol.connection import Connection
@@ -40,19 +41,31 @@ logger = logging.getLogger(__name__)
 class CoreServer(Server):
     """Handler of all connections of the core process."""
 
-    def __init__(self, engine: Engine, compute_thread: ComputeThread) -> None:
-        """Create the server for an engine; `compute_thread` is the thread that has loaded the engine."""
+    def __init__(
+        self, engine: Engine, compute_thread: ComputeThread, event_publisher: KVEventPublisher | None = None
+    ) -> None:
+        """Create the server for an engine.
+
+        Args:
+            engine: the engine.
+            compute_thread: the thread that has loaded the engine.
+            event_publisher: publishes the events of cached blocks.
+        """
         super().__init__(
-            (self.load_adapter, self.unload_adapter, self.status, self.check, self.live, self.block_hasher),
+            (
+                *(self.load_adapter, self.unload_adapter, self.set_adapter_names, self.status, self.check, self.live),
+                self.block_hasher,
+            ),
             (SequenceRequest, AbortSequences),
         )
         self._engine = engine
         self._compute_thread = compute_thread
         self._event_loop = asyncio.get_running_loop()
         self._started_at = utc_now()
-        has_several_cores = engine.config.data_parallel_size > 1
+        self._event_publisher = event_publisher
         self._engine_loop = EngineLoop(
-            engine, self._publish, self._on_adapter_needed, self._on_slot_copy, report_blocks=has_several_cores
+            *(engine, self._publish, self._on_adapter_needed, self._on_slot_copy, event_publisher),
+            report_blocks=engine.config.data_parallel_size > 1,
         )
         self._io_threads = AdapterIOThreads()
         self._grammar_queue = GrammarQueue(engine.input_processor.grammar_compiler, self._engine_loop.generate)
@@ -145,6 +158,11 @@ class CoreServer(Server):
         """Remove an adapter."""
         await self._run_on_engine_thread(lambda: self._engine.remove_adapter(digest))
         logger.info("adapter unloaded digest=%s", digest)
+
+    def set_adapter_names(self, adapters: dict[AdapterName, AdapterDigest]) -> None:
+        """Set the digest of each adapter name. Only subscribers of KV events know adapters by their names."""
+        if self._event_publisher is not None:
+            self._event_publisher.set_adapter_names(adapters)
 
     async def status(self) -> CoreStatus:
         """Return the memory, the adapters and the state of the scheduler."""

@@ -74,6 +74,11 @@ def group_hash(block_hash: bytes, group: int) -> bytes:
     return block_hash + bytes([group]) if group else block_hash
 
 
+def block_hash_of(group_hash: bytes) -> bytes:
+    """Return the hash of the block in group 0 that has the same tokens."""
+    return group_hash[:_HASH_BYTES]
+
+
 def group_of(block_hash: bytes) -> int:
     """Return the group of layers of the block with this hash."""
     return block_hash[_HASH_BYTES] if len(block_hash) > _HASH_BYTES else 0

@@ -107,14 +107,11 @@ class RequestProcessor:
                 enforced.
             Unavailable: other requests are being rendered or checked.
         """
-        limits, params, text = self.limits, request.params, request.prompt
+        limits, params = self.limits, request.params
         reasoning, tools = "possible", _tools(request.chat)
+        text, token_ids, bad_word_ids = await self.tokenize(request, template)
         if request.chat is not None:
-            text = await self.render(request.chat, template)
-            reasoning = reasoning_state(limits.parser_names, text, _prefill(request.chat))
-        token_ids, bad_word_ids = await self._encode(request, text)
-        if request.prompt_token_ids is None:
-            limits.check_prompt(token_ids)
+            reasoning = reasoning_state(limits.parser_names, text or "", _prefill(request.chat))
         limits.check_prompt_logprobs(params, len(token_ids))
         limits.check_allowed_tokens(params, bad_word_ids)
         grammar = None
@@ -134,6 +131,17 @@ class RequestProcessor:
             marks,
             self._parser_factory(request, token_ids, tools, reasoning == "open"),
         )
+
+    async def tokenize(
+        self, request: GenerateRequest, template: str | None = None
+    ) -> tuple[str | None, list[int], list[list[int]]]:
+        """Return the text of the prompt, its token ids, and the token ids of the bad words. The errors are those of
+        `prepare`."""
+        text = request.prompt if request.chat is None else await self.render(request.chat, template)
+        token_ids, bad_word_ids = await self._encode(request, text)
+        if request.prompt_token_ids is None:
+            self.limits.check_prompt(token_ids)
+        return text, token_ids, bad_word_ids
 
     async def render(self, chat: Conversation, template: str | None) -> str:
         """Return the text of a conversation, in which control tokens are marked."""

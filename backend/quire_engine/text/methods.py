@@ -27,7 +27,7 @@ from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.documents.pod_status import CoreState, utc_now
 from quire_spec.errors import InvalidArgument
-from quire_spec.protocol.messages import Conversation
+from quire_spec.protocol.messages import Conversation, GenerateRequest
 from quire_spec.protocol.results import ServedModels, TextStatus, Tokenized
 
 _LIVE_TIMEOUT_S = 10.0
@@ -74,6 +74,7 @@ class TextMethods:
             self.models,
             self.metrics,
             self.tokenize,
+            self.render,
             self.detokenize,
             self.tokenizer_info,
             self.live,
@@ -183,6 +184,17 @@ class TextMethods:
         token_ids = await self._processor.run_tokenizer(encode, len(text))
         token_strs = [tokenizer.token_text(i) for i in token_ids] if return_token_strs else None
         return Tokenized(token_ids, token_strs, limits.max_model_len)
+
+    async def render(self, request: GenerateRequest) -> list[int]:
+        """Return the token ids of the prompt that the engine would get for `request`. The request is not run.
+
+        The errors are those of running it, except those about its constraint.
+        """
+        self._admission.resolve_model(request.model)
+        template = self._admission.chat_template_by_name.get(request.model)
+        self._processor.limits.check(request, template is not None)
+        _, token_ids, _ = await self._processor.tokenize(request, template)
+        return token_ids
 
     def tokenizer_info(self) -> dict[str, Any]:
         """Return tokenizer_config.json with the chat template that is used."""

@@ -255,6 +255,9 @@ class RequestMetrics:
                 "vllm:external_prefix_cache_queries", "Prompt tokens looked up in host memory, after the KV cache."
             ),
             "host_cache_hits": counter("vllm:external_prefix_cache_hits", "Prompt tokens found in host memory."),
+            "num_dropped_kv_events": counter(
+                "quire_kv_events_dropped", "Batches of KV events that were dropped because their queue was full."
+            ),
             "num_steps": counter("quire_steps", "Steps of the engine."),
             "num_drafts": counter("vllm:spec_decode_num_drafts", "Drafts that steps verified."),
             "num_draft_tokens": counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that steps verified."),

@@ -407,6 +407,7 @@ class AdapterManager:
         previous = adapter.progress.active
         adapter.apply(Activated(content))
         self._on_content_replaced(previous, content)
+        await core.set_adapter_names(self._digest_by_name)
         await text.set_adapters(self._digest_by_name, self._limits_by_name(), self._chat_template_by_name())
         self._unload_requested.set()
         async with self._model_load_semaphore:
@@ -437,6 +438,8 @@ class AdapterManager:
                 await self._handles.text.set_adapters(
                     self._digest_by_name, self._limits_by_name(), self._chat_template_by_name()
                 )
+            if self._handles.core is not None:
+                await self._handles.core.set_adapter_names(self._digest_by_name)
             await self._publish_loading()
         except QuireError as error:
             logger.warning("adapter could not be removed name=%s error=%s", adapter.name, error)

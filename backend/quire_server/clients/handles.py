@@ -42,6 +42,8 @@ class CoreHandle:
         """Digests of adapters whose load timed out. The core can still complete such a load."""
         self.started_at = status.started_at
         self.memory = status.memory
+        self._digest_by_name: dict[AdapterName, AdapterDigest] = {}
+        """The names that were last sent to the core."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @classmethod
@@ -68,6 +70,13 @@ class CoreHandle:
                 raise
             self._timed_out_loads.discard(digest)
             self.slot_pinned_by_digest[digest] = slot_pinned
+
+    async def set_adapter_names(self, digest_by_name: Mapping[AdapterName, AdapterDigest]) -> None:
+        """Send the digest of each adapter name if they have changed. The KV events contain the names."""
+        async with self._locks[""]:
+            if (new := dict(digest_by_name)) != self._digest_by_name:
+                await self.control.call("set_adapter_names", type(None), {"adapters": new}, timeout_s=_CALL_TIMEOUT_S)
+                self._digest_by_name = new
 
     def possibly_loaded(self) -> set[AdapterDigest]:
         """Return the digests of adapters that are loaded, or whose load timed out."""
@@ -120,6 +129,11 @@ class CoreHandles:
     def possibly_loaded(self) -> set[AdapterDigest]:
         """Return the digests of adapters that a core has loaded or may have loaded."""
         return set().union(*(handle.possibly_loaded() for handle in self._handles))
+
+    async def set_adapter_names(self, digest_by_name: Mapping[AdapterName, AdapterDigest]) -> None:
+        """Send the digest of each adapter name to each core; see CoreHandle."""
+        calls = (handle.set_adapter_names(digest_by_name) for handle in self._handles)
+        _raise_first(await asyncio.gather(*calls, return_exceptions=True))
 
     async def unload_adapter(self, digest: AdapterDigest, required_digests: Callable[[], set[AdapterDigest]]) -> None:
         """Unload an adapter from each core; see CoreHandle."""

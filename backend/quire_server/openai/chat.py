@@ -74,6 +74,12 @@ class ChatCompletions:
             return EventStream(formatter.events(deltas))
         return Response(await formatter.document(deltas))
 
+    async def render(self, request: HttpRequest) -> Reply:
+        """POST /v1/chat/completions/render: return the token ids of the conversation."""
+        generation, _, _ = await self.prepare(request, await request.json_object(), "chatcmpl-")
+        [document] = await generation.render(self._client)
+        return Response(encode(document))
+
     async def prepare(
         self, request: HttpRequest, document: dict[str, Any], id_prefix: str
     ) -> tuple[Generation, ChatFields, SamplingParams]:

@@ -36,6 +36,24 @@ class Completions:
 
     async def handle(self, request: HttpRequest) -> Reply:
         """Answer a request."""
+        generation, fields, params, omits_output = await self._prepare(request)
+        if fields.echo:
+            generation.prompts = [await self._with_text(prompt) for prompt in generation.prompts]
+        formatter = CompletionFormatter(generation, fields, params, omits_output)
+        return_prompt_token_ids = fields.echo and params.logprobs is not None
+        deltas = generation.deltas(self._client, return_prompt_token_ids)
+        if fields.stream:
+            return EventStream(formatter.events(deltas))
+        return Response(await formatter.document(deltas))
+
+    async def render(self, request: HttpRequest) -> Reply:
+        """POST /v1/completions/render: return the token ids of each prompt."""
+        generation, *_ = await self._prepare(request)
+        return Response(encode(await generation.render(self._client)))
+
+    async def _prepare(self, request: HttpRequest) -> tuple[Generation, CompletionFields, SamplingParams, bool]:
+        """Check a request and return its generation, which is not started yet, and whether its output is dropped.
+        Raises ApiError if the request is invalid."""
         fields, sampling_values = parse_fields(await request.json_object(), CompletionFields)
         prompts, fields.prompt = parse_prompts(fields.prompt), None
         # The engine always generates at least one token. If the request needs only the prompt, this token is dropped.
@@ -48,16 +66,10 @@ class Completions:
         defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
         params, copies = build_sampling_params(defaults | sampling_values, fields.stream)
         if fields.echo:
-            prompts = [await self._with_text(prompt) for prompt in prompts]
             params = structs.replace(params, prompt_logprobs=params.logprobs)
             params.check_consistency()
         generation = Generation("cmpl-", request, fields, params, copies, prompts, self._settings)
-        formatter = CompletionFormatter(generation, fields, params, omits_output)
-        return_prompt_token_ids = fields.echo and params.logprobs is not None
-        deltas = generation.deltas(self._client, return_prompt_token_ids)
-        if fields.stream:
-            return EventStream(formatter.events(deltas))
-        return Response(await formatter.document(deltas))
+        return generation, fields, params, omits_output
 
     async def _with_text(self, prompt: Prompt) -> Prompt:
         """Return the prompt with its text, because the response repeats the text. If the prompt is given as token ids,

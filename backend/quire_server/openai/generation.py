@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from quire_server.openai.errors import ApiError
 from quire_server.openai.http.message import HttpRequest
 from quire_server.openai.output_stream import OutputStream
@@ -101,6 +103,7 @@ class Generation:
         self._client = http_request.client
         self._release_body = http_request.release_body
         self._cache_salt = http_request.salt_cache(fields.cache_salt)
+        self._data_parallel_rank = http_request.data_parallel_rank
         self._num_input_tokens = [0] * (len(prompts) * copies)
         self._num_cached_tokens = [0] * (len(prompts) * copies)
         self.prompt_token_ids: dict[int, list[int]] = {}
@@ -142,6 +145,27 @@ class Generation:
                     self._count(request_index, choices[request_index * num_outputs + delta.index], delta)
                 yield [(choices[request_index * num_outputs + delta.index], delta) for request_index, delta in deltas]
 
+    async def render(self, client: TextClient) -> list[dict[str, Any]]:
+        """Return the token ids of each prompt, in the document that vLLM's render routes return. Nothing is generated.
+
+        Raises:
+            QuireError: the request is invalid.
+        """
+        fields = self.fields
+        document = {
+            "request_id": self.id,
+            "features": None,
+            "sampling_params": msgspec.to_builtins(self.params),
+            "model": self.model,
+            "stream": fields.stream,
+            "stream_options": None if fields.stream_options is None else msgspec.to_builtins(fields.stream_options),
+            "cache_salt": fields.cache_salt,
+            "priority": fields.priority,
+            "kv_transfer_params": None,
+        }
+        requests = self._engine_requests(client, False)[:: self.copies]
+        return [document | {"token_ids": await client.call("render", list[int], {"request": r})} for r in requests]
+
     def usage(self) -> dict[str, Any]:
         """Return the number of tokens so far. If several equal engine requests run for a prompt, the tokens of the
         prompt are counted once."""
@@ -181,6 +205,7 @@ class Generation:
                 self._api_key_name,
                 prompt.parsing,
                 self._client,
+                self._data_parallel_rank,
             )
             for prompt in self.prompts
             for _ in range(self.copies)

@@ -45,6 +45,10 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
+    # vllm-router and sglang-router add these fields of SGLang to every request.
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "stream_reasoning": (True, False),
 }
 """Fields of the OpenAI API and of vLLM that this server does not support. For each field, the values that have no
 effect are listed. Only these values are accepted."""

@@ -269,7 +269,13 @@ class PodConfig:
     def named_ports(self) -> dict[str, int]:
         """The number of each port that the pod uses, by the path of its field."""
         openai = {} if self.openai is None else {"openai.port": self.openai.port}
-        return {f"ports.{name}": port for name, port in self.ports.by_name.items()} | openai
+        ports = {f"ports.{name}": port for name, port in self.ports.by_name.items()} | openai
+        if (kv_events := self.engine.kv_events_config) is not None:
+            for name, core_ports in kv_events.ports(self.engine.data_parallel_size).items():
+                path = f"engine.kv_events_config.{name}"
+                # Every core has its own ports. The first one has the name of the field.
+                ports |= {path if i == 0 else f"{path} of core-{i}": port for i, port in enumerate(core_ports)}
+        return ports
 
     def _check_ports(self) -> None:
         """Without this check, the server would print its whole usage text if two of its ports were equal."""

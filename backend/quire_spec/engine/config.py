@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from quire_spec.dataclass_json import from_json, to_json
+from quire_spec.engine.kv_events_config import KVEventsConfig
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
@@ -172,6 +173,10 @@ class EngineConfig:
     the output does not change. async_scheduling must not be true at the same time.
     """
 
+    kv_events_config: KVEventsConfig | None = None
+    """Publish which KV blocks are cached, so that a router can send a prompt to the engine that has its beginning.
+    None: nothing is published."""
+
     tool_call_parser: str = "auto"
     """Format in which the model writes tool calls.
 
@@ -204,6 +209,11 @@ class EngineConfig:
         if self.max_cpu_loras is not None:
             return self.max_cpu_loras
         return 4 * self.max_loras if self.cpu_lora_memory_bytes is None else sys.maxsize
+
+    @property
+    def publishes_kv_events(self) -> bool:
+        """True if the engine publishes KV events."""
+        return self.kv_events_config is not None and self.kv_events_config.is_enabled
 
     @property
     def has_drafter(self) -> bool:
@@ -245,6 +255,13 @@ class EngineConfig:
             raise ConfigError(
                 f"max_cpu_loras: must be at least max_loras {self.max_loras}, got {self.max_cpu_loras}; every adapter "
                 "in an adapter slot also has a copy in host memory"
+            )
+        if self.kv_events_config is not None:
+            self.kv_events_config.validate()
+        if self.publishes_kv_events and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_events_config: requires enable_prefix_caching, because only cached blocks have events; enable "
+                "it, or publish no events"
             )
         if self.speculative_config is not None:
             self.speculative_config.validate()

@@ -353,6 +353,8 @@ class SchedulerStats(Value, frozen=True):
     num_accepted_draft_tokens: int = 0
     accepted_draft_tokens_per_position: list[int] = []
     """Number of accepted draft tokens for each position in a draft. Empty if speculative decoding is not used."""
+    num_dropped_kv_events: int = 0
+    """Number of batches of KV events that were dropped because their queue was full."""
 
 
 class AdapterEvent(Value, frozen=True):

@@ -296,6 +296,17 @@ class LLMService:
         return ports | ({} if openai_port is None else {"openai": openai_port})
 
     @property
+    def kv_event_ports(self) -> dict[str, int]:
+        """The ports on which subscribers of KV events connect to a pod, by port name. No Service has them."""
+        events, num_cores = self.spec.networking.kvEvents, self.spec.engine.dataParallelSize or 1
+        if events is None:
+            return {}
+        first_ports = {"kv-events": events.port, "kv-replay": events.replayPort or events.port + num_cores}
+        return {
+            name if i == 0 else f"{name}-{i}": port + i for name, port in first_ports.items() for i in range(num_cores)
+        }
+
+    @property
     def grpc_uses_tls(self) -> bool:
         """Whether clients must use TLS on the gRPC port."""
         return "grpc-use-ssl=true" in self.spec.runtime.serverArgs

@@ -4,7 +4,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quire_spec.documents.field_schema import LABELS, OBJECT_NAME, Rule, schema_field
+from quire_spec.documents.field_schema import LABELS, OBJECT_NAME, Restarts, Rule, schema_field
+from quire_spec.engine.kv_events_config import DEFAULT_PORT
 
 HOSTNAME = r"^([*]\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 
@@ -96,6 +97,26 @@ class InferencePoolSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventsSpec:
+    """spec.networking.kvEvents"""
+
+    port: int = schema_field(DEFAULT_PORT, minimum=1024, maximum=65535, restarts=Restarts.YES)
+    """Port of the pods on which they publish the events. With engine.dataParallelSize, each core uses a port of its
+    own: this one and the ones after it. Default 5557, as in vLLM."""
+    replayPort: int | None = schema_field(None, minimum=1024, maximum=65535, restarts=Restarts.YES)
+    """The same for the port on which subscribers request events that they missed. Default: the next port after those
+    of the cores, such as 5558."""
+    topic: str | None = schema_field(None, max_length=255, restarts=Restarts.YES)
+    """Topic of the events. The empty topic is vLLM's default, and some routers accept no other one. Default:
+    kv@POD_IP@MODEL."""
+    subscribers: tuple[dict[str, Any], ...] = schema_field(
+        type=tuple[NetworkPolicyPeer, ...], minItems=1, max_items=32, list_type="atomic"
+    )
+    """The pods that can connect to these ports: those of the endpoint picker or of the router. They can read the token
+    ids of all requests. Without networkPolicy.enabled, every pod of the cluster can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParentRef:
     """An entry of spec.networking.httpRoute.parentRefs. It is copied into the HTTPRoute."""
 
@@ -139,6 +160,9 @@ class NetworkingSpec:
     inferencePool: InferencePoolSpec | None = schema_field(None)
     """InferencePool of the Gateway API inference extension. A gateway then selects pods by their load and adapters.
     Default: none."""
+    kvEvents: KvEventsSpec | None = schema_field(None)
+    """Events about the KV blocks that each pod has cached, in vLLM's format. With them, a router sends a prompt to the
+    pod that has its beginning. They contain token ids. Default: none."""
     httpRoute: HttpRouteSpec | None = schema_field(None)
     """HTTPRoute of the Gateway API, which makes the service reachable through a Gateway. Allow the gateway's pods in
     networkPolicy.ingressFrom. Default: none."""

@@ -15,6 +15,9 @@ from quire_spec.documents.server_arguments import ALLOWED
 from quire_spec.model import capabilities
 
 _DEST_PREFIX = "pod."
+KV_EVENTS_FIELD = "engine.kv_events_config"
+"""The value of its option is a port."""
+KV_EVENTS_TOPIC_FIELD = f"{KV_EVENTS_FIELD}.topic"
 
 
 def _parse_protocols(text: str) -> tuple[str, ...]:
@@ -152,6 +155,20 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "host memory in GiB that caches KV blocks of repeated prompts (default: "
         "spec.engine.kvCacheOffloading.memory, otherwise none)",
     ),
+    (
+        "--kv-events-port",
+        KV_EVENTS_FIELD,
+        {"type": parse_port, "metavar": "PORT"},
+        "publish KV events for routers on this port, and replay them on the next one; with N cores, on the next N "
+        "ports each; they contain the token ids of all requests, and need no key (default: spec.networking.kvEvents, "
+        "otherwise none)",
+    ),
+    (
+        "--kv-events-topic",
+        KV_EVENTS_TOPIC_FIELD,
+        {"metavar": "TOPIC"},
+        "topic of the KV events (default: kv@MACHINE@MODEL; vllm-router accepts only the empty topic, '')",
+    ),
     ("--verbose", "server.verbose", _FLAG, "also print the engine's configuration and the server's log"),
 )
 """The option, the path of its field in pod.json, other arguments of argparse, and the help text."""
@@ -179,4 +196,5 @@ def option_of(field: str) -> str:
 
 def name_options(message: str) -> str:
     """Return an error message about pod.json in which the fields are replaced by the options that set them."""
+    message = re.sub(rf"{KV_EVENTS_FIELD}\.\w*endpoint", KV_EVENTS_FIELD, message)
     return re.sub(r"\w+(\.\w+)+|adminKeyFile", lambda match: _OPTION_BY_FIELD.get(match[0], match[0]), message)

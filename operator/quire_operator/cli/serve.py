@@ -22,7 +22,7 @@ from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.api.validation_errors import FieldPath, InvalidService, Problem
 from quire_operator.api.yaml_manifest import Manifest
 from quire_operator.cli.local_sources import ADAPTER_FILES, MODEL_FILES, LocalSources, unsupported_sources
-from quire_operator.cli.pod_options import name_options
+from quire_operator.cli.pod_options import KV_EVENTS_FIELD, KV_EVENTS_TOPIC_FIELD, name_options, option_of
 from quire_operator.render.engine_config import ModelLocation, UnsupportedByEngine, engine_arguments
 from quire_operator.render.object_names import CHAT_TEMPLATE_FILE
 from quire_operator.render.pod_config import PodFiles, pod_config
@@ -31,6 +31,7 @@ from quire_spec.documents.adapter_catalog import AdapterCatalog, SecretRef, Sour
 from quire_spec.documents.pod_config import PodConfig
 from quire_spec.documents.server_arguments import parse_server_arguments
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.kv_events_config import KVEventsConfig
 from quire_spec.errors import ConfigError
 
 GPU_DEVICE_NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
@@ -134,13 +135,33 @@ def with_options(config: PodConfig, options: ServeOptions) -> PodConfig:
         ConfigError: the values contradict each other or the configuration. The message names options, not fields.
     """
     parse_server_arguments(options.fields.get("server.serverArgs", ()), "--server-arg")
-    fields = {**MACHINE_FIELDS, **options.fields}
+    fields = {**MACHINE_FIELDS, **options.fields, **_kv_events_fields(config, options)}
+    fields.pop(KV_EVENTS_TOPIC_FIELD, None)
     if config.openai is None:
         fields = {path: value for path, value in fields.items() if not path.startswith("openai.")}
     try:
         return config.with_fields(fields)
     except ConfigError as error:
         raise ConfigError(name_options(str(error))) from error
+
+
+def _kv_events_fields(config: PodConfig, options: ServeOptions) -> dict[str, Any]:
+    """Return the field of the KV events, which are published on the address of the other ports."""
+    spec, port = config.engine.kv_events_config, options.fields.get(KV_EVENTS_FIELD)
+    num_cores = options.fields.get("engine.data_parallel_size", config.engine.data_parallel_size)
+    if port is not None:
+        replay_port = port + num_cores
+    elif spec is not None and config.vllmRepository is None:
+        port, replay_port = (core_ports[0] for core_ports in spec.ports(num_cores).values())
+    elif KV_EVENTS_TOPIC_FIELD in options.fields:
+        raise ConfigError(f"{option_of(KV_EVENTS_TOPIC_FIELD)}: requires {option_of(KV_EVENTS_FIELD)}; add it")
+    else:
+        return {}
+    host, topic = (
+        options.fields.get("host", config.host),
+        options.fields.get(KV_EVENTS_TOPIC_FIELD, spec and spec.topic),
+    )
+    return {KV_EVENTS_FIELD: KVEventsConfig.listening_on(host, port, replay_port, topic)}
 
 
 def _with_openai_port(service: LLMService, options: ServeOptions) -> LLMService:

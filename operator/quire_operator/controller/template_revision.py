@@ -18,7 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from quire_operator.api import crd, openapi_schema
-from quire_operator.api.field_effects import POD_CACHE_FIELDS, POD_FIELDS, POD_ROLLOUT_FIELDS
+from quire_operator.api.field_effects import (
+    POD_CACHE_FIELDS,
+    POD_FIELDS,
+    POD_KV_EVENTS_FIELDS,
+    POD_ROLLOUT_FIELDS,
+)
 from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.compressed_json import compress, decompress
 from quire_operator.plan.plan import Plan
@@ -130,6 +135,9 @@ def pods_digest(body: Mapping[str, Any], service: LLMService) -> str:
     pod_fields = {name: spec[name] for name in POD_FIELDS if name in spec}
     pod_fields["cache"] = {k: v for k, v in spec.get("cache", {}).items() if k in POD_CACHE_FIELDS}
     pod_fields |= {k: v for k, v in spec.get("rollout", {}).items() if k in POD_ROLLOUT_FIELDS}
+    if (events := spec.get("networking", {}).get("kvEvents")) is not None:
+        # The list is not empty even if all fields have their defaults.
+        pod_fields["kvEvents"] = [{k: v for k, v in events.items() if k in POD_KV_EVENTS_FIELDS}]
     pod_fields["claims"] = sorted({source.pvc.claimName for source in sources if source.pvc})
     text = json.dumps({k: v for k, v in pod_fields.items() if v}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -16,8 +16,11 @@ from quire_operator.api.validation_errors import ABSENT, FieldPath, Problem
 from quire_operator.plan.candidates import CPU_TOKEN_BUDGET
 from quire_operator.plan.device_memory import GIB
 from quire_operator.plan.plan import Plan
+from quire_spec.dataclass_json import non_default_json
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.kv_events_config import KVEventsConfig
 from quire_spec.errors import ConfigError
+from quire_spec.net.addresses import ANY_ADDRESS
 
 
 def _unless(default: str) -> Callable[[str], str | None]:
@@ -130,6 +133,16 @@ def _fields(service: LLMService, plan: Plan | None, draft: ModelLocation | None)
         yield "speculative_config", _speculative_config(spec.engine.speculativeConfig, draft)
     if spec.engine.kvCacheOffloading is not None:
         yield "kv_offloading_size", to_bytes(spec.engine.kvCacheOffloading.memory) / GIB
+    if spec.networking.kvEvents is not None:
+        ports = service.kv_event_ports
+        yield (
+            "kv_events_config",
+            non_default_json(
+                KVEventsConfig.listening_on(
+                    ANY_ADDRESS, ports["kv-events"], ports["kv-replay"], spec.networking.kvEvents.topic
+                )
+            ),
+        )
     for name, (path, convert) in _SPEC_FIELDS.items():
         if name in _ADAPTER_FIELDS and not accepts_adapters:
             continue
@@ -148,6 +161,8 @@ def _spec_path(name: str) -> FieldPath:
     if section == "speculative_config" and field:
         first, *words = field.split("_")
         return ("engine", "speculativeConfig", first + "".join(map(str.title, words)))
+    if section == "kv_events_config":
+        return ("networking", "kvEvents")
     if name in _OTHER_PATHS:
         return _OTHER_PATHS[name]
     path, _ = _SPEC_FIELDS.get(name, (("engine",), _keep))

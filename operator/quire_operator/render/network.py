@@ -42,8 +42,9 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
 
     For ingress, clients can connect to the exposed ports (HTTP, gRPC and OpenAI). Prometheus, the operator and an
     endpoint picker can connect to the health port. Only Prometheus can connect to the port with the metrics of the
-    server. For egress, the pods can connect to DNS, to the ports of the adapters' sources and, for a bucket without
-    credentials, to the identity agent of EKS. The ports always include 443, because adapters can be added later.
+    server, and only the subscribers in the spec to the ports of KV events. For egress, the pods can connect to DNS, to
+    the ports of the adapters' sources and, for a bucket without credentials, to the identity agent of EKS. The ports
+    always include 443, because adapters can be added later.
     """
     ports = service.spec.runtime.ports
     client_ports = [service.ports[name] for name in ("http", "grpc", "openai") if name in service.ports]
@@ -56,6 +57,8 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
         {"from": [_PROMETHEUS, *_operator_peers(context), *endpoint_pickers], "ports": _tcp_ports(ports.health)},
         {"from": [_PROMETHEUS], "ports": _tcp_ports(ports.metrics)},
     ]
+    if (events := service.spec.networking.kvEvents) is not None:
+        ingress.append({"from": list(events.subscribers), "ports": _tcp_ports(*service.kv_event_ports.values())})
     sources = [adapter.source for adapter in service.spec.adapters]
     if pods_download := model_storage.pods_download(service):
         sources += model_storage.downloaded_sources(service)

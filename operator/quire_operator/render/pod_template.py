@@ -155,7 +155,9 @@ def _server_container(service: LLMService, plan: Plan) -> Manifest:
         "image": plan.image.value,
         "args": server_arguments(),
         "env": container_env(service),
-        "ports": [{"name": name, "containerPort": port} for name, port in service.ports.items()],
+        "ports": [
+            {"name": name, "containerPort": port} for name, port in (service.ports | service.kv_event_ports).items()
+        ],
         "resources": _resources(service, plan),
         "startupProbe": _probe("ready", _STARTUP_PERIOD_S, math.ceil(startup_seconds(plan) / _STARTUP_PERIOD_S)),
         "readinessProbe": _probe("ready", 1, failures=1),

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.block_mirror import BlockMirror
@@ -418,14 +419,16 @@ def test_text_process_receives_the_changes_of_the_prefix_cache() -> None:
     harness = EngineHarness(num_blocks=14)
     published: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
     recorded: list[BlockEvent] = []
+    publisher = Mock(publish=recorded.extend, num_dropped=3)
     engine_loop = EngineLoop(
-        harness.engine, lambda _, result: published.put(result), lambda *_: None, lambda *_: None, recorded.extend, True
+        harness.engine, lambda _, result: published.put(result), lambda *_: None, lambda *_: None, publisher, True
     )
     threading.Thread(target=engine_loop.run, daemon=True).start()
     cached: set[bytes] = set()
 
     def next_result() -> StepResult:
         result = published.get(timeout=10)
+        assert result.stats.num_dropped_kv_events == 3
         if result.block_changes is not None:
             cached.difference_update(result.block_changes.removed)
             cached.update(result.block_changes.stored)

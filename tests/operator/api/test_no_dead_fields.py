@@ -94,6 +94,13 @@ networking:
     - {namespaceSelector: {matchLabels: {a: b}}, podSelector: {matchLabels: {c: d}}}
     - {ipBlock: {cidr: 10.0.0.0/8, except: [10.1.0.0/16]}}
   inferencePool: {endpointPicker: {name: epp, port: 9002, failureMode: FailClose}, targetPort: http}
+  kvEvents:
+    port: 5557
+    replayPort: 5558
+    topic: kv
+    subscribers:
+    - {namespaceSelector: {matchLabels: {a: b}}, podSelector: {matchLabels: {c: d}}}
+    - {ipBlock: {cidr: 10.0.0.0/8, except: [10.1.0.0/16]}}
   httpRoute:
     parentRefs: [{name: gateway, namespace: gateways, sectionName: https}]
     hostnames: [llm.example]

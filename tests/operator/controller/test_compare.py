@@ -99,10 +99,19 @@ def test_pods_are_not_pinned_by_what_they_do_not_follow_from(spec):
         {"podTemplate": {"spec": {"priorityClassName": "high"}}},
         {"adapters": [{"name": "a", "source": {"pvc": {"claimName": "another", "path": "a"}}}]},
         {"model": {"source": {"pvc": {"claimName": "m", "path": "y"}}}},
+        {"networking": {"kvEvents": {"subscribers": [{"podSelector": {}}]}}},
     ],
 )
 def test_pods_are_pinned_by_what_they_follow_from(spec):
     assert digest(**spec) != digest()
+
+
+def test_pods_are_not_replaced_by_other_subscribers_of_kv_events():
+    def of_events(**events):
+        return digest(networking={"kvEvents": {"subscribers": [{"podSelector": {}}], **events}})
+
+    assert of_events() == of_events(subscribers=[{"ipBlock": {"cidr": "10.0.0.0/8"}}]) == of_events(port=5557)
+    assert len({of_events(), of_events(port=6000), of_events(topic="")}) == 3
 
 
 BROKEN = base64.b64encode(b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 8).decode()

@@ -94,3 +94,27 @@ def test_rejects_a_url_without_a_valid_port(url):
                  f"runtime: {{env: [{{name: HF_ENDPOINT, value: '{url}'}}]}}"):  # fmt: skip
         with pytest.raises(ConfigError, match=f"{re.escape(repr(url))} is not a URL"):
             rendered_objects(llm_service(f"{GPU}{spec}"))
+
+
+@pytest.mark.parametrize(("num_cores", "replay"), [(1, [5558]), (2, [5559, 5560])])
+def test_only_subscribers_reach_the_ports_of_kv_events(num_cores, replay):
+    subscribers = "[{podSelector: {matchLabels: {app: router}}}]"
+    gpus = GPU.replace("product", f"count: {num_cores}, product") if num_cores > 1 else GPU
+    service = llm_service(
+        f"{gpus}engine: {{dataParallelSize: {num_cores}}}\nnetworking: {{kvEvents: {{subscribers: {subscribers}}}}}"
+    )
+    objects = rendered_objects(service)
+    ports = [*range(5557, 5557 + num_cores), *replay]
+    rules = [
+        (rule["from"], [p["port"] for p in rule["ports"]])
+        for rule in objects["NetworkPolicy", "s"]["spec"]["ingress"]
+        if {p["port"] for p in rule["ports"]} & set(ports)
+    ]
+    assert rules == [([{"podSelector": {"matchLabels": {"app": "router"}}}], ports)]
+    (container,) = objects["Deployment", "s"]["spec"]["template"]["spec"]["containers"]
+    assert [p["containerPort"] for p in container["ports"] if p["name"].startswith("kv-")] == ports
+    assert {p["port"] for p in objects["Service", "s"]["spec"]["ports"]}.isdisjoint(ports)
+    assert pod_document(objects.values())["engine"]["kv_events_config"] == {
+        "enable_kv_cache_events": True,
+        "replay_endpoint": f"tcp://*:{replay[0]}",
+    }

@@ -44,6 +44,23 @@ def test_engine_config_round_trip():
             "quantization: must be one of None, int8, .*, mxfp4, got 'gguf'",
         ),
         (
+            {"model": "m", "kv_events_config": {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/events"}},
+            "kv_events_config.endpoint: must be tcp://HOST:PORT with a port from 1 to 65535, got 'ipc:///tmp/events'",
+        ),
+        (
+            {"model": "m", "kv_events_config": {"replay_endpoint": "tcp://*:70000"}},
+            "kv_events_config.replay_endpoint: must be tcp://HOST:PORT with a port",
+        ),
+        (
+            {"model": "m", "kv_events_config": {"publisher": "kafka"}},
+            "kv_events_config.publisher: must be zmq or null, got 'kafka'",
+        ),
+        ({"model": "m", "kv_events_config": {"hwm": 0}}, "kv_events_config.hwm: must be at least 1, got 0"),
+        (
+            {"model": "m", "kv_events_config": {"enable_kv_cache_events": True}, "enable_prefix_caching": False},
+            "kv_events_config: requires enable_prefix_caching",
+        ),
+        (
             {"model": "m", "speculative_config": {"method": "ngram"}},
             "speculative_config.num_speculative_tokens: missing; SpeculativeConfig requires it",
         ),

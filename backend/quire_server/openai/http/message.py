@@ -12,6 +12,7 @@ from typing import Any
 from quire_server.openai.errors import ApiError
 from quire_server.openai.http.body_budget import BodyBudget
 from quire_server.openai.http.json_body import decode_object
+from quire_spec.errors import truncated_repr
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -23,6 +24,7 @@ _MAX_DISCARDED_BODIES = 8
 """If a body is larger than the limit, the server reads and discards the rest, until the size of the body exceeds this
 multiple of the limit."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_RANK = re.compile(rb"[0-9]{1,9}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 """Pattern of a valid header traceparent (W3C Trace Context). A value that does not match is not logged."""
 
@@ -82,6 +84,20 @@ class HttpRequest:
     def client(self) -> str:
         """Name of the client for all that clients share: its API key, else its address."""
         return self.api_key_name or self.address
+
+    @property
+    def data_parallel_rank(self) -> int | None:
+        """The core that must run the request, from the header X-data-parallel-rank; None if the header is missing.
+
+        Raises:
+            ApiError: the header is not a number.
+        """
+        value = self.headers.get(b"x-data-parallel-rank")
+        if value is None:
+            return None
+        if not _RANK.fullmatch(value):
+            raise ApiError(400, f"X-data-parallel-rank: must be a number from 0 on, got {truncated_repr(value)}")
+        return int(value)
 
     @property
     def log_ids(self) -> str:
