@@ -27,11 +27,13 @@ class SequenceStatus(Enum):
     """State of a sequence.
 
     The normal order is WAITING -> RUNNING -> FINISHED. Before its first step, a sequence is WAITING_FOR_ADAPTER while
-    its adapter is not in a slot. A sequence that was preempted is PREEMPTED until it runs again.
+    its adapter is not in a slot, and WAITING_FOR_KV while a store reads its KV blocks. A sequence that was preempted is
+    PREEMPTED until it runs again.
     """
 
     WAITING = "waiting"
     WAITING_FOR_ADAPTER = "waiting_adapter"
+    WAITING_FOR_KV = "waiting_kv"
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
@@ -163,6 +165,8 @@ class Sequence:
     num_swapped_tokens: int = 0
     """If the sequence has host blocks, its blocks before them and its host blocks contain this number of tokens, from
     the first token on."""
+    has_searched_store: bool = False
+    """Whether its blocks were searched in a store outside of the process; this happens once."""
     num_cached_blocks: int = 0
     """Number of blocks at the start of the table that came from the prefix cache or were passed to it."""
     sort_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from support.fake_runner import TokenEchoRunner, expected_output
+from support.fake_store import FakeStore
 from support.scripted_drafts import ScriptedProposer
 
 from quire_engine.kv_cache.block_hash import BlockHasher
@@ -39,6 +40,8 @@ class SchedulerHarness:
     lookahead: bool = False
     """Launch each step, where possible, while the previous one is in flight."""
     layout: KVLayout = ONE_GROUP
+    has_store: bool = False
+    """Whether a FakeStore is behind the cache in host memory; its transfers end when nothing else can run."""
     now: float = 0.0
     next_id: int = 0
     outputs: dict[int, list[int]] = field(default_factory=dict)
@@ -52,6 +55,7 @@ class SchedulerHarness:
         for digest in self.adapter_digests:
             self.registry.add(digest, Path(digest), False)
             self.runner.store_adapter(digest, digest)
+        self.store = FakeStore(self.runner) if self.has_store else None
         self.block_hasher = BlockHasher("m", "float32", self.config.block_size, "float32")
         self.scheduler = Scheduler(
             self.config,
@@ -61,6 +65,7 @@ class SchedulerHarness:
             self.max_model_len,
             self.swap_costs,
             self.layout,
+            self.store,
         )
         if self.scheduler.draft_planner is not None:
             self.scheduler.draft_planner._proposer = ScriptedProposer(
@@ -127,17 +132,25 @@ class SchedulerHarness:
         """Plan a step. Fill slots immediately, and plan again if nothing could run before that."""
         plan = self.scheduler.schedule(self.now)
         self.scheduler.check_integrity()
-        if self._load_slots() and plan is None:
+        store_ended = plan is None and self.complete_transfers()
+        if (self._load_slots() or store_ended) and plan is None:
             plan = self.scheduler.schedule(self.now)
             self.scheduler.check_integrity()
         return plan
+
+    def complete_transfers(self, num: int = 1 << 30) -> int:
+        """End the first transfers of the store."""
+        num_ended = 0 if self.store is None else self.store.complete(num)
+        if num_ended:
+            self.scheduler.on_resource_ready()
+        return num_ended
 
     def _load_slots(self) -> int:
         slot_loads = self.registry.slot_table.pop_loads()
         for slot_load in slot_loads:
             self.runner.load_adapter_slot(slot_load)()
             self.registry.slot_table.on_loaded(slot_load)
-            self.scheduler.on_adapter_ready()
+            self.scheduler.on_resource_ready()
         return len(slot_loads)
 
     def run_until_preempted(self) -> list[tuple[int, int, int]]:
@@ -152,5 +165,8 @@ class SchedulerHarness:
         """Run steps until no sequence is left; return all outputs. Every step must have work."""
         while self.scheduler.has_work:
             assert self.step()
+        if self.scheduler.store_traffic is not None:
+            self.complete_transfers()
+            self.scheduler.store_traffic.poll()
         assert self.block_pool.num_used == 0 and self.scheduler.block_manager.num_used_host_blocks == 0
         return self.outputs

@@ -19,6 +19,7 @@ from quire_engine.kv_cache.block_events import BlockEvent, BlockEventLog
 from quire_engine.kv_cache.block_hash import BlockHasher, group_of
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.layout_choice import check_kv_offloading, choose_layout
+from quire_engine.kv_transfer.store import KVStore
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.adapter_usage import AdapterUsage
 from quire_engine.scheduling.scheduler import Scheduler
@@ -47,6 +48,8 @@ from quire_spec.protocol.messages import (
 MAX_LIVE_ADAPTERS = 256
 """Maximum number of adapters in a snapshot for the live page. The snapshot lists adapters with sequences first, then
 adapters in slots, and then adapters in host memory."""
+
+_STORE_WAIT_S = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +100,7 @@ class Engine:
             self.max_model_len,
             runner.swap_costs,
             layout,
+            None if config.kv_offloading_folder is None else _open_store(config, runner),
         )
         self._start_slot_copy: Callable[[SlotLoad, Callable[[], None]], None] = self._copy_slot_sync
         """Starts the copy of an adapter into a slot; see `delegate_slot_copies`."""
@@ -126,7 +130,8 @@ class Engine:
             ConfigError: the model cannot be found or served, or does not fit; the message contains the setting to
                 change.
         """
-        checkpoint = Checkpoint.load(resolve_model(config.model, config.revision, progress, config.download_dir))
+        folder = resolve_model(config.model, config.revision, progress, config.download_dir)
+        checkpoint = Checkpoint.load(folder, full_digest=config.kv_offloading_folder is not None)
         check_max_model_len(config, checkpoint.shape)
         check_kv_offloading(config, checkpoint.shape)
         # Imported here, so that importing the engine does not import torch.
@@ -174,6 +179,9 @@ class Engine:
             RunnerLost: no step can run any more; create a new engine.
         """
         results = self._step_executor.step()
+        traffic = self._scheduler.store_traffic
+        if traffic is not None and traffic.wake is None and not self._scheduler.has_runnable:
+            traffic.wait(_STORE_WAIT_S)
         self._discard_evicted_copies()
         results += self._failed_results
         self._failed_results = []
@@ -245,7 +253,7 @@ class Engine:
         if keep_copy:
             self._runner.store_adapter(digest, packed_adapter)
             self._adapter_events.append(AdapterEvent("host", digest, read_s))
-        self._scheduler.on_adapter_ready()
+        self._scheduler.on_resource_ready()
 
     def set_adapter_path(self, digest: AdapterDigest, path: Path) -> None:
         """Change the folder from which a registered adapter is read again."""
@@ -275,6 +283,16 @@ class Engine:
         """
         self._start_slot_copy = start_slot_copy
 
+    def delegate_store_waits(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, in any thread, when sequences may be able to run because a store has read their KV blocks. The
+        owner must then call `on_store_ready`. Without this call, `step` waits for the store."""
+        if self._scheduler.store_traffic is not None:
+            self._scheduler.store_traffic.wake = wake
+
+    def on_store_ready(self) -> None:
+        """Called when a store has read blocks."""
+        self._scheduler.on_resource_ready()
+
     def on_slot_loaded(self, slot_load: SlotLoad, error: QuireError | None = None) -> None:
         """Called when an adapter was copied into a slot. If `error` is given, the waiting sequences fail with this
         error."""
@@ -284,7 +302,7 @@ class Engine:
             self._adapter_events.append(AdapterEvent("slot", slot_load.adapter_digest, self._clock() - started_at))
         if error is not None:
             self._fail_waiting_sequences(slot_load.adapter_digest, error)
-        self._scheduler.on_adapter_ready()
+        self._scheduler.on_resource_ready()
 
     def fail_adapter(self, digest: AdapterDigest, error: QuireError) -> None:
         """Called when an adapter could not be read again. The sequences that wait for the adapter fail with
@@ -323,7 +341,7 @@ class Engine:
     def stats(self) -> SchedulerStats:
         """Return the current state of the scheduler."""
         scheduler, block_manager = self._scheduler, self._scheduler.block_manager
-        host_cache, prefix_cache = scheduler.host_cache, scheduler.prefix_cache
+        host_cache, prefix_cache, traffic = scheduler.host_cache, scheduler.prefix_cache, scheduler.store_traffic
         host_block_bytes = self.memory.swap_bytes // max(1, block_manager.num_host_blocks)
         planner = scheduler.draft_planner
         drafts = DraftCounts() if planner is None else planner.counts
@@ -344,6 +362,9 @@ class Engine:
             num_cached_host_blocks=host_cache.pool.num_cached,
             kv_offload_store_bytes=host_cache.num_stored_blocks * host_block_bytes,
             kv_offload_load_bytes=host_cache.num_loaded_blocks * host_block_bytes,
+            num_folder_read_blocks=0 if traffic is None else traffic.num_read_blocks,
+            num_folder_written_blocks=0 if traffic is None else traffic.num_written_blocks,
+            num_folder_errors=0 if traffic is None else traffic.num_errors,
             host_cache_queries=prefix_cache.num_host_queries if host_cache.is_caching else 0,
             host_cache_hits=prefix_cache.num_host_hits,
             num_steps=scheduler.num_steps,
@@ -471,3 +492,24 @@ def check_max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
             f"max_model_len: {config.max_model_len} exceeds the model's limit {limit} ({shape.max_length_origin})"
         )
     return config.max_model_len or limit
+
+
+def _open_store(config: EngineConfig, runner: ModelRunner) -> KVStore | None:
+    """Open the folder of `kv_offloading_folder`.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    # Imported here, because most engines have no store.
+    from quire_engine.kv_transfer.folder_store import FolderStore
+
+    assert config.kv_offloading_folder is not None
+    if runner.host_rows is None:
+        raise ConfigError(f"kv_offloading_size: {config.kv_offloading_size} GiB is less than one KV block; raise it")
+    size = config.kv_offloading_folder_size
+    try:
+        return FolderStore(
+            Path(config.kv_offloading_folder), runner.host_rows, "0/1", None if size is None else int(size * 2**30)
+        )
+    except OSError as error:
+        raise ConfigError(f"kv_offloading_folder: {config.kv_offloading_folder!r} cannot be used: {error}") from error

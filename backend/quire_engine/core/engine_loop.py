@@ -70,6 +70,7 @@ class EngineLoop:
         """
         self._engine = engine
         engine.delegate_slot_copies(on_slot_copy)
+        engine.delegate_store_waits(lambda: self._inbox.put(engine.on_store_ready))
         self._publish = publish
         self._on_adapter_needed = on_adapter_needed
         self._event_publisher = event_publisher

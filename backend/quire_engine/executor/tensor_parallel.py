@@ -47,7 +47,7 @@ class TensorParallelRunner(ModelRunner):
         self._worker_group = worker_group
         self._key_counter = count()
         self._adapter_by_digest: dict[AdapterDigest, ShardedAdapter] = {}
-        self.swap_costs = local_runner.swap_costs
+        self.swap_costs, self.host_rows = local_runner.swap_costs, local_runner.host_rows
         self.memory = local_runner.memory
 
     @classmethod

@@ -272,13 +272,17 @@ class BlockManager:
         return totals
 
     def check_integrity(
-        self, block_holders: abc.Sequence[Sequence], waiting: Iterable[Sequence], plans: abc.Sequence[StepPlan]
+        self,
+        block_holders: abc.Sequence[Sequence],
+        waiting: Iterable[Sequence],
+        plans: abc.Sequence[StepPlan],
+        held_rows: abc.Sequence[abc.Sequence[BlockId]] = (),
     ) -> None:
         """Check which blocks of the pools are used.
 
         Raise Internal unless they are exactly the blocks of these sequences and of the steps in flight.
 
-        Only `block_holders` can have blocks.
+        Only `block_holders` can have blocks. `held_rows` are host blocks that transfers use.
         """
         ids_lacking_blocks = [
             s.id for s in block_holders if len(s.block_table) < self.num_blocks(s.num_computed_tokens)
@@ -287,7 +291,7 @@ class BlockManager:
             raise Internal(f"block tables: sequences {ids_lacking_blocks} lack blocks")
         swap_in_sources = [copy.host_block for plan in plans for copy in plan.swap_ins]
         host_block_holders = (*block_holders, *waiting)
-        self._host_cache.check_integrity([*(s.host_blocks for s in host_block_holders), swap_in_sources])
+        self._host_cache.check_integrity([*(s.host_blocks for s in host_block_holders), swap_in_sources, *held_rows])
         copy_sources = [copy.source for plan in plans for copy in plan.copies]
         self._block_pool.check_integrity([*(s.held_blocks for s in block_holders), copy_sources])
         # Only the writes of the last step in flight are checked, because it can share blocks that earlier steps write.

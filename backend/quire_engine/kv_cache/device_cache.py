@@ -73,6 +73,11 @@ class KVCache:
         return self._data.nbytes
 
     @property
+    def device_type(self) -> str:
+        """cpu or cuda."""
+        return self._data.device.type
+
+    @property
     def max_blocks_per_copy(self) -> int:
         """Maximum number of blocks in the temporary buffer of a copy."""
         return max(1, _MAX_COPY_BYTES // (self.num_bytes // self._data.shape[2]))

@@ -4,7 +4,7 @@
 Policy only. The block manager and the prefix cache call it; the model runner makes the copies (`host_swap`)."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from quire_engine.kv_cache.block_events import BlocksStored
 from quire_engine.kv_cache.block_pool import BlockPool
@@ -35,6 +35,8 @@ class HostCache:
         self._requested: OrderedDict[bytes, None] = OrderedDict()
         # The rows that steps in flight fill, and the keys under which they will be cached.
         self._storing: dict[BlockId, bytes] = {}
+        self.on_stored: Callable[[BlockId, bytes], None] | None = None
+        """Called with each row that was filled, and its key, while the row has a reference."""
         self.num_stored_blocks = 0
         """Number of blocks that were copied to the cache."""
         self.num_loaded_blocks = 0
@@ -87,6 +89,8 @@ class HostCache:
                 self.num_stored_blocks += 1
                 if self.pool.event_log is not None:
                     self.pool.event_log.add_stored(BlocksStored([key], None, [], medium="CPU"))
+                if self.on_stored is not None:
+                    self.on_stored(row, key)
         self.pool.free(stored)
 
     def check_integrity(self, row_lists: Sequence[Sequence[BlockId]]) -> None:

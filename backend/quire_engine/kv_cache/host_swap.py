@@ -26,11 +26,28 @@ class HostSwap:
     def __init__(self, kv_caches: Sequence[KVCache], num_blocks: int) -> None:
         self._host_blocks = [(kv_cache, kv_cache.allocate_host_blocks(num_blocks)) for kv_cache in kv_caches]
         self._num_blocks = num_blocks
+        # On a GPU: the end of the latest copies.
+        self._copied: torch.cuda.Event | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory that these blocks occupy."""
         return sum(host_blocks.nbytes for _, host_blocks in self._host_blocks)
+
+    @property
+    def layout(self) -> str:
+        """See HostRows."""
+        parts = [(str(rows.dtype), *rows.shape[1:]) for _, rows in self._host_blocks]
+        return f"{self._host_blocks[0][0].device_type} {parts}"
+
+    def buffers(self, row: int) -> list[memoryview]:
+        """See HostRows."""
+        return [rows[row].flatten().view(torch.uint8).numpy().data for _, rows in self._host_blocks]
+
+    def synchronize(self) -> None:
+        """See HostRows."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
         """Run the copies to host memory, then the copies from host memory."""
@@ -43,6 +60,8 @@ class HostSwap:
                 kv_cache.load_blocks(
                     [copy.block for copy in swap_ins], host_blocks, [copy.host_block for copy in swap_ins]
                 )
+        if (swap_outs or swap_ins) and self._host_blocks[0][1].is_pinned():
+            self._copied = torch.cuda.current_stream().record_event()
 
     def measure(self, compute: Callable[[], int]) -> SwapCosts:
         """Measure how many seconds it takes to swap a block and to compute a token. The measurement overwrites the

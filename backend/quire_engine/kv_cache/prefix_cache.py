@@ -99,6 +99,18 @@ class PrefixCache:
             hit = self._make_hit(cached_blocks, num_cached_tokens)
         return self._extend_with_host(sequence, self._extend_with_swapped(sequence, hit), max_tokens)
 
+    def missing_keys(self, sequence: Sequence) -> list[bytes]:
+        """Return the keys of the full blocks after those that `match` finds. A sequence could restore these blocks if a
+        store had them."""
+        if sequence.needs_prompt_logprobs or not self._enabled:
+            return []
+        hit, block_size = self.match(sequence), self._block_hasher.block_size
+        max_tokens = sequence.num_prefill_tokens - 1
+        if hit.num_tokens >= max_tokens or hit.copy_sources:
+            return []
+        end = min(sequence.num_tokens // block_size, -(-max_tokens // block_size))
+        return [self._block_hash(sequence, index) for index in range(len(hit.blocks) + len(hit.host_blocks), end)]
+
     def full_blocks_only(self, hit: PrefixHit) -> PrefixHit:
         """Return the part of `hit` that consists of full blocks. A sequence that continues after this part does not
         need a copy of any block."""

@@ -22,6 +22,8 @@ from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.host_cache import HostCache
 from quire_engine.kv_cache.prefix_cache import PrefixCache, PrefixHit
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.kv_transfer.store import KVStore
+from quire_engine.kv_transfer.store_traffic import StoreTraffic
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.adapter_usage import AdapterUsage, count_usage
 from quire_engine.scheduling.async_scheduling import apply_placeholders, reaches_max_tokens, remove_placeholder
@@ -101,6 +103,10 @@ class Scheduler:
     a few blocks, so that it does not delay them. If nothing else runs, one step copies all of them. The step's copies
     come before its computations on the device, so the copies of earlier steps are complete as well.
 
+    Store. A sequence whose blocks are in a store outside of the process is WAITING_FOR_KV while the store reads them
+    into host memory, and delays no other sequence. It waits at most READ_DEADLINE_S. After that, it starts like every
+    other sequence, with the blocks that were read.
+
     Async scheduling. While a step is in flight, the next step can be planned as if the step in flight were complete
     (see async_scheduling). Such a plan never preempts a sequence. If a preemption is necessary, planning waits until
     the step in flight is complete. A sequence that is aborted, or that turns out to
@@ -120,12 +126,14 @@ class Scheduler:
         max_model_len: int,
         swap_costs: SwapCosts,
         layout: KVLayout,
+        store: KVStore | None = None,
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
         self._block_pool = block_pool
         self._adapter_registry = adapter_registry
         self.host_cache = HostCache(swap_costs, config.block_size, config.kv_offloading_size > 0)
+        self.store_traffic = None if store is None else StoreTraffic(store, self.host_cache, config.block_size)
         self._max_copies = swap_costs.max_copies(config.max_num_batched_tokens)
         self.prefix_cache = PrefixCache(block_pool, block_hasher, layout, config.enable_prefix_caching, self.host_cache)
         self.block_manager = BlockManager(block_pool, config.block_size, self.host_cache, layout)
@@ -281,6 +289,8 @@ class Scheduler:
     def _plan_step(self, sequences: list[Sequence], now: float) -> StepPlan | None:
         """Plan a step. `sequences` are the running sequences that continue."""
         self._adapter_registry.begin_step(now)
+        if self.store_traffic is not None:
+            self.store_traffic.poll()
         builder = StepPlanBuilder(self._config.max_num_batched_tokens, copy_budget=self._max_copies)
         self._schedule_prefills(builder, self._schedule_decodes(sequences, builder), now)
         if not (builder.decodes or builder.prefills):
@@ -406,8 +416,10 @@ class Scheduler:
                 failed_sequences.append(sequence if sequence.id == group.id else replace(sequence, id=group.id))
         return failed_sequences
 
-    def on_adapter_ready(self) -> None:
-        """Called when an adapter was read or copied to a slot, because waiting sequences may now be able to run."""
+    def on_resource_ready(self) -> None:
+        """Called when an adapter was read or copied to a slot, or when a store has read blocks.
+
+        Waiting sequences may now be able to run."""
         self.waiting_for_adapters = False
 
     def check_integrity(self) -> None:
@@ -427,7 +439,8 @@ class Scheduler:
                 f"{len(self._running)} running, {len(self._sequences)} unfinished, sorted: {is_sorted}"
             )
         self._beams.check_integrity(self._sequences)
-        self.block_manager.check_integrity(block_holders, self._waiting, self._in_flight.plans)
+        held_rows = [] if self.store_traffic is None else self.store_traffic.held_rows
+        self.block_manager.check_integrity(block_holders, self._waiting, self._in_flight.plans, held_rows)
         self._adapter_registry.check_integrity(
             Counter(s.adapter_digest for s in (*self._sequences.values(), *finished) if s.adapter_digest is not None),
             Counter(s.adapter_digest for s in block_holders if s.adapter_digest is not None),
@@ -575,7 +588,7 @@ class Scheduler:
             if parent.status is SequenceStatus.RUNNING or parent.id in builder.pending_forks:
                 builder.pending_forks.add(sequence.id)
             return True
-        if not self._adapter_ready(sequence, now):
+        if not self._adapter_ready(sequence, now) or not self._kv_ready(sequence, now):
             return True
         if (prefix := self._usable_prefix(sequence, builder)) is None:
             return False
@@ -605,6 +618,14 @@ class Scheduler:
         if not was_preempted:
             sequence.status = SequenceStatus.WAITING if can_run else SequenceStatus.WAITING_FOR_ADAPTER
         return can_run
+
+    def _kv_ready(self, sequence: Sequence, now: float) -> bool:
+        """Return whether a sequence need not wait for a store that reads its KV blocks into host memory."""
+        if self.store_traffic is None or sequence.status is SequenceStatus.PREEMPTED:
+            return True
+        is_ready = self.store_traffic.is_ready(sequence, lambda: self.prefix_cache.missing_keys(sequence), now)
+        sequence.status = SequenceStatus.WAITING if is_ready else SequenceStatus.WAITING_FOR_KV
+        return is_ready
 
     def _chunk_length(self, remaining: int, budget: int) -> int:
         """Return how many of the `remaining` prompt tokens to compute in this step."""

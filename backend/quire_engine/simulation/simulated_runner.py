@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.kv_transfer.store import HostRows
 from quire_engine.simulation.step_features import StepFeatures
 from quire_engine.simulation.step_model import StepModel
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
@@ -29,6 +30,7 @@ class SimulatedRunner:
 
     def __init__(self, model: StepModel, clock: VirtualClock) -> None:
         self.swap_costs = SwapCosts()
+        self.host_rows: HostRows | None = None
         self._model, self._clock = model, clock
         self.busy_s = 0.0
         self.outside_s = 0.0

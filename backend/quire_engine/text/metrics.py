@@ -258,6 +258,11 @@ class RequestMetrics:
             "num_dropped_kv_events": counter(
                 "quire_kv_events_dropped", "Batches of KV events that were dropped because their queue was full."
             ),
+            "num_folder_read_blocks": counter("quire_kv_folder_read_blocks", "KV blocks read from the folder."),
+            "num_folder_written_blocks": counter("quire_kv_folder_written_blocks", "KV blocks written to the folder."),
+            "num_folder_errors": counter(
+                "quire_kv_folder_errors", "KV blocks in the folder that were wrong or could not be read or written."
+            ),
             "num_steps": counter("quire_steps", "Steps of the engine."),
             "num_drafts": counter("vllm:spec_decode_num_drafts", "Drafts that steps verified."),
             "num_draft_tokens": counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that steps verified."),

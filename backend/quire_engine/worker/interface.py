@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.kv_transfer.store import HostRows
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
 from quire_spec.constants import AdapterDigest
 
@@ -20,6 +21,9 @@ class ModelRunner(Protocol):
     swap_costs: SwapCosts
     """The amount of host memory that is available for KV blocks of preempted sequences, and the measured cost of
     copying blocks there and back."""
+
+    host_rows: HostRows | None
+    """The host memory of these blocks on this rank; None if there is none."""
 
     def read_adapter(self, path: Path) -> object:
         """Read an adapter's folder and pack it for `store_adapter`. This is slow. Any thread can call it.

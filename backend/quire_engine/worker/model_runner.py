@@ -82,7 +82,7 @@ class DeviceModelRunner(ModelRunner):
         startup.load_model(folder, built.checkpoint, progress=progress)
         memory = startup.allocate()
         self._kv_cache, self._graphs, self._host_swap = memory.kv_cache, memory.graphs, memory.host_swap
-        self.swap_costs, self.memory = memory.swap_costs, memory.measured
+        self.swap_costs, self.memory, self.host_rows = memory.swap_costs, memory.measured, memory.host_swap
 
     def read_adapter(self, path: Path) -> PackedAdapter:
         """See ModelRunner."""

@@ -144,6 +144,16 @@ class EngineConfig:
     its other memory.
     """
 
+    kv_offloading_folder: str | None = None
+    """Folder that keeps the KV blocks of the host memory of kv_offloading_size in files; None: there is no folder.
+
+    Several processes and pods with the same model can share it. Blocks in it survive a restart. With a folder, every
+    byte of the weights is hashed once, before the first start.
+    """
+
+    kv_offloading_folder_size: float | None = None
+    """Maximum size in GiB of all files in kv_offloading_folder; None: half of the space that is free at startup."""
+
     kv_cache_dtype: str = "auto"
     """Data type of the KV cache. With auto, it is the same type as `dtype`.
 
@@ -321,10 +331,33 @@ class EngineConfig:
                 "kv_offloading_size: needs enable_prefix_caching, because only the prefix cache uses this memory; "
                 "remove it or set enable_prefix_caching"
             )
+        if self.kv_offloading_folder is not None:
+            self._check_kv_offloading_folder()
+        elif self.kv_offloading_folder_size is not None:
+            raise ConfigError("kv_offloading_folder_size: needs kv_offloading_folder; set it, or remove the size")
         if not self.model:
             raise ConfigError("model: must not be empty; give a folder or a hub id such as org/name")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens: must be at least max_num_seqs {self.max_num_seqs}, got "
                 f"{self.max_num_batched_tokens}; each running sequence needs at least one token of a step"
+            )
+
+    def _check_kv_offloading_folder(self) -> None:
+        size = self.kv_offloading_folder_size
+        if size is not None and not 0.0 < size < math.inf:
+            raise ConfigError(f"kv_offloading_folder_size: must be a size in GiB above 0, got {size}")
+        if not self.kv_offloading_size:
+            raise ConfigError(
+                "kv_offloading_folder: needs kv_offloading_size, because blocks pass through this host memory; set it"
+            )
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"kv_offloading_folder: not possible with tensor_parallel_size {self.tensor_parallel_size}, because "
+                "only the first rank could read and write files; remove it"
+            )
+        if self.has_drafter:
+            raise ConfigError(
+                "kv_offloading_folder: not possible with speculative_config.model, because files do not name the draft "
+                "model; remove one of the two"
             )

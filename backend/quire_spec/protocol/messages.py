@@ -336,6 +336,11 @@ class SchedulerStats(Value, frozen=True):
     """Bytes of KV blocks that a rank has copied to the cache in host memory."""
     kv_offload_load_bytes: int = 0
     """Bytes of KV blocks that new sequences have taken from the cache in host memory, on each rank."""
+    num_folder_read_blocks: int = 0
+    """Number of KV blocks that were read from the folder of KV blocks."""
+    num_folder_written_blocks: int = 0
+    num_folder_errors: int = 0
+    """Number of KV blocks in the folder that were wrong or could not be read or written."""
     host_cache_queries: int = 0
     """Number of prompt tokens that were looked up in host memory, because the device did not have them."""
     host_cache_hits: int = 0

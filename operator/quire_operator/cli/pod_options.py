@@ -156,6 +156,12 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "spec.engine.kvCacheOffloading.memory, otherwise none)",
     ),
     (
+        "--kv-offloading-folder",
+        "engine.kv_offloading_folder",
+        {"type": lambda text: str(Path(text).absolute()), "metavar": "DIR"},
+        "folder that keeps these KV blocks in files, also after a restart (default: none)",
+    ),
+    (
         "--kv-events-port",
         KV_EVENTS_FIELD,
         {"type": parse_port, "metavar": "PORT"},

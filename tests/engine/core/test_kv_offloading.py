@@ -2,6 +2,7 @@
 """Real engines give the same greedy output with and without a cache of KV blocks in host memory."""
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,43 @@ def test_outputs_are_the_same_with_and_without_offloading(
     assert stats.num_preemptions > 0
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_folder_survives_a_restart_and_serves_only_the_same_model(
+    folder: Path,
+    adapters: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    async_scheduling: bool,
+) -> None:
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
+    lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2}
+    expected = serve(Engine.from_config(config(folder, 200, enable_prefix_caching=False, **lora)), adapters, 2)
+    fields = lora | {"async_scheduling": async_scheduling, "kv_offloading_folder": str(tmp_path / "kv")}
+    for start in range(3):
+        engine = Engine.from_config(config(folder, num_host_blocks=30, **fields))
+        traffic = engine._scheduler.store_traffic
+        assert traffic is not None
+        if start == 2:
+            for path in (tmp_path / "kv").rglob("[0-9a-f]" * 64):
+                path.write_bytes(path.read_bytes()[:-1] + b"?")
+        traffic._store._writer.submit(lambda: None).result()
+        assert serve(engine, adapters, 2) == expected, "the same output in every state of the folder"
+        traffic._store.close()
+        traffic.poll()
+        assert traffic.num_written_blocks > 10 or start > 0
+        assert traffic.num_read_blocks > 0 or start != 1
+        assert (engine.stats().num_folder_errors > 0) == (start == 2)
+        assert engine.stats().num_folder_read_blocks == traffic.num_read_blocks
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    engine = Engine.from_config(config(other, num_host_blocks=30, **fields))
+    serve(engine, {}, 1)
+    traffic = engine._scheduler.store_traffic
+    assert traffic is not None and traffic.num_read_blocks == 0
+
+
 def test_offloading_is_refused_by_name(tmp_path: Path, folder: Path) -> None:
     windows = make_checkpoint(tmp_path / "gemma2", "gemma2")
     with pytest.raises(ConfigError, match=r"^kv_offloading_size: only some layers of this model have a sliding window"):
@@ -104,4 +142,13 @@ def test_offloading_is_refused_by_name(tmp_path: Path, folder: Path) -> None:
         config(folder, num_host_blocks=10, enable_prefix_caching=False)
     with pytest.raises(ConfigError, match=r"^kv_offloading_size: 1000000.0 GiB: .* needs \d+ bytes, but \d+ are free"):
         Engine.from_config(config(folder, kv_offloading_size=1e6))
+    with pytest.raises(ConfigError, match=r"^kv_offloading_folder: needs kv_offloading_size"):
+        config(folder, kv_offloading_folder="kv")
+    with pytest.raises(ConfigError, match=r"^kv_offloading_folder: not possible with tensor_parallel_size 2"):
+        config(folder, num_host_blocks=10, kv_offloading_folder="kv", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"^kv_offloading_folder: not possible with speculative_config.model"):
+        draft = {"method": "draft_model", "model": "d", "num_speculative_tokens": 2}
+        config(folder, num_host_blocks=10, kv_offloading_folder="kv", speculative_config=draft)
+    with pytest.raises(ConfigError, match=r"^kv_offloading_folder: '/proc/kv' cannot be used"):
+        Engine.from_config(config(folder, num_host_blocks=10, kv_offloading_folder="/proc/kv"))
     assert Checkpoint.load(folder).fingerprint.startswith("sampled-"), "blocks that stay in the process need no digest"

@@ -12,6 +12,7 @@ from support.scheduler_harness import CONFIG, SchedulerHarness
 
 from quire_engine.kv_cache.block_events import BlockEventLog, BlocksRemoved, BlocksStored
 from quire_engine.kv_cache.swap_policy import COPY_SHARE, SwapCosts
+from quire_engine.kv_transfer.store_traffic import READ_DEADLINE_S
 from quire_engine.sequence import SequenceStatus
 
 PROMPT = [7] * 40 + [1]
@@ -207,6 +208,65 @@ def test_least_recently_used_rows_are_evicted_and_events_name_the_medium() -> No
     evict(h)
     assert run_one(h, [2] * 40 + [3]) == 40
     h.scheduler.check_integrity()
+
+
+def stored_harness(**fields: Any) -> SchedulerHarness:
+    """Return a harness whose store has the blocks of PROMPT, which are nowhere else."""
+    h = harness(num_blocks=24, has_store=True, **fields)
+    for _ in range(2):
+        run_one(h, PROMPT)
+    assert h.store is not None and len(h.store.blocks) == 5
+    evict(h)
+    pool = h.scheduler.host_cache.pool
+    pool.free(pool.allocate(pool.num_free))
+    return h
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_sequence_that_waits_for_a_store_delays_no_other(lookahead: bool) -> None:
+    h = stored_harness(lookahead=lookahead)
+    decoding = h.add([5], 30)
+    h.step()
+    waiting, late = h.add(PROMPT, 2), h.add([9], 1)
+    for _ in range(3):
+        h.step()
+        assert waiting.status is SequenceStatus.WAITING_FOR_KV
+    assert late.status is SequenceStatus.FINISHED and h.scheduler.num_waiting == 1
+    h.complete_transfers()
+    h.run()
+    assert waiting.num_cached_tokens == 40 and h.outputs[waiting.id] == expected_output(PROMPT, 2)
+    assert h.outputs[decoding.id] == expected_output([5], 30)
+
+
+def test_sequence_waits_for_a_slow_store_only_until_its_deadline() -> None:
+    h = stored_harness()
+    h.add([5], 30)
+    h.step()
+    waiting = h.add(PROMPT, 2)
+    h.step()
+    h.now += READ_DEADLINE_S
+    h.step()
+    assert waiting.status is SequenceStatus.RUNNING and waiting.num_cached_tokens == 0
+    h.complete_transfers()
+    h.run()
+    assert h.outputs[waiting.id] == expected_output(PROMPT, 2)
+
+
+def test_wrong_blocks_of_a_store_are_computed() -> None:
+    h = stored_harness()
+    assert h.store is not None
+    h.store.miss_ratio = 1.0
+    assert run_one(h, PROMPT) == 0 and len(h.store.blocks) == 4
+
+
+def test_aborted_sequence_leaves_its_read_to_others() -> None:
+    h = stored_harness()
+    waiting = h.add(PROMPT, 2)
+    assert h.scheduler.schedule(h.now) is None and waiting.status is SequenceStatus.WAITING_FOR_KV
+    h.scheduler.abort([waiting.id])
+    h.scheduler.check_integrity()
+    h.complete_transfers()
+    assert run_one(h, PROMPT) == 40
 
 
 @settings(deadline=None, max_examples=25)

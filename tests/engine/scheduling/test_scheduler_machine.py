@@ -47,6 +47,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_drafts=st.sampled_from([0, 0, 3]),
         layout=st.sampled_from(LAYOUTS),
         offload=st.booleans(),
+        has_store=st.booleans(),
+        miss_ratio=st.sampled_from([0.0, 0.3]),
     )
     def start(
         self,
@@ -62,6 +64,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_drafts: int,
         layout: KVLayout,
         offload: bool,
+        has_store: bool,
+        miss_ratio: float,
     ) -> None:
         if layout.num_groups > 1:
             swap = NEVER_SWAP
@@ -80,8 +84,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         num_blocks = 48 // block_size * layout.num_groups + num_spare_blocks
         self.harness = SchedulerHarness(
-            config, num_blocks, 48, "abc", max_loras, swap, lookahead and not num_drafts, layout
+            config, num_blocks, 48, "abc", max_loras, swap, lookahead and not num_drafts, layout, has_store
         )
+        if self.harness.store is not None:
+            self.harness.store.miss_ratio = miss_ratio
         self.event_log = self.harness.block_pool.event_log = BlockEventLog()
         self.mirror = BlockMirror(self.harness.block_hasher)
         self.requests: dict[int, tuple[list[int], int, str | None, frozenset[int]]] = {}
@@ -175,6 +181,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.open_ids.difference_update(ids)
         self.harness.scheduler.abort(ids)
 
+    @rule(num=st.integers(1, 4), seconds=st.sampled_from([0.0, 3.0]))
+    def transfers_end(self, num: int, seconds: float) -> None:
+        self.harness.now += seconds
+        self.harness.complete_transfers(num)
+        self.harness.scheduler.check_integrity()
+
     @rule(num=st.integers(1, 12))
     def steps(self, num: int) -> None:
         for _ in range(num):
@@ -231,6 +243,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.now += 1.0
             self.harness.step()
             self.collect()
+        self.harness.complete_transfers()
+        if self.harness.scheduler.store_traffic is not None:
+            self.harness.scheduler.store_traffic.poll()
         assert not self.open_ids and self.harness.block_pool.num_used == 0
         assert self.harness.scheduler.block_manager.num_used_host_blocks == 0
         self.harness.registry.check_integrity({}, {})

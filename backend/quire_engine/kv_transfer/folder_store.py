@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder that holds KV blocks in files: an emptyDir, or a claim that several pods share.
+
+Torch-free. A block is the file ROOT/REPRESENTATION/KEY[:2]/KEY, all in hexadecimal. Its header names everything that
+the reader expects, and a checksum covers the bytes of the block. A file is written under another name and then renamed,
+so two pods can write the same block. Names are opened relative to open folders and never through a symbolic link.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import stat
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from quire_engine.kv_cache.block_hash import LAYOUT_VERSION
+from quire_engine.kv_transfer.store import HostRows, KVStore
+
+_MAGIC, _VERSION = b"QKV1", 1
+_HEADER = struct.Struct("<4sHH16s32sQ16s")
+"""Magic, bytes of the header, version of the format, representation, key, bytes of the block, xxh3_128 of the block."""
+_TEMPORARY = ".tmp-"
+_LOCK = ".lock"
+_NUM_THREADS = 2
+_MAX_GROUPS = 256
+_MIN_GROUP_BLOCKS = 64
+"""The quota is divided among groups of folders, so that one sweep reads a small part of many files. Each group has room
+for at least this number of blocks."""
+_RESCAN_S = 60.0
+_RETRY_S = 30.0
+"""After an error of the file system, nothing is written for this number of seconds."""
+_STALE_S = 600.0
+"""A temporary file that is older was left by a process that died."""
+
+logger = logging.getLogger(__name__)
+
+
+class FolderStore(KVStore):
+    """See the module. Any number of processes can use the same folder at the same time."""
+
+    def __init__(self, root: Path, rows: HostRows, rank: str, max_bytes: int | None = None) -> None:
+        """Use the folder `root`, which is created if necessary.
+
+        Args:
+            root: the folder.
+            rows: host memory of this process.
+            rank: number of this tensor-parallel rank and of all ranks; ranks do not share files.
+            max_bytes: maximum size of all files together, also of other models; None: half of the space that is free.
+
+        Raises:
+            OSError: the folder cannot be created or opened.
+        """
+        self._rows = rows
+        self._row_bytes = sum(len(buffer) for buffer in rows.buffers(0))
+        representation = hashlib.sha256(f"{LAYOUT_VERSION} {_VERSION} {rank} {rows.layout}".encode()).digest()
+        self._representation = representation[:16]
+        root.mkdir(parents=True, exist_ok=True)
+        self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        space = os.fstatvfs(self._root)
+        self.max_bytes = space.f_bavail * space.f_frsize // 2 if max_bytes is None else max_bytes
+        file_bytes = _HEADER.size + self._row_bytes
+        self._num_groups = max(1, min(_MAX_GROUPS, self.max_bytes // (_MIN_GROUP_BLOCKS * file_bytes)))
+        self._unswept_bytes = Counter[int]()
+        self._keys: set[bytes] = set()
+        self._scanned_at = 0.0
+        self._read_seconds = 0.0
+        self._no_writes_before = 0.0
+        self._lock = threading.Lock()
+        self.errors = Counter[str]()
+        """Number of misses and failed writes, by reason."""
+        self._readers = ThreadPoolExecutor(_NUM_THREADS, "kv-read")
+        self._writer = ThreadPoolExecutor(1, "kv-write")
+        self._scan_later()
+
+    @property
+    def num_errors(self) -> int:
+        """See KVStore. A block that another process has removed is not an error."""
+        return self.errors.total() - self.errors["absent"]
+
+    @property
+    def seconds_per_block(self) -> float:
+        """See KVStore."""
+        return self._read_seconds
+
+    def contains(self, keys: Sequence[bytes]) -> int:
+        """See KVStore. Files of other pods are seen after some seconds."""
+        if time.monotonic() > self._scanned_at + _RESCAN_S:
+            self._scan_later()
+        for number, key in enumerate(keys):
+            if key not in self._keys:
+                return number
+        return len(keys)
+
+    def read(self, keys: Sequence[bytes], rows: Sequence[int], on_done: Callable[[int], None]) -> None:
+        """See KVStore."""
+        self._readers.submit(self._run, self._read_blocks, keys, rows, on_done)
+
+    def write(self, keys: Sequence[bytes], rows: Sequence[int], on_done: Callable[[int], None]) -> None:
+        """See KVStore."""
+        self._writer.submit(self._run, self._write_blocks, keys, rows, on_done)
+
+    def close(self) -> None:
+        """Wait for all transfers, and close the folder."""
+        self._readers.shutdown()
+        self._writer.shutdown()
+        os.close(self._root)
+
+    def _run(
+        self,
+        transfer: Callable[[Sequence[bytes], Sequence[int]], Iterator[None]],
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        on_done: Callable[[int], None],
+    ) -> None:
+        """Call `on_done` with the number of blocks that `transfer` has moved, also after an error."""
+        num_done = 0
+        try:
+            self._rows.synchronize()
+            for _ in transfer(keys, rows):
+                num_done += 1
+        except Exception:
+            self._count("internal")
+            logger.exception("kv folder: a transfer failed")
+        finally:
+            on_done(num_done)
+
+    def _read_blocks(self, keys: Sequence[bytes], rows: Sequence[int]) -> Iterator[None]:
+        for key, row in zip(keys, rows, strict=True):
+            start = time.perf_counter()
+            if reason := self._read_block(key, row):
+                self._keys.discard(key)
+                self._count(reason)
+                return
+            seconds = time.perf_counter() - start
+            self._read_seconds = seconds if not self._read_seconds else 0.8 * self._read_seconds + 0.2 * seconds
+            yield
+
+    def _read_block(self, key: bytes, row: int) -> str:
+        """Read one file into a row. Return the reason if this is a miss. A file that is wrong is deleted."""
+        name = key.hex()
+        try:
+            with self._open_folder(key) as folder:
+                reason = self._read_file(folder, name, key, row)
+                if reason:
+                    os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            return "absent"
+        except OSError as error:
+            return _reason(error)
+        return reason
+
+    def _read_file(self, folder: int, name: str, key: bytes, row: int) -> str:
+        """Return why the file is wrong; "" if it has been read. Update its time, by which files are swept."""
+        try:
+            # O_NONBLOCK: a FIFO must not block.
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return "symlink"
+            raise
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                return "owner" if stat.S_ISREG(status.st_mode) else "type"
+            if status.st_size != _HEADER.size + self._row_bytes:
+                return "length"
+            header, buffers = bytearray(_HEADER.size), self._rows.buffers(row)
+            if os.readv(file, [header, *buffers]) != status.st_size:
+                return "length"
+            if header != self._header(key, buffers):
+                return "content"
+            os.utime(file)
+        finally:
+            os.close(file)
+        return ""
+
+    def _write_blocks(self, keys: Sequence[bytes], rows: Sequence[int]) -> Iterator[None]:
+        for key, row in zip(keys, rows, strict=True):
+            if time.monotonic() < self._no_writes_before:
+                return
+            try:
+                with self._open_folder(key, create=True) as folder:
+                    self._write_file(folder, key, row)
+            except OSError as error:
+                self._count(_reason(error))
+                self._no_writes_before = time.monotonic() + _RETRY_S
+                logger.warning("kv folder: cannot write, next attempt in %.0f s error=%s", _RETRY_S, error)
+                return
+            self._keys.add(key)
+            yield
+            self._sweep_after(key)
+
+    def _write_file(self, folder: int, key: bytes, row: int) -> None:
+        name, buffers = f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}", self._rows.buffers(row)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+        try:
+            try:
+                # Without fsync: a file that is torn by a crash of the node fails its checksum.
+                if os.writev(file, [self._header(key, buffers), *buffers]) != _HEADER.size + self._row_bytes:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            finally:
+                os.close(file)
+            os.rename(name, key.hex(), src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+            raise
+
+    def _header(self, key: bytes, buffers: Sequence[memoryview]) -> bytes:
+        checksum = xxhash.xxh3_128()
+        for buffer in buffers:
+            checksum.update(buffer)
+        fields = _MAGIC, _HEADER.size, _VERSION, self._representation, key, self._row_bytes, checksum.digest()
+        return _HEADER.pack(*fields)
+
+    @contextlib.contextmanager
+    def _open_folder(self, key: bytes, *, create: bool = False) -> Iterator[int]:
+        """Open the folder of a key."""
+        names = self._representation.hex(), key[:1].hex()
+        parent = os.dup(self._root)
+        try:
+            for name in names:
+                if create:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(name, 0o700, dir_fd=parent)
+                child = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+                os.close(parent)
+                parent = child
+            yield parent
+        finally:
+            os.close(parent)
+
+    def _scan_later(self) -> None:
+        self._scanned_at = time.monotonic()
+        self._writer.submit(self._scan)
+
+    def _scan(self) -> None:
+        """Find the blocks in the folder, also those that other processes have written or removed."""
+        keys = set()
+        for number in range(256):
+            with contextlib.suppress(OSError), self._open_folder(bytes([number])) as folder:
+                for name in os.listdir(folder):
+                    with contextlib.suppress(ValueError):
+                        keys.add(bytes.fromhex(name))
+        self._keys = keys
+
+    def _sweep_after(self, key: bytes) -> None:
+        """Sweep the group of a key if enough was written to it since its last sweep."""
+        group = key[0] * self._num_groups // 256
+        self._unswept_bytes[group] += _HEADER.size + self._row_bytes
+        if self._unswept_bytes[group] > self.max_bytes // self._num_groups // 8:
+            self._unswept_bytes[group] = 0
+            try:
+                self._sweep(group)
+            except OSError as error:
+                self._count(_reason(error))
+
+    def _sweep(self, group: int) -> None:
+        """Remove the files of a group that were used least recently, if the group exceeds its part of the quota.
+
+        The lock ends with its process. If another process sweeps, nothing is done.
+        """
+        lock = os.open(_LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=self._root)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files, now = [], time.time()
+            for folder, entry in self._group_entries(group):
+                status = entry.stat(follow_symlinks=False)
+                is_temporary = entry.name.startswith(_TEMPORARY)
+                if not is_temporary or abs(now - status.st_mtime) > _STALE_S:
+                    files.append((is_temporary, status.st_mtime, status.st_size, folder, entry.name))
+            excess = sum(file[2] for file in files) - self.max_bytes // self._num_groups
+            # Temporary files first, then by the time of the last use.
+            for is_temporary, _, size, folder, name in sorted(files, key=lambda file: (not file[0], file[1])):
+                if excess <= 0 and not is_temporary:
+                    break
+                excess -= size
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{folder}/{name}", dir_fd=self._root)
+                with contextlib.suppress(ValueError):
+                    self._keys.discard(bytes.fromhex(name))
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(lock)
+
+    def _group_entries(self, group: int) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
+        """Yield the files in the folders of a group, of all representations. Symbolic links are not followed."""
+        numbers = [number for number in range(256) if number * self._num_groups // 256 == group]
+        for representation in os.listdir(self._root):
+            for number in numbers:
+                path = f"{representation}/{number:02x}"
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+                with contextlib.suppress(OSError):
+                    outer = os.open(representation, flags, dir_fd=self._root)
+                    try:
+                        folder = os.open(f"{number:02x}", flags, dir_fd=outer)
+                    finally:
+                        os.close(outer)
+                    try:
+                        with os.scandir(folder) as entries:
+                            yield from (
+                                (path, entry) for entry in list(entries) if not entry.is_dir(follow_symlinks=False)
+                            )
+                    finally:
+                        os.close(folder)
+
+    def _count(self, reason: str) -> None:
+        with self._lock:
+            self.errors[reason] += 1
+            is_first = self.errors[reason] == 1
+        if is_first:
+            logger.warning("kv folder: first miss or failed write of its kind reason=%s", reason)
+
+
+def _reason(error: OSError) -> str:
+    """Return a short name of an error of the file system."""
+    names = {errno.ENOSPC: "full", errno.EDQUOT: "full", errno.EROFS: "read_only", errno.EACCES: "access"}
+    names |= {errno.EPERM: "access", errno.ENOENT: "absent", errno.ESTALE: "absent", errno.ELOOP: "symlink"}
+    names |= {errno.ENOTDIR: "symlink"}
+    return names.get(error.errno or 0, "io")

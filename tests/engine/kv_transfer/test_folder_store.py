@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of KV blocks: whichever change another program makes to its files, a reader gets right bytes or nothing."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from quire_engine.kv_transfer import folder_store
+from quire_engine.kv_transfer.folder_store import _HEADER, FolderStore
+
+ROW_BYTES = 3000
+FILE_BYTES = _HEADER.size + ROW_BYTES
+
+
+class Rows:
+    """Rows of two buffers each."""
+
+    layout = "cpu [('torch.float32', 1)]"
+
+    def __init__(self, num_rows: int = 400) -> None:
+        self.data = [[bytearray(1000), bytearray(2000)] for _ in range(num_rows)]
+
+    def buffers(self, row: int) -> list[memoryview]:
+        return [memoryview(buffer) for buffer in self.data[row]]
+
+    def synchronize(self) -> None:
+        pass
+
+    def fill(self, row: int, seed: int) -> None:
+        content = random.Random(seed).randbytes(ROW_BYTES)
+        self.data[row] = [bytearray(content[:1000]), bytearray(content[1000:])]
+
+    def content(self, row: int) -> bytes:
+        return b"".join(self.data[row])
+
+
+def key(number: int) -> bytes:
+    return sha256(str(number).encode()).digest()
+
+
+def wait(start: Callable[[Callable[[int], None]], None]) -> int:
+    """Start a transfer and return the number of blocks that it has moved."""
+    done, results = threading.Event(), list[int]()
+    start(lambda number: (results.append(number), done.set()))
+    assert done.wait(10)
+    return results[0]
+
+
+def write(store: FolderStore, rows: Rows, number: int) -> int:
+    rows.fill(0, number)
+    return wait(lambda on_done: store.write([key(number)], [0], on_done))
+
+
+def read(store: FolderStore, rows: Rows, *numbers: int) -> int:
+    """Read blocks into the rows from 1 on, and check their bytes."""
+    row_numbers = list(range(1, len(numbers) + 1))
+    num_read = wait(lambda on_done: store.read([key(n) for n in numbers], row_numbers, on_done))
+    for row, number in list(zip(row_numbers, numbers, strict=True))[:num_read]:
+        assert rows.content(row) == random.Random(number).randbytes(ROW_BYTES), "a wrong block"
+    return num_read
+
+
+@pytest.fixture
+def rows() -> Rows:
+    return Rows()
+
+
+@pytest.fixture
+def store(tmp_path: Path, rows: Rows) -> Iterator[FolderStore]:
+    opened = FolderStore(tmp_path / "kv", rows, "0/1", 2**30)
+    yield opened
+    opened.close()
+
+
+def file_of(store: FolderStore, tmp_path: Path, number: int) -> Path:
+    return tmp_path / "kv" / store._representation.hex() / key(number).hex()[:2] / key(number).hex()
+
+
+def test_blocks_are_read_as_they_were_written_also_by_another_process(
+    store: FolderStore, rows: Rows, tmp_path: Path
+) -> None:
+    assert store.contains([key(1)]) == 0 and read(store, rows, 1) == 0 and store.errors == {"absent": 1}
+    assert [write(store, rows, number) for number in (1, 2)] == [1, 1]
+    assert store.contains([key(1), key(2), key(3), key(1)]) == 2
+    assert read(store, rows, 1, 2, 3) == 2 and store.seconds_per_block > 0
+    other_rows = Rows()
+    other = FolderStore(tmp_path / "kv", other_rows, "0/1", 2**30)
+    other._writer.submit(lambda: None).result()
+    assert other.contains([key(1), key(2)]) == 2 and read(other, other_rows, 2, 1) == 2
+    other.close()
+
+
+def test_representations_do_not_share_files(store: FolderStore, rows: Rows, tmp_path: Path) -> None:
+    write(store, rows, 1)
+    for layout, rank in (("cuda ...", "0/1"), (rows.layout, "0/2"), (rows.layout, "1/2")):
+        other_rows = Rows()
+        other_rows.layout = layout
+        other = FolderStore(tmp_path / "kv", other_rows, rank, 2**30)
+        assert other._representation != store._representation and read(other, other_rows, 1) == 0
+        other.close()
+    assert read(store, rows, 1) == 1
+
+
+def _flip(content: bytes, position: int) -> bytes:
+    return content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda content: content[:-1], "length"),
+        (lambda content: content[:40], "length"),
+        (lambda _: b"", "length"),
+        (lambda content: content + b"x", "length"),
+        (lambda content: random.Random(3).randbytes(len(content)), "content"),
+        *(
+            (lambda content, at=at: _flip(content, at), "content")
+            for at in (0, 4, 6, 8, 24, 56, 64, 80, FILE_BYTES - 1)
+        ),
+    ],
+)
+def test_wrong_file_is_a_miss_and_is_deleted(
+    store: FolderStore, rows: Rows, tmp_path: Path, change: Callable[[bytes], bytes], reason: str
+) -> None:
+    write(store, rows, 1)
+    path = file_of(store, tmp_path, 1)
+    path.write_bytes(change(path.read_bytes()))
+    assert read(store, rows, 1) == 0 and store.errors == {reason: 1}
+    assert not path.exists() and store.contains([key(1)]) == 0
+    assert write(store, rows, 1) == 1 and read(store, rows, 1) == 1
+
+
+def test_block_of_another_key_is_a_miss(store: FolderStore, rows: Rows, tmp_path: Path) -> None:
+    write(store, rows, 1)
+    write(store, rows, 2)
+    file_of(store, tmp_path, 1).replace(file_of(store, tmp_path, 2))
+    assert read(store, rows, 2) == 0 and store.errors == {"content": 1}
+
+
+def test_links_and_other_kinds_of_files_are_never_followed(store: FolderStore, rows: Rows, tmp_path: Path) -> None:
+    write(store, rows, 1)
+    path, target = file_of(store, tmp_path, 1), tmp_path / "target"
+    path.rename(target)
+    content = target.read_bytes()
+    path.symlink_to(target)
+    assert read(store, rows, 1) == 0 and not path.is_symlink()
+    os.mkfifo(path)
+    assert read(store, rows, 1) == 0 and not path.exists()
+    path.parent.rmdir()
+    path.parent.symlink_to(tmp_path)
+    assert write(store, rows, 1) == 0 and read(store, rows, 1) == 0
+    assert target.read_bytes() == content and sorted(store.errors) == ["symlink", "type"]
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, "full"),
+        (errno.EDQUOT, "full"),
+        (errno.EROFS, "read_only"),
+        (errno.EIO, "io"),
+        (errno.EACCES, "access"),
+    ],
+)
+def test_folder_that_cannot_be_written_stops_writes_for_a_while(
+    store: FolderStore, rows: Rows, number: int, reason: str
+) -> None:
+    write(store, rows, 1)
+    with patch.object(folder_store.os, "writev", side_effect=OSError(number, os.strerror(number))) as writev:
+        assert [write(store, rows, n) for n in (2, 3, 4)] == [0, 0, 0]
+        assert writev.call_count == 1 and store.errors == {reason: 1}
+    assert read(store, rows, 1) == 1, "blocks can still be read"
+    store._no_writes_before = 0.0
+    assert write(store, rows, 2) == 1
+
+
+def test_folder_that_was_removed(store: FolderStore, rows: Rows, tmp_path: Path) -> None:
+    write(store, rows, 1)
+    for path in sorted((tmp_path / "kv").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (tmp_path / "kv").rmdir()
+    assert read(store, rows, 1) == 0 and write(store, rows, 2) == 0 and store.errors == {"absent": 2}
+
+
+def test_quota_removes_the_files_that_were_used_least_recently(tmp_path: Path, rows: Rows) -> None:
+    store = FolderStore(tmp_path / "kv", rows, "0/1", 100 * FILE_BYTES)
+    for number in range(100):
+        write(store, rows, number)
+        os.utime(file_of(store, tmp_path, number), (number, number))
+    stale = file_of(store, tmp_path, 0).with_name(".tmp-1-1")
+    stale.write_bytes(b"x")
+    os.utime(stale, (1, 1))
+    assert read(store, rows, *range(5)) == 5, "they are used, so they are the youngest"
+    for number in range(100, 160):
+        write(store, rows, number)
+    store._writer.submit(lambda: None).result()
+    paths = [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and path.name != ".lock"]
+    assert sum(path.stat().st_size for path in paths) <= 113 * FILE_BYTES, "an eighth more at most"
+    assert not stale.exists() and read(store, rows, *range(5)) == 5 and read(store, rows, 5) == 0
+    store.close()
+
+
+def test_sweep_waits_for_no_other_process(tmp_path: Path, rows: Rows) -> None:
+    """Another process holds the lock of the sweep; when it is killed, the lock ends."""
+    store = FolderStore(tmp_path / "kv", rows, "0/1", 10 * FILE_BYTES)
+    write(store, rows, 0)
+    lock = str(tmp_path / "kv/.lock")
+    code = f"import fcntl, time; f = open({lock!r}, 'w'); fcntl.flock(f, 2); print(1, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        for number in range(30):
+            assert write(store, rows, number) == 1
+        assert store.contains([key(n) for n in range(30)]) == 30
+        holder.send_signal(signal.SIGKILL)
+    for number in range(30, 40):
+        assert write(store, rows, number) == 1
+    assert len(list((tmp_path / "kv").rglob("[0-9a-f]" * 64))) < 15 and not store.errors
+    store.close()
+
+
+def test_processes_that_write_the_same_keys_and_are_killed(tmp_path: Path) -> None:
+    """Two processes write the same blocks, and one is killed again and again. Every block that is read is right."""
+    code = (
+        f"import sys; sys.path[:0] = {sys.path!r}; from pathlib import Path; "
+        "from test_folder_store import FolderStore, Rows, write; rows = Rows(); "
+        f"store = FolderStore(Path({str(tmp_path / 'kv')!r}), rows, '0/1', 2**30); "
+        "[write(store, rows, n % 50) for n in range(10**6)]"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    rows = Rows()
+    store = FolderStore(tmp_path / "kv", rows, "0/1", 2**30)
+    for _ in range(3):
+        writers = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+        deadline, num_read = time.monotonic() + 2.0, 0
+        while time.monotonic() < deadline or not num_read:
+            num_read += read(store, rows, random.randrange(50))
+            assert time.monotonic() < deadline + 30
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+    assert set(store.errors) <= {"absent"}
+    store.close()
