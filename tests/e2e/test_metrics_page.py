@@ -46,7 +46,7 @@ def test_metrics_of_gateway_api_endpoint_pickers(families):
     """They read the newest sample of vllm:lora_requests_info, and the adapter names in its labels."""
     (sample,) = families["vllm:lora_requests_info"].samples
     assert set(sample.labels) == {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
-    assert sample.labels["max_lora"] == "4", "as in the example"
+    assert sample.labels["max_lora"] == "8", "as in the example, in each of two cores"
     assert sample.value > 1.7e9, "Unix seconds"
     for name in ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
         (sample,) = families[name].samples

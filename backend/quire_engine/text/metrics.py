@@ -67,7 +67,9 @@ class RequestMetrics:
         # Only one series is kept. Readers use only the newest one, and the series of old combinations of names would
         # never disappear by themselves.
         self._lora_requests_info.clear()
-        max_lora = self._config.max_loras if self._core_connected.value else 0
+        # The names are those of all cores, and each core has its own slots.
+        num_slots = self._config.max_loras * self._config.data_parallel_size
+        max_lora = num_slots if self._core_connected.value else 0
         labels = (str(max_lora), ",".join(sorted(waiting)), ",".join(sorted(running)))
         self._lora_requests_info.labels(*labels).set(time.time())
 

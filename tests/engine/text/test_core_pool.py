@@ -209,6 +209,8 @@ class CorePoolMachine(RuleBasedStateMachine):
             open_ids = [len(request.open_ids) for request in core.requests if not request.messages]
             assert core.num_running == sum(open_ids)
             assert core.num_queued_tokens == sum(request.num_queued_tokens for request in core.requests)
+            digests = Counter(request.adapter_digest for request in core.requests)
+            assert all(core.num_requests[digest] == digests[digest] for digest in ADAPTERS)
         assert {i for core in self.pool._cores for r in core.requests for i in r.open_ids} == self.open.keys()
         for core, expected in zip(self.pool._cores, self.pool.prefix_index._expected, strict=True):
             assert expected == Counter(block_hash for request in core.requests for block_hash in request.hashes)
@@ -278,6 +280,15 @@ def test_an_adapter_in_a_slot_attracts_and_a_restarted_core_waits_for_its_adapte
     pool.on_step(0, StepResult([], [], SchedulerStats(num_blocks=8), adapters=[]))
     assert [core_of(pool, clients, 10 + i, [i] * 20, adapter_digest=a) for i in range(3)] == [1, 1, 1]
     assert core_of(pool, clients, 20, [5] * 20) == 0, "the base model needs no adapter"
+
+
+def test_moved_requests_keep_their_order():
+    pool, clients = started_pool()
+    for i in range(1, 41):
+        pool.submit([SequenceRequest(i, [i] * 20, SamplingParams())], [i], None)
+    kept, moved = list(clients[1].running), list(clients[0].running)
+    pool.on_core_lost(0)
+    assert list(clients[1].running) == kept + moved and len(moved) > 10
 
 
 def test_hashes_are_those_of_the_prefix_cache_and_bounded():

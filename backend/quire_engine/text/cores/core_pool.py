@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -80,7 +81,10 @@ class _Core:
     client: CoreClient
     is_serving: bool = False
     """True from the first message of the core until it is lost. The system also connects to a core that hangs."""
-    requests: set[_Request] = field(default_factory=set)
+    requests: dict[_Request, None] = field(default_factory=dict)
+    """The requests that it runs, in the order in which they were sent."""
+    num_requests: Counter[AdapterDigest] = field(default_factory=Counter)
+    """Number of its requests for each adapter."""
     adapters: frozenset[AdapterDigest] = frozenset()
     """The adapters that the core has registered."""
     num_queued_tokens: int = 0
@@ -88,10 +92,6 @@ class _Core:
     """Unfinished sequences of requests that have output."""
     last_step_at: float = 0.0
     """Time of the last step, or of the first request after a time without requests."""
-
-    def has_adapter_on_its_way(self, digest: AdapterDigest) -> bool:
-        """Return whether an open request already uses the adapter."""
-        return any(request.adapter_digest == digest for request in self.requests)
 
 
 class CorePool:
@@ -196,7 +196,9 @@ class CorePool:
         request.num_queued_tokens = self._num_uncached(number, request)
         self.prefix_index.expect(number, request.hashes)
         core.num_queued_tokens += request.num_queued_tokens
-        core.requests.add(request)
+        core.requests[request] = None
+        if request.adapter_digest is not None:
+            core.num_requests[request.adapter_digest] += 1
         self._request_by_sequence |= dict.fromkeys(request.open_ids, (request, number))
         self._metrics.record_dispatched(number)
 
@@ -209,7 +211,7 @@ class CorePool:
 
     def _load(self, number: int, request: _Request) -> CoreLoad:
         core, stats, digest = self._cores[number], self._stats[number], request.adapter_digest
-        is_loaded = digest is None or digest in stats.slot_adapters or core.has_adapter_on_its_way(digest)
+        is_loaded = digest is None or digest in stats.slot_adapters or core.num_requests[digest] > 0
         return CoreLoad(
             queued_tokens=core.num_queued_tokens,
             uncached_tokens=self._num_uncached(number, request),
@@ -235,7 +237,9 @@ class CorePool:
         if not request.open_ids:
             self.prefix_index.end(number, request.hashes)
             core.num_queued_tokens -= request.num_queued_tokens
-            core.requests.discard(request)
+            del core.requests[request]
+            if request.adapter_digest is not None:
+                core.num_requests[request.adapter_digest] -= 1
 
     # Events of the cores
 
