@@ -14,8 +14,9 @@ from quire_engine.sequence import BlockId, Sequence
 
 READ_DEADLINE_S = 2.0
 """A sequence waits at most this long for a store, and then computes its tokens."""
-MAX_PENDING_WRITES = 64
-"""Maximum number of rows that wait to be written. Further rows are not written."""
+_PENDING_SHARE = 4
+"""At most one row in this number waits to be written, because such a row cannot be evicted. Further rows are not
+written."""
 
 
 @dataclass(slots=True)
@@ -123,7 +124,8 @@ class StoreTraffic:
         return read
 
     def _write(self, row: BlockId, key: bytes) -> None:
-        if self._num_pending_writes >= MAX_PENDING_WRITES or self._store.contains([key]):
+        max_pending = max(1, self._host_cache.pool.num_blocks // _PENDING_SHARE)
+        if self._num_pending_writes >= max_pending or self._store.contains([key]):
             return
         self._host_cache.pool.acquire([row])
         write = _Transfer([key], [row], False)
