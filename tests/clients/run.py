@@ -11,6 +11,7 @@ import tempfile
 import venv
 from pathlib import Path
 
+import router_checks
 from support.quire_serve import example_document, running_service
 
 FOLDER = Path(__file__).parent
@@ -38,6 +39,7 @@ def create_environment(requirements: Path) -> Path:
 def main() -> int:
     """Return the exit code of the first checks that fail."""
     pythons = {checks: create_environment(FOLDER / requirements) for requirements, checks in CHECKS.items()}
+    routers = create_environment(FOLDER / "requirements-routers.txt").parent
     if sys.argv[1:] == ["--install-only"]:
         return 0
     with (
@@ -49,6 +51,7 @@ def main() -> int:
         for checks, python in pythons.items():
             if code := subprocess.run([python, FOLDER / checks, url], check=False, timeout=300).returncode:
                 return code
+    router_checks.main(routers)
     return 0
 
 

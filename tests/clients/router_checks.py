@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the pinned routers in front of two servers: completions, chats, streams and adapters go through, equal
+beginnings reach one server, and vllm-router's kv_aware policy credits the blocks that the events announce."""
+
+import json
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+from support.quire_serve import example_document
+from support.routers import Router, two_pods
+
+STORY = "Once upon a time there was a small mouse who lived in a big house with a garden and a dog and three cows. "
+KINDS = ("vllm-router:cache_aware", "vllm-router:kv_aware", "sglang-router:cache_aware", "smg:cache_aware")
+
+
+def post(url: str, body: dict) -> tuple[int, str]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return response.status, response.read().decode()
+
+
+def check(router: Router, kind: str, number: int) -> None:
+    prompt = {"max_tokens": 4, "prompt": f"Chapter {number}. {STORY * 3}"}
+    messages = [{"role": "user", "content": "Tell me a story."}]
+    for model in ("tales", "pirate"):
+        cached = []
+        for _ in range(6):
+            status, text = post(f"{router.url}/v1/completions", {"model": model, **prompt})
+            assert status == 200, text
+            cached.append(json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"])
+        # All equal prompts after the first one find their beginning.
+        assert cached[0] == 0 or model != "tales", cached
+        assert min(cached[1:]) >= 64, (kind, model, cached)
+        status, text = post(
+            f"{router.url}/v1/chat/completions", {"model": model, "max_tokens": 4, "messages": messages}
+        )
+        assert status == 200 and json.loads(text)["choices"][0]["message"]["content"], text
+    status, text = post(f"{router.url}/v1/completions", {"model": "tales", "stream": True, **prompt})
+    assert status == 200 and text.rstrip().endswith("[DONE]"), text
+    if kind.endswith("kv_aware"):
+        hits = router.counter(r'vllm_router_kv_placement_lookups_total\{.*result="hit"')
+        assert hits >= 5, f"the router credits no prefix: {hits} hits"
+
+
+def main(binaries: Path) -> None:
+    """Run the checks. `binaries` is the folder of the routers' programs."""
+    with (
+        tempfile.TemporaryDirectory(prefix="quire-routers-") as temporary,
+        two_pods(example_document(), Path(temporary)) as pods,
+    ):
+        for number, kind in enumerate(KINDS):
+            with Router(binaries, kind, pods, "tales", Path(temporary, "router.log")) as router:
+                check(router, kind, number)
+            print(f"{kind}: ok", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
