@@ -3,6 +3,8 @@
 death, the hang and the return of a core under load."""
 
 import asyncio
+import http.client
+import json
 import os
 import re
 import signal
@@ -148,6 +150,14 @@ def test_a_client_can_choose_the_core(own):
             refused = run(9, wrong)
             assert refused.error_code == "INVALID_ARG" and "must be from 0 to 1" in refused.error
     assert dispatched(own) == [before[0], before[1] + 5]
+    body = json.dumps({"model": "tales", "prompt": "x", "max_tokens": 2})
+    for rank, status in (("0", 200), ("2", 400), ("one", 400)):
+        connection = http.client.HTTPConnection("127.0.0.1", own.ports["openai"])
+        headers = {"Content-Type": "application/json", "X-data-parallel-rank": rank}
+        connection.request("POST", "/v1/completions", body, headers)
+        assert connection.getresponse().status == status, rank
+        connection.close()
+    assert dispatched(own) == [before[0] + 1, before[1] + 5]
 
 
 def test_all_cores_die(own):
