@@ -26,7 +26,7 @@ from pathlib import Path
 import nvidia_stubs
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "engine,server,openai,operator"
+EXTRAS = "engine,streamer,server,openai,operator"
 TORCH_RANGE = ((2, 11), (3, 0))
 """The first version of torch that is supported, and the first version that is too new. pyproject.toml contains the same
 range."""
@@ -179,7 +179,7 @@ def install_emulated(folder: Path) -> None:
     wheels = nvidia_stubs.build_wheels(pip, EMULATED_TORCH[0])
     options = [f"--find-links={wheels}", f"--constraint={wheels / nvidia_stubs.CONSTRAINTS}"]
     for arguments in (
-        [*options, *EMULATED_TORCH, "-e", f"{ROOT}[engine]", *requirements(EMULATED)],
+        [*options, *EMULATED_TORCH, "-e", f"{ROOT}[engine,streamer]", *requirements(EMULATED)],
         ["--no-deps", EMULATED_HEADERS],
     ):
         if code := subprocess.run([*pip, "install", "--quiet", *arguments], check=False).returncode:

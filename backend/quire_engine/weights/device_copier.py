@@ -7,6 +7,7 @@ other. `weights/loader.py` is the caller.
 """
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -73,6 +74,8 @@ def open_copier(device: torch.device) -> Iterator[CopyFunction]:
     for copy_stream in all_streams:
         free_streams.put(copy_stream)
     futures: list[Future[None]] = []
+    # A reader that is faster than the device would otherwise keep the whole model in host memory.
+    places = threading.Semaphore(4 * NUM_THREADS)
 
     def copy(destination: Tensor, read: Callable[[], Tensor]) -> None:
         copy_stream = free_streams.get()
@@ -80,10 +83,15 @@ def open_copier(device: torch.device) -> Iterator[CopyFunction]:
             copy_stream.copy(destination, read)
         finally:
             free_streams.put(copy_stream)
+            places.release()
+
+    def submit(destination: Tensor, read: Callable[[], Tensor]) -> None:
+        places.acquire()
+        futures.append(pool.submit(copy, destination, read))
 
     with ThreadPoolExecutor(NUM_THREADS, "weights") as pool:
         try:
-            yield lambda destination, read: futures.append(pool.submit(copy, destination, read))
+            yield submit
             for future in futures:
                 future.result()
         finally:

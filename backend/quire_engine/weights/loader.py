@@ -7,8 +7,9 @@ into one parameter.
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from quire_engine.weights import device_copier
 from quire_engine.weights.device_copier import CopyFunction
+from quire_engine.weights.model_streamer import stream_tensors
 from quire_engine.weights.param_shard import LoadTarget, ParamShard, TensorSource, read_rows, unsharded
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.weights.tensor_files import TensorFiles
@@ -42,6 +44,7 @@ def load_weights(
     tied_to: str | None = None,
     progress: bool = False,
     checkpoint: QuantizedTensors | None = None,
+    stream: bool = False,
 ) -> None:
     """Fill parameters from the checkpoint in `folder`, and convert the values to each parameter's dtype and device.
 
@@ -53,6 +56,7 @@ def load_weights(
         progress: show a progress bar on stderr.
         checkpoint: quantized tensors of the checkpoint; None if it has none. If its method `find` has returned a tensor
             before, the caller loads this tensor, and it is not reported as unexpected.
+        stream: read the tensors that are not quantized with Model Streamer.
 
     Raises:
         ConfigError: a file or a tensor is missing, a tensor is unexpected or has the wrong shape or dtype, or `tied_to`
@@ -83,14 +87,9 @@ def load_weights(
         tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar,
         device_copier.open_copier(device) as copy,
     ):
-        for name, target in targets.items():
-            source: TensorSource = sources.get(name) or _FloatTensor(files, name)
-            if source.shape != target.checkpoint_shape:
-                raise ConfigError(
-                    f"{folder}: {name} has shape {source.shape}; config.json implies {target.checkpoint_shape}"
-                )
-            _copy_shard(source, target, copy)
-            bar.update(target.nbytes)
+        for name, source in _iter_sources(files, targets, sources, stream):
+            _copy_shard(source, targets[name], copy)
+            bar.update(targets[name].nbytes)
     if tied_to and lm_head_name in files and not _equal_in_checkpoint(files, files.name_in_file(tied_to), lm_head_name):
         raise ConfigError(
             f"{folder}: {lm_head_name} differs from {tied_to}, but config.json ties them; set tie_word_embeddings "
@@ -128,17 +127,40 @@ def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:
     return torch.equal(checkpoint_tensor.to(narrow_dtype), tensor.to(narrow_dtype))
 
 
+def _iter_sources(
+    files: TensorFiles, targets: Mapping[str, ParamShard], quantized: Mapping[str, TensorSource], stream: bool
+) -> Iterator[tuple[str, TensorSource]]:
+    """Return the source of each target, after a check of its shape."""
+    floats = {name: _FloatTensor(files, name) for name in targets if name not in quantized}
+    for name, target in targets.items():
+        if (shape := (quantized.get(name) or floats[name]).shape) != target.checkpoint_shape:
+            raise ConfigError(
+                f"{files.folder}: {name} has shape {shape}; config.json implies {target.checkpoint_shape}"
+            )
+    yield from quantized.items()
+    if stream and floats:
+        for name, tensor in stream_tensors({name: files.file_by_tensor[name] for name in floats}):
+            if name in floats:
+                yield name, floats.pop(name).with_values(tensor)
+    yield from floats.items()
+
+
 class _FloatTensor:
     """A tensor of a checkpoint. It is not quantized."""
 
     def __init__(self, files: TensorFiles, name: str) -> None:
-        self._slice = files.get_slice(name)
+        self._slice: Any = files.get_slice(name)
         self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
         if (dtype := self._slice.get_dtype()) not in FLOAT_DTYPES:
             raise ConfigError(
                 f"{files.file_by_tensor[name]}: {name} has dtype {dtype}, but this dtype is supported only for "
                 "linear layers that quantization_config in config.json describes"
             )
+
+    def with_values(self, values: Tensor) -> Self:
+        """Return this tensor, whose values have been read already."""
+        self._slice = values
+        return self
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
         """Return `rows` and `columns` of a matrix, or the elements `rows` of a vector.

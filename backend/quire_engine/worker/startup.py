@@ -25,6 +25,7 @@ from quire_engine.sequence import BlockId
 from quire_engine.step.input import StepInput, build_step_input
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan
 from quire_engine.weights.loader import load_weights
+from quire_engine.weights.model_streamer import can_stream
 from quire_engine.weights.param_shard import unsharded
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.worker import attention_plans, graph_capture
@@ -98,6 +99,7 @@ class RunnerStartup:
                 tied_to=self._model.shape.tied_embedding_name,
                 progress=progress,
                 checkpoint=checkpoint,
+                stream=can_stream(self._config.load_format, self._device.type, self._config.num_ranks),
             )
         loaded_bytes = self._model.num_bytes
         self._model.pack()

@@ -127,6 +127,11 @@ class EngineConfig:
     """Host memory for adapters, in bytes. None: only the number of adapters is limited, by max_cpu_loras. An adapter
     with a small LoRA rank needs less memory. Therefore, more adapters fit into the limit if their rank is small."""
 
+    load_format: str = "auto"
+    """Reader of the weights. runai_streamer: Model Streamer, whose threads read ahead; it is not used with
+    tensor_parallel_size above 1. safetensors: the engine's own reader, which reads only what a rank needs. auto: Model
+    Streamer if the device is a CPU and the package runai-model-streamer is installed, otherwise safetensors."""
+
     swap_space: float = 0.0
     """Host memory in GiB to which the KV blocks of preempted requests can be swapped.
 
@@ -286,6 +291,7 @@ class EngineConfig:
             ("device", self.device, capabilities.DEVICES),
             ("dtype", self.dtype, capabilities.DTYPES),
             ("block_size", self.block_size, capabilities.BLOCK_SIZES),
+            ("load_format", self.load_format, capabilities.LOAD_FORMATS),
             ("scheduling_policy", self.scheduling_policy, capabilities.SCHEDULING_POLICIES),
             ("tensor_parallel_size", self.tensor_parallel_size, capabilities.TENSOR_PARALLEL_SIZES),
             ("kv_cache_dtype", self.kv_cache_dtype, capabilities.KV_CACHE_DTYPES),

@@ -55,7 +55,6 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "tokenizer": ((None,), _TOKENIZER_FIX),
     "tokenizer_mode": (("auto",), _TOKENIZER_FIX),
     "tokenizer_revision": ((None,), "the tokenizer is read at the revision of the model; remove the argument"),
-    "load_format": (("auto", "safetensors"), "convert the checkpoint to safetensors"),
     "config_format": (("auto", "hf"), "use a checkpoint in Hugging Face format"),
     "override_generation_config": ((None, {}), "set sampling parameters in requests"),
     "enable_prompt_adapter": ((False,), "use a LoRA adapter"),

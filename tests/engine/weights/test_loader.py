@@ -20,15 +20,23 @@ SINGLE = "model.safetensors"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
+OPTIONS = {"stream": False}
+
+
 @pytest.fixture
 def folder(tmp_path):
     return make_checkpoint(tmp_path, "llama")
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["safetensors", "streamer"])
+def _reader(request, monkeypatch):
+    monkeypatch.setitem(OPTIONS, "stream", request.param)
+
+
 def _load(folder, dtype=torch.float32, **options):
     shape = ModelConfig.load(folder)
     model = get_model_class(shape.architecture)(shape, ParamFactory(dtype, CPU))
-    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, **options)
+    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, **OPTIONS, **options)
     return dict(model.tensors())
 
 

@@ -105,7 +105,7 @@ def test_rejects_invalid_adapter_name(vllm):
 
 
 def test_all_problems_are_reported_with_file_and_fix(vllm):
-    folder = vllm({"model": "m", "pipeline_parallel_size": 2, "load_format": "gguf", "max_num_seq": 2})
+    folder = vllm({"model": "m", "pipeline_parallel_size": 2, "config_format": "mistral", "max_num_seq": 2})
     with pytest.raises(ConfigError) as caught:
         read_vllm_repository(folder)
     lines = str(caught.value).splitlines()

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which reader loads the weights. test_loader.py loads checkpoints and defects with both."""
+
+import importlib.util
+import logging
+
+import pytest
+
+from quire_engine.weights.model_streamer import can_stream, stream_tensors
+from quire_spec.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("load_format", "device", "num_ranks", "expected"),
+    [
+        ("auto", "cpu", 1, True),
+        ("auto", "cuda", 1, False),
+        ("auto", "cpu", 2, False),
+        ("safetensors", "cpu", 1, False),
+        ("runai_streamer", "cuda", 1, True),
+        ("runai_streamer", "cpu", 2, False),
+    ],
+)
+def test_the_reader_follows_the_setting(load_format, device, num_ranks, expected, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert can_stream(load_format, device, num_ranks) is expected
+    assert bool(caplog.records) == (load_format == "runai_streamer" and not expected)
+
+
+def test_without_the_package_one_line_says_why(monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        assert not can_stream("auto", "cpu", 1) and not caplog.records
+        assert not can_stream("runai_streamer", "cpu", 1)
+    (record,) = caplog.records
+    assert "pip install 'quire-llm[streamer]'" in record.getMessage()
+
+
+def test_a_file_that_cannot_be_read_is_an_error_with_a_way_out(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(ConfigError, match="set load_format to safetensors"):
+        list(stream_tensors({"a": path}))
+    with pytest.raises(ConfigError, match="set load_format to safetensors"):
+        list(stream_tensors({"a": tmp_path / "missing.safetensors"}))
