@@ -66,7 +66,7 @@ HOSTILE_ADAPTERS = {
         "declares a header",
     ),
     "giant-file": (lambda f: os.truncate(f / WEIGHTS, 100 * 2**30), "the limit is"),
-    "names": (_names, "is not a LoRA matrix"),
+    "names": (_names, "has 40000 tensors, but an adapter of this model can have at most"),
     "nested": (lambda f: _header(f, b"[" * 100_000), "is not a safetensors file"),
     "pickle": (_pickle, WEIGHTS),
     "link": (_link, "leads out of"),

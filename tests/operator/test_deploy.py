@@ -146,7 +146,10 @@ def test_gpu_image_does_not_install_the_server_from_pypi(tmp_path):
     for lines in needs.values():
         assert {"torch", "numpy", "aiohttp", "pyyaml", "tokenizers"} <= {re.match(r"[\w-]+", line)[0] for line in lines}
     extras = PROJECT["project"]["optional-dependencies"]
-    needed = [PROJECT["project"]["dependencies"], *(extras[e] for e in ("engine", "server", "openai", "operator"))]
+    needed = [
+        PROJECT["project"]["dependencies"],
+        *(extras[e] for e in ("engine", "streamer", "server", "openai", "operator")),
+    ]
     assert set(needs["cpu"]) == {line for lines in needed for line in lines}
     assert not any(line.startswith("nvidia-pytriton") for line in needs["gpu"])
     assert not any(line.startswith("numpy") and "<2" in line for line in needs["gpu"])

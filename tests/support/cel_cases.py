@@ -47,6 +47,7 @@ MEDUSA = NGRAM | {"method": "medusa", "model": {"source": HUB_SOURCE}}
 HTTP_POOL = {**OPENAI_POOL, "targetPort": "http"}
 PVC_SOURCE = {"pvc": {"claimName": "c"}}
 
+EVENTS = {"subscribers": [{"podSelector": {}}]}
 KEDA = {"kind": "ScaledObject", "maxReplicas": 2, "prometheusAddress": "http://p:9090"}
 KEDA_ALONE = {"kind": "ScaledObject", "maxReplicas": 2}
 QUEUE_METRIC = {"metric": "queue", "value": 1}
@@ -92,6 +93,27 @@ CEL_RULE_CASES = [
         {"spec.autoscaling": {**KEDA, "minReplicas": 0, "triggers": [CRON]}},
         {"spec.autoscaling": {**KEDA, "minReplicas": 0}},
         "spec.autoscaling.minReplicas",
+    ),
+    (
+        "minReplicas must be at least 1 unless external",
+        {"spec.autoscaling": {**KEDA, "minReplicas": 0, "triggers": [CRON]}},
+        {"spec.autoscaling": {**KEDA_ALONE, "minReplicas": 0, "triggers": [CRON]}},
+        "spec.autoscaling.minReplicas",
+    ),
+    *(
+        (
+            "networking.kvEvents must use ports that differ",
+            {"spec.networking.kvEvents": {**EVENTS, **valid}, "spec.engine.dataParallelSize": 3},
+            {"spec.networking.kvEvents": {**EVENTS, **invalid}, "spec.engine.dataParallelSize": 3},
+            "spec.networking.kvEvents",
+        )
+        for valid, invalid in (
+            ({"port": 5557}, {"port": 7998}),  # 8000, HTTP
+            ({"port": 8005}, {"port": 8002}),  # 8003, health
+            ({"port": 65530}, {"port": 65531}),  # the replay port of the last core is 65536
+            ({"port": 5000, "replayPort": 5003}, {"port": 5000, "replayPort": 5002}),
+            ({"port": 5003, "replayPort": 5000}, {"port": 5000, "replayPort": 8003}),
+        )
     ),
     (
         "prometheusAddress must be set with authenticationRef",
@@ -320,10 +342,10 @@ CEL_RULE_CASES = [
         "spec.rollout.maxSurge",
     ),
     (
-        "ingressFrom must have either an ipBlock or selectors",
+        "ipBlock must not be set beside selectors",
         {"spec.networking.networkPolicy.ingressFrom": [{"podSelector": {}}, {"ipBlock": {"cidr": "10.0.0.0/8"}}]},
         {"spec.networking.networkPolicy.ingressFrom": [{"podSelector": {}, "ipBlock": {"cidr": "10.0.0.0/8"}}]},
-        "spec.networking.networkPolicy.ingressFrom[0]",
+        "spec.networking.networkPolicy.ingressFrom[0].ipBlock",
     ),
     *(
         (

@@ -512,4 +512,7 @@ def _open_store(config: EngineConfig, runner: ModelRunner) -> KVStore | None:
             Path(config.kv_offloading_folder), runner.host_rows, "0/1", None if size is None else int(size * 2**30)
         )
     except OSError as error:
-        raise ConfigError(f"kv_offloading_folder: {config.kv_offloading_folder!r} cannot be used: {error}") from error
+        raise ConfigError(
+            f"kv_offloading_folder: {config.kv_offloading_folder!r} cannot be used: {error}; give a folder that this "
+            "process can write"
+        ) from error

@@ -155,7 +155,8 @@ class KVEventPublisher:
 
     def _send(self, number: int, events: list[WireEvent]) -> None:
         message = number.to_bytes(8, "big"), _ENCODER.encode(EventBatch(time.time(), events, self._rank))
-        self._buffer.append(message)
+        if self._replay is not None:
+            self._buffer.append(message)
         self._publisher.send_multipart((self._topic, *message))
 
     def _answer_replay(self, replay: "zmq.Socket[bytes]") -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts the latencies of a service from a recording of its engine: `python -m quire_engine simulate`."""
+"""Predicts the latencies of a service from a recording of its engine: `python -m quire_engine.simulation`."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire_engine.core.engine import Engine
+from quire_engine.kv_cache.layout_choice import choose_layout
 from quire_engine.simulation import report
 from quire_engine.simulation.recording import RecordingInfo, read_recording, record
 from quire_engine.simulation.report import Slo
@@ -24,6 +25,8 @@ from quire_spec.documents.simulated_service import SimulatedService
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import InvalidArgument, QuireError
 
+_TIMED_FIELDS = ("device", "tensor_parallel_size", "quantization", "kv_cache_dtype")
+"""With other values of these fields, a step takes another time."""
 MAX_OUTSIDE = 0.05
 """If a larger share of the time is extrapolated, the command warns; with --strict, it fails."""
 
@@ -66,8 +69,9 @@ def _fit(args: argparse.Namespace) -> int:
     recordings = [read_recording(path) for path in args.recordings]
     info = recordings[0].info
     for path, other in zip(args.recordings, recordings, strict=True):
-        if (other.info.shape, other.info.memory.device) != (info.shape, info.memory.device):
-            raise InvalidArgument(f"{path} has another model or device than {args.recordings[0]}; fit them apart")
+        if other.info.shape != info.shape:
+            raise InvalidArgument(f"{path} has another model than {args.recordings[0]}; fit them apart")
+        _check_recorded(args.recordings[0], info, EngineConfig.from_json(other.info.engine))
     model = fit(info, [step for recording in recordings for step in recording.steps])
     write_model(model, args.output)
     print(report.fitted(model, args.output))
@@ -85,6 +89,8 @@ def _run(args: argparse.Namespace) -> int:
                 "LLMService"
             )
     config = EngineConfig.from_json(service.engine)
+    _check_recorded(args.model, model.info, config)
+    num_groups = choose_layout(config, service.shape).num_groups
     trace = [replace(r, arrival_s=r.arrival_s / args.rate_scale) for r in _read_trace(args)]
     num_cores_per_pod = getattr(config, "data_parallel_size", 1)
 
@@ -93,7 +99,7 @@ def _run(args: argparse.Namespace) -> int:
             model,
             config,
             trace,
-            num_blocks=max(1, service.kv_tokens // config.block_size),
+            num_blocks=max(1, service.kv_tokens * num_groups // config.block_size),
             num_cores=num_replicas * num_cores_per_pod,
             block_tokens=args.trace_block_size,
             dispatch=args.dispatch,
@@ -139,8 +145,21 @@ def _fewest_replicas(
     return enough, result
 
 
+def _check_recorded(path: Path, info: RecordingInfo, config: EngineConfig) -> None:
+    """Check that the steps of an engine take the time of the recorded ones, as far as its configuration tells."""
+    recorded = EngineConfig.from_json(info.engine)
+    fields = [(name, getattr(config, name), getattr(recorded, name)) for name in _TIMED_FIELDS]
+    if config.dtype != "auto":
+        fields.append(("dtype", config.dtype, info.memory.dtype))
+    for name, value, recorded_value in fields:
+        if value != recorded_value:
+            raise InvalidArgument(f"{name}: {path} was recorded with {recorded_value}, not with {value}; record again")
+
+
 def _recorded_service(info: RecordingInfo) -> SimulatedService:
-    return SimulatedService(info.engine, info.shape, info.memory.num_blocks * info.memory.block_size, 1)
+    num_groups = choose_layout(EngineConfig.from_json(info.engine), info.shape).num_groups
+    tokens = info.memory.num_blocks // num_groups * info.memory.block_size
+    return SimulatedService(info.engine, info.shape, tokens, 1)
 
 
 def _read_trace(args: argparse.Namespace) -> list[TraceRequest]:

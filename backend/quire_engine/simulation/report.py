@@ -47,8 +47,8 @@ class Summary:
     replicas: int
     cores_per_replica: int
     requests: int
-    requests_per_s: float
-    """Arrivals per second."""
+    requests_per_s: float | None
+    """Arrivals per second. None: all requests arrive at once."""
     output_tokens_per_s: float
     latencies_ms: Latencies
     slo: Slo
@@ -82,7 +82,7 @@ class Summary:
             num_replicas,
             cores_per_replica,
             len(trace),
-            len(trace) / span_s if span_s else float(len(trace)),
+            (len(trace) - 1) / span_s if span_s else None,
             tokens_per_s,
             timeline.latencies(),
             slo,
@@ -104,9 +104,10 @@ class Summary:
 
     def text(self) -> str:
         """Return the summary as a table."""
+        rate = "all at once" if self.requests_per_s is None else f"{self.requests_per_s:.2f} a second"
         rows = [
             ("replicas", f"{self.replicas} of {self.cores_per_replica} cores"),
-            ("requests", f"{self.requests}, {self.requests_per_s:.2f} a second"),
+            ("requests", f"{self.requests}, {rate}"),
             ("output tokens/s", f"{self.output_tokens_per_s:.0f}"),
             ("goodput", f"{self.goodput:.1%} (ttft {self.slo.ttft_s * 1000:g} ms, itl {self.slo.itl_s * 1000:g} ms)"),
             ("prefix cache", f"{self.prefix_hit_share:.1%} of the prompt tokens"),

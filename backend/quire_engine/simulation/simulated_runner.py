@@ -11,9 +11,6 @@ from quire_engine.simulation.step_model import StepModel
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
 from quire_spec.constants import AdapterDigest
 
-_TOKEN = 0
-"""Every output token. Outputs end by their length, so their tokens do not matter."""
-
 
 class VirtualClock:
     """Time of one simulated core, in seconds."""
@@ -32,6 +29,8 @@ class SimulatedRunner:
         self.swap_costs = SwapCosts()
         self.host_rows: HostRows | None = None
         self._model, self._clock = model, clock
+        # Every output token. Outputs end by their length, but no prompt must continue like an output.
+        self._token = model.info.shape.vocab_size - 1
         self.busy_s = 0.0
         self.outside_s = 0.0
         """Part of `busy_s` in steps that are larger than every recorded one."""
@@ -45,7 +44,7 @@ class SimulatedRunner:
         self.busy_s += seconds
         self.outside_s += seconds if self._model.is_outside(features) else 0.0
         self.num_steps += 1
-        return [SpanOutput([_TOKEN] if span.samples else []) for span in plan.spans]
+        return [SpanOutput([self._token] if span.samples else []) for span in plan.spans]
 
     def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
         """Not used: a recorded step contains everything from the end of the step before it to its own end, so the

@@ -86,7 +86,15 @@ def simulate(
         if getattr(config, name, None) is not None:
             raise InvalidArgument(f"simulate: {name} is not simulated; omit it")
     started_at = time.perf_counter()
-    config = replace(config, async_scheduling=False, enable_lora=False, swap_space=0, kv_offloading_size=0)
+    config = replace(
+        config,
+        async_scheduling=False,
+        enable_lora=False,
+        swap_space=0,
+        kv_offloading_size=0,
+        kv_offloading_folder=None,
+        kv_offloading_folder_size=None,
+    )
     cores = [_Core(model, config, num_blocks) for _ in range(num_cores)]
     requests = sequence_requests(list(trace), model.info.shape.vocab_size, block_tokens, cores[0].engine.max_model_len)
     sizes = [request.num_input_tokens + request.num_output_tokens for request in trace]

@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class TraceRequest:
     """One request of a trace."""
 
     arrival_s: float
-    """Seconds after the start of the trace."""
+    """Seconds after the first request of the trace."""
     num_input_tokens: int
     num_output_tokens: int
     hash_ids: tuple[int, ...] = ()
@@ -72,7 +72,8 @@ def read_trace(path: Path) -> list[TraceRequest]:
                 f"{path}, line {request.line}: timestamp: {request.arrival_s * 1000:g} is before the previous line's "
                 f"{previous.arrival_s * 1000:g}; sort the lines"
             )
-    return requests
+    start_s = requests[0].arrival_s
+    return [replace(request, arrival_s=request.arrival_s - start_s) for request in requests]
 
 
 def _parse(where: str, line: str, number: int) -> TraceRequest:
@@ -106,7 +107,7 @@ def _block(seed: int, size: int, vocab_size: int) -> list[int]:
     """Return tokens that begin with the digits of `seed`. Only the beginning must differ, because the hash of a KV
     block also covers all tokens before it."""
     digits = list(_digits(seed, vocab_size))
-    return (digits + [seed % vocab_size] * (size - len(digits)))[:size]
+    return (digits + [0] * (size - len(digits)))[:size]
 
 
 def _digits(number: int, base: int) -> Iterator[int]:

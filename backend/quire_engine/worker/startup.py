@@ -183,8 +183,12 @@ class RunnerStartup:
             except torch.OutOfMemoryError as error:
                 total = torch.cuda.mem_get_info(self._device)[1]
                 raise step_too_large_error(self._config, weights, lora, total) from error
-        # All ranks share the memory of the machine.
-        available = available_memory_bytes() // self._config.num_ranks
+        # All ranks share the memory of the machine. If the KV cache has a fixed size, a core that starts again finds
+        # that the other cores already use theirs.
+        config = self._config
+        has_fixed_size = config.kv_cache_memory_bytes is not None
+        num_starting = config.tensor_parallel_size if has_fixed_size else config.num_ranks
+        available = available_memory_bytes() // num_starting
         return MemoryBudget(available + weights + lora, weights, lora, 0)
 
     def _measure_gpu_memory(self) -> MemoryBudget:

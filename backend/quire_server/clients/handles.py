@@ -34,8 +34,9 @@ _METRICS_TIMEOUT_S = 5.0
 class CoreHandle:
     """Handle of the running core process."""
 
-    def __init__(self, control: Client, status: CoreStatus) -> None:
+    def __init__(self, control: Client, status: CoreStatus, publishes_kv_events: bool = False) -> None:
         self.control = control
+        self._publishes_kv_events = publishes_kv_events
         self.slot_pinned_by_digest: dict[AdapterDigest, bool] = {}
         """Maps the digest of each loaded adapter to True if the adapter is pinned, and to False otherwise."""
         self._timed_out_loads: set[AdapterDigest] = set()
@@ -47,9 +48,9 @@ class CoreHandle:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @classmethod
-    async def open(cls, control: Client, timeout_s: float) -> Self:
+    async def open(cls, control: Client, timeout_s: float, publishes_kv_events: bool = False) -> Self:
         """Return the handle of the process to which `control` is connected."""
-        return cls(control, await control.call("status", CoreStatus, timeout_s=timeout_s))
+        return cls(control, await control.call("status", CoreStatus, timeout_s=timeout_s), publishes_kv_events)
 
     async def load_adapter(self, digest: AdapterDigest, folder: Path, slot_pinned: bool) -> None:
         """Load an adapter into the core, unless it is loaded already.
@@ -72,7 +73,9 @@ class CoreHandle:
             self.slot_pinned_by_digest[digest] = slot_pinned
 
     async def set_adapter_names(self, digest_by_name: Mapping[AdapterName, AdapterDigest]) -> None:
-        """Send the digest of each adapter name if they have changed. The KV events contain the names."""
+        """Send the digest of each adapter name if they have changed. Only the KV events contain the names."""
+        if not self._publishes_kv_events:
+            return
         async with self._locks[""]:
             if (new := dict(digest_by_name)) != self._digest_by_name:
                 await self.control.call("set_adapter_names", type(None), {"adapters": new}, timeout_s=_CALL_TIMEOUT_S)

@@ -214,7 +214,9 @@ class ProcessManager:
             if name == "text":
                 self.handles.text = await TextHandle.open(control, engine_process.START_TIMEOUT_S)
             else:
-                self.handles.cores[name] = await CoreHandle.open(control, engine_process.START_TIMEOUT_S)
+                publishes = self._settings.config.engine.publishes_kv_events
+                core = await CoreHandle.open(control, engine_process.START_TIMEOUT_S, publishes)
+                self.handles.cores[name] = core
             try:
                 self.processes[name].mark_ready()
                 return await engine_process.watch_connection(control)

@@ -15,5 +15,5 @@ class SimulatedService:
     """Fields of EngineConfig."""
     shape: ModelConfig
     kv_tokens: int
-    """Tokens that fit into the KV cache of each core."""
+    """Tokens whose keys and values of all layers fit into the KV cache of each core."""
     replicas: int

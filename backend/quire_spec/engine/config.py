@@ -352,7 +352,7 @@ class EngineConfig:
     def _check_kv_offloading_folder(self) -> None:
         size = self.kv_offloading_folder_size
         if size is not None and not 0.0 < size < math.inf:
-            raise ConfigError(f"kv_offloading_folder_size: must be a size in GiB above 0, got {size}")
+            raise ConfigError(f"kv_offloading_folder_size: must be a size in GiB above 0, got {size}; or omit it")
         if not self.kv_offloading_size:
             raise ConfigError(
                 "kv_offloading_folder: needs kv_offloading_size, because blocks pass through this host memory; set it"

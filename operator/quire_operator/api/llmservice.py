@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, ClassVar, Self
 
 from quire_operator.api.engine_spec import EngineSpec, LoraSpec
-from quire_operator.api.networking_spec import NetworkingSpec
+from quire_operator.api.networking_spec import KV_EVENT_PORTS_RULE, NetworkingSpec
 from quire_operator.api.openai_spec import OpenAISpec
 from quire_operator.api.pod_spec import CacheSpec, GpuSpec, JobsSpec, PodTemplateSpec, RuntimeSpec, SecuritySpec
 from quire_operator.api.validation_errors import FieldPath
@@ -164,6 +164,11 @@ class LLMServiceSpec:
             "(self.networking.httpRoute.port == 'openai' ? self.openai.enabled : 'http' in self.runtime.expose)",
             "networking.httpRoute.port must be a port that the pods serve; set spec.openai.enabled to true for openai, "
             "or add http to spec.runtime.expose for http.",
+        ),
+        Rule(
+            KV_EVENT_PORTS_RULE,
+            "networking.kvEvents must use ports that differ from all other ports of the pod and are at most 65535; "
+            "with engine.dataParallelSize, each core uses one more of both; choose other numbers.",
         ),
         Rule(
             "!has(self.openai.port) || (self.openai.port != self.runtime.ports.http && self.openai.port != "

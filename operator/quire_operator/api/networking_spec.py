@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from quire_spec.constants import OPENAI_PORT
 from quire_spec.documents.field_schema import LABELS, OBJECT_NAME, Restarts, Rule, schema_field
 from quire_spec.engine.kv_events_config import DEFAULT_PORT
 
@@ -40,13 +41,14 @@ class IpBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkPolicyPeer:
-    """An entry of spec.networking.networkPolicy.ingressFrom. It is copied into the NetworkPolicy."""
+    """An entry of spec.networking.networkPolicy.ingressFrom or of spec.networking.kvEvents.subscribers. It is copied
+    into the NetworkPolicy."""
 
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "has(self.ipBlock) != (has(self.namespaceSelector) || has(self.podSelector))",
-            "ingressFrom must have either an ipBlock or selectors in each entry, as in a NetworkPolicy; split it into "
-            "two entries.",
+            "ipBlock must not be set beside selectors, and one of them must be set, as in a NetworkPolicy; split the "
+            "entry into two, or add the missing field.",
         ),
     )
 
@@ -94,6 +96,25 @@ class InferencePoolSpec:
     TLS to the pods in the gateway, because an InferencePool has no field for it."""
     endpointPicker: EndpointPickerSpec = schema_field()
     """Service of the endpoint picker. The operator does not deploy an endpoint picker."""
+
+
+def _kv_event_ports_rule() -> str:
+    """Return the CEL rule that no port of the KV events is beyond 65535 or used twice. `self` is the spec."""
+    events, cores = "self.networking.kvEvents", "(has(self.engine.dataParallelSize) ? self.engine.dataParallelSize : 1)"
+    first = f"{events}.port"
+    replay = f"(has({events}.replayPort) ? {events}.replayPort : {first} + {cores})"
+    others = ", ".join(f"self.runtime.ports.{name}" for name in ("http", "grpc", "metrics", "health"))
+    openai = f"has(self.openai.port) ? self.openai.port : {OPENAI_PORT}"
+    return (
+        f"!has({events}) || ({first} + {cores} <= 65536 && {replay} + {cores} <= 65536 && "
+        f"({replay} >= {first} + {cores} || {first} >= {replay} + {cores}) && "
+        f"[{others}, {openai}].all(p, (p < {first} || p >= {first} + {cores}) && "
+        f"(p < {replay} || p >= {replay} + {cores})))"
+    )
+
+
+KV_EVENT_PORTS_RULE = _kv_event_ports_rule()
+"""Rule of the whole spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,9 +99,10 @@ class AutoscalingSpec:
             "spec.autoscaling.triggers.",
         ),
         Rule(
-            "self.minReplicas > 0 || has(self.external) || has(self.triggers)",
-            "minReplicas must be at least 1 unless external or triggers is set, because without pods nothing else "
-            "reports that requests wait; set spec.autoscaling.external, or raise spec.autoscaling.minReplicas to 1.",
+            "self.minReplicas > 0 || has(self.external) || (has(self.triggers) && has(self.prometheusAddress))",
+            "minReplicas must be at least 1 unless external is set, or triggers and prometheusAddress: triggers start "
+            "the first pod, and prometheusAddress keeps the pods that have requests; set them, or raise "
+            "spec.autoscaling.minReplicas to 1.",
         ),
     )
 
@@ -109,7 +110,7 @@ class AutoscalingSpec:
     """Kind of the autoscaler. HorizontalPodAutoscaler requires a metrics adapter that provides Prometheus metrics as
     pod metrics. ScaledObject requires KEDA instead. Default HorizontalPodAutoscaler."""
     minReplicas: int = schema_field(1, minimum=0, maximum=1000)
-    """Minimum number of pods. Default 1. 0 requires `external` or `triggers` and, for a HorizontalPodAutoscaler, the
+    """Minimum number of pods. Default 1. 0 requires `triggers` and `prometheusAddress`, or `external` and the
     feature gate HPAScaleToZero, which is on by default from Kubernetes 1.37. While there are no pods, requests fail
     unless something before the service holds them."""
     maxReplicas: int = schema_field(minimum=1, maximum=1000)

@@ -19,6 +19,7 @@ from quire_operator.api.llmservice import LLMService
 from quire_operator.api.spec_defaults import SpecDefaults
 from quire_operator.cli import serve
 from quire_operator.cli.plan import plan_from_args
+from quire_operator.plan import limits
 from quire_operator.render.pod_config import cluster_document
 from quire_spec.dataclass_json import to_json
 from quire_spec.documents.simulated_service import SimulatedService
@@ -62,7 +63,8 @@ def _planned_service(args: argparse.Namespace) -> SimulatedService:
     service = SpecDefaults.read(args.defaults).service(crd.require_valid(manifest))
     inputs, plan = plan_from_args(args, manifest, service)
     engine = cluster_document(service, plan)["engine"]
-    return SimulatedService(engine, inputs.model.shape, plan.kvTokens, service.spec.replicas)
+    pool_tokens = plan.bytes.kv // limits.kv_bytes_per_token(inputs, plan.tensorParallelSize.value)
+    return SimulatedService(engine, inputs.model.shape, pool_tokens, service.spec.replicas)
 
 
 def _options(args: argparse.Namespace) -> Iterator[str]:

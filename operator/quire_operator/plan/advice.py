@@ -82,7 +82,7 @@ def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
             if _best_candidate_with(
                 inputs, gpu=GpuInfo.from_product(product), max_gpus=count * inputs.num_cores, engine=engine
             ):
-                yield count, product
+                yield count * inputs.num_cores, product
                 break
 
 

@@ -80,6 +80,8 @@ def scaled_object(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> 
         "scaleTargetRef": service_reference(service.name),
         "minReplicaCount": scaling.minReplicas,
         "maxReplicaCount": scaling.maxReplicas,
+        # The last pod ends by this field of KEDA, not by the behavior.
+        **({} if scaling.minReplicas else {"cooldownPeriod": scaling.scaleDownSeconds}),
         **({"pollingInterval": scaling.pollingInterval} if scaling.pollingInterval else {}),
         **({"fallback": to_json(fallback)} if fallback else {}),
         "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},

@@ -85,8 +85,8 @@ def test_signal_ends_the_process_at_once_with_exit_code_0(tmp_path: Path, body: 
 
 
 def test_too_long_run_dir_is_rejected(tmp_path: Path):
-    short = ProcessArgs(EngineConfig("m"), "base", Path("/run/quire"))
+    short = ProcessArgs(EngineConfig("m"), "base", Path("/run/quire"), "text")
     assert short.socket_path("text.sock") == Path("/run/quire/text.sock")
-    deep = ProcessArgs(EngineConfig("m"), "base", Path("/" + "x" * MAX_SOCKET_PATH))
+    deep = ProcessArgs(EngineConfig("m"), "base", Path("/" + "x" * MAX_SOCKET_PATH), "text")
     with pytest.raises(ConfigError, match="--run-dir"):
         deep.socket_path("text.sock")

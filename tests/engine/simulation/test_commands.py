@@ -84,6 +84,22 @@ def test_wrong_input_is_one_error(recorded, arguments, message):
     assert message in error and "Traceback" not in error
 
 
+def test_a_service_whose_steps_take_another_time_is_refused(recorded, tmp_path):
+    trace, _, steps = recorded
+    document = (
+        (EXAMPLES / "llmservice.yaml").read_text().replace("\nspec:\n", "\nspec:\n  engine: {quantization: int8}\n", 1)
+    )
+    (tmp_path / "service.yaml").write_text(document.replace("path: ", f"path: {EXAMPLES}/"))
+    command = ("run", f"--model={steps}", f"--trace={trace}", BLOCK, "-f", tmp_path / "service.yaml")
+    assert "quantization: " in simulate(*command, code=2)
+
+
+def test_requests_that_arrive_at_once_have_no_rate(recorded, tmp_path):
+    _, _, steps = recorded
+    burst = write_trace(tmp_path / "burst.jsonl", 3, interval_ms=0)
+    assert "3, all at once" in simulate("run", f"--model={steps}", f"--trace={burst}", BLOCK)
+
+
 def test_a_recording_of_another_kind_is_refused(recorded, tmp_path):
     trace, recording, _ = recorded
     assert "is not a recording" in simulate("fit", trace, "-o", tmp_path / "steps.json", code=2)

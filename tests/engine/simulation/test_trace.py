@@ -31,6 +31,17 @@ def test_prompts_share_the_blocks_with_equal_ids(ids, others, block_tokens, voca
     assert all(0 <= token < vocab_size for prompt in prompts for token in prompt)
 
 
+def test_ids_that_end_with_equal_digits_differ():
+    prompts = {tuple(TraceRequest(0, 16, 1, (i,)).prompt(100, 16)) for i in (1, 101, 10_101, 100, 10_000)}
+    assert len(prompts) == 5
+
+
+def test_the_first_request_is_the_start(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps(GOOD | {"timestamp": t}) for t in (1_700_000_000_000, 1_700_000_000_500)))
+    assert [request.arrival_s for request in read_trace(path)] == [0.0, 0.5]
+
+
 @given(st.lists(st.integers(1, 300), min_size=2, max_size=20), st.integers(16, 64))
 def test_prompts_without_ids_share_nothing(lengths, block_tokens):
     requests = [TraceRequest(0, length, 1, line=line) for line, length in enumerate(lengths, 1)]

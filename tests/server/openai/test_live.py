@@ -161,7 +161,7 @@ def test_names_and_output_are_text(live, browser):
     state = {
         "time": 1, "version": HOSTILE, "model": HOSTILE, "requests": {"running": 1, "waiting": 0, "open": 1},
         "kv_cache": {"blocks": 10, "used": 3}, "swap": {"blocks": 0, "used": 0}, "owners": [[HOSTILE, 9]],
-        "adapters": [row], "num_adapters": 1, "host_adapter_bytes": 0, "counters": {},
+        "cores": [], "adapters": [row], "num_adapters": 1, "host_adapter_bytes": 0, "counters": {},
     }  # fmt: skip
     # In one script, because the next event of the engine draws its own state.
     script = "draw(arguments[0]); return arguments[1].map((id) => document.getElementById(id).textContent)"

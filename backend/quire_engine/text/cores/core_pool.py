@@ -39,8 +39,8 @@ _FIRST_ADAPTER_LOAD_S = 0.05
 """Estimated seconds to load an adapter into a slot, before the first one was measured."""
 _PING_INTERVAL_S = 5.0
 _HANG_S = 30.0
-"""A core that does not answer between two steps for this many seconds is treated as lost. The supervisor kills it
-later. Its limit is longer, because it must not restart a slow core."""
+"""A core whose process does not answer for this many seconds is treated as lost. The supervisor kills it later. Its
+limit is longer, because it must not restart a slow core."""
 
 logger = logging.getLogger(__name__)
 
@@ -143,14 +143,16 @@ class CorePool:
             if not core.requests or self._clock() - core.last_step_at < _PING_INTERVAL_S:
                 continue
             try:
-                await core.client.call("status", msgspec.Raw, timeout_s=_HANG_S)
+                # The event loop of the core answers this, also during a long step. The supervisor detects a step that
+                # never ends.
+                await core.client.call("block_hasher", msgspec.Raw, timeout_s=_HANG_S)
             except ConnectionLost:
                 continue
             except Unavailable:
                 logger.error("engine core hangs, using the others core=%d silent_s=%g", number, _HANG_S)
                 await core.client.close()
             except QuireError as error:
-                logger.warning("engine core cannot report its status core=%d error=%s", number, error)
+                logger.warning("engine core cannot answer core=%d error=%s", number, error)
 
     def states(self) -> dict[str, CoreState]:
         """Return the state of each core by the name of its process."""
