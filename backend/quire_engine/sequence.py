@@ -3,6 +3,7 @@
 
 Torch-free. The scheduler owns the state; the block manager and the prefix cache change only the fields about blocks."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NewType
@@ -167,6 +168,10 @@ class Sequence:
     the first token on."""
     has_searched_store: bool = False
     """Whether its blocks were searched in a store outside of the process; this happens once."""
+    awaited_key: bytes = b""
+    """Key of its first block that is in no cache. It waits while a store reads this block."""
+    store_deadline: float = math.inf
+    """Monotonic seconds after which it no longer waits for a store."""
     num_cached_blocks: int = 0
     """Number of blocks at the start of the table that came from the prefix cache or were passed to it."""
     sort_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)

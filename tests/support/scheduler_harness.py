@@ -130,12 +130,16 @@ class SchedulerHarness:
 
     def schedule(self) -> StepPlan | None:
         """Plan a step. Fill slots immediately, and plan again if nothing could run before that."""
+        plan = self._plan()
+        num_ready = self._load_slots()
+        # A sequence can wait for the read of another sequence, and then start its own.
+        while plan is None and num_ready + self.complete_transfers():
+            plan, num_ready = self._plan(), 0
+        return plan
+
+    def _plan(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.now)
         self.scheduler.check_integrity()
-        store_ended = plan is None and self.complete_transfers()
-        if (self._load_slots() or store_ended) and plan is None:
-            plan = self.scheduler.schedule(self.now)
-            self.scheduler.check_integrity()
         return plan
 
     def complete_transfers(self, num: int = 1 << 30) -> int:

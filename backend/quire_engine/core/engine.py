@@ -6,6 +6,7 @@ module imports torch only when `from_config` is called.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -285,12 +286,21 @@ class Engine:
 
     def delegate_store_waits(self, wake: Callable[[], None]) -> None:
         """Call `wake`, in any thread, when sequences may be able to run because a store has read their KV blocks. The
-        owner must then call `on_store_ready`. Without this call, `step` waits for the store."""
+        owner must call `on_store_ready` then, and after `store_wait_s`. Without this call, `step` waits for the
+        store."""
         if self._scheduler.store_traffic is not None:
             self._scheduler.store_traffic.wake = wake
 
+    @property
+    def store_wait_s(self) -> float | None:
+        """Seconds after which a sequence stops waiting for a store; None if no sequence waits."""
+        traffic = self._scheduler.store_traffic
+        if traffic is None or not self._scheduler.num_waiting or traffic.next_deadline == math.inf:
+            return None
+        return max(0.0, traffic.next_deadline - self._clock())
+
     def on_store_ready(self) -> None:
-        """Called when a store has read blocks."""
+        """Called when a store has read blocks or is late."""
         self._scheduler.on_resource_ready()
 
     def on_slot_loaded(self, slot_load: SlotLoad, error: QuireError | None = None) -> None:

@@ -141,6 +141,11 @@ class EngineLoop:
             return
 
     def _next_inbox_item(self) -> Callable[[], None]:
+        if (store_wait_s := self._engine.store_wait_s) is not None:
+            try:
+                return self._inbox.get(timeout=store_wait_s)
+            except queue.Empty:
+                return self._engine.on_store_ready
         if not self._integrity_checked:
             try:
                 return self._inbox.get(timeout=IDLE_CHECK_S)

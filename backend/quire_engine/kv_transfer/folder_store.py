@@ -16,14 +16,17 @@ import stat
 import struct
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import xxhash
 
 from quire_engine.kv_cache.block_hash import LAYOUT_VERSION
+from quire_engine.kv_transfer.daemon_threads import DaemonThreads
 from quire_engine.kv_transfer.store import HostRows, KVStore
 
 _MAGIC, _VERSION = b"QKV1", 1
@@ -31,7 +34,7 @@ _HEADER = struct.Struct("<4sHH16s32sQ16s")
 """Magic, bytes of the header, version of the format, representation, key, bytes of the block, xxh3_128 of the block."""
 _TEMPORARY = ".tmp-"
 _LOCK = ".lock"
-_NUM_THREADS = 2
+_NUM_READERS = 2
 _MAX_GROUPS = 256
 _MIN_GROUP_BLOCKS = 64
 """The quota is divided among groups of folders, so that one sweep reads a small part of many files. Each group has room
@@ -39,6 +42,8 @@ for at least this number of blocks."""
 _RESCAN_S = 60.0
 _RETRY_S = 30.0
 """After an error of the file system, nothing is written for this number of seconds."""
+_MEASUREMENT_S = 10.0
+"""A measured time of a read counts for this number of seconds. After that, a read measures again."""
 _STALE_S = 600.0
 """A temporary file that is older was left by a process that died."""
 
@@ -66,6 +71,8 @@ class FolderStore(KVStore):
         self._representation = representation[:16]
         root.mkdir(parents=True, exist_ok=True)
         self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        # At the end of the process, a thread may still use the folder.
+        weakref.finalize(self, os.close, self._root).atexit = False
         space = os.fstatvfs(self._root)
         self.max_bytes = space.f_bavail * space.f_frsize // 2 if max_bytes is None else max_bytes
         file_bytes = _HEADER.size + self._row_bytes
@@ -73,13 +80,13 @@ class FolderStore(KVStore):
         self._unswept_bytes = Counter[int]()
         self._keys: set[bytes] = set()
         self._scanned_at = 0.0
-        self._read_seconds = 0.0
+        self._read_seconds, self._measured_at = 0.0, 0.0
         self._no_writes_before = 0.0
         self._lock = threading.Lock()
         self.errors = Counter[str]()
         """Number of misses and failed writes, by reason."""
-        self._readers = ThreadPoolExecutor(_NUM_THREADS, "kv-read")
-        self._writer = ThreadPoolExecutor(1, "kv-write")
+        self._readers = DaemonThreads(_NUM_READERS, "kv-read")
+        self._writer = DaemonThreads(1, "kv-write")
         self._scan_later()
 
     @property
@@ -90,7 +97,7 @@ class FolderStore(KVStore):
     @property
     def seconds_per_block(self) -> float:
         """See KVStore."""
-        return self._read_seconds
+        return self._read_seconds if time.monotonic() < self._measured_at + _MEASUREMENT_S else 0.0
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """See KVStore. Files of other pods are seen after some seconds."""
@@ -103,17 +110,11 @@ class FolderStore(KVStore):
 
     def read(self, keys: Sequence[bytes], rows: Sequence[int], on_done: Callable[[int], None]) -> None:
         """See KVStore."""
-        self._readers.submit(self._run, self._read_blocks, keys, rows, on_done)
+        self._readers.submit(partial(self._run, self._read_blocks, keys, rows, on_done))
 
     def write(self, keys: Sequence[bytes], rows: Sequence[int], on_done: Callable[[int], None]) -> None:
         """See KVStore."""
-        self._writer.submit(self._run, self._write_blocks, keys, rows, on_done)
-
-    def close(self) -> None:
-        """Wait for all transfers, and close the folder."""
-        self._readers.shutdown()
-        self._writer.shutdown()
-        os.close(self._root)
+        self._writer.submit(partial(self._run, self._write_blocks, keys, rows, on_done))
 
     def _run(
         self,
@@ -141,15 +142,16 @@ class FolderStore(KVStore):
                 self._keys.discard(key)
                 self._count(reason)
                 return
-            seconds = time.perf_counter() - start
-            self._read_seconds = seconds if not self._read_seconds else 0.8 * self._read_seconds + 0.2 * seconds
+            seconds, earlier_seconds = time.perf_counter() - start, self.seconds_per_block
+            self._read_seconds = 0.8 * earlier_seconds + 0.2 * seconds if earlier_seconds else seconds
+            self._measured_at = time.monotonic()
             yield
 
     def _read_block(self, key: bytes, row: int) -> str:
         """Read one file into a row. Return the reason if this is a miss. A file that is wrong is deleted."""
         name = key.hex()
         try:
-            with self._open_folder(key) as folder:
+            with self._open_folder(*self._folder_names(key)) as folder:
                 reason = self._read_file(folder, name, key, row)
                 if reason:
                     os.unlink(name, dir_fd=folder)
@@ -179,7 +181,8 @@ class FolderStore(KVStore):
                 return "length"
             if header != self._header(key, buffers):
                 return "content"
-            os.utime(file)
+            with contextlib.suppress(OSError):
+                os.utime(file)
         finally:
             os.close(file)
         return ""
@@ -189,16 +192,16 @@ class FolderStore(KVStore):
             if time.monotonic() < self._no_writes_before:
                 return
             try:
-                with self._open_folder(key, create=True) as folder:
+                with self._open_folder(*self._folder_names(key), create=True) as folder:
                     self._write_file(folder, key, row)
+                self._keys.add(key)
+                yield
+                self._sweep_after(key)
             except OSError as error:
                 self._count(_reason(error))
                 self._no_writes_before = time.monotonic() + _RETRY_S
-                logger.warning("kv folder: cannot write, next attempt in %.0f s error=%s", _RETRY_S, error)
+                logger.warning("kv folder: cannot write or remove, next attempt in %.0f s error=%s", _RETRY_S, error)
                 return
-            self._keys.add(key)
-            yield
-            self._sweep_after(key)
 
     def _write_file(self, folder: int, key: bytes, row: int) -> None:
         name, buffers = f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}", self._rows.buffers(row)
@@ -225,10 +228,12 @@ class FolderStore(KVStore):
         fields = _MAGIC, _HEADER.size, _VERSION, self._representation, key, self._row_bytes, checksum.digest()
         return _HEADER.pack(*fields)
 
+    def _folder_names(self, key: bytes) -> tuple[str, str]:
+        return self._representation.hex(), key[:1].hex()
+
     @contextlib.contextmanager
-    def _open_folder(self, key: bytes, *, create: bool = False) -> Iterator[int]:
-        """Open the folder of a key."""
-        names = self._representation.hex(), key[:1].hex()
+    def _open_folder(self, *names: str, create: bool = False) -> Iterator[int]:
+        """Open the folder with the path `names`."""
         parent = os.dup(self._root)
         try:
             for name in names:
@@ -250,7 +255,7 @@ class FolderStore(KVStore):
         """Find the blocks in the folder, also those that other processes have written or removed."""
         keys = set()
         for number in range(256):
-            with contextlib.suppress(OSError), self._open_folder(bytes([number])) as folder:
+            with contextlib.suppress(OSError), self._open_folder(*self._folder_names(bytes([number]))) as folder:
                 for name in os.listdir(folder):
                     with contextlib.suppress(ValueError):
                         keys.add(bytes.fromhex(name))
@@ -260,62 +265,49 @@ class FolderStore(KVStore):
         """Sweep the group of a key if enough was written to it since its last sweep."""
         group = key[0] * self._num_groups // 256
         self._unswept_bytes[group] += _HEADER.size + self._row_bytes
-        if self._unswept_bytes[group] > self.max_bytes // self._num_groups // 8:
+        if self._unswept_bytes[group] > self.max_bytes // self._num_groups // 8 and self._sweep(group):
             self._unswept_bytes[group] = 0
-            try:
-                self._sweep(group)
-            except OSError as error:
-                self._count(_reason(error))
 
-    def _sweep(self, group: int) -> None:
+    def _sweep(self, group: int) -> bool:
         """Remove the files of a group that were used least recently, if the group exceeds its part of the quota.
 
-        The lock ends with its process. If another process sweeps, nothing is done.
+        The lock ends with its process. If another process sweeps, return False: nothing was done.
         """
         lock = os.open(_LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=self._root)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             files, now = [], time.time()
-            for folder, entry in self._group_entries(group):
-                status = entry.stat(follow_symlinks=False)
+            for names, entry in self._group_entries(group):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
                 is_temporary = entry.name.startswith(_TEMPORARY)
                 if not is_temporary or abs(now - status.st_mtime) > _STALE_S:
-                    files.append((is_temporary, status.st_mtime, status.st_size, folder, entry.name))
+                    files.append((is_temporary, status.st_mtime, status.st_size, names, entry.name))
             excess = sum(file[2] for file in files) - self.max_bytes // self._num_groups
             # Temporary files first, then by the time of the last use.
-            for is_temporary, _, size, folder, name in sorted(files, key=lambda file: (not file[0], file[1])):
+            for is_temporary, _, size, names, name in sorted(files, key=lambda file: (not file[0], file[1])):
                 if excess <= 0 and not is_temporary:
                     break
                 excess -= size
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(f"{folder}/{name}", dir_fd=self._root)
+                with contextlib.suppress(FileNotFoundError), self._open_folder(*names) as folder:
+                    os.unlink(name, dir_fd=folder)
                 with contextlib.suppress(ValueError):
                     self._keys.discard(bytes.fromhex(name))
         except BlockingIOError:
-            pass
+            return False
         finally:
             os.close(lock)
+        return True
 
-    def _group_entries(self, group: int) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
-        """Yield the files in the folders of a group, of all representations. Symbolic links are not followed."""
+    def _group_entries(self, group: int) -> Iterator[tuple[tuple[str, str], "os.DirEntry[str]"]]:
+        """Yield the files in the folders of a group, of all representations, each with the path of its folder. Symbolic
+        links are not followed."""
         numbers = [number for number in range(256) if number * self._num_groups // 256 == group]
-        for representation in os.listdir(self._root):
-            for number in numbers:
-                path = f"{representation}/{number:02x}"
-                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-                with contextlib.suppress(OSError):
-                    outer = os.open(representation, flags, dir_fd=self._root)
-                    try:
-                        folder = os.open(f"{number:02x}", flags, dir_fd=outer)
-                    finally:
-                        os.close(outer)
-                    try:
-                        with os.scandir(folder) as entries:
-                            yield from (
-                                (path, entry) for entry in list(entries) if not entry.is_dir(follow_symlinks=False)
-                            )
-                    finally:
-                        os.close(folder)
+        for names in product(os.listdir(self._root), [f"{number:02x}" for number in numbers]):
+            with contextlib.suppress(OSError), self._open_folder(*names) as folder, os.scandir(folder) as entries:
+                yield from ((names, entry) for entry in list(entries) if not entry.is_dir(follow_symlinks=False))
 
     def _count(self, reason: str) -> None:
         with self._lock:

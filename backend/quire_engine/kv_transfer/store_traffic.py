@@ -3,10 +3,12 @@
 
 Policy only. The scheduler calls it in its thread; the threads of the store only put their results into a queue."""
 
+import math
 import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from quire_engine.kv_cache.host_cache import HostCache
 from quire_engine.kv_transfer.store import KVStore
@@ -17,6 +19,8 @@ READ_DEADLINE_S = 2.0
 _PENDING_SHARE = 4
 """At most one row in this number waits to be written, because such a row cannot be evicted. Further rows are not
 written."""
+_READ_SHARE = 2
+"""At most one row in this number is being read, because reads evict what is cached. Further blocks are computed."""
 
 
 @dataclass(slots=True)
@@ -24,8 +28,8 @@ class _Transfer:
     keys: list[bytes]
     rows: list[BlockId]
     is_read: bool
-    sequence_id: int = -1
-    deadline: float = 0.0
+    deadline: float = math.inf
+    """Monotonic seconds at which a read is late."""
 
 
 class StoreTraffic:
@@ -38,12 +42,15 @@ class StoreTraffic:
         self._host_cache = host_cache
         self._block_size = block_size
         self._transfers: list[_Transfer] = []
-        self._reads_by_sequence: dict[int, _Transfer] = {}
+        # The read of each block that is being read, in the order in which the reads started.
+        self._reads: dict[bytes, _Transfer] = {}
         self._num_pending_writes = 0
         self._done: queue.SimpleQueue[tuple[_Transfer, int]] = queue.SimpleQueue()
         self._has_news = threading.Event()
         self.wake: Callable[[], None] | None = None
-        """Called in any thread when a read is done or late, so that the owner calls `poll` soon."""
+        """Called in any thread when a read is done, so that the owner plans soon."""
+        self.next_deadline = math.inf
+        """Monotonic seconds at which the first of the sequences that waited in the latest plan stops waiting."""
         self.num_read_blocks = 0
         self.num_written_blocks = 0
         host_cache.on_stored = self._write
@@ -59,29 +66,28 @@ class StoreTraffic:
         return [transfer.rows for transfer in self._transfers]
 
     def is_ready(self, sequence: Sequence, missing_keys: Callable[[], list[bytes]], now: float) -> bool:
-        """Return whether a sequence need not wait for the store. The first call starts a read if the store has blocks
-        of the sequence.
+        """Return whether a sequence need not wait for the store. A sequence whose next block is being read waits for
+        that read. Otherwise, a read starts if the store has blocks of the sequence; this happens once.
 
         Args:
             sequence: a waiting sequence.
             missing_keys: returns the keys of its next blocks that are neither on the device nor in host memory.
             now: monotonic seconds.
         """
-        read = self._reads_by_sequence.get(sequence.id)
+        read = self._reads.get(sequence.awaited_key) or self._find_read(sequence, missing_keys, now)
         if read is None:
-            if sequence.has_searched_store:
-                return True
-            sequence.has_searched_store = True
-            if (read := self._start_read(sequence, missing_keys(), now)) is None:
-                return True
-        if now < read.deadline:
-            return False
-        # The store is slow. The read continues, for later sequences.
-        self._reads_by_sequence.pop(sequence.id)
-        return True
+            return True
+        deadline = min(read.deadline, sequence.store_deadline)
+        if now >= deadline:
+            # The store is slow. The read continues, for later sequences.
+            return True
+        self.next_deadline = min(self.next_deadline, deadline)
+        return False
 
     def poll(self) -> None:
-        """Release the rows of transfers that are done. Rows that were read are cached from now on."""
+        """Called at the start of each plan. Release the rows of transfers that are done. Rows that were read are cached
+        from now on."""
+        self.next_deadline = math.inf
         while not self._done.empty():
             transfer, num_blocks = self._done.get_nowait()
             self._transfers.remove(transfer)
@@ -89,38 +95,53 @@ class StoreTraffic:
                 self.num_read_blocks += num_blocks
                 for key, row in list(zip(transfer.keys, transfer.rows, strict=True))[:num_blocks]:
                     self._host_cache.pool.cache_block(row, key)
-                if self._reads_by_sequence.get(transfer.sequence_id) is transfer:
-                    del self._reads_by_sequence[transfer.sequence_id]
+                for key in transfer.keys:
+                    del self._reads[key]
             else:
                 self.num_written_blocks += num_blocks
                 self._num_pending_writes -= len(transfer.rows)
             self._host_cache.pool.free(transfer.rows)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a transfer is done, for owners of an engine that have nothing else to do."""
-        if self._reads_by_sequence and self._has_news.wait(timeout_s):
+        """Wait until a read is done, for owners of an engine that have nothing else to do."""
+        if self.next_deadline < math.inf and self._has_news.wait(timeout_s):
             self._has_news.clear()
 
-    def _start_read(self, sequence: Sequence, keys: list[bytes], now: float) -> _Transfer | None:
-        num_blocks = min(self._store.contains(keys), self._host_cache.pool.num_free)
-        costs = self._host_cache.costs
+    def _find_read(self, sequence: Sequence, missing_keys: Callable[[], list[bytes]], now: float) -> _Transfer | None:
+        """Return the read for which a sequence waits: that of another sequence, or a new one."""
+        if sequence.has_searched_store or now >= sequence.store_deadline:
+            return None
+        sequence.store_deadline = min(sequence.store_deadline, now + READ_DEADLINE_S)
+        keys = missing_keys()
+        sequence.awaited_key = keys[0] if keys else b""
+        if (read := self._reads.get(sequence.awaited_key)) is None:
+            sequence.has_searched_store = True
+            read = self._start_read(keys, now)
+        return read
+
+    def _start_read(self, keys: list[bytes], now: float) -> _Transfer | None:
+        oldest = next(iter(self._reads.values()), None)
+        if oldest is not None and now >= oldest.deadline:
+            # While the store is late, it gets no more reads, which would delay more sequences and occupy more rows.
+            return None
+        pool, costs = self._host_cache.pool, self._host_cache.costs
+        max_blocks = min(pool.num_free, pool.num_blocks // _READ_SHARE - len(self._reads))
+        keys = list(takewhile(lambda key: key not in self._reads, keys[: max(0, max_blocks)]))
+        num_blocks = self._store.contains(keys)
         seconds = num_blocks * (costs.seconds_per_block + self._store.seconds_per_block)
         if not num_blocks or seconds >= num_blocks * self._block_size * costs.seconds_per_token:
             return None
-        rows = self._host_cache.pool.allocate(num_blocks)
-        read = _Transfer(keys[:num_blocks], rows, True, sequence.id, now + READ_DEADLINE_S)
+        read = _Transfer(keys[:num_blocks], pool.allocate(num_blocks), True, now + READ_DEADLINE_S)
         self._transfers.append(read)
-        self._reads_by_sequence[sequence.id] = read
-        timer = threading.Timer(READ_DEADLINE_S + 0.01, self._notify)
-        timer.daemon = True
-        timer.start()
+        self._reads |= dict.fromkeys(read.keys, read)
 
         def on_done(num_read: int) -> None:
-            timer.cancel()
             self._done.put((read, num_read))
-            self._notify()
+            self._has_news.set()
+            if self.wake is not None:
+                self.wake()
 
-        self._store.read(read.keys, rows, on_done)
+        self._store.read(read.keys, read.rows, on_done)
         return read
 
     def _write(self, row: BlockId, key: bytes) -> None:
@@ -132,8 +153,3 @@ class StoreTraffic:
         self._transfers.append(write)
         self._num_pending_writes += 1
         self._store.write(write.keys, write.rows, lambda num_written: self._done.put((write, num_written)))
-
-    def _notify(self) -> None:
-        self._has_news.set()
-        if self.wake is not None:
-            self.wake()

@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines give the same greedy output with and without a cache of KV blocks in host memory."""
 
+import queue
 import random
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
+from support.folder_store import drain
 from support.thread_workers import engine_with_thread_workers
 from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
 
 from quire_engine.core.engine import Engine
+from quire_engine.core.engine_loop import EngineLoop
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.kv_transfer import store_traffic
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.protocol.messages import SequenceRequest
+from quire_spec.protocol.messages import SequenceRequest, StepResult
 
 PREFIXES = [[random.Random(i).randrange(VOCAB) for _ in range(56)] for i in range(3)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -116,9 +123,9 @@ def test_folder_survives_a_restart_and_serves_only_the_same_model(
         if start == 2:
             for path in (tmp_path / "kv").rglob("[0-9a-f]" * 64):
                 path.write_bytes(path.read_bytes()[:-1] + b"?")
-        traffic._store._writer.submit(lambda: None).result()
+        drain(traffic._store)
         assert serve(engine, adapters, 2) == expected, "the same output in every state of the folder"
-        traffic._store.close()
+        drain(traffic._store)
         traffic.poll()
         assert traffic.num_written_blocks > 10 or start > 0
         assert traffic.num_read_blocks > 0 or start != 1
@@ -132,6 +139,30 @@ def test_folder_survives_a_restart_and_serves_only_the_same_model(
     serve(engine, {}, 1)
     traffic = engine._scheduler.store_traffic
     assert traffic is not None and traffic.num_read_blocks == 0
+
+
+def test_loop_computes_a_prompt_when_the_store_is_late(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing else wakes the loop."""
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
+    monkeypatch.setattr(store_traffic, "READ_DEADLINE_S", 0.3)
+    engine = Engine.from_config(config(folder, num_host_blocks=30, kv_offloading_folder=str(tmp_path / "kv")))
+    traffic = engine._scheduler.store_traffic
+    assert traffic is not None
+    reads: list[object] = []
+    monkeypatch.setattr(traffic._store, "contains", len)
+    monkeypatch.setattr(traffic._store, "read", lambda *arguments: reads.append(arguments))
+    published: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
+    loop = EngineLoop(engine, lambda _, result: published.put(result), lambda *_: None, lambda *_: None)
+    threading.Thread(target=loop.run, daemon=True).start()
+    loop.attach_client(1)
+    start, num_results = time.monotonic(), 0
+    for number in range(2):
+        loop.generate(1, SequenceRequest(number, PREFIXES[0], replace(PARAMS, max_tokens=1), None, None, []))
+    while num_results < 2:
+        num_results += len(published.get(timeout=10).results)
+    assert len(reads) == 1 and time.monotonic() - start >= 0.3
 
 
 def test_offloading_is_refused_by_name(tmp_path: Path, folder: Path) -> None:

@@ -2,6 +2,7 @@
 """A folder of KV blocks: whichever change another program makes to its files, a reader gets right bytes or nothing."""
 
 import errno
+import gc
 import os
 import random
 import signal
@@ -12,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+from support.folder_store import drain
 
 from quire_engine.kv_transfer import folder_store
 from quire_engine.kv_transfer.folder_store import _HEADER, FolderStore
@@ -80,11 +83,15 @@ def rows() -> Rows:
 def store(tmp_path: Path, rows: Rows) -> Iterator[FolderStore]:
     opened = FolderStore(tmp_path / "kv", rows, "0/1", 2**30)
     yield opened
-    opened.close()
+    drain(opened)
 
 
 def file_of(store: FolderStore, tmp_path: Path, number: int) -> Path:
     return tmp_path / "kv" / store._representation.hex() / key(number).hex()[:2] / key(number).hex()
+
+
+def files_of(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "kv").rglob("[0-9a-f]" * 64))
 
 
 def test_blocks_are_read_as_they_were_written_also_by_another_process(
@@ -96,9 +103,8 @@ def test_blocks_are_read_as_they_were_written_also_by_another_process(
     assert read(store, rows, 1, 2, 3) == 2 and store.seconds_per_block > 0
     other_rows = Rows()
     other = FolderStore(tmp_path / "kv", other_rows, "0/1", 2**30)
-    other._writer.submit(lambda: None).result()
+    drain(other)
     assert other.contains([key(1), key(2)]) == 2 and read(other, other_rows, 2, 1) == 2
-    other.close()
 
 
 def test_representations_do_not_share_files(store: FolderStore, rows: Rows, tmp_path: Path) -> None:
@@ -108,7 +114,6 @@ def test_representations_do_not_share_files(store: FolderStore, rows: Rows, tmp_
         other_rows.layout = layout
         other = FolderStore(tmp_path / "kv", other_rows, rank, 2**30)
         assert other._representation != store._representation and read(other, other_rows, 1) == 0
-        other.close()
     assert read(store, rows, 1) == 1
 
 
@@ -204,30 +209,115 @@ def test_quota_removes_the_files_that_were_used_least_recently(tmp_path: Path, r
     assert read(store, rows, *range(5)) == 5, "they are used, so they are the youngest"
     for number in range(100, 160):
         write(store, rows, number)
-    store._writer.submit(lambda: None).result()
+    drain(store)
     paths = [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and path.name != ".lock"]
     assert sum(path.stat().st_size for path in paths) <= 113 * FILE_BYTES, "an eighth more at most"
     assert not stale.exists() and read(store, rows, *range(5)) == 5 and read(store, rows, 5) == 0
-    store.close()
 
 
 def test_sweep_waits_for_no_other_process(tmp_path: Path, rows: Rows) -> None:
     """Another process holds the lock of the sweep; when it is killed, the lock ends."""
-    store = FolderStore(tmp_path / "kv", rows, "0/1", 10 * FILE_BYTES)
+    store = FolderStore(tmp_path / "kv", rows, "0/1", 80 * FILE_BYTES)
     write(store, rows, 0)
     lock = str(tmp_path / "kv/.lock")
     code = f"import fcntl, time; f = open({lock!r}, 'w'); fcntl.flock(f, 2); print(1, flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        for number in range(30):
+        for number in range(95):
             assert write(store, rows, number) == 1
-        assert store.contains([key(n) for n in range(30)]) == 30
+        assert store.contains([key(n) for n in range(95)]) == 95
         holder.send_signal(signal.SIGKILL)
-    for number in range(30, 40):
-        assert write(store, rows, number) == 1
-    assert len(list((tmp_path / "kv").rglob("[0-9a-f]" * 64))) < 15 and not store.errors
-    store.close()
+    assert write(store, rows, 95) == 1
+    drain(store)
+    assert len(files_of(tmp_path)) == 80 and not store.errors
+
+
+def test_sweep_continues_after_a_file_that_another_process_removes(tmp_path: Path, rows: Rows) -> None:
+    store = FolderStore(tmp_path / "kv", rows, "0/1", 80 * FILE_BYTES)
+    group_entries = store._group_entries
+
+    def remove_first(group: int) -> Iterator[tuple[tuple[str, str], "os.DirEntry[str]"]]:
+        for number, (names, entry) in enumerate(group_entries(group)):
+            if number == 0:
+                (tmp_path / "kv" / "/".join(names) / entry.name).unlink()
+            yield names, entry
+
+    with patch.object(store, "_group_entries", remove_first):
+        for number in range(130):
+            assert write(store, rows, number) == 1
+        drain(store)
+    assert len(files_of(tmp_path)) <= 91 and not store.errors
+
+
+def test_sweep_removes_nothing_through_a_link(tmp_path: Path, rows: Rows) -> None:
+    """Folders are replaced by links after the sweep has listed them."""
+    store = FolderStore(tmp_path / "kv", rows, "0/1", 80 * FILE_BYTES)
+    for number in range(85):
+        write(store, rows, number)
+    drain(store)
+    store.max_bytes = 10 * FILE_BYTES
+    outside, group_entries = tmp_path / "outside", store._group_entries
+
+    def replace_folder(group: int) -> Iterator[tuple[tuple[str, str], "os.DirEntry[str]"]]:
+        yield from group_entries(group)
+        (tmp_path / "kv" / store._representation.hex()).rename(outside)
+        (tmp_path / "kv" / store._representation.hex()).symlink_to(outside)
+
+    with patch.object(store, "_group_entries", replace_folder):
+        write(store, rows, 85)
+        drain(store)
+    assert len(list(outside.rglob("[0-9a-f]" * 64))) == 86 and store.errors == {"symlink": 1}
+    assert write(store, rows, 86) == 0, "nothing is written while nothing can be removed"
+
+
+def test_block_is_read_if_its_time_cannot_be_set(store: FolderStore, rows: Rows) -> None:
+    write(store, rows, 1)
+    with patch.object(folder_store.os, "utime", side_effect=OSError(errno.EROFS, "")):
+        assert read(store, rows, 1) == 1 and not store.errors
+
+
+def test_slow_read_counts_only_for_a_while(store: FolderStore, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_store, "_MEASUREMENT_S", 0.5)
+    write(store, rows, 1)
+
+    def slow_readv(*args: Any, readv: Callable[..., int] = os.readv) -> int:
+        time.sleep(0.3)
+        return readv(*args)
+
+    with patch.object(folder_store.os, "readv", slow_readv):
+        read(store, rows, 1)
+    assert store.seconds_per_block >= 0.3
+    time.sleep(0.6)
+    assert store.seconds_per_block == 0, "so that a sequence reads again"
+    read(store, rows, 1)
+    assert 0 < store.seconds_per_block < 0.3
+
+
+def test_process_ends_while_transfers_hang(tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.path[:0] = {sys.path!r}; from pathlib import Path; import threading; "
+        "from test_folder_store import FolderStore, Rows, key; rows = Rows(); begun = threading.Event(); "
+        "rows.synchronize = lambda: begun.set() or threading.Event().wait(); "
+        f"store = FolderStore(Path({str(tmp_path / 'kv')!r}), rows, '0/1', 2**30); "
+        "[start([key(n)], [n], lambda _: None) for n in range(9) for start in (store.read, store.write)]; begun.wait()"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=30).returncode == 0
+
+
+def test_store_leaves_no_descriptor_and_no_thread(tmp_path: Path, rows: Rows) -> None:
+    others = set(threading.enumerate())
+    store = FolderStore(tmp_path / "kv", rows, "0/1", 2**30)
+    assert write(store, rows, 1) == read(store, rows, 1) == 1
+    descriptor, threads = store._root, set(threading.enumerate()) - others
+    assert len(threads) == 3 and Path(f"/proc/self/fd/{descriptor}").readlink() == tmp_path / "kv"
+    del store
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert not os.path.lexists(f"/proc/self/fd/{descriptor}")
 
 
 def test_processes_that_write_the_same_keys_and_are_killed(tmp_path: Path) -> None:
@@ -251,4 +341,3 @@ def test_processes_that_write_the_same_keys_and_are_killed(tmp_path: Path) -> No
             writer.kill()
             writer.wait()
     assert set(store.errors) <= {"absent"}
-    store.close()

@@ -226,6 +226,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def state_is_consistent(self) -> None:
         self.harness.scheduler.check_integrity()
+        if (traffic := self.harness.scheduler.store_traffic) is not None:
+            reads = [key for transfer in traffic._transfers if transfer.is_read for key in transfer.keys]
+            assert len(reads) == len(set(reads)) <= self.harness.scheduler.host_cache.pool.num_blocks // 2
         self.mirror.apply(self.event_log.pop())
         assert self.mirror.keys == set(self.harness.block_pool.cached_hashes())
         beams = [beam for i in self.open_ids & self.searches.keys() for beam in self.searches[i].sequences]
