@@ -16,20 +16,20 @@ from quire_spec.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def can_stream(load_format: str, device: str, num_ranks: int) -> bool:
+def can_stream(load_format: str, num_ranks: int) -> bool:
     """Return whether the weights are read with Model Streamer. If `load_format` asks for it and it cannot be used, the
-    reason is logged. "auto" uses it where it was measured to be faster: on a CPU.
+    reason is logged.
 
     Each rank of a tensor-parallel model reads only its part of each tensor, and Model Streamer reads whole tensors.
     """
-    if load_format == "safetensors" or (load_format == "auto" and device != "cpu"):
+    if load_format != "runai_streamer":
         return False
     reason = ""
     if importlib.util.find_spec("runai_model_streamer") is None:
         reason = "runai-model-streamer is not installed; pip install 'quire-llm[streamer]'"
     elif num_ranks > 1:
         reason = "with tensor_parallel_size above 1, it would read each tensor once for each rank"
-    if reason and load_format != "auto":
+    if reason:
         logger.warning("load_format %s is not used, the weights are read as safetensors: %s", load_format, reason)
     return not reason
 

@@ -99,7 +99,7 @@ class RunnerStartup:
                 tied_to=self._model.shape.tied_embedding_name,
                 progress=progress,
                 checkpoint=checkpoint,
-                stream=can_stream(self._config.load_format, self._device.type, self._config.num_ranks),
+                stream=can_stream(self._config.load_format, self._config.num_ranks),
             )
         loaded_bytes = self._model.num_bytes
         self._model.pack()

@@ -129,8 +129,8 @@ class EngineConfig:
 
     load_format: str = "auto"
     """Reader of the weights. runai_streamer: Model Streamer, whose threads read ahead; it is not used with
-    tensor_parallel_size above 1. safetensors: the engine's own reader, which reads only what a rank needs. auto: Model
-    Streamer if the device is a CPU and the package runai-model-streamer is installed, otherwise safetensors."""
+    tensor_parallel_size above 1. safetensors: the engine's own reader, which reads only what a rank needs. auto:
+    safetensors, because it is faster if the files are in the page cache or on a fast disk."""
 
     swap_space: float = 0.0
     """Host memory in GiB to which the KV blocks of preempted requests can be swapped.
