@@ -7,18 +7,17 @@ The benchmark measures only the engine. It does not use the tokenizer, the text 
 
 import math
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tqdm import tqdm
-
+from quire_engine.api.replay import replay
+from quire_engine.api.timeline import Timeline
 from quire_engine.core.engine import Engine
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.errors import InvalidArgument, error_from_code
-from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
+from quire_spec.errors import InvalidArgument
+from quire_spec.protocol.messages import SequenceRequest
 
 PERCENTILES = (50, 90, 99)
 
@@ -95,30 +94,6 @@ class BenchmarkReport:
     num_preemptions: int
 
 
-class RequestTimeline:
-    """Records when requests arrived and when their tokens were generated."""
-
-    def __init__(self) -> None:
-        self.last_token_times: dict[int, float] = {}
-        self.awaiting_first_token: set[int] = set()
-        self.ttft: list[float] = []
-        self.itl: list[float] = []
-
-    def record_arrival(self, request_id: int, arrival_time: float) -> None:
-        self.last_token_times[request_id] = arrival_time
-        self.awaiting_first_token.add(request_id)
-
-    def record_result(self, result: SequenceDelta, now: float) -> None:
-        if result.error_code is not None:
-            raise error_from_code(result.error_code, result.error)
-        for _ in result.token_ids:
-            (self.ttft if result.id in self.awaiting_first_token else self.itl).append(
-                now - self.last_token_times[result.id]
-            )
-            self.awaiting_first_token.discard(result.id)
-            self.last_token_times[result.id] = now
-
-
 def run_benchmark(engine: Engine, workload: Workload, *, progress: bool = False) -> BenchmarkReport:
     """Run a workload on an idle engine until all requests have finished.
 
@@ -131,31 +106,11 @@ def run_benchmark(engine: Engine, workload: Workload, *, progress: bool = False)
             f"bench: {workload.input_len} input and {workload.output_len} output tokens exceed max_model_len "
             f"{engine.max_model_len}"
         )
-    requests = _build_requests(engine, workload)
-    arrival_offsets = _arrival_offsets(workload)
-    stats_before, timeline, num_added = engine.stats(), RequestTimeline(), 0
-    start_time = now = time.perf_counter()
-    with tqdm(total=workload.num_prompts, desc="requests", disable=not progress, dynamic_ncols=True) as progress_bar:
-        while num_added < len(requests) or engine.has_work:
-            while num_added < len(requests) and start_time + arrival_offsets[num_added] <= now:
-                engine.add(requests[num_added])
-                timeline.record_arrival(requests[num_added].id, start_time + arrival_offsets[num_added])
-                num_added += 1
-            engine.read_pending_adapters()
-            if engine.has_work:
-                results = engine.step().results
-            else:
-                results = []
-                time.sleep(max(0.0, start_time + arrival_offsets[num_added] - time.perf_counter()))
-            now = time.perf_counter()
-            for result in results:
-                timeline.record_result(result, now)
-                progress_bar.update(result.finish_reason is not None)
+    stats_before = engine.stats()
+    timeline = replay(engine, _build_requests(engine, workload), _arrival_offsets(workload), progress=progress)
     stats_after = engine.stats()
     num_preemptions = stats_after.num_preemptions - stats_before.num_preemptions
-    return _build_report(
-        workload, timeline, now - start_time, stats_after.num_steps - stats_before.num_steps, num_preemptions
-    )
+    return _build_report(workload, timeline, stats_after.num_steps - stats_before.num_steps, num_preemptions)
 
 
 def format_report(report: BenchmarkReport) -> str:
@@ -206,11 +161,9 @@ def _arrival_offsets(workload: Workload) -> list[float]:
     return offsets
 
 
-def _build_report(
-    workload: Workload, timeline: RequestTimeline, duration_s: float, num_steps: int, num_preemptions: int
-) -> BenchmarkReport:
-    num_input_tokens = workload.num_prompts * workload.input_len
-    num_output_tokens = len(timeline.ttft) + len(timeline.itl)
+def _build_report(workload: Workload, timeline: Timeline, num_steps: int, num_preemptions: int) -> BenchmarkReport:
+    num_input_tokens, num_output_tokens = workload.num_prompts * workload.input_len, timeline.num_output_tokens
+    duration_s = timeline.duration_s
     return BenchmarkReport(
         num_prompts=workload.num_prompts,
         num_input_tokens=num_input_tokens,
@@ -219,8 +172,8 @@ def _build_report(
         requests_per_s=workload.num_prompts / duration_s,
         output_tokens_per_s=num_output_tokens / duration_s,
         total_tokens_per_s=(num_input_tokens + num_output_tokens) / duration_s,
-        ttft_ms=LatencyStats.from_seconds(timeline.ttft),
-        itl_ms=LatencyStats.from_seconds(timeline.itl),
+        ttft_ms=LatencyStats.from_seconds(timeline.ttft_s()),
+        itl_ms=LatencyStats.from_seconds(timeline.itl_s()),
         num_steps=num_steps,
         num_preemptions=num_preemptions,
     )

@@ -92,7 +92,7 @@ def _run(args: argparse.Namespace) -> int:
     _check_recorded(args.model, model.info, config)
     num_groups = choose_layout(config, service.shape).num_groups
     trace = [replace(r, arrival_s=r.arrival_s / args.rate_scale) for r in _read_trace(args)]
-    num_cores_per_pod = getattr(config, "data_parallel_size", 1)
+    num_cores_per_pod = config.data_parallel_size
 
     def run(num_replicas: int) -> SimulationResult:
         return simulate(

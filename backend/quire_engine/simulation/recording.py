@@ -6,18 +6,16 @@ The first line of a recording describes the engine. Each further line is a step 
 
 import json
 import os
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from quire_engine.api.replay import replay
+from quire_engine.api.timeline import Timeline
 from quire_engine.core.engine import Engine
 from quire_engine.simulation.step_features import StepFeatures
-from quire_engine.simulation.timeline import Timeline
 from quire_engine.simulation.trace import TraceRequest
 from quire_engine.step.plan import SpanOutput, StepPlan
 from quire_engine.worker.interface import ModelRunner
@@ -109,28 +107,14 @@ def record(
     requests = sequence_requests(trace, engine.shape.vocab_size, block_tokens, engine.max_model_len)
     _warm_up(engine)
     runner.started.clear()
-    recording = Recording(info)
-    timeline, steps = recording.timeline, recording.steps
-    start = now = last_end = time.perf_counter()
-    num_added = 0
-    with tqdm(total=len(trace), desc="requests", disable=not progress, dynamic_ncols=True) as bar:
-        while num_added < len(trace) or engine.has_work:
-            while num_added < len(trace) and start + trace[num_added].arrival_s <= now:
-                engine.add(requests[num_added])
-                timeline.arrive(num_added, trace[num_added].arrival_s)
-                num_added += 1
-            if not engine.has_work:
-                time.sleep(max(0.0, start + trace[num_added].arrival_s - time.perf_counter()))
-                now = last_end = time.perf_counter()
-                continue
-            results = engine.step().results
-            now = time.perf_counter()
-            if runner.started:
-                steps.append(RecordedStep(runner.started.popleft(), now - last_end))
-            last_end = now
-            for result in results:
-                timeline.add(result, now - start)
-                bar.update(result.finish_reason is not None)
+    steps: list[RecordedStep] = []
+
+    def add_step(seconds: float) -> None:
+        if runner.started:
+            steps.append(RecordedStep(runner.started.popleft(), seconds))
+
+    arrivals_s = [request.arrival_s for request in trace]
+    recording = Recording(info, steps, replay(engine, requests, arrivals_s, progress=progress, on_step=add_step))
     with path.open("w", encoding="utf-8") as file:
         for line in _lines(recording):
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -161,7 +145,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def sequence_requests(
-    trace: list[TraceRequest], vocab_size: int, block_tokens: int, max_model_len: int
+    trace: Sequence[TraceRequest], vocab_size: int, block_tokens: int, max_model_len: int
 ) -> list[SequenceRequest]:
     """Return the requests of a trace; their ids are their positions.
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from quire_engine.api.timeline import PERCENTILES, Latencies
 from quire_engine.simulation.recording import Recording
 from quire_engine.simulation.simulator import SimulationResult
 from quire_engine.simulation.step_model import StepModel
-from quire_engine.simulation.timeline import PERCENTILES, Latencies
 from quire_engine.simulation.trace import TraceRequest
 from quire_spec.dataclass_json import to_json
 

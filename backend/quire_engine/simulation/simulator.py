@@ -7,26 +7,37 @@ the arrival of a request, or the next step of a core.
 
 import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tqdm import tqdm
 
+from quire_engine.api.timeline import Timeline
 from quire_engine.core.engine import Engine
 from quire_engine.simulation.recording import sequence_requests
 from quire_engine.simulation.simulated_runner import SimulatedRunner, VirtualClock
 from quire_engine.simulation.step_model import StepModel
-from quire_engine.simulation.timeline import Timeline
 from quire_engine.simulation.trace import TraceRequest
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import InvalidArgument
-from quire_spec.protocol.messages import SequenceRequest
+from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
 
 Dispatch = Literal["round-robin", "least-loaded"]
 DISPATCHES: tuple[Dispatch, ...] = ("round-robin", "least-loaded")
+_NOT_SIMULATED: dict[str, Any] = {
+    "async_scheduling": False,
+    "data_parallel_size": 1,
+    "enable_lora": False,
+    "swap_space": 0.0,
+    "kv_offloading_size": 0.0,
+    "kv_offloading_folder": None,
+    "kv_offloading_folder_size": None,
+    "kv_events_config": None,
+}
+"""Fields of a simulated core. The recorded time of a step contains the effect of async_scheduling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +66,26 @@ class _Core:
         checkpoint = Checkpoint(Path(config.model), info.shape, frozenset(), "simulated")
         memory = replace(info.memory, num_blocks=num_blocks, block_size=config.block_size)
         self.engine = Engine(config, checkpoint, self.runner, memory, self.clock)
+        self._sizes: dict[int, int] = {}
         self.num_open_tokens = 0
         """Tokens of the prompts and outputs of all open requests."""
-        self.is_scheduled = False
 
     def add(self, request: SequenceRequest, arrival_s: float) -> None:
         """Queue a request. Its arrival can be earlier than the end of the step that runs now."""
         now, self.clock.now = self.clock.now, arrival_s
         self.engine.add(request)
         self.clock.now = max(now, arrival_s)
+        assert request.params.max_tokens is not None
+        self._sizes[request.id] = len(request.prompt_token_ids) + request.params.max_tokens
+        self.num_open_tokens += self._sizes[request.id]
+
+    def step(self) -> list[SequenceDelta]:
+        """Run a step, which moves the clock, and return its results."""
+        results = self.engine.step().results
+        for result in results:
+            if result.finish_reason is not None:
+                self.num_open_tokens -= self._sizes.pop(result.id)
+        return results
 
 
 def simulate(
@@ -82,51 +104,14 @@ def simulate(
     Raises:
         InvalidArgument: the configuration has a feature that is not simulated, or a request is too long.
     """
-    for name in ("speculative_config", "pooling"):
-        if getattr(config, name, None) is not None:
-            raise InvalidArgument(f"simulate: {name} is not simulated; omit it")
+    if config.speculative_config is not None:
+        raise InvalidArgument("simulate: speculative_config is not simulated; omit it")
     started_at = time.perf_counter()
-    config = replace(
-        config,
-        async_scheduling=False,
-        enable_lora=False,
-        swap_space=0,
-        kv_offloading_size=0,
-        kv_offloading_folder=None,
-        kv_offloading_folder_size=None,
-    )
+    config = replace(config, **_NOT_SIMULATED)
     cores = [_Core(model, config, num_blocks) for _ in range(num_cores)]
-    requests = sequence_requests(list(trace), model.info.shape.vocab_size, block_tokens, cores[0].engine.max_model_len)
-    sizes = [request.num_input_tokens + request.num_output_tokens for request in trace]
-    core_of: dict[int, _Core] = {}
-    timeline = Timeline()
-    events: list[tuple[float, int]] = []
-    """Next steps: their times and the indices of their cores."""
-    num_arrived = 0
+    requests = sequence_requests(trace, model.info.shape.vocab_size, block_tokens, cores[0].engine.max_model_len)
     with tqdm(total=len(trace), desc="requests", disable=not progress, dynamic_ncols=True) as bar:
-        while events or num_arrived < len(requests):
-            if num_arrived < len(requests) and (not events or trace[num_arrived].arrival_s <= events[0][0]):
-                arrival_s = trace[num_arrived].arrival_s
-                index = _choose(cores, num_arrived, dispatch)
-                core = core_of[num_arrived] = cores[index]
-                core.add(requests[num_arrived], arrival_s)
-                core.num_open_tokens += sizes[num_arrived]
-                timeline.arrive(num_arrived, arrival_s)
-                num_arrived += 1
-                if not core.is_scheduled:
-                    core.is_scheduled = True
-                    heapq.heappush(events, (core.clock.now, index))
-                continue
-            _, index = heapq.heappop(events)
-            core = cores[index]
-            for result in core.engine.step().results:
-                timeline.add(result, core.clock.now)
-                if result.finish_reason is not None:
-                    core.num_open_tokens -= sizes[result.id]
-                    bar.update()
-            core.is_scheduled = core.engine.has_work
-            if core.is_scheduled:
-                heapq.heappush(events, (core.clock.now, index))
+        timeline = _run(cores, requests, [request.arrival_s for request in trace], dispatch, bar.update)
     stats = [core.engine.stats() for core in cores]
     busy_s = sum(core.runner.busy_s for core in cores)
     return SimulationResult(
@@ -138,6 +123,39 @@ def simulate(
         sum(s.num_preemptions for s in stats),
         time.perf_counter() - started_at,
     )
+
+
+def _run(
+    cores: Sequence[_Core],
+    requests: Sequence[SequenceRequest],
+    arrivals_s: Sequence[float],
+    dispatch: Dispatch,
+    on_finished: Callable[[], object],
+) -> Timeline:
+    """Handle all events in the order of their times, and return when the tokens were generated."""
+    timeline, num_arrived = Timeline(), 0
+    # The next step of each core that has work: its time, and the index of the core.
+    next_steps: list[tuple[float, int]] = []
+    while next_steps or num_arrived < len(requests):
+        if num_arrived < len(requests) and (not next_steps or arrivals_s[num_arrived] <= next_steps[0][0]):
+            index = _choose(cores, num_arrived, dispatch)
+            core = cores[index]
+            had_work = core.engine.has_work
+            core.add(requests[num_arrived], arrivals_s[num_arrived])
+            timeline.arrive(requests[num_arrived].id, arrivals_s[num_arrived])
+            num_arrived += 1
+            if not had_work:
+                heapq.heappush(next_steps, (core.clock.now, index))
+            continue
+        _, index = heapq.heappop(next_steps)
+        core = cores[index]
+        for result in core.step():
+            timeline.add(result, core.clock.now)
+            if result.finish_reason is not None:
+                on_finished()
+        if core.engine.has_work:
+            heapq.heappush(next_steps, (core.clock.now, index))
+    return timeline
 
 
 def _choose(cores: Sequence[_Core], request_index: int, dispatch: Dispatch) -> int:

@@ -95,6 +95,8 @@ def read_model(path: Path) -> StepModel:
     Raises:
         InvalidArgument: the file is not a model of this release.
     """
+    if not path.is_file():
+        raise InvalidArgument(f"--model: {path} does not exist; give a file that `quire simulate fit` has written")
     try:
         return from_json(StepModel, read_json_object(path))
     except (OSError, ConfigError) as error:

@@ -203,4 +203,9 @@ def option_of(field: str) -> str:
 def name_options(message: str) -> str:
     """Return an error message about pod.json in which the fields are replaced by the options that set them."""
     message = re.sub(rf"{KV_EVENTS_FIELD}\.\w*endpoint", KV_EVENTS_FIELD, message)
-    return re.sub(r"\w+(\.\w+)+|adminKeyFile", lambda match: _OPTION_BY_FIELD.get(match[0], match[0]), message)
+    # The engine names its own fields without a path. Their names contain an underscore, as no other word does.
+    return re.sub(
+        r"\w+(\.\w+)+|adminKeyFile|[a-z]+(_[a-z]+)+",
+        lambda match: _OPTION_BY_FIELD.get(match[0]) or _OPTION_BY_FIELD.get(f"engine.{match[0]}", match[0]),
+        message,
+    )

@@ -74,7 +74,7 @@ def test_extrapolation_is_announced_and_strict_fails(recorded, tmp_path):
         (["--rate-scale=nan"], "'nan' is not a number above 0"),
         (["--goodput=2"], "'2' is not a number from 0 to 1"),
         (["--trace=/no/such/file"], "/no/such/file"),
-        (["--model=/no/such/file"], "/no/such/file is not a result of `quire simulate fit`"),
+        (["--model=/no/such/file"], "--model: /no/such/file does not exist; give a file that `quire simulate fit`"),
         (["--replicas=auto", "--slo=ttft=0.0001ms"], "requests that run alone reach a goodput of only 0.000"),
     ],
 )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """When requests arrived and when their tokens were generated, and the latencies that follow."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -59,11 +60,17 @@ class Timeline:
         """Number of generated tokens."""
         return sum(map(len, self._tokens.values()))
 
+    def ttft_s(self) -> list[float]:
+        """Return the seconds from the arrival of each request to its first token."""
+        return [times[0] - arrival_s for arrival_s, times in self.requests()]
+
+    def itl_s(self) -> list[float]:
+        """Return the seconds between each two tokens of a request that follow each other."""
+        return [later - earlier for _, times in self.requests() for earlier, later in pairwise(times)]
+
     def latencies(self) -> Latencies:
         """Return the percentiles of all requests."""
-        ttft = [times[0] - arrival for arrival, times in self.requests()]
-        itl = np.concatenate([np.diff(times) for _, times in self.requests()])
-        return Latencies(_percentiles(np.array(ttft)), _percentiles(itl))
+        return Latencies(_percentiles(self.ttft_s()), _percentiles(self.itl_s()))
 
     def goodput(self, max_ttft_s: float, max_itl_s: float) -> float:
         """Return the share of the requests whose first token and whose mean time between tokens are within limits."""
@@ -74,5 +81,5 @@ class Timeline:
         return sum(good) / len(good)
 
 
-def _percentiles(seconds: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> dict[str, float]:
-    return {f"p{p}": float(1000 * np.percentile(seconds, p)) for p in PERCENTILES} if len(seconds) else {}
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    return {f"p{p}": float(1000 * np.percentile(seconds, p)) for p in PERCENTILES} if seconds else {}
