@@ -19,6 +19,7 @@ import asyncio
 import itertools
 import json
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -240,10 +241,13 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=48, metavar="N", help="clients, each with one request at a time")
     parser.add_argument("--kill", type=float, metavar="S", help="kill core, text, server and a stub in turn, every S s")
     parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="copy the log of the service, to explain a failure")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, running_service(example_document(), Path(folder)) as service:
         soak = Soak(service, args.seed)
         samples = asyncio.run(soak_and_report(soak, service, args))
+        if args.log is not None:
+            shutil.copy(service.log, args.log)
         service.wait_ready()
     outcomes = soak.outcomes
     print(
