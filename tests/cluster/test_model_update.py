@@ -100,13 +100,13 @@ def test_pods_that_are_ending_count_as_users(cluster, namespace, kubelet, revisi
     with ControllerHarness(cluster, namespace) as operator:
         cluster.apply(llm_service(model={"source": first}, replicas=2), namespace)
         waits_for(operator, "Ready", "True", "Ready")
+        pods = lambda: cluster.items("v1", "Pod", namespace, labelSelector="app.kubernetes.io/component=server")  # noqa: E731
+        before = {pod["metadata"]["uid"] for pod in pods()}
         # Pods of the second revision do not become ready, so that one of the first stays.
         kubelet.set_behavior(
             lambda pod: pod["metadata"]["namespace"] == namespace and pod["metadata"]["uid"] not in before,
             FakeContainer(ready=False),
         )
-        pods = lambda: cluster.items("v1", "Pod", namespace, labelSelector="app.kubernetes.io/component=server")  # noqa: E731
-        before = {pod["metadata"]["uid"] for pod in pods()}
         kubelet.set_behavior(is_of(second, namespace), finished_download(DownloadReason.DOWNLOADED))
         update(cluster, namespace, second)
         wait_for(lambda: {pod["metadata"]["uid"] for pod in pods()} - before, 30, "a pod of the second revision")
