@@ -16,7 +16,7 @@ from quire_engine.kv_cache.layout_choice import choose_layout
 from quire_engine.simulation import report
 from quire_engine.simulation.recording import RecordingInfo, read_recording, record
 from quire_engine.simulation.report import Slo
-from quire_engine.simulation.simulator import DISPATCHES, SimulationResult, simulate
+from quire_engine.simulation.simulator import ROUTERS, SimulationResult, simulate
 from quire_engine.simulation.step_model import fit, read_model, write_model
 from quire_engine.simulation.trace import MOONCAKE_BLOCK_TOKENS, TraceRequest, read_trace
 from quire_engine.worker.interface import ModelRunner
@@ -92,7 +92,6 @@ def _run(args: argparse.Namespace) -> int:
     _check_recorded(args.model, model.info, config)
     num_groups = choose_layout(config, service.shape).num_groups
     trace = [replace(r, arrival_s=r.arrival_s / args.rate_scale) for r in _read_trace(args)]
-    num_cores_per_pod = config.data_parallel_size
 
     def run(num_replicas: int) -> SimulationResult:
         return simulate(
@@ -100,9 +99,9 @@ def _run(args: argparse.Namespace) -> int:
             config,
             trace,
             num_blocks=max(1, service.kv_tokens * num_groups // config.block_size),
-            num_cores=num_replicas * num_cores_per_pod,
             block_tokens=args.trace_block_size,
-            dispatch=args.dispatch,
+            num_replicas=num_replicas,
+            router=args.router,
             progress=sys.stderr.isatty(),
         )
 
@@ -111,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         num_replicas = service.replicas if args.replicas is None else args.replicas
         result = run(num_replicas)
-    summary = report.Summary.create(result, trace, num_replicas, num_cores_per_pod, args.slo, args.price)
+    summary = report.Summary.create(result, trace, num_replicas, config.data_parallel_size, args.slo, args.price)
     print(json.dumps(summary.to_json()) if args.format == "json" else summary.text())
     if result.outside_share > MAX_OUTSIDE:
         print(
@@ -185,7 +184,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_trace(command)
     command.add_argument("--rate-scale", type=_positive, default=1.0, metavar="X")
     command.add_argument("--replicas", type=_replicas, metavar="N|auto")
-    command.add_argument("--dispatch", choices=DISPATCHES, default="least-loaded")
+    command.add_argument("--router", choices=ROUTERS, default="least-requests")
     command.add_argument("--slo", type=Slo.parse, default=Slo(), metavar="ttft=500ms,itl=50ms")
     command.add_argument("--goodput", type=_share, default=0.99, metavar="SHARE")
     command.add_argument("--price", type=_positive, metavar="DOLLARS")

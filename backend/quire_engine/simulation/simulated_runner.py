@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model runner that computes nothing: it moves a clock by the time that a step model predicts."""
+"""A model runner that computes nothing: its steps take the time that a step model predicts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,23 +12,14 @@ from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
 from quire_spec.constants import AdapterDigest
 
 
-class VirtualClock:
-    """Time of one simulated core, in seconds."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class SimulatedRunner:
     """Runs the steps of one engine; implements ModelRunner."""
 
-    def __init__(self, model: StepModel, clock: VirtualClock) -> None:
+    def __init__(self, model: StepModel) -> None:
         self.swap_costs = SwapCosts()
         self.host_rows: HostRows | None = None
-        self._model, self._clock = model, clock
+        self._model = model
+        self._step_s = 0.0
         # Every output token. Outputs end by their length, but no prompt must continue like an output.
         self._token = model.info.shape.vocab_size - 1
         self.busy_s = 0.0
@@ -37,14 +28,19 @@ class SimulatedRunner:
         self.num_steps = 0
 
     def execute(self, plan: StepPlan) -> list[SpanOutput]:
-        """Move the clock by the time of a step. Each sequence whose prompt is complete gets a token."""
+        """Predict the time of a step. Each sequence whose prompt is complete gets a token."""
         features = StepFeatures.from_plan(plan)
         seconds = self._model.seconds(features)
-        self._clock.now += seconds
+        self._step_s = seconds
         self.busy_s += seconds
         self.outside_s += seconds if self._model.is_outside(features) else 0.0
         self.num_steps += 1
         return [SpanOutput([self._token] if span.samples else []) for span in plan.spans]
+
+    def pop_seconds(self) -> float:
+        """Return the seconds of the step since the last call; 0 if none ran."""
+        seconds, self._step_s = self._step_s, 0.0
+        return seconds
 
     def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
         """Not used: a recorded step contains everything from the end of the step before it to its own end, so the

@@ -1,35 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates replicas of a service: the engine's own scheduler and prefix cache on a virtual clock.
+"""Simulates replicas of a service: the engine's own scheduler, prefix cache and dispatch on a virtual clock.
 
-This is a simulation of discrete events. Each core has a clock of its own. The event that comes first is handled next:
-the arrival of a request, or the next step of a core.
+This is a simulation of discrete events: arrivals of requests, and the ends of the steps of each core.
+
+    arrival -> router -> replica -> Dispatcher -> SimulatedCore (an Engine whose steps take the time of a step model)
 """
 
-import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal
 
 from tqdm import tqdm
 
 from quire_engine.api.timeline import Timeline
-from quire_engine.core.engine import Engine
+from quire_engine.simulation.event_queue import EventQueue
 from quire_engine.simulation.recording import sequence_requests
-from quire_engine.simulation.simulated_runner import SimulatedRunner, VirtualClock
+from quire_engine.simulation.simulated_core import SimulatedCore
 from quire_engine.simulation.step_model import StepModel
 from quire_engine.simulation.trace import TraceRequest
-from quire_engine.weights.checkpoint import Checkpoint
+from quire_engine.text.cores.dispatcher import Dispatcher
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import InvalidArgument
-from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
+from quire_spec.protocol.messages import SequenceRequest, StepResult
 
-Dispatch = Literal["round-robin", "least-loaded"]
-DISPATCHES: tuple[Dispatch, ...] = ("round-robin", "least-loaded")
+Router = Literal["least-requests", "round-robin", "prefix-aware"]
+ROUTERS: tuple[Router, ...] = ("least-requests", "round-robin", "prefix-aware")
 _NOT_SIMULATED: dict[str, Any] = {
     "async_scheduling": False,
-    "data_parallel_size": 1,
     "enable_lora": False,
     "swap_space": 0.0,
     "kv_offloading_size": 0.0,
@@ -57,35 +56,34 @@ class SimulationResult:
     """Seconds that the simulation took."""
 
 
-class _Core:
-    """One simulated engine core."""
+class _Replica:
+    """The cores of one pod. With several cores, the dispatcher of the text process chooses among them."""
 
-    def __init__(self, model: StepModel, config: EngineConfig, num_blocks: int) -> None:
-        info, self.clock = model.info, VirtualClock()
-        self.runner = SimulatedRunner(model, self.clock)
-        checkpoint = Checkpoint(Path(config.model), info.shape, frozenset(), "simulated")
-        memory = replace(info.memory, num_blocks=num_blocks, block_size=config.block_size)
-        self.engine = Engine(config, checkpoint, self.runner, memory, self.clock)
-        self._sizes: dict[int, int] = {}
-        self.num_open_tokens = 0
-        """Tokens of the prompts and outputs of all open requests."""
+    def __init__(self, cores: Sequence[SimulatedCore], config: EngineConfig, queue: EventQueue) -> None:
+        self._cores = cores
+        self.num_requests = self.num_open_requests = 0
+        self._dispatcher = Dispatcher(len(cores), config, queue)
+        if config.enable_prefix_caching:
+            self._dispatcher.prefix_index.hasher = cores[0].engine.block_hasher
+        for number, core in enumerate(cores):
+            core.on_step = partial(self._on_step, number, core.on_step)
 
-    def add(self, request: SequenceRequest, arrival_s: float) -> None:
-        """Queue a request. Its arrival can be earlier than the end of the step that runs now."""
-        now, self.clock.now = self.clock.now, arrival_s
-        self.engine.add(request)
-        self.clock.now = max(now, arrival_s)
-        assert request.params.max_tokens is not None
-        self._sizes[request.id] = len(request.prompt_token_ids) + request.params.max_tokens
-        self.num_open_tokens += self._sizes[request.id]
+    def add(self, request: SequenceRequest) -> None:
+        """Send a request to a core."""
+        self.num_requests += 1
+        self.num_open_requests += 1
+        number = 0
+        if len(self._cores) > 1:
+            dispatched = self._dispatcher.create_request([request], [request.id])
+            number = self._dispatcher.choose(dispatched, range(len(self._cores)))
+            self._dispatcher.add(number, dispatched)
+        self._cores[number].add(request)
 
-    def step(self) -> list[SequenceDelta]:
-        """Run a step, which moves the clock, and return its results."""
-        results = self.engine.step().results
-        for result in results:
-            if result.finish_reason is not None:
-                self.num_open_tokens -= self._sizes.pop(result.id)
-        return results
+    def _on_step(self, number: int, on_step: Callable[[StepResult], None], step: StepResult) -> None:
+        self.num_open_requests -= sum(result.finish_reason is not None for result in step.results)
+        if len(self._cores) > 1:
+            self._dispatcher.on_step(number, step)
+        on_step(step)
 
 
 def simulate(
@@ -94,12 +92,23 @@ def simulate(
     trace: Sequence[TraceRequest],
     *,
     num_blocks: int,
-    num_cores: int = 1,
     block_tokens: int,
-    dispatch: Dispatch = "least-loaded",
+    num_replicas: int = 1,
+    router: Router = "least-requests",
     progress: bool = False,
 ) -> SimulationResult:
-    """Run a trace on `num_cores` cores with `num_blocks` KV blocks each.
+    """Simulate a trace on replicas whose cores have `num_blocks` KV blocks each.
+
+    Args:
+        model: predicts the seconds of a step.
+        config: the engine of each replica. It has `data_parallel_size` cores.
+        trace: the requests, in the order of their arrival.
+        num_blocks: size of the KV cache of each core.
+        block_tokens: tokens of a block of the trace.
+        num_replicas: number of replicas.
+        router: chooses the replica of a request: in turn, the one with the fewest open requests (of those, the one
+            that got the fewest), or as if one text process had the cores of all replicas.
+        progress: show a progress bar on stderr.
 
     Raises:
         InvalidArgument: the configuration has a feature that is not simulated, or a request is too long.
@@ -107,11 +116,34 @@ def simulate(
     if config.speculative_config is not None:
         raise InvalidArgument("simulate: speculative_config is not simulated; omit it")
     started_at = time.perf_counter()
+    num_cores = num_replicas * config.data_parallel_size
+    cores_per_replica = num_cores if router == "prefix-aware" else config.data_parallel_size
     config = replace(config, **_NOT_SIMULATED)
-    cores = [_Core(model, config, num_blocks) for _ in range(num_cores)]
+    queue, timeline = EventQueue(), Timeline()
+    report_blocks = cores_per_replica > 1
+    cores = [SimulatedCore(model, config, num_blocks, queue, report_blocks=report_blocks) for _ in range(num_cores)]
     requests = sequence_requests(trace, model.info.shape.vocab_size, block_tokens, cores[0].engine.max_model_len)
     with tqdm(total=len(trace), desc="requests", disable=not progress, dynamic_ncols=True) as bar:
-        timeline = _run(cores, requests, [request.arrival_s for request in trace], dispatch, bar.update)
+
+        def on_step(step: StepResult) -> None:
+            for result in step.results:
+                timeline.add(result, queue.now)
+                bar.update(result.finish_reason is not None)
+
+        for core in cores:
+            core.on_step = on_step
+        replicas = [
+            _Replica(cores[first : first + cores_per_replica], config, queue)
+            for first in range(0, num_cores, cores_per_replica)
+        ]
+
+        def arrive(index: int) -> None:
+            timeline.arrive(requests[index].id, queue.now)
+            _choose(replicas, index, router).add(requests[index])
+
+        for index, request in enumerate(trace):
+            queue.at(request.arrival_s, partial(arrive, index))
+        queue.run()
     stats = [core.engine.stats() for core in cores]
     busy_s = sum(core.runner.busy_s for core in cores)
     return SimulationResult(
@@ -125,40 +157,7 @@ def simulate(
     )
 
 
-def _run(
-    cores: Sequence[_Core],
-    requests: Sequence[SequenceRequest],
-    arrivals_s: Sequence[float],
-    dispatch: Dispatch,
-    on_finished: Callable[[], object],
-) -> Timeline:
-    """Handle all events in the order of their times, and return when the tokens were generated."""
-    timeline, num_arrived = Timeline(), 0
-    # The next step of each core that has work: its time, and the index of the core.
-    next_steps: list[tuple[float, int]] = []
-    while next_steps or num_arrived < len(requests):
-        if num_arrived < len(requests) and (not next_steps or arrivals_s[num_arrived] <= next_steps[0][0]):
-            index = _choose(cores, num_arrived, dispatch)
-            core = cores[index]
-            had_work = core.engine.has_work
-            core.add(requests[num_arrived], arrivals_s[num_arrived])
-            timeline.arrive(requests[num_arrived].id, arrivals_s[num_arrived])
-            num_arrived += 1
-            if not had_work:
-                heapq.heappush(next_steps, (core.clock.now, index))
-            continue
-        _, index = heapq.heappop(next_steps)
-        core = cores[index]
-        for result in core.step():
-            timeline.add(result, core.clock.now)
-            if result.finish_reason is not None:
-                on_finished()
-        if core.engine.has_work:
-            heapq.heappush(next_steps, (core.clock.now, index))
-    return timeline
-
-
-def _choose(cores: Sequence[_Core], request_index: int, dispatch: Dispatch) -> int:
-    if dispatch == "round-robin":
-        return request_index % len(cores)
-    return min(range(len(cores)), key=lambda index: cores[index].num_open_tokens)
+def _choose(replicas: Sequence[_Replica], request_index: int, router: Router) -> _Replica:
+    if router == "round-robin":
+        return replicas[request_index % len(replicas)]
+    return min(replicas, key=lambda replica: (replica.num_open_requests, replica.num_requests))

@@ -142,7 +142,9 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
         "--replicas", metavar="N|auto", help="pods; auto: the fewest that reach --goodput (default: of -f)"
     )
     run.add_argument(
-        "--dispatch", metavar="POLICY", help="how requests are spread: least-loaded (default), round-robin"
+        "--router",
+        metavar="POLICY",
+        help="how requests are spread over pods: least-requests (default), round-robin, prefix-aware",
     )
     run.add_argument("--slo", metavar="LIMITS", help="limits of a good request (default: ttft=500ms,itl=50ms)")
     run.add_argument("--goodput", metavar="SHARE", help="share of good requests for --replicas auto (default: 0.99)")

@@ -25,7 +25,7 @@ from quire_spec.dataclass_json import to_json
 from quire_spec.documents.simulated_service import SimulatedService
 
 _OPTIONS = (
-    *("model", "trace", "trace_block_size", "limit", "rate_scale", "replicas", "dispatch", "slo", "goodput", "price"),
+    *("model", "trace", "trace_block_size", "limit", "rate_scale", "replicas", "router", "slo", "goodput", "price"),
     *("format", "output"),
 )
 

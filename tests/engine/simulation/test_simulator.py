@@ -10,7 +10,7 @@ from support.simulation import CONFIG, INFO, MEMORY, NUM_BLOCKS, TINY, step_mode
 
 from quire_engine.core.engine import Engine
 from quire_engine.simulation.recording import RecordingRunner, sequence_requests
-from quire_engine.simulation.simulator import simulate
+from quire_engine.simulation.simulator import ROUTERS, simulate
 from quire_engine.simulation.trace import TraceRequest
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.engine.speculative_config import SpeculativeConfig
@@ -45,18 +45,32 @@ def test_shared_beginnings_are_computed_once():
     assert run(trace, config=replace(CONFIG, enable_prefix_caching=False)).prefix_hit_share == 0
 
 
-def test_two_cores_share_the_work():
+def test_two_replicas_share_the_work():
     trace = [TraceRequest(0.0, 256, 8, line=i) for i in range(8)]
-    one, two = run(trace), run(trace, num_cores=2)
+    one, two = run(trace), run(trace, num_replicas=2)
     assert two.timeline.duration_s < 0.6 * one.timeline.duration_s
-    spread = run(trace, num_cores=2, dispatch="round-robin")
-    assert spread.timeline.latencies() == two.timeline.latencies()
+    for options in ({"router": "round-robin"}, {"num_replicas": 1, "config": replace(CONFIG, data_parallel_size=2)}):
+        assert run(trace, **{"num_replicas": 2} | options).timeline.latencies() == two.timeline.latencies()
 
 
-def test_least_loaded_avoids_the_core_with_long_requests():
+def test_the_dispatch_of_a_pod_avoids_the_core_with_long_requests():
     trace = [TraceRequest(0.0, 900 if i % 2 else 32, 8, line=i) for i in range(24)]
-    results = [run(trace, num_cores=2, dispatch=dispatch) for dispatch in ("round-robin", "least-loaded")]
-    assert results[1].timeline.duration_s < 0.8 * results[0].timeline.duration_s
+    pod = run(trace, config=replace(CONFIG, data_parallel_size=2))
+    assert pod.timeline.duration_s < 0.8 * run(trace, num_replicas=2, router="round-robin").timeline.duration_s
+
+
+def test_equal_beginnings_run_on_one_core_of_a_pod():
+    """Nine prompts of each document arrive, some at once and some later: most of them find the document."""
+    documents = [tuple(range(100 * d, 100 * d + 8)) for d in range(7)]
+    trace = [
+        TraceRequest(i // 4 * 0.05, 288, 4, (*documents[i % 7], 10_000 + i), line=i) for i in range(9 * len(documents))
+    ]
+    pod = run(trace, config=replace(CONFIG, data_parallel_size=2))
+    most = 8 / 9 * 256 / 288
+    assert 0.95 * most < pod.prefix_hit_share <= most
+    replicas = {router: run(trace, num_replicas=2, router=router) for router in ROUTERS}
+    assert replicas["prefix-aware"].timeline.latencies() == pod.timeline.latencies()
+    assert replicas["least-requests"].prefix_hit_share < 0.95 * most
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -94,7 +94,7 @@ class CorePoolMachine(RuleBasedStateMachine):
             EngineConfig("m", max_num_seqs=8, data_parallel_size=NUM_CORES),
             lambda: self.now,
         )
-        self.pool.prefix_index.hasher = HASHER
+        self.pool.dispatcher.prefix_index.hasher = HASHER
         self.listener = self.pool.listener = Listener()
         self.open: dict[int, range] = {}
         """The ids of the request of each unfinished sequence."""
@@ -205,14 +205,15 @@ class CorePoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_counts_of_the_pool_are_right(self) -> None:
-        for core in self.pool._cores:
+        cores = self.pool.dispatcher.cores
+        for core in cores:
             open_ids = [len(request.open_ids) for request in core.requests if not request.messages]
             assert core.num_running == sum(open_ids)
             assert core.num_queued_tokens == sum(request.num_queued_tokens for request in core.requests)
             digests = Counter(request.adapter_digest for request in core.requests)
             assert all(core.num_requests[digest] == digests[digest] for digest in ADAPTERS)
-        assert {i for core in self.pool._cores for r in core.requests for i in r.open_ids} == self.open.keys()
-        for core, expected in zip(self.pool._cores, self.pool.prefix_index._expected, strict=True):
+        assert {i for core in cores for r in core.requests for i in r.open_ids} == self.open.keys()
+        for core, expected in zip(cores, self.pool.dispatcher.prefix_index._expected, strict=True):
             assert expected == Counter(block_hash for request in core.requests for block_hash in request.hashes)
 
 
@@ -223,7 +224,7 @@ def started_pool(num_cores: int = 2) -> tuple[CorePool, list[FakeClient]]:
     clients = [FakeClient(is_up=True) for _ in range(num_cores)]
     config = EngineConfig("m", max_num_seqs=8, data_parallel_size=num_cores)
     pool = CorePool(clients, CoreMetrics(Registry(), "base", num_cores), config, lambda: 0.0)  # type: ignore[arg-type]
-    pool.listener, pool.prefix_index.hasher = Listener(), HASHER
+    pool.listener, pool.dispatcher.prefix_index.hasher = Listener(), HASHER
     for number in range(num_cores):
         pool.on_step(number, StepResult([], [], SchedulerStats(num_blocks=8), adapters=[]))
     return pool, clients
@@ -249,7 +250,7 @@ def test_a_burst_of_equal_beginnings_is_not_spread():
 def test_a_prompt_goes_where_its_beginning_is_cached_unless_it_is_evicted():
     pool, clients = started_pool()
     prompt = list(range(300))
-    hashes = pool.prefix_index.hash_prompt(prompt, None, None)
+    hashes = pool.dispatcher.prefix_index.hash_prompt(prompt, None, None)
     assert len(hashes) == 300 // 16
     stats = SchedulerStats(num_blocks=8)
     pool.on_step(1, StepResult([], [], stats, block_changes=BlockChanges(hashes)))

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The events of a simulation in the order of their times, and the virtual clock."""
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+
+class EventQueue:
+    """Future actions, by time. It is also the clock of everything that is simulated."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Seconds since the start of the simulation."""
+        self._actions: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Run an action at a time. Actions of the same time run in the order of these calls."""
+        heapq.heappush(self._actions, (time_s, next(self._numbers), action))
+
+    def run(self) -> None:
+        """Run all actions, also those that actions add."""
+        while self._actions:
+            self.now, _, action = heapq.heappop(self._actions)
+            action()
