@@ -4,8 +4,8 @@
     python tests/bench/simulate.py                          # the tiny model
     python tests/bench/simulate.py --service mine.yaml --rate 2
 
-Records two traces on a real engine: the first with lengths of its own and no shared beginnings, the second with
-bursts, shared beginnings and other lengths. Fits the first, simulates the second, and compares. Run it on an idle
+Records two traces on a real engine: the first with groups of eight and no shared beginnings, the second with groups of
+four, shared beginnings and other lengths. Fits the first, simulates the second, and compares. Run it on an idle
 machine: a step that waits for another program cannot be predicted. Exit status 1: a bar is missed.
 """
 
@@ -23,14 +23,17 @@ BARS = {"p50": 0.10, "p95": 0.20}
 MIN_STEPS_PER_S = 1500
 
 
-def steady(rate: float, count: int, max_tokens: int) -> list[dict[str, object]]:
-    """Return requests that arrive at random and share nothing."""
+def recorded(rate: float, count: int, max_tokens: int) -> list[dict[str, object]]:
+    """Return requests that arrive at random, half of them alone and half of them in groups of eight, and share
+    nothing."""
     rng, now, trace = random.Random(1), 0.0, []
-    for _ in range(count):
-        now += rng.expovariate(rate)
-        lengths = {"input_length": rng.randrange(16, max_tokens), "output_length": rng.randrange(8, 128)}
-        trace.append({"timestamp": 1000 * now, **lengths})
-    return trace
+    while len(trace) < count:
+        size = 8 if rng.random() < 1 / 9 else 1
+        now += rng.expovariate(rate / (16 / 9))
+        for _ in range(size):
+            lengths = {"input_length": rng.randrange(16, max_tokens), "output_length": rng.randrange(8, 128)}
+            trace.append({"timestamp": 1000 * now, **lengths})
+    return trace[:count]
 
 
 def bursts(rate: float, count: int, max_tokens: int) -> list[dict[str, object]]:
@@ -63,14 +66,14 @@ def main() -> int:
     block_size = f"--trace-block-size={BLOCK_TOKENS}"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for trace_name, make in (("steady", steady), ("bursts", bursts)):
+        for trace_name, make in (("recorded", recorded), ("bursts", bursts)):
             lines = make(args.rate, args.requests, args.max_tokens)
             (folder / f"{trace_name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
             recording = folder / f"{trace_name}.recording"
             simulate("record", "-f", args.service, f"--trace={folder}/{trace_name}.jsonl", block_size, "-o", recording)
-        print(simulate("fit", folder / "steady.recording", "-o", folder / "steps.json"))
+        print(simulate("fit", folder / "recorded.recording", "-o", folder / "steps.json"))
         holds = True
-        for trace_name in ("steady", "bursts"):
+        for trace_name in ("recorded", "bursts"):
             real = _latencies(folder, f"{trace_name}.recording")
             command = ("run", f"--model={folder}/steps.json", f"--trace={folder}/{trace_name}.jsonl", block_size)
             result = json.loads(simulate(*command, "-o", "json"))

@@ -70,7 +70,11 @@ class Engine:
         runner: ModelRunner,
         memory: MeasuredMemory,
         clock: Callable[[], float] = time.monotonic,
+        store: KVStore | None = None,
     ) -> None:
+        """Create an engine. `store` replaces the folder of `kv_offloading_folder`."""
+        if store is None and config.kv_offloading_folder is not None:
+            store = _open_store(config, runner)
         self.config = config
         self.shape: ModelConfig = checkpoint.shape
         self.memory = memory
@@ -101,7 +105,7 @@ class Engine:
             self.max_model_len,
             runner.swap_costs,
             layout,
-            None if config.kv_offloading_folder is None else _open_store(config, runner),
+            store,
         )
         self._start_slot_copy: Callable[[SlotLoad, Callable[[], None]], None] = self._copy_slot_sync
         """Starts the copy of an adapter into a slot; see `delegate_slot_copies`."""

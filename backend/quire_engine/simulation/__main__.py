@@ -16,6 +16,7 @@ from quire_engine.kv_cache.layout_choice import choose_layout
 from quire_engine.simulation import report
 from quire_engine.simulation.recording import RecordingInfo, read_recording, record
 from quire_engine.simulation.report import Slo
+from quire_engine.simulation.resource_costs import ResourceCosts
 from quire_engine.simulation.simulator import ROUTERS, SimulationResult, simulate
 from quire_engine.simulation.step_model import fit, read_model, write_model
 from quire_engine.simulation.trace import MOONCAKE_BLOCK_TOKENS, TraceRequest, read_trace
@@ -60,7 +61,14 @@ def _record(args: argparse.Namespace) -> int:
         runner = create_runner(config, checkpoint.shape, checkpoint.folder, progress=sys.stderr.isatty())
         return Engine(config, checkpoint, wrap(runner), runner.memory)
 
-    recording = record(create_engine, trace, args.trace_block_size, args.output, progress=sys.stderr.isatty())
+    recording = record(
+        create_engine,
+        trace,
+        args.trace_block_size,
+        args.output,
+        adapters=dict(args.adapter),
+        progress=sys.stderr.isatty(),
+    )
     print(report.recorded(recording, args.output))
     return 0
 
@@ -68,6 +76,8 @@ def _record(args: argparse.Namespace) -> int:
 def _fit(args: argparse.Namespace) -> int:
     recordings = [read_recording(path) for path in args.recordings]
     info = recordings[0].info
+    for other in recordings[1:]:
+        info = replace(info, costs=info.costs.or_else(other.info.costs))
     for path, other in zip(args.recordings, recordings, strict=True):
         if other.info.shape != info.shape:
             raise InvalidArgument(f"{path} has another model than {args.recordings[0]}; fit them apart")
@@ -90,8 +100,10 @@ def _run(args: argparse.Namespace) -> int:
             )
     config = EngineConfig.from_json(service.engine)
     _check_recorded(args.model, model.info, config)
+    model = model.with_costs(args.costs)
     num_groups = choose_layout(config, service.shape).num_groups
     trace = [replace(r, arrival_s=r.arrival_s / args.rate_scale) for r in _read_trace(args)]
+    origins = report.origins(model, args.costs, trace, config, args.service is not None)
 
     def run(num_replicas: int) -> SimulationResult:
         return simulate(
@@ -110,7 +122,8 @@ def _run(args: argparse.Namespace) -> int:
     else:
         num_replicas = service.replicas if args.replicas is None else args.replicas
         result = run(num_replicas)
-    summary = report.Summary.create(result, trace, num_replicas, config.data_parallel_size, args.slo, args.price)
+    service_size = num_replicas, config.data_parallel_size
+    summary = report.Summary.create(result, trace, *service_size, args.slo, args.price, origins)
     print(json.dumps(summary.to_json()) if args.format == "json" else summary.text())
     if result.outside_share > MAX_OUTSIDE:
         print(
@@ -172,6 +185,7 @@ def _build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("record", help="run a trace on a real engine, and write what each step took")
     command.add_argument("--engine", type=Path, required=True, metavar="FILE", help="JSON file with EngineConfig")
     _add_trace(command)
+    command.add_argument("--adapter", type=_adapter, action="append", default=[], metavar="NAME=FOLDER")
     command.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
     command.set_defaults(run=_record)
     command = commands.add_parser("fit", help="fit the time of a step to recordings")
@@ -185,6 +199,7 @@ def _build_parser() -> argparse.ArgumentParser:
     command.add_argument("--rate-scale", type=_positive, default=1.0, metavar="X")
     command.add_argument("--replicas", type=_replicas, metavar="N|auto")
     command.add_argument("--router", choices=ROUTERS, default="least-requests")
+    command.add_argument("--costs", type=ResourceCosts.parse, default=ResourceCosts(), metavar="adapter-copy=5ms")
     command.add_argument("--slo", type=Slo.parse, default=Slo(), metavar="ttft=500ms,itl=50ms")
     command.add_argument("--goodput", type=_share, default=0.99, metavar="SHARE")
     command.add_argument("--price", type=_positive, metavar="DOLLARS")
@@ -198,6 +213,11 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
     command.add_argument("--trace", type=Path, required=True, metavar="FILE")
     command.add_argument("--trace-block-size", type=_integer, default=MOONCAKE_BLOCK_TOKENS, metavar="TOKENS")
     command.add_argument("--limit", type=_integer, metavar="N")
+
+
+def _adapter(text: str) -> tuple[str, Path]:
+    name, _, folder = text.partition("=")
+    return name, Path(folder)
 
 
 def _integer(text: str) -> int:

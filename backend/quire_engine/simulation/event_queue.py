@@ -27,3 +27,17 @@ class EventQueue:
         while self._actions:
             self.now, _, action = heapq.heappop(self._actions)
             action()
+
+
+class Channel:
+    """Something that does at most a fixed number of operations at a time, in the order of their starts."""
+
+    def __init__(self, queue: EventQueue, num_places: int) -> None:
+        self._queue = queue
+        self._free_at = [0.0] * num_places
+
+    def run(self, seconds: float, action: Callable[[], None]) -> None:
+        """Run an action when an operation of this many seconds is complete."""
+        end = max(self._queue.now, heapq.heappop(self._free_at)) + seconds
+        heapq.heappush(self._free_at, end)
+        self._queue.at(end, action)

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer.store import HostRows
@@ -15,11 +16,14 @@ from quire_spec.constants import AdapterDigest
 class SimulatedRunner:
     """Runs the steps of one engine; implements ModelRunner."""
 
-    def __init__(self, model: StepModel) -> None:
-        self.swap_costs = SwapCosts()
+    def __init__(self, model: StepModel, swap_costs: SwapCosts, adapter_bytes: int) -> None:
+        """`adapter_bytes` is the size of each adapter in host memory."""
+        self.swap_costs = swap_costs
         self.host_rows: HostRows | None = None
         self._model = model
+        self._adapter_bytes = adapter_bytes
         self._step_s = 0.0
+        self._random = Random(0)
         # Every output token. Outputs end by their length, but no prompt must continue like an output.
         self._token = model.info.shape.vocab_size - 1
         self.busy_s = 0.0
@@ -30,7 +34,7 @@ class SimulatedRunner:
     def execute(self, plan: StepPlan) -> list[SpanOutput]:
         """Predict the time of a step. Each sequence whose prompt is complete gets a token."""
         features = StepFeatures.from_plan(plan)
-        seconds = self._model.seconds(features)
+        seconds = self._model.varied_seconds(features, self._random)
         self._step_s = seconds
         self.busy_s += seconds
         self.outside_s += seconds if self._model.is_outside(features) else 0.0
@@ -55,8 +59,8 @@ class SimulatedRunner:
         return path
 
     def host_bytes(self, packed_adapter: object) -> int:
-        """Return 1: the number of adapters in host memory is not limited by their size."""
-        return 1
+        """Return the size of an adapter."""
+        return self._adapter_bytes
 
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """Do nothing."""
@@ -65,5 +69,5 @@ class SimulatedRunner:
         """Do nothing."""
 
     def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
-        """Return a function that does nothing: the time of the copy is not simulated."""
+        """Return a function that does nothing: the simulated core waits for the time of the copy."""
         return lambda: None

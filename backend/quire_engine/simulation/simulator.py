@@ -18,24 +18,18 @@ from quire_engine.api.timeline import Timeline
 from quire_engine.simulation.event_queue import EventQueue
 from quire_engine.simulation.recording import sequence_requests
 from quire_engine.simulation.simulated_core import SimulatedCore
+from quire_engine.simulation.simulated_store import SimulatedStore
 from quire_engine.simulation.step_model import StepModel
 from quire_engine.simulation.trace import TraceRequest
 from quire_engine.text.cores.dispatcher import Dispatcher
+from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import SequenceRequest, StepResult
 
 Router = Literal["least-requests", "round-robin", "prefix-aware"]
 ROUTERS: tuple[Router, ...] = ("least-requests", "round-robin", "prefix-aware")
-_NOT_SIMULATED: dict[str, Any] = {
-    "async_scheduling": False,
-    "enable_lora": False,
-    "swap_space": 0.0,
-    "kv_offloading_size": 0.0,
-    "kv_offloading_folder": None,
-    "kv_offloading_folder_size": None,
-    "kv_events_config": None,
-}
+_NOT_SIMULATED: dict[str, Any] = {"async_scheduling": False, "kv_events_config": None}
 """Fields of a simulated core. The recorded time of a step contains the effect of async_scheduling."""
 
 
@@ -50,7 +44,12 @@ class SimulationResult:
     outside_share: float
     """Part of the computing time in steps that are larger than every recorded one. Their time is extrapolated."""
     prefix_hit_share: float
-    """Part of the prompt tokens that were found in a prefix cache."""
+    """Part of the prompt tokens that were found in a prefix cache or in host memory."""
+    host_hit_share: float
+    """Part of the looked-up prompt tokens that were found in host memory, and not in the prefix cache."""
+    num_folder_read_blocks: int
+    """Blocks that were read from a folder into host memory."""
+    num_adapter_evictions: int
     num_preemptions: int
     wall_s: float
     """Seconds that the simulation took."""
@@ -111,7 +110,8 @@ def simulate(
         progress: show a progress bar on stderr.
 
     Raises:
-        InvalidArgument: the configuration has a feature that is not simulated, or a request is too long.
+        InvalidArgument: the configuration has a feature that is not simulated, a request is too long, the service has
+            no adapters, or the recording does not contain a time that the simulation needs.
     """
     if config.speculative_config is not None:
         raise InvalidArgument("simulate: speculative_config is not simulated; omit it")
@@ -121,7 +121,14 @@ def simulate(
     config = replace(config, **_NOT_SIMULATED)
     queue, timeline = EventQueue(), Timeline()
     report_blocks = cores_per_replica > 1
-    cores = [SimulatedCore(model, config, num_blocks, queue, report_blocks=report_blocks) for _ in range(num_cores)]
+    adapters = _adapters(config, trace)
+    cores = []
+    for _ in range(num_replicas):
+        store = _create_store(model, config, queue)
+        for _ in range(config.data_parallel_size):
+            cores.append(SimulatedCore(model, config, num_blocks, queue, store, report_blocks=report_blocks))
+            for adapter in adapters:
+                cores[-1].add_adapter(adapter)
     requests = sequence_requests(trace, model.info.shape.vocab_size, block_tokens, cores[0].engine.max_model_len)
     with tqdm(total=len(trace), desc="requests", disable=not progress, dynamic_ncols=True) as bar:
 
@@ -152,9 +159,35 @@ def simulate(
         busy_s / (timeline.duration_s * num_cores),
         sum(core.runner.outside_s for core in cores) / busy_s,
         sum(s.prefix_cache_hits for s in stats) / max(1, sum(s.prefix_cache_queries for s in stats)),
+        sum(s.host_cache_hits for s in stats) / max(1, sum(s.host_cache_queries for s in stats)),
+        sum(s.num_folder_read_blocks for s in stats),
+        sum(s.num_adapter_evictions for s in stats),
         sum(s.num_preemptions for s in stats),
         time.perf_counter() - started_at,
     )
+
+
+def _adapters(config: EngineConfig, trace: Sequence[TraceRequest]) -> list[AdapterDigest]:
+    """Return the adapters of a trace, in the order of their first request."""
+    first_lines = {r.adapter: r.line for r in reversed(trace) if r.adapter is not None}
+    if first_lines and not config.enable_lora:
+        adapter, line = min(first_lines.items(), key=lambda item: item[1])
+        raise InvalidArgument(
+            f"line {line} of the trace: adapter {adapter!r}: the service has no adapters; add spec.adapters, or remove "
+            "the adapters from the trace"
+        )
+    return [AdapterDigest(adapter) for adapter in sorted(first_lines, key=first_lines.__getitem__)]
+
+
+def _create_store(model: StepModel, config: EngineConfig, queue: EventQueue) -> SimulatedStore | None:
+    """Return the folder of a pod. Without kv_offloading_folder_size, it is never full."""
+    if config.kv_offloading_folder is None:
+        return None
+    memory, size_gib = model.info.memory, config.kv_offloading_folder_size
+    size_ratio = config.block_size / memory.block_size
+    block_bytes = memory.kv_bytes / memory.num_blocks * size_ratio
+    max_blocks = None if size_gib is None else int(size_gib * 2**30 / block_bytes)
+    return SimulatedStore(queue, model.info.costs.require("folder_block") * size_ratio, max_blocks)
 
 
 def _choose(replicas: Sequence[_Replica], request_index: int, router: Router) -> _Replica:

@@ -146,6 +146,9 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         help="how requests are spread over pods: least-requests (default), round-robin, prefix-aware",
     )
+    run.add_argument(
+        "--costs", metavar="TIMES", help="times that replace recorded ones, such as adapter-copy=5ms,block-copy=30us"
+    )
     run.add_argument("--slo", metavar="LIMITS", help="limits of a good request (default: ttft=500ms,itl=50ms)")
     run.add_argument("--goodput", metavar="SHARE", help="share of good requests for --replicas auto (default: 0.99)")
     run.add_argument("--price", metavar="DOLLARS", help="price of one replica for an hour; prints the cost")

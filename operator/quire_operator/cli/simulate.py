@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from quire_operator.cli.plan import plan_from_args
 from quire_operator.plan import limits
 from quire_operator.render.pod_config import cluster_document
 from quire_spec.dataclass_json import to_json
+from quire_spec.documents.adapter_catalog import AdapterSpec
 from quire_spec.documents.simulated_service import SimulatedService
 
 _OPTIONS = (
-    *("model", "trace", "trace_block_size", "limit", "rate_scale", "replicas", "router", "slo", "goodput", "price"),
-    *("format", "output"),
+    *("model", "trace", "trace_block_size", "limit", "rate_scale", "replicas", "router", "costs", "slo", "goodput"),
+    *("price", "format", "output"),
 )
 
 
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
             options = serve.ServeOptions(volumes=args.volumes, secrets_dir=args.secrets_dir, run_dir=Path(folder))
             launch_plan = serve.prepare(manifest, service, options, os.environ)
             environment = dict(launch_plan.environment)
+            arguments += _adapter_folders(launch_plan.catalog.adapters)
             _write(file, launch_plan.config.engine.to_json())
             arguments.append(f"--engine={file}")
         elif args.file is not None:
@@ -65,6 +67,13 @@ def _planned_service(args: argparse.Namespace) -> SimulatedService:
     engine = cluster_document(service, plan)["engine"]
     pool_tokens = plan.bytes.kv // limits.kv_bytes_per_token(inputs, plan.tensorParallelSize.value)
     return SimulatedService(engine, inputs.model.shape, pool_tokens, service.spec.replicas)
+
+
+def _adapter_folders(adapters: Iterable[AdapterSpec]) -> Iterator[str]:
+    """Return the options for the adapters that are in a folder of this machine."""
+    for adapter in adapters:
+        if adapter.source.path is not None:
+            yield f"--adapter={adapter.name}={adapter.source.path}"
 
 
 def _options(args: argparse.Namespace) -> Iterator[str]:

@@ -23,7 +23,7 @@ def write_trace(path, count, interval_ms=20):
     # The first output is so long that there are enough steps, however many requests a slow machine runs at a time.
     lines = [
         {"timestamp": interval_ms * i, "input_length": 30 + 97 * i % 300, "output_length": 5 + i % 40 if i else 300}
-        | {"hash_ids": [i % 3]}
+        | {"hash_ids": [i % 3], "adapter": (None, "pirate", "sql")[i % 3]}
         for i in range(count)
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
@@ -38,7 +38,7 @@ def recorded(tmp_path_factory):
     printed = simulate("record", "-f", SERVICE, f"--trace={trace}", BLOCK, "-o", folder / "recording.jsonl")
     assert "steps" in printed and "first token" in printed
     printed = simulate("fit", folder / "recording.jsonl", "-o", folder / "steps.json")
-    assert "decode_rows" in printed and "error of a step" in printed
+    assert "decode_rows" in printed and "adapter_copy" in printed and "error of a step" in printed
     return trace, folder / "recording.jsonl", folder / "steps.json"
 
 
@@ -47,6 +47,9 @@ def test_run_reports_latencies_goodput_and_cost(recorded):
     common = ("run", f"--model={steps}", f"--trace={trace}", BLOCK)
     text = simulate(*common, "--price=2.5", "--slo=ttft=10s,itl=1s")
     assert "goodput           100.0%" in text and "cost              $2.50 an hour" in text
+    assert "adapter copy" in text and "ms, recording" in text
+    slow = json.loads(simulate(*common, "--costs=adapter-copy=2s", "-o", "json"))
+    assert slow["origins"]["adapter copy"] == "2000 ms, --costs" and slow["latencies_ms"]["ttft"]["p99"] > 2000
     planned = json.loads(simulate(*common, "-f", SERVICE, "--replicas=2", "-o", "json", "--limit=20"))
     assert (planned["replicas"], planned["requests"]) == (2, 20)
     assert planned["latencies_ms"]["ttft"]["p50"] > 0 and planned["simulated_steps_per_s"] > 100
@@ -69,6 +72,7 @@ def test_extrapolation_is_announced_and_strict_fails(recorded, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--costs=block=5ms"], "'block=5ms' is not adapter-read=NUMBERms or adapter-copy=NUMBERms"),
         (["--slo=ttft=5"], "'ttft=5' is not ttft=NUMBERms"),
         (["--replicas=0"], "'0' is not an integer of at least 1"),
         (["--rate-scale=nan"], "'nan' is not a number above 0"),
@@ -98,6 +102,14 @@ def test_requests_that_arrive_at_once_have_no_rate(recorded, tmp_path):
     _, _, steps = recorded
     burst = write_trace(tmp_path / "burst.jsonl", 3, interval_ms=0)
     assert "3, all at once" in simulate("run", f"--model={steps}", f"--trace={burst}", BLOCK)
+
+
+def test_an_adapter_that_the_service_has_not_is_refused(tmp_path):
+    line = {"timestamp": 0, "input_length": 9, "output_length": 2, "adapter": "sqk"}
+    (tmp_path / "trace.jsonl").write_text(json.dumps(line))
+    command = ("record", "-f", SERVICE, f"--trace={tmp_path}/trace.jsonl", "-o", tmp_path / "recording.jsonl")
+    error = simulate(*command, code=2)
+    assert "line 1 of the trace: adapter 'sqk' is not one of the service (pirate, sql, tools)" in error
 
 
 def test_a_recording_of_another_kind_is_refused(recorded, tmp_path):

@@ -10,6 +10,7 @@ from support.simulation import CONFIG, INFO, MEMORY, NUM_BLOCKS, TINY, step_mode
 
 from quire_engine.core.engine import Engine
 from quire_engine.simulation.recording import RecordingRunner, sequence_requests
+from quire_engine.simulation.resource_costs import ResourceCosts
 from quire_engine.simulation.simulator import ROUTERS, simulate
 from quire_engine.simulation.trace import TraceRequest
 from quire_engine.weights.checkpoint import Checkpoint
@@ -71,6 +72,88 @@ def test_equal_beginnings_run_on_one_core_of_a_pod():
     replicas = {router: run(trace, num_replicas=2, router=router) for router in ROUTERS}
     assert replicas["prefix-aware"].timeline.latencies() == pod.timeline.latencies()
     assert replicas["least-requests"].prefix_hit_share < 0.95 * most
+
+
+LORA = replace(CONFIG, enable_lora=True, max_loras=1, max_cpu_loras=2)
+
+
+def with_adapters(*adapters, interval_s=1.0):
+    return [TraceRequest(i * interval_s, 100, 1, (), adapter, line=i) for i, adapter in enumerate(adapters)]
+
+
+def ttft_s(trace, costs, **options):
+    return run(trace, step_model().with_costs(costs), **options).timeline.ttft_s()
+
+
+def test_requests_wait_for_their_adapter():
+    """A pod starts with the last two adapters in host memory, and with no adapter in its slot."""
+    costs, step_s = ResourceCosts(adapter_read=0.3, adapter_copy=0.02), 0.002
+    waits = ttft_s(with_adapters("a", "a", None, "b", "c", "b", "a"), costs, config=LORA)
+    expected = [0.32, 0, 0, 0.32, 0.32, 0.02, 0.32]
+    assert waits == pytest.approx([wait + step_s for wait in expected])
+
+
+def test_a_request_delays_no_other_while_it_waits_for_an_adapter():
+    costs = ResourceCosts(adapter_read=0.3, adapter_copy=0.02)
+    assert ttft_s(with_adapters("a", None, interval_s=0.0), costs, config=LORA) == pytest.approx([0.022, 0.002])
+
+
+def test_the_dispatch_of_a_pod_knows_the_adapters_of_its_cores():
+    config = replace(LORA, data_parallel_size=2)
+    model = step_model().with_costs(ResourceCosts(adapter_copy=0.02))
+    trace = with_adapters(*"abaabbabbaab", interval_s=0.1)
+    assert run(trace, model, config=config).num_adapter_evictions == 0
+    assert run(trace, model, config=LORA).num_adapter_evictions == 7
+
+
+def test_adapters_that_cannot_be_simulated_are_refused():
+    trace = with_adapters(None, "a")
+    with pytest.raises(InvalidArgument, match="line 1 of the trace: adapter 'a': the service has no adapters"):
+        run(trace)
+    with pytest.raises(InvalidArgument, match=r"adapter-copy: the recording does not contain .* --costs adapter-copy="):
+        run(trace, config=LORA)
+
+
+TIERS = replace(CONFIG, kv_offloading_size=128 / 1024)
+"""Host memory for 128 blocks, twice as many as the device has."""
+
+
+def evicted_prefix(num_others):
+    """A document of 512 tokens is used twice, then other documents, then the first one again."""
+    documents = [0, 0, *(d for d in range(1, num_others + 1) for _ in range(2)), 0]
+    blocks = [tuple(range(100 * d, 100 * d + 16)) for d in documents]
+    return [TraceRequest(float(i), 544, 8, (*b, 10_000 + i), line=i) for i, b in enumerate(blocks)]
+
+
+@pytest.mark.parametrize("block_copy", [1e-5, 4e-5])
+def test_blocks_return_from_host_memory(block_copy):
+    trace, costs = evicted_prefix(2), ResourceCosts(block_copy=block_copy)
+    computed, *_, restored = ttft_s(trace, costs, config=TIERS, num_blocks=66)
+    assert computed == pytest.approx(3 * 0.001 + 544e-5)
+    # All 32 blocks are copied by the step that computes the other tokens, because nothing else runs.
+    assert restored == pytest.approx(0.001 + 32e-5 + 32 * block_copy)
+    result = run(trace, step_model().with_costs(costs), config=TIERS, num_blocks=66)
+    assert result.host_hit_share == pytest.approx(512 / (7 * 544 - 3 * 512))
+    without = run(trace, step_model().with_costs(costs), num_blocks=66)
+    assert without.host_hit_share == 0 and without.timeline.ttft_s()[-1] == pytest.approx(computed)
+
+
+def test_blocks_are_computed_if_that_is_faster_than_copying():
+    *_, last = ttft_s(evicted_prefix(2), ResourceCosts(block_copy=1e-3), config=TIERS, num_blocks=66)
+    assert last == pytest.approx(3 * 0.001 + 544e-5)
+
+
+def test_blocks_return_from_the_folder():
+    config = replace(TIERS, kv_offloading_size=66 / 1024, kv_offloading_folder="/kv")
+    trace, costs = evicted_prefix(6), ResourceCosts(block_copy=2e-5, folder_block=4e-5)
+    model = step_model().with_costs(costs)
+    result = run(trace, model, config=config, num_blocks=66)
+    assert result.num_folder_read_blocks == 32
+    assert result.timeline.ttft_s()[-1] == pytest.approx(32 * 4e-5 + 0.001 + 32e-5 + 32 * 2e-5)
+    small = run(trace, model, config=replace(config, kv_offloading_folder_size=66 / 1024), num_blocks=66)
+    assert small.num_folder_read_blocks == 0
+    with pytest.raises(InvalidArgument, match="folder-block: the recording does not contain this time"):
+        run(trace, step_model().with_costs(ResourceCosts(block_copy=1e-5)), config=config, num_blocks=66)
 
 
 @pytest.mark.parametrize("seed", range(5))

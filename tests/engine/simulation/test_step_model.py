@@ -21,7 +21,7 @@ def random_features(rng):
 
 def steps_of(weights, rng, num_steps=MIN_STEPS, noise=0.0):
     features = [random_features(rng) for _ in range(num_steps)]
-    times = [sum(w * v for w, v in zip(weights, f.values(), strict=True)) for f in features]
+    times = [sum(w * v for w, v in zip(weights, f.values(), strict=False)) for f in features]
     return [RecordedStep(f, t * (1 + rng.uniform(-noise, noise))) for f, t in zip(features, times, strict=True)]
 
 

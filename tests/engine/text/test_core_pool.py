@@ -307,6 +307,7 @@ loads = st.builds(
     uncached_tokens=st.integers(0, 10**5),
     running_share=st.floats(0, 1),
     adapter_load_s=st.floats(0, 100),
+    evicts_adapter=st.booleans(),
     silent_s=st.floats(0, 1000),
     kv_usage=st.floats(0, 1),
     served_last=st.booleans(),
@@ -320,6 +321,9 @@ def test_the_chosen_core_has_the_smallest_estimate(load_by_core: dict[int, CoreL
     best = min(estimate_s(load, speeds) for load in load_by_core.values())
     assert estimate_s(load_by_core[chosen], speeds) == best
     ties = [load for load in load_by_core.values() if estimate_s(load, speeds) == best]
+    if any(not load.evicts_adapter for load in ties):
+        ties = [load for load in ties if not load.evicts_adapter]
+    assert load_by_core[chosen] in ties
     if any(load.served_last for load in ties):
         assert load_by_core[chosen].served_last
 

@@ -28,6 +28,8 @@ class CoreLoad:
     """Running sequences, relative to max_num_seqs."""
     adapter_load_s: float = 0.0
     """Seconds to load the adapter of the new request; 0 if it is in a slot of this core, or on its way there."""
+    evicts_adapter: bool = False
+    """Whether another adapter must leave its slot for the adapter of the new request."""
     silent_s: float = 0.0
     """Seconds since the last step of a core that has work. 0 for a core without work."""
     kv_usage: float = 0.0
@@ -76,8 +78,11 @@ def estimate_s(load: CoreLoad, speeds: Speeds) -> float:
 
 
 def choose_core(loads: Mapping[int, CoreLoad], speeds: Speeds) -> int:
-    """Return the core with the smallest estimate. Among equal ones, it is the one that served the same beginning last,
-    and then the one with the most free KV blocks."""
-    return min(
-        loads, key=lambda core: (estimate_s(loads[core], speeds), not loads[core].served_last, loads[core].kv_usage)
-    )
+    """Return the core with the smallest estimate. Among equal ones, it is one that need not evict an adapter, then the
+    one that served the same beginning last, and then the one with the most free KV blocks."""
+
+    def order(core: int) -> tuple[float, bool, bool, float]:
+        load = loads[core]
+        return estimate_s(load, speeds), load.evicts_adapter, not load.served_last, load.kv_usage
+
+    return min(loads, key=order)

@@ -40,7 +40,7 @@ class DispatchedRequest:
 
 @dataclass(slots=True, eq=False)
 class CoreWork:
-    """What one core has to do."""
+    """The requests of one core, and what is known about its state."""
 
     requests: dict[DispatchedRequest, None] = field(default_factory=dict)
     """The requests that it runs, in the order in which they were sent."""
@@ -165,6 +165,7 @@ class Dispatcher:
             uncached_tokens=self._num_uncached(number, request),
             running_share=core.num_running / self._config.max_num_seqs,
             adapter_load_s=0.0 if is_loaded else self._adapter_load_s,
+            evicts_adapter=not is_loaded and len(core.stats.slot_adapters) >= self._config.max_loras,
             silent_s=self._clock() - core.last_step_at if core.requests else 0.0,
             kv_usage=core.stats.num_used_blocks / max(1, core.stats.num_blocks),
             served_last=self.prefix_index.served_last(number, request.hashes),
