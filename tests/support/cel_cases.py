@@ -54,6 +54,11 @@ QUEUE_METRIC = {"metric": "queue", "value": 1}
 CRON = {"type": "cron", "metadata": {"desiredReplicas": "2"}}
 ROUTE = {"parentRefs": [{"name": "gateway"}]}
 
+
+def _tiers(folder: Mapping[str, Any]) -> dict[str, Any]:
+    return {"memory": "1Gi", "secondary": [{"folder": folder, "size": "9Gi"}]}
+
+
 CEL_RULE_CASES = [
     (
         "networking.httpRoute.port must be a port that the pods serve",
@@ -114,6 +119,15 @@ CEL_RULE_CASES = [
             ({"port": 5000, "replayPort": 5003}, {"port": 5000, "replayPort": 5002}),
             ({"port": 5003, "replayPort": 5000}, {"port": 5000, "replayPort": 8003}),
         )
+    ),
+    *(
+        (
+            "folder must have exactly one of emptyDir and pvc",
+            {"spec.engine.kvCacheOffloading": _tiers({"emptyDir": {}})},
+            {"spec.engine.kvCacheOffloading": _tiers(invalid)},
+            "spec.engine.kvCacheOffloading.secondary[0].folder",
+        )
+        for invalid in ({}, {"emptyDir": {}, "pvc": {"claimName": "c"}})
     ),
     (
         "prometheusAddress must be set with authenticationRef",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from quire_operator.api.quantity import QUANTITY
-from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.adapter_catalog import PvcSource, Source
 from quire_spec.documents.field_schema import Restarts, Rule, schema_field
 from quire_spec.model import capabilities
 
@@ -89,13 +89,51 @@ class SpeculativeConfigSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmptyDirSpec:
+    """spec.engine.kvCacheOffloading.secondary[].folder.emptyDir: it has no fields."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVFolderSpec:
+    """spec.engine.kvCacheOffloading.secondary[].folder"""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "has(self.emptyDir) != has(self.pvc)",
+            "folder must have exactly one of emptyDir and pvc; keep the one that holds the blocks.",
+        ),
+    )
+
+    emptyDir: EmptyDirSpec | None = schema_field(None)
+    """A volume on the node's disk that is deleted with the pod. The blocks survive a restart of the container. Give {}.
+    """
+    pvc: PvcSource | None = schema_field(None)
+    """A folder on a PersistentVolumeClaim in the same namespace, which all pods of the service mount. The blocks
+    survive the pods. Services with the same model can share it. It must not be the claim of a source."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondaryTierSpec:
+    """spec.engine.kvCacheOffloading.secondary[]"""
+
+    folder: KVFolderSpec = schema_field()
+    """Place of the files: set exactly one field."""
+    size: str = schema_field(**QUANTITY)
+    """Maximum size of all files in the folder, such as 200Gi. The files that were used least recently are removed. The
+    size limit of an emptyDir, and the ephemeral storage that the pod requests for it, are a quarter larger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheOffloadingSpec:
-    """spec.engine.kvCacheOffloading: a second place for cached KV blocks."""
+    """spec.engine.kvCacheOffloading: further places for cached KV blocks."""
 
     memory: str = schema_field(**QUANTITY)
     """Host memory of a replica that caches KV blocks for which its GPUs, or the KV cache of a CPU, have no room, such
     as 16Gi. A block is copied there when a second request uses it, and copied back if this is faster than computing it.
     The pod's memory increases by this amount."""
+    secondary: tuple[SecondaryTierSpec, ...] = schema_field((), max_items=1, list_type="atomic")
+    """A folder that keeps the blocks of this memory in files, also after a restart. Files are not encrypted. Not
+    possible with tensorParallelSize above 1 or with speculativeConfig.model. Default: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from enum import StrEnum
 from itertools import count
 from typing import Any, ClassVar, Self
 
-from quire_operator.api.engine_spec import EngineSpec, LoraSpec
+from quire_operator.api.engine_spec import EngineSpec, LoraSpec, SecondaryTierSpec
 from quire_operator.api.networking_spec import KV_EVENT_PORTS_RULE, NetworkingSpec
 from quire_operator.api.openai_spec import OpenAISpec
 from quire_operator.api.pod_spec import CacheSpec, GpuSpec, JobsSpec, PodTemplateSpec, RuntimeSpec, SecuritySpec
@@ -31,6 +31,7 @@ from quire_spec.documents.adapter_catalog import (
 from quire_spec.documents.field_schema import ANNOTATIONS, LABELS, Restarts, Rule, schema_field
 
 MODEL_SOURCE: FieldPath = ("spec", "model", "source")
+KV_FOLDER: FieldPath = ("spec", "engine", "kvCacheOffloading", "secondary", 0, "folder")
 DRAFT_SOURCE: FieldPath = ("spec", "engine", "speculativeConfig", "model", "source")
 SERVICE_RULES = (
     Rule(
@@ -310,6 +311,12 @@ class LLMService:
         return {
             name if i == 0 else f"{name}-{i}": port + i for name, port in first_ports.items() for i in range(num_cores)
         }
+
+    @property
+    def kv_tier(self) -> SecondaryTierSpec | None:
+        """The folder that keeps KV blocks in files, and its size; None: there is none."""
+        offloading = self.spec.engine.kvCacheOffloading
+        return offloading.secondary[0] if offloading is not None and offloading.secondary else None
 
     @property
     def grpc_uses_tls(self) -> bool:

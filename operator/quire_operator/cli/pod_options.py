@@ -159,7 +159,15 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "--kv-offloading-folder",
         "engine.kv_offloading_folder",
         {"type": lambda text: str(Path(text).absolute()), "metavar": "DIR"},
-        "folder that keeps these KV blocks in files, also after a restart (default: none)",
+        "folder that keeps these KV blocks in files, also after a restart (default: "
+        "spec.engine.kvCacheOffloading.secondary, otherwise none)",
+    ),
+    (
+        "--kv-offloading-folder-size",
+        "engine.kv_offloading_folder_size",
+        {"type": parse_gib, "metavar": "GIB"},
+        "maximum size in GiB of all files in that folder (default: spec.engine.kvCacheOffloading.secondary[0].size, "
+        "otherwise half of the space that is free at startup)",
     ),
     (
         "--kv-events-port",

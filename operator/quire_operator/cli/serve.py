@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire_operator.api.llmservice import Device, LLMService
+from quire_operator.api.llmservice import KV_FOLDER, Device, LLMService
 from quire_operator.api.validation_errors import FieldPath, InvalidService, Problem
 from quire_operator.api.yaml_manifest import Manifest
 from quire_operator.cli.local_sources import ADAPTER_FILES, MODEL_FILES, LocalSources, unsupported_sources
@@ -109,18 +109,19 @@ def prepare(
     if problems := list(_iter_problems(service, options, local_sources, dev_dir)):
         raise InvalidService(problems, manifest.location)
     run_dir = (options.run_dir or default_run_dir(service.name, environment)).absolute()
+    cache_dir = (options.cache_dir or default_cache_dir(environment)).absolute()
     catalog, template = service.build_catalog(), service.spec.openai.chatTemplate
     local_adapters = tuple(
         replace(adapter, source=local_sources.localize(adapter.source)) for adapter in catalog.adapters
     )
-    engine = _build_engine_config(manifest, service, local_sources, run_dir)
+    engine = _build_engine_config(manifest, service, local_sources, run_dir, cache_dir)
     config = pod_config(service, engine, _pod_files(service, options, local_sources, run_dir), LOCALHOST)
     return LaunchPlan(
         config=with_options(config, options),
         catalog=replace(catalog, adapters=local_adapters),
         chat_template=None if template is None else template.text,
         run_dir=run_dir,
-        cache_dir=(options.cache_dir or default_cache_dir(environment)).absolute(),
+        cache_dir=cache_dir,
         environment=dict(environment)
         | {e.name: e.value for e in service.spec.runtime.env}
         | _hub_token_env(local_sources, service),
@@ -286,6 +287,10 @@ def _iter_problems(
         yield from local_sources.iter_problems(adapter.source, ("spec", "adapters", i, "source"), ADAPTER_FILES)
     if service.spec.runtime.models is not None and "server.modelRepository" not in options.fields:
         yield from local_sources.iter_problems(service.spec.runtime.models.source, ("spec", "runtime", "models"), ())
+    tier = service.kv_tier
+    if tier is not None and tier.folder.pvc is not None and "engine.kv_offloading_folder" not in options.fields:
+        # The engine creates the folder on the claim.
+        yield from local_sources.iter_problems(Source(pvc=replace(tier.folder.pvc, path="")), KV_FOLDER, ())
     if service.openai_port is not None:
         for field, ref in _openai_secrets(service, options).items():
             yield from local_sources.secret_problems(ref, ("spec", "openai", field))
@@ -300,12 +305,16 @@ def _iter_problems(
 
 
 def _build_engine_config(
-    manifest: Manifest, service: LLMService, local_sources: LocalSources, run_dir: Path
+    manifest: Manifest, service: LLMService, local_sources: LocalSources, run_dir: Path, cache_dir: Path
 ) -> EngineConfig:
     model, *draft = [_locate(source, local_sources) for source in service.model_sources.values()]
     template = None if service.spec.openai.chatTemplate is None else str(run_dir / CHAT_TEMPLATE_FILE)
+    pvc = None if service.kv_tier is None else service.kv_tier.folder.pvc
+    # An emptyDir is a folder of the cache here, so that the blocks survive a restart.
+    folder = cache_dir / "kv-blocks" / service.name if pvc is None else local_sources.resolve(Source(pvc=pvc))
     try:
-        return EngineConfig.from_json(engine_arguments(service, model, None, template, draft[0] if draft else None))
+        arguments = engine_arguments(service, model, None, template, draft[0] if draft else None, str(folder))
+        return EngineConfig.from_json(arguments)
     except UnsupportedByEngine as error:
         raise InvalidService([error.problem], manifest.location) from error
 

@@ -18,7 +18,7 @@ from quire_operator.api.quantity import to_bytes
 from quire_operator.plan.checkpoint import CheckpointInfo
 from quire_operator.plan.draft_info import DraftInfo
 from quire_operator.plan.gpu import GpuInfo
-from quire_spec.dataclass_json import drop_nulls, to_json
+from quire_spec.dataclass_json import drop_nulls, non_default_json, to_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,6 @@ class PlannerInputs:
                 **{name: getattr(engine, name) for name in PLANNED_ENGINE_FIELDS},
                 # The default is omitted. Therefore, plans that were made before this field existed keep their hash.
                 "kvCacheDtype": None if engine.kvCacheDtype == "auto" else engine.kvCacheDtype,
-                "kvCacheOffloading": engine.kvCacheOffloading and to_json(engine.kvCacheOffloading),
+                "kvCacheOffloading": engine.kvCacheOffloading and non_default_json(engine.kvCacheOffloading),
             },
         }

@@ -72,6 +72,8 @@ def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
         return f"not possible: a node has {inputs.gpu.gpus_per_node}"
     if tp not in capabilities.TENSOR_PARALLEL_SIZES:
         return "not possible: the engine of this release does not support it"
+    if tp > 1 and inputs.engine.kvCacheOffloading is not None and inputs.engine.kvCacheOffloading.secondary:
+        return "not possible: spec.engine.kvCacheOffloading.secondary is set"
     return ""
 
 
@@ -176,14 +178,23 @@ def check_lora_cache(inputs: PlannerInputs) -> None:
 
 
 def check_kv_offloading(inputs: PlannerInputs) -> None:
-    """Check that the engine can cache this model's KV blocks in host memory.
+    """Check that the engine can cache this model's KV blocks in host memory and in a folder.
 
     Raises:
         Unplannable: it cannot.
     """
-    if inputs.engine.kvCacheOffloading is not None and kv_layout(inputs).num_groups > 1:
-        message = f"spec.engine.kvCacheOffloading: {UNSUPPORTED_LAYOUT}; remove the field"
-        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
+    offloading, field = inputs.engine.kvCacheOffloading, "spec.engine.kvCacheOffloading"
+    if offloading is None:
+        return
+    problem = ""
+    if kv_layout(inputs).num_groups > 1:
+        problem = f"{field}: {UNSUPPORTED_LAYOUT}; remove the field"
+    elif offloading.secondary and (inputs.engine.tensorParallelSize or 1) > 1:
+        problem = f"{field}.secondary: not possible with tensorParallelSize above 1; remove one of the two"
+    elif offloading.secondary and inputs.draft is not None:
+        problem = f"{field}.secondary: not possible with speculativeConfig.model; remove one of the two"
+    if problem:
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, problem)
 
 
 def element_bytes(inputs: PlannerInputs) -> int:

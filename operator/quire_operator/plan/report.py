@@ -68,6 +68,8 @@ def render_lines(
     if plan.gpu is not None:
         yield ""
         yield from _table("host memory of the pod", _host_rows(plan), width)
+    if text := _kv_folder_text(service):
+        yield from _wrap(text, width)
     yield ""
     yield from _settings(plan, width)
     yield ""
@@ -100,6 +102,14 @@ def _headline(service: LLMService, plan: Plan) -> str:
         return f"{service.name}: on a CPU"
     size = f"{plan.gpu.visibleMiB / 1024:.2f} GiB of CUDA memory each, {_MEMORY_SOURCE_TEXT[plan.gpu.memory_source]}"
     return f"{service.name}: {plan.gpu.count} x {plan.gpu.product or 'GPU'} for each replica ({size})"
+
+
+def _kv_folder_text(service: LLMService) -> str:
+    tier = service.kv_tier
+    if tier is None:
+        return ""
+    place = "an emptyDir of each pod" if tier.folder.pvc is None else f"claim {tier.folder.pvc.claimName}"
+    return f"KV blocks in files: at most {tier.size} on {place}"
 
 
 def _describe_draft(draft: DraftInfo) -> str:

@@ -67,6 +67,8 @@ contains the same value."""
 _OTHER_PATHS: Mapping[str, FieldPath] = {
     "model": ("model", "source"), "device": ("device",),
     "kv_offloading_size": ("engine", "kvCacheOffloading", "memory"),
+    "kv_offloading_folder": ("engine", "kvCacheOffloading", "secondary", 0, "folder"),
+    "kv_offloading_folder_size": ("engine", "kvCacheOffloading", "secondary", 0, "size"),
 }  # fmt: skip
 """Paths in the spec of the fields of EngineConfig that follow from the spec in another way."""
 _ADAPTER_FIELDS = frozenset(("max_loras", "max_cpu_loras", "cpu_lora_memory_bytes"))
@@ -102,16 +104,18 @@ def engine_arguments(
     plan: Plan | None = None,
     chat_template: str | None = None,
     draft: ModelLocation | None = None,
+    kv_folder: str | None = None,
 ) -> dict[str, Any]:
     """Return the fields of EngineConfig that the plan or the spec sets.
 
     `chat_template` is the path of a file with the chat template in spec.openai.chatTemplate, or None if this field is
-    not set. `draft` is the location of the draft model that spec.engine.speculativeConfig.model sets.
+    not set. `draft` is the location of the draft model that spec.engine.speculativeConfig.model sets. `kv_folder` is
+    the path of the folder that spec.engine.kvCacheOffloading.secondary sets.
 
     Raises:
         UnsupportedByEngine: the engine does not support a value of the spec.
     """
-    arguments = {**model.arguments, **dict(_fields(service, plan, draft))}
+    arguments = {**model.arguments, **dict(_fields(service, plan, draft, kv_folder))}
     if chat_template is not None:
         arguments["chat_template"] = chat_template
     try:
@@ -124,7 +128,9 @@ def engine_arguments(
     return arguments
 
 
-def _fields(service: LLMService, plan: Plan | None, draft: ModelLocation | None) -> Iterator[tuple[str, Any]]:
+def _fields(
+    service: LLMService, plan: Plan | None, draft: ModelLocation | None, kv_folder: str | None
+) -> Iterator[tuple[str, Any]]:
     spec = service.spec
     cpu, accepts_adapters = spec.device is Device.CPU, spec.lora.maxLoaded > 0
     yield "device", "cpu" if cpu else "cuda"
@@ -133,6 +139,9 @@ def _fields(service: LLMService, plan: Plan | None, draft: ModelLocation | None)
         yield "speculative_config", _speculative_config(spec.engine.speculativeConfig, draft)
     if spec.engine.kvCacheOffloading is not None:
         yield "kv_offloading_size", to_bytes(spec.engine.kvCacheOffloading.memory) / GIB
+    if service.kv_tier is not None:
+        yield "kv_offloading_folder", kv_folder
+        yield "kv_offloading_folder_size", to_bytes(service.kv_tier.size) / GIB
     if spec.networking.kvEvents is not None:
         ports = service.kv_event_ports
         yield (

@@ -13,7 +13,7 @@ from typing import Any
 from quire_operator.api.llmservice import LLMService
 from quire_operator.api.quantity import to_bytes
 from quire_operator.plan.plan import Plan
-from quire_operator.render import model_storage, object_names
+from quire_operator.render import kv_storage, model_storage, object_names
 from quire_operator.render.engine_config import ModelLocation, engine_arguments
 from quire_spec import constants
 from quire_spec.documents.pod_config import (
@@ -108,6 +108,7 @@ def cluster_document(service: LLMService, plan: Plan) -> dict[str, Any]:
         plan,
         chat_template_path(service),
         None if draft is None else ModelLocation(model_storage.folder(draft)),
+        kv_storage.folder(service),
     )
     config = pod_config(service, EngineConfig.from_json(arguments), _cluster_files(service), ANY_ADDRESS)
     return config.to_json(explicit=arguments.keys())

@@ -13,7 +13,7 @@ from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.gpu import GPU_RESOURCE, PRODUCT_LABEL
 from quire_operator.plan.host_memory import start_seconds
 from quire_operator.plan.plan import Plan
-from quire_operator.render import model_storage, object_names, security_context
+from quire_operator.render import kv_storage, model_storage, object_names, security_context
 from quire_operator.render.env import container_env
 from quire_operator.render.manifests import Manifest, metadata
 from quire_operator.render.pod_config import claim_names
@@ -193,7 +193,7 @@ def _resources(service: LLMService, plan: Plan) -> Manifest:
     runtime, gpu = service.spec.runtime, service.spec.gpu
     count = plan.gpu.count if plan.gpu else 0
     memory = runtime.memory or f"{plan.hostBytes.total // 2**20}Mi"
-    requests = {"cpu": runtime.cpu or str(_BASE_CPU_CORES + count), "memory": memory}
+    requests = {"cpu": runtime.cpu or str(_BASE_CPU_CORES + count), "memory": memory, **kv_storage.requests(service)}
     # On a CPU, the model is in host memory, so a pod without a limit could use all memory of the node. On a GPU, the
     # plan only estimates the host memory. If a pod uses more than the estimate, it should not be killed.
     limits = {"memory": memory} if runtime.memory or not count else {}
@@ -243,6 +243,7 @@ def _volume_mounts(service: LLMService) -> list[Manifest]:
         mounts.append({"name": name, "mountPath": path, "readOnly": True})
     if volume := _chat_template_volume(service):
         mounts.append({"name": volume["name"], "mountPath": object_names.CHAT_TEMPLATE_DIR, "readOnly": True})
+    mounts += kv_storage.volume_mounts(service)
     for i, claim in enumerate(claim_names(service)):
         mounts.append({"name": f"claim-{i}", "mountPath": f"{object_names.CLAIMS_DIR}/{claim}", "readOnly": True})
     return mounts
@@ -271,6 +272,7 @@ def _volumes(service: LLMService, plan: Plan, engine_configmap: str) -> list[Man
         volumes.append({"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}})
     if volume := _chat_template_volume(service):
         volumes.append(volume)
+    volumes += kv_storage.volumes(service)
     for i, claim in enumerate(claim_names(service)):
         volumes.append({"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
     return volumes

@@ -146,10 +146,13 @@ def bases():
         yield document
     pins = {"maxModelLen": 8192, "blockSize": 16, "tensorParallelSize": 1, "dtype": "bfloat16", "maxNumSeqs": 32}
     pins |= {"maxNumBatchedTokens": 4096, "quantization": "None", "swapSpace": "4Gi", "maxLogprobs": 5}
-    pins |= {"kvCacheOffloading": {"memory": "16Gi"}}
+    folder = {"emptyDir": {}}
+    pins |= {"kvCacheOffloading": {"memory": "16Gi", "secondary": [{"folder": folder, "size": "40Gi"}]}}
     pins |= {"schedulingPolicy": "fcfs", "skipTokenizerInit": True}
     for kv in ({"gpuMemoryUtilization": "0.90"}, {"kvCacheMemory": "8Gi"}):
         yield body(COMMON + GPU, sources[0], engine=pins | kv)
+    claim = {"folder": {"pvc": {"claimName": "blocks", "path": "a"}}, "size": "40Gi"}
+    yield body(GPU, sources[0], engine={"kvCacheOffloading": {"memory": "16Gi", "secondary": [claim]}})
     keda = {"kind": "ScaledObject", "prometheusAddress": "http://p:9090", "pollingInterval": 15}
     keda |= {"authenticationRef": {"name": "thanos", "kind": "TriggerAuthentication"}}
     keda |= {"prometheusMetadata": {"authModes": "bearer"}, "fallback": {"failureThreshold": 3, "replicas": 2}}

@@ -293,6 +293,31 @@ def test_volume_option_maps_claims_to_folders(folder):
     assert launched.config.sources.claims == {"weights": folder / "models", "loras": folder / "adapters"}
 
 
+def test_kv_folder_is_in_the_cache_or_on_a_volume_or_given(folder):
+    spec = """
+  device: CPU
+  model: {source: {path: models/tiny}}
+  engine: {kvCacheOffloading: {memory: 1Gi, secondary: [{folder: {%s}, size: 40Gi}]}}
+"""
+
+    def tier(text, *args):
+        engine = launch(folder, spec % text, *args).config.engine
+        return engine.kv_offloading_folder, engine.kv_offloading_folder_size
+
+    assert tier("emptyDir: {}", f"--cache-dir={folder}/c") == (f"{folder}/c/kv-blocks/tales", 40)
+    claim = "pvc: {claimName: blocks, path: a/b}"
+    assert tier(claim, f"--volume=blocks={folder}/models") == (f"{folder}/models/a/b", 40)
+    options = ("--kv-offloading-folder=/kv", "--kv-offloading-folder-size=0.5")
+    assert tier(claim, *options) == ("/kv", 0.5)
+    (message,) = problems(folder, spec % claim)
+    assert message.endswith(
+        'spec.engine.kvCacheOffloading.secondary[0].folder.pvc.claimName: "blocks": claims are not available on this '
+        "machine; give the folder of the claim: --volume blocks=FOLDER"
+    )
+    with pytest.raises(ConfigError, match=r"^--kv-offloading-folder-size: must be a size in GiB above 0, got 0.0"):
+        tier("emptyDir: {}", "--kv-offloading-folder-size=0")
+
+
 def test_hub_token_is_passed_as_an_environment_variable(folder):
     spec = """
   device: CPU

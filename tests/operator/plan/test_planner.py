@@ -471,6 +471,22 @@ def test_kv_offloading_that_does_not_fit_or_work_is_refused_by_name():
     assert plan_for("gemma-full", H100, text).hostBytes.kvOffloading == 64 * GIB
 
 
+FOLDER = "kvCacheOffloading: {memory: 16Gi, secondary: [{folder: {emptyDir: {}}, size: 100Gi}]}"
+
+
+def test_kv_folder_is_planned_for_one_gpu_or_refused_by_name():
+    two = "lora: {maxLoaded: 0}\ngpu: {count: 2}\nengine: {maxModelLen: 131072, minConcurrency: 4, %s}"
+    without, with_it = (plan_for("8b", H100, two % text) for text in (FOLDER.partition(", sec")[0] + "}", FOLDER))
+    assert (without.tensorParallelSize.value, with_it.tensorParallelSize.value) == (2, 1)
+    assert with_it.inputsHash != without.inputsHash
+    field = "spec.engine.kvCacheOffloading.secondary: not possible with "
+    reason, message = unplannable("8b", H100, f"gpu: {{count: 2}}\nengine: {{tensorParallelSize: 2, {FOLDER}}}")
+    assert reason is UnplannableReason.UNSUPPORTED_BY_ENGINE
+    assert message == f"{field}tensorParallelSize above 1; remove one of the two"
+    reason, message = unplannable("70b", H100, f"gpu: {{count: 2}}\nengine: {{{FOLDER}}}")
+    assert "not possible: spec.engine.kvCacheOffloading.secondary is set" in message
+
+
 def test_memory_of_the_openai_api_is_counted():
     texts = ("enabled: false", "enabled: true", "apiServerCount: 4")
     off, one, four = (plan_for("8b", L4, f"openai: {{{text}}}").hostBytes.processes >> 20 for text in texts)

@@ -138,6 +138,46 @@ def test_server_reads_the_rendered_files(rendered):
     assert all("subPath" not in m for m in container["volumeMounts"])
 
 
+KV_TIERS = """
+model: {source: {huggingFace: {repo: o/m}}}
+adapters: [{name: a, source: {pvc: {claimName: loras}}}]
+engine: {kvCacheOffloading: {memory: 16Gi, secondary: [{folder: %s, size: 40Gi}]}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "volume", "request_", "path"),
+    [
+        ("{emptyDir: {}}", {"emptyDir": {"sizeLimit": "51200Mi"}}, {"ephemeral-storage": "51200Mi"}, "/mnt/kv-blocks"),
+        (
+            "{pvc: {claimName: blocks, path: team/a}}",
+            {"persistentVolumeClaim": {"claimName": "blocks"}},
+            {},
+            "/mnt/kv-blocks/team/a",
+        ),
+    ],
+)
+def test_kv_folder_is_a_writable_volume_of_the_pods(folder, volume, request_, path):
+    service = llm_service(KV_TIERS % folder)
+    manifests = render_objects(service, plan_of_service(service), RENDER_CONTEXT).manifests
+    template, container = server_container(manifests)
+    engine = pod_config(manifests)[0].engine
+    assert (engine.kv_offloading_size, engine.kv_offloading_folder, engine.kv_offloading_folder_size) == (16, path, 40)
+    assert {"name": "kv-blocks", **volume} in template["volumes"]
+    assert {"name": "kv-blocks", "mountPath": "/mnt/kv-blocks"} in container["volumeMounts"]
+    requests = container["resources"]["requests"]
+    assert {name: requests[name] for name in requests if name == "ephemeral-storage"} == request_
+
+
+@pytest.mark.parametrize("claim", ["loras", "s-models"])
+def test_kv_folder_must_not_be_on_the_claim_of_a_source(claim):
+    service = llm_service(KV_TIERS % f"{{pvc: {{claimName: {claim}}}}}")
+    with pytest.raises(ConfigError) as error:
+        render_objects(service, plan_of_service(service), RENDER_CONTEXT)
+    field = "spec.engine.kvCacheOffloading.secondary[0].folder.pvc.claimName"
+    assert str(error.value) == f"{field}: {claim!r} is also the claim of a model or an adapter; use another claim"
+
+
 def test_writable_folders_are_volumes(rendered):
     name, _, _, manifests = rendered
     template, container = server_container(manifests)

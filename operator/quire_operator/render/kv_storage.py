@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage for KV blocks that spec.engine.kvCacheOffloading.secondary keeps in files. Called by pod_template.py,
+pod_config.py and objects.py."""
+
+from collections.abc import Collection
+
+from quire_operator.api.engine_spec import SecondaryTierSpec
+from quire_operator.api.llmservice import LLMService
+from quire_operator.api.quantity import to_bytes
+from quire_operator.plan.device_memory import round_up_mib
+from quire_operator.plan.plan import to_quantity
+from quire_operator.render import object_names
+from quire_operator.render.manifests import Manifest
+from quire_spec.errors import ConfigError
+
+_VOLUME = "kv-blocks"
+_VOLUME_SIZE_PERCENT = 125
+"""Size limit of an emptyDir, in percent of the size of the files. Before old files are removed, the folder can grow by
+an eighth. The kubelet would evict a pod whose emptyDir is larger than its limit."""
+
+
+def validate(service: LLMService, source_claims: Collection[str]) -> None:
+    """Check that nothing else is on the claim of the folder. `source_claims` are the claims of all sources.
+
+    Raises:
+        ConfigError: the claim also holds a model or adapters, which pods mount read-only, or downloaded models, among
+            which a download removes every folder that no pod uses.
+    """
+    tier = service.kv_tier
+    if tier is None or tier.folder.pvc is None:
+        return
+    name = tier.folder.pvc.claimName
+    if name in source_claims or name == object_names.model_claim(service.name):
+        raise ConfigError(
+            f"spec.engine.kvCacheOffloading.secondary[0].folder.pvc.claimName: {name!r} is also the claim of a model "
+            "or an adapter; use another claim"
+        )
+
+
+def folder(service: LLMService) -> str | None:
+    """Return the path of the folder in a pod; None if the spec sets no folder."""
+    tier = service.kv_tier
+    if tier is None:
+        return None
+    path = "" if tier.folder.pvc is None else tier.folder.pvc.path
+    return f"{object_names.KV_BLOCKS_DIR}/{path}".rstrip("/")
+
+
+def volumes(service: LLMService) -> list[Manifest]:
+    """Return the volume of the folder, if there is one."""
+    tier = service.kv_tier
+    if tier is None:
+        return []
+    if tier.folder.pvc is not None:
+        return [{"name": _VOLUME, "persistentVolumeClaim": {"claimName": tier.folder.pvc.claimName}}]
+    return [{"name": _VOLUME, "emptyDir": {"sizeLimit": _volume_size(tier)}}]
+
+
+def volume_mounts(service: LLMService) -> list[Manifest]:
+    """Return the mount of the volume, if there is one."""
+    return [] if service.kv_tier is None else [{"name": _VOLUME, "mountPath": object_names.KV_BLOCKS_DIR}]
+
+
+def requests(service: LLMService) -> dict[str, str]:
+    """Return the resources that a pod requests for the folder."""
+    tier = service.kv_tier
+    return {} if tier is None or tier.folder.pvc is not None else {"ephemeral-storage": _volume_size(tier)}
+
+
+def _volume_size(tier: SecondaryTierSpec) -> str:
+    return to_quantity(round_up_mib(to_bytes(tier.size) * _VOLUME_SIZE_PERCENT // 100))
