@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Self
 
 from quire_engine.tokenization.tokenizer_config import read_eos_token_id
-from quire_engine.weights.checkpoint_digest import compute_digest, compute_fingerprint
 from quire_spec.dataclass_json import read_json_object, without_zero_fraction
+from quire_spec.documents.checkpoint_digest import compute_digest, compute_fingerprint
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
 

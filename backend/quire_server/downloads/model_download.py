@@ -32,6 +32,7 @@ from quire_sources.reader import SourceReader
 from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.dataclass_json import from_json
 from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.checkpoint_digest import compute_digest
 from quire_spec.documents.download_progress import PROGRESS_PATH, PROGRESS_PORT_VARIABLE
 from quire_spec.documents.download_result import KEPT_FOLDERS_VARIABLE, DownloadReason, DownloadResult
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
@@ -86,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 remove_earlier_revisions(volume, kept_names)
         for text, target in zip(args.source, targets, strict=True):
             revisions.append(asyncio.run(download(_parse_source(text), target, options, args.progress_port)))
+            if args.digest:
+                _keep_digest(target)
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr, flush=True)
         size = sum(_folder_bytes(folder) for t in targets if t.name for folder in (t, _partial_download(t).folder))
@@ -172,6 +175,15 @@ async def _download_all(downloader: "_ModelDownloader", reader: SourceReader, ha
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [*file_names, INDEX_FILE, *shards]
+
+
+def _keep_digest(folder: Path) -> None:
+    """Hash the weights and keep the hashes beside them, so that no pod has to hash them before it starts. If the files
+    cannot be read, pods report the error, because the download itself is complete."""
+    try:
+        logger.info("model hashed folder=%s digest=%s", folder, compute_digest(folder, is_final=True))
+    except ConfigError as error:
+        logger.warning("model cannot be hashed folder=%s error=%s", folder, error)
 
 
 class NoSpace(Unavailable):
@@ -440,6 +452,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAMES",
         help="names of the folders with earlier revisions that pods use, separated by commas; the others are removed "
         f"(default: the value of {KEPT_FOLDERS_VARIABLE}; if it is not set, nothing is removed)",
+    )
+    parser.add_argument(
+        "--digest",
+        action="store_true",
+        help="also hash the weights, unless this was done before, and keep the hashes beside them; KV blocks in files "
+        "need them",
     )
     parser.add_argument(
         "--hub-endpoint", metavar="URL", help="URL of the hub (default: the value of HF_ENDPOINT, or the public hub)"

@@ -107,8 +107,8 @@ def volume(service: LLMService, plan: Plan) -> Manifest:
 
 
 def download_container(service: LLMService, image: str, security: Manifest) -> Manifest:
-    """Return the container that downloads the model and the draft model. If all files exist, the container does
-    nothing.
+    """Return the container that downloads the model and the draft model. If all files exist, and the digest of the
+    weights if it is needed, the container does nothing.
 
     While it downloads, the container reports its progress on the health port. The server container uses the same port,
     but it starts only after all init containers have ended. spec.podTemplate can give environment variables and files
@@ -130,6 +130,8 @@ def download_container(service: LLMService, image: str, security: Manifest) -> M
             *arguments,
             f"--secrets-dir={object_names.SECRETS_DIR}",
             f"--report={_TERMINATION_LOG}",
+            # KV blocks in files are shared only between pods with the same bytes of weights.
+            *(["--digest"] if service.kv_tier is not None else []),
         ],
         "env": container_env(service, **{PROGRESS_PORT_VARIABLE: str(service.spec.runtime.ports.health)}),
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},

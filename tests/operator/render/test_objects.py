@@ -165,6 +165,8 @@ def test_kv_folder_is_a_writable_volume_of_the_pods(folder, volume, request_, pa
     assert (engine.kv_offloading_size, engine.kv_offloading_folder, engine.kv_offloading_folder_size) == (16, path, 40)
     assert {"name": "kv-blocks", **volume} in template["volumes"]
     assert {"name": "kv-blocks", "mountPath": "/mnt/kv-blocks"} in container["volumeMounts"]
+    (job,) = [m["spec"]["template"]["spec"]["containers"][0] for m in manifests if m["kind"] == "Job"]
+    assert "--digest" in job["args"], "pods cannot keep it, because they mount the model read-only"
     requests = container["resources"]["requests"]
     assert {name: requests[name] for name in requests if name == "ephemeral-storage"} == request_
 

@@ -21,7 +21,9 @@ from support.fake_sources import FakeHttpServer, FakeHub
 from quire_server.downloads import model_download as program
 from quire_server.downloads.model_download import NoSpace, download
 from quire_sources.factory import SourceOptions
+from quire_spec.documents import checkpoint_digest
 from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, Source
+from quire_spec.documents.checkpoint_digest import DIGEST_FILE
 from quire_spec.documents.download_progress import DownloadProgress
 from quire_spec.documents.download_result import DownloadReason, DownloadResult
 from quire_spec.errors import ConfigError, InvalidArgument, NotFound, Unavailable
@@ -323,6 +325,33 @@ def run_and_report(run, tmp_path):
         return outcome
 
     return call
+
+
+@pytest.mark.parametrize("folder", ["single", "sharded"])
+async def test_digest_is_kept_so_that_no_pod_reads_the_weights_for_it(tmp_path, web, run, monkeypatch, folder):
+    arguments = ("--source", json.dumps({"http": {"url": f"{web.url}/{folder}"}}), "--into", tmp_path / "m")
+    assert await run(*arguments) == 0 and not (tmp_path / "m" / DIGEST_FILE).exists()
+    # The model exists, and a later run adds the digest.
+    assert await run(*arguments, "--digest") == 0
+    kept = json.loads((tmp_path / "m" / DIGEST_FILE).read_text())
+    assert {name: entry[3] for name, entry in kept.items()} == {
+        name: hashlib.sha256(content).hexdigest()
+        for name, content in {"single": SINGLE, "sharded": SHARDED}[folder].items()
+        if name.endswith(".safetensors")
+    }, "also of files that have just been written"
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_digest, "file_sha256", lambda _: pytest.fail("the weights are read again"))
+        digest = checkpoint_digest.compute_digest(tmp_path / "m")
+        assert await run(*arguments, "--digest") == 0
+    (tmp_path / "m" / DIGEST_FILE).unlink()
+    assert checkpoint_digest.compute_digest(tmp_path / "m") == digest
+
+
+async def test_weights_that_cannot_be_hashed_are_left_to_the_pods(tmp_path, web, run, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoint_digest, "file_sha256", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "I/O")))
+    source = json.dumps({"http": {"url": f"{web.url}/single"}})
+    assert await run("--source", source, "--into", tmp_path / "m", "--digest") == 0
+    assert found(tmp_path / "m") == SINGLE and "model cannot be hashed" in caplog.text
 
 
 async def test_report_contains_bytes_and_reason(tmp_path, web, run_and_report):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Identity of a checkpoint: a fast fingerprint for one process, and a full digest for KV blocks that leave the process.
 
-Torch-free; called by `checkpoint`."""
+Called by the engine and by downloads."""
 
 import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import struct
 import tempfile
@@ -59,11 +60,17 @@ def compute_fingerprint(folder: Path) -> str:
     return f"sampled-sha256:{sha.hexdigest()}"
 
 
-def compute_digest(folder: Path) -> str:
+def compute_digest(folder: Path, is_final: bool = False) -> str:
     """Return one hash, `sha256:<64 hex digits>`, of config.json and of every byte of the weight files.
 
     Two processes that get the same digest have the same weights, so they can share KV blocks. The files are read once,
-    at the speed of the storage. If the folder is writable, their hashes are kept in DIGEST_FILE.
+    at the speed of the storage. If the folder is writable, their hashes are kept in DIGEST_FILE, and later calls use
+    them while size and times of the files stay the same.
+
+    Args:
+        folder: of the checkpoint.
+        is_final: the caller has written the files, and nothing writes them any more. The hashes of files that have just
+            been written are kept, too.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -82,7 +89,7 @@ def compute_digest(folder: Path) -> str:
         raise ConfigError(f"model: {error}") from error
     if entries != kept:
         logger.info("checkpoint digest computed folder=%s seconds=%.1f", folder, time.monotonic() - start)
-        settled = (time.time() - _RACY_S) * 1e9
+        settled = math.inf if is_final else (time.time() - _RACY_S) * 1e9
         _keep(folder, {name: entry for name, entry in entries.items() if max(entry[1], entry[2]) < settled})
     return f"sha256:{sha.hexdigest()}"
 
