@@ -38,7 +38,9 @@ class AdapterMetrics:
         self._labels = AdapterLabels()
         self._names_by_digest: dict[AdapterDigest, list[AdapterName]] = {}
         self._digests_in_slots: list[AdapterDigest] = []
-        self._names_in_slots: set[str] = set()
+        self._labels_in_slots: set[str] = set()
+        self.names_in_slots: set[AdapterName] = set()
+        """Names of the adapters in device slots, with a label of their own or not."""
         self._unnamed_adapter_events: deque[AdapterEvent] = deque(maxlen=_MAX_UNNAMED_ADAPTER_EVENTS)
         labels = ["model_name", "adapter"]
         self._requests = registry.counter("quire_adapter_requests", "Requests admitted for the adapter.", labels)
@@ -132,7 +134,7 @@ class AdapterMetrics:
         for adapter_name, digest in digest_by_name.items():
             self._names_by_digest.setdefault(digest, []).append(adapter_name)
         for name in self._labels.set_names(digest_by_name):
-            self._names_in_slots.discard(name)
+            self._labels_in_slots.discard(name)
             for metric in self._by_adapter:
                 metric.remove(self._model_name, name)
             for destination in ("host", "slot"):
@@ -163,13 +165,13 @@ class AdapterMetrics:
         }
 
     def _update_residency(self) -> None:
-        names = [name for digest in self._digests_in_slots for name in self._names_by_digest.get(digest, [])]
-        names_in_slots = {label for label in map(self._labels.label, names) if label != OTHER_LABEL}
-        for name in self._names_in_slots - names_in_slots:
-            self._slot_residency.labels(self._model_name, name).set(0)
-        for name in names_in_slots - self._names_in_slots:
-            self._slot_residency.labels(self._model_name, name).set(1)
-        self._names_in_slots = names_in_slots
+        names = {name for digest in self._digests_in_slots for name in self._names_by_digest.get(digest, [])}
+        labels_in_slots = {label for label in map(self._labels.label, names) if label != OTHER_LABEL}
+        for label in self._labels_in_slots - labels_in_slots:
+            self._slot_residency.labels(self._model_name, label).set(0)
+        for label in labels_in_slots - self._labels_in_slots:
+            self._slot_residency.labels(self._model_name, label).set(1)
+        self.names_in_slots, self._labels_in_slots = names, labels_in_slots
 
 
 class AdapterLabels:

@@ -60,8 +60,8 @@ class RequestMetrics:
         self.set_core_connected(False)
 
     def set_active_adapters(self, running: Iterable[str], waiting: Iterable[str]) -> None:
-        """Set the names of the adapters in use: those that running requests use, and those that waiting requests
-        use."""
+        """Set the names of the adapters in use: those in slots or of running requests, and those of waiting
+        requests."""
         if not self._config.enable_lora:
             return
         # Only one series is kept. Readers use only the newest one, and the series of old combinations of names would
@@ -228,7 +228,7 @@ class RequestMetrics:
         self._host_adapters = gauge("quire_host_adapters", "Adapters in host memory.")
         self._host_adapter_bytes = gauge("quire_host_adapter_bytes", "Bytes of the adapters in host memory.")
         self._core_connected = gauge("quire_core_connected", "1 while the engine core is connected.")
-        documentation = "Names of the adapters of running and waiting requests; the value is the time in Unix seconds."
+        documentation = "Names of the adapters in slots and of waiting requests; the value is the time in Unix seconds."
         label_names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         self._lora_requests_info = self.registry.gauge("vllm:lora_requests_info", documentation, label_names)
         self._kv_cache_info = self.registry.gauge("vllm:cache_config_info", "The KV cache.", _KV_CACHE_INFO_LABELS)

@@ -255,8 +255,11 @@ class RequestManager:
         self._notify_if_drained()
 
     def refresh_adapter_gauges(self) -> None:
-        """Update the gauge of adapters in use. This is called each time before the metrics are rendered."""
-        running: set[str] = set()
+        """Update the gauge of adapters in use. This is called each time before the metrics are rendered.
+
+        An adapter in a slot counts as running, also without requests, because a request for it starts at once.
+        """
+        running = set(self._metrics.adapter_metrics.names_in_slots)
         waiting: set[str] = set()
         for request_state in self._open_requests():
             if request_state.adapter_name is not None:

@@ -258,7 +258,7 @@ def test_adapters_are_served_by_name(pod: EngineProcesses, client: IpcClient, mo
         running = client.submit("fox", model="sql", max_tokens=100_000)
         first_event(client, running)
         exposed = supervisor.call("metrics")
-        assert 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="sql",waiting_lora_adapters=""}' in exposed
+        assert 'lora_requests_info{max_lora="2",running_lora_adapters="chat,sql",waiting_lora_adapters=""}' in exposed
         assert 'quire_adapter_requests_total{adapter="sql",model_name="base"} 3.0' in exposed
         assert 'quire_adapter_slot_residency{adapter="sql",model_name="base"} 1.0' in exposed
         # A running request keeps its adapter when the name gets another digest.

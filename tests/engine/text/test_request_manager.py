@@ -484,13 +484,19 @@ async def test_adapter_residency_is_reported_by_name():
         labels = [{"model_name": "base", "adapter": name} for name in ("a", "also-a", "b")]
         return {x["adapter"]: sample_value(metrics, "quire_adapter_slot_residency", x) for x in labels}
 
+    def found_by_pickers(names: str) -> bool:
+        """Endpoint pickers send requests for an adapter to a pod that has it in a slot, also without requests."""
+        manager.refresh_adapter_gauges()
+        labels = {"max_lora": "4", "running_lora_adapters": names, "waiting_lora_adapters": ""}
+        return sample_value(metrics, "vllm:lora_requests_info", labels) is not None
+
     manager.on_step(StepResult([], [], SchedulerStats(slot_adapters=["d1", "d9"])))
-    assert resident() == {"a": 1, "also-a": 1, "b": 0}
+    assert resident() == {"a": 1, "also-a": 1, "b": 0} and found_by_pickers("a,also-a")
     manager.on_step(StepResult([], [], SchedulerStats(slot_adapters=["d2"])))
-    assert resident() == {"a": 0, "also-a": 0, "b": 1}
+    assert resident() == {"a": 0, "also-a": 0, "b": 1} and found_by_pickers("b")
     manager.set_adapters({"a": "d2"})
     manager.on_step(StepResult([], [], SchedulerStats(slot_adapters=["d2"])))
-    assert resident() == {"a": 1, "also-a": None, "b": None}
+    assert resident() == {"a": 1, "also-a": None, "b": None} and found_by_pickers("a")
 
 
 @pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])
