@@ -69,7 +69,7 @@ test-torch-min: emulated-env ## test the engine on a CPU with the lowest PyTorch
 	@$(EMULATED)/bin/python -m pytest -q --durations=5 $(or $(WHAT),tests/engine/core/test_parity.py \
 		tests/engine/weights tests/kernels/test_ops.py tests/kernels/test_sampling.py)
 
-cluster-tools: ## find, download or build Kubernetes and Helm for the cluster tests and the chart's tests (minutes, once)
+cluster-tools: ## find, download or build Kubernetes, Helm and the endpoint picker for the tests (minutes, once)
 	@# With the machine's own Python, so that the build can run while pip installs .venv.
 	@PYTHONPATH=hack $(PYTHON) -m nodocker_cluster tools
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command line of the cluster for machines without Docker; the Makefile calls it.
 
-tools           find, download or build Kubernetes and Helm, and download the CRDs that tests install
+tools           find, download or build Kubernetes, Helm and the endpoint picker, and download CRDs for the tests
 up              start a cluster with one node (without root: only a control plane) and print how to use it
 down            stop the cluster and remove all of its files, also after a crash
 images          build this checkout's images
@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nodocker_cluster import binaries, crds, helm
+from nodocker_cluster import binaries, controllers, crds, helm
 
 
 def print_progress(text: str) -> None:
@@ -42,9 +42,10 @@ def _run_command(command: str, archive: Path | None) -> None:
         print_progress(str(binaries.find_or_build(print_progress)))
         print_progress(f"Helm: {helm.find_or_build(print_progress)}")
         try:
+            print_progress(f"endpoint picker: {controllers.PICKER.find_or_build(print_progress)}")
             print_progress(f"CRDs of {', '.join(crds.find_or_download(print_progress))}")
         except binaries.Unavailable as error:
-            print_progress(f"tests that need CRDs of other projects will be skipped: {error}")
+            print_progress(f"tests that need other projects will be skipped: {error}")
         return
     # `tools` runs before the project's environment exists, and needs only the standard library.
     from nodocker_cluster import images, local

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CRDs of other projects whose objects the operator creates: PodMonitor, ScaledObject, InferencePool and
-HTTPRoute.
+HTTPRoute; and those that an endpoint picker reads.
 
 The Go module go/crds pins the projects. Their published modules contain the CRDs.
 """
@@ -24,6 +24,14 @@ _FILES = {
     "InferencePool": (
         "sigs.k8s.io/gateway-api-inference-extension",
         "config/crd/bases/inference.networking.k8s.io_inferencepools.yaml",
+    ),
+    "InferenceObjective": (
+        "sigs.k8s.io/gateway-api-inference-extension",
+        "config/crd/bases/inference.networking.x-k8s.io_inferenceobjectives.yaml",
+    ),
+    "InferenceModelRewrite": (
+        "sigs.k8s.io/gateway-api-inference-extension",
+        "config/crd/bases/inference.networking.x-k8s.io_inferencemodelrewrites.yaml",
     ),
     "HTTPRoute": (
         "sigs.k8s.io/gateway-api",

@@ -42,8 +42,11 @@ FIELDS = {".".join(part for part in path if part not in ("[]", "*")): node for p
 CHART_VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 REASONS = {str(reason) for reason in chain(Reason, FitReason, UnplannableReason, EventReason)}
 REASON_SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^##|\Z)", TROUBLESHOOTING, re.MULTILINE | re.DOTALL))
-FILES_OF_OTHER_PROGRAMS = ({"rules"}, {"retry_policy"}, {"circuit_breakers", "load_balancing_policy"})
-"""Fields of configuration files of a metrics adapter and of Envoy."""
+ROUTERS = sorted((ROOT / "examples/routers").glob("*.yaml"))
+FILES_OF_OTHER_PROGRAMS = (
+    {"rules"}, {"retry_policy"}, {"circuit_breakers", "load_balancing_policy"}, {"servingEngineSpec", "routerSpec"},
+)  # fmt: skip
+"""Fields of configuration files of a metrics adapter and of Envoy, and values of vLLM's chart."""
 REASON_ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
 
 
@@ -76,15 +79,15 @@ def heading_anchors(file):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("text", blocks_of("yaml"))
+@pytest.mark.parametrize("text", blocks_of("yaml") + [pytest.param(f.read_text(), id=f.stem) for f in ROUTERS])
 def test_yaml_is_accepted_by_an_api_server(text):
     for body in yaml.safe_load_all(text):
         if body.get("kind") == "LLMService":
             assert [str(problem) for problem in crd.validate(body).problems] == []
             assert rendered(body)
         elif body.get("kind") == "EndpointPickerConfig":
-            declared = {plugin["type"] for plugin in body.pop("plugins")}
-            assert {*re.findall(r"'pluginRef': '(.*?)'", str(body))} <= declared
+            declared = {plugin["type"] for plugin in body["plugins"]}
+            assert {*re.findall(r"'(?:pluginRef|prefixMatchInfoProducerName)': '(.*?)'", str(body))} <= declared
         elif "kind" in body:
             kubernetes_validate.validate(body, "1.37", strict=True)
         else:

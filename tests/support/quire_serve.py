@@ -59,10 +59,20 @@ class StreamedResponse:
 class QuireServeProcess:
     """One running `quire serve`."""
 
-    def __init__(self, document: dict[str, Any] | Path, folder: Path, *flags: str) -> None:
-        """Start it in `folder`. `document` is an LLMService, or the path of a vllm_backend repository."""
-        self.folder = folder
-        self.ports = dict(zip((*PORTS, "openai"), free_ports(5), strict=True))
+    host = "127.0.0.1"
+
+    def __init__(
+        self,
+        document: dict[str, Any] | Path,
+        folder: Path,
+        *flags: str,
+        host: str = "127.0.0.1",
+        ports: dict[str, int] | None = None,
+    ) -> None:
+        """Start it in `folder`. `document` is an LLMService, or the path of a vllm_backend repository. It listens on
+        `host`, by default on free ports."""
+        self.folder, self.host = folder, host
+        self.ports = ports or dict(zip((*PORTS, "openai"), free_ports(5), strict=True))
         self.file = folder / "llmservice.yaml"
         if isinstance(document, Path):
             what = [f"--vllm-repository={document}"]
@@ -72,7 +82,7 @@ class QuireServeProcess:
         self.log = folder / "serve.log"
         ports = [f"--{name}-port={port}" for name, port in self.ports.items()]
         command = [str(Path(sys.executable).with_name("quire")), "serve", *what]
-        command += [*ports, f"--run-dir={folder / 'run'}", f"--cache-dir={folder / 'cache'}", *flags]
+        command += [f"--host={host}", *ports, f"--run-dir={folder / 'run'}", f"--cache-dir={folder / 'cache'}", *flags]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         self.seen_processes: set[psutil.Process] = set()
@@ -188,7 +198,7 @@ class QuireServeProcess:
     ) -> HttpResponse:
         """Send an HTTP request. Never raises for a status; returns (0, reason) if the connection fails."""
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-        url = f"http://127.0.0.1:{self.ports[port]}{path}"
+        url = f"http://{self.host}:{self.ports[port]}{path}"
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         http_request = urllib.request.Request(url, data, headers, method=method)
         try:
@@ -215,7 +225,7 @@ class QuireServeProcess:
     ) -> StreamedResponse:
         """Read an HTTP generate_stream until its end or the end of the connection."""
         streamed = streamed_response or StreamedResponse()
-        url = f"http://127.0.0.1:{self.ports['http']}/v2/models/{model}/generate_stream"
+        url = f"http://{self.host}:{self.ports['http']}/v2/models/{model}/generate_stream"
         body = {"text_input": prompt, "stream": True, **parameters}
         try:
             async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
@@ -242,7 +252,7 @@ class QuireServeProcess:
                 "parameters": parameters,
             }
 
-        address = f"127.0.0.1:{self.ports['grpc']}"
+        address = f"{self.host}:{self.ports['grpc']}"
         try:
             async with grpcaio.InferenceServerClient(address) as client:
                 async for result, error in client.stream_infer(requests()):

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Controllers of other projects, built from Go modules, which tests run as processes with a kubeconfig.
+
+Each has a module of its own in go/, because they need different releases of Kubernetes' libraries. `make cluster-tools`
+builds them.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from nodocker_cluster import binaries
+from nodocker_cluster.binaries import ProgressCallback
+from nodocker_cluster.go_module import MODULES, GoModule
+
+
+@dataclass(frozen=True, slots=True)
+class Controller:
+    """The programs of one Go module."""
+
+    name: str
+    """Folder of the module in go/."""
+    project: str
+    """Import path of the project whose version counts."""
+    needed_bytes: int
+    """Space for the sources, the compiled packages and the programs."""
+
+    @property
+    def module(self) -> GoModule:
+        """The module that pins the project."""
+        return GoModule(MODULES / self.name)
+
+    @property
+    def version(self) -> str:
+        """The version that go.mod pins."""
+        return self.module.version(self.project)
+
+    @property
+    def folder(self) -> Path:
+        """The folder in the cache that contains the programs after they are built."""
+        return binaries.cache_folder() / f"{self.name}-{self.version}"
+
+    def find_or_build(self, report_progress: ProgressCallback) -> Path:
+        """Return the folder of the programs. The first call builds them.
+
+        Raises:
+            Unavailable: Go is missing, a download failed, or there is too little space.
+        """
+        if not self.folder.exists():
+            with tempfile.TemporaryDirectory(dir=binaries.make_cache_folder(), prefix="partial-") as temporary:
+                out = Path(temporary) / "out"
+                binaries.require_space(out.parent, self.needed_bytes, f"building {self.name}")
+                self.module.build(out, {}, report_progress)
+                binaries.publish_to_cache(out, self.folder.name)
+        return self.folder
+
+
+PICKER = Controller("picker", "sigs.k8s.io/gateway-api-inference-extension", 3 * 2**30)
+"""The endpoint picker `epp` of the Gateway API's inference extension (2 minutes on two idle cores)."""

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoint picker behind Envoy, with the InferencePool that the operator applied and two real servers at the
+addresses of two pods. Each pod has two cores, of which a picker must not notice anything."""
+
+import contextlib
+import inspect
+import json
+import os
+import re
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from support.cluster import ROOT
+from support.controller_harness import ControllerHarness, llm_service, make_claim
+from support.engine_processes import wait_for
+from support.envoy import POD_HEADER, running_envoy
+from support.picker import CRDS, ROUTERS, Picker, running_picker
+from support.quire_serve import QuireServeProcess
+from support.served_pods import ServedPods
+
+from quire_server.openai.app import Application
+
+pytestmark = pytest.mark.timeout(300)
+
+SERVICE = llm_service(
+    replicas=2,
+    model={"source": {"pvc": {"claimName": "models", "path": "models/tiny"}}, "servedName": "tales"},
+    adapters=[
+        {"name": name, "source": {"pvc": {"claimName": "models", "path": f"adapters/{name}"}}}
+        for name in ("pirate", "sql")
+    ],
+    lora={"maxLoaded": 4, "maxRank": 16},
+    engine={"dtype": "float32", "dataParallelSize": 2, "maxNumSeqs": 2},
+    networking={"inferencePool": {"targetPort": "openai", "endpointPicker": {"name": "picker"}}},
+)
+STORY = "Once upon a time there was a small mouse who lived in a big house with a garden and a dog and three cows. "
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+ROUTES: dict[str, Any] = {
+    "GET /health": None,
+    "GET /ping": None,
+    "POST /ping": {},
+    "GET /load": None,
+    "GET /server_info": None,
+    "GET /tokenizer_info": None,
+    "GET /version": None,
+    "GET /metrics": None,
+    "GET /live": None,
+    "GET /live/events": None,
+    "GET /v1/models": None,
+    "GET /v1/models/NAME": None,
+    "POST /v1/completions": {"prompt": "Once", "max_tokens": 1},
+    "POST /v1/completions with token ids": {"prompt": [5, 6], "max_tokens": 1},
+    "POST /v1/completions/render": {"prompt": "Once"},
+    "POST /v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
+    "POST /v1/chat/completions/render": {"messages": MESSAGES},
+    "POST /v1/responses": {"input": "Once", "max_output_tokens": 1},
+    "GET /v1/responses/ID": None,
+    "DELETE /v1/responses/ID": None,
+    "POST /v1/responses/ID": {},
+    "POST /v1/load_lora_adapter": {"lora_name": "new", "lora_path": "/tmp/new"},
+    "POST /v1/unload_lora_adapter": {"lora_name": "new"},
+    "POST /tokenize with a prompt": {"prompt": "Once"},
+    "POST /tokenize with messages": {"messages": MESSAGES},
+    "POST /detokenize": {"tokens": [5]},
+}
+"""A body for each route."""
+OWN_REFUSAL = {"/v1/responses/ID": 404, "lora_adapter": 403}
+"""The pod's own status for routes that are off, or whose object does not exist."""
+
+
+@dataclass
+class Response:
+    status: int
+    pod: str | None
+    """Address of the pod that has answered; None if none has."""
+    text: str
+
+
+@dataclass
+class World:
+    """The service, its pods, the picker and Envoy."""
+
+    operator: ControllerHarness
+    pods: ServedPods
+    picker: Picker
+    port: int
+
+    def send(self, method: str, path: str, body: Any = None) -> Response:
+        """Send a request to Envoy. Of a stream without end, only the first event is read."""
+        url = f"http://127.0.0.1:{self.port}{path}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                text = response.readline() if path == "/live/events" else response.read()
+                return Response(response.status, _host(response.headers), text.decode())
+        except urllib.error.HTTPError as error:
+            with error:
+                return Response(error.code, _host(error.headers), error.read().decode())
+
+    def complete(self, prompt: str, model: str = "tales") -> Response:
+        """Send a request for one token."""
+        body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        response = self.send("POST", "/v1/completions", body)
+        assert response.status == 200, response
+        return response
+
+
+def _host(headers: Any) -> str | None:
+    address = headers.get(POD_HEADER)
+    return address and address.rpartition(":")[0]
+
+
+@pytest.fixture(scope="module")
+def world(cluster, kubelet, tmp_path_factory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("picker")
+    with contextlib.ExitStack() as stack:
+        for kind in CRDS:
+            stack.enter_context(cluster.optional_kind(kind))
+        namespace = stack.enter_context(cluster.namespace())
+        cluster.apply(make_claim(), namespace)
+        pods = stack.enter_context(ServedPods(kubelet, SERVICE, folder))
+        operator = stack.enter_context(ControllerHarness(cluster, namespace))
+        cluster.apply(SERVICE, namespace)
+        wait_for(lambda: operator.condition("Ready").get("status") == "True", 120, operator.status)
+        config = ROUTERS / "endpoint-picker.yaml"
+        picker = stack.enter_context(running_picker(cluster, namespace, "tales", config, folder))
+        hosts = [(address, pod.ports["openai"]) for address, pod in pods.running.items()]
+        port = stack.enter_context(running_envoy(hosts, folder, picker.port))
+        yield World(operator, pods, picker, port)
+
+
+def gauge(pod: QuireServeProcess, name: str) -> float:
+    """Return the value of the only series of a metric of a pod, whose cores have a series each under another name."""
+    page = pod.metrics()
+    (value,) = re.findall(rf"^vllm:{name}{{.*}} (\S+)$", page, re.MULTILINE)
+    assert len(re.findall(rf"^quire_core_{name}{{", page, re.MULTILINE)) == 2
+    return float(value)
+
+
+def test_the_gauges_of_the_picker_are_those_of_the_pods(world):
+    """The picker takes the first series of a name, so a pod with two cores has one series."""
+    gauges = {"average_queue_size": "num_requests_waiting", "average_kv_cache_utilization": "kv_cache_usage_perc"}
+    pods = [*world.pods.running.values()]
+    assert len(pods) == 2 == world.picker.value("inference_pool_ready_pods")
+    body = {"model": "tales", "prompt": "Once", "max_tokens": 400, "ignore_eos": True}
+    loads = [
+        threading.Thread(target=pod.request, args=("openai", "/v1/completions", body))
+        for pod, num_requests in zip(pods, (12, 7), strict=True)
+        for _ in range(num_requests)
+    ]
+    for load in loads:
+        load.start()
+    wait_for(lambda: min(gauge(pod, "num_requests_waiting") for pod in pods) > 0, 20, "queues")
+    cores = [world.pods.pid(pod, core) for pod in pods for core in ("core-0", "core-1")]
+    try:
+        for pid in cores:
+            os.kill(pid, signal.SIGSTOP)  # Nothing changes, so the picker and the pods can be compared.
+        time.sleep(0.2)
+        means = {name: sum(gauge(pod, series) for pod in pods) / 2 for name, series in gauges.items()}
+
+        def values():
+            return {name: world.picker.value(f"inference_pool_{name}") for name in gauges}
+
+        wait_for(lambda: values() == pytest.approx(means), 5, lambda: (values(), means))
+        assert min(means.values()) > 0 and world.picker.value("inference_pool_ready_pods") == 2
+    finally:
+        for pid in cores:
+            os.kill(pid, signal.SIGCONT)
+    for load in loads:
+        load.join()
+
+
+def test_an_adapter_reaches_the_pod_that_has_it_in_a_slot(world):
+    first, second = world.pods.running.items()
+    for (_, pod), name in ((first, "sql"), (second, "pirate")):
+        body = {"model": name, "prompt": "Once", "max_tokens": 1}
+        assert pod.request("openai", "/v1/completions", body).status == 200
+        pod.wait(lambda pod=pod, name=name: f'="{name}"' in pod.metrics(), 5, name)
+    time.sleep(0.5)  # The picker reads the pods every 50 ms. No request runs now.
+    for (address, _), name in ((first, "sql"), (second, "pirate")):
+        pods = [world.complete(f"{i} {name}", name).pod for i in range(10)]
+        assert pods == [address] * 10, (name, pods)
+
+
+def test_equal_beginnings_reach_one_pod(world):
+    for chapter in range(4):
+        responses = [world.complete(f"Chapter {chapter}. {STORY * 4} Part {i}") for i in range(6)]
+        cached = [json.loads(r.text)["usage"]["prompt_tokens_details"]["cached_tokens"] for r in responses]
+        assert len({response.pod for response in responses}) == 1, responses
+        assert min(cached[1:]) >= 64, cached
+
+
+def test_an_unready_pod_gets_nothing(world):
+    """The supervisor hangs, so the probes fail, but the pod would answer requests."""
+    stopped, other = world.pods.running
+    process = world.pods.running[stopped].process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        wait_for(lambda: world.picker.value("inference_pool_ready_pods") == 1, 20, "one ready pod")
+        assert {world.complete(f"{i} without").pod for i in range(20)} == {other}
+        assert {world.send("GET", "/v1/models").pod for _ in range(10)} == {other}
+    finally:
+        process.send_signal(signal.SIGCONT)
+    wait_for(lambda: world.picker.value("inference_pool_ready_pods") == 2, 40, "two ready pods")
+    wait_for(lambda: world.send("GET", "/v1/models").pod == stopped, 20, "requests to the pod that came back")
+
+
+def test_each_route_goes_through_or_fails_with_the_words_of_the_picker(world):
+    """docs/gpu-cluster.md contains the table, and the table contains all routes."""
+    routes = set(re.findall(r'"(/[^"]*)": (?:\{"|dict)', inspect.getsource(Application.__init__)))
+    tested = {route.split(" ")[1].replace("ID", "").replace("NAME", "") for route in ROUTES}
+    assert routes == tested, routes ^ tested
+    rows = [_row(world, route, body) for route, body in ROUTES.items()]
+    table = "\n".join(["| route | through the picker |", "|---|---|", *_merged(rows)])
+    assert table in (ROOT / "docs/gpu-cluster.md").read_text(), table
+
+
+def _row(world: World, route: str, body: Any) -> tuple[str, str]:
+    """Return a route and what happens to it."""
+    method, path, *_ = route.split(" ")
+    path = path.replace("NAME", "tales")
+    expected = next((status for part, status in OWN_REFUSAL.items() if part in path), 200)
+    response = world.send(method, path, body if body is None else {"model": "tales", **body})
+    if response.pod is not None:
+        assert response.status == expected, (route, response)
+        return route, "passes"
+    assert response.status == 400, (route, response)
+    return route, f"400 `{response.text.strip()}`"
+
+
+def _merged(rows: list[tuple[str, str]]) -> Iterator[str]:
+    """Yield the lines of a table in which routes with the same result share a line."""
+    for result in dict.fromkeys(result for _, result in rows):
+        routes = ", ".join(f"`{route}`" for route, found in rows if found == result)
+        yield f"| {routes} | {result} |"
