@@ -76,6 +76,11 @@ class PackedAdapter:
         """Size of the matrices and of the table of offsets, in bytes."""
         return sum(part.nbytes for part in self.chunks) + self.entries.nbytes
 
+    @property
+    def rank(self) -> int:
+        """The largest LoRA rank of a slice."""
+        return int(self.entries[..., 2].max())
+
     def pin_memory(self) -> "PackedAdapter":
         """Return a copy in pinned memory, which can be copied to a GPU asynchronously."""
         pinned_chunks = (piece for part in self.chunks for piece in part.split(PINNED_BYTES // part.itemsize))

@@ -2,8 +2,11 @@
 """Adapters are added, replaced and removed under load: no request fails, and no response mixes two versions."""
 
 import asyncio
+import os
+import signal
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.quire_serve import EXAMPLES, StreamedResponse, example_document, run_concurrently, running_service
 
 pytestmark = pytest.mark.server
@@ -139,6 +142,40 @@ def test_enforces_adapter_limits(own):
     assert "UNAVAILABLE" in errors[0] and "retry in" in errors[0]
     assert own.generate("pirate", STORY, max_tokens=2).status == 200
     assert 'quire_adapter_requests_limited_total{adapter="sql",model_name="tales"} 1.0' in own.metrics()
+
+
+def test_shows_where_each_adapter_is(own):
+    """After a load, an eviction, a pin, a removal and the death of the core; `GET /adapters` and the metrics agree."""
+    generation = own.status()["generation"]
+    document = catalog(generation + 1, pirate=PIRATE, sql=SQL)
+    assert own.put_adapters(document).status == 202
+    own.wait(lambda: own.status()["generation"] == generation + 1, 10, "the catalog")
+
+    def levels():
+        adapters = own.request("health", "/adapters").body["adapters"]
+        return {adapter["name"]: (adapter["level"], adapter["pinned"]) for adapter in adapters}
+
+    def exported():
+        families = {family.name: family.samples for family in text_string_to_metric_families(own.metrics())}
+        labels = [sample.labels for sample in families.get("vllm:lora_adapter_loaded", [])]
+        by_name = {x["adapter_name"]: (x["level"], x["pinned"] == "true") for x in labels}
+        (num_gpu,) = families["vllm:num_gpu_loaded_lora_adapters"]
+        assert num_gpu.value == sum(level == "gpu" for level, _ in by_name.values())
+        return by_name
+
+    for name, other in (("pirate", "sql"), ("sql", "pirate")):
+        own.text(name, STORY, max_tokens=2)
+        assert levels() == exported() == {name: ("gpu", False), other: ("cpu", False)}
+    document = catalog(generation + 2, pirate=PIRATE, sql=SQL)
+    document["adapters"][0]["pinned"] = True
+    own.put_adapters(document)
+    own.wait(lambda: levels().get("pirate", ("", False))[1], 10, "the pin")
+    assert exported()["pirate"][1]
+    own.put_adapters(catalog(generation + 3, sql=SQL))
+    own.wait(lambda: levels() == exported() == {"sql": ("gpu", False)}, 10, "the removal")
+    os.kill(own.pid("core"), signal.SIGKILL)
+    own.wait(lambda: levels() == exported() == {}, 10, "a dead core has no adapters")
+    own.wait(lambda: levels() == exported() == {"sql": ("cpu", False)}, 60, "the next core")
 
 
 def _ready(adapter):

@@ -62,6 +62,9 @@ class TokenEchoRunner:
         # Sizes differ. Tests that only count copies set no bound on bytes.
         return 10 + 5 * (ord(str(packed_adapter)[-1]) % 3)
 
+    def lora_rank(self, packed_adapter: object) -> int:
+        return 8
+
     def store_adapter(self, adapter_digest: str, packed_adapter: object) -> None:
         self.host_adapters[adapter_digest] = packed_adapter
 

@@ -39,6 +39,7 @@ from quire_spec.model.memory_sizing import lora_slot_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import (
     AdapterEvent,
+    AdapterResidency,
     BlockChanges,
     SchedulerStats,
     SequenceDelta,
@@ -253,7 +254,8 @@ class Engine:
             InvalidArgument: the engine has no adapter slots, or all of them are pinned already.
         """
         self._check_lora_enabled(digest)
-        keep_copy = self._adapter_registry.add(digest, path, slot_pinned, self._runner.host_bytes(packed_adapter))
+        num_bytes, rank = self._runner.host_bytes(packed_adapter), self._runner.lora_rank(packed_adapter)
+        keep_copy = self._adapter_registry.add(digest, path, slot_pinned, num_bytes, rank)
         self._discard_evicted_copies()
         if keep_copy:
             self._runner.store_adapter(digest, packed_adapter)
@@ -352,6 +354,14 @@ class Engine:
         """Return the state of each registered adapter by digest: slot, host or disk."""
         return self._adapter_registry.adapter_states()
 
+    def adapter_residencies(self) -> list[AdapterResidency]:
+        """Return where each registered adapter is."""
+        return self._adapter_registry.residencies()
+
+    def pop_adapter_changes(self) -> list[AdapterResidency]:
+        """Return the adapters that were registered, moved, pinned or removed since the last call."""
+        return self._adapter_registry.pop_changes()
+
     def stats(self) -> SchedulerStats:
         """Return the current state of the scheduler."""
         scheduler, block_manager = self._scheduler, self._scheduler.block_manager
@@ -382,8 +392,8 @@ class Engine:
             host_cache_queries=prefix_cache.num_host_queries if host_cache.is_caching else 0,
             host_cache_hits=prefix_cache.num_host_hits,
             num_steps=scheduler.num_steps,
+            num_step_tokens=scheduler.num_step_tokens,
             num_adapter_evictions=self._adapter_registry.slot_table.num_evictions,
-            slot_adapters=self._adapter_registry.slot_table.adapters_in_slots(),
             num_host_adapters=self._adapter_registry.num_host,
             host_adapter_bytes=self._adapter_registry.host_bytes,
             num_drafts=drafts.num_drafts,
@@ -397,7 +407,8 @@ class Engine:
         not with the number of KV blocks.
 
         `adapters` contains [digest, state, running sequences, waiting sequences, KV blocks] for at most
-        MAX_LIVE_ADAPTERS adapters; the digest of the base model is None.
+        MAX_LIVE_ADAPTERS adapters; the digest of the base model is None. `slots` contains the digests of the adapters
+        in slots, in the order of the slots.
         """
         usage, states = self._scheduler.usage_by_adapter(), self._adapter_registry.adapter_states()
         order = {"slot": 0, "host": 1}
@@ -410,7 +421,12 @@ class Engine:
             for digest in digests[:MAX_LIVE_ADAPTERS]
             for u in (usage.get(digest, no_usage),)
         ]
-        return {"stats": msgspec.structs.asdict(self.stats()), "adapters": rows, "num_adapters": len(states)}
+        return {
+            "stats": msgspec.structs.asdict(self.stats()),
+            "slots": self._adapter_registry.slot_table.adapters_in_slots(),
+            "adapters": rows,
+            "num_adapters": len(states),
+        }
 
     def check_integrity(self) -> None:
         """Check that the states of sequences, blocks and adapters agree.

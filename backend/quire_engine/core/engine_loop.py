@@ -24,7 +24,7 @@ from quire_engine.kv_events.publisher import KVEventPublisher
 from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest
 from quire_spec.errors import PROCESS_ENDS, Code, Internal, QuireError
-from quire_spec.protocol.messages import AdapterEvent, SequenceDelta, SequenceRequest, StepResult
+from quire_spec.protocol.messages import AdapterEvent, AdapterResidency, SequenceDelta, SequenceRequest, StepResult
 
 MAX_FAILED_STEPS = 3
 """Number of consecutive failed steps after which the process exits. A request can cause a single failed step, but three
@@ -66,7 +66,7 @@ class EngineLoop:
             on_slot_copy: called with a slot load and a function that copies the adapter into the slot. Run this
                 function, and then call the engine's on_slot_loaded with `submit_call`.
             event_publisher: publishes the events of cached blocks after each step.
-            report_blocks: whether results contain the changes of the prefix cache and of the registered adapters.
+            report_blocks: whether results contain the changes of the prefix cache.
         """
         self._engine = engine
         engine.delegate_slot_copies(on_slot_copy)
@@ -87,9 +87,6 @@ class EngineLoop:
         """True if the state of the engine has changed since the last published result."""
         self._unsent_adapter_events: list[AdapterEvent] = []
         """Adapter events that occurred while no client was connected."""
-        self._adapters_dirty = True
-        """True if the registered adapters may differ from those that were last sent."""
-        self._sent_adapters: list[AdapterDigest] | None = None
         self._integrity_checked = True
         self._num_steps = 0
         self._num_failed_steps = 0
@@ -174,7 +171,7 @@ class EngineLoop:
         self._unsent_adapter_events += result.adapter_events
         if self._client_id:
             adapter_events, self._unsent_adapter_events = self._unsent_adapter_events, []
-            result = replace(result, adapter_events=adapter_events, adapters=self._changed_adapters())
+            result = replace(result, adapter_events=adapter_events, adapter_changes=self._adapter_changes())
             if self._event_publisher is not None and self._event_publisher.num_dropped:
                 stats = replace(result.stats, num_dropped_kv_events=self._event_publisher.num_dropped)
                 result = replace(result, stats=stats)
@@ -183,15 +180,10 @@ class EngineLoop:
             self._client_is_new = False
             self._publish(self._client_id, result)
 
-    def _changed_adapters(self) -> list[AdapterDigest] | None:
-        """Return the registered adapters if the client does not know them yet, and otherwise None."""
-        if not (self._report_blocks and self._adapters_dirty):
-            return None
-        self._adapters_dirty = False
-        if (adapters := list(self._engine.adapter_states())) == self._sent_adapters:
-            return None
-        self._sent_adapters = adapters
-        return adapters
+    def _adapter_changes(self) -> list[AdapterResidency]:
+        """Return what the client does not know yet of the adapters."""
+        changes = self._engine.pop_adapter_changes()
+        return self._engine.adapter_residencies() if self._client_is_new else changes
 
     def _count_failures(self, result: StepResult) -> None:
         """Count consecutive failed steps. A step failed if all its sequences have an internal error."""
@@ -208,8 +200,7 @@ class EngineLoop:
         self._open_sequence_ids.clear()
         self._client_id, self._client_is_new = client_id, True
         # A new text process receives the state of the engine at once.
-        self._stats_dirty = self._adapters_dirty = True
-        self._sent_adapters = None
+        self._stats_dirty = True
 
     def _add_request(self, client_id: int, request: SequenceRequest) -> None:
         if client_id != self._client_id:
@@ -243,4 +234,4 @@ class EngineLoop:
             future.set_exception(error)
         else:
             future.set_result(result)
-        self._stats_dirty = self._adapters_dirty = True
+        self._stats_dirty = True

@@ -116,6 +116,11 @@ class TensorParallelRunner(ModelRunner):
         assert isinstance(packed_adapter, ShardedAdapter)
         return self._local_runner.host_bytes(packed_adapter.local_shard)
 
+    def lora_rank(self, packed_adapter: object) -> int:
+        """See ModelRunner."""
+        assert isinstance(packed_adapter, ShardedAdapter)
+        return self._local_runner.lora_rank(packed_adapter.local_shard)
+
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """See ModelRunner."""
         assert isinstance(packed_adapter, ShardedAdapter)

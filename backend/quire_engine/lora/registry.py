@@ -16,6 +16,7 @@ from quire_engine.lora.slot_table import SlotTable
 from quire_engine.sequence import SlotId
 from quire_spec.constants import AdapterDigest
 from quire_spec.errors import Internal, InvalidArgument, NotFound
+from quire_spec.protocol.messages import AdapterResidency
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class _Adapter:
     first."""
     num_bytes: int = 0
     """Bytes of the adapter's host copy. The size is known, because an adapter is registered only after it was read."""
+    rank: int = 0
 
 
 class AdapterRegistry:
@@ -55,7 +57,9 @@ class AdapterRegistry:
         `max_host_bytes` limits all host copies together; None means no limit. The limit must leave room for one adapter
         per slot, even if each of these adapters has the largest possible size.
         """
-        self.slot_table = SlotTable(max_loras)
+        self._changed: set[AdapterDigest] = set()
+        """Adapters whose residency may have changed since `pop_changes`."""
+        self.slot_table = SlotTable(max_loras, self._changed)
         self._max_host_loras = max_host_loras
         self._max_host_bytes = max_host_bytes
         self._adapter_by_digest: dict[AdapterDigest, _Adapter] = {}
@@ -68,12 +72,20 @@ class AdapterRegistry:
         self._evicted_copies: list[AdapterDigest] = []
         self._tick = 0
 
-    def add(self, digest: AdapterDigest, path: Path, slot_pinned: bool | None = None, num_bytes: int = 0) -> bool:
+    def add(
+        self,
+        digest: AdapterDigest,
+        path: Path,
+        slot_pinned: bool | None = None,
+        num_bytes: int = 0,
+        rank: int = 0,
+    ) -> bool:
         """Register an adapter that was just read. If `slot_pinned` is None, only restore the host copy of a registered
         adapter.
 
         Args:
             num_bytes: size of the host copy.
+            rank: the largest LoRA rank among the adapter's modules.
 
         Returns:
             Whether the caller must keep the copy. It is False if host memory is full of copies that have been needed
@@ -86,7 +98,7 @@ class AdapterRegistry:
         if adapter is None or slot_pinned is not None:
             adapter = self._register(digest, path, bool(slot_pinned))
         self._reading.discard(digest)
-        adapter.num_bytes = num_bytes
+        adapter.num_bytes, adapter.rank = num_bytes, rank
         if self._remove_if_unused(digest, adapter):
             return False
         return digest in self._on_host or self._add_host_copy(digest, adapter)
@@ -101,6 +113,7 @@ class AdapterRegistry:
         unknown digests."""
         if adapter := self._adapter_by_digest.get(digest):
             adapter.removed = True
+            self._changed.add(digest)
             self.slot_table.set_slot_pinned(digest, False)
             self._remove_if_unused(digest, adapter)
 
@@ -119,6 +132,18 @@ class AdapterRegistry:
         return {
             digest: self._state(digest) for digest, adapter in self._adapter_by_digest.items() if not adapter.removed
         }
+
+    def pop_changes(self) -> list[AdapterResidency]:
+        """Return the adapters that were registered, moved, pinned or removed since the last call."""
+        if not self._changed:
+            return []
+        changes = [self._residency(digest) for digest in sorted(self._changed)]
+        self._changed.clear()
+        return changes
+
+    def residencies(self) -> list[AdapterResidency]:
+        """Return where each registered adapter is. Removed adapters are not included."""
+        return [self._residency(digest) for digest in self.adapter_states()]
 
     def add_sequence(self, digest: AdapterDigest) -> None:
         """Count a new sequence, and request a read of its adapter if necessary.
@@ -271,6 +296,13 @@ class AdapterRegistry:
                 f"{sum(num_sequences.values())} unfinished sequences, {sum(num_running.values())} running"
             )
 
+    def _residency(self, digest: AdapterDigest) -> AdapterResidency:
+        adapter = self._adapter_by_digest.get(digest)
+        if adapter is None or adapter.removed:
+            return AdapterResidency(digest, "removed")
+        is_pinned = digest in self.slot_table.slot_pinned_adapters
+        return AdapterResidency(digest, self._state(digest), is_pinned, adapter.rank)
+
     def _state(self, digest: AdapterDigest) -> str:
         if self.slot_table.lookup(digest) is not None:
             return "slot"
@@ -296,6 +328,7 @@ class AdapterRegistry:
             return False
         self._read_queue.pop(digest, None)
         self._on_host.add(digest)
+        self._changed.add(digest)
         return True
 
     def _needed_since(self, digest: AdapterDigest) -> float | None:
@@ -376,6 +409,7 @@ class AdapterRegistry:
         adapter = self._adapter_by_digest[digest]
         self.slot_table.evict(digest, count_eviction=not adapter.removed)
         self._on_host.remove(digest)
+        self._changed.add(digest)
         self._evicted_copies.append(digest)
         self._request_read(digest, adapter)
 

@@ -63,7 +63,9 @@ class SlotTable:
     slot while idle only if all slots are pinned, because serving requests has priority over keeping adapters warm.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, changed: set[AdapterDigest] | None = None) -> None:
+        """Create empty slots. The table adds to `changed` each adapter whose slot or pin changes."""
+        self._changed: set[AdapterDigest] = set() if changed is None else changed
         self._slots = [_Slot() for _ in range(num_slots)]
         self._slot_by_digest: dict[AdapterDigest, SlotId] = {}
         self._slot_pinned: set[AdapterDigest] = set()
@@ -111,6 +113,7 @@ class SlotTable:
 
     def set_slot_pinned(self, digest: AdapterDigest, slot_pinned: bool) -> None:
         """Set or clear the slot pin of an adapter."""
+        self._changed.add(digest)
         (self._slot_pinned.add if slot_pinned else self._slot_pinned.discard)(digest)
 
     def touch(self, digest: AdapterDigest) -> None:
@@ -200,6 +203,7 @@ class SlotTable:
         `count_eviction` if another adapter needs the slot or the memory."""
         slot = self._slot_by_digest.pop(digest, None)
         if slot is not None:
+            self._changed.add(digest)
             if count_eviction:
                 self.num_evictions += 1
                 self._evicted.append(digest)
@@ -317,4 +321,5 @@ class SlotTable:
         self._tick += 1
         self._slots[slot] = _Slot(digest, last_used=self._tick, last_started=self._tick, loading=True)
         self._slot_by_digest[digest] = slot
+        self._changed.add(digest)
         self._pending_loads.append(SlotLoad(digest, slot))

@@ -15,6 +15,7 @@ from quire_engine.requests.processor import PreparedRequest
 from quire_engine.tokenization.completion import MIN_LOGPROB, CompletionDelta, CompletionState, fan_out, select_best_of
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.constants import AdapterDigest, AdapterName
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code
 from quire_spec.protocol.messages import (
     GenerateRequest,
@@ -25,6 +26,24 @@ from quire_spec.protocol.messages import (
     TokenLogprob,
 )
 from quire_spec.protocol.parsed_output import Event, join_neighbours
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """Counts and times of a request that has ended, for the metrics. All times are in seconds."""
+
+    params: SamplingParams
+    num_input_tokens: int
+    num_output_tokens: int
+    """Tokens of all outputs."""
+    max_output_tokens: int
+    """Tokens of the longest output."""
+    latency_s: float
+    """From the arrival to the end."""
+    prefill_s: float
+    """From the start of the first step to the first token."""
+    decode_s: float
+    """From the first token to the last one."""
 
 
 class RequestState:
@@ -69,6 +88,21 @@ class RequestState:
     def num_output_tokens(self) -> int:
         """Number of tokens of all outputs so far."""
         return sum(completion.num_tokens for completion in self.completions)
+
+    def summary(self, now: float) -> RequestSummary:
+        """Return the counts and times of the request, which ends now. If it has no token, the phases take 0 s."""
+        token_counts = [completion.num_tokens for completion in self.completions]
+        last_times = [c.last_token_time for c in self.completions if c.last_token_time is not None]
+        start_time, first_token_time = self.start_time, self.first_token_time
+        return RequestSummary(
+            self.params,
+            self.num_input_tokens,
+            sum(token_counts),
+            max(token_counts, default=0),
+            now - self.arrival_time,
+            0.0 if start_time is None or first_token_time is None else first_token_time - start_time,
+            0.0 if first_token_time is None else max(last_times) - first_token_time,
+        )
 
     def submit(
         self, prepared: PreparedRequest, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int], now: float

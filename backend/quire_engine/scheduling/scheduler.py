@@ -161,6 +161,8 @@ class Scheduler:
         """True if the last schedule() found nothing to run, and nothing has changed since."""
         self.num_preemptions = 0
         self.num_steps = 0
+        self.num_step_tokens = 0
+        """Number of tokens that steps have computed."""
         if self._has_long_rope and self.draft_planner is not None:
             raise ConfigError(
                 "speculative_config: speculative decoding does not support models with longrope; remove it"
@@ -729,6 +731,7 @@ class Scheduler:
         """Remove the earlier step in flight."""
         self._in_flight.complete(plan)
         self.num_steps += 1
+        self.num_step_tokens += sum(span.length for span in plan.spans)
         self.block_manager.complete_step(plan, step_failed)
 
     def _free_finished(self) -> None:

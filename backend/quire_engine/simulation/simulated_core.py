@@ -77,6 +77,10 @@ class SimulatedCore:
         """Register an adapter and keep it in host memory, as a pod does when it starts."""
         self.engine.add_adapter(digest, Path(digest), None, False)
 
+    def state(self) -> StepResult:
+        """Return the state that a core sends when a text process connects."""
+        return StepResult([], [], self.engine.stats(), adapter_changes=self.engine.pop_adapter_changes())
+
     def add(self, request: SequenceRequest) -> None:
         """Queue a request. The step that runs now does not contain it."""
         self.engine.add(request)
@@ -93,6 +97,7 @@ class SimulatedCore:
         self._has_step = self.engine.has_runnable
         if self._has_step:
             result = self.engine.step()
+            result = msgspec.structs.replace(result, adapter_changes=self.engine.pop_adapter_changes())
             if self._report_blocks:
                 result = msgspec.structs.replace(result, block_changes=block_changes(self.engine.pop_block_events()))
             self._queue.at(self._queue.now + self.runner.pop_seconds(), lambda: self._end_step(result))

@@ -62,6 +62,10 @@ class SimulatedRunner:
         """Return the size of an adapter."""
         return self._adapter_bytes
 
+    def lora_rank(self, packed_adapter: object) -> int:
+        """Return 0, because nothing reads it."""
+        return 0
+
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """Do nothing."""
 

@@ -65,6 +65,7 @@ class _Replica:
         if config.enable_prefix_caching:
             self._dispatcher.prefix_index.hasher = cores[0].engine.block_hasher
         for number, core in enumerate(cores):
+            self._dispatcher.on_step(number, core.state())
             core.on_step = partial(self._on_step, number, core.on_step)
 
     def add(self, request: SequenceRequest) -> None:

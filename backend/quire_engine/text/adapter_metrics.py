@@ -6,12 +6,13 @@ owns the metrics, and the request manager calls them. vLLM has no metrics per ad
 quire_adapter_.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from quire_engine.text.metric_series import Registry
 from quire_spec.constants import AdapterDigest, AdapterName
-from quire_spec.protocol.messages import AdapterEvent, SequenceDelta
+from quire_spec.protocol.messages import AdapterEvent, AdapterResidency, SequenceDelta
 
 MAX_ADAPTER_LABELS = 100
 """Maximum number of adapters that have their own series. All other adapters share one series. Each adapter adds about
@@ -26,6 +27,9 @@ _MAX_UNNAMED_ADAPTER_EVENTS = 256
 _QUEUE_TIME_BUCKETS = (0.01, 0.1, 0.5, 1.0, 2.5, 10.0, 60.0)
 _LOAD_TIME_BUCKETS = (0.005, 0.025, 0.1, 0.5, 2.5, 10.0)
 
+_LEVELS = {"slot": "gpu", "host": "cpu", "disk": "disk"}
+"""The values of the label `level` in vLLM, by the state of an adapter. On a CPU, the level of a slot is `gpu`, too."""
+
 OTHER_LABEL = "_other"
 """Label of the shared series. It is not a valid name for an adapter."""
 
@@ -37,10 +41,10 @@ class AdapterMetrics:
         self._model_name = served_name
         self._labels = AdapterLabels()
         self._names_by_digest: dict[AdapterDigest, list[AdapterName]] = {}
-        self._digests_in_slots: list[AdapterDigest] = []
-        self._labels_in_slots: set[str] = set()
-        self.names_in_slots: set[AdapterName] = set()
-        """Names of the adapters in device slots, with a label of their own or not."""
+        self._residencies: dict[AdapterDigest, AdapterResidency] = {}
+        self._num_by_state: Counter[str] = Counter()
+        self._levels: dict[AdapterName, tuple[str, ...]] = {}
+        """The label values of each adapter in `vllm:lora_adapter_loaded`."""
         self._unnamed_adapter_events: deque[AdapterEvent] = deque(maxlen=_MAX_UNNAMED_ADAPTER_EVENTS)
         labels = ["model_name", "adapter"]
         self._requests = registry.counter("quire_adapter_requests", "Requests admitted for the adapter.", labels)
@@ -77,6 +81,23 @@ class AdapterMetrics:
         self._slot_residency = registry.gauge(
             "quire_adapter_slot_residency", "1 while the adapter is in a device slot.", labels
         )
+        self._loaded = registry.gauge(
+            "vllm:lora_adapter_loaded",
+            "1 while the adapter is in a slot (level gpu), in host memory (cpu) or only on disk (disk).",
+            ["model_name", "adapter_name", "level", "pinned", "rank"],
+        )
+        self._num_gpu_loaded = registry.gauge(
+            "vllm:num_gpu_loaded_lora_adapters", "Adapters in slots.", ["model_name"]
+        ).labels(served_name)
+        self._num_cpu_loaded = registry.gauge(
+            "vllm:num_cpu_loaded_lora_adapters", "Adapters in host memory, including those in slots.", ["model_name"]
+        ).labels(served_name)
+        self._load_time_by_level = registry.histogram(
+            "vllm:lora_adapter_load_seconds",
+            "Time to load an adapter from disk to host memory (level cpu), and from there to a slot (level gpu).",
+            ["model_name", "level"],
+            _LOAD_TIME_BUCKETS,
+        )
         self._by_adapter = (
             *(self._requests, self._tokens, self._time_to_first_token, self._slot_residency),
             *(self._rate_limited_requests, self._evictions, self._queue_time, *self._drafts),
@@ -98,8 +119,12 @@ class AdapterMetrics:
         if adapter_name is not None:
             self._queue_time.labels(self._model_name, self._labels.label(adapter_name)).observe(seconds)
 
-    def record_adapter_event(self, adapter_event: AdapterEvent) -> None:
-        """Record that an adapter was loaded to host memory or to a slot, or was evicted from its slot."""
+    def record_adapter_event(self, adapter_event: AdapterEvent, is_late: bool = False) -> None:
+        """Record that an adapter was loaded to host memory or to a slot, or was evicted from its slot. An event that
+        came before the adapter's name is recorded again, late."""
+        if adapter_event.kind != "evicted" and not is_late:
+            level = _LEVELS[adapter_event.kind]
+            self._load_time_by_level.labels(self._model_name, level).observe(adapter_event.duration_s)
         names = self._names_by_digest.get(adapter_event.digest, [])
         if not names:
             # The core loads an adapter before the supervisor announces its name here.
@@ -134,7 +159,6 @@ class AdapterMetrics:
         for adapter_name, digest in digest_by_name.items():
             self._names_by_digest.setdefault(digest, []).append(adapter_name)
         for name in self._labels.set_names(digest_by_name):
-            self._labels_in_slots.discard(name)
             for metric in self._by_adapter:
                 metric.remove(self._model_name, name)
             for destination in ("host", "slot"):
@@ -144,17 +168,45 @@ class AdapterMetrics:
             for label in map(self._labels.label, digest_by_name):
                 for metric in self._by_adapter:
                     metric.labels(self._model_name, label)
-        self._update_residency()
+        for name in self._levels.keys() - digest_by_name.keys():
+            self._loaded.remove(*self._levels.pop(name))
+        for name, digest in digest_by_name.items():
+            self._show_residency(name, digest)
         adapter_events = list(self._unnamed_adapter_events)
         self._unnamed_adapter_events.clear()
         for adapter_event in adapter_events:
-            self.record_adapter_event(adapter_event)
+            self.record_adapter_event(adapter_event, is_late=True)
 
-    def set_adapters_in_slots(self, digests: list[AdapterDigest]) -> None:
-        """Set the adapters that are in a device slot."""
-        if digests != self._digests_in_slots:
-            self._digests_in_slots = digests
-            self._update_residency()
+    def record_residency(self, changes: Iterable[AdapterResidency]) -> None:
+        """Record the adapters that moved, or that were registered, pinned or removed."""
+        for change in changes:
+            if (old := self._residencies.pop(change.digest, None)) is not None:
+                self._num_by_state[old.state] -= 1
+            if change.state != "removed":
+                self._residencies[change.digest] = change
+                self._num_by_state[change.state] += 1
+            for name in self._names_by_digest.get(change.digest, []):
+                self._show_residency(name, change.digest)
+        self._num_gpu_loaded.set(self._num_by_state["slot"])
+        self._num_cpu_loaded.set(self._num_by_state["slot"] + self._num_by_state["host"])
+
+    @property
+    def names_in_slots(self) -> set[AdapterName]:
+        """Names of the adapters in slots, with a label of their own or not."""
+        return {name for name, (_, _, level, *_) in self._levels.items() if level == "gpu"}
+
+    def clear_residency(self) -> None:
+        """Forget where the adapters are, because no core is connected."""
+        self.record_residency([AdapterResidency(digest, "removed") for digest in self._residencies])
+
+    def residency(self) -> list[dict[str, Any]]:
+        """Return the name, digest, level, pin and rank of each adapter that requests can name and a core has."""
+        return [
+            {"name": name, "digest": d, "level": _LEVELS[known.state], "pinned": known.pinned, "rank": known.rank}
+            for d, names in self._names_by_digest.items()
+            for name in names
+            if (known := self._residencies.get(d)) is not None
+        ]
 
     def mean_load_times(self) -> dict[tuple[str, str], float]:
         """Return the mean load time in seconds for each pair of adapter label and destination (host or slot)."""
@@ -164,14 +216,21 @@ class AdapterMetrics:
             if series.count
         }
 
-    def _update_residency(self) -> None:
-        names = {name for digest in self._digests_in_slots for name in self._names_by_digest.get(digest, [])}
-        labels_in_slots = {label for label in map(self._labels.label, names) if label != OTHER_LABEL}
-        for label in self._labels_in_slots - labels_in_slots:
-            self._slot_residency.labels(self._model_name, label).set(0)
-        for label in labels_in_slots - self._labels_in_slots:
-            self._slot_residency.labels(self._model_name, label).set(1)
-        self.names_in_slots, self._labels_in_slots = names, labels_in_slots
+    def _show_residency(self, name: AdapterName, digest: AdapterDigest) -> None:
+        known = self._residencies.get(digest)
+        is_in_slot = known is not None and known.state == "slot"
+        if (is_in_slot and self._labels.label(name) != OTHER_LABEL) or self._labels.has_label(name):
+            self._slot_residency.labels(self._model_name, name).set(is_in_slot)
+        labels: tuple[str, ...] | None = None
+        # The number of adapters in slots and in host memory is limited, and that of the others is not.
+        if known is not None and (known.state != "disk" or self._labels.has_label(name)):
+            pinned = str(known.pinned).lower()
+            labels = (self._model_name, name, _LEVELS[known.state], pinned, str(known.rank))
+        if (old := self._levels.pop(name, None)) is not None and old != labels:
+            self._loaded.remove(*old)
+        if labels is not None:
+            self._levels[name] = labels
+            self._loaded.labels(*labels).set(1)
 
 
 class AdapterLabels:
@@ -190,6 +249,10 @@ class AdapterLabels:
             return OTHER_LABEL
         self._labelled_names.add(name)
         return name
+
+    def has_label(self, name: str) -> bool:
+        """Return whether an adapter has its own label value already."""
+        return name in self._labelled_names
 
     def set_names(self, names: Collection[str]) -> set[str]:
         """Set the adapter names that the catalog contains, and return the names whose series must be removed."""

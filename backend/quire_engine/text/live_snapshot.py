@@ -37,7 +37,12 @@ def merge_live(cores: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         rows[digest] = [digest, best, *map(sum, zip(sums, counts, strict=True))]
     stats = merge_stats(SchedulerStats(**core["stats"]) for core in cores)
     num_adapters = max(core["num_adapters"] for core in cores)
-    return {"stats": msgspec.structs.asdict(stats), "adapters": list(rows.values()), "num_adapters": num_adapters}
+    return {
+        "stats": msgspec.structs.asdict(stats),
+        "slots": list(dict.fromkeys(digest for core in cores for digest in core["slots"])),
+        "adapters": list(rows.values()),
+        "num_adapters": num_adapters,
+    }
 
 
 def build_live_snapshot(
@@ -60,7 +65,7 @@ def build_live_snapshot(
         first_names.setdefault(digest_by_name[alias], alias)
     adapters: list[dict[str, Any]] = []
     num_blocks: dict[str, int] = {}
-    slots = {digest: slot for slot, digest in enumerate(stats["slot_adapters"])}
+    slots = {digest: slot for slot, digest in enumerate(core["slots"])}
     for digest, state, num_running, num_waiting, num_owned_blocks in core["adapters"]:
         name: str = served_name if digest is None else first_names.get(digest, REMOVED)
         if num_owned_blocks:

@@ -72,6 +72,7 @@ class TextMethods:
             self.status,
             self.drain,
             self.models,
+            self.adapters,
             self.metrics,
             self.tokenize,
             self.render,
@@ -123,6 +124,10 @@ class TextMethods:
             sampling_defaults=self._sampling_defaults,
             closed_reason="draining" if admission.draining else admission.closed_reason,
         )
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """Return where each adapter is: its name, digest, level (gpu, cpu or disk), pin and rank."""
+        return self._metrics.adapter_metrics.residency()
 
     def metrics(self, page_format: str = "") -> str:
         """Return the metrics in Prometheus's text format; with the format vllm_backend, under its names."""

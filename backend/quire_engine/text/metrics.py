@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
+from quire_engine.requests.request_state import RequestSummary
 from quire_engine.text.adapter_metrics import OTHER_LABEL, AdapterMetrics
 from quire_engine.text.metric_series import CounterSeries, GaugeSeries, HistogramSeries, Registry
 from quire_spec.constants import AdapterName
 from quire_spec.engine.config import EngineConfig
-from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import SchedulerStats
 
 # These are the buckets of vLLM, so that its dashboards show comparable quantiles.
@@ -29,6 +29,7 @@ _INTER_TOKEN_BUCKETS = (
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
 _N_BUCKETS = (1, 2, 5, 10, 20)
+_STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _REQUEST_LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -101,18 +102,21 @@ class RequestMetrics:
         self._generation_tokens.inc(num_tokens)
         self.adapter_metrics.record_generated_tokens(adapter_name, num_tokens)
 
-    def record_finished(
-        self, reason: str, seconds: float, num_input_tokens: int, num_output_tokens: int, params: SamplingParams
-    ) -> None:
-        """Record the end of an admitted request (stop, length, abort or error), `seconds` after its arrival."""
+    def record_finished(self, reason: str, request: RequestSummary) -> None:
+        """Record the end of an admitted request (stop, length, abort or error)."""
         self._finished_requests.labels(self._model_name, reason).inc()
         if reason in ("stop", "length"):
-            self._e2e_latency.observe(seconds)
-            self._request_prompt_tokens.observe(num_input_tokens)
-            self._request_generation_tokens.observe(num_output_tokens)
-            self._params_n.observe(params.n)
-            if params.max_tokens is not None:
-                self._params_max_tokens.observe(params.max_tokens)
+            self._e2e_latency.observe(request.latency_s)
+            self._prefill_time.observe(request.prefill_s)
+            self._decode_time.observe(request.decode_s)
+            self._inference_time.observe(request.prefill_s + request.decode_s)
+            self._time_per_output_token.observe(request.decode_s / max(1, request.max_output_tokens - 1))
+            self._request_prompt_tokens.observe(request.num_input_tokens)
+            self._request_generation_tokens.observe(request.num_output_tokens)
+            self._request_max_generation_tokens.observe(request.max_output_tokens)
+            self._params_n.observe(request.params.n)
+            if request.params.max_tokens is not None:
+                self._params_max_tokens.observe(request.params.max_tokens)
 
     def record_prompt_tokens(self, num_tokens: int, api_key_name: str = "") -> None:
         """Count the tokens of a prompt that was sent to the engine core."""
@@ -158,7 +162,9 @@ class RequestMetrics:
         self._num_running.set(0)
         self._num_waiting.set(0 if connected else self._config.max_num_seqs)
         self._kv_cache_usage.set(0 if connected else 1)
-        self.adapter_metrics.set_adapters_in_slots([])
+        self.adapter_metrics.clear_residency()
+        num_slots = self._config.max_loras * self._config.data_parallel_size if self._config.enable_lora else 0
+        self._max_slots.set(num_slots if connected else 0)
 
     def record_core_stats(self, stats: SchedulerStats) -> None:
         """Update gauges and counters from the statistics of a step."""
@@ -172,6 +178,8 @@ class RequestMetrics:
         self._offload_usage.set(stats.num_cached_host_blocks / stats.num_host_blocks if stats.num_host_blocks else 0.0)
         self._host_adapters.set(stats.num_host_adapters)
         self._host_adapter_bytes.set(stats.host_adapter_bytes)
+        if (num_tokens := stats.num_step_tokens - previous.num_step_tokens) > 0:
+            self._step_tokens.observe(num_tokens)
         self._kv_cache_usage.set(stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
         for name, counter in self._core_counters.items():
             counter.inc(max(0, getattr(stats, name) - getattr(previous, name)))
@@ -228,6 +236,9 @@ class RequestMetrics:
         self._host_adapters = gauge("quire_host_adapters", "Adapters in host memory.")
         self._host_adapter_bytes = gauge("quire_host_adapter_bytes", "Bytes of the adapters in host memory.")
         self._core_connected = gauge("quire_core_connected", "1 while the engine core is connected.")
+        self._max_slots = gauge(
+            "vllm:max_gpu_lora_adapters", "Adapter slots; 0 while the engine core is not connected."
+        )
         documentation = "Names of the adapters in slots and of waiting requests; the value is the time in Unix seconds."
         label_names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         self._lora_requests_info = self.registry.gauge("vllm:lora_requests_info", documentation, label_names)
@@ -309,7 +320,33 @@ class RequestMetrics:
             "From a request's arrival to the start of its first step.",
             _REQUEST_LATENCY_BUCKETS,
         )
+        self._inference_time = self._histogram(
+            "vllm:request_inference_time_seconds",
+            "From the start of a request's first step to its last token.",
+            _REQUEST_LATENCY_BUCKETS,
+        )
+        self._prefill_time = self._histogram(
+            "vllm:request_prefill_time_seconds",
+            "From the start of a request's first step to its first token.",
+            _REQUEST_LATENCY_BUCKETS,
+        )
+        self._decode_time = self._histogram(
+            "vllm:request_decode_time_seconds",
+            "From a request's first token to its last one.",
+            _REQUEST_LATENCY_BUCKETS,
+        )
+        self._time_per_output_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time between the tokens of a finished request.",
+            _INTER_TOKEN_BUCKETS,
+        )
+        self._step_tokens = self._histogram(
+            "vllm:iteration_tokens_total", "Prompt and output tokens of a step.", _STEP_TOKENS_BUCKETS
+        )
         histogram = partial(self._histogram, buckets=token_buckets)
+        self._request_max_generation_tokens = histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of the longest output of a finished request."
+        )
         self._request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens of a finished request.")
         self._request_generation_tokens = histogram(
             "vllm:request_generation_tokens", "Output tokens of a finished request."

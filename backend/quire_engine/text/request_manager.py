@@ -202,7 +202,7 @@ class RequestManager:
         self._metrics.record_core_stats(step.stats)
         for adapter_event in step.adapter_events:
             self._metrics.adapter_metrics.record_adapter_event(adapter_event)
-        self._metrics.adapter_metrics.set_adapters_in_slots(step.stats.slot_adapters)
+        self._metrics.adapter_metrics.record_residency(step.adapter_changes)
 
     def reader_of(self, sequence_id: int) -> FrontendSink | None:
         """Return the frontend that reads the stream of a sequence. Return None if the sequence is unknown, or if its
@@ -259,7 +259,7 @@ class RequestManager:
 
         An adapter in a slot counts as running, also without requests, because a request for it starts at once.
         """
-        running = set(self._metrics.adapter_metrics.names_in_slots)
+        running: set[str] = {*self._metrics.adapter_metrics.names_in_slots}
         waiting: set[str] = set()
         for request_state in self._open_requests():
             if request_state.adapter_name is not None:
@@ -369,10 +369,8 @@ class RequestManager:
         del self._by_frontend[frontend][request.id]
         if request_state.start_time is None:
             self._leave_queue(request_state)
-        latency_s = self._clock() - request_state.arrival_time
-        token_counts = request_state.num_input_tokens, request_state.num_output_tokens
         self._metrics.record_api_key_output(request.api_key_name, request_state.num_output_tokens)
-        self._metrics.record_finished(reason, latency_s, *token_counts, request_state.params)
+        self._metrics.record_finished(reason, request_state.summary(self._clock()))
         self._notify_if_drained()
 
     def _leave_queue(self, request_state: RequestState) -> None:

@@ -35,6 +35,9 @@ class ModelRunner(Protocol):
     def host_bytes(self, packed_adapter: object) -> int:
         """Return the size of an adapter that `read_adapter` returned, in bytes."""
 
+    def lora_rank(self, packed_adapter: object) -> int:
+        """Return the largest LoRA rank among the modules of an adapter that `read_adapter` returned."""
+
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """Keep an adapter in host memory, under the digest of its content. `read_adapter` returned the adapter."""
 

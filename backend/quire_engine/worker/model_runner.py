@@ -93,6 +93,11 @@ class DeviceModelRunner(ModelRunner):
         assert isinstance(packed_adapter, PackedAdapter)
         return packed_adapter.num_bytes
 
+    def lora_rank(self, packed_adapter: object) -> int:
+        """See ModelRunner."""
+        assert isinstance(packed_adapter, PackedAdapter)
+        return packed_adapter.rank
+
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """See ModelRunner."""
         assert isinstance(packed_adapter, PackedAdapter)

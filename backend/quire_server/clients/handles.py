@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from quire_server.model_server.client import ModelServerClient
 from quire_server.model_server.repository import remove_model, write_model
@@ -213,6 +213,10 @@ class TextHandle:
     async def status(self) -> TextStatus:
         """Return the status of the text process. It contains whether a core is connected."""
         return await self.control.call("status", TextStatus, timeout_s=_CALL_TIMEOUT_S)
+
+    async def adapters(self) -> list[dict[str, Any]]:
+        """Return where each adapter is: its name, digest, level (gpu, cpu or disk), pin and rank."""
+        return await self.control.call("adapters", list[dict[str, Any]], timeout_s=_METRICS_TIMEOUT_S)
 
     async def metrics(self, page_format: str = "") -> str:
         """Return the metrics of the process in Prometheus's text format.

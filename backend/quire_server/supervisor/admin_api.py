@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP API of the health port, which the operator calls admin port.
 
-Probes and metrics need no key. The status and the adapter catalog need the admin key.
+Probes, metrics and the places of adapters need no key. The status and changes of the adapter catalog need the admin
+key.
 
 This module handles only HTTP; the Supervisor owns state and actions. supervisor/app.py serves the API.
 """
@@ -59,6 +60,7 @@ class AdminAPI:
                 web.get("/metrics", self._metrics),
                 web.get("/metrics/vllm_backend", self._vllm_backend_metrics),
                 web.get("/status", self._status),
+                web.get("/adapters", self._adapters),
                 web.put("/adapters", self._put_adapters),
                 web.get("/v2/repository/index", self._index),
                 web.post("/v2/repository/index", self._index),
@@ -91,6 +93,10 @@ class AdminAPI:
     async def _status(self, request: web.Request) -> web.Response:
         self._authorize(request)
         return web.json_response(to_json(self._supervisor.status()))
+
+    async def _adapters(self, request: web.Request) -> web.Response:
+        # No key: a router reads it, and the metrics show the same.
+        return web.json_response({"adapters": await self._supervisor.adapter_residency()})
 
     async def _put_adapters(self, request: web.Request) -> web.Response:
         self._authorize(request)

@@ -145,6 +145,13 @@ class Supervisor:
         text, server = await asyncio.gather(self._text_metrics("vllm_backend"), self._server_metrics())
         return reporting.concat_pages(text, server)
 
+    async def adapter_residency(self) -> list[dict[str, Any]]:
+        """Return where each adapter is. The list is empty while no text process runs."""
+        text_handle = self._process_manager.handles.text
+        with contextlib.suppress(QuireError):
+            return await text_handle.adapters() if text_handle else []
+        return []
+
     async def _text_metrics(self, page_format: str = "") -> str:
         text_handle = self._process_manager.handles.text
         with contextlib.suppress(QuireError):

@@ -346,9 +346,9 @@ class SchedulerStats(Value, frozen=True):
     host_cache_hits: int = 0
     """Number of prompt tokens that were found in host memory."""
     num_steps: int = 0
+    num_step_tokens: int = 0
+    """Number of prompt and output tokens that steps have computed."""
     num_adapter_evictions: int = 0
-    slot_adapters: list[AdapterDigest] = []
-    """Digests of the adapters that are in adapter slots."""
     num_host_adapters: int = 0
     """Number of adapters that are in host memory."""
     host_adapter_bytes: int = 0
@@ -377,6 +377,18 @@ class AdapterEvent(Value, frozen=True):
     """Number of seconds that it took to load the adapter, including the wait in the queue."""
 
 
+class AdapterResidency(Value, frozen=True):
+    """Reports where a registered adapter is now."""
+
+    digest: AdapterDigest
+    state: str
+    """slot, host or disk; removed if the adapter is not registered any more."""
+    pinned: bool = False
+    """Whether the adapter keeps its slot while no request uses it."""
+    rank: int = 0
+    """The largest LoRA rank among the adapter's modules."""
+
+
 class BlockChanges(Value, frozen=True):
     """Reports which full KV blocks the prefix cache gained and lost."""
 
@@ -400,9 +412,9 @@ class StepResult(Message, frozen=True, tag=8):
     block_changes: BlockChanges | None = None
     """The changes of the prefix cache since the previous result; None if there are none, or if the core does not report
     them. The first result after the text process connected contains all cached blocks."""
-    adapters: list[AdapterDigest] | None = None
-    """The registered adapters, if they have changed since the previous message; None if they have not. Only a core of
-    several sends them."""
+    adapter_changes: list[AdapterResidency] = []
+    """The adapters that were registered, moved, pinned or removed since the previous result. The first result after the
+    text process connected contains all registered adapters."""
 
     @property
     def request_ids(self) -> Sequence[int]:

@@ -34,6 +34,8 @@ class RegistryMachine(RuleBasedStateMachine):
         self.slots: dict[int, str] = {}
         self.loading: list[SlotLoad] = []
         self.now = 0.0
+        self.reported: dict[str, str] = {}
+        """The state of each adapter, from the reported changes."""
 
     def discard_evicted(self) -> None:
         for digest in self.registry.pop_evicted_copies():
@@ -131,6 +133,12 @@ class RegistryMachine(RuleBasedStateMachine):
     def state_is_consistent(self) -> None:
         self.registry.check_integrity(Counter(self.waiting + self.running), Counter(self.running))
         assert self.host_bytes is None or sum(SIZES[digest] for digest in self.copies) <= self.host_bytes
+        for change in self.registry.pop_changes():
+            assert change.pinned == (change.digest in self.registry.slot_table.slot_pinned_adapters)
+            self.reported[change.digest] = change.state
+            if change.state == "removed":
+                del self.reported[change.digest]
+        assert self.reported == self.registry.adapter_states()
         assert {d for d, state in self.registry.adapter_states().items() if state != "disk"} <= self.copies
         assert set(self.running) == set(self.registry.running_adapters())
 

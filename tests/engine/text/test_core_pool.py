@@ -25,7 +25,14 @@ from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Unavailable
-from quire_spec.protocol.messages import BlockChanges, SchedulerStats, SequenceDelta, SequenceRequest, StepResult
+from quire_spec.protocol.messages import (
+    AdapterResidency,
+    BlockChanges,
+    SchedulerStats,
+    SequenceDelta,
+    SequenceRequest,
+    StepResult,
+)
 
 NUM_CORES = 3
 HASHER = BlockHasher("model", "float32", 16, "float32")
@@ -59,6 +66,8 @@ class Listener:
     lost: set[int] = field(default_factory=set)
     is_open: bool = False
     stats: SchedulerStats = field(default_factory=SchedulerStats)
+    residencies: dict[AdapterDigest, tuple[str, bool]] = field(default_factory=dict)
+    """State and pin of each adapter of the pod."""
 
     def on_core_connected(self) -> None:
         assert not self.is_open
@@ -72,6 +81,8 @@ class Listener:
         for result in step.results:
             self.results.setdefault(result.id, []).append(result)
         self.stats = step.stats
+        for change in step.adapter_changes:
+            self.residencies[change.digest] = change.state, change.pinned
 
     def on_sequences_lost(self, sequence_ids: Iterable[int], reason: str) -> None:
         assert "try again" in reason
@@ -114,14 +125,14 @@ class CorePoolMachine(RuleBasedStateMachine):
     def start_core(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from([n for n, client in enumerate(self.clients) if not client.is_up]))
         self.clients[number].is_up = True
-        self.step_of(number, [], adapters=[])
+        self.step_of(number, [])
 
     @precondition(lambda self: any(client.is_up for client in self.clients))
     @rule(data=st.data(), digest=st.sampled_from(ADAPTERS))
     def load_adapter(self, data: st.DataObject, digest: AdapterDigest) -> None:
         number = data.draw(st.sampled_from([n for n, client in enumerate(self.clients) if client.is_up]))
         self.clients[number].adapters = sorted({*self.clients[number].adapters, digest})
-        self.step_of(number, [], adapters=self.clients[number].adapters)
+        self.step_of(number, [], adapter_changes=[AdapterResidency(digest, "host")])
 
     @precondition(lambda self: self.listener.is_open)
     @rule(
@@ -226,7 +237,7 @@ def started_pool(num_cores: int = 2) -> tuple[CorePool, list[FakeClient]]:
     pool = CorePool(clients, CoreMetrics(Registry(), "base", num_cores), config, lambda: 0.0)  # type: ignore[arg-type]
     pool.listener, pool.dispatcher.prefix_index.hasher = Listener(), HASHER
     for number in range(num_cores):
-        pool.on_step(number, StepResult([], [], SchedulerStats(num_blocks=8), adapters=[]))
+        pool.on_step(number, StepResult([], [], SchedulerStats(num_blocks=8)))
     return pool, clients
 
 
@@ -272,13 +283,16 @@ def test_a_prompt_goes_where_its_beginning_is_cached_unless_it_is_evicted():
 def test_an_adapter_in_a_slot_attracts_and_a_restarted_core_waits_for_its_adapters():
     pool, clients = started_pool()
     a, b = ADAPTERS
-    for number, slots in enumerate(([a], [b])):
-        stats = SchedulerStats(num_blocks=8, slot_adapters=slots)
-        pool.on_step(number, StepResult([], [], stats, adapters=[a, b]))
+    stats = SchedulerStats(num_blocks=8)
+    for number, (in_slot, on_host) in enumerate(((a, b), (b, a))):
+        changes = [AdapterResidency(in_slot, "slot"), AdapterResidency(on_host, "host", number == 1, 8)]
+        pool.on_step(number, StepResult([], [], stats, adapter_changes=changes))
+    assert pool.listener.residencies == {a: ("slot", True), b: ("slot", False)}
     cores = [core_of(pool, clients, i, [i] * 20, adapter_digest=(a, b)[i % 2]) for i in range(8)]
     assert cores == [0, 1] * 4
     pool.on_core_lost(0)
-    pool.on_step(0, StepResult([], [], SchedulerStats(num_blocks=8), adapters=[]))
+    assert pool.listener.residencies == {a: ("host", True), b: ("slot", False)}
+    pool.on_step(0, StepResult([], [], stats))
     assert [core_of(pool, clients, 10 + i, [i] * 20, adapter_digest=a) for i in range(3)] == [1, 1, 1]
     assert core_of(pool, clients, 20, [5] * 20) == 0, "the base model needs no adapter"
 
@@ -360,7 +374,6 @@ stats_of_a_core = st.builds(
     num_blocks=st.integers(0, 99),
     prefix_cache_hits=st.integers(0, 99),
     num_steps=st.integers(0, 99),
-    slot_adapters=st.lists(st.sampled_from(ADAPTERS), unique=True),
     accepted_draft_tokens_per_position=st.lists(st.integers(0, 9), min_size=2, max_size=2),
 )
 
@@ -377,7 +390,6 @@ def test_the_sum_of_all_cores(events: list[tuple[int, SchedulerStats | None]]):
         living = {n: s for n, s in living.items() if n != core} | ({} if new is None else {core: new})
         assert total.num_running == sum(s.num_running for s in living.values())
         assert total.num_blocks == sum(s.num_blocks for s in living.values())
-        assert set(total.slot_adapters) == {d for s in living.values() for d in s.slot_adapters}
         assert total.prefix_cache_hits >= hits
         hits = total.prefix_cache_hits
 
@@ -395,7 +407,9 @@ def test_every_number_is_added_up():
 def test_the_live_page_adds_up_cores():
 
     def core(rows: list[list[Any]]) -> dict[str, Any]:
-        return {"stats": msgspec.structs.asdict(SchedulerStats(num_blocks=4)), "adapters": rows, "num_adapters": 2}
+        slots = [digest for digest, state, *_ in rows if state == "slot"]
+        stats = msgspec.structs.asdict(SchedulerStats(num_blocks=4))
+        return {"stats": stats, "slots": slots, "adapters": rows, "num_adapters": 2}
 
     a, b = ADAPTERS
     merged = merge_live(
@@ -404,5 +418,5 @@ def test_the_live_page_adds_up_cores():
             core([[None, "", 4, 0, 1], [a, "slot", 1, 0, 2], [b, "host", 0, 0, 0]]),
         ]
     )
-    assert merged["stats"]["num_blocks"] == 8 and merged["num_adapters"] == 2
+    assert merged["stats"]["num_blocks"] == 8 and merged["num_adapters"] == 2 and merged["slots"] == [a]
     assert merged["adapters"] == [[None, "", 5, 2, 4], [a, "slot", 1, 0, 2], [b, "host", 0, 0, 0]]

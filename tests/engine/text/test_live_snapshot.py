@@ -21,6 +21,7 @@ NAMES = st.dictionaries(st.integers(0, 99).map("adapter-{}".format), DIGESTS.fil
 def test_a_snapshot_is_bounded_and_loses_no_block(rows, names):
     core = {
         "stats": msgspec.structs.asdict(SchedulerStats(num_blocks=9, num_used_blocks=5)),
+        "slots": [digest for digest, state, *_ in rows if state == "slot"],
         "adapters": rows,
         "num_adapters": 3,
     }

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics have the names and labels that vLLM's dashboards read, and a bounded number of series."""
 
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire_engine.requests.request_state import RequestSummary
 from quire_engine.text.adapter_metrics import MAX_ADAPTER_LABELS, AdapterLabels
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.result_coalescer import coalesce
+from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.protocol.messages import AdapterEvent, SchedulerStats, SequenceDelta
+from quire_spec.protocol.messages import AdapterEvent, AdapterResidency, SchedulerStats, SequenceDelta
 
 
 @pytest.fixture
@@ -68,6 +72,18 @@ VALUES: list[tuple[str, dict[str, str], float]] = [
     ("vllm:request_prompt_tokens_bucket", {"le": "+Inf"}, 1),
     ("vllm:request_generation_tokens_bucket", {"le": "2.0"}, 0),
     ("vllm:request_generation_tokens_bucket", {"le": "5.0"}, 1),
+    ("vllm:request_max_num_generation_tokens_sum", {}, 2),
+    ("vllm:request_prefill_time_seconds_sum", {}, 0.5),
+    ("vllm:request_decode_time_seconds_sum", {}, 0.25),
+    ("vllm:request_inference_time_seconds_sum", {}, 0.75),
+    ("vllm:request_time_per_output_token_seconds_sum", {}, 0.25),
+    ("vllm:iteration_tokens_total_count", {}, 1),
+    ("vllm:iteration_tokens_total_sum", {}, 9),
+    ("vllm:lora_adapter_loaded", {"adapter_name": "sql", "level": "gpu", "pinned": "true", "rank": "8"}, 1),
+    ("vllm:num_gpu_loaded_lora_adapters", {}, 1),
+    ("vllm:num_cpu_loaded_lora_adapters", {}, 1),
+    ("vllm:max_gpu_lora_adapters", {}, 4),
+    ("vllm:lora_adapter_load_seconds_count", {"level": "gpu"}, 1),
     ("vllm:request_params_n_bucket", {"le": "2.0"}, 0),
     ("vllm:request_params_n_bucket", {"le": "5.0"}, 1),
     ("vllm:request_params_n_sum", {}, 3),
@@ -117,10 +133,14 @@ def test_names_and_values_after_one_request(metrics: RequestMetrics):
     drafts["accepted_draft_tokens_per_position"] = [3, 2]
     sequences = {"num_running": 1, "num_waiting": 2, "num_swapped": 1}
     metrics.record_core_stats(
-        SchedulerStats(**blocks, **copied, **sequences, prefix_cache_queries=7, num_steps=3, **drafts)
+        SchedulerStats(
+            **blocks, **copied, **sequences, prefix_cache_queries=7, num_steps=3, num_step_tokens=9, **drafts
+        )
     )
-    metrics.adapter_metrics.set_adapters_in_slots(["sha256:1"])
-    metrics.record_finished("length", 1.5, 7, 3, SamplingParams(n=3, max_tokens=40))
+    metrics.adapter_metrics.record_residency([AdapterResidency("sha256:1", "slot", True, 8)])
+    metrics.adapter_metrics.record_adapter_event(AdapterEvent("slot", "sha256:1", 0.01))
+    params = SamplingParams(n=3, max_tokens=40)
+    metrics.record_finished("length", RequestSummary(params, 7, 3, 2, 1.5, prefill_s=0.5, decode_s=0.25))
     metrics.record_rejected("UNAVAILABLE")
     assert [(name, labels, value(metrics, name, **labels)) for name, labels, _ in VALUES] == VALUES
     samples_by_name = samples(metrics)
@@ -131,6 +151,15 @@ def test_names_and_values_after_one_request(metrics: RequestMetrics):
         )
     for family in text_string_to_metric_families(metrics.render()):
         assert family.documentation.endswith("."), family.name
+
+
+def test_all_names_that_the_dashboards_of_vllm_read_exist(metrics: RequestMetrics):
+    # A counter of finished requests exists with the first of its reason.
+    metrics.record_finished("stop", RequestSummary(SamplingParams(), 1, 1, 1, 1.0, prefill_s=1.0, decode_s=0.0))
+    boards = json.loads(Path(__file__).with_name("vllm_dashboards.json").read_text())
+    assert len(boards) == 3
+    missing = {(board["board"], name) for board in boards for name in board["names"] if name not in samples(metrics)}
+    assert not missing
 
 
 def test_names_and_labels_of_vllm_backend(metrics: RequestMetrics):
@@ -150,8 +179,9 @@ def test_names_and_labels_of_vllm_backend(metrics: RequestMetrics):
 
 
 def test_failed_requests_do_not_count_as_latency(metrics: RequestMetrics):
-    metrics.record_finished("error", 9.0, 7, 0, SamplingParams())
-    metrics.record_finished("abort", 9.0, 7, 0, SamplingParams())
+    summary = RequestSummary(SamplingParams(), 7, 0, 0, 9.0, prefill_s=0.0, decode_s=0.0)
+    metrics.record_finished("error", summary)
+    metrics.record_finished("abort", summary)
     assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 0
     assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
 
@@ -185,7 +215,7 @@ def test_adapters_beyond_the_limit_share_a_label(metrics: RequestMetrics):
     metrics.adapter_metrics.set_adapters({name: name for name in adapter_names})
     for name in adapter_names:
         metrics.adapter_metrics.record_admitted(name)
-        metrics.adapter_metrics.set_adapters_in_slots([name])
+        metrics.adapter_metrics.record_residency([AdapterResidency(AdapterDigest(name), "slot")])
     requests = samples(metrics)["quire_adapter_requests_total"]
     assert len(requests) == MAX_ADAPTER_LABELS + 1
     assert value(metrics, "quire_adapter_requests_total", adapter="_other") == 50

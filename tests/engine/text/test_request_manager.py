@@ -30,6 +30,7 @@ from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Internal, InvalidArgument
 from quire_spec.protocol.messages import (
     AbortSequences,
+    AdapterResidency,
     GenerateRequest,
     Message,
     OutputDelta,
@@ -96,7 +97,7 @@ def make_manager(
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[RequestManager, list[Message], RequestMetrics]:
     sent: list[Message] = []
-    metrics = RequestMetrics(EngineConfig("m"), "base", LIMITS.max_model_len)
+    metrics = RequestMetrics(EngineConfig("m", enable_lora=True, max_loras=4), "base", LIMITS.max_model_len)
     limits = replace(LIMITS, has_tokenizer=has_tokenizer)
     processor = RequestProcessor(limits, TOKENIZER if has_tokenizer else None, None, None, run_tokenizer)
     admission = AdmissionController(limits, "base", MAX_NUM_QUEUED_REQS)
@@ -462,6 +463,10 @@ async def test_metrics_of_a_request():
         "request_queue_time": 1.5,
         "time_to_first_token": 10,
         "inter_token_latency": 2,
+        "request_prefill_time": 8.5,
+        "request_decode_time": 2,
+        "request_inference_time": 10.5,
+        "request_time_per_output_token": 2,
         "e2e_request_latency": 12,
     }
     for name, expected in seconds.items():
@@ -490,13 +495,40 @@ async def test_adapter_residency_is_reported_by_name():
         labels = {"max_lora": "4", "running_lora_adapters": names, "waiting_lora_adapters": ""}
         return sample_value(metrics, "vllm:lora_requests_info", labels) is not None
 
-    manager.on_step(StepResult([], [], SchedulerStats(slot_adapters=["d1", "d9"])))
-    assert resident() == {"a": 1, "also-a": 1, "b": 0} and found_by_pickers("a,also-a")
-    manager.on_step(StepResult([], [], SchedulerStats(slot_adapters=["d2"])))
-    assert resident() == {"a": 0, "also-a": 0, "b": 1} and found_by_pickers("b")
+    def loaded() -> set[tuple[str, ...]]:
+        families = text_string_to_metric_families(metrics.render())
+        family = next(family for family in families if family.name == "vllm:lora_adapter_loaded")
+        labels = [sample.labels for sample in family.samples]
+        return {(x["adapter_name"], x["level"], x["pinned"], x["rank"]) for x in labels}
+
+    def counts() -> list[float | None]:
+        names = ("num_gpu_loaded", "num_cpu_loaded")
+        return [sample_value(metrics, f"vllm:{name}_lora_adapters", {"model_name": "base"}) for name in names]
+
+    def move(*changes: AdapterResidency) -> None:
+        manager.on_step(StepResult([], [], SchedulerStats(), adapter_changes=list(changes)))
+
+    move(AdapterResidency("d1", "slot", True, 16), AdapterResidency("d9", "slot"), AdapterResidency("d2", "disk"))
+    assert resident() == {"a": 1, "also-a": 1, "b": 0} and counts() == [2, 2]
+    assert found_by_pickers("a,also-a")
+    expected = {("a", "gpu", "true", "16"), ("also-a", "gpu", "true", "16"), ("b", "disk", "false", "0")}
+    assert loaded() == expected
+    move(AdapterResidency("d1", "host"), AdapterResidency("d2", "slot"), AdapterResidency("d9", "removed"))
+    assert resident() == {"a": 0, "also-a": 0, "b": 1} and counts() == [1, 2]
+    assert found_by_pickers("b")
     manager.set_adapters({"a": "d2"})
-    manager.on_step(StepResult([], [], SchedulerStats(slot_adapters=["d2"])))
-    assert resident() == {"a": 1, "also-a": None, "b": None} and found_by_pickers("a")
+    assert resident() == {"a": 1, "also-a": None, "b": None} and loaded() == {("a", "gpu", "false", "0")}
+    assert found_by_pickers("a")
+    assert metrics.adapter_metrics.residency() == [
+        {"name": "a", "digest": "d2", "level": "gpu", "pinned": False, "rank": 0}
+    ]
+    manager.on_core_lost()
+    assert resident()["a"] == 0 and loaded() == set() and counts() == [0, 0]
+    # Only adapters in slots and in host memory have series if there are many adapters.
+    manager.set_adapters({f"n{i}": f"d{i}" for i in range(150)})
+    states = {f"d{i}": "slot" if i < 4 else "host" if i < 20 else "disk" for i in range(150)}
+    move(*(AdapterResidency(digest, state) for digest, state in states.items()))
+    assert len(loaded()) == 20 and counts() == [4, 20]
 
 
 @pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])

@@ -164,6 +164,7 @@ class CorePool:
         """Called when a core has ended: move the requests that have no output, and end the others."""
         assert self.listener is not None
         core = self._cores[number]
+        digests = list(self.dispatcher.cores[number].adapters)
         lost = self.dispatcher.clear(number)
         self._cores[number] = _Core(core.client)
         self._metrics.set_lost(number)
@@ -172,7 +173,8 @@ class CorePool:
             if core.is_serving:
                 self.listener.on_core_lost()
             return
-        self.listener.on_step(StepResult([], [], self._stats.remove(number)))
+        adapter_changes = list(map(self.dispatcher.residency, digests))
+        self.listener.on_step(StepResult([], [], self._stats.remove(number), adapter_changes=adapter_changes))
         for request in lost:
             if request.messages and not request.was_moved and request.rank is None:
                 request.was_moved = True
@@ -194,7 +196,9 @@ class CorePool:
                 self.listener.on_core_connected()
         self.dispatcher.on_step(number, step)
         self._metrics.set_stats(number, step.stats)
-        self.listener.on_step(replace(step, stats=self._stats.set(number, step.stats)))
+        adapter_changes = [self.dispatcher.residency(change.digest) for change in step.adapter_changes]
+        stats = self._stats.set(number, step.stats)
+        self.listener.on_step(replace(step, stats=stats, adapter_changes=adapter_changes))
 
     def reader_of(self, sequence_id: int) -> FrontendSink | None:
         """See ResultListener."""

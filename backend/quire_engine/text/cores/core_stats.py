@@ -11,8 +11,8 @@ from quire_spec.protocol.messages import SchedulerStats
 
 _COUNTERS = (
     *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "num_block_copies", "num_swapped_out_blocks"),
-    *("num_swapped_in_blocks", "num_steps", "num_adapter_evictions", "num_drafts", "num_draft_tokens"),
-    *("num_accepted_draft_tokens", "accepted_draft_tokens_per_position"),
+    *("num_swapped_in_blocks", "num_steps", "num_step_tokens", "num_adapter_evictions"),
+    *("num_drafts", "num_draft_tokens", "num_accepted_draft_tokens", "accepted_draft_tokens_per_position"),
     *("kv_offload_store_bytes", "kv_offload_load_bytes", "host_cache_queries", "host_cache_hits"),
     *("num_folder_read_blocks", "num_folder_written_blocks", "num_folder_errors", "num_dropped_kv_events"),
 )
@@ -50,7 +50,7 @@ class CoreStats:
 
 
 def merge_stats(stats: Iterable[SchedulerStats]) -> SchedulerStats:
-    """Add up the numbers. `slot_adapters` contains each adapter that is in a slot of any core."""
+    """Add up the numbers."""
     parts = list(stats)
     return SchedulerStats(**{name: _merge([getattr(part, name) for part in parts]) for name in _FIELDS})
 
@@ -59,8 +59,6 @@ def _merge(values: list[Any]) -> Any:
     lists = [value for value in values if isinstance(value, list)]
     if not lists:
         return sum(values)
-    if any(isinstance(item, str) for value in lists for item in value):
-        return list(dict.fromkeys(item for value in lists for item in value))
     return [sum(items) for items in zip_longest(*lists, fillvalue=0)]
 
 

@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from quire_engine.text.cores.dispatch import CoreLoad, Speeds, choose_core
 from quire_engine.text.cores.prefix_index import PrefixIndex
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
-from quire_spec.protocol.messages import AdapterEvent, SchedulerStats, SequenceRequest, StepResult
+from quire_spec.protocol.messages import AdapterEvent, AdapterResidency, SchedulerStats, SequenceRequest, StepResult
 
 _FIRST_ADAPTER_LOAD_S = 0.05
 """Estimated seconds to load an adapter into a slot, before the first one was measured."""
@@ -46,8 +48,10 @@ class CoreWork:
     """The requests that it runs, in the order in which they were sent."""
     num_requests: Counter[AdapterDigest] = field(default_factory=Counter)
     """Number of its requests for each adapter."""
-    adapters: frozenset[AdapterDigest] = frozenset()
-    """The adapters that the core has registered."""
+    adapters: dict[AdapterDigest, AdapterResidency] = field(default_factory=dict)
+    """Where each adapter is that the core has registered."""
+    in_slots: set[AdapterDigest] = field(default_factory=set)
+    """The adapters that are in slots of the core."""
     num_queued_tokens: int = 0
     num_running: int = 0
     """Unfinished sequences of requests that have output."""
@@ -55,6 +59,15 @@ class CoreWork:
     """Time of the last step, or of the first request after a time without requests."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     """The latest statistics of the core; all zero if there are none."""
+
+    def move(self, change: AdapterResidency) -> None:
+        """Record that an adapter was registered, moved, pinned or removed."""
+        self.in_slots.discard(change.digest)
+        if change.state == "slot":
+            self.in_slots.add(change.digest)
+        self.adapters[change.digest] = change
+        if change.state == "removed":
+            del self.adapters[change.digest]
 
 
 class Dispatcher:
@@ -133,8 +146,8 @@ class Dispatcher:
         core, now = self.cores[number], self._clock()
         ran_step = bool(core.requests) and step.stats.num_steps > core.stats.num_steps
         core.stats = step.stats
-        if step.adapters is not None:
-            core.adapters = frozenset(step.adapters)
+        for change in step.adapter_changes:
+            core.move(change)
         if step.block_changes is not None:
             self.prefix_index.apply(number, step.block_changes)
         num_queued_tokens, num_prefilled = core.num_queued_tokens, 0
@@ -157,15 +170,24 @@ class Dispatcher:
         for event in step.adapter_events:
             self._record_load(event)
 
+    def residency(self, digest: AdapterDigest) -> AdapterResidency:
+        """Return where an adapter is in the pod: on the core that is closest to serving it."""
+        known = [core.adapters[digest] for core in self.cores if digest in core.adapters]
+        order = {"slot": 0, "host": 1}
+        best = min(known, key=lambda residency: order.get(residency.state, 2), default=None)
+        if best is None:
+            return AdapterResidency(digest, "removed")
+        return replace(best, pinned=any(residency.pinned for residency in known))
+
     def _load(self, number: int, request: DispatchedRequest) -> CoreLoad:
         core, digest = self.cores[number], request.adapter_digest
-        is_loaded = digest is None or digest in core.stats.slot_adapters or core.num_requests[digest] > 0
+        is_loaded = digest is None or digest in core.in_slots or core.num_requests[digest] > 0
         return CoreLoad(
             queued_tokens=core.num_queued_tokens,
             uncached_tokens=self._num_uncached(number, request),
             running_share=core.num_running / self._config.max_num_seqs,
             adapter_load_s=0.0 if is_loaded else self._adapter_load_s,
-            evicts_adapter=not is_loaded and len(core.stats.slot_adapters) >= self._config.max_loras,
+            evicts_adapter=not is_loaded and len(core.in_slots) >= self._config.max_loras,
             silent_s=self._clock() - core.last_step_at if core.requests else 0.0,
             kv_usage=core.stats.num_used_blocks / max(1, core.stats.num_blocks),
             served_last=self.prefix_index.served_last(number, request.hashes),
