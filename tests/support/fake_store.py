@@ -3,6 +3,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from support.fake_runner import Cell, TokenEchoRunner
 
@@ -11,7 +12,7 @@ class FakeStore:
     """A KVStore. A read can end early, as if the file of a block were wrong."""
 
     seconds_per_block = 0.0
-    num_errors = 0
+    errors: ClassVar[dict[str, int]] = {}
 
     def __init__(self, runner: TokenEchoRunner) -> None:
         self._runner = runner

@@ -388,7 +388,7 @@ class Engine:
             kv_offload_load_bytes=host_cache.num_loaded_blocks * host_block_bytes,
             num_folder_read_blocks=0 if traffic is None else traffic.num_read_blocks,
             num_folder_written_blocks=0 if traffic is None else traffic.num_written_blocks,
-            num_folder_errors=0 if traffic is None else traffic.num_errors,
+            folder_errors={} if traffic is None else dict(traffic.errors),
             host_cache_queries=prefix_cache.num_host_queries if host_cache.is_caching else 0,
             host_cache_hits=prefix_cache.num_host_hits,
             num_steps=scheduler.num_steps,
@@ -539,7 +539,11 @@ def _open_store(config: EngineConfig, runner: ModelRunner) -> KVStore | None:
     size = config.kv_offloading_folder_size
     try:
         return FolderStore(
-            Path(config.kv_offloading_folder), runner.host_rows, "0/1", None if size is None else int(size * 2**30)
+            Path(config.kv_offloading_folder),
+            runner.host_rows,
+            "0/1",
+            None if size is None else int(size * 2**30),
+            config.data_parallel_size,
         )
     except OSError as error:
         raise ConfigError(

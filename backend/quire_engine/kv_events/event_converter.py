@@ -55,9 +55,10 @@ class EventConverter:
 
     def _stored(self, event: BlocksStored) -> Iterator[BlockStored]:
         digest, window = event.adapter_digest, self._windows[event.group]
-        if event.medium != "GPU":
-            # A copy of a block on the device. As in vLLM, its event has no tokens.
-            digest = self._digest_by_block.get((event.keys[0], "GPU"))
+        if event.medium != "GPU" and digest is None:
+            # A copy of a block that is on the device or in host memory. As in vLLM, its event has no tokens.
+            key = event.keys[0]
+            digest = self._digest_by_block.get((key, "GPU")) or self._digest_by_block.get((key, "CPU"))
         names: Sequence[AdapterName | None] = [None] if digest is None else self._names.get(digest, ())
         if digest is not None:
             blocks = dict.fromkeys((key, event.medium) for key in event.keys)

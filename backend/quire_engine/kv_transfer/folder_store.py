@@ -27,6 +27,7 @@ import xxhash
 
 from quire_engine.kv_cache.block_hash import LAYOUT_VERSION
 from quire_engine.kv_transfer.daemon_threads import DaemonThreads
+from quire_engine.kv_transfer.key_index import KeyIndex
 from quire_engine.kv_transfer.store import HostRows, KVStore
 
 _MAGIC, _VERSION = b"QKV1", 1
@@ -39,7 +40,13 @@ _MAX_GROUPS = 256
 _MIN_GROUP_BLOCKS = 64
 """The quota is divided among groups of folders, so that one sweep reads a small part of many files. Each group has room
 for at least this number of blocks."""
+_SWEEP_SHARE = 8
+"""A group is swept when the processes may have written this fraction of its part of the quota since the last sweep."""
 _RESCAN_S = 60.0
+_SCAN_NAMES, _SCAN_PAUSE_S = 2000, 0.01
+"""A scan pauses after this number of names, so that steps and writes do not wait for it."""
+_RACY_S = 2.0
+"""A folder that was changed less than this number of seconds ago can change again without a new time."""
 _RETRY_S = 30.0
 """After an error of the file system, nothing is written for this number of seconds."""
 _MEASUREMENT_S = 10.0
@@ -53,7 +60,9 @@ logger = logging.getLogger(__name__)
 class FolderStore(KVStore):
     """See the module. Any number of processes can use the same folder at the same time."""
 
-    def __init__(self, root: Path, rows: HostRows, rank: str, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, root: Path, rows: HostRows, rank: str, max_bytes: int | None = None, num_writers: int = 1
+    ) -> None:
         """Use the folder `root`, which is created if necessary.
 
         Args:
@@ -61,6 +70,8 @@ class FolderStore(KVStore):
             rows: host memory of this process.
             rank: number of this tensor-parallel rank and of all ranks; ranks do not share files.
             max_bytes: maximum size of all files together, also of other models; None: half of the space that is free.
+                Between two sweeps, the files can exceed it by an eighth.
+            num_writers: number of processes that share this quota and write at the same time.
 
         Raises:
             OSError: the folder cannot be created or opened.
@@ -77,22 +88,25 @@ class FolderStore(KVStore):
         self.max_bytes = space.f_bavail * space.f_frsize // 2 if max_bytes is None else max_bytes
         file_bytes = _HEADER.size + self._row_bytes
         self._num_groups = max(1, min(_MAX_GROUPS, self.max_bytes // (_MIN_GROUP_BLOCKS * file_bytes)))
-        self._unswept_bytes = Counter[int]()
-        self._keys: set[bytes] = set()
+        self._max_unswept_bytes = self.max_bytes // self._num_groups // _SWEEP_SHARE // num_writers
+        # An earlier process may have ended before it swept what it had written.
+        self._unswept_bytes = dict.fromkeys(range(self._num_groups), self._max_unswept_bytes)
+        self._index = KeyIndex()
+        self._folder_times: dict[int, int] = {}
         self._scanned_at = 0.0
         self._read_seconds, self._measured_at = 0.0, 0.0
         self._no_writes_before = 0.0
         self._lock = threading.Lock()
-        self.errors = Counter[str]()
+        self.misses = Counter[str]()
         """Number of misses and failed writes, by reason."""
         self._readers = DaemonThreads(_NUM_READERS, "kv-read")
         self._writer = DaemonThreads(1, "kv-write")
         self._scan_later()
 
     @property
-    def num_errors(self) -> int:
+    def errors(self) -> dict[str, int]:
         """See KVStore. A block that another process has removed is not an error."""
-        return self.errors.total() - self.errors["absent"]
+        return {reason: number for reason, number in self.misses.copy().items() if reason != "absent"}
 
     @property
     def seconds_per_block(self) -> float:
@@ -103,10 +117,7 @@ class FolderStore(KVStore):
         """See KVStore. Files of other pods are seen after some seconds."""
         if time.monotonic() > self._scanned_at + _RESCAN_S:
             self._scan_later()
-        for number, key in enumerate(keys):
-            if key not in self._keys:
-                return number
-        return len(keys)
+        return next((number for number, key in enumerate(keys) if key not in self._index), len(keys))
 
     def read(self, keys: Sequence[bytes], rows: Sequence[int], on_done: Callable[[int], None]) -> None:
         """See KVStore."""
@@ -139,7 +150,7 @@ class FolderStore(KVStore):
         for key, row in zip(keys, rows, strict=True):
             start = time.perf_counter()
             if reason := self._read_block(key, row):
-                self._keys.discard(key)
+                self._index.discard(key)
                 self._count(reason)
                 return
             seconds, earlier_seconds = time.perf_counter() - start, self.seconds_per_block
@@ -179,8 +190,8 @@ class FolderStore(KVStore):
             header, buffers = bytearray(_HEADER.size), self._rows.buffers(row)
             if os.readv(file, [header, *buffers]) != status.st_size:
                 return "length"
-            if header != self._header(key, buffers):
-                return "content"
+            if header != (expected := self._header(key, buffers)):
+                return _why_wrong(header, expected)
             with contextlib.suppress(OSError):
                 os.utime(file)
         finally:
@@ -194,7 +205,7 @@ class FolderStore(KVStore):
             try:
                 with self._open_folder(*self._folder_names(key), create=True) as folder:
                     self._write_file(folder, key, row)
-                self._keys.add(key)
+                self._index.add(key)
                 yield
                 self._sweep_after(key)
             except OSError as error:
@@ -251,21 +262,44 @@ class FolderStore(KVStore):
         self._scanned_at = time.monotonic()
         self._writer.submit(self._scan)
 
-    def _scan(self) -> None:
-        """Find the blocks in the folder, also those that other processes have written or removed."""
-        keys = set()
-        for number in range(256):
-            with contextlib.suppress(OSError), self._open_folder(*self._folder_names(bytes([number]))) as folder:
-                for name in os.listdir(folder):
-                    with contextlib.suppress(ValueError):
-                        keys.add(bytes.fromhex(name))
-        self._keys = keys
+    def _scan(self, first: int = 0) -> None:
+        """Find the blocks in the folders from number `first` on, also those that other processes have written or
+        removed. The part of the scan that is left runs after the writes that have been started."""
+        num_names = 0
+        for number in range(first, 256):
+            num_names += self._scan_folder(number)
+            if num_names >= _SCAN_NAMES:
+                time.sleep(_SCAN_PAUSE_S)
+                self._scanned_at = time.monotonic()
+                self._writer.submit(partial(self._scan, number + 1))
+                return
+
+    def _scan_folder(self, number: int) -> int:
+        """Find the blocks in one folder, and remove stale temporary files. Return the number of names, 0 if the folder
+        has not changed."""
+        names: list[str] = []
+        with contextlib.suppress(OSError), self._open_folder(*self._folder_names(bytes([number]))) as folder:
+            changed_at, now = os.fstat(folder).st_mtime_ns, time.time()
+            if self._folder_times.get(number) == changed_at:
+                return 0
+            names = os.listdir(folder)
+            temporary = [name for name in names if name.startswith(_TEMPORARY)]
+            for name in temporary:
+                with contextlib.suppress(FileNotFoundError):
+                    if abs(now - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime) > _STALE_S:
+                        os.unlink(name, dir_fd=folder)
+            if temporary or abs(now - changed_at / 1e9) < _RACY_S:
+                self._folder_times.pop(number, None)
+            else:
+                self._folder_times[number] = changed_at
+        self._index.replace(number, names)
+        return len(names)
 
     def _sweep_after(self, key: bytes) -> None:
         """Sweep the group of a key if enough was written to it since its last sweep."""
         group = key[0] * self._num_groups // 256
         self._unswept_bytes[group] += _HEADER.size + self._row_bytes
-        if self._unswept_bytes[group] > self.max_bytes // self._num_groups // 8 and self._sweep(group):
+        if self._unswept_bytes[group] > self._max_unswept_bytes and self._sweep(group):
             self._unswept_bytes[group] = 0
 
     def _sweep(self, group: int) -> bool:
@@ -294,7 +328,7 @@ class FolderStore(KVStore):
                 with contextlib.suppress(FileNotFoundError), self._open_folder(*names) as folder:
                     os.unlink(name, dir_fd=folder)
                 with contextlib.suppress(ValueError):
-                    self._keys.discard(bytes.fromhex(name))
+                    self._index.discard(bytes.fromhex(name))
         except BlockingIOError:
             return False
         finally:
@@ -305,16 +339,27 @@ class FolderStore(KVStore):
         """Yield the files in the folders of a group, of all representations, each with the path of its folder. Symbolic
         links are not followed."""
         numbers = [number for number in range(256) if number * self._num_groups // 256 == group]
-        for names in product(os.listdir(self._root), [f"{number:02x}" for number in numbers]):
+        folders = [name for name in os.listdir(self._root) if len(name) == 2 * len(self._representation)]
+        for names in product(folders, [f"{number:02x}" for number in numbers]):
             with contextlib.suppress(OSError), self._open_folder(*names) as folder, os.scandir(folder) as entries:
                 yield from ((names, entry) for entry in list(entries) if not entry.is_dir(follow_symlinks=False))
 
     def _count(self, reason: str) -> None:
         with self._lock:
-            self.errors[reason] += 1
-            is_first = self.errors[reason] == 1
+            self.misses[reason] += 1
+            is_first = self.misses[reason] == 1
         if is_first:
             logger.warning("kv folder: first miss or failed write of its kind reason=%s", reason)
+
+
+def _why_wrong(header: bytearray, expected: bytes) -> str:
+    """Return why a header of the right length is wrong: it is from another version, of another block, or corrupt."""
+    found, right = _HEADER.unpack(header), _HEADER.unpack(expected)
+    if found[0] != right[0]:
+        return "corrupt"
+    if found[1:3] != right[1:3]:
+        return "version"
+    return "key" if found[3:5] != right[3:5] else "corrupt"
 
 
 def _reason(error: OSError) -> str:

@@ -3,7 +3,7 @@
 
 Torch-free. The scheduler uses a store through `StoreTraffic`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 
@@ -38,8 +38,8 @@ class KVStore(Protocol):
         """Start to write rows as blocks. `on_done` gets the number of blocks that the store holds now."""
 
     @property
-    def num_errors(self) -> int:
-        """Number of blocks that were wrong or could not be read or written."""
+    def errors(self) -> Mapping[str, int]:
+        """Number of blocks that were wrong or could not be read or written, by reason."""
 
     @property
     def seconds_per_block(self) -> float:

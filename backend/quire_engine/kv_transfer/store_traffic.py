@@ -6,13 +6,16 @@ Policy only. The scheduler calls it in its thread; the threads of the store only
 import math
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
+from quire_engine.kv_cache.block_events import BlocksStored, Medium
 from quire_engine.kv_cache.host_cache import HostCache
 from quire_engine.kv_transfer.store import KVStore
 from quire_engine.sequence import BlockId, Sequence
+from quire_spec.constants import AdapterDigest
 
 READ_DEADLINE_S = 2.0
 """A sequence waits at most this long for a store, and then computes its tokens."""
@@ -21,6 +24,9 @@ _PENDING_SHARE = 4
 written."""
 _READ_SHARE = 2
 """At most one row in this number is being read, because reads evict what is cached. Further blocks are computed."""
+_CHECKED_KEYS = 16
+"""Each plan checks whether the store still has this number of blocks that were announced, so that all are checked in
+turn."""
 
 
 @dataclass(slots=True)
@@ -30,6 +36,8 @@ class _Transfer:
     is_read: bool
     deadline: float = math.inf
     """Monotonic seconds at which a read is late."""
+    adapter_digest: AdapterDigest | None = None
+    """Of the sequence that started a read."""
 
 
 class StoreTraffic:
@@ -53,12 +61,14 @@ class StoreTraffic:
         """Monotonic seconds at which the first of the sequences that waited in the latest plan stops waiting."""
         self.num_read_blocks = 0
         self.num_written_blocks = 0
+        # The blocks that were announced as stored, only if events are recorded.
+        self._announced: deque[bytes] = deque()
         host_cache.on_stored = self._write
 
     @property
-    def num_errors(self) -> int:
-        """Number of blocks that were wrong or could not be read or written."""
-        return self._store.num_errors
+    def errors(self) -> Mapping[str, int]:
+        """Number of blocks that were wrong or could not be read or written, by reason."""
+        return self._store.errors
 
     @property
     def held_rows(self) -> list[list[BlockId]]:
@@ -94,18 +104,39 @@ class StoreTraffic:
             if transfer.is_read:
                 self.num_read_blocks += num_blocks
                 for key, row in list(zip(transfer.keys, transfer.rows, strict=True))[:num_blocks]:
-                    self._host_cache.pool.cache_block(row, key)
+                    if self._host_cache.pool.cache_block(row, key):
+                        self._announce(key, "CPU", transfer.adapter_digest)
                 for key in transfer.keys:
                     del self._reads[key]
             else:
                 self.num_written_blocks += num_blocks
+                for key in transfer.keys[:num_blocks]:
+                    self._announce(key, "STORAGE")
                 self._num_pending_writes -= len(transfer.rows)
             self._host_cache.pool.free(transfer.rows)
+        self._announce_removals()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a read is done, for owners of an engine that have nothing else to do."""
         if self.next_deadline < math.inf and self._has_news.wait(timeout_s):
             self._has_news.clear()
+
+    def _announce(self, key: bytes, medium: Medium, adapter_digest: AdapterDigest | None = None) -> None:
+        log = self._host_cache.pool.event_log
+        if log is not None:
+            log.add_stored(BlocksStored([key], None, [], adapter_digest, medium=medium))
+            if medium == "STORAGE":
+                self._announced.append(key)
+
+    def _announce_removals(self) -> None:
+        """Find announced blocks that this process or another one has removed from the store."""
+        log = self._host_cache.pool.event_log
+        for _ in range(min(_CHECKED_KEYS, len(self._announced))):
+            key = self._announced.popleft()
+            if self._store.contains([key]):
+                self._announced.append(key)
+            elif log is not None:
+                log.add_removed(key, "STORAGE")
 
     def _find_read(self, sequence: Sequence, missing_keys: Callable[[], list[bytes]], now: float) -> _Transfer | None:
         """Return the read for which a sequence waits: that of another sequence, or a new one."""
@@ -116,10 +147,10 @@ class StoreTraffic:
         sequence.awaited_key = keys[0] if keys else b""
         if (read := self._reads.get(sequence.awaited_key)) is None:
             sequence.has_searched_store = True
-            read = self._start_read(keys, now)
+            read = self._start_read(keys, now, sequence.adapter_digest)
         return read
 
-    def _start_read(self, keys: list[bytes], now: float) -> _Transfer | None:
+    def _start_read(self, keys: list[bytes], now: float, adapter_digest: AdapterDigest | None) -> _Transfer | None:
         oldest = next(iter(self._reads.values()), None)
         if oldest is not None and now >= oldest.deadline:
             # While the store is late, it gets no more reads, which would delay more sequences and occupy more rows.
@@ -131,7 +162,8 @@ class StoreTraffic:
         seconds = num_blocks * (costs.seconds_per_block + self._store.seconds_per_block)
         if not num_blocks or seconds >= num_blocks * self._block_size * costs.seconds_per_token:
             return None
-        read = _Transfer(keys[:num_blocks], pool.allocate(num_blocks), True, now + READ_DEADLINE_S)
+        rows = pool.allocate(num_blocks)
+        read = _Transfer(keys[:num_blocks], rows, True, now + READ_DEADLINE_S, adapter_digest)
         self._transfers.append(read)
         self._reads |= dict.fromkeys(read.keys, read)
 

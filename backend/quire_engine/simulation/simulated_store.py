@@ -2,7 +2,7 @@
 """The folder of KV blocks of one simulated pod: only its keys, and the times of its transfers."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from quire_engine.kv_transfer.store import KVStore
 from quire_engine.simulation.event_queue import Channel, EventQueue
@@ -19,9 +19,9 @@ class SimulatedStore(KVStore):
         self._num_reads = 0
 
     @property
-    def num_errors(self) -> int:
-        """Return 0."""
-        return 0
+    def errors(self) -> Mapping[str, int]:
+        """Return no errors."""
+        return {}
 
     @property
     def seconds_per_block(self) -> float:

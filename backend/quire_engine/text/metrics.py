@@ -183,6 +183,9 @@ class RequestMetrics:
         self._kv_cache_usage.set(stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
         for name, counter in self._core_counters.items():
             counter.inc(max(0, getattr(stats, name) - getattr(previous, name)))
+        for reason, number in stats.folder_errors.items():
+            increase = max(0, number - previous.folder_errors.get(reason, 0))
+            self._folder_errors.labels(self._model_name, reason).inc(increase)
         accepted = stats.accepted_draft_tokens_per_position
         previously_accepted = previous.accepted_draft_tokens_per_position or [0] * len(accepted)
         for position, (new, old) in enumerate(zip(accepted, previously_accepted, strict=True)):
@@ -273,14 +276,16 @@ class RequestMetrics:
             ),
             "num_folder_read_blocks": counter("quire_kv_folder_read_blocks", "KV blocks read from the folder."),
             "num_folder_written_blocks": counter("quire_kv_folder_written_blocks", "KV blocks written to the folder."),
-            "num_folder_errors": counter(
-                "quire_kv_folder_errors", "KV blocks in the folder that were wrong or could not be read or written."
-            ),
             "num_steps": counter("quire_steps", "Steps of the engine."),
             "num_drafts": counter("vllm:spec_decode_num_drafts", "Drafts that steps verified."),
             "num_draft_tokens": counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that steps verified."),
             "num_accepted_draft_tokens": counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens."),
         }
+        self._folder_errors = self.registry.counter(
+            "quire_kv_folder_errors",
+            "KV blocks in the folder that were wrong or could not be read or written, by reason.",
+            ["model_name", "reason"],
+        )
         self._accepted_tokens_per_position = self.registry.counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens, by position in the draft.",

@@ -339,8 +339,8 @@ class SchedulerStats(Value, frozen=True):
     num_folder_read_blocks: int = 0
     """Number of KV blocks that were read from the folder of KV blocks."""
     num_folder_written_blocks: int = 0
-    num_folder_errors: int = 0
-    """Number of KV blocks in the folder that were wrong or could not be read or written."""
+    folder_errors: dict[str, int] = {}
+    """Number of KV blocks in the folder that were wrong or could not be read or written, by reason."""
     host_cache_queries: int = 0
     """Number of prompt tokens that were looked up in host memory, because the device did not have them."""
     host_cache_hits: int = 0

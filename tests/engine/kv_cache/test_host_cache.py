@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.fake_runner import expected_output
 from support.scheduler_harness import CONFIG, SchedulerHarness
 
-from quire_engine.kv_cache.block_events import BlockEventLog, BlocksRemoved, BlocksStored
+from quire_engine.kv_cache.block_events import BlockEvent, BlockEventLog, BlocksRemoved, BlocksStored
 from quire_engine.kv_cache.swap_policy import COPY_SHARE, SwapCosts
 from quire_engine.kv_transfer.store_traffic import READ_DEADLINE_S
 from quire_engine.sequence import SequenceStatus
@@ -267,6 +267,49 @@ def test_aborted_sequence_leaves_its_read_to_others() -> None:
     h.scheduler.check_integrity()
     h.complete_transfers()
     assert run_one(h, PROMPT) == 40
+
+
+def held_blocks(events: list[BlockEvent], held: set[tuple[str, bytes]]) -> None:
+    """Apply events to the set of blocks that each medium holds. No block is stored twice or removed twice."""
+    for event in events:
+        blocks = {(event.medium, key) for key in event.keys}
+        if isinstance(event, BlocksStored):
+            assert not held & blocks
+            held |= blocks
+        else:
+            assert blocks <= held
+            held -= blocks
+
+
+def test_events_name_the_blocks_of_each_medium() -> None:
+    h = harness(num_blocks=24, has_store=True)
+    pool, store, held = h.scheduler.host_cache.pool, h.store, set[tuple[str, bytes]]()
+    log = pool.event_log = BlockEventLog()
+    assert store is not None
+    for _ in range(2):
+        run_one(h, PROMPT)
+    h.complete_transfers()
+    run_one(h, [3])
+    held_blocks(log.pop(), held)
+    assert {key for medium, key in held if medium == "STORAGE"} == set(store.blocks) and len(held) == 10
+    evict(h)
+    pool.free(pool.allocate(pool.num_free))
+    held_blocks(log.pop(), held)
+    assert {medium for medium, _ in held} == {"STORAGE"} and len(held) == 5
+    # They are read again, which stores them in host memory.
+    waiting = h.add(PROMPT, 2)
+    h.scheduler.schedule(h.now)
+    h.complete_transfers()
+    h.run()
+    assert waiting.num_cached_tokens == 40
+    held_blocks(log.pop(), held)
+    assert {key for medium, key in held if medium == "CPU"} == set(store.blocks) and len(held) == 10
+    # Another process removes two of them.
+    for key in list(store.blocks)[:2]:
+        del store.blocks[key]
+    run_one(h, [4])
+    held_blocks(log.pop(), held)
+    assert {key for medium, key in held if medium == "STORAGE"} == set(store.blocks) and len(held) == 8
 
 
 @settings(deadline=None, max_examples=25)

@@ -136,5 +136,12 @@ def test_copies_in_host_memory_have_the_hash_of_the_block_on_the_device() -> Non
     assert (copy.block_hashes, copy.lora_name, copy.medium) == (on_device.block_hashes, "sql", "CPU")
     # The copy outlives the block on the device.
     assert [e.medium for e in as_seen(converter.convert([BlocksRemoved(block.keys)]))] == ["GPU"]
-    (removed,) = as_seen(converter.convert([BlocksRemoved(block.keys, medium="CPU")]))
-    assert (removed.block_hashes, removed.medium) == (on_device.block_hashes, "CPU")
+    # The file is written from that copy, and outlives it.
+    (file,) = as_seen(converter.convert([BlocksStored(block.keys, None, [], medium="STORAGE")]))
+    assert (file.block_hashes, file.lora_name, file.medium) == (on_device.block_hashes, "sql", "STORAGE")
+    for medium in ("CPU", "STORAGE"):
+        (removed,) = as_seen(converter.convert([BlocksRemoved(block.keys, medium=medium)]))
+        assert (removed.block_hashes, removed.medium) == (on_device.block_hashes, medium)
+    # A file of an earlier process is read for a request with the adapter.
+    (read,) = as_seen(converter.convert([BlocksStored(block.keys, None, [], "d1", medium="CPU")]))
+    assert (read.block_hashes, read.lora_name) == (on_device.block_hashes, "sql")

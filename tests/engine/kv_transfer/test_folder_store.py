@@ -21,6 +21,7 @@ from support.folder_store import drain
 
 from quire_engine.kv_transfer import folder_store
 from quire_engine.kv_transfer.folder_store import _HEADER, FolderStore
+from quire_engine.kv_transfer.key_index import KeyIndex
 
 ROW_BYTES = 3000
 FILE_BYTES = _HEADER.size + ROW_BYTES
@@ -97,7 +98,7 @@ def files_of(tmp_path: Path) -> list[Path]:
 def test_blocks_are_read_as_they_were_written_also_by_another_process(
     store: FolderStore, rows: Rows, tmp_path: Path
 ) -> None:
-    assert store.contains([key(1)]) == 0 and read(store, rows, 1) == 0 and store.errors == {"absent": 1}
+    assert store.contains([key(1)]) == 0 and read(store, rows, 1) == 0 and store.misses == {"absent": 1}
     assert [write(store, rows, number) for number in (1, 2)] == [1, 1]
     assert store.contains([key(1), key(2), key(3), key(1)]) == 2
     assert read(store, rows, 1, 2, 3) == 2 and store.seconds_per_block > 0
@@ -128,10 +129,15 @@ def _flip(content: bytes, position: int) -> bytes:
         (lambda content: content[:40], "length"),
         (lambda _: b"", "length"),
         (lambda content: content + b"x", "length"),
-        (lambda content: random.Random(3).randbytes(len(content)), "content"),
+        (lambda content: random.Random(3).randbytes(len(content)), "corrupt"),
         *(
-            (lambda content, at=at: _flip(content, at), "content")
-            for at in (0, 4, 6, 8, 24, 56, 64, 80, FILE_BYTES - 1)
+            (lambda content, at=at: _flip(content, at), reason)
+            for reason, positions in {
+                "version": (4, 6),
+                "key": (8, 23, 24, 55),
+                "corrupt": (0, 56, 64, 80, FILE_BYTES - 1),
+            }.items()
+            for at in positions
         ),
     ],
 )
@@ -141,7 +147,7 @@ def test_wrong_file_is_a_miss_and_is_deleted(
     write(store, rows, 1)
     path = file_of(store, tmp_path, 1)
     path.write_bytes(change(path.read_bytes()))
-    assert read(store, rows, 1) == 0 and store.errors == {reason: 1}
+    assert read(store, rows, 1) == 0 and store.misses == {reason: 1}
     assert not path.exists() and store.contains([key(1)]) == 0
     assert write(store, rows, 1) == 1 and read(store, rows, 1) == 1
 
@@ -150,7 +156,7 @@ def test_block_of_another_key_is_a_miss(store: FolderStore, rows: Rows, tmp_path
     write(store, rows, 1)
     write(store, rows, 2)
     file_of(store, tmp_path, 1).replace(file_of(store, tmp_path, 2))
-    assert read(store, rows, 2) == 0 and store.errors == {"content": 1}
+    assert read(store, rows, 2) == 0 and store.misses == {"key": 1}
 
 
 def test_links_and_other_kinds_of_files_are_never_followed(store: FolderStore, rows: Rows, tmp_path: Path) -> None:
@@ -165,7 +171,7 @@ def test_links_and_other_kinds_of_files_are_never_followed(store: FolderStore, r
     path.parent.rmdir()
     path.parent.symlink_to(tmp_path)
     assert write(store, rows, 1) == 0 and read(store, rows, 1) == 0
-    assert target.read_bytes() == content and sorted(store.errors) == ["symlink", "type"]
+    assert target.read_bytes() == content and sorted(store.misses) == ["symlink", "type"]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +190,7 @@ def test_folder_that_cannot_be_written_stops_writes_for_a_while(
     write(store, rows, 1)
     with patch.object(folder_store.os, "writev", side_effect=OSError(number, os.strerror(number))) as writev:
         assert [write(store, rows, n) for n in (2, 3, 4)] == [0, 0, 0]
-        assert writev.call_count == 1 and store.errors == {reason: 1}
+        assert writev.call_count == 1 and store.misses == {reason: 1}
     assert read(store, rows, 1) == 1, "blocks can still be read"
     store._no_writes_before = 0.0
     assert write(store, rows, 2) == 1
@@ -195,7 +201,7 @@ def test_folder_that_was_removed(store: FolderStore, rows: Rows, tmp_path: Path)
     for path in sorted((tmp_path / "kv").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     (tmp_path / "kv").rmdir()
-    assert read(store, rows, 1) == 0 and write(store, rows, 2) == 0 and store.errors == {"absent": 2}
+    assert read(store, rows, 1) == 0 and write(store, rows, 2) == 0 and store.misses == {"absent": 2}
 
 
 def test_quota_removes_the_files_that_were_used_least_recently(tmp_path: Path, rows: Rows) -> None:
@@ -230,7 +236,7 @@ def test_sweep_waits_for_no_other_process(tmp_path: Path, rows: Rows) -> None:
         holder.send_signal(signal.SIGKILL)
     assert write(store, rows, 95) == 1
     drain(store)
-    assert len(files_of(tmp_path)) == 80 and not store.errors
+    assert len(files_of(tmp_path)) == 80 and not store.misses
 
 
 def test_sweep_continues_after_a_file_that_another_process_removes(tmp_path: Path, rows: Rows) -> None:
@@ -247,7 +253,7 @@ def test_sweep_continues_after_a_file_that_another_process_removes(tmp_path: Pat
         for number in range(130):
             assert write(store, rows, number) == 1
         drain(store)
-    assert len(files_of(tmp_path)) <= 91 and not store.errors
+    assert len(files_of(tmp_path)) <= 91 and not store.misses
 
 
 def test_sweep_removes_nothing_through_a_link(tmp_path: Path, rows: Rows) -> None:
@@ -257,6 +263,7 @@ def test_sweep_removes_nothing_through_a_link(tmp_path: Path, rows: Rows) -> Non
         write(store, rows, number)
     drain(store)
     store.max_bytes = 10 * FILE_BYTES
+    store._unswept_bytes[0] = store.max_bytes
     outside, group_entries = tmp_path / "outside", store._group_entries
 
     def replace_folder(group: int) -> Iterator[tuple[tuple[str, str], "os.DirEntry[str]"]]:
@@ -267,14 +274,14 @@ def test_sweep_removes_nothing_through_a_link(tmp_path: Path, rows: Rows) -> Non
     with patch.object(store, "_group_entries", replace_folder):
         write(store, rows, 85)
         drain(store)
-    assert len(list(outside.rglob("[0-9a-f]" * 64))) == 86 and store.errors == {"symlink": 1}
+    assert len(list(outside.rglob("[0-9a-f]" * 64))) == 86 and store.misses == {"symlink": 1}
     assert write(store, rows, 86) == 0, "nothing is written while nothing can be removed"
 
 
 def test_block_is_read_if_its_time_cannot_be_set(store: FolderStore, rows: Rows) -> None:
     write(store, rows, 1)
     with patch.object(folder_store.os, "utime", side_effect=OSError(errno.EROFS, "")):
-        assert read(store, rows, 1) == 1 and not store.errors
+        assert read(store, rows, 1) == 1 and not store.misses
 
 
 def test_slow_read_counts_only_for_a_while(store: FolderStore, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,4 +347,96 @@ def test_processes_that_write_the_same_keys_and_are_killed(tmp_path: Path) -> No
         for writer in writers:
             writer.kill()
             writer.wait()
-    assert set(store.errors) <= {"absent"}
+    assert set(store.misses) <= {"absent"}
+
+
+def fill_folder(store: FolderStore, root: Path, num_files: int) -> None:
+    """Create files with the names of keys, which need no valid content until they are read."""
+    for first in range(256):
+        folder = root / store._representation.hex() / f"{first:02x}"
+        folder.mkdir(parents=True, exist_ok=True)
+    for number in range(num_files):
+        name = key(number).hex()
+        os.close(os.open(root / store._representation.hex() / name[:2] / name, os.O_WRONLY | os.O_CREAT, 0o600))
+
+
+def test_folder_with_many_files_delays_neither_the_start_nor_a_write(
+    tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of another life are found in parts, and a write does not wait for all parts."""
+    num_files = 20_000
+    fill_folder(FolderStore(tmp_path / "kv", rows, "0/1", 2**40), tmp_path / "kv", num_files)
+    monkeypatch.setattr(folder_store, "_SCAN_PAUSE_S", 0.05)
+    store = FolderStore(tmp_path / "kv", rows, "0/1", 2**40)
+    assert store.contains([key(1)]) in (0, 1)
+    assert write(store, rows, num_files) == 1 and len(store._index) < num_files, "the scan still runs"
+    deadline = time.monotonic() + 60
+    while len(store._index) <= num_files:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert all(store.contains([key(number)]) for number in range(num_files + 1))
+    assert not store.contains([key(num_files + 1)])
+    assert read(store, rows, num_files) == 1 and read(store, rows, 1) == 0 and store.misses == {"length": 1}
+
+
+def test_scan_finds_what_other_processes_do_and_removes_stale_temporary_files(
+    tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_store, "_RESCAN_S", 0.0)
+    store, other = (FolderStore(tmp_path / "kv", rows, "0/1", 2**30) for _ in range(2))
+
+    def finds(*numbers: int) -> bool:
+        """Two calls: the first starts a scan."""
+        for _ in range(2):
+            found = [number for number in range(4) if store.contains([key(number)])]
+            drain(store)
+        return found == list(numbers)
+
+    assert finds()
+    for number in (0, 1, 2):
+        write(other, rows, number)
+    assert finds(0, 1, 2)
+    path = file_of(store, tmp_path, 1)
+    path.unlink()
+    assert finds(0, 2)
+    stale, fresh, odd = (path.with_name(name) for name in (".tmp-1-1", ".tmp-2-2", "x" * 64))
+    for file in (stale, fresh, odd):
+        file.write_bytes(b"x")
+    os.utime(stale, (1, 1))
+    assert finds(0, 2)
+    assert not stale.exists() and fresh.exists() and odd.exists()
+    os.utime(fresh, (1, 1))
+    assert finds(0, 2) and not fresh.exists(), "although the folder has not changed since"
+    # A folder that has not changed for some time is not listed again.
+    os.utime(path.parent, (1, 1))
+    assert finds(0, 2)
+    with patch.object(folder_store.os, "listdir", side_effect=AssertionError):
+        assert finds(0, 2)
+
+
+def test_quota_is_kept_by_processes_that_end_before_they_sweep(tmp_path: Path, rows: Rows) -> None:
+    """Each process writes less than what makes it sweep."""
+    for start in range(40):
+        store = FolderStore(tmp_path / "kv", rows, "0/1", 64 * FILE_BYTES)
+        for number in range(5):
+            assert write(store, rows, 5 * start + number) == 1
+        drain(store)
+    assert len(files_of(tmp_path)) <= 72
+
+
+def test_index_holds_the_keys_that_a_set_holds() -> None:
+    rng, index, expected = random.Random(1), KeyIndex(), set[bytes]()
+    keys = [bytes([rng.randrange(2)]) + rng.randbytes(31) for _ in range(300)]
+    for _ in range(3000):
+        chosen = rng.choice(keys)
+        if rng.random() < 0.01:
+            expected = {k for k in keys if rng.random() < 0.5}
+            for first in range(256):
+                index.replace(first, [k.hex() for k in expected if k[0] == first] + ["zz" * 32, "a", "_" * 64])
+        elif rng.random() < 0.5:
+            index.add(chosen)
+            expected.add(chosen)
+        else:
+            index.discard(chosen)
+            expected.discard(chosen)
+        assert len(index) == len(expected) and {k for k in keys if k in index} == expected

@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from typing import ClassVar
 
 from quire_engine.kv_cache.host_cache import HostCache
 from quire_engine.kv_cache.swap_policy import SwapCosts
@@ -19,7 +20,7 @@ class FullStore:
     """A KVStore that has every block, and whose reads end when the test says."""
 
     seconds_per_block = 0.0
-    num_errors = 0
+    errors: ClassVar[dict[str, int]] = {}
 
     def __init__(self) -> None:
         self.reads: list[tuple[list[bytes], Callable[[int], None]]] = []

@@ -54,7 +54,7 @@ VALUES: list[tuple[str, dict[str, str], float]] = [
     ("vllm:external_prefix_cache_hits_total", {}, 40),
     ("quire_kv_folder_read_blocks_total", {}, 11),
     ("quire_kv_folder_written_blocks_total", {}, 12),
-    ("quire_kv_folder_errors_total", {}, 2),
+    ("quire_kv_folder_errors_total", {"reason": "corrupt"}, 2),
     ("vllm:prefix_cache_queries_total", {}, 7),
     ("vllm:prefix_cache_hits_total", {}, 0),
     ("vllm:num_preemptions_total", {}, 0),
@@ -128,7 +128,7 @@ def test_names_and_values_after_one_request(metrics: RequestMetrics):
     copied = {"num_swapped_out_blocks": 5, "num_swapped_in_blocks": 3, "num_block_copies": 6}
     copied |= {"num_cached_host_blocks": 4, "kv_offload_store_bytes": 700, "kv_offload_load_bytes": 300}
     copied |= {"host_cache_queries": 90, "host_cache_hits": 40}
-    copied |= {"num_folder_read_blocks": 11, "num_folder_written_blocks": 12, "num_folder_errors": 2}
+    copied |= {"num_folder_read_blocks": 11, "num_folder_written_blocks": 12, "folder_errors": {"corrupt": 2}}
     drafts = {"num_drafts": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 5}
     drafts["accepted_draft_tokens_per_position"] = [3, 2]
     sequences = {"num_running": 1, "num_waiting": 2, "num_swapped": 1}

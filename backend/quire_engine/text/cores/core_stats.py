@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of all schedulers of a pod as one: what a picker or an autoscaler needs to know. Pure."""
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
@@ -14,7 +15,7 @@ _COUNTERS = (
     *("num_swapped_in_blocks", "num_steps", "num_step_tokens", "num_adapter_evictions"),
     *("num_drafts", "num_draft_tokens", "num_accepted_draft_tokens", "accepted_draft_tokens_per_position"),
     *("kv_offload_store_bytes", "kv_offload_load_bytes", "host_cache_queries", "host_cache_hits"),
-    *("num_folder_read_blocks", "num_folder_written_blocks", "num_folder_errors", "num_dropped_kv_events"),
+    *("num_folder_read_blocks", "num_folder_written_blocks", "folder_errors", "num_dropped_kv_events"),
 )
 """Fields that only grow while a core runs, and start at zero with the next core."""
 
@@ -56,6 +57,8 @@ def merge_stats(stats: Iterable[SchedulerStats]) -> SchedulerStats:
 
 
 def _merge(values: list[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return dict(sum(map(Counter, values), Counter[str]()))
     lists = [value for value in values if isinstance(value, list)]
     if not lists:
         return sum(values)
