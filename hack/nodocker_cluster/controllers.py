@@ -2,7 +2,7 @@
 """Controllers of other projects, built from Go modules, which tests run as processes with a kubeconfig.
 
 Each has a module of its own in go/, because they need different releases of Kubernetes' libraries. `make cluster-tools`
-builds them.
+builds the endpoint picker, and `make test-controllers` the others.
 """
 
 import tempfile
@@ -54,6 +54,18 @@ class Controller:
                 binaries.publish_to_cache(out, self.folder.name)
         return self.folder
 
+    def source(self) -> Path:
+        """Return the project's source, which contains its CRDs.
+
+        Raises:
+            Unavailable: Go is missing, or the download failed.
+        """
+        return self.module.source(self.project)
+
 
 PICKER = Controller("picker", "sigs.k8s.io/gateway-api-inference-extension", 3 * 2**30)
 """The endpoint picker `epp` of the Gateway API's inference extension (2 minutes on two idle cores)."""
+KEDA = Controller("keda", "github.com/kedacore/keda/v2", 6 * 2**30)
+"""KEDA's `operator` and metrics `adapter` (8 minutes on two idle cores)."""
+KUEUE = Controller("kueue", "sigs.k8s.io/kueue", 4 * 2**30)
+"""Kueue (4 minutes on two idle cores)."""

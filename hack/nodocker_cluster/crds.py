@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CRDs of other projects whose objects the operator creates: PodMonitor, ScaledObject, InferencePool and
-HTTPRoute; and those that an endpoint picker reads.
+HTTPRoute; those that an endpoint picker reads; and Kueue's Workload, which the operator reads.
 
 The Go module go/crds pins the projects. Their published modules contain the CRDs.
 """
@@ -33,6 +33,7 @@ _FILES = {
         "sigs.k8s.io/gateway-api-inference-extension",
         "config/crd/bases/inference.networking.x-k8s.io_inferencemodelrewrites.yaml",
     ),
+    "Workload": ("sigs.k8s.io/kueue", "config/components/crd/bases/kueue.x-k8s.io_workloads.yaml"),
     "HTTPRoute": (
         "sigs.k8s.io/gateway-api",
         "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml",

@@ -50,35 +50,24 @@ def test_a_gate_is_named(operator, cluster, namespace):
     assert operator.condition("Progressing")["status"] == "True"
 
 
-def workload_crd():
-    """The kind Workload of Kueue, without its schema."""
-    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
-    version = {"name": "v1beta1", "served": True, "storage": True, "schema": schema}
-    names = {"kind": "Workload", "plural": "workloads", "singular": "workload", "listKind": "WorkloadList"}
-    spec = {"group": "kueue.x-k8s.io", "names": names, "scope": "Namespaced", "versions": [version]}
-    meta = {
-        "name": "workloads.kueue.x-k8s.io",
-        "annotations": {"api-approved.kubernetes.io": "unapproved, for tests"},
-    }
-    return {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": meta, "spec": spec}
-
-
 def test_a_queue_of_kueue_is_named_with_its_message(operator, cluster, namespace):
     cluster.apply(gated("kueue.x-k8s.io/admission"), namespace)
     message_of(operator, "Progressing", "WaitingForQuota", "gate kueue.x-k8s.io/admission")
-    cluster.apply_crd(workload_crd())
-    try:
+    with cluster.optional_kind("Workload"):
         (pod,) = server_pods(cluster, namespace)
         owner = {"apiVersion": "v1", "kind": "Pod", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"]}
         words = "couldn't assign flavors to pod set main: insufficient unused quota for nvidia.com/gpu, 1 more needed"
         condition = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": words}
         meta = {"name": "pod-tales", "ownerReferences": [owner]}
-        group_version = "kueue.x-k8s.io/v1beta1"
-        workload = {"apiVersion": group_version, "kind": "Workload", "metadata": meta}
-        cluster.apply({**workload, "status": {"conditions": [condition]}}, namespace)
+        template = {"spec": {"containers": [{"name": "server", "image": "server"}]}}
+        workload = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "Workload", "metadata": meta}
+        pod_set = {"name": "main", "count": 1, "template": template}
+        cluster.apply({**workload, "spec": {"podSets": [pod_set]}}, namespace)
+        status = {"conditions": [condition | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]}
+        cluster.merge(
+            workload["apiVersion"], "Workload", "pod-tales", {"status": status}, namespace, subresource="status"
+        )
         message_of(operator, "Progressing", "WaitingForQuota", words)
-    finally:
-        cluster.delete_crd("workloads.kueue.x-k8s.io")
 
 
 def test_a_missing_resource_claim_template_is_named(operator, cluster, namespace):

@@ -7,4 +7,5 @@ require (
 	github.com/prometheus-operator/prometheus-operator v0.93.0
 	sigs.k8s.io/gateway-api v1.6.3
 	sigs.k8s.io/gateway-api-inference-extension v1.5.0
+	sigs.k8s.io/kueue v0.17.0
 )
