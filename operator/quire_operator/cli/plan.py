@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from quire_operator.plan.draft_info import DraftInfo
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.gpu import GpuInfo, resolve_gpu
 from quire_operator.plan.inputs import PlannerInputs
-from quire_operator.plan.nodes import parse_nodes, usable_node_labels
+from quire_operator.plan.nodes import Node, node_capacity, parse_nodes, usable_node_labels
 from quire_operator.plan.plan import Plan
 from quire_operator.plan.planner import DEFAULT_IMAGES, make_plan
 from quire_operator.plan.report import render_lines
@@ -62,25 +62,25 @@ def plan_from_args(
         ConfigError: the file, an option or the model is invalid, or the model does not fit.
         Unavailable, NotFound: the model cannot be read.
     """
-    gpu = _resolve_gpu(args, service)
+    nodes = [] if args.nodes is None else parse_nodes(_read_node_list(args.nodes))
+    gpu = _resolve_gpu(args, service, nodes)
     model = _read_model(args, manifest, service)
-    inputs = PlannerInputs.from_service(service, model, gpu, _read_draft(args, manifest, service, model))
+    node = node_capacity(service, nodes, gpu)
+    inputs = PlannerInputs.from_service(service, model, gpu, _read_draft(args, manifest, service, model), node)
     if args.count is not None and gpu is not None:
         inputs = replace(inputs, max_gpus=args.count)
     return inputs, make_plan(inputs, images)
 
 
-def _resolve_gpu(args: argparse.Namespace, service: LLMService) -> GpuInfo | None:
+def _resolve_gpu(args: argparse.Namespace, service: LLMService, nodes: Sequence[Node]) -> GpuInfo | None:
     if service.spec.device is Device.CPU:
         if args.gpu or args.count or args.nodes:
             raise ConfigError(
                 "spec.device: --gpu, --count and --nodes require GPU, got CPU; remove them, or set spec.device to GPU"
             )
         return None
-    all_nodes = [] if args.nodes is None else parse_nodes(_read_node_list(args.nodes))
-    nodes = usable_node_labels(service, all_nodes)
     try:
-        return resolve_gpu(service.spec.gpu, nodes, args.gpu)
+        return resolve_gpu(service.spec.gpu, usable_node_labels(service, nodes), args.gpu)
     except Unplannable as error:
         if error.reason is not UnplannableReason.GPU_UNKNOWN:
             raise

@@ -24,10 +24,10 @@ from quire_operator.plan.device_memory import MIB
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.gpu import PRODUCT_LABEL, GpuInfo, resolve_gpu
 from quire_operator.plan.inputs import PlannerInputs
-from quire_operator.plan.nodes import Node, usable_node_labels
+from quire_operator.plan.nodes import Node, node_capacity, usable_node_labels
 from quire_operator.plan.plan import VERSION, Plan
 from quire_operator.plan.planner import reuse_or_make_plan
-from quire_operator.render import model_storage
+from quire_operator.render import kv_storage, model_storage
 from quire_spec.documents.download_result import DownloadReason
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
 
@@ -66,6 +66,7 @@ class PlanService:
         assert service is not None, "the spec is valid"
         try:
             model_storage.validate(service)
+            kv_storage.validate(service)
         except ConfigError as error:
             return PlanningResult(plan=previous_plan, spec_error=str(error))
         revision = TemplateRevision.from_deployment(deployment)
@@ -89,7 +90,8 @@ class PlanService:
         try:
             checkpoint = await self._checkpoints.get(service, desired.uid, secrets, image)
             draft = await self._checkpoints.get_draft(service, desired.uid, secrets, image, checkpoint)
-            inputs = PlannerInputs.from_service(service, checkpoint, gpu, draft)
+            node = node_capacity(service, self._nodes, gpu)
+            inputs = PlannerInputs.from_service(service, checkpoint, gpu, draft, node)
             # Pods that are rendered again also get the image of this release, because an older image may not support
             # what this release renders.
             replan = _may_replan(service) or not keeps_pods

@@ -11,6 +11,7 @@ restart, so the plan has memory for the maximum number of stubs.
 import math
 from dataclasses import astuple, dataclass
 
+from quire_operator.api.engine_spec import KVCacheOffloadingSpec
 from quire_operator.api.quantity import to_bytes
 from quire_operator.plan import device_memory, limits
 from quire_operator.plan.device_memory import GIB, MIB, round_up_mib
@@ -49,6 +50,9 @@ _NETWORK_BYTES_S = 200_000_000
 _VOLUME_BYTES_S = 100_000_000
 """Speed of a slow volume: a network file system over 1 Gbit/s, or a cloud's file system for several nodes. The kubelet
 kills a pod that needs more time, and the next container reads the weights from the beginning."""
+_KV_VOLUME_PERCENT = 125
+"""Size limit of an emptyDir, in percent of the size of the files. Before old files are removed, the folder can grow by
+an eighth. The kubelet would evict a pod whose emptyDir is larger than its limit."""
 _START_S = 60
 _GRAPHS_S = 120
 
@@ -118,24 +122,47 @@ def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
     return HostCosts(processes, stubs * _STUB, lora_copies, shm, swap, kv_offloading)
 
 
-def check_host_memory(inputs: PlannerInputs, num_gpus: int) -> None:
-    """Check that spec.runtime.memory has room for the KV blocks that a pod with GPUs caches in host memory. On a CPU,
-    this memory is part of what a candidate needs.
+def check_kv_tiers(inputs: PlannerInputs, num_gpus: int) -> None:
+    """Check that spec.runtime.memory and the nodes have room for the KV blocks that a pod with GPUs keeps in host
+    memory and on the disk of its node. On a CPU, the memory is part of what a candidate needs.
 
     Raises:
-        Unplannable: it has not, so that the kubelet would kill the pod.
+        Unplannable: they have not. The kubelet would kill the pod, or no node could run it.
     """
-    offloading, limit = inputs.engine.kvCacheOffloading, inputs.memory_limit
-    if offloading is None or limit is None or inputs.gpu is None:
+    offloading, limit, node = inputs.engine.kvCacheOffloading, inputs.memory_limit, inputs.node
+    if offloading is None or inputs.gpu is None:
         return
+    field, problem = "spec.engine.kvCacheOffloading", ""
     required = host_costs(inputs, num_gpus).rounded_total
-    if required > limit:
-        message = (
-            f"spec.engine.kvCacheOffloading.memory: {offloading.memory}: the pod needs {required // MIB}Mi of host "
-            f"memory, but spec.runtime.memory is {limit // MIB}Mi; lower it, or raise spec.runtime.memory to at least "
+    volume = kv_volume_bytes(offloading)
+    if limit is not None and required > limit:
+        problem = (
+            f"{field}.memory: {offloading.memory}: the pod needs {required // MIB}Mi of host memory, but "
+            f"spec.runtime.memory is {limit // MIB}Mi; lower it, or raise spec.runtime.memory to at least "
             f"{required // MIB}Mi"
         )
-        raise Unplannable(UnplannableReason.DOES_NOT_FIT, message)
+    elif node.memory is not None and (limit or required) > node.memory:
+        problem = (
+            f"{field}.memory: {offloading.memory}: the pod requests {(limit or required) // MIB}Mi of host memory, but "
+            f"the largest node with {inputs.gpu.name} has {node.memory // MIB}Mi; lower it, or set spec.gpu.memory if "
+            "larger nodes will come"
+        )
+    elif node.ephemeral_storage is not None and volume > node.ephemeral_storage:
+        problem = (
+            f"{field}.secondary[0].size: {offloading.secondary[0].size}: the pod requests {volume // MIB}Mi of "
+            f"ephemeral storage, but the largest node with {inputs.gpu.name} has {node.ephemeral_storage // MIB}Mi; "
+            "lower it, or use a claim"
+        )
+    if problem:
+        raise Unplannable(UnplannableReason.DOES_NOT_FIT, problem)
+
+
+def kv_volume_bytes(offloading: KVCacheOffloadingSpec) -> int:
+    """Return the size limit of the emptyDir for KV blocks in bytes, which are whole MiB; 0 if there is none."""
+    tier = next(iter(offloading.secondary), None)
+    if tier is None or tier.folder.emptyDir is None:
+        return 0
+    return round_up_mib(to_bytes(tier.size) * _KV_VOLUME_PERCENT // 100)
 
 
 def _lora_copy_bytes(inputs: PlannerInputs) -> int:

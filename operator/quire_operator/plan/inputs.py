@@ -22,6 +22,16 @@ from quire_spec.dataclass_json import drop_nulls, non_default_json, to_json
 
 
 @dataclass(frozen=True, slots=True)
+class NodeCapacity:
+    """Capacity of the largest node for pods. It is not part of the hash, because nodes come and go."""
+
+    memory: int | None = None
+    """Bytes of host memory; None: unknown."""
+    ephemeral_storage: int | None = None
+    """Bytes of its disk; None: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerInputs:
     """Everything that a plan depends on."""
 
@@ -43,10 +53,16 @@ class PlannerInputs:
     """Number of processes that serve the OpenAI API. If it is 0, the API is turned off."""
     draft: DraftInfo | None = None
     """The draft model or the heads that spec.engine.speculativeConfig selects; None if its method uses neither."""
+    node: NodeCapacity = NodeCapacity()
 
     @classmethod
     def from_service(
-        cls, service: LLMService, model: CheckpointInfo, gpu: GpuInfo | None, draft: DraftInfo | None = None
+        cls,
+        service: LLMService,
+        model: CheckpointInfo,
+        gpu: GpuInfo | None,
+        draft: DraftInfo | None = None,
+        node: NodeCapacity = NodeCapacity(),
     ) -> Self:
         """Return the inputs of a service. `gpu` is the result of `resolve_gpu`, or None for a CPU."""
         spec = service.spec
@@ -64,6 +80,7 @@ class PlannerInputs:
             image=spec.runtime.image,
             num_openai_fronts=spec.openai.apiServerCount if spec.openai.enabled else 0,
             draft=draft,
+            node=node,
         )
 
     @property

@@ -2,25 +2,18 @@
 """Storage for KV blocks that spec.engine.kvCacheOffloading.secondary keeps in files. Called by pod_template.py,
 pod_config.py and objects.py."""
 
-from collections.abc import Collection
-
-from quire_operator.api.engine_spec import SecondaryTierSpec
 from quire_operator.api.llmservice import LLMService
-from quire_operator.api.quantity import to_bytes
-from quire_operator.plan.device_memory import round_up_mib
+from quire_operator.plan.host_memory import kv_volume_bytes
 from quire_operator.plan.plan import to_quantity
-from quire_operator.render import object_names
+from quire_operator.render import model_storage, object_names
 from quire_operator.render.manifests import Manifest
 from quire_spec.errors import ConfigError
 
 _VOLUME = "kv-blocks"
-_VOLUME_SIZE_PERCENT = 125
-"""Size limit of an emptyDir, in percent of the size of the files. Before old files are removed, the folder can grow by
-an eighth. The kubelet would evict a pod whose emptyDir is larger than its limit."""
 
 
-def validate(service: LLMService, source_claims: Collection[str]) -> None:
-    """Check that nothing else is on the claim of the folder. `source_claims` are the claims of all sources.
+def validate(service: LLMService) -> None:
+    """Check that nothing else is on the claim of the folder.
 
     Raises:
         ConfigError: the claim also holds a model or adapters, which pods mount read-only, or downloaded models, among
@@ -30,7 +23,7 @@ def validate(service: LLMService, source_claims: Collection[str]) -> None:
     if tier is None or tier.folder.pvc is None:
         return
     name = tier.folder.pvc.claimName
-    if name in source_claims or name == object_names.model_claim(service.name):
+    if name in model_storage.claim_names(service) or name == object_names.model_claim(service.name):
         raise ConfigError(
             f"spec.engine.kvCacheOffloading.secondary[0].folder.pvc.claimName: {name!r} is also the claim of a model "
             "or an adapter; use another claim"
@@ -53,7 +46,7 @@ def volumes(service: LLMService) -> list[Manifest]:
         return []
     if tier.folder.pvc is not None:
         return [{"name": _VOLUME, "persistentVolumeClaim": {"claimName": tier.folder.pvc.claimName}}]
-    return [{"name": _VOLUME, "emptyDir": {"sizeLimit": _volume_size(tier)}}]
+    return [{"name": _VOLUME, "emptyDir": {"sizeLimit": _volume_size(service)}}]
 
 
 def volume_mounts(service: LLMService) -> list[Manifest]:
@@ -64,8 +57,9 @@ def volume_mounts(service: LLMService) -> list[Manifest]:
 def requests(service: LLMService) -> dict[str, str]:
     """Return the resources that a pod requests for the folder."""
     tier = service.kv_tier
-    return {} if tier is None or tier.folder.pvc is not None else {"ephemeral-storage": _volume_size(tier)}
+    return {} if tier is None or tier.folder.pvc is not None else {"ephemeral-storage": _volume_size(service)}
 
 
-def _volume_size(tier: SecondaryTierSpec) -> str:
-    return to_quantity(round_up_mib(to_bytes(tier.size) * _VOLUME_SIZE_PERCENT // 100))
+def _volume_size(service: LLMService) -> str:
+    offloading = service.spec.engine.kvCacheOffloading
+    return to_quantity(0 if offloading is None else kv_volume_bytes(offloading))

@@ -63,6 +63,14 @@ def download_folders(service: LLMService) -> list[str]:
     return [folder(source) for source in downloaded_sources(service)]
 
 
+def claim_names(service: LLMService) -> list[str]:
+    """Return the names of the claims of the model, the draft model, the adapters and further models."""
+    sources = [*service.model_sources.values(), *(adapter.source for adapter in service.spec.adapters)]
+    if service.spec.runtime.models is not None:
+        sources.append(service.spec.runtime.models.source)
+    return sorted({source.pvc.claimName for source in sources if source.pvc is not None})
+
+
 def validate(service: LLMService) -> None:
     """Check that pods can read every source.
 

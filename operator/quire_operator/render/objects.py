@@ -13,7 +13,7 @@ from quire_operator.plan.plan import Plan
 from quire_operator.render import configmaps, download_job, kv_storage, model_storage, network, pod_template, workload
 from quire_operator.render.context import RenderContext
 from quire_operator.render.manifests import Manifest, new_manifest, owner_reference
-from quire_operator.render.pod_config import claim_names, cluster_document
+from quire_operator.render.pod_config import cluster_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> R
         UnsupportedByEngine: the engine does not support a value of the spec.
     """
     model_storage.validate(service)
-    kv_storage.validate(service, claim_names(service))
+    kv_storage.validate(service)
     engine_configmap = configmaps.engine_configmap(service, cluster_document(service, plan))
     on_one_node = model_storage.is_on_one_node(service, context.claim_access_modes)
     template = pod_template.template(service, plan, engine_configmap["metadata"]["name"], on_one_node)

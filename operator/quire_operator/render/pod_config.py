@@ -124,19 +124,11 @@ def _cluster_files(service: LLMService) -> PodFiles:
         adapters=Path(object_names.ADAPTER_CATALOG_DIR, constants.CATALOG_FILE),
         admin_key=Path(object_names.ADMIN_DIR, object_names.ADMIN_KEY_FIELD),
         secrets=Path(object_names.SECRETS_DIR),
-        claims={name: claims / name for name in claim_names(service)},
+        claims={name: claims / name for name in model_storage.claim_names(service)},
         api_keys=None if openai.apiKeysSecretRef is None else Path(object_names.API_KEYS_DIR),
         tls=None if openai.tlsSecretRef is None else Path(object_names.TLS_DIR),
         models=folder,
     )
-
-
-def claim_names(service: LLMService) -> list[str]:
-    """Return the names of the claims of the model, the draft model, the adapters and further models."""
-    sources = [*service.model_sources.values(), *(adapter.source for adapter in service.spec.adapters)]
-    if service.spec.runtime.models is not None:
-        sources.append(service.spec.runtime.models.source)
-    return sorted({source.pvc.claimName for source in sources if source.pvc is not None})
 
 
 def chat_template_path(service: LLMService) -> str | None:

@@ -16,7 +16,6 @@ from quire_operator.plan.plan import Plan
 from quire_operator.render import kv_storage, model_storage, object_names, security_context
 from quire_operator.render.env import container_env
 from quire_operator.render.manifests import Manifest, metadata
-from quire_operator.render.pod_config import claim_names
 from quire_operator.render.strategic_merge import merge
 from quire_spec import constants
 from quire_spec.errors import ConfigError
@@ -244,7 +243,7 @@ def _volume_mounts(service: LLMService) -> list[Manifest]:
     if volume := _chat_template_volume(service):
         mounts.append({"name": volume["name"], "mountPath": object_names.CHAT_TEMPLATE_DIR, "readOnly": True})
     mounts += kv_storage.volume_mounts(service)
-    for i, claim in enumerate(claim_names(service)):
+    for i, claim in enumerate(model_storage.claim_names(service)):
         mounts.append({"name": f"claim-{i}", "mountPath": f"{object_names.CLAIMS_DIR}/{claim}", "readOnly": True})
     return mounts
 
@@ -273,6 +272,6 @@ def _volumes(service: LLMService, plan: Plan, engine_configmap: str) -> list[Man
     if volume := _chat_template_volume(service):
         volumes.append(volume)
     volumes += kv_storage.volumes(service)
-    for i, claim in enumerate(claim_names(service)):
+    for i, claim in enumerate(model_storage.claim_names(service)):
         volumes.append({"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
     return volumes

@@ -2,9 +2,13 @@
 """Nodes on which the pods of a service can start: taints, cordons and readiness count."""
 
 import pytest
-from support.planning import L4, T4, llm_service
+from support.planning import L4, MODELS, T4, llm_service
 
-from quire_operator.plan.nodes import Node, parse_nodes, usable_node_labels
+from quire_operator.plan.errors import Unplannable
+from quire_operator.plan.gpu import resolve_gpu
+from quire_operator.plan.inputs import PlannerInputs
+from quire_operator.plan.nodes import Node, node_capacity, parse_nodes, usable_node_labels
+from quire_operator.plan.planner import make_plan
 
 TAINT = {"key": "team", "value": "ml", "effect": "NoSchedule"}
 
@@ -75,3 +79,43 @@ def test_output_of_kubectl():
     assert parse_nodes(listing) == [Node({"a": "b"}), Node({})]
     assert parse_nodes({"kind": "Node", "metadata": {"labels": {"a": "b"}}}) == [Node({"a": "b"})]
     assert parse_nodes([]) == []
+
+
+TIERS = "kvCacheOffloading: {memory: 64Gi, secondary: [{folder: %s, size: 400Gi}]}"
+
+
+def planned_on(bodies, spec):
+    service, nodes = llm_service(spec), [Node.from_body(body) for body in bodies]
+    gpu = resolve_gpu(service.spec.gpu, usable_node_labels(service, nodes))
+    return make_plan(PlannerInputs.from_service(service, MODELS["8b"], gpu, node=node_capacity(service, nodes, gpu)))
+
+
+def with_capacity(body, memory, storage):
+    allocatable = {"memory": memory, "ephemeral-storage": storage, "nvidia.com/gpu": "1"}
+    return body | {"status": body["status"] | {"allocatable": allocatable}}
+
+
+def test_tiers_that_no_node_has_room_for_are_refused_by_name():
+    spec = f"gpu: {{product: NVIDIA-L4}}\nlora: {{maxLoaded: 0}}\nengine: {{{TIERS % '{emptyDir: {}}'}}}"
+    large = with_capacity(node(L4), "131072Mi", str(600 * 2**30))
+    small = with_capacity(node(L4), "62Gi", "100Gi")
+    plan = planned_on([small, large], spec)
+    assert planned_on([node(L4)], spec) == plan, "the capacity is unknown"
+    with pytest.raises(Unplannable) as error:
+        planned_on([small, with_capacity(node(T4), "512Gi", "9Ti")], spec)
+    assert str(error.value) == (
+        f"spec.engine.kvCacheOffloading.memory: 64Gi: the pod requests {plan.hostBytes.total >> 20}Mi of host memory, "
+        f"but the largest node with NVIDIA-L4 has {62 * 1024}Mi; lower it, or set spec.gpu.memory if larger nodes will "
+        "come"
+    )
+    with pytest.raises(Unplannable) as error:
+        planned_on([with_capacity(node(L4), "128Gi", "499Gi")], spec)
+    assert str(error.value) == (
+        f"spec.engine.kvCacheOffloading.secondary[0].size: 400Gi: the pod requests {500 * 1024}Mi of ephemeral "
+        f"storage, but the largest node with NVIDIA-L4 has {499 * 1024}Mi; lower it, or use a claim"
+    )
+    on_claim = spec.replace("{emptyDir: {}}", "{pvc: {claimName: c}}")
+    assert planned_on([with_capacity(node(L4), "128Gi", "9Gi")], on_claim).hostBytes == plan.hostBytes
+    by_hand = spec.replace("NVIDIA-L4", "NVIDIA-L4, memory: 23034Mi")
+    assert planned_on([small], by_hand).hostBytes == plan.hostBytes
+    assert planned_on([small], "gpu: {product: NVIDIA-L4}").hostBytes.kvOffloading == 0
