@@ -67,6 +67,9 @@ examples:
   a folder with pytorch_model.bin
     python -m quire_engine convert ./opt-125m --into ./opt-125m-safetensors
 
+  the folder of an adapter with adapter_model.bin
+    python -m quire_engine convert ./sql-lora --into ./sql-lora-safetensors
+
   a model of the Hugging Face Hub; the second command generates with the new folder
     python -m quire_engine convert facebook/opt-125m --into ./opt-125m
     python -m quire_engine generate --model ./opt-125m --prompt "Hello"

@@ -151,6 +151,44 @@ def _add_lora_cpu(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatc
 add_lora.register_lazy("cuda", "own", "quire_kernels.gpu.lora")
 
 
+def add_adapters(
+    x: Tensor,
+    base_x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    adapters: ModuleSlots,
+    batch: LoRABatch,
+) -> Tensor:
+    """Compute `adapted_linear` for a base weight that reads `base_x`, which has the features of x in another order.
+
+    If an adapter transforms the base product, the product of its tokens is computed again, without bias and residual.
+    The other tokens keep the result that they have without such an adapter in the batch.
+    """
+    is_transformed = bool(adapters.transformed_slots)
+    before = residual.clone() if is_transformed and residual is not None else None
+    out = linear(base_x, weight, bias, residual)
+    for slot, rows in batch.iter_slot_tokens() if is_transformed else ():
+        if slot in adapters.transformed_slots:
+            product = linear(base_x[rows], weight, None).float()
+            _transform(product, adapters, slot)
+            for addend in (bias, None if before is None else before[rows]):
+                product += 0 if addend is None else addend
+            out[rows] = product.to(out.dtype)
+    add_lora(out, x, adapters, batch)
+    return out
+
+
+def _transform(product: Tensor, adapters: ModuleSlots, slot: int) -> None:
+    """Transform a base product [num_rows, out_features of all slices], float32, in place."""
+    column = 0
+    for i, width in enumerate(adapters.target.widths):
+        if (transform := adapters.get_transform(slot, i)) is not None:
+            scale, addend = transform.float()
+            product[:, column : column + width].mul_(1 + scale).add_(addend)
+        column += width
+
+
 @Op
 def adapted_linear(
     x: Tensor,
@@ -165,9 +203,7 @@ def adapted_linear(
     Returns:
         [num_tokens, out_features], dtype of x; or the updated `residual`.
     """
-    out = linear(x, weight, bias, residual)
-    add_lora(out, x, adapters, batch)
-    return out
+    return add_adapters(x, x, weight, bias, residual, adapters, batch)
 
 
 adapted_linear.register("cuda")(adapted_linear.reference)

@@ -36,6 +36,9 @@ reuse them.
 
 LoRAPair = tuple[Tensor, Tensor]
 """The matrices A [rank, in_features] and B [out_features, rank]. The scale of the adapter is already part of B."""
+RowTransform = Tensor
+"""Scales and addends [2, out_features]: a base product p, without its bias, becomes p + p * scale + addend. DoRA has
+scales, and trained biases are addends. Most adapters have neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,15 @@ class PackedAdapter:
     chunks: tuple[Tensor, ...]
     """The content of the slot, divided into consecutive tensors [num_elements]."""
     entries: Tensor
-    """[num_targets, max_slices, 3] int64: the offset of A, the offset of B, and the LoRA rank. The rank is 0 for a
-    slice that the adapter does not change.
+    """[num_targets, max_slices, 4] int64: the offset of A, the offset of B, the LoRA rank, and the offset of the
+    transform of the base product. The rank is 0 for a slice that the adapter does not change. The last number is 0 for
+    a slice whose base product is not transformed.
     """
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements that the adapter needs in a slot."""
+        return sum(part.numel() for part in self.chunks)
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +122,7 @@ class ModuleSlots:
         self.slot_weights = slot_weights
         """[num_slots, slot_size]."""
         self.entries = entries
-        """[num_slots, max_slices, 3] int64, on the device. `PackedAdapter.entries` describes the numbers."""
+        """[num_slots, max_slices, 4] int64, on the device. `PackedAdapter.entries` describes the numbers."""
         self.host_entries = host_entries
         """Copy of `entries` on the host. If the device is the CPU, this is the same tensor."""
         self.max_rank = max_rank
@@ -121,6 +130,8 @@ class ModuleSlots:
         """The module must be computed if a step uses one of these slots. The set also contains the empty slots, because
         warm-up steps use them to measure memory.
         """
+        self.transformed_slots: set[int] = set()
+        """Slots whose adapter transforms the base product of the module."""
         self.is_panel_packed = _supports_panels(target, slot_weights)
         """Whether the matrices have the layout that the compiled kernels need."""
         if self.is_panel_packed:
@@ -158,7 +169,7 @@ class ModuleSlots:
         A has the shape [rank, in_features], or [in_features, rank] for an embedding. B has the shape [rank,
         out_features].
         """
-        a_start, b_start, rank = self.host_entries[slot, index].tolist()
+        a_start, b_start, rank, _ = self.host_entries[slot, index].tolist()
         if rank == 0:
             return None
         width, features = self.target.widths[index], self.target.in_features
@@ -179,6 +190,11 @@ class ModuleSlots:
         )
         return a_matrix, b_panels.permute(1, 3, 0, 2).reshape(-1, width)[:rank]
 
+    def get_transform(self, slot: int, index: int) -> RowTransform | None:
+        """Return the transform of one slice in a slot, or None if its base product is not transformed."""
+        start, width = int(self.host_entries[slot, index, 3]), self.target.widths[index]
+        return self.slot_weights[slot, start : start + 2 * width].view(2, width) if start else None
+
 
 class LoRASlots:
     """All adapter slots of a model."""
@@ -195,7 +211,7 @@ class LoRASlots:
         else:
             self._slots = like.new_empty(shape)
         max_slices = max(len(site.widths) for site in targets)
-        self._host_entries = torch.zeros(len(targets), num_slots, max_slices, 3, dtype=torch.int64)
+        self._host_entries = torch.zeros(len(targets), num_slots, max_slices, 4, dtype=torch.int64)
         self._entries = self._host_entries.to(like.device)
         self.modules = tuple(
             ModuleSlots(site, self._slots, self._entries[i], self._host_entries[i], max_rank)
@@ -210,13 +226,23 @@ class LoRASlots:
         """Size of all slots in bytes, without the table of offsets."""
         return self._slots.nbytes
 
-    def pack(self, pairs: Sequence[Sequence[LoRAPair | None]]) -> PackedAdapter:
+    @property
+    def slot_size(self) -> int:
+        """Number of elements of a slot."""
+        return self._slots.shape[1]
+
+    def pack(
+        self,
+        pairs: Sequence[Sequence[LoRAPair | None]],
+        transforms: Sequence[Sequence[RowTransform | None]] | None = None,
+    ) -> PackedAdapter:
         """Convert an adapter to the layout of a slot.
 
-        For each module, `pairs` contains the matrices of its slices.
+        For each module, `pairs` contains the matrices of its slices, and `transforms` the transforms of those slices
+        that have matrices. The result can need more than `slot_size` elements if it has transforms.
         """
         entries = torch.zeros(self._host_entries[:, 0].shape, dtype=torch.int64)
-        end, placements = 0, []
+        end, placements, copies = 0, [], list[tuple[int, RowTransform]]()
         for i, (module, slices) in enumerate(zip(self.modules, pairs, strict=True)):
             for j, pair in enumerate(slices):
                 if pair is None:
@@ -229,9 +255,15 @@ class LoRASlots:
                 end = starts[1] + _round_up_to_alignment(
                     b.shape[0] * (_round_up_to_even(rank) if module.is_panel_packed else rank)
                 )
-                entries[i, j] = torch.tensor([*starts, rank])
+                transform = None if transforms is None else transforms[i][j]
+                entries[i, j] = torch.tensor([*starts, rank, 0 if transform is None else end])
                 placements.append((module, a, b, *starts))
+                if transform is not None:
+                    copies.append((end, transform))
+                    end += _round_up_to_alignment(transform.numel())
         data = self._slots.new_zeros(end, device="cpu")
+        for start, transform in copies:
+            data[start : start + transform.numel()] = transform.flatten()
         for module, a, b, a_start, b_start in placements:
             _write_matrices(
                 module, a.to(data.dtype).contiguous(), b.to(data.dtype).contiguous(), data[a_start:], data[b_start:]
@@ -241,8 +273,10 @@ class LoRASlots:
     def write(self, slot: int, adapter: PackedAdapter) -> None:
         """Write an adapter to a slot. No operation may read the slot during this call."""
         self._host_entries[:, slot] = adapter.entries
-        for module, is_used in zip(self.modules, adapter.entries[:, :, 2].any(1).tolist(), strict=True):
+        for module, entries in zip(self.modules, adapter.entries.any(1).tolist(), strict=True):
+            _, _, is_used, is_transformed = entries
             (module.active_slots.add if is_used else module.active_slots.discard)(slot)
+            (module.transformed_slots.add if is_transformed else module.transformed_slots.discard)(slot)
         row, end = self._slots[slot], 0
         for part in adapter.chunks:
             start, end = end, end + part.numel()

@@ -49,8 +49,8 @@ class Scenario:
 
     name: str
     engine: str
-    uses_adapters: bool
-    """Each request with an adapter; False: all with the base model."""
+    adapters: str | None = None
+    """Each request with an adapter of this kind: lora or dora. None: all with the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,16 @@ class SpeedTarget:
 
 
 SCENARIOS = (
-    Scenario("base, LoRA disabled", "plain", uses_adapters=False),
-    Scenario("base, LoRA enabled", "lora", uses_adapters=False),
-    Scenario("adapters", "lora", uses_adapters=True),
-    Scenario("vLLM, base, LoRA enabled", "vllm", uses_adapters=False),
-    Scenario("vLLM, adapters", "vllm", uses_adapters=True),
+    Scenario("base, LoRA disabled", "plain"),
+    Scenario("base, LoRA enabled", "lora"),
+    Scenario("adapters", "lora", "lora"),
+    Scenario("DoRA adapters", "lora", "dora"),
+    Scenario("vLLM, base, LoRA enabled", "vllm"),
+    Scenario("vLLM, adapters", "vllm", "lora"),
 )
 SPEED_TARGETS = (
     SpeedTarget("adapters", "base, LoRA disabled", 0.75, 0.9),
+    SpeedTarget("DoRA adapters", "adapters", 0.95, 0.99),
     SpeedTarget("base, LoRA enabled", "base, LoRA disabled", 0.98, 1.0),
     SpeedTarget("adapters", "vLLM, adapters", 8.0, 12.0),
 )
@@ -85,10 +87,17 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
         ChildFailed: a process failed.
     """
     model = (args.model or random_checkpoint.cached_checkpoint(args.shape)).resolve()
-    adapter_folders = random_adapters.make_adapters(
-        model, model.parent / f"{model.name}-adapters", args.adapters, args.rank
-    )
-    folders = [str(folder) for folder in adapter_folders]
+    adapters_folder = model.parent / f"{model.name}-adapters"
+    folders = {
+        kind: [
+            str(folder)
+            for folder in random_adapters.make_adapters(
+                model, adapters_folder, args.adapters, args.rank, use_dora=kind == "dora"
+            )
+        ]
+        for kind in ("lora", "dora")
+    }
+    checked = [folder for of_kind in folders.values() for folder in of_kind[:NUM_CHECKED]]
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     workload = Workload(args.requests, args.prompt_tokens, args.output_tokens, vocab_size, args.seed)
     results = {**environment_info(), "adapters": args.adapters, "rank": args.rank}
@@ -97,9 +106,10 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-")))
         log("checking this engine's adapters against peft, both in float32")
-        oracle_settings = {"model": str(model), "dtype": "float32", "batch": 1, "adapters": folders[:NUM_CHECKED]}
+        oracle_settings = {"model": str(model), "dtype": "float32", "batch": 1, "adapters": checked}
         with ChildProcess("peft", "static_batches.py", oracle_settings, folder) as oracle:
-            _check_float32(model, args, folders, workload, oracle, folder)
+            for of_kind in folders.values():
+                _check_float32(model, args, of_kind, workload, oracle, folder)
             log("loading")
             children = {
                 name: stack.enter_context(ChildProcess(name, *available))
@@ -155,9 +165,12 @@ def _check_float32(
 
 
 def _run_scenario(
-    scenario: Scenario, children: dict[str, ChildProcess], folders: Sequence[str], requests: Sequence[Request]
+    scenario: Scenario,
+    children: dict[str, ChildProcess],
+    folders: dict[str, list[str]],
+    requests: Sequence[Request],
 ) -> dict[str, Any]:
-    adapters_of_requests = _adapters_of(folders, requests) if scenario.uses_adapters else None
+    adapters_of_requests = _adapters_of(folders[scenario.adapters], requests) if scenario.adapters else None
     reply = children[scenario.engine].call("run", requests=requests, offsets=None, adapters=adapters_of_requests)
     return measure(requests, None, reply) | {"row": scenario.name, "token_ids": reply["token_ids"]}
 
@@ -165,16 +178,16 @@ def _run_scenario(
 def _warm_up(
     scenario: Scenario,
     children: dict[str, ChildProcess],
-    folders: Sequence[str],
+    folders: dict[str, list[str]],
     workload: Workload,
     oracle: ChildProcess,
 ) -> float:
     """A run that does not count; the worst gap of its first outputs to peft's logits in float32."""
     requests = [Request(p, NUM_CHECKED_TOKENS) for p, _ in workload.requests(WARM_UP)]
     token_ids = _run_scenario(scenario, children, folders, requests)["token_ids"]
-    if not scenario.uses_adapters:
+    if not scenario.adapters:
         return 0.0
-    checked = zip(requests[:NUM_CHECKED], token_ids, _adapters_of(folders, requests), strict=False)
+    checked = zip(requests[:NUM_CHECKED], token_ids, _adapters_of(folders[scenario.adapters], requests), strict=False)
     gap = max(oracle.call("worst_gap", prompt=r.prompt_token_ids, output=ids, adapter=a) for r, ids, a in checked)
     if gap > MAX_GAP:
         raise WrongOutput(f"{scenario.name}: a token is {gap:.2f} deviations below peft's likeliest; {MAX_GAP} at most")
@@ -184,7 +197,7 @@ def _warm_up(
 def _run_rounds(
     scenarios: Sequence[Scenario],
     children: dict[str, ChildProcess],
-    folders: Sequence[str],
+    folders: dict[str, list[str]],
     workload: Workload,
     args: argparse.Namespace,
 ) -> list[dict[str, Any]]:

@@ -14,11 +14,16 @@ ALPHA = 2
 """A multiple of the rank: the scale of B A."""
 
 
-def make_adapters(checkpoint: Path, folder: Path, count: int, rank: int, device: str = "cpu") -> list[Path]:
+def make_adapters(
+    checkpoint: Path, folder: Path, count: int, rank: int, device: str = "cpu", *, use_dora: bool = False
+) -> list[Path]:
     """Write `count` adapters of LoRA rank `rank` for a Llama checkpoint to folders under `folder`; existing ones are
-    reused. `device` generates the numbers, which takes a CPU a second for a large model."""
+    reused. `device` generates the numbers, which takes a CPU a second for a large model. With `use_dora`, they have
+    magnitudes."""
     config = json.loads((checkpoint / "config.json").read_text())
-    return [_make_adapter(config, folder / f"rank{rank}-{seed}", rank, seed, device) for seed in range(count)]
+    norms = _row_norms(checkpoint) if use_dora else {}
+    name = f"{'dora-' if use_dora else ''}rank{rank}"
+    return [_make_adapter(config, folder / f"{name}-{seed}", rank, seed, device, norms) for seed in range(count)]
 
 
 def num_bytes(shape: dict[str, Any], rank: int) -> int:
@@ -45,7 +50,18 @@ def evict_from_page_cache(folders: Iterable[Path]) -> str:
     return storage
 
 
-def _make_adapter(shape: dict[str, Any], folder: Path, rank: int, seed: int, device: str) -> Path:
+def _row_norms(checkpoint: Path) -> dict[str, Any]:
+    """Return the norms of the rows of all matrices, by the names of their modules."""
+    from safetensors.torch import load_file
+
+    files = (load_file(path) for path in sorted(checkpoint.glob("*.safetensors")))
+    matrices = {name: tensor for tensors in files for name, tensor in tensors.items() if tensor.dim() == 2}
+    return {name.removesuffix(".weight"): tensor.float().norm(dim=1) for name, tensor in matrices.items()}
+
+
+def _make_adapter(
+    shape: dict[str, Any], folder: Path, rank: int, seed: int, device: str, norms: dict[str, Any]
+) -> Path:
     import torch
     from safetensors.torch import save_file
 
@@ -60,10 +76,14 @@ def _make_adapter(shape: dict[str, Any], folder: Path, rank: int, seed: int, dev
                 spread = size[1] ** -0.5 / (1 if matrix == "A" else 4)
                 values = torch.randn(size, generator=generator, device=device) * spread
                 tensors[f"{name}.lora_{matrix}.weight"] = values.to(torch.bfloat16).cpu()
+            if norms:
+                spread = 1 + torch.randn(d_out, generator=generator, device=device).cpu() / 20
+                tensors[f"{name}.lora_magnitude_vector"] = norms[f"model.layers.{layer}.{path}"] * spread
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     targets = sorted({path.rpartition(".")[2] for path in linear_shapes(shape)})
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": ALPHA * rank, "bias": "none"}
+    config |= {"use_dora": bool(norms)}
     (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": targets}))
     return folder
 

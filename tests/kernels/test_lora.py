@@ -117,6 +117,43 @@ def test_linear_and_deltas_together(num_tokens, segments, site, dtype):
         torch.testing.assert_close(stream.double(), wanted + residual.double(), rtol=tolerance, atol=2 * tolerance)
 
 
+@pytest.mark.parametrize(("num_tokens", "segments"), SEGMENTS.values(), ids=SEGMENTS.keys())
+@pytest.mark.parametrize("site", SITES.values(), ids=SITES.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_transform_the_base_product(num_tokens, segments, site, dtype):
+    """Tokens without an adapter have the same bits as in a batch without adapters."""
+    width, d_in = sum(site.widths), site.in_features
+    slots = LoRASlots([LoRATarget(6, (32,)), site], NUM_SLOTS, MAX_RANK, torch.empty(0, dtype=dtype))
+    deltas = torch.zeros(NUM_SLOTS, width, d_in).double()
+    scales, addends = torch.zeros(2, NUM_SLOTS, width).double()
+    for slot in range(NUM_SLOTS):
+        pairs = [(torch.randn(3, d_in).to(dtype) / 4, torch.randn(w, 3).to(dtype) / 4) for w in site.widths]
+        transforms = [None if i == 1 or slot == 1 else torch.randn(2, w).to(dtype) for i, w in enumerate(site.widths)]
+        slots.write(slot, slots.pack([[None], pairs], [[None], transforms]))
+        deltas[slot] = torch.cat([b.double() @ a.double() for a, b in pairs])
+        rows = [torch.zeros(2, w) if t is None else t for t, w in zip(transforms, site.widths, strict=True)]
+        scales[slot], addends[slot] = torch.cat([t.double() for t in rows], dim=1)
+    adapters, batch = slots.modules[1], build_lora_batch(segments, num_tokens, CPU)
+    assert adapters.transformed_slots == {0, 2, 3, 4}
+    x, weight = torch.randn(num_tokens, d_in).to(dtype), (torch.randn(width, d_in) / 4).to(dtype)
+    bias, residual = torch.randn(width).to(dtype), torch.randn(num_tokens, width).to(dtype)
+    product = x.double() @ weight.double().t()
+    for s in segments:
+        product[s.start : s.end] += product[s.start : s.end] * scales[s.adapter_slot] + addends[s.adapter_slot]
+    wanted = _wanted(product + bias.double(), x, deltas, segments)
+    without = LoRASlots([site], NUM_SLOTS, MAX_RANK, torch.empty(0, dtype=dtype)).modules[0]
+    for w in (weight, pack_weight(weight)):
+        out = adapted_linear(x, w, bias, None, adapters, batch)
+        torch.testing.assert_close(out.double(), wanted, rtol=TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
+        base = adapted_linear(x, w, bias, None, without, build_lora_batch([], num_tokens, CPU))
+        assert torch.equal(out[batch.adapter_slots < 0], base[batch.adapter_slots < 0])
+        stream = residual.clone()
+        assert adapted_linear(x, w, bias, stream, adapters, batch) is stream
+        torch.testing.assert_close(
+            stream.double(), wanted + residual.double(), rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype]
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_result_of_a_token_does_not_depend_on_its_neighbours(dtype):
     site = SITES["compiled"]

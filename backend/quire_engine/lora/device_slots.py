@@ -13,6 +13,7 @@ from quire_engine.lora.peft.adapter import NO_LAYER, HostAdapter
 from quire_engine.models.base import CausalLM
 from quire_kernels import LoRASlots, LoRATarget, PackedAdapter
 from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import InvalidArgument
 
 ModuleKey = tuple[int, str]
 """Key of a module that adapters can change: the number of the layer, and the name of the module in the layer."""
@@ -41,10 +42,20 @@ class DeviceAdapterSlots:
         return self._slots.num_bytes
 
     def pack(self, adapter: HostAdapter) -> PackedAdapter:
-        """Convert an adapter to the form that `copy_to_slot` requires. Safe to call from any thread."""
+        """Convert an adapter to the form that `copy_to_slot` requires. Safe to call from any thread.
+
+        Raises:
+            InvalidArgument: the adapter needs more memory than a slot has.
+        """
         packed_adapter = self._slots.pack(
-            [[adapter.pairs.get(module_key) for module_key in slices] for slices in self._module_keys]
+            [[adapter.pairs.get(key) for key in slices] for slices in self._module_keys],
+            [[adapter.transforms.get(key) for key in slices] for slices in self._module_keys],
         )
+        if packed_adapter.num_elements > self._slots.slot_size:
+            raise InvalidArgument(
+                f"magnitudes and biases do not fit beside the LoRA matrices: a slot has {self._slots.slot_size} "
+                f"elements, the adapter needs {packed_adapter.num_elements}; raise max_lora_rank"
+            )
         return packed_adapter if self._stream is None else packed_adapter.pin_memory()
 
     def copy_to_slot(self, packed_adapter: PackedAdapter, adapter_slot: int) -> Callable[[], None]:

@@ -112,9 +112,14 @@ class LlamaForCausalLM(CausalLM):
         aux_layers = self.aux_hidden_state_layers
         # A decoder computes all layers in one call, with one block table.
         has_decoder = not aux_layers and not batch.groups
-        if has_decoder and self.fused_decoder is not None and self.fused_decoder.supports(hidden, kv_cache.layers):
+        decoder = self.fused_decoder if has_decoder else None
+        if (
+            decoder is not None
+            and decoder.supports(hidden, kv_cache.layers)
+            and decoder.supports_adapters(batch.adapters)
+        ):
             caches = kv_cache.layers
-            return self.fused_decoder(hidden, ropes[0], caches, batch.addresses, batch.attention, batch.adapters)
+            return decoder(hidden, ropes[0], caches, batch.addresses, batch.attention, batch.adapters)
         if (
             has_decoder
             and self.small_batch_decoder is not None

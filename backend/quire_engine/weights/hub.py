@@ -19,7 +19,7 @@ from quire_spec.errors import ConfigError
 from quire_spec.net.redaction import describe_error, redact_urls
 
 _ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
-PICKLE_PATTERNS = ["pytorch_model*.bin"]
+PICKLE_PATTERNS = ["pytorch_model*.bin", "adapter_model.bin"]
 """File name patterns of weights that only the converter downloads."""
 # Subfolders contain other formats, and `consolidated` files contain the same weights again.
 _IGNORE_PATTERNS = ["*/*", "consolidated*"]

@@ -22,6 +22,7 @@ from quire_engine.weights.param_shard import LoadTarget, ParamShard, TensorSourc
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_spec.errors import ConfigError
+from quire_spec.model.quantization import QuantizationScheme
 
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 
@@ -110,6 +111,24 @@ def read_tensor(folder: Path, name: str) -> Tensor:
         raise ConfigError(f"{folder}: {key} missing; {_MISSING_HINT}")
     tensor: Tensor = files.get_slice(key)[...]
     return tensor
+
+
+class CheckpointTensors:
+    """Tensors of a checkpoint by their names in the model. Quantized tensors are dequantized."""
+
+    def __init__(self, folder: Path, scheme: QuantizationScheme | None) -> None:
+        """`scheme` describes the quantized tensors of the checkpoint; None if it has none.
+
+        Raises:
+            ConfigError: the checkpoint cannot be read.
+        """
+        self._quantized = QuantizedTensors(TensorFiles(folder), scheme)
+
+    def find(self, name: str) -> TensorSource | None:
+        """Return a tensor, or None if the checkpoint does not contain it; raises ConfigError if it is wrong."""
+        files = self._quantized.files
+        key = files.name_in_file(name)
+        return self._quantized.find(key) or (_FloatTensor(files, key) if key in files else None)
 
 
 def equals_checkpoint(folder: Path, name: str, tensor: Tensor) -> bool:

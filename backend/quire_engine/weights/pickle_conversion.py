@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a checkpoint with pickled weights (pytorch_model.bin) to safetensors.
+"""Converts a checkpoint or an adapter with pickled weights (pytorch_model.bin, adapter_model.bin) to safetensors.
 
 A user runs the conversion with `python -m quire_engine convert`. The servers, pods and operator never run it.
 The files can contain only tensors, because the unpickler rejects all other objects. After the conversion, each written
@@ -25,6 +25,8 @@ from quire_spec.dataclass_json import read_json_object
 from quire_spec.errors import ConfigError
 
 PICKLE_NAME, PICKLE_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
+ADAPTER_PICKLE_NAME = "adapter_model.bin"
+_SAFE_NAMES = {PICKLE_NAME: SAFE_WEIGHTS_NAME, ADAPTER_PICKLE_NAME: "adapter_model.safetensors"}
 MAX_FILES, MAX_TENSORS = 1000, 200_000
 MAX_EXPANSION = 2
 """The total size of the tensors in a file, divided by the size of the file, must not exceed this number. Tensors can be
@@ -46,7 +48,8 @@ class ConversionReport:
 
 
 def convert_checkpoint(source: Path, target: Path) -> ConversionReport:
-    """Write a copy of the checkpoint in `source`, with its weights as safetensors, to the new folder `target`.
+    """Write a copy of the checkpoint or adapter in `source`, with its weights as safetensors, to the new folder
+    `target`.
 
     The conversion needs memory for twice the largest file. If it fails, `target` is not created.
 
@@ -74,7 +77,7 @@ def convert_checkpoint(source: Path, target: Path) -> ConversionReport:
 
 def _pickle_files(folder: Path) -> list[Path]:
     """Return the files that contain the pickled weights. There is one file, or one for each shard."""
-    names = [PICKLE_NAME]
+    names = [ADAPTER_PICKLE_NAME if (folder / ADAPTER_PICKLE_NAME).is_file() else PICKLE_NAME]
     if (index := folder / PICKLE_INDEX_NAME).is_file():
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -106,7 +109,9 @@ def _convert_files(files: list[Path], target: Path) -> ConversionReport:
         tensors = _load_tensors(file)
         if repeated := sorted(tensors.keys() & weight_map.keys()):
             raise ConfigError(f"{file}: {repeated[0]} is also in another file; download the checkpoint again")
-        name = SAFE_WEIGHTS_NAME if len(files) == 1 else f"model-{index:05}-of-{len(files):05}.safetensors"
+        name = f"model-{index:05}-of-{len(files):05}.safetensors"
+        if len(files) == 1:
+            name = _SAFE_NAMES.get(file.name, SAFE_WEIGHTS_NAME)
         # `save_file` rejects tensors that share memory, such as tied weights. Therefore, each tensor is cloned.
         save_file({key: tensor.clone() for key, tensor in tensors.items()}, target / name, {"format": "pt"})
         _compare(target / name, tensors)

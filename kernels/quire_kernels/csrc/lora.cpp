@@ -202,8 +202,8 @@ void quire_pack_adapter(const bf16* a, const bf16* b, bf16* packed_a, bf16* pack
         }
 }
 
-// out [m, n] = (add ? out : 0) + x [m, k] W^T + bias + each row's B (A x); x has rows of ldx. `packed` null: no base
-// GEMM.
+// out [m, n] = (add ? out : 0) + x [m, k] W^T + bias + each row's B (A x); x has rows of ldx. The row's adapter can
+// transform x W^T. `packed` null: no base GEMM.
 void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m,
                           int64_t n, int64_t k, int64_t add, const QuireLoraLinear* linear, const QuireLoraRows* rows) {
   const Linear& l = *linear;
@@ -256,13 +256,19 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
           const int64_t panel = p - (slice ? l.ends[slice - 1] : 0);
           for (int64_t r = 0; r < count; r++) {
             const int64_t slot = rows->slots[m0 + r];
-            const Entry e = slot < 0 ? Entry{0, 0, 0} : entry(l, slot, slice);
+            const Entry e = slot < 0 ? Entry{0, 0, 0, 0} : entry(l, slot, slice);
             const int64_t rank_pairs = pairs_of(e.rank);
             const bf16* b = slot < 0 ? nullptr : l.slots + slot * l.slot_size + e.b + panel * rank_pairs * 2 * kColumns;
-            deltas[r] = {shrunk + (m0 + r) * lds + slice * l.max_rank, b, rank_pairs};
+            const bf16* scale =
+                e.transform && packed ? l.slots + slot * l.slot_size + e.transform + panel * kColumns : nullptr;
+            const int64_t width = (slice_end - (slice ? l.ends[slice - 1] : 0)) * kColumns;
+            deltas[r] = {shrunk + (m0 + r) * lds + slice * l.max_rank, b, rank_pairs, scale, scale + (scale ? width : 0)};
           }
         } else {
-          for (int64_t r = 0; r < count; r++) deltas[r].panel += deltas[r].pairs * 2 * kColumns;
+          for (int64_t r = 0; r < count; r++) {
+            deltas[r].panel += deltas[r].pairs * 2 * kColumns;
+            if (deltas[r].scale) deltas[r].scale += kColumns, deltas[r].addend += kColumns;
+          }
         }
         const bf16* panel = packed + p * k * kColumns;
         const int64_t share = k * kColumns * (int64_t)sizeof(bf16) / tiles;

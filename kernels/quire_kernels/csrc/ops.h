@@ -10,6 +10,7 @@ namespace quire {
 struct Entry {
   int64_t a, b;  // offsets in elements from the slot's start
   int64_t rank;  // 0: the adapter does not change the slice
+  int64_t transform;  // offset of scales and addends [2, outputs] of the base product; 0: none
 };
 
 extern "C" {

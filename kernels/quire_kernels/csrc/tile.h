@@ -38,6 +38,7 @@ struct Delta {
   const bf16* shrunk;  // [2 * pairs]
   const bf16* panel;   // [pairs, 32, 2]; the next panel follows it
   int64_t pairs;       // pairs of LoRA ranks; 0: the row has no adapter here
+  const bf16 *scale, *addend;  // [32]: the product p becomes p + p * scale + addend; null: it stays
 };
 
 // Consecutive cache lines to prefetch.
@@ -158,7 +159,18 @@ void compute(const Tile& t) {
     }
   }
   for (; i < t.pairs; i++) product();
-  if constexpr (kAdapted) add_deltas<0, R>(t.deltas, sums);
+  if constexpr (kAdapted) {
+    each<R>([&](auto r) {
+      const Delta& d = t.deltas[r];
+      if (d.scale) {
+        each<2>([&](auto half) {
+          const __m512 p = sums[r][half];
+          sums[r][half] = _mm512_add_ps(_mm512_fmadd_ps(p, load(d.scale + half * kLanes), p), load(d.addend + half * kLanes));
+        });
+      }
+    });
+    add_deltas<0, R>(t.deltas, sums);
+  }
   each<R>([&](auto r) {
     bf16* out = t.out + r * t.ldo;
     finish(sums[r][0], out, t.bias, t.add);

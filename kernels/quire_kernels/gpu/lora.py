@@ -271,7 +271,7 @@ def _shrink(
     slot = tl.load(tile_slots_ptr + tile).to(tl.int64)
     if slot >= 0:
         rows = tl.load(tile_rows_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        entry = entries_ptr + slot * ld_entries + index * 3
+        entry = entries_ptr + slot * ld_entries + index * 4
         # Every matrix begins at a multiple of ALIGNMENT. Without this hint, each load instruction would load only one
         # element.
         a_ptr = slots_ptr + slot * slot_size + tl.multiple_of(tl.load(entry), ALIGNMENT)
@@ -364,7 +364,7 @@ def _expand(
         before = tl.where(index == 0, 0, tl.where(index == 1, of_first, of_first + of_second))
         first = (part - before) * share
         last = min(first + share, width)
-        entry = entries_ptr + slot * ld_entries + index * 3
+        entry = entries_ptr + slot * ld_entries + index * 4
         b_ptr = slots_ptr + slot * slot_size + tl.multiple_of(tl.load(entry + 1), ALIGNMENT)
         rank = tl.load(entry + 2).to(tl.int32)
         rows = tl.load(tile_rows_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)

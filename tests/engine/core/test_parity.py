@@ -383,9 +383,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "rank_pattern": {"down_proj": 1, "self_attn.*": 16},
         "alpha_pattern": {".*k_proj": 40},
     },
-    "the mlp of one layer": {"r": 3, "target_modules": ["gate_proj", "up_proj", "down_proj"], "layers_to_transform": 1},
+    "the mlp of one layer": {
+        "r": 3,
+        "target_modules": ["gate_proj", "up_proj", "down_proj"],
+        "layers_to_transform": 1,
+        "use_dora": True,
+    },
     "the vocabulary": {"r": 6, "target_modules": ["embed_tokens", "v_proj", "lm_head"], "use_rslora": True},
-    "keys, small": {"r": 1, "target_modules": ["k_proj", "o_proj", "up_proj"], "lora_alpha": 4},
+    "keys, small": {"r": 1, "target_modules": ["k_proj", "o_proj", "up_proj"], "lora_alpha": 4, "lora_bias": True},
 }
 
 
@@ -493,7 +498,7 @@ def test_adapters_in_one_batch_equal_peft(adapter_cases, checkpoint, scenario):
 @pytest.mark.parametrize("name", ["awq", "ct-fp8-block", "ct-int4-zeros", "ct-int8", "gptq-desc_act"])
 def test_adapters_on_a_quantized_base_equal_peft_on_the_dequantized_base(name, tmp_path):
     dequantized = write_dequantized(quantized_checkpoints.FOLDER / name, tmp_path / "dequantized")
-    adapter = make_adapter(dequantized, tmp_path / "adapter")
+    adapter = make_adapter(dequantized, tmp_path / "adapter", use_dora=True)
     prompts = [[token % quantized_checkpoints.VOCAB for token in prompt] for prompt in _prompts(8, seed=1)]
     references = _reference(load_oracle(dequantized), prompts) + _reference(
         load_adapted_oracle(dequantized, adapter), prompts

@@ -53,7 +53,11 @@ def adapters(folders, tmp_path_factory):
     sharded, and of a layer whose input is sharded."""
     outside = ["k_proj", "up_proj", "embed_tokens", "lm_head"]
     kinds = {
-        "llama": ({}, {"r": 4, "target_modules": outside}, {"r": 2, "target_modules": ["down_proj"]}),
+        "llama": (
+            {"use_dora": True},
+            {"r": 4, "target_modules": outside},
+            {"r": 2, "target_modules": ["down_proj"], "lora_bias": True, "trainable_token_indices": [*range(8)]},
+        ),
         "phi3": ({}, {"r": 4, "target_modules": ["qkv_proj"]}, {"r": 2, "target_modules": ["o_proj"]}),
     }
     return {

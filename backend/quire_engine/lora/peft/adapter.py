@@ -9,8 +9,9 @@ shapes and sizes are checked before a tensor is read, and nothing in the folder 
 import logging
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from quire_engine.lora.peft.config import PeftConfig
-from quire_engine.weights.loader import equals_checkpoint
+from quire_engine.weights.loader import CheckpointTensors, equals_checkpoint
+from quire_engine.weights.param_shard import TensorSource
+from quire_engine.weights.pickle_conversion import ADAPTER_PICKLE_NAME
 from quire_engine.weights.safetensors_reader import DTYPES, SafetensorsReader, open_safetensors
+from quire_engine.weights.tensor_files import CONVERT_COMMAND
+from quire_kernels import RowTransform
 from quire_spec.errors import InvalidArgument
 from quire_spec.model.memory_sizing import linear_sizes, lora_slot_bytes, vocab_module_sizes
 from quire_spec.model.model_config import ModelConfig
@@ -35,10 +40,16 @@ _MAX_TENSORS_PER_MODULE = 32
 """Two are used. A file can also contain tensors of parts of the model that Quire does not serve."""
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?P<module>[\w.]{1,200}?)\."
-    r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding_half>[AB])|(?P<base>(base_layer\.)?weight))"
+    r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding_half>[AB])|(?P<base>(base_layer\.)?weight)"
+    r"|(?P<magnitude>lora_magnitude_vector)|(?P<lora_bias>lora_B\.bias)|(?P<bias>(base_layer\.)?bias)"
+    r"|(?P<tokens>token_adapter\.trainable_tokens_delta))"
 )
+# Rows of a weight that are read at a time to compute their norms.
+_NORM_ELEMENTS = 1 << 22
 # Modules of a model that reads images, beside its language model. They cannot change an output for a text.
 _OTHER_PART = re.compile(r"base_model\.model\.(model\.)?(vision_tower|multi_modal_projector)\.")
+_EXTRAS = ("magnitude", "lora_bias", "bias")
+"""Groups of _TENSOR_NAME with tensors that change a module beside A and B."""
 logger = logging.getLogger(__name__)
 NO_LAYER = -1
 """Layer number that stands for modules outside the layers: the embedding and the output projection."""
@@ -54,11 +65,14 @@ class HostAdapter:
     pairs: Mapping[tuple[int, str], tuple[Tensor, Tensor]]
     """Maps (layer, target) to A [rank, in_features] and B [out_features, rank], with the scale folded into B. The layer
     of embed_tokens and lm_head is NO_LAYER."""
+    transforms: Mapping[tuple[int, str], RowTransform] = field(default_factory=dict)
+    """Maps some keys of `pairs` to scales and addends of the base product, [2, out_features]."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
+        matrices = sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
+        return matrices + sum(transform.nbytes for transform in self.transforms.values())
 
 
 def read_adapter(
@@ -68,6 +82,7 @@ def read_adapter(
     dtype: torch.dtype,
     shard: TensorParallelShard | None = None,
     checkpoint: Path | None = None,
+    has_transforms: bool = True,
 ) -> HostAdapter:
     """Read and check an adapter folder. The scales are folded into B before conversion to `dtype`.
 
@@ -75,7 +90,9 @@ def read_adapter(
         shard: the tensor-parallel rank whose part is returned; None returns the whole adapter. Every rank checks the
             whole adapter, so that all ranks report the same error.
         checkpoint: folder of the base model. If an adapter changes the embedding, PEFT also saves the embedding itself,
-            which must equal the checkpoint's embedding.
+            which must equal the checkpoint's embedding. The norms of DoRA and the biases of the base model are those
+            of the checkpoint.
+        has_transforms: whether the device can transform base products.
 
     Raises:
         InvalidArgument: the folder contains no adapter for this model, or the adapter cannot be served.
@@ -85,7 +102,13 @@ def read_adapter(
         path = _find_weights(folder)
         _check_size(path, shape, max_rank)
         with open_safetensors(path) as file:
-            return _read_tensors(file, config, shape, max_rank, dtype, shard, checkpoint)
+            adapter = _read_tensors(file, config, shape, max_rank, dtype, shard, checkpoint)
+        if adapter.transforms and not has_transforms:
+            field = next(
+                name for name in ("use_dora", "lora_bias", "bias") if getattr(config, name) not in (False, "none")
+            )
+            raise InvalidArgument(f"{field} is supported only on a CPU (device cpu), not on a GPU")
+        return adapter
     except SafetensorError as error:
         raise InvalidArgument(f"adapter {str(folder)!r}: {WEIGHTS_FILE} is not a safetensors file: {error}") from error
     except OSError as error:
@@ -98,10 +121,10 @@ def _find_weights(folder: Path) -> Path:
     path = folder / WEIGHTS_FILE
     if path.is_file():
         return path
-    if (folder / "adapter_model.bin").exists():
+    if (folder / ADAPTER_PICKLE_NAME).exists():
         raise InvalidArgument(
-            "adapter_model.bin is not supported, because reading it can run code; "
-            "save the adapter with safe_serialization"
+            f"{ADAPTER_PICKLE_NAME} can run code when it is loaded; convert it with: "
+            f"{CONVERT_COMMAND} {shlex.quote(str(folder))} --into {shlex.quote(f'{folder}-safetensors')}"
         )
     raise InvalidArgument(f"{WEIGHTS_FILE} is missing")
 
@@ -145,7 +168,7 @@ def _read_tensors(
     shard: TensorParallelShard | None,
     checkpoint: Path | None,
 ) -> HostAdapter:
-    ab_pairs, base_copies = _ab_pairs(file.keys(), shape)
+    ab_pairs, base_copies, extras, token_rows = _ab_pairs(file.keys(), shape, config)
     _check_tied_embeddings(ab_pairs, config, shape)
     _check_targets(ab_pairs, config, shape)
     sizes = linear_sizes(shape) | vocab_module_sizes(shape)
@@ -158,19 +181,141 @@ def _read_tensors(
             )
         _check_tensor(file, names["A"], (rank, d_in))
         _check_tensor(file, names["B"], (d_out, rank))
+    for module, extra_names in extras.items():
+        for name in extra_names.values():
+            _check_tensor(file, name, sizes[module.path][1:])
     for name, module in base_copies.items():
         _check_base_copy(file, name, module, shape, checkpoint)
-    pairs = {}
-    for module, names in ab_pairs.items():
-        a = file.get_tensor(names["A"]).to(dtype)
-        b = (file.get_tensor(names["B"]).to(torch.float32) * config.scale(module.name)).to(dtype)
-        for name, tensor in ((names["A"], a), (names["B"], b)):
+    has_base = checkpoint is not None and bool(extras or token_rows)
+    base = CheckpointTensors(checkpoint, shape.quantization) if has_base and checkpoint is not None else None
+    pairs, transforms = {}, {}
+    for module in dict.fromkeys((*ab_pairs, *extras)):
+        if module in ab_pairs:
+            a_name, b_name = ab_pairs[module]["A"], ab_pairs[module]["B"]
+            a, b = file.get_tensor(a_name).to(dtype), file.get_tensor(b_name).to(torch.float32)
+            b *= config.scale(module.name)
+        else:  # only the bias was trained
+            a_name = b_name = module.name
+            d_in, d_out = sizes[module.path]
+            a, b = torch.zeros(1, d_in, dtype=dtype), torch.zeros(d_out, 1)
+        key, transform = (module.layer, module.target), None
+        if module in extras:
+            weight_name = _weight_name(module, shape)
+            transform = _read_transform(file, extras[module], module, config, base, weight_name, a, b)
+            b *= 1 + transform[0, :, None]
+            transform = transform.to(dtype)
+        b = b.to(dtype)
+        for name, tensor in ((a_name, a), (b_name, b), (f"magnitude or bias of {module.name}", transform)):
             # aminmax takes one pass, and both results are NaN if any element is NaN. torch.isfinite takes sixty times
             # as long.
-            if not all(map(math.isfinite, torch.aminmax(tensor))):
+            if tensor is not None and not all(map(math.isfinite, torch.aminmax(tensor))):
                 raise InvalidArgument(f"{name} contains NaN or infinity, or overflows {dtype} after scaling")
+        pairs[key] = (a, b) if shard is None else _shard_pair(a, b, module.path, shard)
+        if transform is not None:
+            transforms[key] = transform if shard is None else _shard_transform(transform, module.path, shard)
+    for module, a, b in _token_pairs(file, token_rows, config, shape, base, max_rank):
+        a, b = a.to(dtype), b.to(dtype)
         pairs[module.layer, module.target] = (a, b) if shard is None else _shard_pair(a, b, module.path, shard)
-    return HostAdapter(max(a.shape[0] for a, _ in pairs.values()), pairs)
+    return HostAdapter(max(a.shape[0] for a, _ in pairs.values()), pairs, transforms)
+
+
+def _token_pairs(
+    file: SafetensorsReader,
+    token_rows: "Mapping[_LoRAModule, str]",
+    config: PeftConfig,
+    shape: ModelConfig,
+    base: CheckpointTensors | None,
+    max_rank: int,
+) -> "Iterator[tuple[_LoRAModule, Tensor, Tensor]]":
+    """Yield A and B, float32, for each module whose rows of some tokens were trained: the differences between new and
+    old rows are a LoRA adapter whose rank is the number of these tokens.
+
+    `token_rows` maps modules to the names of their new rows in the file. As in PEFT, an output projection that is tied
+    to the embedding has the new rows of the embedding, unless it has rows of its own.
+    """
+    field = "trainable_token_indices"
+    modules = {module.path: module for module in _lora_modules(shape).values() if module.layer == NO_LAYER}
+    if missing := sorted(config.token_indices.keys() ^ {module.path for module in token_rows}):
+        raise InvalidArgument(f"{field}: config and file must have rows of the same modules; check {missing[0]}")
+    for module, name in token_rows.items():
+        tokens, width = config.token_indices[module.path], shape.embedding_size
+        if len(tokens) > max_rank or max(tokens) >= shape.vocab_size:
+            raise InvalidArgument(
+                f"{field}: {len(tokens)} tokens up to {max(tokens)} are not supported; at most max_lora_rank "
+                f"{max_rank} tokens of the vocabulary of {shape.vocab_size} can be trained"
+            )
+        _check_tensor(file, name, (len(tokens), width))
+        weight = _base_tensor(base, _weight_name(module, shape), (shape.vocab_size, width))
+        old = torch.cat([weight.read(0, range(i, i + 1), range(width), torch.float32).float() for i in tokens])
+        delta = file.get_tensor(name).float() - old
+        if not all(map(math.isfinite, torch.aminmax(delta))):
+            raise InvalidArgument(f"{name} contains NaN or infinity")
+        one_hot = torch.zeros(len(tokens), shape.vocab_size)
+        one_hot[range(len(tokens)), list(tokens)] = 1
+        is_shared = module.path == "embed_tokens" and shape.tie_word_embeddings and len(token_rows) == 1
+        for path in ("embed_tokens", "lm_head") if is_shared else (module.path,):
+            yield modules[path], *((one_hot, delta.t()) if path == "embed_tokens" else (delta, one_hot.t()))
+
+
+def _read_transform(
+    file: SafetensorsReader,
+    names: Mapping[str, str],
+    module: "_LoRAModule",
+    config: PeftConfig,
+    base: CheckpointTensors | None,
+    weight_name: str,
+    a: Tensor,
+    b: Tensor,
+) -> RowTransform:
+    """Return the scales and addends [2, out_features] of a module's base product, float32.
+
+    Args:
+        names: names of the module's magnitudes and biases in the file.
+        base: tensors of the base model.
+        weight_name: name of the module's weight in the base model.
+        a: matrix A [rank, in_features].
+        b: matrix B [out_features, rank] with the scale of the adapter, float32.
+    """
+    transform = torch.zeros(2, len(b))
+    if (name := names.get("magnitude")) is not None:
+        weight = _base_tensor(base, weight_name, (len(b), a.shape[1]))
+        transform[0] = file.get_tensor(name).float() / _row_norms(weight, a.float(), b) - 1
+    if (name := names.get("lora_bias")) is not None:
+        transform[1] += file.get_tensor(name).float() * config.scale(module.name)
+    if (name := names.get("bias")) is not None:
+        bias = _base_tensor(base, f"{module.name}.bias", (len(b),))
+        transform[1] += file.get_tensor(name).float() - bias.read(0, range(len(b)), range(1), torch.float32).float()
+    return transform
+
+
+def _base_tensor(base: CheckpointTensors | None, name: str, expected_shape: tuple[int, ...]) -> TensorSource:
+    tensor = None if base is None else base.find(name)
+    if tensor is None or tensor.shape != expected_shape:
+        raise InvalidArgument(f"the base model has no {name} of shape {expected_shape}, which the adapter changes")
+    return tensor
+
+
+def _row_norms(weight: TensorSource, a: Tensor, b: Tensor) -> Tensor:
+    """Return the norms of the rows of W + B A, [out_features] float32."""
+    d_out, d_in = weight.shape
+    size = max(1, _NORM_ELEMENTS // d_in)
+    norms = []
+    for start in range(0, d_out, size):
+        rows = range(start, min(start + size, d_out))
+        base = weight.read(0, rows, range(d_in), torch.float32).float()
+        norms.append(torch.linalg.vector_norm(base.addmm(b[rows.start : rows.stop], a), dim=1))
+    return torch.cat(norms)
+
+
+def _shard_transform(transform: RowTransform, path: str, shard: TensorParallelShard) -> RowTransform:
+    """Return the part of a transform that a tensor-parallel rank needs. If the ranks add up their outputs, only the
+    first one adds the addends."""
+    if path == "lm_head":
+        return _vocab_shard_rows(transform.t(), shard).t().contiguous()
+    part = torch.cat([transform[:, r.start : r.stop] for r in shard.output_ranges(path)], dim=1)
+    if shard.rank and shard.needs_all_reduce(path):
+        part[1] = 0
+    return part
 
 
 def _shard_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelShard) -> tuple[Tensor, Tensor]:
@@ -228,16 +373,27 @@ def _lora_modules(shape: ModelConfig) -> dict[str, _LoRAModule]:
     return {module.name: module for module in (*layer_modules, *outer_modules)}
 
 
-def _ab_pairs(keys: list[str], shape: ModelConfig) -> tuple[dict[_LoRAModule, dict[str, str]], dict[str, _LoRAModule]]:
+def _ab_pairs(
+    keys: list[str], shape: ModelConfig, config: PeftConfig
+) -> tuple[
+    dict[_LoRAModule, dict[str, str]],
+    dict[str, _LoRAModule],
+    dict[_LoRAModule, dict[str, str]],
+    dict[_LoRAModule, str],
+]:
     """Return the tensor names of A and B for each adapted module.
 
-    Also return the names of tensors that are copies of base weights, each with its module.
+    Also return the names of tensors that are copies of base weights, each with its module, and for some modules the
+    names of the other tensors that change them: magnitude, lora_bias and bias. Last, return the names of the rows of
+    trained tokens, for the embedding and the output projection.
 
     Raises:
         InvalidArgument: a tensor is unexpected, A or B of a pair is missing, or the file contains no pair.
     """
     modules = _lora_modules(shape)
     ab_pairs: dict[_LoRAModule, dict[str, str]] = {}
+    extras: dict[_LoRAModule, dict[str, str]] = {}
+    token_rows: dict[_LoRAModule, str] = {}
     base_copies: dict[str, _LoRAModule] = {}
     is_part = bool(shape.architecture_info.text_types)
     if is_part and (other_parts := [key for key in keys if _OTHER_PART.match(key)]):
@@ -255,6 +411,12 @@ def _ab_pairs(keys: list[str], shape: ModelConfig) -> tuple[dict[_LoRAModule, di
         if match["base"] and module.layer == NO_LAYER:
             base_copies[tensor_name] = module
             continue
+        if match["tokens"] and module.layer == NO_LAYER:
+            token_rows[module] = tensor_name
+            continue
+        if (extra := next((kind for kind in _EXTRAS if match[kind]), None)) is not None:
+            extras.setdefault(module, {})[extra] = tensor_name
+            continue
         matrix = match["embedding_half" if module.path == "embed_tokens" else "half"]
         if matrix is None:
             raise InvalidArgument(_unexpected_tensor_error(tensor_name, shape))
@@ -265,7 +427,31 @@ def _ab_pairs(keys: list[str], shape: ModelConfig) -> tuple[dict[_LoRAModule, di
         if len(names) == 1:
             (matrix, tensor_name), counterpart = next(iter(names.items())), {"A": "B", "B": "A"}
             raise InvalidArgument(f"tensor {tensor_name!r} exists, but its lora_{counterpart[matrix]} is missing")
-    return ab_pairs, base_copies
+    _check_extras(ab_pairs, extras, config)
+    return ab_pairs, base_copies, extras, token_rows
+
+
+def _check_extras(
+    ab_pairs: Mapping[_LoRAModule, Any], extras: Mapping[_LoRAModule, Mapping[str, str]], config: PeftConfig
+) -> None:
+    """Reject magnitudes and biases that contradict the config."""
+    for kind, option in (("magnitude", "use_dora"), ("lora_bias", "lora_bias")):
+        is_set, modules = getattr(config, option), {module for module, names in extras.items() if kind in names}
+        if modules and not is_set:
+            name = min(extras[module][kind] for module in modules)
+            raise InvalidArgument(f"tensor {name!r} exists, but {option} is not set in {CONFIG_FILE}")
+        if any(module.path == "embed_tokens" for module in modules):
+            raise InvalidArgument(f"{option} True is not supported if embed_tokens is adapted")
+        if is_set and (missing := sorted(module.name for module in set(ab_pairs) - modules)):
+            raise InvalidArgument(f"{option} is True, but the file has no such tensor for {missing[0]}")
+        if alone := sorted(extras[module][kind] for module in modules - set(ab_pairs)):
+            raise InvalidArgument(f"tensor {alone[0]!r} exists, but lora_A and lora_B are missing")
+    trained = {module.name: names["bias"] for module, names in extras.items() if "bias" in names}
+    allowed = {"all": set(trained), "lora_only": {module.name for module in ab_pairs}}.get(config.bias, set())
+    if wrong := sorted(set(trained) - allowed):
+        raise InvalidArgument(
+            f"tensor {trained[wrong[0]]!r}: biases were trained, but bias is {config.bias!r} in {CONFIG_FILE}"
+        )
 
 
 def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
@@ -284,7 +470,10 @@ def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
             f"only its linear layers {paths}; train the adapter without experts and router"
         )
     if tensor_name.endswith(".bias"):
-        return f"tensor {tensor_name[:200]!r}: biases were trained; train the adapter with bias 'none'"
+        return (
+            f"tensor {tensor_name[:200]!r}: bias of a module that is not a linear layer; train the adapter with bias "
+            "'lora_only' or 'none'"
+        )
     paths = ", ".join(shape.architecture_info.linears)
     return (
         f"tensor {tensor_name[:200]!r} is not a LoRA matrix of a linear layer; the linear layers of "
@@ -318,14 +507,17 @@ def _check_tied_embeddings(ab_pairs: Mapping[_LoRAModule, Any], config: PeftConf
         )
 
 
+def _weight_name(module: _LoRAModule, shape: ModelConfig) -> str:
+    """Return the name of a module's weight in the checkpoint."""
+    return (module.path == "lm_head" and shape.tied_embedding_name) or f"{module.name}.weight"
+
+
 def _check_base_copy(
     file: SafetensorsReader, name: str, module: _LoRAModule, shape: ModelConfig, checkpoint: Path | None
 ) -> None:
     """Reject a copy of a base weight if it was resized or trained, because it then differs from the base model."""
     _check_tensor(file, name, (shape.vocab_size, shape.embedding_size))
-    checkpoint_name = f"{module.name}.weight"
-    if checkpoint_name == "lm_head.weight" and shape.tied_embedding_name is not None:
-        checkpoint_name = shape.tied_embedding_name
+    checkpoint_name = _weight_name(module, shape)
     if checkpoint is None or not equals_checkpoint(checkpoint, checkpoint_name, file.get_tensor(name)):
         raise InvalidArgument(
             f"{name} differs from the base model's {checkpoint_name}: rows were trained or added, but this engine "
@@ -333,7 +525,7 @@ def _check_base_copy(
         )
 
 
-def _check_tensor(file: SafetensorsReader, name: str, expected_shape: tuple[int, int]) -> None:
+def _check_tensor(file: SafetensorsReader, name: str, expected_shape: tuple[int, ...]) -> None:
     tensor = file.get_slice(name)
     shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
     if dtype not in DTYPES:

@@ -2,10 +2,13 @@
 """Reader of adapter_config.json: LoRA ranks, scales and target modules. Rejects features that cannot be served.
 
 If a field changes the adapter's computation in an unsupported way, the config is rejected, and the error names the
-field. An unknown field that is set is rejected too, because PEFT adds a new field for each new LoRA variant.
+field. PEFT adds a new field for each new LoRA variant. Therefore, an unknown field that is set is rejected if the
+adapter was saved by a newer PEFT than the table below. Otherwise, PEFT does not know the field either: a trainer wrote
+it for itself, and it is ignored with a warning. The adapter's tensors are all used, or the adapter is rejected.
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -18,6 +21,10 @@ from quire_engine.lora.peft.regex_matcher import RegexMatcher, is_safe_regex
 from quire_engine.lora.peft.target_modules import TargetModules
 from quire_spec.errors import InvalidArgument, truncated_repr
 
+logger = logging.getLogger(__name__)
+
+PEFT_VERSION = (0, 21)
+"""The version of PEFT whose fields the tables below contain."""
 # Some of these fields describe the training, and the saved tensors already contain its result. The others describe how
 # files are handled.
 IGNORED_FIELDS = frozenset(
@@ -29,27 +36,27 @@ IGNORED_FIELDS = frozenset(
     }
 )  # fmt: skip
 SUPPORTED_FIELDS = frozenset(
-    {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "ensure_weight_tying"}
-)
+    {
+        "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "ensure_weight_tying",
+        "use_dora", "lora_bias", "trainable_token_indices",
+    }
+)  # fmt: skip
 # An adapter is rejected if one of these fields has a value other than null, false or empty.
 UNSUPPORTED_FIELDS = {
     "alora_invocation_tokens": "the adapter applies only to some of the tokens",
     "arrow_config": "the adapter is a mixture",
     "kasa_config": "there is a diagonal between A and B",
     "layer_replication": "the adapted model has other layers than the base model",
-    "lora_bias": "B has a bias",
     "modules_to_save": "whole modules were trained",
     "monteclora_config": "the adapter is sampled",
     "target_parameters": "parameters other than linear layers, such as experts and routers, were adapted",
-    "trainable_token_indices": "rows of the embedding were trained",
     "use_bdlora": "A or B is block-diagonal",
-    "use_dora": "the adapter has magnitudes in addition to A and B",
     "use_qalora": "inputs are pooled before A",
     "velora_config": "it is a variant",
 }
-# The other methods (pissa, olora, corda, loftq, lora_ga) change the weights of the base model: they subtract the
-# initial product of B and A.
-SUPPORTED_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+# The other methods (pissa, olora, corda, loftq) change the weights of the base model when PEFT loads the adapter: they
+# subtract the initial product of B and A. lora_ga does so only in training.
+SUPPORTED_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_PATTERNS = 4096
@@ -66,6 +73,14 @@ class PeftConfig:
     alpha_pattern: ModulePattern
     ensure_weight_tying: bool
     """Whether the embedding and the output projection, if they are tied, share one adapter."""
+    use_dora: bool
+    """Whether the adapter has the magnitude of each output feature in addition to A and B."""
+    lora_bias: bool
+    """Whether B has a bias."""
+    bias: str
+    """Biases of the base model that were trained: none, all, or lora_only for those of the adapted modules."""
+    token_indices: Mapping[str, tuple[int, ...]]
+    """Tokens whose rows were trained, for embed_tokens and lm_head."""
     target_modules: TargetModules
     """The modules that were adapted."""
 
@@ -86,6 +101,10 @@ class PeftConfig:
             rank_pattern=ModulePattern(_parse_pattern("rank_pattern", values, _positive_int), matcher),
             alpha_pattern=ModulePattern(_parse_pattern("alpha_pattern", values, _number), matcher),
             ensure_weight_tying=_flag("ensure_weight_tying", values.get("ensure_weight_tying")),
+            use_dora=_flag("use_dora", values.get("use_dora")),
+            lora_bias=_flag("lora_bias", values.get("lora_bias")),
+            bias=values.get("bias", "none"),
+            token_indices=_token_indices(values.get("trainable_token_indices")),
             target_modules=TargetModules.from_config(values, matcher),
         )
 
@@ -116,7 +135,6 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 def _check_fields(values: Mapping[str, Any]) -> None:
     if values.get("peft_type") != "LORA":
         raise InvalidArgument(f"peft_type {truncated_repr(values.get('peft_type'))} is not supported; use 'LORA'")
-    # If biases were trained, the file contains them, and the reader rejects their tensors.
     if values.get("bias", "none") not in ("none", "all", "lora_only"):
         raise InvalidArgument(f"bias {truncated_repr(values['bias'])} is not supported; use 'none'")
     init_method = values.get("init_lora_weights", True)
@@ -127,13 +145,29 @@ def _check_fields(values: Mapping[str, Any]) -> None:
             f"init_lora_weights {truncated_repr(init_method)} changes the base model's weights; convert the adapter "
             "to a plain one (PEFT: save_pretrained with path_initial_model_for_weight_conversion)"
         )
+    ignored: list[str] = []
     known = IGNORED_FIELDS | SUPPORTED_FIELDS | {"bias", "init_lora_weights"}
     for name in sorted(set(values) - known):
         if values[name] in (None, False, [], {}, ""):
             continue
-        unknown = "the field is unknown to this version; remove it if it only describes the training"
-        reason = UNSUPPORTED_FIELDS.get(name, unknown)
-        raise InvalidArgument(f"{truncated_repr(name)} {truncated_repr(values[name])} is not supported: {reason}")
+        if name in UNSUPPORTED_FIELDS or _is_newer(values.get("peft_version")):
+            reason = UNSUPPORTED_FIELDS.get(name) or (
+                f"PEFT {truncated_repr(values['peft_version'])} is newer than the fields that this version knows; "
+                "remove the field if it only describes the training"
+            )
+            raise InvalidArgument(f"{truncated_repr(name)} {truncated_repr(values[name])} is not supported: {reason}")
+        ignored.append(name)
+    if ignored:
+        logger.warning("fields of adapter_config.json ignored, because PEFT does not know them: %s", ", ".join(ignored))
+
+
+def _is_newer(version: Any) -> bool:
+    """Return whether PEFT of this version can have fields that the tables do not contain. Versions before 0.17 did not
+    write their number."""
+    if version is None:
+        return False
+    numbers = re.match(r"(\d{1,5})\.(\d{1,5})", version) if isinstance(version, str) else None
+    return numbers is None or (int(numbers[1]), int(numbers[2])) > PEFT_VERSION
 
 
 def _parse_pattern(name: str, values: Mapping[str, Any], parse: Any) -> dict[str, Any]:
@@ -157,6 +191,26 @@ def _check_regex(name: str, key: str) -> None:
         raise InvalidArgument(
             f"{name}: key {truncated_repr(key)} is not a usable regular expression: {error}"
         ) from error
+
+
+def _token_indices(value: Any) -> dict[str, tuple[int, ...]]:
+    """Parse trainable_token_indices: tokens of the embedding, or an object of modules and their tokens."""
+    by_module = {} if not value else value if isinstance(value, dict) else {"embed_tokens": value}
+    indices: dict[str, tuple[int, ...]] = {}
+    for name, tokens in by_module.items():
+        path = str(name).rpartition(".")[2]
+        if (
+            path not in ("embed_tokens", "lm_head")
+            or not isinstance(tokens, list)
+            or not tokens
+            or not all(type(token) is int and token >= 0 for token in tokens)
+            or len(set(tokens)) < len(tokens)
+        ):
+            raise InvalidArgument(
+                f"trainable_token_indices {truncated_repr(value)} must be different tokens of embed_tokens or lm_head"
+            )
+        indices[path] = tuple(tokens)
+    return indices
 
 
 def _positive_int(name: str, value: Any) -> int:

@@ -26,7 +26,7 @@ from quire_kernels import (
     ModuleSlots,
     QuantizedWeight,
     adapted_linear,
-    add_lora,
+    add_adapters,
     linear,
     pack_weight,
     quantize_weight,
@@ -134,9 +134,7 @@ class Linear:
             return linear(self._reorder(x), self.weight, bias, residual)
         if self.input_order is None:
             return adapted_linear(x, self.weight, bias, residual, self.adapters, batch.adapters)
-        out = linear(self._reorder(x), self.weight, bias, residual)
-        add_lora(out, x, self.adapters, batch.adapters)
-        return out
+        return add_adapters(x, self._reorder(x), self.weight, bias, residual, self.adapters, batch.adapters)
 
     def _reorder(self, x: Tensor) -> Tensor:
         return x if self.input_order is None else x[:, self.input_order]

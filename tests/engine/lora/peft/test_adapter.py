@@ -4,6 +4,8 @@ PEFT itself creates the adapters where it can. test_conformance covers LoraConfi
 
 import json
 import math
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 from support.tiny_checkpoints import make_adapter, make_checkpoint
 
+from quire_engine.__main__ import main
 from quire_engine.lora.peft.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from quire_engine.lora.peft.config import PeftConfig
 from quire_engine.weights.safetensors_reader import open_safetensors
+from quire_engine.weights.tensor_files import CONVERT_COMMAND
 from quire_spec.errors import InvalidArgument
 from quire_spec.model.model_config import ModelConfig
 
@@ -96,9 +100,10 @@ def test_rejects_a_rank_above_the_limit(config, checkpoint, shape, tmp_path):
 CONFIGS = {
     "no method": ({"peft_type": None}, "peft_type None is not supported"),
     "something new": (
-        {"use_quantum": True},
-        "'use_quantum' True is not supported: the field is unknown to this version",
+        {"use_quantum": True, "peft_version": "0.22.0.dev0"},
+        "'use_quantum' True is not supported: PEFT '0.22.0.dev0' is newer than the fields that this version knows",
     ),
+    "something new, odd version": ({"use_quantum": True, "peft_version": 1}, "'use_quantum' True is not supported"),
     "rank 0": ({"r": 0}, "r 0 is not a positive integer"),
     "rank true": ({"r": True}, "r True is not a positive integer"),
     "rank text": ({"r": "8"}, "r '8' is not a positive integer"),
@@ -182,7 +187,7 @@ TENSORS = {
     "empty": (lambda t: t.clear(), "contains no LoRA tensor"),
     "magnitudes": (
         lambda t: t.update({f"{Q0}.lora_magnitude_vector": torch.ones(64)}),
-        "lora_magnitude_vector' is not a LoRA matrix",
+        "lora_magnitude_vector' exists, but use_dora is not set in adapter_config.json",
     ),
     "a target in the wrong module": (
         lambda t: t.update({"base_model.model.model.layers.0.mlp.q_proj.lora_A.weight": torch.ones(8, 64)}),
@@ -232,10 +237,25 @@ def test_copies_of_base_weights_must_equal_the_base_model(module, adapter, shape
         read_adapter(adapter, shape, MAX_RANK, torch.float32, checkpoint=checkpoint)
 
 
-def test_rejects_pickled_weights(adapter, shape):
-    (adapter / WEIGHTS_FILE).rename(adapter / "adapter_model.bin")
-    with pytest.raises(InvalidArgument, match=r"adapter_model\.bin is not supported, because reading it can run code"):
+def test_the_command_of_the_error_converts_pickled_weights(adapter, shape, capsys):
+    pairs = read_adapter(adapter, shape, MAX_RANK, torch.float32).pairs
+    torch.save(load_file(adapter / WEIGHTS_FILE), adapter / "adapter_model.bin")
+    (adapter / WEIGHTS_FILE).unlink()
+    with pytest.raises(InvalidArgument, match=r"adapter_model\.bin can run code when it is loaded") as error:
         read_adapter(adapter, shape, MAX_RANK, torch.float32)
+    assert main(["convert", *shlex.split(str(error.value).partition(f"{CONVERT_COMMAND} ")[2])]) == 0
+    assert f"tensors={2 * len(pairs)}" in capsys.readouterr().out
+    converted = read_adapter(Path(f"{adapter}-safetensors"), shape, MAX_RANK, torch.float32).pairs
+    assert all(torch.equal(a, b) for key in pairs for a, b in zip(converted[key], pairs[key], strict=True))
+
+
+@pytest.mark.parametrize("version", [None, "0.9.0", "0.21.2"])
+def test_fields_that_peft_does_not_know_are_ignored_with_one_warning(version, adapter, shape, caplog):
+    _configure(adapter, lorap_emb_lr=1e-6, swift_type="LORA", trainer=None, peft_version=version)
+    assert read_adapter(adapter, shape, MAX_RANK, torch.float32).pairs
+    assert [record.getMessage() for record in caplog.records] == [
+        "fields of adapter_config.json ignored, because PEFT does not know them: lorap_emb_lr, swift_type"
+    ]
 
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])

@@ -84,9 +84,17 @@ ROWS = [
     _honoured("init_lora_weights", init_lora_weights=False),
     _honoured("init_lora_weights", init_lora_weights="gaussian"),
     _honoured("init_lora_weights", init_lora_weights="orthogonal"),
+    Row("init_lora_weights", "honoured", {}, {"init_lora_weights": "lora_ga"}),
     _honoured("task_type", task_type=None),
     _honoured("inference_mode", inference_mode=True),
     _honoured("revision", revision="main"),
+    _honoured("trainable_token_indices", trainable_token_indices=PROMPT[3:9]),
+    _honoured("trainable_token_indices", trainable_token_indices={"embed_tokens": PROMPT[:2], "lm_head": [4, 7, 319]}),
+    _honoured("trainable_token_indices", trainable_token_indices={"lm_head": [4, 7, 319]}, use_dora=True),
+    _honoured("ensure_weight_tying", trainable_token_indices=PROMPT[3:9], ensure_weight_tying=True),
+    _honoured("use_dora", use_dora=True),
+    _honoured("use_dora", use_dora=True, target_modules=["v_proj", "down_proj", "lm_head"], use_rslora=True, r=16),
+    _honoured("lora_bias", target_modules=["q_proj", "o_proj", "gate_proj"], lora_bias=True),
     _honoured("ensure_weight_tying", ensure_weight_tying=False),
     _ignored("peft_type", "LORA"),
     _ignored("peft_version", "0.0.1"),
@@ -104,12 +112,15 @@ ROWS = [
     _refused("modules_to_save", target_modules=["q_proj"], modules_to_save=["lm_head"]),
     _refused("init_lora_weights", init_lora_weights="pissa"),
     _refused("init_lora_weights", init_lora_weights="olora"),
-    _refused("use_dora", use_dora=True),
-    _refused("lora_bias", target_modules=["q_proj"], lora_bias=True),
-    _refused("trainable_token_indices", trainable_token_indices=[1, 2]),
+    _refused("use_dora", use_dora=True, target_modules=["q_proj", "embed_tokens"]),
+    _refused("trainable_token_indices", trainable_token_indices=list(range(17))),
+    *(
+        Row("trainable_token_indices", "refused", {}, {"trainable_token_indices": value})
+        for value in ([3], [1, 1], [-1], ["a"], {"q_proj": [1]}, [2**40], 7)
+    ),
     _refused("layer_replication", layer_replication=[[0, 2], [1, 2]]),
     _refused("alora_invocation_tokens", alora_invocation_tokens=[5]),
-    *(Row("init_lora_weights", "refused", {}, {"init_lora_weights": v}) for v in ("loftq", "corda", "lora_ga", "new")),
+    *(Row("init_lora_weights", "refused", {}, {"init_lora_weights": v}) for v in ("loftq", "corda", "new")),
     Row("peft_type", "refused", {}, {"peft_type": "IA3"}),
     Row("target_parameters", "refused", {}, {"target_parameters": ["experts.down_proj"]}),
     Row("use_qalora", "refused", {}, {"use_qalora": True}),
@@ -256,11 +267,23 @@ def test_rejects_shared_adapters_of_tied_weights(served_model, tmp_path):
         engine.read_adapter(folder)
 
 
+@pytest.mark.filterwarnings("ignore:Careful, disabling adapter layers with bias")
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_trained_biases_are_rejected(bias, tmp_path):
+def test_trained_biases_equal_peft(bias, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "model", "llama-biases")
-    adapter = make_adapter(checkpoint, tmp_path / "adapter", bias=bias)
-    with pytest.raises(InvalidArgument, match=r"bias': biases were trained; train the adapter with bias 'none'"):
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", bias=bias, target_modules=["q_proj", "down_proj"])
+    engine, oracle = _engine(checkpoint), load_adapted_oracle(checkpoint, adapter)
+    _assert_logits_equal(engine, adapter, oracle)
+    path = adapter / CONFIG_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "bias": "none"}))
+    with pytest.raises(InvalidArgument, match=r"bias': biases were trained, but bias is 'none'"):
+        engine.read_adapter(adapter)
+
+
+def test_trained_biases_of_norms_are_rejected(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "model", "opt")
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", bias="all", target_modules=["q_proj"])
+    with pytest.raises(InvalidArgument, match=r"norm.bias': bias of a module that is not a linear layer"):
         _engine(checkpoint).read_adapter(adapter)
 
 
