@@ -64,6 +64,7 @@ from quire_kernels.prefill_attention import prepare_chunk_attention, select_pref
 from quire_kernels.quantization import GROUP_SIZE, e2m1_codebook, quantize_fp8, quantize_int4, quantize_int8
 from quire_kernels.quantized_linear import (
     MIN_CAPABILITY_FOR_FP8,
+    PANEL_COLUMNS,
     QuantizedWeight,
     converts_fp8,
     has_kernel_for_shape,
@@ -82,6 +83,7 @@ from quire_kernels.sampling import (
     argmax_first,
     filter_top_k_top_p_min_p,
     inverse_transform,
+    logsumexp,
     sample,
     uniform,
 )

@@ -66,6 +66,26 @@ def _argmax_first_cpu(logits: Tensor) -> Tensor:
 
 
 @Op
+def logsumexp(logits: Tensor) -> Tensor:
+    """Return the logarithm of the sum of the exponentials of each row: [num_rows] float32.
+
+    Args:
+        logits: [num_rows, vocab_size] float32.
+    """
+    return logits.logsumexp(dim=-1)
+
+
+@logsumexp.register("cpu")
+def _logsumexp_cpu(logits: Tensor) -> Tensor:
+    """Add each row in the same order, however many rows there are. torch does not."""
+    if logits.dtype != torch.float32 or logits.stride(-1) != 1 or cpu_native.load_library() is None:
+        return logsumexp.reference(logits)
+    out = torch.empty(len(logits))
+    cpu_native.get_library().quire_logsumexp(logits.data_ptr(), logits.stride(0), out.data_ptr(), *logits.shape)
+    return out
+
+
+@Op
 def apply_penalties(
     logits: Tensor,
     rows: Tensor,

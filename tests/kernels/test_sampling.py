@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from quire_kernels import apply_token_bitmask, filter_top_k_top_p_min_p, inverse_transform, sample, uniform
+from quire_kernels import apply_token_bitmask, filter_top_k_top_p_min_p, inverse_transform, logsumexp, sample, uniform
 
 MASK = 2**64 - 1
 
@@ -155,3 +155,15 @@ def test_token_bitmask(dtype, vocab_size):
         masked = logits.clone()
         function(masked, bits, torch.tensor([3, 1]))
         assert torch.equal(masked, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_logsumexp_of_a_row_does_not_depend_on_the_other_rows(threads):
+    torch.set_num_threads(threads)
+    logits = torch.randn(33, 40_010) * 9
+    logits[0, 7:] = float("-inf")
+    together = logsumexp(logits)
+    torch.testing.assert_close(together, logits.double().logsumexp(-1).float(), rtol=3e-7, atol=3e-7)
+    assert torch.equal(together, torch.cat([logsumexp(row[None]) for row in logits]))
+    assert torch.equal(together[::2], logsumexp(logits[::2]))
+    torch.set_num_threads(1)

@@ -16,10 +16,11 @@ import torch
 
 import quire_kernels
 from quire_engine.worker.memory_budget import check_model_fits
-from quire_kernels import MIN_CAPABILITY_FOR_FP8, dispatch, has_quantized_kernel
+from quire_kernels import MIN_CAPABILITY_FOR_FP8, cpu_native, dispatch, has_quantized_kernel
 from quire_kernels.gpu import kernel_cache
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
+from quire_spec.model import batch_invariance
 from quire_spec.model.memory_sizing import lora_slot_bytes, weights_bytes
 from quire_spec.model.model_config import ModelConfig
 
@@ -76,6 +77,18 @@ def resolve_dtype(config: EngineConfig, checkpoint_dtype: str) -> torch.dtype:
         if config.device == "cpu" and not (name == "bfloat16" and _has_bf16()):
             name = "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def log_batch_invariance(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype) -> None:
+    """Log whether outputs depend on what else is served. `shape` is the configuration of the whole model."""
+    kernels = batch_invariance.CpuKernels(
+        has_compiled=config.device != "cpu" or cpu_native.load_library() is not None,
+        has_amx=not cpu_native.has_fast_gemm(),
+        override=os.environ.get("QUIRE_KERNELS", ""),
+    )
+    name, num_ranks = str(dtype).removeprefix("torch."), config.tensor_parallel_size
+    reason = batch_invariance.variance_reason(shape, config.device, name, num_ranks, kernels)
+    logger.info("%s", batch_invariance.describe(reason))
 
 
 def warn_of_slow_quantization(quantization: str | None, dtype: torch.dtype, device: torch.device) -> None:

@@ -25,7 +25,7 @@ from quire_engine.step.input import GraphStepInput, StepInput, build_step_input,
 from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
 from quire_engine.worker.adapter_store import AdapterStore
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
-from quire_engine.worker.device import init_device
+from quire_engine.worker.device import init_device, log_batch_invariance
 from quire_engine.worker.drafting.builder import build_drafter
 from quire_engine.worker.future_tokens import FutureTokens
 from quire_engine.worker.interface import ModelRunner
@@ -72,6 +72,8 @@ class DeviceModelRunner(ModelRunner):
         self._sampler = SpanSampler(config.max_num_seqs, shape.vocab_size, self._device, self._future_tokens)
         built = build_model(config, shape, folder, communicator, self._device)
         self._model, factory = built.model, built.factory
+        if communicator is None or communicator.shard.rank == 0:
+            log_batch_invariance(config, shape, factory.dtype)
         self.adapter_store = AdapterStore.from_model(self._model, config, shape, folder, factory)
         self._drafter = build_drafter(config, self._model, folder, factory, progress)
         # Dummy steps run during startup, before these attributes exist.

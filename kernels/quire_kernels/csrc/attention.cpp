@@ -423,12 +423,14 @@ struct Item {
   int64_t span, head, last, begin, end;
 };
 
-// Keys of the item's first head that its rows attend to.
+// Keys of the item's first head that its rows attend to, and keys before them to the start of a register. A key has the
+// same lane and the same chunk for each item that reads it, so that sums do not depend on how a prompt is divided: chunks
+// end at multiples of kChunk keys, and masked keys add 0.
 Keys seen(const Shape& s, const Item& i) {
   // Position of token t: t + shift.
   const int64_t shift = s.contexts[i.span] - s.starts[i.span + 1];
   const int64_t from = s.window ? std::max<int64_t>(0, i.begin + shift - s.window + 1) : 0;
-  return {s.tables + i.span * s.max_blocks, i.head, from, i.end + shift};
+  return {s.tables + i.span * s.max_blocks, i.head, from - from % kLanes, i.end + shift};
 }
 
 // Process one chunk of keys for the rows of one KV head, the first of which is `row`.
@@ -476,10 +478,11 @@ void attend(const Shape& s, Scratch& w, const Item& item, Fetch& fetch) {
     for (int64_t d = 0; d < s.head_dim; d += kLanes) _mm512_store_ps(&w.sums[r][d], _mm512_setzero_ps());
   }
   const Keys all = seen(s, item);
-  for (int64_t from = all.from; from < all.to; from += kChunk) {
-    Keys k = {all.table, all.head, from, std::min(from + kChunk, all.to)};
-    if (item.last - item.head > 1 && (from - all.from) % kTouched == 0)
-      touch(s, {all.table, all.head, from, std::min(from + kTouched, all.to)});
+  for (int64_t from = all.from, end; from < all.to; from = end) {
+    end = (from / kChunk + 1) * kChunk;
+    Keys k = {all.table, all.head, from, std::min(end, all.to)};
+    if (item.last - item.head > 1 && (from == all.from || from % kTouched == 0))
+      touch(s, {all.table, all.head, from, std::min((from / kTouched + 1) * kTouched, all.to)});
     for (int64_t h = 0; h < item.last - item.head; h++, k.head++) compute_chunk(s, w, item, h * per_head, k, fetch);
   }
   for (int64_t r = 0; r < num_rows; r++) natural(s, w.sums[r], 1.f / w.total[r], outs[r]);

@@ -199,6 +199,25 @@ void quire_rotate_write(bf16* qkv, int64_t ldq, const bf16* cos, const bf16* sin
   }
 }
 
+// Logarithm of the sum of e^x over each row of x, which has rows of ldx.
+void quire_logsumexp(const float* x, int64_t ldx, float* out, int64_t rows, int64_t size) {
+  const __m512 scale = _mm512_set1_ps(kLog2E);
+#pragma omp parallel for schedule(static) if (rows * size > kParallel)
+  for (int64_t r = 0; r < rows; r++) {
+    const float* row = x + r * ldx;
+    __m512 best = _mm512_set1_ps(-INFINITY);
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const __mmask16 mask = first(size - i);
+      best = _mm512_mask_max_ps(best, mask, best, load(row + i, mask));
+    }
+    const float top = _mm512_reduce_max_ps(best);
+    double total = 0;
+    for (int64_t i = 0; i < size; i += kSampledTokens)
+      total += sum_weights(row, i, std::min(i + kSampledTokens, size), scale, _mm512_set1_ps(top));
+    out[r] = top + (float)std::log(total);
+  }
+}
+
 // Set the elements of the given rows of x to -inf where their bit is 0. bits: a row of 32-bit words for each row.
 void quire_apply_bitmask(bf16* x, int64_t ldx, const uint32_t* bits, int64_t ldb, const int64_t* indices, int64_t rows,
                          int64_t size) {

@@ -16,6 +16,7 @@ from quire_operator.plan.device_memory import GIB
 from quire_operator.plan.draft_info import DraftInfo
 from quire_operator.plan.gpu import MemorySource
 from quire_operator.plan.plan import FitReason, Plan, PlannedValue
+from quire_spec.model import batch_invariance
 
 MIN_WIDTH, MAX_WIDTH = 60, 120
 _RESET = "\x1b[0m"
@@ -60,6 +61,7 @@ def render_lines(
     yield from _wrap(f"model: {model.shape.architecture}, {weights}", width)
     if draft is not None:
         yield from _wrap(f"draft model: {_describe_draft(draft)}", width)
+    yield from _wrap(_describe_invariance(model, plan), width)
     yield ""
     rows = _host_rows(plan) if plan.gpu is None else _gpu_rows(service, plan)
     title = "memory of the pod" if plan.gpu is None else "memory of each GPU"
@@ -118,6 +120,15 @@ def _describe_draft(draft: DraftInfo) -> str:
         return f"{draft.method}, {draft.num_elements / 1e6:.1f} million weights, {origin}"
     size = f"{draft.checkpoint.weights_bytes / GIB:.2f} GiB of weights, {_size_source_text(draft.checkpoint)}"
     return f"{draft.checkpoint.shape.architecture}, {size}, {origin}"
+
+
+def _describe_invariance(model: CheckpointInfo, plan: Plan) -> str:
+    """Say whether outputs depend on what else is served. The processor is not known, so it is assumed to have the
+    compiled kernels."""
+    dtype = model.dtype if plan.dtype.value == "auto" else plan.dtype.value
+    device, num_ranks = "cpu" if plan.gpu is None else "cuda", plan.tensorParallelSize.value
+    reason = batch_invariance.variance_reason(model.shape, device, dtype, num_ranks)
+    return batch_invariance.describe(reason) + ("" if reason else ", on an x86 processor with AVX2 and without AMX")
 
 
 def _size_source_text(model: CheckpointInfo) -> str:

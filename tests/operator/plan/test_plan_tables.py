@@ -146,4 +146,4 @@ def test_documented_output_is_current():
     spec = "gpu: {product: NVIDIA-L4}\nlora: {maxLoaded: 8, maxRank: 16}"
     printed = list(render_lines(llm_service(spec), MODELS["8b"], plan_for("8b", L4, spec), 100, use_color=False))
     assert len(documented) == 9
-    assert documented == printed[3:12]
+    assert documented == printed[4:13]

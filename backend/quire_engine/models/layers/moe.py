@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
@@ -18,6 +19,7 @@ from quire_engine.weights.quantized.mxfp4 import MXFP4Expert, MXFP4Tensor
 from quire_engine.weights.quantized.packing import WeightPart, dequantize_experts, pack_quantized_experts
 from quire_kernels import (
     GROUP_SIZE,
+    PANEL_COLUMNS,
     ExpertWeights,
     HugePageArena,
     LinearWeight,
@@ -79,7 +81,8 @@ class MoE(Module):
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """Compute the output for the input [num_tokens, hidden_size]. If `residual` is given, add the output to it in
         place."""
-        ids, weights = topk_softmax(linear(x, self.router, self.router_bias), self.config.top_k, self.config.normalize)
+        logits = linear(x, self.router, self.router_bias)[:, : self.config.num_experts]
+        ids, weights = topk_softmax(logits, self.config.top_k, self.config.normalize)
         if self.communicator is None:
             return fused_experts(x, ids, weights, self.experts, residual)
         # Only rank 0 adds the output bias.
@@ -128,7 +131,11 @@ class MoE(Module):
         dequantized. If the configuration requires it, all other experts are quantized, see `quantize_experts`.
         """
         assert isinstance(self.router, Tensor)
-        self.router = pack_weight(self.router, arena)
+        # Compiled CPU kernels compute a multiple of 32 outputs. The additional outputs are 0, and are not used.
+        padding = -self.config.num_experts % PANEL_COLUMNS if self.router.device.type == "cpu" else 0
+        self.router = pack_weight(F.pad(self.router, (0, 0, 0, padding)), arena)
+        if self.router_bias is not None:
+            self.router_bias = F.pad(self.router_bias, (0, padding))
         factory = self._factory
         if self._quantized_parts is None:
             self.experts = (

@@ -16,11 +16,13 @@ from torch import Tensor
 from quire_engine.sequence import Logprob
 from quire_engine.step.input import StepInput
 from quire_engine.step.plan import ScheduledSpan
-from quire_kernels import to_device_async
+from quire_kernels import logsumexp, to_device_async
 
 _MAX_CHUNK_BYTES = 64 << 20
 """Maximum size of a chunk in bytes. A chunk contains float32 logits and their top log probabilities."""
 _MAX_COLUMNS_TO_LIST = 128
+_NUM_TOP = 20
+"""Default of `max_logprobs`."""
 
 
 RequestedLogprobs: TypeAlias = int | tuple[int, ...]
@@ -150,7 +152,9 @@ def _compute_chunks(
     vocab_size = logits.shape[1]
     counts = [request if isinstance(request, int) else len(request) for request in requested]
     num_logprobs = [vocab_size if count == -1 else min(count, vocab_size) for count in counts]
-    max_logprobs = max(num_logprobs)
+    # Which of several equal logits are among the top depends on the number of top logits. It is the same for nearly all
+    # requests, so that it does not depend on the other requests of the step.
+    max_logprobs = max(*num_logprobs, min(_NUM_TOP if any(num_logprobs) else 0, vocab_size))
     chunk_size = max_rows(vocab_size, max_logprobs)
     # The tensors of the chunks are concatenated. Therefore, if one chunk has tensors for named tokens, all chunks must
     # have them.
@@ -172,7 +176,7 @@ def _compute_chunk(
     name.
     """
     # The normalizer is subtracted only from a few values per row, not from the whole vocabulary.
-    total = values.logsumexp(dim=-1, keepdim=True)
+    total = logsumexp(values)[:, None]
     token_logits = values.gather(-1, token_ids[:, None])
     ranks = (values > token_logits).sum(dim=-1) + 1
     top_values, top_ids = values.topk(max_logprobs, dim=-1)
