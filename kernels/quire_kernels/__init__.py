@@ -43,6 +43,7 @@ from quire_kernels.linear import (
     embedding,
     linear,
     pack_weight,
+    pad_outputs,
     quantize_weight,
     supports_embedding,
     weight_bytes,

@@ -210,7 +210,7 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("quire_norm_heads", p, n, p, p, n, n, n, n, f),
         ("quire_silu_mul", p, p, n, n),
         ("quire_rotate_write", p, n, p, p, p, p, p, n, n, n, n, n, n),
-        ("quire_argmax", p, p, n, n),
+        ("quire_argmax", p, n, p, n, n),
         ("quire_logsumexp", p, n, p, n, n),
         ("quire_sample", p, n, n, p, p, p, n, n),
         ("quire_apply_bitmask", p, n, p, n, p, n, n),

@@ -154,6 +154,14 @@ def pack_weight(weight: Tensor, arena: HugePageArena | None = None) -> Tensor:
     return packed
 
 
+def pad_outputs(weight: Tensor) -> Tensor:
+    """Return a weight [out_features, in_features] with as many rows of 0 at its end as the panels of compiled kernels
+    need. If the machine has no such kernels, return the weight unchanged."""
+    if not (cpu_native.supports(weight) and cpu_native.has_fast_gemm()):
+        return weight
+    return F.pad(weight, (0, 0, 0, -len(weight) % PANEL_COLUMNS))
+
+
 def quantize_weight(weight: Tensor, quantization: str, arena: HugePageArena | None = None) -> LinearWeight:
     """Quantize a weight [out_features, in_features] and return it for `linear`.
 

@@ -57,11 +57,11 @@ argmax_first.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
 
 @argmax_first.register("cpu")
 def _argmax_first_cpu(logits: Tensor) -> Tensor:
-    if not cpu_native.supports(logits) or not logits.is_contiguous():
+    if not cpu_native.supports(logits):
         return argmax_first.reference(logits)
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64)
-    cpu_native.get_library().quire_argmax(logits.data_ptr(), out.data_ptr(), rows, vocab_size)
+    cpu_native.get_library().quire_argmax(logits.data_ptr(), logits.stride(0), out.data_ptr(), rows, vocab_size)
     return out
 
 

@@ -68,7 +68,6 @@ def _size_without_kernel(shape: ModelConfig) -> str | None:
             f"{shape.num_heads} to {shape.num_kv_heads}"
         )
     sizes = {path: linear_sizes(shape)[path][1] for i in range(shape.num_layers) for path in shape.layer_linears(i)}
-    sizes["the vocabulary"] = shape.vocab_size
     if shape.moe is not None and any(shape.moe.layers):
         sizes["an expert"] = shape.moe.intermediate_size
         if shape.activation != "silu":

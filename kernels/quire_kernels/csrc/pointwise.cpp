@@ -234,11 +234,11 @@ void quire_apply_bitmask(bf16* x, int64_t ldx, const uint32_t* bits, int64_t ldb
   }
 }
 
-// Index of each row's first largest element; a NaN counts as the largest.
-void quire_argmax(const bf16* x, int64_t* out, int64_t rows, int64_t size) {
+// Index of each row's first largest element; a NaN counts as the largest. x has rows of ldx.
+void quire_argmax(const bf16* x, int64_t ldx, int64_t* out, int64_t rows, int64_t size) {
 #pragma omp parallel for schedule(static) if (rows * size > kParallel)
   for (int64_t r = 0; r < rows; r++) {
-    const bf16* row = x + r * size;
+    const bf16* row = x + r * ldx;
     __m512 best = _mm512_set1_ps(-INFINITY);
     __mmask16 nan = 0;
     for (int64_t i = 0; i < size; i += kLanes) {

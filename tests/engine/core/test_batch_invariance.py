@@ -52,6 +52,7 @@ FAMILIES = [
     *("llama", "mistral", "qwen2-windows", "qwen3-windows", "qwen3_moe-mixed", "mixtral", "gpt_oss", "opt"),
     *("phi3", "gemma2", "gemma3", "glm4", "granite", "ministral3", "smollm3"),
 ]
+ODD_VOCABULARIES = ("mistral", "gemma3", "granite")
 CASES = [(name, list(WEIGHTS)[i % len(WEIGHTS)]) for i, name in enumerate(FAMILIES)]
 CASES += [("mistral", "bfloat16"), ("mistral", "int8 KV")]
 DRAFTS = SpeculativeConfig("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=2)
@@ -156,6 +157,8 @@ def checkpoint(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         kind, overrides = CHECKPOINTS[name]
         values = BASE | {"intermediate_size": 128} | overrides
+        if name in ODD_VOCABULARIES:
+            values["vocab_size"] = VOCAB + 3
         config = kind(**{key: SIZES.get(key, value) for key, value in values.items()})
         write_checkpoint(folder / "model", config, seed=1)
         attention = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -19,7 +19,6 @@ from quire_engine.weights.quantized.mxfp4 import MXFP4Expert, MXFP4Tensor
 from quire_engine.weights.quantized.packing import WeightPart, dequantize_experts, pack_quantized_experts
 from quire_kernels import (
     GROUP_SIZE,
-    PANEL_COLUMNS,
     ExpertWeights,
     HugePageArena,
     LinearWeight,
@@ -28,6 +27,7 @@ from quire_kernels import (
     linear,
     pack_experts,
     pack_weight,
+    pad_outputs,
     quantize_experts,
     supports_int4,
     topk_softmax,
@@ -131,11 +131,10 @@ class MoE(Module):
         dequantized. If the configuration requires it, all other experts are quantized, see `quantize_experts`.
         """
         assert isinstance(self.router, Tensor)
-        # Compiled CPU kernels compute a multiple of 32 outputs. The additional outputs are 0, and are not used.
-        padding = -self.config.num_experts % PANEL_COLUMNS if self.router.device.type == "cpu" else 0
-        self.router = pack_weight(F.pad(self.router, (0, 0, 0, padding)), arena)
+        padded = pad_outputs(self.router)
         if self.router_bias is not None:
-            self.router_bias = F.pad(self.router_bias, (0, padding))
+            self.router_bias = F.pad(self.router_bias, (0, len(padded) - len(self.router)))
+        self.router = pack_weight(padded, arena)
         factory = self._factory
         if self._quantized_parts is None:
             self.experts = (

@@ -10,8 +10,25 @@ from quire_engine.distributed.communicator import Communicator
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import Linear, LinearShard, ParamFactory
 from quire_engine.weights.param_shard import LoadTarget, ParamShard
-from quire_kernels import ModuleSlots, add_lora_embedding, embedding
+from quire_kernels import HugePageArena, ModuleSlots, add_lora_embedding, embedding, pack_weight, pad_outputs
 from quire_spec.model.model_config import ModelConfig
+
+
+class LMHead(Linear):
+    """Output projection on one rank. The number of tokens can be odd, for example if tokens were added to a
+    vocabulary. Compiled kernels then compute more logits, which are removed."""
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
+        """Compute the logits [num_rows, vocab_size]; see Linear."""
+        return super().__call__(x, batch, residual)[:, : self.slices["lm_head"]]
+
+    def pack(self, arena: HugePageArena) -> None:
+        """See Linear."""
+        weight = self.weight
+        if isinstance(weight, Tensor) and not weight.is_meta and len(padded := pad_outputs(weight)) > len(weight):
+            self.weight = pack_weight(padded, arena)
+        else:
+            super().pack(arena)
 
 
 class ParallelLMHead(Linear):
@@ -46,7 +63,7 @@ def build_lm_head(shape: ModelConfig, factory: ParamFactory, tied_embedding: Ten
         # engines.
         factory = replace(factory, quantization="int8_weight_only")
     if factory.communicator is None:
-        return Linear(d_in, slices, factory, weight=tied_embedding)
+        return LMHead(d_in, slices, factory, weight=tied_embedding)
     shard = LinearShard((shape.vocab_size, d_in), (factory.communicator.shard.vocab_range,), range(d_in))
     return ParallelLMHead(factory.communicator, d_in, slices, factory, weight=tied_embedding, shards={"lm_head": shard})
 
