@@ -273,4 +273,26 @@ def add_lora_embedding(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, ba
             _add_lora_product(out, rows, a[token_ids[rows]], b)
 
 
+@add_lora_embedding.register("cpu")
+def _add_lora_embedding_cpu(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
+    slots, entries = adapters.slot_weights, adapters.entries
+    is_supported = cpu_native.supports(out, slots) and out.is_contiguous() and token_ids.is_contiguous()
+    if not is_supported or batch.native is None:
+        add_lora_embedding.reference(out, token_ids, adapters, batch)
+        return
+    # The compiled kernel does not check its arguments.
+    assert token_ids.dtype == torch.int64 and len(token_ids) == len(out) == len(batch.adapter_slots)
+    assert adapters.target.widths == (out.shape[1],)
+    cpu_native.get_library().quire_lora_embedding(
+        out.data_ptr(),
+        token_ids.data_ptr(),
+        slots.data_ptr(),
+        slots.stride(0),
+        entries.data_ptr(),
+        entries.shape[1],
+        batch.adapter_slots.data_ptr(),
+        *out.shape,
+    )
+
+
 add_lora_embedding.register_lazy("cuda", "own", "quire_kernels.gpu.lora")

@@ -202,6 +202,26 @@ void quire_pack_adapter(const bf16* a, const bf16* b, bf16* packed_a, bf16* pack
         }
 }
 
+// Add B A[token] to the rows of out [tokens, width]: slots contain A [vocab, rank] and B [rank, width]. `entries` has rows
+// of ld_entries; `of_rows` are the slots of the rows, -1: none.
+void quire_lora_embedding(bf16* out, const int64_t* ids, const bf16* slots, int64_t slot_size, const Entry* entries,
+                          int64_t ld_entries, const int64_t* of_rows, int64_t tokens, int64_t width) {
+#pragma omp parallel for schedule(static)
+  for (int64_t t = 0; t < tokens; t++) {
+    if (of_rows[t] < 0) continue;
+    const Entry& e = entries[of_rows[t] * ld_entries];
+    const bf16* slot = slots + of_rows[t] * slot_size;
+    const bf16 *a = slot + e.a + ids[t] * e.rank, *b = slot + e.b;
+    for (int64_t i = 0; e.rank && i < width; i += kLanes) {
+      const __mmask16 mask = first(width - i);
+      __m512 sum = _mm512_setzero_ps();
+      for (int64_t r = 0; r < e.rank; r++)
+        sum = _mm512_fmadd_ps(widen(_mm256_set1_epi16((short)a[r])), load(b + r * width + i, mask), sum);
+      store(out + t * width + i, _mm512_add_ps(load(out + t * width + i, mask), sum), mask);
+    }
+  }
+}
+
 // out [m, n] = (add ? out : 0) + x [m, k] W^T + bias + each row's B (A x); x has rows of ldx. The row's adapter can
 // transform x W^T. `packed` null: no base GEMM.
 void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m,

@@ -157,7 +157,7 @@ def checkpoint(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         kind, overrides = CHECKPOINTS[name]
         values = BASE | {"intermediate_size": 128} | overrides
-        if name in ODD_VOCABULARIES:
+        if is_odd := name in ODD_VOCABULARIES:
             values["vocab_size"] = VOCAB + 3
         config = kind(**{key: SIZES.get(key, value) for key, value in values.items()})
         write_checkpoint(folder / "model", config, seed=1)
@@ -170,6 +170,9 @@ def checkpoint(tmp_path_factory):
             kind: make_adapter(folder / "model", folder / kind, target_modules=targets, **options)
             for kind, options in {"lora": {"r": 4}, "dora": {"r": 16, "use_dora": True}}.items()
         }
+        adapters["vocabulary"] = make_adapter(
+            folder / "model", folder / "vocabulary", target_modules=["embed_tokens", "lm_head"][: 2 - is_odd]
+        )
         return folder / "model", adapters
 
     return make

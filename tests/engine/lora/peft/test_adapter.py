@@ -249,6 +249,23 @@ def test_the_command_of_the_error_converts_pickled_weights(adapter, shape, capsy
     assert all(torch.equal(a, b) for key in pairs for a, b in zip(converted[key], pairs[key], strict=True))
 
 
+@pytest.mark.parametrize(
+    ("field", "config"),
+    [
+        ("use_dora", {"use_dora": True}),
+        ("lora_bias", {"lora_bias": True}),
+        ("bias", {"bias": "lora_only"}),
+    ],
+)
+def test_a_gpu_refuses_adapters_that_transform_base_products(field, config, tmp_path):
+    base = make_checkpoint(tmp_path / "model", "llama-biases")
+    folder = make_adapter(base, tmp_path / "adapter", **config)
+    arguments = folder, ModelConfig.load(base), MAX_RANK, torch.bfloat16
+    assert read_adapter(*arguments, checkpoint=base).transforms
+    with pytest.raises(InvalidArgument, match=rf": {field} is supported only on a CPU"):
+        read_adapter(*arguments, checkpoint=base, has_transforms=False)
+
+
 @pytest.mark.parametrize("version", [None, "0.9.0", "0.21.2"])
 def test_fields_that_peft_does_not_know_are_ignored_with_one_warning(version, adapter, shape, caplog):
     _configure(adapter, lorap_emb_lr=1e-6, swift_type="LORA", trainer=None, peft_version=version)
