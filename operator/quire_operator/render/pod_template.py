@@ -87,12 +87,18 @@ def drain_seconds(service: LLMService) -> int:
     return PROPAGATION_S + service.spec.rollout.drainSeconds + STOP_S
 
 
-def startup_seconds(plan: Plan) -> int:
+def startup_seconds(service: LLMService, plan: Plan) -> int:
     """Return the maximum number of seconds until a container is ready. It depends on the number of bytes that the
-    container loads."""
+    container reads."""
     # If an init container downloads the model, its time is not included, because the kubelet starts the probes only
     # after the init containers.
-    return start_seconds(plan.modelBytes, downloads=False, gpu=plan.gpu is not None)
+    return start_seconds(_bytes_to_read(service, plan), downloads=False, gpu=plan.gpu is not None)
+
+
+def _bytes_to_read(service: LLMService, plan: Plan) -> int:
+    """Return how many bytes of weights a container reads. KV blocks in files need a digest of the weights, for which a
+    container reads them once more, unless the digest was kept with the weights."""
+    return plan.modelBytes * (1 if service.kv_tier is None else 2)
 
 
 def progress_seconds(service: LLMService, plan: Plan) -> int:
@@ -100,7 +106,9 @@ def progress_seconds(service: LLMService, plan: Plan) -> int:
     the time that another pod needs to start, and 300 s to schedule the new pod and to pull its image."""
     if service.spec.rollout.progressDeadlineSeconds is not None:
         return service.spec.rollout.progressDeadlineSeconds
-    start = start_seconds(plan.modelBytes, downloads=model_storage.pods_download(service), gpu=plan.gpu is not None)
+    start = start_seconds(
+        _bytes_to_read(service, plan), downloads=model_storage.pods_download(service), gpu=plan.gpu is not None
+    )
     return start + drain_seconds(service) + 300
 
 
@@ -158,7 +166,9 @@ def _server_container(service: LLMService, plan: Plan) -> Manifest:
             {"name": name, "containerPort": port} for name, port in (service.ports | service.kv_event_ports).items()
         ],
         "resources": _resources(service, plan),
-        "startupProbe": _probe("ready", _STARTUP_PERIOD_S, math.ceil(startup_seconds(plan) / _STARTUP_PERIOD_S)),
+        "startupProbe": _probe(
+            "ready", _STARTUP_PERIOD_S, math.ceil(startup_seconds(service, plan) / _STARTUP_PERIOD_S)
+        ),
         "readinessProbe": _probe("ready", 1, failures=1),
         "livenessProbe": _probe("live", 10, failures=6),
         # When the file exists, the OpenAI front closes its connections. Otherwise, clients would continue to use the

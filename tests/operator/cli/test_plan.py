@@ -13,6 +13,7 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
+import yaml
 from support.planning import LLAMA_8B, LLAMA_70B, schema_problems
 
 from quire_operator.plan.plan import Plan
@@ -55,6 +56,20 @@ def test_text_report_shows_memory_and_planned_values(configs):
     assert "It fits, but LowConcurrency" in done.stdout
     assert "\x1b" not in done.stdout
     assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("folder", "place"),
+    [({"emptyDir": {}}, "an emptyDir of each pod"), ({"pvc": {"claimName": "blocks"}}, "claim blocks")],
+)
+def test_report_names_the_folder_of_kv_blocks(configs, tmp_path, folder, place):
+    document = yaml.safe_load((ROOT / LLAMA).read_text())
+    tiers = {"memory": "16Gi", "secondary": [{"folder": folder, "size": "200Gi"}]}
+    document["spec"].setdefault("engine", {})["kvCacheOffloading"] = tiers
+    (tmp_path / "service.yaml").write_text(yaml.safe_dump(document))
+    done = quire("plan", "-f", tmp_path / "service.yaml", "--model-config", configs / "8b.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"KV blocks in files: at most 200Gi on {place}\n" in done.stdout
 
 
 def test_json_is_status_plan(configs):

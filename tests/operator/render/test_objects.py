@@ -167,6 +167,9 @@ def test_kv_folder_is_a_writable_volume_of_the_pods(folder, volume, request_, pa
     assert {"name": "kv-blocks", "mountPath": "/mnt/kv-blocks"} in container["volumeMounts"]
     (job,) = [m["spec"]["template"]["spec"]["containers"][0] for m in manifests if m["kind"] == "Job"]
     assert "--digest" in job["args"], "pods cannot keep it, because they mount the model read-only"
+    probe = container["startupProbe"]
+    seconds = start_seconds(2 * plan_of_service(service).modelBytes, downloads=False, gpu=True)
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= seconds, "it can read the weights twice"
     requests = container["resources"]["requests"]
     assert {name: requests[name] for name in requests if name == "ephemeral-storage"} == request_
 
