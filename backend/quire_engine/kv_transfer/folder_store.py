@@ -309,7 +309,7 @@ class FolderStore(KVStore):
         """
         lock = os.open(_LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=self._root)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._try_lock(lock)
             files, now = [], time.time()
             for names, entry in self._group_entries(group):
                 try:
@@ -334,6 +334,20 @@ class FolderStore(KVStore):
         finally:
             os.close(lock)
         return True
+
+    @staticmethod
+    def _try_lock(file: int) -> None:
+        """Raise BlockingIOError if another process has the lock.
+
+        Some network file systems have no locks. Two sweeps at the same time then remove the same files.
+        """
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+                raise
 
     def _group_entries(self, group: int) -> Iterator[tuple[tuple[str, str], "os.DirEntry[str]"]]:
         """Yield the files in the folders of a group, of all representations, each with the path of its folder. Symbolic
