@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 from support.folder_store import drain
 from support.thread_workers import engine_with_thread_workers
+from support.tiered_engine import tiered_config as config
 from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
 
 from quire_engine.core.engine import Engine
@@ -20,11 +21,8 @@ from quire_engine.core.engine_loop import EngineLoop
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer import store_traffic
 from quire_engine.weights.checkpoint import Checkpoint
-from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
-from quire_spec.model.memory_sizing import kv_block_bytes
-from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import SequenceRequest, StepResult
 
 PREFIXES = [[random.Random(i).randrange(VOCAB) for _ in range(56)] for i in range(3)]
@@ -39,17 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {f"sha256:{i}": make_adapter(folder, tmp_path_factory.mktemp("a"), i, r=4) for i in range(2)}
-
-
-def config(folder: Path, num_blocks: int = 14, num_host_blocks: int = 0, **fields: Any) -> EngineConfig:
-    block_bytes = kv_block_bytes(ModelConfig.load(folder), 8, 4)
-    size = fields.get("tensor_parallel_size", 1)
-    memory = {
-        "kv_cache_memory_bytes": num_blocks * block_bytes // size,
-        "kv_offloading_size": num_host_blocks * block_bytes / 2**30,
-    }
-    base = {"model": str(folder), "dtype": "float32", "max_model_len": 96, "block_size": 8}
-    return EngineConfig.from_json(base | {"max_num_batched_tokens": 32, "max_num_seqs": 8} | memory | fields)
 
 
 def serve(engine: Engine, adapters: dict[str, Path], num_rounds: int = 3) -> dict[int, list[int]]:
