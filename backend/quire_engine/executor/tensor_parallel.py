@@ -132,6 +132,10 @@ class TensorParallelRunner(ModelRunner):
         self._adapter_by_digest.pop(adapter_digest, None)
         self._local_runner.discard_adapter(adapter_digest)
 
+    def zero_kv_cache(self) -> None:
+        """See ModelRunner."""
+        self._local_runner.zero_kv_cache()
+
     def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
         """Return a function that fills a slot on all ranks; see ModelRunner."""
         copy_local = self._local_runner.load_adapter_slot(slot_load)

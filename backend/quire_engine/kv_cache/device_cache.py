@@ -72,6 +72,10 @@ class KVCache:
         """Bytes of the whole cache."""
         return self._data.nbytes
 
+    def zero(self) -> None:
+        """Write to all blocks. On a CPU, the first write to a page takes as long as several steps."""
+        self._data.zero_()
+
     @property
     def device_type(self) -> str:
         """cpu or cuda."""

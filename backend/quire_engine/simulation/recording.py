@@ -147,6 +147,8 @@ def record(
             )
     for name, folder in adapters.items():
         engine.add_adapter(AdapterDigest(name), folder, engine.read_adapter(folder), False)
+    # A pod that has run for a while has used all its KV memory.
+    runner.zero_kv_cache()
     # As in the core process: a collection would scan all objects of PyTorch, which takes as long as several steps.
     gc.collect()
     gc.freeze()

@@ -72,6 +72,9 @@ class SimulatedRunner:
     def discard_adapter(self, adapter_digest: AdapterDigest) -> None:
         """Do nothing."""
 
+    def zero_kv_cache(self) -> None:
+        """Do nothing."""
+
     def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
         """Return a function that does nothing: the simulated core waits for the time of the copy."""
         return lambda: None

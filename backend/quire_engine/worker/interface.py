@@ -55,6 +55,10 @@ class ModelRunner(Protocol):
         returns must not use the slot.
         """
 
+    def zero_kv_cache(self) -> None:
+        """Write to all KV blocks of this rank, so that no later step is the first one to use a page of memory. Call it
+        before the first request."""
+
     def execute(self, plan: StepPlan) -> list[SpanOutput]:
         """Run `plan`, and return one output for each span, in the order of the spans.
 

@@ -118,6 +118,10 @@ class DeviceModelRunner(ModelRunner):
         if self._graphs is not None:
             self._graphs.close()
 
+    def zero_kv_cache(self) -> None:
+        """See ModelRunner."""
+        self._kv_cache.zero()
+
     def execute(self, plan: StepPlan) -> list[SpanOutput]:
         """See ModelRunner."""
         with annotate(f"step of {sum(s.length for s in plan.spans)} tokens of {len(plan.spans)} sequences"):

@@ -108,3 +108,10 @@ def test_measures_seconds_per_block_and_per_token(device):
     swap_costs = HostSwap([random_cache(4, device)], 3).measure(lambda: calls.append(1) or 50)
     assert swap_costs.num_host_blocks == 3 and len(calls) == 4
     assert 0 < swap_costs.seconds_per_block < 1 and 0 < swap_costs.seconds_per_token < 1e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_zero_writes_to_all_blocks(device):
+    kv_cache = random_cache(4, device)
+    kv_cache.zero()
+    assert not contents(kv_cache).any()

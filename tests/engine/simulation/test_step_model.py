@@ -2,6 +2,7 @@
 """The fit finds the weights of steps whose time is a weighted sum, and refuses recordings that say too little."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,19 @@ def test_weights_are_never_negative_and_the_sum_of_times_is_kept(seed):
     model = fit(INFO, steps)
     assert min(model.seconds_per.values()) >= 0
     assert sum(model.seconds(s.features) for s in steps) == pytest.approx(sum(s.seconds for s in steps))
+
+
+@pytest.mark.parametrize("prompts", [0, 1])
+def test_simulated_steps_vary_as_the_recorded_ones(prompts):
+    """One in ten steps takes three times as long as the others."""
+    rng = random.Random(1)
+    features = [replace(random_features(rng), prompts=i % 2) for i in range(4000)]
+    steps = [RecordedStep(f, 1e-3 * (3.0 if i % 20 == f.prompts else 1.0)) for i, f in enumerate(features)]
+    model = fit(INFO, steps)
+    step = StepFeatures(1, 100 * prompts, 9, 900, 100 * prompts, prompts=prompts)
+    times = sorted(model.varied_seconds(step, rng) for _ in range(4000))
+    assert times[2000] == pytest.approx(1e-3, rel=0.02) and times[-200] == pytest.approx(3e-3, rel=0.02)
+    assert sum(times) / 4000 == pytest.approx(1.2e-3, rel=0.05)
 
 
 def test_larger_steps_than_recorded_are_outside():
