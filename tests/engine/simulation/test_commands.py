@@ -7,6 +7,9 @@ import sys
 
 import pytest
 from support.quire_serve import EXAMPLES
+from support.simulation import TINY
+
+from quire_spec.engine.config import EngineConfig
 
 SERVICE = str(EXAMPLES / "llmservice.yaml")
 BLOCK = "--trace-block-size=32"
@@ -19,11 +22,11 @@ def simulate(*arguments, code=0):
     return result.stdout if code == 0 else result.stderr
 
 
-def write_trace(path, count, interval_ms=20):
+def write_trace(path, count, interval_ms=20, adapters=(None, "pirate", "sql")):
     # The first output is so long that there are enough steps, however many requests a slow machine runs at a time.
     lines = [
         {"timestamp": interval_ms * i, "input_length": 30 + 97 * i % 300, "output_length": 5 + i % 40 if i else 300}
-        | {"hash_ids": [i % 3], "adapter": (None, "pirate", "sql")[i % 3]}
+        | {"hash_ids": [i % 3], "adapter": adapters[i % len(adapters)]}
         for i in range(count)
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
@@ -102,6 +105,26 @@ def test_requests_that_arrive_at_once_have_no_rate(recorded, tmp_path):
     _, _, steps = recorded
     burst = write_trace(tmp_path / "burst.jsonl", 3, interval_ms=0)
     assert "3, all at once" in simulate("run", f"--model={steps}", f"--trace={burst}", BLOCK)
+
+
+def test_the_copies_of_tiers_are_recorded(tmp_path):
+    tiers = {"kv_offloading_size": 1 / 32, "kv_offloading_folder": str(tmp_path / "kv")}
+    config = EngineConfig(str(TINY), device="cpu", kv_cache_memory_bytes=2**25, max_model_len=1024, **tiers)
+    (tmp_path / "engine.json").write_text(json.dumps(config.to_json()))
+    trace = write_trace(tmp_path / "trace.jsonl", 10, adapters=(None,))
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "quire_engine.simulation", *map(str, arguments)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    run("record", f"--engine={tmp_path}/engine.json", f"--trace={trace}", BLOCK, "-o", tmp_path / "recording.jsonl")
+    printed = run("fit", tmp_path / "recording.jsonl", "-o", tmp_path / "steps.json")
+    assert "block_copy" in printed and "folder_block" in printed
+    result = json.loads(run("run", f"--model={tmp_path}/steps.json", f"--trace={trace}", BLOCK, "--format=json"))
+    assert {"block copy", "folder block"} <= result["origins"].keys()
+    assert all("recording" in origin for origin in result["origins"].values() if "ms" in origin)
 
 
 def test_an_adapter_that_the_service_has_not_is_refused(tmp_path):
