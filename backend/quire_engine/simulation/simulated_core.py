@@ -140,5 +140,5 @@ def _swap_costs(model: StepModel, config: EngineConfig) -> SwapCosts:
     if not num_blocks:
         return SwapCosts()
     num_tokens = min(config.max_num_batched_tokens, config.max_model_len or info.shape.max_length)
-    step_s = model.seconds(StepFeatures(1, num_tokens, 0, 0, num_tokens * (num_tokens + 1) // 2))
+    step_s = model.seconds(StepFeatures(1, num_tokens, 0, 0, num_tokens * (num_tokens + 1) // 2, prompts=1))
     return SwapCosts(num_blocks, 2 * info.costs.require("block_copy") * size_ratio, step_s / num_tokens)
