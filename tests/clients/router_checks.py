@@ -3,12 +3,15 @@
 beginnings reach one server, and vllm-router's kv_aware policy credits the blocks that the events announce."""
 
 import json
+import re
+import subprocess
 import sys
 import tempfile
 import urllib.request
 from pathlib import Path
 
-from support.quire_serve import example_document
+import yaml
+from support.quire_serve import EXAMPLES, example_document
 from support.routers import Router, two_pods
 
 STORY = "Once upon a time there was a small mouse who lived in a big house with a garden and a dog and three cows. "
@@ -44,8 +47,19 @@ def check(router: Router, kind: str, number: int) -> None:
         assert hits >= 5, f"the router credits no prefix: {hits} hits"
 
 
+def check_example(binaries: Path) -> None:
+    """The pinned vllm-router has the options of examples/routers/vllm-router.yaml."""
+    manifests = yaml.safe_load_all((EXAMPLES / "routers/vllm-router.yaml").read_text())
+    (deployment,) = (manifest for manifest in manifests if manifest["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    options = {argument.partition("=")[0] for argument in container["args"] if argument.startswith("--")}
+    usage = subprocess.run([binaries / "vllm-router", "--help"], capture_output=True, text=True, check=True).stdout
+    assert options and options <= {*re.findall(r"--[a-z-]+", usage)}, options
+
+
 def main(binaries: Path) -> None:
     """Run the checks. `binaries` is the folder of the routers' programs."""
+    check_example(binaries)
     with (
         tempfile.TemporaryDirectory(prefix="quire-routers-") as temporary,
         two_pods(example_document(), Path(temporary)) as pods,

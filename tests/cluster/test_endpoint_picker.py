@@ -2,7 +2,6 @@
 """The endpoint picker behind Envoy, with the InferencePool that the operator applied and two real servers at the
 addresses of two pods. Each pod has two cores, of which a picker must not notice anything."""
 
-import contextlib
 import inspect
 import json
 import os
@@ -18,12 +17,11 @@ from typing import Any
 
 import pytest
 from support.cluster import ROOT
-from support.controller_harness import ControllerHarness, llm_service, make_claim
+from support.controller_harness import llm_service
 from support.engine_processes import wait_for
-from support.envoy import POD_HEADER, running_envoy
-from support.picker import CRDS, ROUTERS, Picker, running_picker
+from support.envoy import POD_HEADER
+from support.picked_service import PickedService, picked_service
 from support.quire_serve import QuireServeProcess
-from support.served_pods import ServedPods
 
 from quire_server.openai.app import Application
 
@@ -83,14 +81,8 @@ class Response:
     text: str
 
 
-@dataclass
-class World:
+class World(PickedService):
     """The service, its pods, the picker and Envoy."""
-
-    operator: ControllerHarness
-    pods: ServedPods
-    picker: Picker
-    port: int
 
     def send(self, method: str, path: str, body: Any = None) -> Response:
         """Send a request to Envoy. Of a stream without end, only the first event is read."""
@@ -120,21 +112,8 @@ def _host(headers: Any) -> str | None:
 
 @pytest.fixture(scope="module")
 def world(cluster, kubelet, tmp_path_factory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("picker")
-    with contextlib.ExitStack() as stack:
-        for kind in CRDS:
-            stack.enter_context(cluster.optional_kind(kind))
-        namespace = stack.enter_context(cluster.namespace())
-        cluster.apply(make_claim(), namespace)
-        pods = stack.enter_context(ServedPods(kubelet, SERVICE, folder))
-        operator = stack.enter_context(ControllerHarness(cluster, namespace))
-        cluster.apply(SERVICE, namespace)
-        wait_for(lambda: operator.condition("Ready").get("status") == "True", 120, operator.status)
-        config = ROUTERS / "endpoint-picker.yaml"
-        picker = stack.enter_context(running_picker(cluster, namespace, "tales", config, folder))
-        hosts = [(address, pod.ports["openai"]) for address, pod in pods.running.items()]
-        port = stack.enter_context(running_envoy(hosts, folder, picker.port))
-        yield World(operator, pods, picker, port)
+    with picked_service(cluster, kubelet, SERVICE, tmp_path_factory.mktemp("picker")) as service:
+        yield World(**vars(service))
 
 
 def gauge(pod: QuireServeProcess, name: str) -> float:
@@ -221,6 +200,20 @@ def test_each_route_goes_through_or_fails_with_the_words_of_the_picker(world):
     rows = [_row(world, route, body) for route, body in ROUTES.items()]
     table = "\n".join(["| route | through the picker |", "|---|---|", *_merged(rows)])
     assert table in (ROOT / "docs/gpu-cluster.md").read_text(), table
+
+
+def test_what_the_picker_refuses_and_changes(world):
+    for body, words in (
+        ({"prompt": "Once"}, "model not found in request body"),
+        ({"model": "tales", "prompt": ""}, "must have prompt field"),
+    ):
+        response = world.send("POST", "/v1/completions", body)
+        assert (response.pod, response.status) == (None, 400) and words in response.text, response
+    largest_seed = {"model": "tales", "prompt": "Once", "max_tokens": 1, "seed": 2**63 - 1}
+    pod = next(iter(world.pods.running.values()))
+    assert pod.request("openai", "/v1/completions", largest_seed).status == 200
+    response = world.send("POST", "/v1/completions", largest_seed)
+    assert response.pod is not None and response.status == 400 and "seed" in response.text, response
 
 
 def _row(world: World, route: str, body: Any) -> tuple[str, str]:

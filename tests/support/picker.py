@@ -28,6 +28,7 @@ class Picker:
     port: int
     """Port of its gRPC service for Envoy."""
     metrics_port: int
+    process: subprocess.Popen[bytes]
 
     def value(self, metric: str) -> float | None:
         """Return the value of the first series of a metric; None if there is none."""
@@ -50,7 +51,6 @@ def running_picker(cluster: Cluster, namespace: str, pool: str, config: Path, fo
     # The test compares its gauges with those of the pods.
     command += ["--refresh-prometheus-metrics-interval=100ms"]
     log_file = folder / "picker.log"
-    picker = Picker(port, metrics_port)
 
     def is_running() -> bool:
         assert process.poll() is None, log_file.read_text()[-3000:]
@@ -60,6 +60,7 @@ def running_picker(cluster: Cluster, namespace: str, pool: str, config: Path, fo
 
     environment = {"KUBECONFIG": str(kubeconfig), "POD_NAME": "picker-0", "NAMESPACE": namespace}
     with log_file.open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
+        picker = Picker(port, metrics_port, process)
         try:
             wait_for(is_running, 30, "the picker knows its pool")
             yield picker

@@ -16,9 +16,9 @@ Manifest = dict[str, Any]
 class ServedPods:
     """The server pods of one service. A context manager."""
 
-    def __init__(self, kubelet: FakeKubelet, document: Manifest, folder: Path) -> None:
-        """`document` is the service, with its claim `models`, which is the folder examples/."""
-        self._kubelet, self._document, self._folder = kubelet, document, folder
+    def __init__(self, kubelet: FakeKubelet, document: Manifest, folder: Path, claim: Path = EXAMPLES) -> None:
+        """`document` is the service. Its claim `models` is the folder `claim`."""
+        self._kubelet, self._document, self._folder, self._claim = kubelet, document, folder, claim
         self._servers: dict[str, QuireServeProcess] = {}
         """By address."""
 
@@ -60,7 +60,7 @@ class ServedPods:
         key.write_bytes(base64.b64decode(secret["data"]["key"]))
         key.chmod(0o600)
         ports = {p["name"]: p["containerPort"] for c in pod["spec"]["containers"] for p in c["ports"]}
-        flags = f"--admin-key-file={key}", f"--volume=models={EXAMPLES}"
+        flags = f"--admin-key-file={key}", f"--volume=models={self._claim}"
         self._servers[address] = QuireServeProcess(self._document, folder, *flags, host=address, ports=ports)
 
     def _is_ready(self, pod: Manifest) -> bool:
