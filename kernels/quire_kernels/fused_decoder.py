@@ -168,7 +168,9 @@ class FusedDecoder:
 
     def supports_adapters(self, batch: LoRABatch | None) -> bool:
         """Return whether the decoder computes the adapters of this batch."""
-        slots = frozenset() if batch is None else batch.active_slots
+        if batch is None or not self._quantized_adapters:
+            return True
+        slots = batch.active_slots
         return slots is not None and all(slots.isdisjoint(each.transformed_slots) for each in self._quantized_adapters)
 
     def __call__(

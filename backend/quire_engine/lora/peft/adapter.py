@@ -205,7 +205,7 @@ def _read_tensors(
             b *= 1 + transform[0, :, None]
             transform = transform.to(dtype)
         b = b.to(dtype)
-        for name, tensor in ((a_name, a), (b_name, b), (f"magnitude or bias of {module.name}", transform)):
+        for name, tensor in ((f"magnitude or bias of {module.name}", transform), (a_name, a), (b_name, b)):
             # aminmax takes one pass, and both results are NaN if any element is NaN. torch.isfinite takes sixty times
             # as long.
             if tensor is not None and not all(map(math.isfinite, torch.aminmax(tensor))):

@@ -249,6 +249,46 @@ def test_the_command_of_the_error_converts_pickled_weights(adapter, shape, capsy
     assert all(torch.equal(a, b) for key in pairs for a, b in zip(converted[key], pairs[key], strict=True))
 
 
+BIAS = f"{Q0}.lora_B.bias"
+MAGNITUDE = f"{Q0}.lora_magnitude_vector"
+ROWS = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "error"),
+    [
+        ({"use_dora": True}, {MAGNITUDE: None}, "use_dora is True, but the file has no such tensor for .*0.*q_proj"),
+        ({"use_dora": True}, {MAGNITUDE: torch.ones(63)}, r"lora_magnitude_vector' has shape \(63,\)"),
+        (
+            {"use_dora": True},
+            {MAGNITUDE: torch.full((64,), math.nan)},
+            "magnitude or bias of .* contains NaN or infinity",
+        ),
+        ({"use_dora": True}, {MAGNITUDE: torch.full((64,), 3e38)}, "magnitude or bias of .* contains NaN or infinity"),
+        ({"lora_bias": True}, {BIAS: None}, "lora_bias is True, but the file has no such tensor"),
+        ({"lora_bias": True}, {BIAS: torch.full((64,), math.inf)}, "contains NaN or infinity"),
+        ({}, {BIAS: torch.ones(64)}, "lora_B.bias' exists, but lora_bias is not set"),
+        ({}, {f"{Q0}.bias": torch.ones(64)}, "biases were trained, but bias is 'none'"),
+        ({"bias": "all"}, {f"{Q0}.bias": torch.ones(64)}, "the base model has no .*q_proj.bias"),
+        ({}, {ROWS: torch.ones(1, 64)}, "trainable_token_indices: config and file must have rows of the same modules"),
+        ({"trainable_token_indices": [5]}, {ROWS: torch.ones(2, 64)}, r"delta' has shape \(2, 64\)"),
+        ({"trainable_token_indices": [5]}, {ROWS: torch.full((1, 64), math.nan)}, "contains NaN or infinity"),
+    ],
+)
+def test_rejects_wrong_magnitudes_biases_and_rows(config, change, error, checkpoint, shape, tmp_path):
+    folder = make_adapter(checkpoint, tmp_path / "adapter", target_modules=["q_proj"], **config)
+    assert read_adapter(folder, shape, MAX_RANK, torch.float32, checkpoint=checkpoint)
+
+    def rewrite(tensors):
+        for name, tensor in change.items():
+            tensors.pop(name, None)
+            tensors |= {} if tensor is None else {name: tensor}
+
+    _rewrite(folder, rewrite)
+    with pytest.raises(InvalidArgument, match=error):
+        read_adapter(folder, shape, MAX_RANK, torch.float16, checkpoint=checkpoint)
+
+
 @pytest.mark.parametrize(
     ("field", "config"),
     [
