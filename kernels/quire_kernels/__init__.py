@@ -8,7 +8,7 @@ This package handles tensors, not requests. In each step, quire_engine prepares 
 operations from its layers.
 """
 
-from quire_kernels.activation import ACTIVATIONS, gelu_mul, gelu_tanh_mul, get_gated_op, relu_mul, silu_mul
+from quire_kernels.activation import ACTIVATIONS, gelu_mul, gelu_tanh_mul, get_gated_op, relu_mul, silu_mul, softcap
 from quire_kernels.attention import (
     AttentionGroup,
     AttentionMetadata,

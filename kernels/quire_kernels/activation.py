@@ -41,11 +41,16 @@ silu_mul.register_lazy("cuda", "own", "quire_kernels.gpu.activation")
 
 @silu_mul.register("cpu")
 def _silu_mul_cpu(gate_up: Tensor) -> Tensor:
+    return _gated_cpu(gate_up, silu_mul, "quire_silu_mul")
+
+
+def _gated_cpu(gate_up: Tensor, op: Op[[], Tensor], function: str) -> Tensor:
+    """Compute each row with a compiled kernel. torch's results can depend on where its threads divide the rows."""
     if not cpu_native.supports(gate_up) or not gate_up.is_contiguous():
-        return silu_mul.reference(gate_up)
+        return op.reference(gate_up)
     rows, width = gate_up.shape
     out = gate_up.new_empty(rows, width // 2)
-    cpu_native.get_library().quire_silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
+    getattr(cpu_native.get_library(), function)(gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
     return out
 
 
@@ -62,6 +67,31 @@ def _make_gated_op(name: str, activation: Callable[[Tensor], Tensor]) -> Op[[], 
 relu_mul = _make_gated_op("relu_mul", F.relu)
 gelu_mul = _make_gated_op("gelu_mul", F.gelu)
 gelu_tanh_mul = _make_gated_op("gelu_tanh_mul", _gelu_tanh)
+
+
+@gelu_tanh_mul.register("cpu")
+def _gelu_tanh_mul_cpu(gate_up: Tensor) -> Tensor:
+    return _gated_cpu(gate_up, gelu_tanh_mul, "quire_gelu_tanh_mul")
+
+
+@Op
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(logits / cap), in place.
+
+    Args:
+        logits: [num_rows, vocab_size], any float dtype.
+        cap: greater than 0.
+    """
+    return logits.div_(cap).tanh_().mul_(cap)
+
+
+@softcap.register("cpu")
+def _softcap_cpu(logits: Tensor, cap: float) -> Tensor:
+    if not cpu_native.supports(logits):
+        return softcap.reference(logits, cap)
+    cpu_native.get_library().quire_softcap(logits.data_ptr(), logits.stride(0), *logits.shape, cap)
+    return logits
+
 
 _GATED_OPS = {
     "silu": silu_mul,

@@ -210,6 +210,8 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("quire_rms_norm", p, n, p, p, n, n, f),
         ("quire_norm_heads", p, n, p, p, n, n, n, n, f),
         ("quire_silu_mul", p, p, n, n),
+        ("quire_gelu_tanh_mul", p, p, n, n),
+        ("quire_softcap", p, n, n, n, f),
         ("quire_rotate_write", p, n, p, p, p, p, p, n, n, n, n, n, n),
         ("quire_argmax", p, n, p, n, n),
         ("quire_logsumexp", p, n, p, n, n),

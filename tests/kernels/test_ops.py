@@ -9,7 +9,18 @@ import pytest
 import torch
 
 import quire_kernels
-from quire_kernels import Op, apply_rope, dispatch, linear, pack_weight, rms_norm, silu_mul, write_kv
+from quire_kernels import (
+    Op,
+    apply_rope,
+    dispatch,
+    gelu_tanh_mul,
+    linear,
+    pack_weight,
+    rms_norm,
+    silu_mul,
+    softcap,
+    write_kv,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A few roundings of the type at magnitudes around 1 to 8.
@@ -93,6 +104,23 @@ def test_silu_mul(dtype):
     gate, up = gate_up.double()[:, :65], gate_up.double()[:, 65:]
     expected = (gate / (1 + (-gate).exp()) * up).to(dtype)
     torch.testing.assert_close(silu_mul(gate_up), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu_tanh_mul(dtype):
+    gate_up = (torch.randn(9, 2 * 65) * 3).to(dtype)
+    gate, up = gate_up.double()[:, :65], gate_up.double()[:, 65:]
+    expected = (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(dtype)
+    torch.testing.assert_close(gelu_tanh_mul(gate_up), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softcap(dtype):
+    logits = (torch.randn(5, 83) * 40).to(dtype)[:, :81]
+    expected = (30 * (logits.double() / 30).tanh()).to(dtype)
+    capped = logits.clone()
+    assert softcap(capped, 30.0) is capped
+    torch.testing.assert_close(capped, expected, rtol=TOLERANCE[dtype], atol=30 * TOLERANCE[dtype])
 
 
 def test_write_kv_writes_only_its_addresses():

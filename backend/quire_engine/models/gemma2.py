@@ -12,7 +12,7 @@ from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.layers.norm import RMSNorm
 from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
-from quire_kernels import rms_norm
+from quire_kernels import rms_norm, softcap
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -64,4 +64,4 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """See CausalLM.compute_logits."""
         logits, cap = super().compute_logits(hidden, batch), self.shape.logits_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else softcap(logits, cap)

@@ -67,6 +67,10 @@ def _size_without_kernel(shape: ModelConfig) -> str | None:
             f"{_MAX_HEADS_PER_KV_HEAD} heads per KV head; the model has {shape.head_dim} and "
             f"{shape.num_heads} to {shape.num_kv_heads}"
         )
+    # OPT's activation is not gated, so that torch computes it.
+    is_opt = shape.architecture == "OPTForCausalLM"
+    if shape.activation == "gelu" or (is_opt and shape.activation != "relu"):
+        return f"torch computes the activation {shape.activation}"
     sizes = {path: linear_sizes(shape)[path][1] for i in range(shape.num_layers) for path in shape.layer_linears(i)}
     if shape.moe is not None and any(shape.moe.layers):
         sizes["an expert"] = shape.moe.intermediate_size

@@ -352,15 +352,6 @@ void weigh_rows(const Shape& s, Scratch& w, int64_t row, int64_t pairs) {
   for (; column < s.head_dim; column += kLanes) weigh<R, 1>(w, row, column, pairs);
 }
 
-inline __m512 tanh(__m512 x) {
-  // (1 - e) / (1 + e) with e = exp(-2|x|), and the sign of x.
-  const __m512 one = _mm512_set1_ps(1.f);
-  const __m512 e = exp2(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.f * kLog2E)));
-  const __m512 t = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
-  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(t), _mm512_castps_si512(x),
-                                                       _mm512_set1_epi32(0x80000000), 0xd8));
-}
-
 // 2^x for x <= 0, to 3e-6 of the value, far less than the rounding of a probability to bf16. Polynomial: minimax of 2^f,
 // f in [-0.5, 0.5]. x = -inf only if Masked.
 template <bool Masked>

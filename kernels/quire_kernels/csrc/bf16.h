@@ -121,13 +121,29 @@ inline __attribute__((always_inline)) void multiply_add(__m512i& sums, __m512i w
 
 constexpr float kLog2E = 1.44269504f;
 
-inline __m512 silu(__m512 x) {
-  // x / (1 + e^-x), with e^-|x| so that nothing overflows.
+// 1 / (1 + e^-x), with e^-|x| so that nothing overflows.
+inline __m512 sigmoid(__m512 x) {
   const __m512 e = exp2(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-kLog2E)));
   const __m512 one = _mm512_set1_ps(1.f);
   const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-  const __m512 numerator = _mm512_mask_blend_ps(negative, one, e);
-  return _mm512_mul_ps(x, _mm512_div_ps(numerator, _mm512_add_ps(one, e)));
+  return _mm512_div_ps(_mm512_mask_blend_ps(negative, one, e), _mm512_add_ps(one, e));
+}
+
+inline __m512 silu(__m512 x) { return _mm512_mul_ps(x, sigmoid(x)); }
+
+// x (1 + tanh(y)) / 2 = x sigmoid(2 y), with y = sqrt(2 / pi) (x + 0.044715 x^3).
+inline __m512 gelu_tanh(__m512 x) {
+  const __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.f));
+  return _mm512_mul_ps(x, sigmoid(_mm512_mul_ps(_mm512_mul_ps(x, cubic), _mm512_set1_ps(1.59576912f))));
+}
+
+inline __m512 tanh(__m512 x) {
+  // (1 - e) / (1 + e) with e = exp(-2|x|), and the sign of x.
+  const __m512 one = _mm512_set1_ps(1.f);
+  const __m512 e = exp2(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.f * kLog2E)));
+  const __m512 t = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
+  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(t), _mm512_castps_si512(x),
+                                                       _mm512_set1_epi32(0x80000000), 0xd8));
 }
 
 }  // namespace quire

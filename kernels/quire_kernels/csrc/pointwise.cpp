@@ -124,6 +124,31 @@ void quire_norm_heads(bf16* qkv, int64_t ldq, const bf16* query_weight, const bf
     }
 }
 
+// out [rows, size] = gelu(gate) * up of gate_up [rows, 2 * size], with the approximation of gelu by tanh.
+void quire_gelu_tanh_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (rows * size > kParallel)
+  for (int64_t r = 0; r < rows; r++) {
+    const bf16* gate = gate_up + r * 2 * size;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const __mmask16 mask = first(size - i);
+      const __m512 left = gelu_tanh(load(gate + i, mask));
+      store(out + r * size + i, _mm512_mul_ps(left, load(gate + size + i, mask)), mask);
+    }
+  }
+}
+
+// x = cap tanh(x / cap), in place; x has rows of ldx.
+void quire_softcap(bf16* x, int64_t ldx, int64_t rows, int64_t size, float cap) {
+  const __m512 by = _mm512_set1_ps(cap), inverse = _mm512_set1_ps(1.f / cap);
+#pragma omp parallel for schedule(static) if (rows * size > kParallel)
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const __mmask16 mask = first(size - i);
+      bf16* at = x + r * ldx + i;
+      store(at, _mm512_mul_ps(tanh(_mm512_mul_ps(load(at, mask), inverse)), by), mask);
+    }
+}
+
 // out [rows, size] = silu(gate) * up of gate_up [rows, 2 * size].
 void quire_silu_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t size) {
 #pragma omp parallel for schedule(static) if (rows * size > kParallel)

@@ -36,6 +36,7 @@ SHAPE = ModelConfig.from_config(LLAMA)
         ({}, {"kernels": CpuKernels(override="linear=torch")}, "QUIRE_KERNELS is linear=torch"),
         ({"head_dim": 24}, {}, "the model has 24 and 9 to 3"),
         ({"vocab_size": 49153}, {}, None),
+        ({"activation": "gelu"}, {}, "torch computes the activation gelu"),
         (
             {"intermediate_size": 1500},
             {},

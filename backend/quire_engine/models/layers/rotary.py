@@ -39,6 +39,10 @@ class RotaryEmbedding:
         if long_rope is not None:
             frequencies = torch.where(long_rope[:, None], self._long_frequencies, frequencies)
         angles = positions.to(torch.float32)[:, None] * frequencies
+        if dtype == torch.bfloat16 and angles.device.type == "cpu":
+            # The last bit of torch's cosines depends on where its threads divide the angles. In float64, the rounding
+            # to bfloat16 removes this bit.
+            angles = angles.to(torch.float64)
         cos, sin = angles.cos(), angles.sin()
         if self._scale != 1.0:
             cos, sin = cos * self._scale, sin * self._scale
