@@ -15,6 +15,7 @@ BASE = {
     "spec": {"model": {"source": {"huggingFace": {"repo": "org/model"}}}},
 }
 ADAPTER = {"name": "sql", "source": {"path": "a"}}
+KEYS = [{"name": "acme", "adapters": ["acme-*"], "tokensPerMinute": 1000}]
 REMOVE = object()
 
 
@@ -306,6 +307,18 @@ CEL_RULE_CASES = [
         {"spec.networking.inferencePool": HTTP_POOL, "spec.runtime.expose": ["http"]},
         {"spec.networking.inferencePool": HTTP_POOL, "spec.runtime.expose": ["grpc"]},
         "spec.networking.inferencePool.targetPort",
+    ),
+    (
+        "keys must be empty without apiKeysSecretRef",
+        {"spec.openai": {"apiKeysSecretRef": {"name": "keys"}, "keys": KEYS}, "spec.runtime.expose": []},
+        {"spec.openai": {"keys": KEYS}, "spec.runtime.expose": []},
+        "spec.openai.keys",
+    ),
+    (
+        "runtime.expose must be empty with openai.keys",
+        {"spec.openai": {"apiKeysSecretRef": {"name": "keys"}, "keys": KEYS}, "spec.runtime.expose": []},
+        {"spec.openai": {"apiKeysSecretRef": {"name": "keys"}, "keys": KEYS}, "spec.runtime.expose": ["grpc"]},
+        "spec.runtime.expose",
     ),
     (
         "runtime.expose must not be empty when openai.enabled is false",

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quire_spec import constants
+from quire_spec.documents.api_key_rule import ApiKeyRule
 from quire_spec.documents.pod_config import PodConfig
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
@@ -49,6 +50,8 @@ class ProcessArgs:
     """Folder of the pod's Unix sockets."""
     name: str
     """Name of the process in the pod. Its socket has the same name."""
+    api_key_rules: tuple[ApiKeyRule, ...] = ()
+    """What each API key may use; see OpenAIOptions.keys."""
 
     def socket_path(self, name: str) -> Path:
         """Return the path of one of the pod's sockets.
@@ -120,7 +123,8 @@ def _parse_args(process_name: str) -> ProcessArgs:
     parser.add_argument("--name", default=process_name.rpartition(".")[2], help="name of this process in the pod")
     args = parser.parse_args()
     config = PodConfig.load(args.config)
-    return ProcessArgs(config.engine, config.servedName, args.run_dir, args.name)
+    rules = () if config.openai is None else config.openai.keys
+    return ProcessArgs(config.engine, config.servedName, args.run_dir, args.name, rules)
 
 
 def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from quire_engine.requests.processor import RequestProcessor
 from quire_engine.structured_outputs.checker import GrammarChecker
-from quire_engine.text.admission import AdmissionController
+from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.cores.core_client import CoreClient
 from quire_engine.text.live_snapshot import build_live_snapshot, merge_live
@@ -111,15 +111,14 @@ class TextMethods:
         self._request_manager.drain(drained.set)
         await drained.wait()
 
-    def models(self) -> ServedModels:
-        """Return the model names that requests can use, and the reason why requests are rejected at the moment."""
+    def models(self, api_key_name: str = "") -> ServedModels:
+        """Return the model names that requests of an API key can use, and the reason why requests are rejected at the
+        moment."""
         admission = self._admission
         return ServedModels(
             served_name=admission.served_name,
-            adapters=sorted(admission.digest_by_name or ()),
-            loading=sorted(
-                map(AdapterName, (admission.loading_names or set()) - (admission.digest_by_name or {}).keys())
-            ),
+            adapters=sorted(admission.visible_adapters(api_key_name)),
+            loading=sorted(admission.visible_loading_names(api_key_name) - (admission.digest_by_name or {}).keys()),
             max_model_len=admission.limits.max_model_len,
             sampling_defaults=self._sampling_defaults,
             closed_reason="draining" if admission.draining else admission.closed_reason,
@@ -162,6 +161,7 @@ class TextMethods:
         model: str | None = None,
         add_special_tokens: bool | None = None,
         return_token_strs: bool = False,
+        api_key_name: str = "",
     ) -> Tokenized:
         """Return the token ids of `prompt`, or those of the conversation `chat` after it was rendered with the template
         of `model`.
@@ -169,7 +169,7 @@ class TextMethods:
         `return_token_strs` adds their texts. Raises NotFound if there is no such model.
         """
         if model is not None:
-            self._admission.resolve_model(model)
+            self._admission.resolve_model(model, api_key_name)
         tokenizer, text, limits = self._require_tokenizer(), prompt, self._processor.limits
         if chat is not None:
             template = self._admission.chat_template_by_name.get(model or self._admission.served_name)
@@ -195,7 +195,7 @@ class TextMethods:
 
         The errors are those of running it, except those about its constraint.
         """
-        self._admission.resolve_model(request.model)
+        self._admission.resolve_model(request.model, request.api_key_name)
         template = self._admission.chat_template_by_name.get(request.model)
         self._processor.limits.check(request, template is not None)
         _, token_ids, _ = await self._processor.tokenize(request, template)
@@ -206,10 +206,12 @@ class TextMethods:
         self._require_tokenizer()
         return dict(self._tokenizer_config)
 
-    async def detokenize(self, tokens: list[Annotated[int, msgspec.Meta(ge=0)]], model: str | None = None) -> str:
+    async def detokenize(
+        self, tokens: list[Annotated[int, msgspec.Meta(ge=0)]], model: str | None = None, api_key_name: str = ""
+    ) -> str:
         """Return the text of `tokens`. Raises NotFound if there is no such model."""
         if model is not None:
-            self._admission.resolve_model(model)
+            self._admission.resolve_model(model, api_key_name)
         tokenizer, vocab_size = self._require_tokenizer(), self._processor.limits.vocab_size
         if max(tokens, default=0) >= vocab_size:
             raise InvalidArgument(f"tokens: must be a list of token ids from 0 to {vocab_size - 1}")

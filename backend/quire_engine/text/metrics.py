@@ -132,6 +132,10 @@ class RequestMetrics:
             label = self._api_key_label(api_key_name)
             self._api_key_tokens.labels(self._model_name, label, "completion").inc(num_tokens)
 
+    def record_api_key_limited(self, api_key_name: str) -> None:
+        """Count a request that was rejected because of a limit of its API key."""
+        self._api_key_limited.labels(self._model_name, self._api_key_label(api_key_name)).inc()
+
     def _api_key_label(self, name: str) -> str:
         """Return the label of an API key; the first MAX_API_KEY_LABELS keys have labels of their own."""
         if name not in self._api_key_labels and len(self._api_key_labels) >= MAX_API_KEY_LABELS:
@@ -295,6 +299,8 @@ class RequestMetrics:
         label_names = ["model_name", "api_key"]
         documentation = "Requests sent to the engine, by API key; all keys after the first 100 share one series."
         self._api_key_requests = self.registry.counter("quire_api_key_requests", documentation, label_names)
+        documentation = "Requests rejected because of a limit of the API key."
+        self._api_key_limited = self.registry.counter("quire_api_key_requests_limited", documentation, label_names)
         label_names, documentation = [*label_names, "kind"], "Prompt and completion tokens, by API key."
         self._api_key_tokens = self.registry.counter("quire_api_key_tokens", documentation, label_names)
         label_names, documentation = ["model_name", "finished_reason"], "Requests that ended, by reason."

@@ -23,7 +23,8 @@ from quire_engine.ipc import process
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.requests.processor import RequestProcessor
 from quire_engine.structured_outputs.checker import GrammarChecker
-from quire_engine.text.admission import AdmissionController
+from quire_engine.text.admission.admission_controller import AdmissionController
+from quire_engine.text.admission.api_key_access import ApiKeyAccess
 from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.cores.core_client import CoreClient
 from quire_engine.text.cores.core_metrics import CoreMetrics
@@ -107,7 +108,8 @@ async def _serve(
         if len(clients) == 1
         else CorePool(clients, CoreMetrics(metrics.registry, args.served_name, len(clients)), args.config)
     )
-    admission = AdmissionController(limits, args.served_name, args.config.max_num_queued_reqs)
+    access = ApiKeyAccess(args.api_key_rules)
+    admission = AdmissionController(limits, args.served_name, args.config.max_num_queued_reqs, access)
     chat_renderer = grammar_checker = None
     if tokenizer is not None:
         chat_renderer = ChatRenderer(templates, tokenizer, limits.max_prompt_bytes)

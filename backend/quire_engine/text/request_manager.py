@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from quire_engine.requests.processor import PreparedRequest, RequestProcessor
 from quire_engine.requests.request_state import RequestState
-from quire_engine.text.admission import AdmissionController
-from quire_engine.text.client_turns import ClientTurns
+from quire_engine.text.admission.admission_controller import AdmissionController
+from quire_engine.text.admission.client_turns import ClientTurns
+from quire_engine.text.admission.rate_limiter import AdapterRateLimiter
 from quire_engine.text.metrics import RequestMetrics
-from quire_engine.text.rate_limiter import AdapterRateLimiter
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.errors import PROCESS_ENDS, Code, Internal, InvalidArgument, QuireError, Unavailable, error_text
@@ -120,6 +120,12 @@ class RequestManager:
             self.reject(frontend, request.id, error)
             return
         try:
+            self._admission.api_key_access.admit(request.api_key_name, self._clock())
+        except Unavailable as error:
+            self._metrics.record_api_key_limited(request.api_key_name)
+            self.reject(frontend, request.id, error)
+            return
+        try:
             self._rate_limiter.check(adapter_name, self._clock())
         except Unavailable as error:
             self._metrics.adapter_metrics.record_rate_limited(adapter_name)
@@ -161,7 +167,7 @@ class RequestManager:
     def _submit_to_core(self, request_state: RequestState, prepared: PreparedRequest) -> None:
         num_tokens = len(prepared.prompt_token_ids)
         self._metrics.record_prompt_tokens(num_tokens, request_state.request.api_key_name)
-        self._rate_limiter.consume(request_state.adapter_name, num_tokens)
+        self._consume(request_state, num_tokens)
         tokenizer, eos_token_ids = self._processor.tokenizer, self._processor.limits.eos_token_ids
         try:
             requests = request_state.submit(prepared, tokenizer, eos_token_ids, self._clock())
@@ -324,7 +330,7 @@ class RequestManager:
             elif is_first:
                 self._metrics.record_first_token(request_state.adapter_name, now - request_state.arrival_time)
             self._metrics.record_generated_tokens(request_state.adapter_name, num_new_tokens)
-            self._rate_limiter.consume(request_state.adapter_name, num_new_tokens)
+            self._consume(request_state, num_new_tokens)
         aborted_ids = []
         if completion.finish_reason is not None or result.error_code is not None:
             del self._by_sequence[result.id]
@@ -337,6 +343,11 @@ class RequestManager:
         for delta in deltas:
             frontend.send(delta)
         return aborted_ids
+
+    def _consume(self, request_state: RequestState, num_tokens: int) -> None:
+        """Count tokens against the limits of the adapter and of the API key."""
+        self._rate_limiter.consume(request_state.adapter_name, num_tokens)
+        self._admission.api_key_access.consume(request_state.request.api_key_name, num_tokens)
 
     def _abort(self, request_states: list[RequestState], frontend: FrontendSink) -> None:
         submitted_ids = [

@@ -13,6 +13,7 @@ from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_server.version import VERSION
 from quire_spec.dataclass_json import to_json
+from quire_spec.protocol.results import ServedModels
 
 _METRICS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -29,14 +30,16 @@ class Models:
     async def get_all(self, request: HttpRequest) -> Reply:
         """GET /v1/models: list the base model first, and then the adapters. The base model is the parent of each
         adapter."""
-        return Response(msgspec.json.encode({"object": "list", "data": await self._cards()}))
+        models = await self._client.models(request.api_key_name)
+        return Response(msgspec.json.encode({"object": "list", "data": self._cards(models)}))
 
     async def get(self, request: HttpRequest) -> Reply:
         """GET /v1/models/{id}."""
-        for card in await self._cards():
+        models = await self._client.models(request.api_key_name)
+        for card in self._cards(models):
             if card["id"] == request.path_arg:
                 return Response(msgspec.json.encode(card))
-        if request.path_arg in (await self._client.models()).loading:
+        if request.path_arg in models.loading:
             raise ApiError(
                 503, f"model: the adapter {request.path_arg!r} is not loaded yet; try again", retry_after_s=1.0
             )
@@ -68,8 +71,7 @@ class Models:
         page = await self._client.call("metrics", str)
         return Response(page.encode(), content_type=_METRICS_CONTENT_TYPE)
 
-    async def _cards(self) -> list[dict[str, Any]]:
-        models = await self._client.models()
+    def _cards(self, models: ServedModels) -> list[dict[str, Any]]:
         base = self._names[0]
         return [
             {

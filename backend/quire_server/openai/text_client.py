@@ -19,9 +19,10 @@ class TextClient(RequestClient):
         super().__init__(path, Hello("openai", pid=os.getpid()))
         self._sampling_defaults: dict[str, Any] | None = None
 
-    async def models(self) -> ServedModels:
-        """Return the models that requests can name; raises QuireError if the text process does not answer."""
-        return await self.call("models", ServedModels)
+    async def models(self, api_key_name: str = "") -> ServedModels:
+        """Return the models that requests of an API key can name; raises QuireError if the text process does not
+        answer."""
+        return await self.call("models", ServedModels, {"api_key_name": api_key_name})
 
     async def sampling_defaults(self) -> dict[str, Any]:
         """Return the sampling parameters in the checkpoint's generation_config.json; raises QuireError if they cannot

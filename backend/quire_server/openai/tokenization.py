@@ -45,6 +45,7 @@ class Tokenization:
             "model": None if fields.model is None else self._settings.engine_model(fields.model),
             "add_special_tokens": fields.add_special_tokens,
             "return_token_strs": fields.return_token_strs,
+            "api_key_name": request.api_key_name,
         }
         result = await self._client.call("tokenize", Tokenized, args)
         return Response(msgspec.json.encode({"count": len(result.tokens), **msgspec.structs.asdict(result)}))
@@ -57,5 +58,6 @@ class Tokenization:
         """POST /detokenize."""
         fields, _ = parse_fields(await request.json_object(), DetokenizeFields)
         model = None if fields.model is None else self._settings.engine_model(fields.model)
-        text = await self._client.call("detokenize", str, {"tokens": fields.tokens, "model": model})
+        args = {"tokens": fields.tokens, "model": model, "api_key_name": request.api_key_name}
+        text = await self._client.call("detokenize", str, args)
         return Response(msgspec.json.encode({"prompt": text}))

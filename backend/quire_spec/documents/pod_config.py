@@ -8,6 +8,7 @@ of existing services.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, ClassVar, Self
 
 from quire_spec import constants
 from quire_spec.dataclass_json import from_json, non_default_json, read_json, to_json
+from quire_spec.documents.api_key_rule import ApiKeyRule
 from quire_spec.documents.field_schema import Rule, schema_field
 from quire_spec.documents.server_arguments import parse_server_arguments
 from quire_spec.engine.config import EngineConfig
@@ -102,6 +104,9 @@ class OpenAIOptions:
     )
     """Names of the base model in the OpenAI API, such as organization/model. Answers contain the name of the request.
     Default: servedName."""
+    keys: tuple[ApiKeyRule, ...] = schema_field((), max_items=256, list_type="map", map_keys=("name",))
+    """What each API key may use. If the list is not empty, a key that it does not name may use only the base model, and
+    the API does not serve /metrics and /live, which name all adapters. Default: every key may use everything."""
     sharedPrefixCache: bool = schema_field(False)
     """Share cached prompts between requests of different API keys. Default false, because a client could find out by
     timing what prompts others have sent."""
@@ -289,6 +294,13 @@ class PodConfig:
     def _check_openai(self, openai: OpenAIConfig) -> None:
         for problem in self._openai_problems(openai):
             raise ConfigError(f"openai.{problem}")
+        for index, rule in enumerate(openai.keys):
+            rule.validate(f"openai.keys[{index}]")
+        if openai.keys and self.server.expose:
+            raise ConfigError(
+                f"server.expose: must be empty with openai.keys, because the server's ports know no API keys, got "
+                f"{', '.join(self.server.expose)}"
+            )
 
     def _openai_problems(self, openai: OpenAIConfig) -> Iterator[str]:
         if not 0 < openai.apiServerCount <= constants.MAX_OPENAI_FRONTS:
@@ -297,6 +309,11 @@ class PodConfig:
             yield f"generationConfig: must be auto or vllm, got {openai.generationConfig!r}"
         if openai.maxBodyBytes < 1:
             yield f"maxBodyBytes: must be at least 1, got {openai.maxBodyBytes}"
+        if openai.keys and openai.apiKeysDir is None:
+            yield "keys: requires openai.apiKeysDir; add it, or remove keys"
+        for name, count in Counter(rule.name for rule in openai.keys).items():
+            if count > 1:
+                yield f"keys: {count} entries have the name {name!r}; merge them"
         if openai.sslKeyfile is not None and openai.sslCertfile is None:
             yield "sslKeyfile: requires openai.sslCertfile; add it"
         if openai.allowRuntimeLoraUpdating and self.adminKeyFile is None:

@@ -167,6 +167,11 @@ class LLMServiceSpec:
             "or add http to spec.runtime.expose for http.",
         ),
         Rule(
+            "!has(self.openai.keys) || size(self.openai.keys) == 0 || size(self.runtime.expose) == 0",
+            "runtime.expose must be empty with openai.keys, because the ports of Triton Inference Server know no API "
+            "keys, so that their clients could use every adapter; set spec.runtime.expose to [].",
+        ),
+        Rule(
             KV_EVENT_PORTS_RULE,
             "networking.kvEvents must use ports that differ from all other ports of the pod and are at most 65535; "
             "with engine.dataParallelSize, each core uses one more of both; choose other numbers.",

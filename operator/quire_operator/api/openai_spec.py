@@ -52,6 +52,13 @@ class OpenAILimitsSpec:
 class OpenAISpec(OpenAIOptions):
     """spec.openai"""
 
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.keys) || size(self.keys) == 0 || has(self.apiKeysSecretRef)",
+            "keys must be empty without apiKeysSecretRef, because it names keys of that Secret; add the reference.",
+        ),
+    )
+
     enabled: bool = schema_field(True)
     """Serve the OpenAI API. Default true. With false, its processes do not run, which frees about 128 MiB in each pod.
     """

@@ -95,6 +95,10 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "write it like organization/name, without the address of the hub",
     ),
     r"^[A-Za-z0-9][A-Za-z0-9._/-]*$": ("must be a branch, tag or commit", "copy it from the page of the repository"),
+    r"^[-A-Za-z0-9._*?\[\]!]+$": (
+        "must be a name of an adapter, or a pattern with *, ? and [abc]",
+        "write it like web-*",
+    ),
     r"^[-._a-zA-Z0-9]+$": ("must be a key of a Secret", "use letters, digits, '-', '_' and '.'"),
     r"^s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/.*)?$": (
         "must be s3://, a bucket (two or more of a-z, 0-9, '-' and '.') and a folder",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire_engine.requests.limits import RequestLimits
-from quire_engine.text.admission import AdmissionController
+from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 from quire_spec.protocol.messages import GenerateRequest

@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from quire_engine.text.client_turns import MAX_PREPARATIONS_PER_CLIENT, ClientTurns
+from quire_engine.text.admission.client_turns import MAX_PREPARATIONS_PER_CLIENT, ClientTurns
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -15,7 +15,7 @@ from support.recording_cores import RecordingCores
 from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.requests.processor import RequestProcessor
-from quire_engine.text.admission import AdmissionController
+from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.request_manager import RequestManager
 from quire_engine.tokenization.tokenizer import Tokenizer

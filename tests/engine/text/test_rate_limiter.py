@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire_engine.text.rate_limiter import BURST_S, AdapterRateLimiter
+from quire_engine.text.admission.rate_limiter import BURST_S, AdapterRateLimiter
 from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits
 from quire_spec.errors import ConfigError, Unavailable
 

@@ -20,7 +20,7 @@ from support.tokenizer import byte_level, save_tokenizer
 
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.requests.processor import RequestProcessor, TokenizerRunner, run_inline
-from quire_engine.text.admission import AdmissionController
+from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.request_manager import RequestManager
 from quire_engine.tokenization.tokenizer import Tokenizer

@@ -170,6 +170,9 @@ def bases():
     # Without an endpoint picker, which needs HTTP here, and with a route to the Service.
     route = {"parentRefs": [{"name": "gateway"}], "port": "openai"}
     models = {"expose": ["http"], "models": {"path": "/opt/models"}}
+    rule = {"name": "web", "adapters": ["a*"], "requestsPerMinute": 60, "tokensPerMinute": 9}
+    keys = {"apiKeysSecretRef": {"name": "keys"}, "keys": [rule]}
+    yield body(GPU, sources[0], runtime={"expose": []}, openai=keys)
     yield body(GPU, sources[0], runtime=models, networking={"httpRoute": route})
 
 

@@ -143,6 +143,19 @@ def test_explicit_fields_of_the_engine_are_written_with_their_defaults():
         ({"openai": {"apiServerCount": 17}}, "openai.apiServerCount: must be from 1 to 16, got 17"),
         ({"openai": {"generationConfig": "x"}}, "openai.generationConfig: must be auto or vllm, got 'x'"),
         ({"openai": {"maxBodyBytes": 0}}, "openai.maxBodyBytes: must be at least 1, got 0"),
+        ({"openai": {"keys": [{"name": "a"}]}}, "openai.keys: requires openai.apiKeysDir; add it, or remove keys"),
+        (
+            {"openai": {"apiKeysDir": "/k", "keys": [{"name": "a"}, {"name": "a"}]}},
+            "openai.keys: 2 entries have the name 'a'; merge them",
+        ),
+        (
+            {"openai": {"apiKeysDir": "/k", "keys": [{"name": "a", "tokensPerMinute": 0}]}},
+            "openai.keys[0].tokensPerMinute: must be at least 1, got 0; omit it for no limit",
+        ),
+        (
+            {"openai": {"apiKeysDir": "/k", "keys": [{"name": "a"}]}},
+            "server.expose: must be empty with openai.keys, because the server's ports know no API keys, got http",
+        ),
         ({"openai": {"sslKeyfile": "/k"}}, "openai.sslKeyfile: requires openai.sslCertfile; add it"),
         ({"openai": {"live": 1}}, "openai.live: expected true or false, got an integer 1"),
         (

@@ -18,6 +18,8 @@ from quire_spec.errors import Unavailable
 
 OPEN_ROUTES = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/live"})
 """Routes that need no key. The live page itself contains no data. The events that it shows need a key."""
+ALL_ADAPTERS_ROUTES = frozenset({"/metrics", "/live", "/live/events"})
+"""Routes that name all adapters. They are not served if keys may use different adapters."""
 ADMIN_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Routes that need the admin key instead of an API key."""
 
@@ -27,6 +29,7 @@ class AccessControl:
 
     def __init__(self, settings: FrontSettings) -> None:
         openai = settings.openai
+        self._has_key_rules = bool(openai.keys)
         self._keys = ApiKeys(openai.apiKeysDir) if openai.apiKeysDir else None
         self._salts = None if self._keys is None or openai.sharedPrefixCache else CacheSalts(settings)
         self._admin_key = AdminKey(settings.admin_key_file) if settings.admin_key_file else None
@@ -37,6 +40,12 @@ class AccessControl:
         """Check a request and record the name of its API key; raises ApiError if the request is not allowed."""
         if self._keys is None:
             self._check_without_keys(request)
+        if self._has_key_rules and request.path in ALL_ADAPTERS_ROUTES:
+            raise ApiError(
+                403,
+                f"{request.path}: not served, because it names the adapters of all API keys; read /metrics on the "
+                "health port",
+            )
         if request.path in ADMIN_ROUTES and self._admin_key is not None:
             self._check_admin_key(self._admin_key, request)
         elif self._keys is not None and request.path not in OPEN_ROUTES:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Set
 
 from quire_engine.requests.limits import RequestLimits
+from quire_engine.text.admission.api_key_access import ApiKeyAccess
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.errors import NotFound, Unavailable
 from quire_spec.protocol.messages import GenerateRequest
@@ -19,9 +20,16 @@ _MAX_LISTED_NAMES = 10
 class AdmissionController:
     """Accepts or rejects requests; owns the table of adapter names. Only its methods change its state."""
 
-    def __init__(self, limits: RequestLimits, served_name: str, max_num_queued_reqs: int) -> None:
-        """`max_num_queued_reqs`: see EngineConfig."""
+    def __init__(
+        self,
+        limits: RequestLimits,
+        served_name: str,
+        max_num_queued_reqs: int,
+        api_key_access: ApiKeyAccess | None = None,
+    ) -> None:
+        """`max_num_queued_reqs`: see EngineConfig. Without `api_key_access`, every API key may use every adapter."""
         self.limits = limits
+        self.api_key_access = api_key_access or ApiKeyAccess()
         self.max_num_queued_reqs = max_num_queued_reqs
         self.digest_by_name: Mapping[AdapterName, AdapterDigest] | None = None
         """Maps the names of adapters to their digests. The mapping is never changed, but only replaced by a new one.
@@ -74,7 +82,7 @@ class AdmissionController:
             raise Unavailable("this server is draining; send the request to another one")
         if self.closed_reason:
             raise Unavailable(self.closed_reason)
-        adapter = self.resolve_model(request.model)
+        adapter = self.resolve_model(request.model, request.api_key_name)
         self.limits.check(request, request.model in self.chat_template_by_name)
         self._check_queue(request.client, queued_by_client)
         return adapter
@@ -91,8 +99,19 @@ class AdmissionController:
                 "max_num_queued_reqs"
             )
 
-    def resolve_model(self, model: str) -> tuple[AdapterName | None, AdapterDigest | None]:
-        """Return the name and the digest of an adapter, both None for the base model.
+    def visible_adapters(self, api_key_name: str) -> dict[AdapterName, AdapterDigest]:
+        """Return the adapters that an API key may use, with their digests. An empty name is a request without a key."""
+        access, adapters = self.api_key_access, self.digest_by_name or {}
+        return {name: digest for name, digest in adapters.items() if access.allows(api_key_name, name)}
+
+    def visible_loading_names(self, api_key_name: str) -> set[AdapterName]:
+        """Return the adapters that are being loaded and that an API key may use."""
+        names = map(AdapterName, self.loading_names or ())
+        return {name for name in names if self.api_key_access.allows(api_key_name, name)}
+
+    def resolve_model(self, model: str, api_key_name: str) -> tuple[AdapterName | None, AdapterDigest | None]:
+        """Return the name and the digest of an adapter, both None for the base model. An adapter that the API key may
+        not use does not exist for it.
 
         Raises:
             NotFound: the name is unknown.
@@ -102,14 +121,14 @@ class AdmissionController:
             return None, None
         if self.digest_by_name is None and self.loading_names is None:
             raise Unavailable(f"model {str(model)[:100]!r}: adapter names are not known yet after a restart; try again")
-        digest_by_name = self.digest_by_name or {}
         adapter_name = AdapterName(model)
-        if (adapter_digest := digest_by_name.get(adapter_name)) is not None:
-            return adapter_name, adapter_digest
-        if model in (self.loading_names or ()):
-            raise Unavailable(f"model {model!r}: the adapter is not loaded yet; try again")
+        if self.api_key_access.allows(api_key_name, adapter_name):
+            if (adapter_digest := (self.digest_by_name or {}).get(adapter_name)) is not None:
+                return adapter_name, adapter_digest
+            if model in (self.loading_names or ()):
+                raise Unavailable(f"model {model!r}: the adapter is not loaded yet; try again")
         # The message contains a sentence of vllm_backend, because clients of vllm_backend search for it.
-        name, adapter_names = str(model)[:100], sorted(digest_by_name)
+        name, adapter_names = str(model)[:100], sorted(self.visible_adapters(api_key_name))
         num_unlisted = len(adapter_names) - _MAX_LISTED_NAMES
         raise NotFound(
             f"model {name!r} is not served; the base model is {self.served_name!r}: LoRA {name} is not supported, we "

@@ -8,8 +8,8 @@ the limiter for each request.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from quire_engine.text.admission.token_bucket import TokenBucket
 from quire_spec.constants import AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.errors import Unavailable
@@ -17,20 +17,6 @@ from quire_spec.errors import Unavailable
 BURST_S = 10.0
 """Capacity of a token bucket: an empty bucket is full again after this number of seconds. This capacity allows bursts
 of requests that have hundreds of tokens each."""
-
-
-@dataclass(slots=True)
-class TokenBucket:
-    """The tokens that an adapter can use at once. Their number is negative after a request that used more tokens than
-    were available."""
-
-    available_tokens: float
-    refilled_at: float
-    """Time at which `available_tokens` was last updated."""
-
-    def refill(self, rate: int, now: float) -> None:
-        self.available_tokens = min(BURST_S * rate, self.available_tokens + rate * (now - self.refilled_at))
-        self.refilled_at = now
 
 
 class AdapterRateLimiter:
@@ -68,9 +54,9 @@ class AdapterRateLimiter:
                 retry_after_s=1.0,
             )
         if (bucket := self._buckets.get(adapter_name)) is not None and (rate := limits.maxTokensPerSecond):
-            bucket.refill(rate, now)
-            if bucket.available_tokens <= 0:
-                retry_after_s = (1 - bucket.available_tokens) / rate
+            bucket.refill(rate, BURST_S * rate, now)
+            if bucket.available <= 0:
+                retry_after_s = bucket.wait_s(rate)
                 raise Unavailable(
                     f"adapter {adapter_name!r}: rate limit reached, limits.maxTokensPerSecond is {rate}; retry in "
                     f"{retry_after_s:.1f} s, or raise the limit",
@@ -92,4 +78,4 @@ class AdapterRateLimiter:
     def consume(self, adapter_name: AdapterName | None, num_tokens: int) -> None:
         """Take the tokens of a prompt, or generated tokens, from the adapter's bucket."""
         if adapter_name is not None and (bucket := self._buckets.get(adapter_name)) is not None:
-            bucket.available_tokens -= num_tokens
+            bucket.available -= num_tokens

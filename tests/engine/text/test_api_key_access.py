@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each API key uses its own adapters and no more than its rates; all other adapters do not exist for it."""
+
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire_engine.requests.limits import RequestLimits
+from quire_engine.text.admission.admission_controller import AdmissionController
+from quire_engine.text.admission.api_key_access import ApiKeyAccess
+from quire_spec.constants import AdapterDigest, AdapterName
+from quire_spec.documents.api_key_rule import ApiKeyRule
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import QuireError, Unavailable
+from quire_spec.protocol.messages import GenerateRequest
+
+RULES = (
+    ApiKeyRule(name="acme", adapters=("acme-*", "shared")),
+    ApiKeyRule(name="globex", adapters=("globex-[12]", "shared")),
+    ApiKeyRule(name="base-only", adapters=()),
+    ApiKeyRule(name="all"),
+)
+LIMITS = RequestLimits(max_model_len=32, vocab_size=384, max_prompt_bytes=2000)
+READY = ("acme-sql", "acme-chat", "globex-1", "globex-3", "shared")
+LOADING = ("acme-new", "globex-2")
+VISIBLE = {
+    "acme": {"acme-sql", "acme-chat", "shared", "acme-new"},
+    "globex": {"globex-1", "shared", "globex-2"},
+    "base-only": set(),
+    "all": {*READY, *LOADING},
+    "without a rule": set(),
+    "": {*READY, *LOADING},
+}
+
+
+def make_admission() -> AdmissionController:
+    admission = AdmissionController(LIMITS, "base", 4, ApiKeyAccess(RULES))
+    admission.open()
+    admission.set_adapters({AdapterName(name): AdapterDigest(f"sha256:{name}") for name in READY}, {})
+    admission.set_loading_adapters({*LOADING})
+    return admission
+
+
+def outcome(admission: AdmissionController, key: str, model: str) -> str:
+    """Return the digest of the adapter, or the error, in which the name of the model is replaced."""
+    request = GenerateRequest(1, model, None, [1], SamplingParams(), True, api_key_name=key)
+    try:
+        return str(admission.admit(request, Counter())[1])
+    except QuireError as error:
+        return f"{type(error).__name__}: {error}".replace(model, "NAME")
+
+
+@pytest.mark.parametrize("key", VISIBLE)
+def test_a_forbidden_adapter_does_not_exist(key: str):
+    admission = make_admission()
+    missing = outcome(admission, key, "never-seen")
+    assert missing.startswith("NotFound") and outcome(admission, key, "base") == "None"
+    for name in (*READY, *LOADING):
+        expected = f"sha256:{name}" if name in READY else "Unavailable: model 'NAME': the adapter is not loaded yet"
+        is_visible = name in VISIBLE[key]
+        assert outcome(admission, key, name).startswith(expected if is_visible else missing), name
+        assert (name in missing) == (is_visible and name in READY), "the list of names shows no other's adapters"
+    assert {*admission.visible_adapters(key), *admission.visible_loading_names(key)} == VISIBLE[key]
+
+
+def test_without_rules_every_key_may_use_everything():
+    access = ApiKeyAccess()
+    assert access.allows("any", "acme-sql")
+    for _ in range(1000):
+        access.admit("any", 0.0)
+        access.consume("any", 10**9)
+
+
+@given(
+    rule=st.builds(
+        ApiKeyRule,
+        name=st.just("a"),
+        requestsPerMinute=st.none() | st.integers(1, 50),
+        tokensPerMinute=st.none() | st.integers(1, 5000),
+    ),
+    requests=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 2000)), min_size=1, max_size=60),
+)
+def test_rates_are_never_exceeded_and_a_retry_after_the_given_time_is_accepted(
+    rule: ApiKeyRule, requests: list[tuple[float, int]]
+):
+    access, now, num_requests, num_tokens = ApiKeyAccess([rule]), 0.0, 0, 0
+    largest = max(tokens for _, tokens in requests)
+    for pause, tokens in requests:
+        now += pause
+        for _ in range(3):  # each limit can reject the request once
+            try:
+                access.admit("a", now)
+                break
+            except Unavailable as error:
+                assert error.retry_after_s is not None and re.search(r"PerMinute is \d+; retry in [\d.]+ s", str(error))
+                now += error.retry_after_s + 1e-6
+        else:
+            raise AssertionError("rejected after the given time")
+        access.admit("other", now)
+        access.consume("a", tokens)
+        num_requests, num_tokens = num_requests + 1, num_tokens + tokens
+        minutes = now / 60 + 1
+        assert rule.requestsPerMinute is None or num_requests <= rule.requestsPerMinute * minutes + 1
+        assert rule.tokensPerMinute is None or num_tokens <= rule.tokensPerMinute * minutes + largest
