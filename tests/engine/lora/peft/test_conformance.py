@@ -241,6 +241,19 @@ def test_adapters_of_models_that_read_images_equal_peft(name, tmp_path, caplog):
     _assert_logits_equal(engine, adapter, load_adapted_oracle(checkpoint, adapter))
 
 
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3-vision", "glm4", "granite", "mixtral", "opt", "opt-350m", "phi3", "qwen2"]
+)
+def test_magnitudes_and_trained_tokens_equal_peft_in_other_families(name, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "model", name)
+    targets = {"opt": ["q_proj", "fc2"], "phi": ["qkv_proj", "down_proj"], "mix": ["q_proj", "o_proj"]}
+    config = {"target_modules": targets.get(name[:3], ["q_proj", "down_proj"]), "trainable_token_indices": PROMPT[:5]}
+    if "vision" in name:
+        config["target_modules"] = r".*language_model.*\.(q_proj|down_proj)"
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", use_dora=True, **config)
+    _assert_logits_equal(_engine(checkpoint), adapter, load_adapted_oracle(checkpoint, adapter))
+
+
 def test_tensors_of_a_vision_tower_are_refused_for_a_text_model(served_model, tmp_path):
     checkpoint, engine = served_model
     make_adapter(checkpoint, tmp_path)
