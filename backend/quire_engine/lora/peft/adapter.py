@@ -214,8 +214,12 @@ def _read_tensors(
         if transform is not None:
             transforms[key] = transform if shard is None else _shard_transform(transform, module.path, shard)
     for module, a, b in _token_pairs(file, token_rows, config, shape, base, max_rank):
-        a, b = a.to(dtype), b.to(dtype)
-        pairs[module.layer, module.target] = (a, b) if shard is None else _shard_pair(a, b, module.path, shard)
+        key, a, b = (module.layer, module.target), a.to(dtype), b.to(dtype)
+        if key in pairs:
+            raise InvalidArgument(f"trainable_token_indices is not supported if {module.path} is adapted, too")
+        if not all(map(math.isfinite, (*torch.aminmax(a), *torch.aminmax(b)))):
+            raise InvalidArgument(f"trained rows of {module.path} contain NaN or infinity, or overflow {dtype}")
+        pairs[key] = (a, b) if shard is None else _shard_pair(a, b, module.path, shard)
     return HostAdapter(max(a.shape[0] for a, _ in pairs.values()), pairs, transforms)
 
 
@@ -248,8 +252,6 @@ def _token_pairs(
         weight = _base_tensor(base, _weight_name(module, shape), (shape.vocab_size, width))
         old = torch.cat([weight.read(0, range(i, i + 1), range(width), torch.float32).float() for i in tokens])
         delta = file.get_tensor(name).float() - old
-        if not all(map(math.isfinite, torch.aminmax(delta))):
-            raise InvalidArgument(f"{name} contains NaN or infinity")
         one_hot = torch.zeros(len(tokens), shape.vocab_size)
         one_hot[range(len(tokens)), list(tokens)] = 1
         is_shared = module.path == "embed_tokens" and shape.tie_word_embeddings and len(token_rows) == 1

@@ -272,7 +272,8 @@ ROWS = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta
         ({"bias": "all"}, {f"{Q0}.bias": torch.ones(64)}, "the base model has no .*q_proj.bias"),
         ({}, {ROWS: torch.ones(1, 64)}, "trainable_token_indices: config and file must have rows of the same modules"),
         ({"trainable_token_indices": [5]}, {ROWS: torch.ones(2, 64)}, r"delta' has shape \(2, 64\)"),
-        ({"trainable_token_indices": [5]}, {ROWS: torch.full((1, 64), math.nan)}, "contains NaN or infinity"),
+        ({"trainable_token_indices": [5]}, {ROWS: torch.full((1, 64), math.nan)}, "rows of embed_tokens contain NaN"),
+        ({"trainable_token_indices": [5]}, {ROWS: torch.full((1, 64), 1e5)}, "rows of embed_tokens .* or overflow"),
     ],
 )
 def test_rejects_wrong_magnitudes_biases_and_rows(config, change, error, checkpoint, shape, tmp_path):

@@ -254,6 +254,18 @@ def test_magnitudes_and_trained_tokens_equal_peft_in_other_families(name, tmp_pa
     _assert_logits_equal(_engine(checkpoint), adapter, load_adapted_oracle(checkpoint, adapter))
 
 
+def test_trained_tokens_of_an_adapted_module_are_rejected(served_model, tmp_path):
+    """If embedding and output projection share a weight, both have the trained rows."""
+    checkpoint, engine = served_model
+    targets = ["q_proj", "lm_head"]
+    folder = make_adapter(checkpoint, tmp_path, target_modules=targets, trainable_token_indices=PROMPT[:2])
+    if not engine.shape.tie_word_embeddings:
+        _assert_logits_equal(engine, folder, load_adapted_oracle(checkpoint, folder))
+        return
+    with pytest.raises(InvalidArgument, match="trainable_token_indices is not supported if lm_head is adapted, too"):
+        engine.read_adapter(folder)
+
+
 def test_tensors_of_a_vision_tower_are_refused_for_a_text_model(served_model, tmp_path):
     checkpoint, engine = served_model
     make_adapter(checkpoint, tmp_path)
