@@ -80,8 +80,8 @@ class FolderStore(KVStore):
         self._row_bytes = sum(len(buffer) for buffer in rows.buffers(0))
         representation = hashlib.sha256(f"{LAYOUT_VERSION} {_VERSION} {rank} {rows.layout}".encode()).digest()
         self._representation = representation[:16]
-        root.mkdir(parents=True, exist_ok=True)
-        self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        self._path = root
+        self._root = _open_root(root)
         # At the end of the process, a thread may still use the folder.
         weakref.finalize(self, os.close, self._root).atexit = False
         space = os.fstatvfs(self._root)
@@ -211,8 +211,19 @@ class FolderStore(KVStore):
             except OSError as error:
                 self._count(_reason(error))
                 self._no_writes_before = time.monotonic() + _RETRY_S
+                self._open_root_again()
                 logger.warning("kv folder: cannot write or remove, next attempt in %.0f s error=%s", _RETRY_S, error)
                 return
+
+    def _open_root_again(self) -> None:
+        """Use the folder that has the path now, because the one that was opened may have been removed."""
+        with contextlib.suppress(OSError):
+            root = _open_root(self._path)
+            try:
+                # Threads that read continue with the same descriptor.
+                os.dup2(root, self._root, inheritable=False)
+            finally:
+                os.close(root)
 
     def _write_file(self, folder: int, key: bytes, row: int) -> None:
         name, buffers = f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}", self._rows.buffers(row)
@@ -364,6 +375,11 @@ class FolderStore(KVStore):
             is_first = self.misses[reason] == 1
         if is_first:
             logger.warning("kv folder: first miss or failed write of its kind reason=%s", reason)
+
+
+def _open_root(path: Path) -> int:
+    path.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _why_wrong(header: bytearray, expected: bytes) -> str:

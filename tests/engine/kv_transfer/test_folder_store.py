@@ -202,6 +202,8 @@ def test_folder_that_was_removed(store: FolderStore, rows: Rows, tmp_path: Path)
         path.rmdir() if path.is_dir() else path.unlink()
     (tmp_path / "kv").rmdir()
     assert read(store, rows, 1) == 0 and write(store, rows, 2) == 0 and store.misses == {"absent": 2}
+    store._no_writes_before = 0.0
+    assert write(store, rows, 2) == read(store, rows, 2) == len(files_of(tmp_path)) == 1, "it is created again"
 
 
 def test_quota_removes_the_files_that_were_used_least_recently(tmp_path: Path, rows: Rows) -> None:
