@@ -51,7 +51,7 @@ def test_no_wrong_token_after_cores_that_share_a_folder_were_killed(tmp_path):
     with running_service(document(**tiers), tmp_path / "first") as service:
         expected = outputs(service)
         assert counter(service, "quire_kv_folder_written_blocks_total") > 0
-        for core in ("core-0", "core-1", "core-0"):
+        for core in ("core-0", "core-1"):
             pid = service.pid(core)
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 load = thread.submit(outputs, service)
