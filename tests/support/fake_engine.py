@@ -149,7 +149,7 @@ class FakeText(FakeProcess):
     async def set_loading_adapters(self, names: list[AdapterName]) -> None:
         self.loading_names = names
 
-    async def models(self) -> ServedModels:
+    async def models(self, api_key_name: str = "") -> ServedModels:
         return ServedModels(
             served_name=self.served_name,
             adapters=sorted(self.digest_by_name),

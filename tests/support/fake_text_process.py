@@ -69,7 +69,7 @@ class FakeTextProcess(Server):
         self.open_requests, self.journal, self.step_s = {}, journal, STEP_S
         """By connection and id."""
 
-    def models(self) -> ServedModels:
+    def models(self, api_key_name: str = "") -> ServedModels:
         return ServedModels("base", [], [], 2048, {}, "")
 
     def log(self, kind, **details):
