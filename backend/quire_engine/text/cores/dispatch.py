@@ -10,10 +10,6 @@ from dataclasses import dataclass
 
 _DECAY = 0.98
 """Weight of all earlier steps relative to a new step. A speed follows about the last fifty steps."""
-_LATER_SHARE = 0.25
-"""The computation of a prompt also delays later requests. This share of its time is added to the estimate, so that a
-prompt is not computed again on another core to save a little time of this request alone. In simulations of
-conversations, smaller and larger shares had longer times to the first token."""
 _FIRST_TOKEN_S = 1e-4
 _FIRST_STEP_S = 0.02
 _MAX_SILENT_S = 1.0
@@ -67,14 +63,14 @@ class Speeds:
 
 
 def estimate_s(load: CoreLoad, speeds: Speeds) -> float:
-    """Return the estimated seconds until the first token of a new request, plus those that it costs later requests.
+    """Return the estimated seconds until the first token of a new request.
 
     A core that has work and has been silent for much longer than a step may hang. Its silence counts, so that it gets
     no more requests while it hangs.
     """
     silence = load.silent_s - max(_MAX_SILENT_S, _MAX_SILENT_STEPS * speeds.step_s)
     return (
-        speeds.token_s * (load.queued_tokens + (1 + _LATER_SHARE) * load.uncached_tokens)
+        speeds.token_s * (load.queued_tokens + load.uncached_tokens)
         + speeds.step_s * load.running_share
         + load.adapter_load_s
         + max(0.0, silence)
