@@ -124,6 +124,8 @@ def _keep(folder: Path, entries: dict[str, _Entry]) -> None:
         try:
             with os.fdopen(descriptor, "w") as file:
                 json.dump(entries, file)
+                # Whoever can read the weights can read this file, also another user and programs that copy the folder.
+                os.fchmod(file.fileno(), 0o644)
             os.replace(name, folder / DIGEST_FILE)
         except OSError:
             os.unlink(name)

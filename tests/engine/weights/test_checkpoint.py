@@ -199,6 +199,7 @@ def test_kept_hashes_are_used_until_a_file_changes(tmp_path: Path) -> None:
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     changed = compute_digest(folder)
     assert changed != digest, "the same size and the same mtime, but another ctime"
+    assert (folder / DIGEST_FILE).stat().st_mode & 0o777 == 0o644, "other users read the weights, too"
     (folder / DIGEST_FILE).unlink()
     assert compute_digest(folder) == changed
 
