@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quire_engine.lora.peft.adapter import NO_LAYER, HostAdapter
+from quire_engine.lora.peft.adapter import HostAdapter
+from quire_engine.lora.peft.lora_module import NO_LAYER
 from quire_engine.models.base import CausalLM
 from quire_kernels import LoRASlots, LoRATarget, PackedAdapter
 from quire_spec.engine.config import EngineConfig

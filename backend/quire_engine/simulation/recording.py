@@ -139,14 +139,7 @@ def record(
     (runner,) = runners
     effective = engine.config.to_json() | {"max_model_len": engine.max_model_len}
     requests = sequence_requests(trace, engine.shape.vocab_size, block_tokens, engine.max_model_len)
-    for request in trace:
-        if request.adapter is not None and request.adapter not in adapters:
-            raise InvalidArgument(
-                f"line {request.line} of the trace: adapter {request.adapter!r} is not one of the service "
-                f"({', '.join(adapters) or 'none'}); record a service that has it in a folder"
-            )
-    for name, folder in adapters.items():
-        engine.add_adapter(AdapterDigest(name), folder, engine.read_adapter(folder), False)
+    _add_adapters(engine, trace, adapters)
     # A pod that has run for a while has used all its KV memory.
     runner.zero_kv_cache()
     # As in the core process: a collection would scan all objects of PyTorch, which takes as long as several steps.
@@ -179,6 +172,17 @@ def record(
         for line in _lines(recording):
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
     return recording
+
+
+def _add_adapters(engine: Engine, trace: Iterable[TraceRequest], adapters: Mapping[str, Path]) -> None:
+    for request in trace:
+        if request.adapter is not None and request.adapter not in adapters:
+            raise InvalidArgument(
+                f"line {request.line} of the trace: adapter {request.adapter!r} is not one of the service "
+                f"({', '.join(adapters) or 'none'}); record a service that has it in a folder"
+            )
+    for name, folder in adapters.items():
+        engine.add_adapter(AdapterDigest(name), folder, engine.read_adapter(folder), False)
 
 
 def read_recording(path: Path) -> Recording:

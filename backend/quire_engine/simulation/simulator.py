@@ -6,6 +6,7 @@ This is a simulation of discrete events: arrivals of requests, and the ends of t
     arrival -> router -> replica -> Dispatcher -> SimulatedCore (an Engine whose steps take the time of a step model)
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -121,15 +122,13 @@ def simulate(
     cores_per_replica = num_cores if router == "prefix-aware" else config.data_parallel_size
     config = replace(config, **_NOT_SIMULATED)
     queue, timeline = EventQueue(), Timeline()
-    report_blocks = cores_per_replica > 1
-    adapters = _adapters(config, trace)
-    cores = []
+    create_core = partial(SimulatedCore, model, config, num_blocks, queue, report_blocks=cores_per_replica > 1)
+    cores: list[SimulatedCore] = []
     for _ in range(num_replicas):
         store = _create_store(model, config, queue)
-        for _ in range(config.data_parallel_size):
-            cores.append(SimulatedCore(model, config, num_blocks, queue, store, report_blocks=report_blocks))
-            for adapter in adapters:
-                cores[-1].add_adapter(adapter)
+        cores += [create_core(store) for _ in range(config.data_parallel_size)]
+    for core, adapter in itertools.product(cores, _adapters(config, trace)):
+        core.add_adapter(adapter)
     requests = sequence_requests(trace, model.info.shape.vocab_size, block_tokens, cores[0].engine.max_model_len)
     with tqdm(total=len(trace), desc="requests", disable=not progress, dynamic_ncols=True) as bar:
 
@@ -152,19 +151,24 @@ def simulate(
         for index, request in enumerate(trace):
             queue.at(request.arrival_s, partial(arrive, index))
         queue.run()
+    return _create_result(cores, timeline, time.perf_counter() - started_at)
+
+
+def _create_result(cores: Sequence[SimulatedCore], timeline: Timeline, wall_s: float) -> SimulationResult:
+    """Return the result of cores that have served all requests. `wall_s` is the time that the simulation took."""
     stats = [core.engine.stats() for core in cores]
     busy_s = sum(core.runner.busy_s for core in cores)
     return SimulationResult(
         timeline,
         sum(core.runner.num_steps for core in cores),
-        busy_s / (timeline.duration_s * num_cores),
+        busy_s / (timeline.duration_s * len(cores)),
         sum(core.runner.outside_s for core in cores) / busy_s,
         sum(s.prefix_cache_hits for s in stats) / max(1, sum(s.prefix_cache_queries for s in stats)),
         sum(s.host_cache_hits for s in stats) / max(1, sum(s.host_cache_queries for s in stats)),
         sum(s.num_folder_read_blocks for s in stats),
         sum(s.num_adapter_evictions for s in stats),
         sum(s.num_preemptions for s in stats),
-        time.perf_counter() - started_at,
+        wall_s,
     )
 
 

@@ -126,7 +126,7 @@ class TextMethods:
 
     def adapters(self) -> list[dict[str, Any]]:
         """Return where each adapter is: its name, digest, level (gpu, cpu or disk), pin and rank."""
-        return self._metrics.adapter_metrics.residency()
+        return self._metrics.adapter_metrics.residency.rows()
 
     def metrics(self, page_format: str = "") -> str:
         """Return the metrics in Prometheus's text format; with the format vllm_backend, under its names."""

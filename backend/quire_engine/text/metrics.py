@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from functools import partial
 
 from quire_engine.requests.request_state import RequestSummary
-from quire_engine.text.adapter_metrics import OTHER_LABEL, AdapterMetrics
+from quire_engine.text.adapter_labels import OTHER_LABEL
+from quire_engine.text.adapter_metrics import AdapterMetrics
 from quire_engine.text.metric_series import CounterSeries, GaugeSeries, HistogramSeries, Registry
 from quire_spec.constants import AdapterName
 from quire_spec.engine.config import EngineConfig
@@ -166,7 +167,7 @@ class RequestMetrics:
         self._num_running.set(0)
         self._num_waiting.set(0 if connected else self._config.max_num_seqs)
         self._kv_cache_usage.set(0 if connected else 1)
-        self.adapter_metrics.clear_residency()
+        self.adapter_metrics.residency.clear()
         num_slots = self._config.max_loras * self._config.data_parallel_size if self._config.enable_lora else 0
         self._max_slots.set(num_slots if connected else 0)
 

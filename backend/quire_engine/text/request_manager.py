@@ -120,15 +120,15 @@ class RequestManager:
             self.reject(frontend, request.id, error)
             return
         try:
-            self._admission.api_key_access.admit(request.api_key_name, self._clock())
-        except Unavailable as error:
-            self._metrics.record_api_key_limited(request.api_key_name)
-            self.reject(frontend, request.id, error)
-            return
-        try:
             self._rate_limiter.check(adapter_name, self._clock())
         except Unavailable as error:
             self._metrics.adapter_metrics.record_rate_limited(adapter_name)
+            self.reject(frontend, request.id, error)
+            return
+        try:
+            self._admission.api_key_access.admit(request.api_key_name, self._clock())
+        except Unavailable as error:
+            self._metrics.record_api_key_limited(request.api_key_name)
             self.reject(frontend, request.id, error)
             return
         request_state = RequestState(self._next_sequence_id, request, adapter_name, adapter_digest, self._clock())
@@ -208,7 +208,7 @@ class RequestManager:
         self._metrics.record_core_stats(step.stats)
         for adapter_event in step.adapter_events:
             self._metrics.adapter_metrics.record_adapter_event(adapter_event)
-        self._metrics.adapter_metrics.record_residency(step.adapter_changes)
+        self._metrics.adapter_metrics.residency.record(step.adapter_changes)
 
     def reader_of(self, sequence_id: int) -> FrontendSink | None:
         """Return the frontend that reads the stream of a sequence. Return None if the sequence is unknown, or if its
@@ -265,7 +265,7 @@ class RequestManager:
 
         An adapter in a slot counts as running, also without requests, because a request for it starts at once.
         """
-        running: set[str] = {*self._metrics.adapter_metrics.names_in_slots}
+        running: set[str] = {*self._metrics.adapter_metrics.residency.names_in_slots}
         waiting: set[str] = set()
         for request_state in self._open_requests():
             if request_state.adapter_name is not None:

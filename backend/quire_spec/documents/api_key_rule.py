@@ -24,7 +24,8 @@ class ApiKeyRule:
     """Names of the adapters that the key may use, or patterns with *, ? and [abc]. For this key, other adapters do not
     exist. Every key may use the base model. Default ['*']."""
     requestsPerMinute: int | None = schema_field(None, minimum=1, maximum=1000000000)
-    """Average rate of requests. A burst can use up to a minute of unused requests. Default: unlimited."""
+    """Average rate of requests; in a list of prompts, each prompt counts. A burst can use up to a minute of unused
+    requests. Default: unlimited."""
     tokensPerMinute: int | None = schema_field(None, minimum=1, maximum=1000000000)
     """Average rate of prompt and output tokens together. A burst can use up to a minute of unused tokens. Default:
     unlimited."""

@@ -15,7 +15,8 @@ from gpu_phases.process import Context
 from gpu_phases.random_engine import close, decode_rate, make_engine, settings
 from gpu_phases.store import Row
 from quire_engine.core.engine import Engine
-from quire_engine.lora.peft.adapter import NO_LAYER, HostAdapter
+from quire_engine.lora.peft.adapter import HostAdapter
+from quire_engine.lora.peft.lora_module import NO_LAYER
 
 NUM_ADAPTERS, RANK, NUM_ROUNDS = 32, 16, 3
 

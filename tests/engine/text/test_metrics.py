@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire_engine.requests.request_state import RequestSummary
-from quire_engine.text.adapter_metrics import MAX_ADAPTER_LABELS, AdapterLabels
+from quire_engine.text.adapter_labels import MAX_ADAPTER_LABELS, AdapterLabels
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.result_coalescer import coalesce
 from quire_spec.constants import AdapterDigest
@@ -137,7 +137,7 @@ def test_names_and_values_after_one_request(metrics: RequestMetrics):
             **blocks, **copied, **sequences, prefix_cache_queries=7, num_steps=3, num_step_tokens=9, **drafts
         )
     )
-    metrics.adapter_metrics.record_residency([AdapterResidency("sha256:1", "slot", True, 8)])
+    metrics.adapter_metrics.residency.record([AdapterResidency("sha256:1", "slot", True, 8)])
     metrics.adapter_metrics.record_adapter_event(AdapterEvent("slot", "sha256:1", 0.01))
     params = SamplingParams(n=3, max_tokens=40)
     metrics.record_finished("length", RequestSummary(params, 7, 3, 2, 1.5, prefill_s=0.5, decode_s=0.25))
@@ -215,7 +215,7 @@ def test_adapters_beyond_the_limit_share_a_label(metrics: RequestMetrics):
     metrics.adapter_metrics.set_adapters({name: name for name in adapter_names})
     for name in adapter_names:
         metrics.adapter_metrics.record_admitted(name)
-        metrics.adapter_metrics.record_residency([AdapterResidency(AdapterDigest(name), "slot")])
+        metrics.adapter_metrics.residency.record([AdapterResidency(AdapterDigest(name), "slot")])
     requests = samples(metrics)["quire_adapter_requests_total"]
     assert len(requests) == MAX_ADAPTER_LABELS + 1
     assert value(metrics, "quire_adapter_requests_total", adapter="_other") == 50

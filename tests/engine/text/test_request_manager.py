@@ -519,7 +519,7 @@ async def test_adapter_residency_is_reported_by_name():
     manager.set_adapters({"a": "d2"})
     assert resident() == {"a": 1, "also-a": None, "b": None} and loaded() == {("a", "gpu", "false", "0")}
     assert found_by_pickers("a")
-    assert metrics.adapter_metrics.residency() == [
+    assert metrics.adapter_metrics.residency.rows() == [
         {"name": "a", "digest": "d2", "level": "gpu", "pinned": False, "rank": 0}
     ]
     manager.on_core_lost()

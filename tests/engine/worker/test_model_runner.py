@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from support.single_steps import CONFIG, SequenceFactory, random_prompt, run_prompt
 from support.tiny_checkpoints import VOCAB, make_adapter
 
-from quire_engine.lora.peft.adapter import WEIGHTS_FILE
+from quire_engine.lora.peft.adapter_tensors import WEIGHTS_FILE
 from quire_engine.step.plan import ScheduledSpan, StepPlan
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_spec.errors import ConfigError

@@ -23,6 +23,7 @@ from quire_spec.errors import InvalidArgument, truncated_repr
 
 logger = logging.getLogger(__name__)
 
+CONFIG_FILE = "adapter_config.json"
 PEFT_VERSION = (0, 21)
 """The version of PEFT whose fields the tables below contain."""
 # Some of these fields describe the training, and the saved tensors already contain its result. The others describe how

@@ -20,4 +20,4 @@ class TokenBucket:
 
     def wait_s(self, rate: float) -> float:
         """Return the seconds after which a request is accepted again; 0 if it is accepted now."""
-        return max(0.0, (1 - self.available) / rate) if self.available < 1 else 0.0
+        return max(0.0, (1 - self.available) / rate)

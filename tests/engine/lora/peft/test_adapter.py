@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from support.tiny_checkpoints import make_adapter, make_checkpoint
 
 from quire_engine.__main__ import main
-from quire_engine.lora.peft.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
-from quire_engine.lora.peft.config import PeftConfig
+from quire_engine.lora.peft.adapter import read_adapter
+from quire_engine.lora.peft.adapter_tensors import WEIGHTS_FILE
+from quire_engine.lora.peft.config import CONFIG_FILE, PeftConfig
 from quire_engine.weights.safetensors_reader import open_safetensors
 from quire_engine.weights.tensor_files import CONVERT_COMMAND
 from quire_spec.errors import InvalidArgument

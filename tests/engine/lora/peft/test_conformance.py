@@ -18,7 +18,8 @@ from support.near_ties import assert_top_tokens
 from support.tiny_checkpoints import load_adapted_oracle, make_adapter, make_checkpoint
 
 from quire_engine.core.engine import Engine
-from quire_engine.lora.peft.adapter import CONFIG_FILE, WEIGHTS_FILE
+from quire_engine.lora.peft.adapter_tensors import WEIGHTS_FILE
+from quire_engine.lora.peft.config import CONFIG_FILE
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of an adapter that a tensor-parallel rank needs. Pure."""
+
+import torch
+from torch import Tensor
+
+from quire_kernels import RowTransform
+from quire_spec.model.tensor_parallel import TensorParallelShard
+
+
+def shard_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelShard) -> tuple[Tensor, Tensor]:
+    """Return the parts of A [rank, in_features] and B [out_features, rank] that a tensor-parallel rank needs.
+
+    The results are copies, so that the full tensors are freed.
+    """
+    if path == "embed_tokens":
+        return _vocab_shard_rows(a.t(), shard).t(), b
+    if path == "lm_head":
+        return a, _vocab_shard_rows(b, shard)
+    (input_columns,) = shard.input_ranges(path)
+    return a[:, input_columns.start : input_columns.stop].clone(), torch.cat(
+        [b[r.start : r.stop] for r in shard.output_ranges(path)]
+    )
+
+
+def shard_transform(transform: RowTransform, path: str, shard: TensorParallelShard) -> RowTransform:
+    """Return the part of a transform that a tensor-parallel rank needs. If the ranks add up their outputs, only the
+    first one adds the addends."""
+    if path == "lm_head":
+        return _vocab_shard_rows(transform.t(), shard).t().contiguous()
+    part = torch.cat([transform[:, r.start : r.stop] for r in shard.output_ranges(path)], dim=1)
+    if shard.rank and shard.needs_all_reduce(path):
+        part[1] = 0
+    return part
+
+
+def _vocab_shard_rows(rows: Tensor, shard: TensorParallelShard) -> Tensor:
+    """Return the rows of the tokens that belong to a tensor-parallel rank's part of the vocabulary. The padding rows of
+    the last rank are 0."""
+    token_range = shard.vocab_range
+    shard_rows = rows.new_zeros(shard.vocab_rows_per_rank, rows.shape[1])
+    shard_rows[: len(token_range)] = rows[token_range.start : token_range.stop]
+    return shard_rows

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of an adapter's file: what each of them changes, by its name.
+
+Untrusted: a name that this reader does not know is an error, because PEFT would apply the tensor.
+"""
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from quire_engine.lora.peft.config import CONFIG_FILE, PeftConfig
+from quire_engine.lora.peft.lora_module import NO_LAYER, LoRAModule, lora_modules
+from quire_engine.weights.safetensors_reader import DTYPES, SafetensorsReader
+from quire_spec.errors import InvalidArgument
+from quire_spec.model.model_config import ModelConfig
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_TENSOR_NAME = re.compile(
+    r"base_model\.model\.(?P<module>[\w.]{1,200}?)\."
+    r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding_half>[AB])|(?P<base>(base_layer\.)?weight)"
+    r"|(?P<magnitude>lora_magnitude_vector)|(?P<lora_bias>lora_B\.bias)|(?P<bias>(base_layer\.)?bias)"
+    r"|(?P<tokens>token_adapter\.trainable_tokens_delta))"
+)
+# Modules of a model that reads images, beside its language model. They cannot change an output for a text.
+_OTHER_PART = re.compile(r"base_model\.model\.(model\.)?(vision_tower|multi_modal_projector)\.")
+_EXTRAS = ("magnitude", "lora_bias", "bias")
+"""Groups of _TENSOR_NAME with tensors that change a module beside A and B."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTensors:
+    """Names of the tensors in a file."""
+
+    pairs: dict[LoRAModule, dict[str, str]]
+    """Names of A and B, for each adapted module."""
+    extras: dict[LoRAModule, dict[str, str]]
+    """Names of the other tensors that change a module: magnitude, lora_bias and bias."""
+    token_rows: dict[LoRAModule, str]
+    """Names of the rows of trained tokens, for the embedding and the output projection."""
+    base_copies: dict[str, LoRAModule]
+    """Modules of the tensors that are copies of base weights."""
+
+    @classmethod
+    def from_names(cls, keys: list[str], shape: ModelConfig, config: PeftConfig) -> Self:
+        """Sort the names of a file's tensors.
+
+        Raises:
+            InvalidArgument: a tensor is unexpected, A or B of a pair is missing, the file contains no pair, or the
+                tensors contradict the config.
+        """
+        modules = lora_modules(shape)
+        pairs: dict[LoRAModule, dict[str, str]] = {}
+        extras: dict[LoRAModule, dict[str, str]] = {}
+        token_rows: dict[LoRAModule, str] = {}
+        base_copies: dict[str, LoRAModule] = {}
+        is_part = bool(shape.architecture_info.text_types)
+        if is_part and (other_parts := [key for key in keys if _OTHER_PART.match(key)]):
+            logger.info(
+                "adapter tensors outside the language model ignored, first of %d: %s",
+                len(other_parts),
+                min(other_parts),
+            )
+            keys = sorted(set(keys) - set(other_parts))
+        for tensor_name in sorted(keys):
+            match = _TENSOR_NAME.fullmatch(tensor_name)
+            name = match["module"] if match else ""
+            # Adapters from before transformers 4.52 have the first of these prefixes. PEFT maps it in the same way.
+            module = modules.get(
+                re.sub(r"^language_model\.model\.", "model.language_model.", name) if is_part else name
+            )
+            if match is None or module is None:
+                raise InvalidArgument(_unexpected_tensor_error(tensor_name, shape))
+            if match["base"] and module.layer == NO_LAYER:
+                base_copies[tensor_name] = module
+                continue
+            if match["tokens"] and module.layer == NO_LAYER:
+                token_rows[module] = tensor_name
+                continue
+            if (extra := next((kind for kind in _EXTRAS if match[kind]), None)) is not None:
+                extras.setdefault(module, {})[extra] = tensor_name
+                continue
+            matrix = match["embedding_half" if module.path == "embed_tokens" else "half"]
+            if matrix is None:
+                raise InvalidArgument(_unexpected_tensor_error(tensor_name, shape))
+            pairs.setdefault(module, {})[matrix] = tensor_name
+        if not pairs:
+            raise InvalidArgument(f"{WEIGHTS_FILE} contains no LoRA tensor")
+        for names in pairs.values():
+            if len(names) == 1:
+                (matrix, tensor_name), counterpart = next(iter(names.items())), {"A": "B", "B": "A"}
+                raise InvalidArgument(f"tensor {tensor_name!r} exists, but its lora_{counterpart[matrix]} is missing")
+        tensors = cls(pairs, extras, token_rows, base_copies)
+        tensors._check_extras(config)
+        tensors._check_tied_embeddings(config, shape)
+        tensors._check_targets(config, shape)
+        return tensors
+
+    def _check_extras(self, config: PeftConfig) -> None:
+        """Reject magnitudes and biases that contradict the config."""
+        for kind, option in (("magnitude", "use_dora"), ("lora_bias", "lora_bias")):
+            is_set, modules = (
+                getattr(config, option),
+                {module for module, names in self.extras.items() if kind in names},
+            )
+            if modules and not is_set:
+                name = min(self.extras[module][kind] for module in modules)
+                raise InvalidArgument(f"tensor {name!r} exists, but {option} is not set in {CONFIG_FILE}")
+            if any(module.path == "embed_tokens" for module in modules):
+                raise InvalidArgument(f"{option} True is not supported if embed_tokens is adapted")
+            if is_set and (missing := sorted(module.name for module in set(self.pairs) - modules)):
+                raise InvalidArgument(f"{option} is True, but the file has no such tensor for {missing[0]}")
+            if alone := sorted(self.extras[module][kind] for module in modules - set(self.pairs)):
+                raise InvalidArgument(f"tensor {alone[0]!r} exists, but lora_A and lora_B are missing")
+        trained = {module.name: names["bias"] for module, names in self.extras.items() if "bias" in names}
+        allowed = {"all": set(trained), "lora_only": {module.name for module in self.pairs}}.get(config.bias, set())
+        if wrong := sorted(set(trained) - allowed):
+            raise InvalidArgument(
+                f"tensor {trained[wrong[0]]!r}: biases were trained, but bias is {config.bias!r} in {CONFIG_FILE}"
+            )
+
+    def _check_targets(self, config: PeftConfig, shape: ModelConfig) -> None:
+        """Reject a file whose tensors do not match the modules in its config: the file is truncated or belongs to
+        another adapter."""
+        for module in self.pairs:
+            if (field := config.target_modules.excluding_field(module.name)) is not None:
+                raise InvalidArgument(
+                    f"the file has tensors for {module.name}, which {field} excludes; "
+                    "use the config and the weights of the same adapter"
+                )
+        for module in lora_modules(shape).values():
+            if module.target in config.target_modules.names_in_every_layer and module not in self.pairs:
+                location = "the file" if module.layer == NO_LAYER else f"layer {module.layer}"
+                raise InvalidArgument(f"target_modules contains {module.target}, but {location} has no tensors for it")
+
+    def _check_tied_embeddings(self, config: PeftConfig, shape: ModelConfig) -> None:
+        outer_targets = [module.target for module in self.pairs if module.layer == NO_LAYER]
+        if config.ensure_weight_tying and shape.tie_word_embeddings and outer_targets:
+            raise InvalidArgument(
+                f"ensure_weight_tying True is not supported if {outer_targets[0]} is adapted, because embedding and "
+                "output projection would share one adapter; train the adapter without ensure_weight_tying"
+            )
+
+
+def check_tensor(file: SafetensorsReader, name: str, expected_shape: tuple[int, ...]) -> None:
+    """Raise InvalidArgument if a tensor of a file has another shape, or a dtype that cannot be read."""
+    tensor = file.get_slice(name)
+    shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+    if dtype not in DTYPES:
+        raise InvalidArgument(f"tensor {name!r} is {dtype}; supported are {', '.join(DTYPES)}")
+    if shape != expected_shape:
+        raise InvalidArgument(f"tensor {name!r} has shape {shape}; config and model require {expected_shape}")
+
+
+def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
+    """Return the error message for a tensor that is not a LoRA matrix of this model."""
+    layers = shape.architecture_info.layers_path
+    layer_match = re.match(rf"base_model\.model\.{re.escape(layers)}\.(\d{{1,5}})\.", tensor_name)
+    if layer_match and int(layer_match[1]) >= shape.num_layers:
+        return (
+            f"tensor {tensor_name[:200]!r}: the model has only {shape.num_layers} layers; "
+            "check that the adapter is for this model"
+        )
+    if layer_match and shape.has_experts(layer := int(layer_match[1])):
+        paths = ", ".join(shape.layer_linears(layer))
+        return (
+            f"tensor {tensor_name[:200]!r}: layer {layer} is a mixture of experts, and an adapter can change "
+            f"only its linear layers {paths}; train the adapter without experts and router"
+        )
+    if tensor_name.endswith(".bias"):
+        return (
+            f"tensor {tensor_name[:200]!r}: bias of a module that is not a linear layer; train the adapter with bias "
+            "'lora_only' or 'none'"
+        )
+    paths = ", ".join(shape.architecture_info.linears)
+    return (
+        f"tensor {tensor_name[:200]!r} is not a LoRA matrix of a linear layer; the linear layers of "
+        f"{shape.architecture} are {paths}, and their matrices are named "
+        f"base_model.model.{layers}.N.PATH.lora_A|B.weight; lm_head and embed_tokens can be adapted too"
+    )
