@@ -85,6 +85,8 @@ def _build_lock(folder: Path, report_progress: binaries.ProgressCallback) -> Ite
 
 
 def _build_images(buildah: "_Buildah", pip: "PipConfig", report_progress: binaries.ProgressCallback) -> list[Path]:
+    # A killed build leaves its containers behind. They take space, and rmi --prune fails on the layers that they use.
+    buildah.run("rm", "--all")
     base = _build_base_image(buildah, pip)
     if shutil.disk_usage(buildah.folder).free < _MIN_FREE_BYTES:
         report_progress("removing layers of older builds")
