@@ -17,7 +17,7 @@ from typing import Any
 
 from quire_spec.documents.field_schema import FieldSchema, Rule, schema_of
 
-_SCALARS = {str: "string", int: "integer", bool: "boolean"}
+_SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _KEYWORDS = {
     "list_type": "x-kubernetes-list-type",
     "map_keys": "x-kubernetes-list-map-keys",

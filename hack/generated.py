@@ -148,7 +148,7 @@ def _type_text(node: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in node["enum"])
     if node.get("x-kubernetes-int-or-string"):
         return f"{node['minimum']} to {node['maximum']}, or a percentage"
-    if node["type"] == "integer":
+    if node["type"] in ("integer", "number"):
         return f"{node.get('minimum', '')} to {node['maximum']}" if "maximum" in node else f"at least {node['minimum']}"
     if node["type"] == "string":
         if "maxLength" not in node or node.get("format") == "date-time":

@@ -46,6 +46,7 @@ NGRAM = {"method": "ngram", "numSpeculativeTokens": 3}
 HUB_SOURCE = {"huggingFace": {"repo": "org/heads"}}
 MEDUSA = NGRAM | {"method": "medusa", "model": {"source": HUB_SOURCE}}
 HTTP_POOL = {**OPENAI_POOL, "targetPort": "http"}
+COMPLETION = {"completion": "b", "minLogprob": -1.5}
 PVC_SOURCE = {"pvc": {"claimName": "c"}}
 
 EVENTS = {"subscribers": [{"podSelector": {}}]}
@@ -218,6 +219,25 @@ CEL_RULE_CASES = [
         "spec.cache.mode",
     ),
     ("source must have exactly one", {}, {"spec.model.source": {}}, "spec.model.source"),
+    *(
+        (
+            message,
+            {"spec.adapters": [{**ADAPTER, "canary": {"prompt": "a", **valid}}]},
+            {"spec.adapters": [{**ADAPTER, "canary": {"prompt": "a", **invalid}}]},
+            f"spec.adapters[0].canary{field}",
+        )
+        for message, valid, invalid, field in (
+            ("canary must have one of expect", {"expect": "b"}, {}, ""),
+            ("canary must have one of expect", {"expect": "b"}, {"expect": "b", **COMPLETION}, ""),
+            ("minLogprob must be set with completion", COMPLETION, {"completion": "b"}, ".minLogprob"),
+            (
+                "maxTokens must be set only with expect",
+                {"expect": "b", "maxTokens": 3},
+                COMPLETION | {"maxTokens": 3},
+                ".maxTokens",
+            ),
+        )
+    ),
     (
         "source must have exactly one",
         {"spec.adapters": ONE_ADAPTER},

@@ -20,7 +20,7 @@ import msgspec
 
 from quire_spec import constants
 from quire_spec.constants import AdapterDigest, AdapterName
-from quire_spec.documents.adapter_catalog import AdapterLimits
+from quire_spec.documents.adapter_catalog import AdapterLimits, Canary
 from quire_spec.documents.pod_config import PodConfig
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.errors import Code, InvalidArgument
@@ -38,7 +38,7 @@ from quire_spec.protocol.messages import (
     SchedulerStats,
 )
 from quire_spec.protocol.parsed_output import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
-from quire_spec.protocol.results import CoreStatus, ServedModels, TextStatus
+from quire_spec.protocol.results import AdapterCheck, CoreStatus, ServedModels, TextStatus
 from quire_spec.protocol.server import Server
 
 STEP_S = 0.02
@@ -97,7 +97,7 @@ class FakeProcess(Server):
 class FakeCore(FakeProcess):
     """Stores adapters; rejects an adapter of rank 0."""
 
-    METHODS = ("status", "load_adapter", "unload_adapter", "set_adapter_names")
+    METHODS = ("status", "load_adapter", "verify_adapter", "unload_adapter", "set_adapter_names")
 
     def __init__(self) -> None:
         super().__init__("core")
@@ -113,6 +113,11 @@ class FakeCore(FakeProcess):
         if config["r"] == 0:
             raise InvalidArgument("rank must be positive, got 0")
         self.adapters[digest] = "slot" if pinned else "host"
+
+    async def verify_adapter(self, digest: AdapterDigest, path: str, canary: Canary | None) -> AdapterCheck:
+        if canary is not None and canary.expect == "never":
+            raise InvalidArgument("CanaryFailed: the output is 'word', and must start with 'never'")
+        return AdapterCheck(1.0)
 
     async def unload_adapter(self, digest: AdapterDigest) -> None:
         del self.adapters[digest]

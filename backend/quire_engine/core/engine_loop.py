@@ -18,6 +18,7 @@ from typing import NoReturn, TypeVar
 from msgspec.structs import replace
 
 from quire_engine.core.engine import Engine
+from quire_engine.core.internal_batch import InternalBatch
 from quire_engine.ipc import process
 from quire_engine.kv_cache.block_events import block_changes
 from quire_engine.kv_events.publisher import KVEventPublisher
@@ -87,6 +88,8 @@ class EngineLoop:
         """True if the state of the engine has changed since the last published result."""
         self._unsent_adapter_events: list[AdapterEvent] = []
         """Adapter events that occurred while no client was connected."""
+        self._internal_batches: dict[int, InternalBatch] = {}
+        """Unfinished internal batches, by the ids of their sequences."""
         self._integrity_checked = True
         self._num_steps = 0
         self._num_failed_steps = 0
@@ -106,6 +109,14 @@ class EngineLoop:
     def abort(self, client_id: int, sequence_ids: list[int]) -> None:
         """Abort sequences."""
         self._inbox.put(partial(self._abort, client_id, sequence_ids))
+
+    def run_internal(self, batch: InternalBatch) -> None:
+        """Put the sequences of an internal batch into the inbox."""
+        self._inbox.put(partial(self._add_internal, batch))
+
+    def abort_internal(self, batch: InternalBatch) -> None:
+        """Abort the unfinished sequences of an internal batch. Its future stays open."""
+        self._inbox.put(partial(self._end_internal, batch))
 
     def submit_call(self, action: Callable[[], T]) -> "Future[T]":
         """Run a function in the compute thread between two steps; return a future of its result."""
@@ -159,6 +170,8 @@ class EngineLoop:
             if self._report_blocks:
                 result = replace(result, block_changes=block_changes(block_events))
         self._integrity_checked = False
+        if self._internal_batches:
+            result = self._take_internal_results(result)
         self._open_sequence_ids.difference_update(r.id for r in result.results if r.finish_reason or r.error_code)
         self._send_step_result(result)
         self._count_failures(result)
@@ -218,6 +231,33 @@ class EngineLoop:
             self._send_results([SequenceDelta.from_error(request.id, reason)])
         else:
             self._open_sequence_ids.add(request.id)
+
+    def _add_internal(self, batch: InternalBatch) -> None:
+        self._internal_batches |= dict.fromkeys(batch.ids, batch)
+        try:
+            for request in batch.requests:
+                self._engine.add(request)
+        except QuireError as error:
+            self._end_internal(batch)
+            batch.future.set_exception(error)
+
+    def _take_internal_results(self, result: StepResult) -> StepResult:
+        """Remove the results of internal sequences from a step's result, and give them to their batches."""
+        for delta in result.results:
+            batch = self._internal_batches.get(delta.id)
+            if batch is not None and batch.on_result(delta):
+                self._end_internal(batch)
+        return replace(
+            result,
+            results=[delta for delta in result.results if delta.id >= 0],
+            started=[(sequence_id, queue_s) for sequence_id, queue_s in result.started if sequence_id >= 0],
+        )
+
+    def _end_internal(self, batch: InternalBatch) -> None:
+        self._engine.abort(batch.ids)
+        for sequence_id in batch.ids:
+            self._internal_batches.pop(sequence_id, None)
+        self._stats_dirty = True
 
     def _abort(self, client_id: int, sequence_ids: list[int]) -> None:
         if client_id == self._client_id:

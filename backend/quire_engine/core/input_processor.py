@@ -23,7 +23,7 @@ from quire_spec.protocol.messages import SequenceRequest
 
 
 class InputProcessor:
-    """Converts requests to sequences. Not thread-safe, except `grammar_compiler`."""
+    """Converts requests to sequences. Not thread-safe, except `grammar_compiler` and `tokenizer`."""
 
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int, clock: Callable[[], float]
@@ -50,10 +50,18 @@ class InputProcessor:
         """
         with self._tokenizer_lock:
             if self._grammar_compiler is None:
-                if (tokenizer := self._load_tokenizer()) is None:
+                if (tokenizer := self.tokenizer()) is None:
                     raise InvalidArgument("structured_outputs: the model has no tokenizer; leave it out")
                 self._grammar_compiler = GrammarCompiler(tokenizer, self._vocab_size, self._eos_token_ids)
             return self._grammar_compiler
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer; None if the model has none. The first call reads the tokenizer from its folder. Safe to
+        call from any thread."""
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                self._tokenizer = Tokenizer.from_folder(self.tokenizer_folder)
+            return self._tokenizer
 
     def process(self, request: SequenceRequest) -> Sequence:
         """Return the sequence of a request.
@@ -110,13 +118,6 @@ class InputProcessor:
         """
         if not (params.use_beam_search and params.stop):
             return None
-        if (tokenizer := self._load_tokenizer()) is None:
+        if (tokenizer := self.tokenizer()) is None:
             raise InvalidArgument("sampling parameter 'stop': the model has no tokenizer; use stop_token_ids")
         return StopStrings(tokenizer, params)
-
-    def _load_tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer; None if the model has none. The first call reads the tokenizer from its folder."""
-        with self._tokenizer_lock:
-            if self._tokenizer is None:
-                self._tokenizer = Tokenizer.from_folder(self.tokenizer_folder)
-            return self._tokenizer

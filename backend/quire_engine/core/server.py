@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from quire_engine.core.adapter_verifier import AdapterVerifier
 from quire_engine.core.compute_thread import ComputeThread
 from quire_engine.core.engine import Engine, slot_copy_error
 from quire_engine.core.engine_loop import EngineLoop
@@ -22,11 +23,12 @@ from quire_engine.kv_events.publisher import KVEventPublisher
 from quire_engine.lora.io_threads import AdapterIOThreads
 from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest, AdapterName
+from quire_spec.documents.adapter_catalog import Canary
 from quire_spec.documents.pod_status import utc_now
 from quire_spec.errors import PROCESS_ENDS, Internal, QuireError
 from quire_spec.protocol.connection import Connection
 from quire_spec.protocol.messages import AbortSequences, Message, SequenceRequest, StepResult
-from quire_spec.protocol.results import CoreStatus
+from quire_spec.protocol.results import AdapterCheck, CoreStatus
 from quire_spec.protocol.server import Server
 
 MAX_UNSENT_BYTES = 256 * 2**20
@@ -53,8 +55,8 @@ class CoreServer(Server):
         """
         super().__init__(
             (
-                *(self.load_adapter, self.unload_adapter, self.set_adapter_names, self.status, self.check, self.live),
-                self.block_hasher,
+                *(self.load_adapter, self.verify_adapter, self.unload_adapter, self.set_adapter_names, self.status),
+                *(self.check, self.live, self.block_hasher),
             ),
             (SequenceRequest, AbortSequences),
         )
@@ -67,6 +69,7 @@ class CoreServer(Server):
             *(engine, self._publish, self._on_adapter_needed, self._on_slot_copy, event_publisher),
             report_blocks=engine.config.data_parallel_size > 1,
         )
+        self._verifier = AdapterVerifier(engine, self._engine_loop)
         self._io_threads = AdapterIOThreads()
         self._grammar_queue = GrammarQueue(engine.input_processor.grammar_compiler, self._engine_loop.generate)
         self._text_connection: Connection | None = None
@@ -153,6 +156,12 @@ class CoreServer(Server):
         """Register an adapter and read it from the folder `path`. A pinned adapter keeps its slot."""
         await self._read_and_add_adapter(digest, Path(path), pinned)
         logger.info("adapter loaded digest=%s pinned=%s", digest, pinned)
+
+    async def verify_adapter(self, digest: AdapterDigest, path: str, canary: Canary | None = None) -> AdapterCheck:
+        """Check a loaded adapter in the steps of the engine: its effect, and its canary if it has one."""
+        check = await self._verifier.verify(digest, Path(path), canary)
+        logger.info("adapter verified digest=%s effect=%g", digest, check.effect)
+        return check
 
     async def unload_adapter(self, digest: AdapterDigest) -> None:
         """Remove an adapter."""

@@ -11,6 +11,7 @@ from quire_server.adapters.fetcher import CachedAdapter
 from quire_spec.documents.adapter_catalog import AdapterSpec, Source
 from quire_spec.documents.pod_status import AdapterState
 from quire_spec.errors import AccessDenied, InvalidArgument, QuireError
+from quire_spec.protocol.results import AdapterCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class AdapterProgress:
     """Version of the source's Secret when the source was last read."""
     state: AdapterState = AdapterState.FETCHING
     failure: Failure | None = None
+    check: AdapterCheck | None = None
+    """Result of the checks of `latest`; None until they have passed."""
 
     @property
     def is_checked(self) -> bool:
@@ -116,6 +119,13 @@ class LoadStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """The latest content has passed its checks."""
+
+    check: AdapterCheck
+
+
+@dataclass(frozen=True, slots=True)
 class Activated:
     """From now on, requests with the adapter's name use this content."""
 
@@ -146,6 +156,7 @@ Event = (
     | SourceRead
     | SourceUnreachable
     | LoadStarted
+    | Checked
     | Activated
     | Converged
     | AttemptFailed
@@ -157,7 +168,7 @@ def transition(progress: AdapterProgress, event: Event) -> AdapterProgress:
     """Return the progress of an adapter after an event.
 
     - Fetching: the source is being downloaded to the cache.
-    - Loading: the core loads the adapter, the text process gets its name, and the server loads its model.
+    - Loading: the core loads and checks the adapter, the text process gets its name, and the server loads its model.
     - Ready: the adapter serves requests.
     - Failed: the last attempt failed.
     """
@@ -185,11 +196,14 @@ def transition(progress: AdapterProgress, event: Event) -> AdapterProgress:
         case FetchStarted(secret_version):
             return replace(progress, secret_version=secret_version)
         case SourceRead(revision, source, content):
-            return replace(progress, latest=content, latest_source=source, checked_revision=revision)
+            check = progress.check if content == progress.latest else None
+            return replace(progress, latest=content, latest_source=source, checked_revision=revision, check=check)
         case SourceUnreachable(revision):
             return replace(progress, checked_revision=revision)
         case LoadStarted():
             return replace(progress, state=AdapterState.LOADING)
+        case Checked(check):
+            return replace(progress, check=check)
         case Activated(content):
             return replace(progress, active=content)
         case Converged():
@@ -200,4 +214,4 @@ def transition(progress: AdapterProgress, event: Event) -> AdapterProgress:
             denied = progress.secret_version if isinstance(error, AccessDenied) else None
             return replace(progress, state=AdapterState.FAILED, failure=Failure(error, count, is_permanent, denied))
         case Removed():
-            return replace(progress, latest=None, latest_source=None, active=None)
+            return replace(progress, latest=None, latest_source=None, active=None, check=None)

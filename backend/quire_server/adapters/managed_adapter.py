@@ -11,8 +11,17 @@ from quire_spec.constants import AdapterName
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, utc_now
 from quire_spec.errors import QuireError
+from quire_spec.protocol.results import AdapterCheck
 
 logger = logging.getLogger(__name__)
+
+
+def no_effect_text(check: AdapterCheck) -> str:
+    """Return the message about an adapter whose effect probe found no effect."""
+    return (
+        f"NoEffect: in the effect probe, the adapter changes no log probability by more than {check.effect:.3g}, so it "
+        "answers like the base model; check that B was trained, and lora_alpha"
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -63,12 +72,20 @@ class ManagedAdapter:
         content = progress.active or progress.latest
         model = self.name if progress.exposed else None
         digest = content.digest if content else None
-        return AdapterStatus(self.name, progress.state, self.since, digest, model, self.error)
+        effect = progress.check.effect if progress.check else None
+        return AdapterStatus(
+            self.name, progress.state, self.since, digest, model, self.error, effect, self._warning(progress)
+        )
 
     def failure(self) -> QuireError | None:
         """Return the error of the state Failed; None in other states."""
         failure = self.progress.failure
         return failure.error if failure is not None and self.progress.state is AdapterState.FAILED else None
+
+    def _warning(self, progress: AdapterProgress) -> str:
+        if progress.check is None or progress.check.has_effect or self.error:
+            return ""
+        return no_effect_text(progress.check)
 
     def _error_of(self, progress: AdapterProgress) -> str:
         if progress.failure is None or progress.state is not AdapterState.FAILED:

@@ -24,6 +24,7 @@ from quire_server.adapters.adapter_progress import (
     AttemptFailed,
     AttemptStarted,
     CatalogChanged,
+    Checked,
     Converged,
     FetchStarted,
     LoadStarted,
@@ -32,16 +33,24 @@ from quire_server.adapters.adapter_progress import (
     SourceUnreachable,
 )
 from quire_server.adapters.fetcher import AdapterFetcher, CachedAdapter
-from quire_server.adapters.managed_adapter import ManagedAdapter
+from quire_server.adapters.managed_adapter import ManagedAdapter, no_effect_text
 from quire_server.clients.handles import ProcessHandles
 from quire_sources.factory import concurrency_key
 from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.backoff import backoff
 from quire_spec.constants import AdapterDigest, AdapterName
-from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterLimits, CatalogVersion, Source
+from quire_spec.documents.adapter_catalog import (
+    AdapterCatalog,
+    AdapterLimits,
+    Canary,
+    CatalogVersion,
+    OnNoEffect,
+    Source,
+)
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, NotFound, QuireError, Unavailable
 from quire_spec.protocol.client import ConnectionLost
+from quire_spec.protocol.results import AdapterCheck
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +62,9 @@ _MAX_ADAPTER_LOADS = 4
 _MAX_MODEL_LOADS = 6
 """Maximum number of server models that are loaded at the same time. The server starts a process for each load, and more
 processes would only compete for the CPU."""
+_MAX_CHECKS = 4
+"""Maximum number of adapters that are checked at the same time, and of canaries that run at the same time. A canary can
+take minutes, so an adapter without a canary does not wait for one."""
 _FIRST_RETRY_S = 30.0
 _MAX_RETRY_S = 300.0
 _CONNECTION_RETRY_S = 5.0
@@ -93,6 +105,10 @@ class AdapterManager:
         self._fetch_semaphore = asyncio.Semaphore(_MAX_TOTAL_FETCHES)
         self._host_fetch_semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._adapter_load_semaphore = asyncio.Semaphore(_MAX_ADAPTER_LOADS)
+        self._check_semaphore = asyncio.Semaphore(_MAX_CHECKS)
+        self._canary_semaphore = asyncio.Semaphore(_MAX_CHECKS)
+        self._checks: dict[tuple[AdapterDigest, Canary | None], AdapterCheck] = {}
+        """The checks that contents have passed on this pod. A core that restarts need not repeat them."""
         self._model_load_semaphore = asyncio.Semaphore(_MAX_MODEL_LOADS)
         self.on_change: Callable[[], None] = lambda: None
         """Function that is called when the catalog has changed, and when an adapter starts or stops serving."""
@@ -235,12 +251,18 @@ class AdapterManager:
         """Return the names of the adapters that have or will have a server model."""
         return {adapter.name for adapter in self._desired_adapters() if adapter.progress.exposed}
 
-    def digests_in_use(self) -> set[AdapterDigest]:
-        """Return the digests that adapters use: those of their latest content and those of their active content."""
+    def digests_in_use(self, failed: bool = True) -> set[AdapterDigest]:
+        """Return the digests that adapters use: those of their latest content and those of their active content.
+
+        If `failed` is false, the latest content of adapters in the state Failed is left out.
+        """
         return {
             content.digest
-            for adapter in self._adapter_by_name.values()
-            for content in (adapter.progress.latest, adapter.progress.active)
+            for progress in (adapter.progress for adapter in self._adapter_by_name.values())
+            for content in (
+                None if progress.state is AdapterState.FAILED and not failed else progress.latest,
+                progress.active,
+            )
             if content
         }
 
@@ -316,6 +338,7 @@ class AdapterManager:
             logger.error("adapter task failed name=%s", adapter.name, exc_info=error)
             error = Internal(f"{type(error).__name__}: {error}")
         adapter.apply(AttemptFailed(error))
+        self._unload_requested.set()
         failure = adapter.progress.failure
         assert failure is not None, "an attempt has failed"
         reactivated = await self._reactivate_previous(adapter)
@@ -334,6 +357,7 @@ class AdapterManager:
         """
         try:
             if adapter.progress.active is not None:
+                await self._load(adapter.progress.active)
                 await self._activate(adapter, adapter.progress.active)
         except ConnectionLost:
             return False
@@ -351,6 +375,8 @@ class AdapterManager:
         # the slot must be pinned.
         while not self._is_active(adapter, latest):
             self._mark_loading(adapter)
+            await self._load(latest)
+            await self._check_content(adapter, latest)
             await self._activate(adapter, latest)
         adapter.apply(Converged())
 
@@ -393,16 +419,42 @@ class AdapterManager:
                 raise _Superseded from None
             raise
 
-    async def _activate(self, adapter: ManagedAdapter, content: CachedAdapter) -> None:
-        """Load the adapter, then publish its name, then load its model.
-
-        In this order, every published name has a loaded adapter.
-        """
-        core, text, server = self._handles.require_all()
-        slot_pinned = self._is_slot_pinned(content.digest)
+    async def _load(self, content: CachedAdapter) -> None:
+        core, _, _ = self._handles.require_all()
         async with self._adapter_load_semaphore:
-            if not core.is_loaded(content.digest, slot_pinned):
+            # The pin can change while the adapter waits or loads.
+            while not core.is_loaded(content.digest, slot_pinned := self._is_slot_pinned(content.digest)):
                 await core.load_adapter(content.digest, content.folder, slot_pinned)
+
+    async def _check_content(self, adapter: ManagedAdapter, content: CachedAdapter) -> None:
+        """Check a loaded content, unless it has passed its checks before.
+
+        Raises:
+            InvalidArgument: it fails a check.
+            Unavailable: a check did not end in time.
+        """
+        canary = adapter.progress.desired.canary if adapter.progress.desired else None
+        if (check := self._checks.get((content.digest, canary))) is None:
+            core, _, _ = self._handles.require_all()
+            async with self._check_semaphore if canary is None else self._canary_semaphore:
+                check = await core.verify_adapter(content.digest, content.folder, canary)
+            self._checks[content.digest, canary] = check
+        adapter.apply(Checked(check))
+        if not check.has_effect and self.catalog.onNoEffect is OnNoEffect.REFUSE:
+            raise InvalidArgument(no_effect_text(check))
+        if not check.has_effect:
+            logger.warning("adapter without effect name=%s effect=%g", adapter.name, check.effect)
+
+    def _is_accepted(self, adapter: ManagedAdapter, content: CachedAdapter) -> bool:
+        """Whether a content has passed the checks that the catalog requires now."""
+        check = self._checks.get(
+            (content.digest, adapter.progress.desired.canary if adapter.progress.desired else None)
+        )
+        return check is not None and (check.has_effect or self.catalog.onNoEffect is not OnNoEffect.REFUSE)
+
+    async def _activate(self, adapter: ManagedAdapter, content: CachedAdapter) -> None:
+        """Publish the name of a loaded adapter, then load its model."""
+        core, text, server = self._handles.require_all()
         self._digest_by_name[adapter.name] = content.digest
         previous = adapter.progress.active
         adapter.apply(Activated(content))
@@ -420,6 +472,7 @@ class AdapterManager:
             # As long as `active` is the previous content, published names contain that content.
             progress.active == content
             and core.is_loaded(content.digest, self._is_slot_pinned(content.digest))
+            and self._is_accepted(adapter, content)
             and text.digest_by_name.get(adapter.name) == content.digest
             and text.limits_by_name.get(adapter.name) == (progress.desired and progress.desired.limits)
             and (adapter.name in server.models) == progress.exposed
@@ -497,6 +550,7 @@ class AdapterManager:
             for digest in core.possibly_loaded() - self._required_digests():
                 try:
                     await core.unload_adapter(digest, self._required_digests)
+                    self._checks = {key: check for key, check in self._checks.items() if key[0] != digest}
                     logger.info("adapter unloaded digest=%s", digest)
                 except QuireError as error:
                     logger.warning("adapter could not be unloaded digest=%s error=%s", digest, error)
@@ -509,7 +563,7 @@ class AdapterManager:
     def _required_digests(self) -> set[AdapterDigest]:
         """Return the digests that the core must keep. They include digests that the text process can still use."""
         text = self._handles.text
-        return self.digests_in_use() | (text.published_digests if text is not None else set())
+        return self.digests_in_use(failed=False) | (text.published_digests if text is not None else set())
 
     def _on_content_replaced(self, previous: CachedAdapter | None, replacement: CachedAdapter | None) -> None:
         """Reconcile the other adapters that use the previous content.

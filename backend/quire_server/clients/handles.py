@@ -18,10 +18,10 @@ from typing import Any, Self
 from quire_server.model_server.client import ModelServerClient
 from quire_server.model_server.repository import remove_model, write_model
 from quire_spec.constants import AdapterDigest, AdapterName
-from quire_spec.documents.adapter_catalog import AdapterLimits
+from quire_spec.documents.adapter_catalog import AdapterLimits, Canary
 from quire_spec.errors import QuireError, Unavailable
 from quire_spec.protocol.client import Client, ConnectionLost
-from quire_spec.protocol.results import CoreStatus, TextStatus
+from quire_spec.protocol.results import AdapterCheck, CoreStatus, TextStatus
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,18 @@ class CoreHandle:
                 raise
             self._timed_out_loads.discard(digest)
             self.slot_pinned_by_digest[digest] = slot_pinned
+
+    async def verify_adapter(self, digest: AdapterDigest, folder: Path, canary: Canary | None) -> AdapterCheck:
+        """Check a loaded adapter.
+
+        Raises:
+            InvalidArgument: the adapter fails a check.
+            Unavailable: a check did not end in time.
+            ConnectionLost: the core ended.
+        """
+        args = {"digest": digest, "path": str(folder), "canary": canary}
+        timeout_s = _LOAD_TIMEOUT_S + (canary.timeoutSeconds if canary is not None else 0)
+        return await self.control.call("verify_adapter", AdapterCheck, args, timeout_s=timeout_s)
 
     async def set_adapter_names(self, digest_by_name: Mapping[AdapterName, AdapterDigest]) -> None:
         """Send the digest of each adapter name if they have changed. Only the KV events contain the names."""
@@ -128,6 +140,14 @@ class CoreHandles:
         raised after all cores have answered."""
         loads = (handle.load_adapter(digest, folder, slot_pinned) for handle in self._handles)
         _raise_first(await asyncio.gather(*loads, return_exceptions=True))
+
+    async def verify_adapter(self, digest: AdapterDigest, folder: Path, canary: Canary | None) -> AdapterCheck:
+        """Check an adapter on each core; see CoreHandle. Return the check with the smallest effect."""
+        checks = (handle.verify_adapter(digest, folder, canary) for handle in self._handles)
+        results = await asyncio.gather(*checks, return_exceptions=True)
+        _raise_first([result for result in results if isinstance(result, BaseException)])
+        passed = [result for result in results if not isinstance(result, BaseException)]
+        return min(passed, key=lambda check: check.effect)
 
     def possibly_loaded(self) -> set[AdapterDigest]:
         """Return the digests of adapters that a core has loaded or may have loaded."""

@@ -59,6 +59,12 @@ def supervisor_metrics(status: PodStatus) -> str:
         _family(
             "quire_adapters", "gauge", "Adapters by state.", {f'state="{s.value}"': states[s] for s in AdapterState}
         ),
+        _family(
+            "quire_adapters_without_effect",
+            "gauge",
+            "Adapters that do not change the outputs of the effect probe.",
+            {"": sum(a.effect is not None and a.warning.startswith("NoEffect") for a in status.adapters)},
+        ),
     ]
     return "".join(families)
 

@@ -178,6 +178,55 @@ class AdapterLimits:
                 raise ConfigError(f"{field_path}.{name}: must be at least 1, got {value}; omit it for no limit")
 
 
+class OnNoEffect(StrEnum):
+    """Policy for adapters that do not change the outputs of the effect probe."""
+
+    REFUSE = "Refuse"
+    WARN = "Warn"
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A prompt whose answer shows that an adapter works. Every pod runs it before the adapter serves requests."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "has(self.expect) != has(self.completion)",
+            "canary must have one of expect and completion; keep the one that fits the prompt.",
+        ),
+        Rule(
+            "has(self.completion) == has(self.minLogprob)",
+            "minLogprob must be set with completion, and only with it; add the lowest mean log probability that is "
+            "acceptable.",
+        ),
+        Rule(
+            "!has(self.maxTokens) || has(self.expect)",
+            "maxTokens must be set only with expect; remove it.",
+        ),
+    )
+
+    prompt: str = schema_field(min_length=1, max_length=8192)
+    """Text of the prompt. It is not rendered with a chat template."""
+    expect: str | None = schema_field(None, min_length=1, max_length=4096)
+    """The greedy output must start with this text. White space before it is ignored. Default: completion is used."""
+    maxTokens: int | None = schema_field(None, minimum=1, maximum=1024)
+    """Number of tokens that are generated to compare them with expect. Default: four more than expect has."""
+    completion: str | None = schema_field(None, min_length=1, max_length=8192)
+    """A text that continues the prompt. Default: expect is used."""
+    minLogprob: float | None = schema_field(None, minimum=-1000, maximum=0)
+    """Lowest mean log probability of the tokens of completion that is accepted. Default: none, for expect."""
+    timeoutSeconds: int = schema_field(60, minimum=1, maximum=600)
+    """Maximum time in seconds. An adapter whose canary takes longer is not used; the canary is tried again later.
+    Default 60."""
+
+    def validate(self, field_path: str) -> None:
+        """Raise ConfigError unless the canary has exactly one kind of expectation."""
+        if (self.expect is None) == (self.completion is None):
+            raise ConfigError(f"{field_path}: must have one of expect and completion")
+        if (self.completion is None) != (self.minLogprob is None):
+            raise ConfigError(f"{field_path}.minLogprob: must be set with completion, and only with it")
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
     """One adapter of the catalog."""
@@ -197,6 +246,9 @@ class AdapterSpec:
     limits: AdapterLimits | None = schema_field(None)
     """Limits of the adapter in each replica. A request above a limit gets the error UNAVAILABLE, whose message contains
     the delay before a retry."""
+    canary: Canary | None = schema_field(None)
+    """A prompt that each pod runs before it uses the adapter or a new content of it. An adapter that fails it is not
+    used. Default: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +268,8 @@ class AdapterCatalog:
     """A number that increases with every change of the catalog. A pod rejects a catalog as stale if its generation is
     lower than that of the pod's current catalog. The header REPLACES_HEADER overrides this check."""
     adapters: tuple[AdapterSpec, ...] = ()
+    onNoEffect: OnNoEffect | None = None
+    """What happens to adapters without an effect. None: as with Warn."""
 
     @classmethod
     def from_json(cls, data: object) -> Self:
@@ -234,6 +288,8 @@ class AdapterCatalog:
             adapter.source.validate(f"adapters[{i}].source")
             if adapter.limits is not None:
                 adapter.limits.validate(f"adapters[{i}].limits")
+            if adapter.canary is not None:
+                adapter.canary.validate(f"adapters[{i}].canary")
             if adapter.name in seen:
                 raise ConfigError(f"adapters[{i}].name: {adapter.name!r} is a duplicate; adapter names must be unique")
             seen.add(adapter.name)
@@ -254,7 +310,10 @@ class AdapterCatalog:
     def version(self) -> CatalogVersion:
         """Generation and digest. The digest ignores fields that are not set. Therefore, a new optional field does not
         change the digest."""
-        text = json.dumps(drop_nulls(to_json(self.adapters)), sort_keys=True, separators=(",", ":"))
+        content = drop_nulls(to_json(self.adapters))
+        if self.onNoEffect is not None:
+            content = [*content, self.onNoEffect.value]
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return CatalogVersion(self.generation, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
 
     def exposed_names(self) -> frozenset[str]:

@@ -46,6 +46,10 @@ class AdapterStatus:
     model: str | None = None
     """Name of the adapter's server model; None if clients can select the adapter only with the parameter lora_name."""
     error: str = ""
+    effect: float | None = None
+    """The largest change of a log probability in the effect probe; None until the probe has run."""
+    warning: str = ""
+    """A defect of an adapter that is used in spite of it; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

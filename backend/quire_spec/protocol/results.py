@@ -12,6 +12,9 @@ from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.pod_status import CoreState, MeasuredMemory
 from quire_spec.protocol.messages import SchedulerStats
 
+MAX_ROUNDING = 1e-5
+"""Changes of a log probability up to this one can be caused by rounding."""
+
 
 class CoreStatus(msgspec.Struct, frozen=True):
     """Result of the core's method `status`."""
@@ -21,6 +24,20 @@ class CoreStatus(msgspec.Struct, frozen=True):
     adapters: dict[AdapterDigest, str]
     """State of each registered adapter: slot, host or disk."""
     stats: SchedulerStats
+
+
+class AdapterCheck(msgspec.Struct, frozen=True):
+    """Result of the core's method `verify_adapter`."""
+
+    effect: float
+    """The largest change of a log probability that the adapter causes in the effect probe."""
+    canary_logprob: float | None = None
+    """The mean log probability of the canary's completion, if it has one."""
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether the adapter changes more than rounding does."""
+        return self.effect > MAX_ROUNDING
 
 
 class TextStatus(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from quire_operator.api.quantity import QUANTITY
-from quire_spec.documents.adapter_catalog import PvcSource, Source
+from quire_spec.documents.adapter_catalog import OnNoEffect, PvcSource, Source
 from quire_spec.documents.field_schema import Restarts, Rule, schema_field
 from quire_spec.model import capabilities
 
@@ -34,6 +34,10 @@ class LoraSpec:
     maxCachedMemory: str | None = schema_field(None, **QUANTITY)
     """Host memory for cached adapters, such as 8Gi. Adapters with a small LoRA rank need less of it. At least maxLoaded
     adapters of maxRank must fit. Default: only maxCached limits the number."""
+    onNoEffect: OnNoEffect | None = schema_field(None, restarts=Restarts.NO)
+    """Policy for adapters that do not change the outputs of the base model. Refuse: such an adapter is not used. Warn:
+    it is used, and status.adapters contains a warning. Default Warn, because training by reinforcement learning starts
+    with such an adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,8 +197,8 @@ class LLMServiceSpec:
     first and the last adapter on a PersistentVolumeClaim, because pods mount claims when they start. The limit is 1024
     adapters, because `kubectl apply` cannot store more in one object."""
     lora: LoraSpec = schema_field(factory=LoraSpec)
-    """Memory for adapters. The engine reserves it at its start, so a change of these fields restarts pods. A change of
-    the adapters does not."""
+    """Memory for adapters. The engine reserves it at its start, so a change of these fields restarts pods, except
+    onNoEffect. A change of the adapters does not."""
     engine: EngineSpec = schema_field(factory=EngineSpec)
     """Settings of the engine. Every field is optional. The planner chooses omitted fields from the model and the GPU.
     """
@@ -337,7 +337,7 @@ class LLMService:
         tokenSecretRef of the model.
         """
         adapters = (replace(adapter, source=self._with_model_token(adapter.source)) for adapter in self.spec.adapters)
-        return AdapterCatalog(self.generation, tuple(adapters))
+        return AdapterCatalog(self.generation, tuple(adapters), self.spec.lora.onNoEffect)
 
     @property
     def draft_source(self) -> Source | None:

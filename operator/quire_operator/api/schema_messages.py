@@ -23,6 +23,7 @@ Schema = Mapping[str, Any]
 _TYPE_NAMES = {
     "string": "a string",
     "integer": "an integer",
+    "number": "a number",
     "boolean": "true or false",
     "object": "an object",
     "array": "a list",
@@ -219,7 +220,7 @@ def _type_fix(limit: str, value: Any, schema: Schema) -> str:
         if pattern and (PATTERN_MESSAGES[pattern][0] == QUANTITY_RULE or not re.search(pattern, format_value(value))):
             return PATTERN_MESSAGES[pattern][1]
         return f'put it in quotes: "{format_value(value)}"'
-    if limit in ("integer", "boolean") and isinstance(value, str):
+    if limit in ("integer", "number", "boolean") and isinstance(value, str):
         return f"write {_TYPE_NAMES[limit]}, without quotes"
     if limit == "object" and (fields := _writable_fields(schema)):
         return f"give an object with the fields {', '.join(fields)}"

@@ -65,7 +65,7 @@ class AdapterStatus:
     state: str = schema_field(enum=("Pending", "Fetching", "Loading", "Ready", "Failed"))
     """State of the adapter on the pod that has made the least progress."""
     message: str | None = schema_field(None, max_length=1024)
-    """Reason for a failure, and the name of the pod."""
+    """Reason for a failure, or a warning, and the name of the pod."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

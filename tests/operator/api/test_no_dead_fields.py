@@ -139,6 +139,8 @@ def bases():
         {"name": f"a{i}", "source": source, "pinned": False, "expose": "Model"} for i, source in enumerate(sources)
     ]
     adapters[0]["limits"] = {"maxConcurrentRequests": 8, "maxTokensPerSecond": 500}
+    adapters[0]["canary"] = {"prompt": "a", "expect": "b", "maxTokens": 8}
+    adapters[1]["canary"] = {"prompt": "a", "completion": "b", "minLogprob": -1.5}
     for source in sources:
         document = body(COMMON + GPU, source, adapters=adapters)
         if "pvc" in source:
@@ -221,7 +223,7 @@ def candidates(path, node):
         return [0, 1, 3, 1000, "0%", "30%", "100%"]
     if node["type"] == "boolean":
         return [True, False]
-    if node["type"] == "integer":
+    if node["type"] in ("integer", "number"):
         low, high = node["minimum"], node["maximum"]
         return [v for v in (low, low + 1, 3, 7, 100, 3000, 9999, high) if low <= v <= high]
     if node["type"] == "object":

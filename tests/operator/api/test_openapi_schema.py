@@ -33,11 +33,11 @@ INVALID = [
     (
         {"spec.lora.maxRanks": 8},
         "spec.lora.maxRanks: unknown field; did you mean maxRank? Known fields: maxCached, maxCachedMemory, maxLoaded, "
-        "maxRank",
+        "maxRank, onNoEffect",
     ),
     (
         {"spec.lora.qqq": 8},
-        "spec.lora.qqq: unknown field; known fields: maxCached, maxCachedMemory, maxLoaded, maxRank",
+        "spec.lora.qqq: unknown field; known fields: maxCached, maxCachedMemory, maxLoaded, maxRank, onNoEffect",
     ),
     (
         {"spec.lora.maxRank": 12},

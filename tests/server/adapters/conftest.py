@@ -20,7 +20,7 @@ from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.protocol.client import ConnectionLost
 from quire_spec.protocol.messages import SchedulerStats
-from quire_spec.protocol.results import CoreStatus, TextStatus
+from quire_spec.protocol.results import AdapterCheck, CoreStatus, TextStatus
 
 MEMORY = MeasuredMemory(1, 1, 1, 1, 1, 1, "float32", "cpu")
 
@@ -33,6 +33,8 @@ class Process:
         self.closed = False
         self.errors = {}
         """Error by method."""
+        self.checks = {}
+        """Result of verify_adapter by digest."""
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -43,6 +45,7 @@ class Process:
             raise ConnectionLost("gone")
         if method in self.errors:
             raise self.errors[method]
+        return self.checks.get(args["digest"], AdapterCheck(1.0)) if method == "verify_adapter" else None
 
     async def load_model(self, name):
         await self.call("load_model", type(None), name, timeout_s=1)

@@ -28,7 +28,7 @@ async def test_replacement_switches_the_name_after_the_new_content_is_loaded(pod
     await pod.until_states(a="Ready")
     new = pod.status("a").digest
     await pod.until(lambda: pod.handles.cores["core"].slot_pinned_by_digest == {new: False})
-    assert [m for m, _ in pod.core.calls] == ["load_adapter", "load_adapter", "unload_adapter"]
+    assert [m for m, _ in pod.core.calls] == ["load_adapter", "verify_adapter"] * 2 + ["unload_adapter"]
     assert pod.handles.text.digest_by_name == {"a": new}
     assert pod.server.names("load_model") == ["a"], "the server's model is not reloaded"
 

@@ -21,7 +21,7 @@ from quire_spec.documents.pod_status import AdapterState, MeasuredMemory
 from quire_spec.errors import AccessDenied, InvalidArgument, Unavailable
 from quire_spec.protocol.client import ConnectionLost
 from quire_spec.protocol.messages import SchedulerStats
-from quire_spec.protocol.results import CoreStatus, TextStatus
+from quire_spec.protocol.results import AdapterCheck, CoreStatus, TextStatus
 
 NAMES = ["a", "b", "c"]
 PATHS = [f"/{i}" for i in range(4)]
@@ -48,7 +48,7 @@ class Process:
             return
         raise ConnectionLost("gone")
 
-    async def call(self, method: str, result_type: type[Any], args: dict[str, Any], *, timeout_s: float) -> None:
+    async def call(self, method: str, result_type: type[Any], args: dict[str, Any], *, timeout_s: float) -> Any:
         if method == "set_adapters":
             self.names = args["adapters"]
         await self.pause()
@@ -61,6 +61,7 @@ class Process:
             assert text.closed.is_set() or args["digest"] not in text.names.values(), "a name still uses this digest"
             del self.slot_pinned_by_digest[args["digest"]]
         await self.pause()
+        return AdapterCheck(1.0) if method == "verify_adapter" else None
 
     async def load_model(self, name: str) -> None:
         await self.pause()

@@ -110,6 +110,8 @@ async def test_status_and_metrics(port):
         "state": "Failed",
         "since": "",
         "digest": None,
+        "effect": None,
+        "warning": "",
         "model": None,
         "error": "HTTP 404",
     }

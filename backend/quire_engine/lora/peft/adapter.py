@@ -35,6 +35,9 @@ from quire_spec.model.tensor_parallel import TensorParallelShard
 _MAX_HEADER_BYTES = 8 << 20
 _MAX_TENSORS_PER_MODULE = 32
 """Two are used. A file can also contain tensors of parts of the model that Quire does not serve."""
+MAX_ROW_NORM = 100.0
+"""Maximum root mean square of the norms of the rows of B @ A, with the scale. The rows of a model's weights have norms
+near 1, because they keep the size of activations. An update that is a hundred times as large replaces the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +176,11 @@ def _read_tensors(
             transform = transform.to(dtype)
             _check_finite(f"magnitude or bias of {module.name} contains", transform, dtype)
             transforms[module.key] = transform if shard is None else shard_transform(transform, module.path, shard)
-        b = b.to(dtype)
-        for label, matrix in zip(labels, (a, b), strict=True):
+        rounded_b = b.to(dtype)
+        for label, matrix in zip(labels, (a, rounded_b), strict=True):
             _check_finite(f"{label} contains", matrix, dtype)
+        _check_norm(module, a, b)
+        b = rounded_b
         pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
     for module, a, b in read_trained_tokens(file, names.token_rows, config, shape, base, max_rank):
         if module.key in pairs:
@@ -214,6 +219,19 @@ def _check_finite(subject: str, tensor: Tensor, dtype: torch.dtype) -> None:
     # aminmax takes one pass, and both results are NaN if any element is NaN. torch.isfinite takes sixty times as long.
     if not all(map(math.isfinite, torch.aminmax(tensor))):
         raise InvalidArgument(f"{subject} NaN or infinity, or overflows {dtype} after scaling")
+
+
+def _check_norm(module: LoRAModule, a: Tensor, b: Tensor) -> None:
+    """Reject an update that is far larger than the weights of any model. `b` contains the scale."""
+    a = a.float()
+    # The squared norm of B @ A, without the product itself.
+    squared_norm = ((a @ a.T) * (b.T @ b)).sum().item()
+    row_norm = math.sqrt(max(squared_norm, 0.0) / b.shape[0])
+    if not row_norm <= MAX_ROW_NORM:
+        raise InvalidArgument(
+            f"Diverged: the rows of the update of {module.name} have the norm {row_norm:.4g}, and at most "
+            f"{MAX_ROW_NORM:g} is allowed; check lora_alpha, and that the training did not diverge"
+        )
 
 
 def _check_base_copy(

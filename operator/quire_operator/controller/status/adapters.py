@@ -20,8 +20,8 @@ from quire_spec.documents.adapter_catalog import AdapterCatalog, CatalogVersion
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, PodStatus
 
 MAX_FAILURES = 10
-"""The message of the condition contains the errors of at most this many adapters. The numbers in the message include
-all adapters.
+"""The message of the condition contains the errors or warnings of at most this many adapters. Its numbers include all
+adapters.
 """
 _MAX_ERROR = 512
 _MAX_MODELS = 1025
@@ -77,6 +77,8 @@ def evaluate_adapters(
         state, pod_name, error = _least_ready_state(adapter.name, reporting_pods, adapters_by_pod)
         ready = sum(adapters_by_pod[pod.uid][adapter.name].state is AdapterState.READY
                     for pod in ready_pods if adapter.name in adapters_by_pod[pod.uid])  # fmt: skip
+        if not error:
+            pod_name, error = _warning(adapter.name, reporting_pods, adapters_by_pod)
         message = ""
         if error and num_failures < MAX_FAILURES:
             num_failures += 1
@@ -137,7 +139,9 @@ def _condition(
         return make(False, Reason.LOADING, f"{counts}; on their way: {', '.join(waiting[:5])}{more}")
     if not entries:
         return make(True, Reason.NO_ADAPTERS, "spec.adapters is empty")
-    return make(True, Reason.ALL_LOADED, counts)
+    warned = [f"; {entry['name']}: {entry['message']}" for entry in entries if "message" in entry]
+    more = f" (and {len(warned) - 3} more)" if len(warned) > 3 else ""
+    return make(True, Reason.ALL_LOADED, f"{counts}{''.join(warned[:3])}{more}")
 
 
 def _describe_unreachable(unreachable: Sequence[PodState]) -> str:
@@ -188,6 +192,14 @@ def _adapter_state(
 ) -> tuple[str, str, str]:
     status = adapters_by_pod[pod.uid].get(name)
     return ("Pending", pod.name, "") if status is None else (status.state.value, pod.name, status.error)
+
+
+def _warning(
+    name: str, pods: Sequence[PodState], adapters_by_pod: dict[str, dict[str, AdapterStatus]]
+) -> tuple[str, str]:
+    """Return the first warning about an adapter and the pod that reports it; empty if there is none."""
+    statuses = ((pod.name, adapters_by_pod[pod.uid].get(name)) for pod in pods)
+    return next(((pod, status.warning) for pod, status in statuses if status and status.warning), ("", ""))
 
 
 def _common_digest(

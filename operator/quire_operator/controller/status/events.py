@@ -164,8 +164,11 @@ def _adapter_event(previous_by_name: Mapping[str, Any], entry: Mapping[str, Any]
     is_ready, was_ready = _is_ready_everywhere(entry), _is_ready_everywhere(old)
     if is_ready and (not was_ready or old.get("digest") != entry.get("digest")):
         digest = f", {entry['digest']}" if entry.get("digest") else ""
+        warning = f"; {entry['message']}" if entry.get("message") else ""
         return _make_event(
-            False, EventReason.ADAPTER_READY, f"adapter {entry['name']} is on all {entry['total']} ready pods{digest}"
+            bool(warning),
+            EventReason.ADAPTER_READY,
+            f"adapter {entry['name']} is on all {entry['total']} ready pods{digest}{warning}",
         )
     return None
 
