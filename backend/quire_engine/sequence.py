@@ -115,6 +115,9 @@ class Sequence:
     """Strings that end the output of a beam. The text process searches for the stop strings of all other sequences."""
     adapter_digest: AdapterDigest | None = None
     """Content digest."""
+    adapter_start: int = 0
+    """Position of the first token that the adapter changes. The tokens before it have the base model's keys and
+    values."""
     cache_salt: str | None = None
     parent_id: int | None = None
     """For a fork: the id of an earlier sequence that has the same prompt, adapter and salt. The fork shares the blocks
@@ -246,6 +249,10 @@ class Sequence:
         if self.beam_group is None and preempted in (self.status, parent.status):
             return None
         return parent if parent.num_computed_tokens < len(parent.prompt_token_ids) else None
+
+    def adapter_until(self, end: int) -> AdapterDigest | None:
+        """Return the adapter that changes tokens before position `end`; None if the base model computes all of them."""
+        return self.adapter_digest if end > self.adapter_start else None
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Return token ids [start, end) of prompt and output together."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.scheduling.beam_search import BeamSearch, Continuation, num_candidates
 from quire_engine.sequence import PLACEHOLDER_TOKEN, Sequence
 from quire_engine.step.plan import BeamCandidate, ScheduledSpan, SlotLoad, SpanOutput, StepPlan
@@ -47,6 +48,7 @@ class TokenEchoRunner:
         self.host_cells: dict[int, list[Cell | None]] = {}
         self.host_adapters: dict[str, object] = {}
         self.digest_by_adapter_slot: dict[int, str] = {}
+        self.invocation_by_path: dict[str, tuple[int, ...]] = {}
         self.num_computed = 0
         """Tokens computed so far, including those of failed steps."""
         self.batches: list[list[tuple[int, int, int]]] = []
@@ -58,12 +60,10 @@ class TokenEchoRunner:
     def read_adapter(self, path: Path) -> object:
         return path
 
-    def host_bytes(self, packed_adapter: object) -> int:
+    def adapter_info(self, packed_adapter: object) -> AdapterInfo:
         # Sizes differ. Tests that only count copies set no bound on bytes.
-        return 10 + 5 * (ord(str(packed_adapter)[-1]) % 3)
-
-    def lora_rank(self, packed_adapter: object) -> int:
-        return 8
+        num_bytes = 10 + 5 * (ord(str(packed_adapter)[-1]) % 3)
+        return AdapterInfo(num_bytes, 8, self.invocation_by_path.get(str(packed_adapter), ()))
 
     def store_adapter(self, adapter_digest: str, packed_adapter: object) -> None:
         self.host_adapters[adapter_digest] = packed_adapter
@@ -126,15 +126,16 @@ class TokenEchoRunner:
     def _write(self, span: ScheduledSpan) -> None:
         sequence = span.sequence
         assert span.start == sequence.num_computed_tokens and span.length > 0
-        adapter_digest = None if span.adapter_slot is None else self.digest_by_adapter_slot[span.adapter_slot]
-        assert adapter_digest == sequence.adapter_digest, "the slot contains a different adapter"
+        adapter_digest = None if span.active_slot is None else self.digest_by_adapter_slot[span.active_slot]
+        assert adapter_digest == sequence.adapter_until(span.end), "the slot contains a different adapter"
         self.num_computed += span.length
         size = self.block_size
         tokens = [*self._tokens(sequence, span.start, span.end - len(span.draft_token_ids)), *span.draft_token_ids]
         for group in range(self.layout.num_groups):
             table = sequence.block_table[group :: self.layout.num_groups]
-            for position, token in enumerate(tokens, span.start):
-                self.cells[table[position // size]][position % size] = (token, position, adapter_digest, group)
+            for index, token in enumerate(tokens):
+                position, digest = span.start + index, None if index < span.num_base_tokens else adapter_digest
+                self.cells[table[position // size]][position % size] = (token, position, digest, group)
         self._check_cells(span, self._tokens(sequence, 0, span.start) + tokens)
 
     def _output(self, span: ScheduledSpan) -> SpanOutput:
@@ -144,7 +145,8 @@ class TokenEchoRunner:
             return SpanOutput(sampled)
         score = group.scores[group.sequences.index(sequence)]
         tokens = sequence.tokens(0, sequence.num_tokens)
-        return SpanOutput([], candidates=beam_candidates(tokens, sequence.adapter_digest, score, group.num_candidates))
+        digest = sequence.adapter_until(len(tokens))
+        return SpanOutput([], candidates=beam_candidates(tokens, digest, score, group.num_candidates))
 
     def _sample(self, span: ScheduledSpan) -> list[int]:
         """Return the tokens that follow the accepted draft tokens and the last token; none inside a prompt."""
@@ -152,7 +154,7 @@ class TokenEchoRunner:
         for num_drafts in range(span.num_sampled_rows):
             tokens = self._tokens(sequence, 0, sequence.num_tokens) + list(span.draft_token_ids[:num_drafts])
             self._check_cells(span, tokens)
-            sampled.append(next_token(tokens, sequence.adapter_digest))
+            sampled.append(next_token(tokens, sequence.adapter_until(len(tokens))))
             if sampled[-1:] != list(span.draft_token_ids[num_drafts : num_drafts + 1]):
                 break
         return sampled
@@ -165,7 +167,7 @@ class TokenEchoRunner:
             is_full = layout.window is None or group < layout.num_full_groups
             first = 0 if is_full else max(span.start - layout.window + 1, 0)
             visible = [cell for block in table for cell in self.cells[block]][first : len(tokens)]
-            expected = [(token, i, sequence.adapter_digest, group) for i, token in enumerate(tokens)][first:]
+            expected = [(token, i, sequence.adapter_until(i + 1), group) for i, token in enumerate(tokens)][first:]
             assert visible == expected, f"sequence {sequence.id}: its blocks contain other tokens"
 
     def _tokens(self, sequence: Sequence, start: int, end: int) -> list[int]:
@@ -203,7 +205,9 @@ def expected_beam_outputs(sequence: Sequence) -> list[list[int]]:
             [
                 Continuation(beam, candidate)
                 for beam, score in zip(beams, scores, strict=True)
-                for candidate in beam_candidates(beam.tokens(0, beam.num_tokens), sequence.adapter_digest, score, size)
+                for candidate in beam_candidates(
+                    beam.tokens(0, beam.num_tokens), sequence.adapter_until(beam.num_tokens), score, size
+                )
             ]
         )
         beams = [replace(c.beam, output_token_ids=[*c.beam.output_token_ids, c.candidate.token_id]) for c in chosen]

@@ -4,11 +4,11 @@
 import torch
 
 from quire_engine.lora.peft.adapter import HostAdapter
+from quire_engine.worker.adapter_store import StoredAdapter
 from quire_engine.worker.model_runner import DeviceModelRunner
-from quire_kernels import PackedAdapter
 
 
-def random_adapter(runner: DeviceModelRunner, lora_rank: int, generator: torch.Generator) -> PackedAdapter:
+def random_adapter(runner: DeviceModelRunner, lora_rank: int, generator: torch.Generator) -> StoredAdapter:
     """Return an adapter large enough to change the generated tokens."""
     slots, pairs = runner.adapter_store.slots, {}
     assert slots is not None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test harness for the scheduler: a scheduler with a TokenEchoRunner, stepped by the test."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from support.scripted_drafts import ScriptedProposer
 from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.sequence import Sequence
@@ -40,6 +42,8 @@ class SchedulerHarness:
     lookahead: bool = False
     """Launch each step, where possible, while the previous one is in flight."""
     layout: KVLayout = ONE_GROUP
+    invocations: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Invocation tokens of some adapters."""
     has_store: bool = False
     """Whether a FakeStore is behind the cache in host memory; its transfers end when nothing else can run."""
     now: float = 0.0
@@ -53,7 +57,9 @@ class SchedulerHarness:
             self.num_blocks, self.config.block_size, swap_costs=self.swap_costs, layout=self.layout
         )
         for digest in self.adapter_digests:
-            self.registry.add(digest, Path(digest), False)
+            self.registry.add(
+                digest, Path(digest), False, AdapterInfo(invocation_tokens=self.invocations.get(digest, ()))
+            )
             self.runner.store_adapter(digest, digest)
         self.store = FakeStore(self.runner) if self.has_store else None
         self.block_hasher = BlockHasher("m", "float32", self.config.block_size, "float32")
@@ -70,7 +76,7 @@ class SchedulerHarness:
         if self.scheduler.draft_planner is not None:
             self.scheduler.draft_planner._proposer = ScriptedProposer(
                 lambda sequence, num_tokens: expected_output(
-                    sequence.tokens(0, sequence.num_tokens), num_tokens, sequence.adapter_digest
+                    sequence.tokens(0, sequence.num_tokens), num_tokens, sequence.adapter_until(sequence.num_tokens)
                 )
             )
         self.sequences: dict[int, Sequence] = {}

@@ -254,8 +254,7 @@ class Engine:
             InvalidArgument: the engine has no adapter slots, or all of them are pinned already.
         """
         self._check_lora_enabled(digest)
-        num_bytes, rank = self._runner.host_bytes(packed_adapter), self._runner.lora_rank(packed_adapter)
-        keep_copy = self._adapter_registry.add(digest, path, slot_pinned, num_bytes, rank)
+        keep_copy = self._adapter_registry.add(digest, path, slot_pinned, self._runner.adapter_info(packed_adapter))
         self._discard_evicted_copies()
         if keep_copy:
             self._runner.store_adapter(digest, packed_adapter)

@@ -15,6 +15,7 @@ from quire_engine.distributed.communicator import TIMEOUT_S
 from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.distributed.worker_handle import WorkerChannels, WorkerHandle, WorkerProcess
 from quire_engine.kv_cache.layout_choice import choose_layout
+from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.step.input import max_elements
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
 from quire_engine.worker.interface import ModelRunner
@@ -111,15 +112,10 @@ class TensorParallelRunner(ModelRunner):
         weakref.finalize(adapter, self._worker_group.notify, "discard_adapter", key=key).atexit = False
         return adapter
 
-    def host_bytes(self, packed_adapter: object) -> int:
-        """Return the size of the shard on this rank; see ModelRunner."""
+    def adapter_info(self, packed_adapter: object) -> AdapterInfo:
+        """See ModelRunner. The size is that of the shard on this rank."""
         assert isinstance(packed_adapter, ShardedAdapter)
-        return self._local_runner.host_bytes(packed_adapter.local_shard)
-
-    def lora_rank(self, packed_adapter: object) -> int:
-        """See ModelRunner."""
-        assert isinstance(packed_adapter, ShardedAdapter)
-        return self._local_runner.lora_rank(packed_adapter.local_shard)
+        return self._local_runner.adapter_info(packed_adapter.local_shard)
 
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """See ModelRunner."""

@@ -32,6 +32,8 @@ class BlocksStored:
     cache_salt: str | None = None
     group: int = 0
     medium: Medium = "GPU"
+    has_base_parent: bool = False
+    """Whether the adapter does not apply to the parent, which is a block of the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,12 @@ class BlockEventLog:
     def add_stored(self, block: BlocksStored) -> None:
         """Record that one block was cached."""
         last = self._events[-1] if self._events else None
-        # A block that has the last key as its parent has the same group, adapter and salt.
-        if isinstance(last, BlocksStored) and last.keys[-1] == block.parent_key and last.medium == block.medium:
+        # A block that has the last key as its parent has the same group and salt.
+        if (
+            isinstance(last, BlocksStored)
+            and last.keys[-1] == block.parent_key
+            and (last.medium, last.adapter_digest) == (block.medium, block.adapter_digest)
+        ):
             last.keys.extend(block.keys)
             last.token_ids.extend(block.token_ids)
         else:

@@ -24,7 +24,8 @@ class BlockHasher:
     """All parameters that determine the bytes of a block, except for the tokens.
 
     The hash of block i is sha256(hash of block i - 1, tokens of block i as little-endian uint32). `root` returns the
-    hash before block 0. The hashes of the root and of blocks use a fixed binary encoding.
+    hash before block 0, and `switch` adds an adapter that applies from a later token on. All hashes use a fixed binary
+    encoding.
     """
 
     model_digest: str
@@ -61,6 +62,20 @@ class BlockHasher:
         if self.layer_groups:
             fields.append(",".join(map(str, self.layer_groups)))
         return hashlib.sha256(b"".join(_encode_field(field) for field in fields)).digest()
+
+    def switch(self, parent_hash: bytes, index: int, adapter_digest: AdapterDigest | None, adapter_start: int) -> bytes:
+        """Return the hash before full block `index`, given the hash of the block before it.
+
+        The two differ only if the adapter starts to apply inside of this block. The position is part of the hash,
+        because equal tokens can be before or after the start. If the adapter applies from token 0 on, it is part of the
+        root.
+        """
+        start = index * self.block_size
+        if adapter_digest is None or not max(start, 1) <= adapter_start < start + self.block_size:
+            return parent_hash
+        # No token id has these first bytes, so that the hash differs from that of any block.
+        fields = b"adapter:" + struct.pack("<Q", adapter_start) + _encode_field(adapter_digest)
+        return hashlib.sha256(parent_hash + fields).digest()
 
     def extend(self, parent_hash: bytes, token_ids: Sequence[int]) -> bytes:
         """Return the hash (32 bytes) of a full block with the tokens `token_ids` [block_size]; `parent_hash` is the

@@ -12,6 +12,7 @@ from quire_engine.kv_cache.block_hash import BlockHasher, group_hash
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.host_cache import HostCache
 from quire_engine.sequence import BlockId, Sequence
+from quire_spec.constants import AdapterDigest
 from quire_spec.model.kv_layout import KVLayout
 
 
@@ -40,7 +41,8 @@ class PrefixHit:
 
 
 class PrefixCache:
-    """Shares blocks between sequences with the same first tokens, adapter and salt.
+    """Shares blocks between sequences with the same first tokens, adapter and salt. Blocks before the invocation of an
+    adapter are those of the base model.
 
     If the layers are divided into groups, each group has its own blocks. The blocks of a group with a sliding window
     can be evicted while the blocks of other groups stay cached. Therefore, a prefix can end at a position only if the
@@ -99,17 +101,20 @@ class PrefixCache:
             hit = self._make_hit(cached_blocks, num_cached_tokens)
         return self._extend_with_host(sequence, self._extend_with_swapped(sequence, hit), max_tokens)
 
-    def missing_keys(self, sequence: Sequence) -> list[bytes]:
-        """Return the keys of the full blocks after those that `match` finds. A sequence could restore these blocks if a
-        store had them."""
+    def missing_blocks(self, sequence: Sequence) -> dict[bytes, AdapterDigest | None]:
+        """Return the keys of the full blocks after those that `match` finds, and the adapter of each block. A sequence
+        could restore these blocks if a store had them."""
         if sequence.needs_prompt_logprobs or not self._enabled:
-            return []
+            return {}
         hit, block_size = self.match(sequence), self._block_hasher.block_size
         max_tokens = sequence.num_prefill_tokens - 1
         if hit.num_tokens >= max_tokens or hit.copy_sources:
-            return []
+            return {}
         end = min(sequence.num_tokens // block_size, -(-max_tokens // block_size))
-        return [self._block_hash(sequence, index) for index in range(len(hit.blocks) + len(hit.host_blocks), end)]
+        return {
+            self._block_hash(sequence, index): sequence.adapter_until((index + 1) * block_size)
+            for index in range(len(hit.blocks) + len(hit.host_blocks), end)
+        }
 
     def full_blocks_only(self, hit: PrefixHit) -> PrefixHit:
         """Return the part of `hit` that consists of full blocks. A sequence that continues after this part does not
@@ -243,9 +248,10 @@ class PrefixCache:
             [group_hash(hashes[index], group)],
             group_hash(hashes[index - 1], group) if index else None,
             sequence.tokens(index * block_size, (index + 1) * block_size),
-            sequence.adapter_digest,
+            sequence.adapter_until((index + 1) * block_size),
             sequence.cache_salt,
             group,
+            has_base_parent=index > 0 and sequence.adapter_until(index * block_size) is None,
         )
 
     def _uses_long_rope(self, sequence: Sequence) -> bool:
@@ -253,14 +259,19 @@ class PrefixCache:
 
     def _root_hash(self, sequence: Sequence) -> bytes:
         long_rope = self._uses_long_rope(sequence)
-        return self._block_hasher.root(sequence.adapter_digest, sequence.cache_salt, long_rope=long_rope)
+        return self._block_hasher.root(sequence.adapter_until(1), sequence.cache_salt, long_rope=long_rope)
 
     def _block_hash(self, sequence: Sequence, index: int) -> bytes:
         """Return the content hash of full block `index`."""
         hashes = sequence.block_hashes
         # Earlier hashes are missing only if a fork shares blocks with a parent whose step is in flight.
         while index >= len(hashes):
-            parent_hash = hashes[-1] if hashes else self._root_hash(sequence)
+            parent_hash = self._block_hasher.switch(
+                hashes[-1] if hashes else self._root_hash(sequence),
+                len(hashes),
+                sequence.adapter_digest,
+                sequence.adapter_start,
+            )
             start = len(hashes) * self._block_hasher.block_size
             hashes.append(
                 self._block_hasher.extend(parent_hash, sequence.tokens(start, start + self._block_hasher.block_size))

@@ -71,7 +71,9 @@ class EventConverter:
             extra_keys += [parts or None] * (len(event.keys) - 1)
             yield BlockStored(
                 [external_hash(key, name) for key in event.keys],
-                None if event.parent_key is None else external_hash(event.parent_key, name),
+                None
+                if event.parent_key is None
+                else external_hash(event.parent_key, None if event.has_base_parent else name),
                 event.token_ids,
                 self._block_size,
                 None,

@@ -8,8 +8,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 from quire_engine.kv_cache.block_events import BlocksStored, Medium
 from quire_engine.kv_cache.host_cache import HostCache
@@ -36,8 +36,8 @@ class _Transfer:
     is_read: bool
     deadline: float = math.inf
     """Monotonic seconds at which a read is late."""
-    adapter_digest: AdapterDigest | None = None
-    """Of the sequence that started a read."""
+    adapters: Mapping[bytes, AdapterDigest | None] = field(default_factory=dict)
+    """The adapter of each block of a read."""
 
 
 class StoreTraffic:
@@ -75,16 +75,19 @@ class StoreTraffic:
         """The rows of all transfers."""
         return [transfer.rows for transfer in self._transfers]
 
-    def is_ready(self, sequence: Sequence, missing_keys: Callable[[], list[bytes]], now: float) -> bool:
+    def is_ready(
+        self, sequence: Sequence, missing_blocks: Callable[[], Mapping[bytes, AdapterDigest | None]], now: float
+    ) -> bool:
         """Return whether a sequence need not wait for the store. A sequence whose next block is being read waits for
         that read. Otherwise, a read starts if the store has blocks of the sequence; this happens once.
 
         Args:
             sequence: a waiting sequence.
-            missing_keys: returns the keys of its next blocks that are neither on the device nor in host memory.
+            missing_blocks: returns the keys of its next blocks that are neither on the device nor in host memory, and
+                the adapter of each block.
             now: monotonic seconds.
         """
-        read = self._reads.get(sequence.awaited_key) or self._find_read(sequence, missing_keys, now)
+        read = self._reads.get(sequence.awaited_key) or self._find_read(sequence, missing_blocks, now)
         if read is None:
             return True
         deadline = min(read.deadline, sequence.store_deadline)
@@ -105,7 +108,7 @@ class StoreTraffic:
                 self.num_read_blocks += num_blocks
                 for key, row in list(zip(transfer.keys, transfer.rows, strict=True))[:num_blocks]:
                     if self._host_cache.pool.cache_block(row, key):
-                        self._announce(key, "CPU", transfer.adapter_digest)
+                        self._announce(key, "CPU", transfer.adapters[key])
                 for key in transfer.keys:
                     del self._reads[key]
             else:
@@ -138,32 +141,34 @@ class StoreTraffic:
             elif log is not None:
                 log.add_removed(key, "STORAGE")
 
-    def _find_read(self, sequence: Sequence, missing_keys: Callable[[], list[bytes]], now: float) -> _Transfer | None:
+    def _find_read(
+        self, sequence: Sequence, missing_blocks: Callable[[], Mapping[bytes, AdapterDigest | None]], now: float
+    ) -> _Transfer | None:
         """Return the read for which a sequence waits: that of another sequence, or a new one."""
         if sequence.has_searched_store or now >= sequence.store_deadline:
             return None
         sequence.store_deadline = min(sequence.store_deadline, now + READ_DEADLINE_S)
-        keys = missing_keys()
-        sequence.awaited_key = keys[0] if keys else b""
+        adapters = missing_blocks()
+        sequence.awaited_key = next(iter(adapters), b"")
         if (read := self._reads.get(sequence.awaited_key)) is None:
             sequence.has_searched_store = True
-            read = self._start_read(keys, now, sequence.adapter_digest)
+            read = self._start_read(adapters, now)
         return read
 
-    def _start_read(self, keys: list[bytes], now: float, adapter_digest: AdapterDigest | None) -> _Transfer | None:
+    def _start_read(self, adapters: Mapping[bytes, AdapterDigest | None], now: float) -> _Transfer | None:
         oldest = next(iter(self._reads.values()), None)
         if oldest is not None and now >= oldest.deadline:
             # While the store is late, it gets no more reads, which would delay more sequences and occupy more rows.
             return None
         pool, costs = self._host_cache.pool, self._host_cache.costs
         max_blocks = min(pool.num_free, pool.num_blocks // _READ_SHARE - len(self._reads))
-        keys = list(takewhile(lambda key: key not in self._reads, keys[: max(0, max_blocks)]))
+        keys = list(takewhile(lambda key: key not in self._reads, islice(adapters, max(0, max_blocks))))
         num_blocks = self._store.contains(keys)
         seconds = num_blocks * (costs.seconds_per_block + self._store.seconds_per_block)
         if not num_blocks or seconds >= num_blocks * self._block_size * costs.seconds_per_token:
             return None
         rows = pool.allocate(num_blocks)
-        read = _Transfer(keys[:num_blocks], rows, True, now + READ_DEADLINE_S, adapter_digest)
+        read = _Transfer(keys[:num_blocks], rows, True, now + READ_DEADLINE_S, adapters)
         self._transfers.append(read)
         self._reads |= dict.fromkeys(read.keys, read)
 

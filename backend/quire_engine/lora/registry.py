@@ -8,10 +8,12 @@ owns the adapter slots. An adapter is always identified by its content digest.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from quire_engine.lora.adapter_info import AdapterInfo
+from quire_engine.lora.invocation import adapter_start
 from quire_engine.lora.slot_table import SlotTable
 from quire_engine.sequence import SlotId
 from quire_spec.constants import AdapterDigest
@@ -33,9 +35,8 @@ class _Adapter:
     last_used: int = 0
     """Tick at which a sequence of the adapter last arrived or started. The adapter with the lowest tick is evicted
     first."""
-    num_bytes: int = 0
-    """Bytes of the adapter's host copy. The size is known, because an adapter is registered only after it was read."""
-    rank: int = 0
+    info: AdapterInfo = field(default_factory=AdapterInfo)
+    """Known, because an adapter is registered only after it was read."""
 
 
 class AdapterRegistry:
@@ -77,15 +78,10 @@ class AdapterRegistry:
         digest: AdapterDigest,
         path: Path,
         slot_pinned: bool | None = None,
-        num_bytes: int = 0,
-        rank: int = 0,
+        info: AdapterInfo | None = None,
     ) -> bool:
         """Register an adapter that was just read. If `slot_pinned` is None, only restore the host copy of a registered
         adapter.
-
-        Args:
-            num_bytes: size of the host copy.
-            rank: the largest LoRA rank among the adapter's modules.
 
         Returns:
             Whether the caller must keep the copy. It is False if host memory is full of copies that have been needed
@@ -98,7 +94,7 @@ class AdapterRegistry:
         if adapter is None or slot_pinned is not None:
             adapter = self._register(digest, path, bool(slot_pinned))
         self._reading.discard(digest)
-        adapter.num_bytes, adapter.rank = num_bytes, rank
+        adapter.info = info or AdapterInfo()
         if self._remove_if_unused(digest, adapter):
             return False
         return digest in self._on_host or self._add_host_copy(digest, adapter)
@@ -144,6 +140,10 @@ class AdapterRegistry:
     def residencies(self) -> list[AdapterResidency]:
         """Return where each registered adapter is. Removed adapters are not included."""
         return [self._residency(digest) for digest in self.adapter_states()]
+
+    def adapter_start(self, digest: AdapterDigest, prompt_token_ids: Sequence[int]) -> int:
+        """Return the position of the first token of a sequence that a registered adapter changes."""
+        return adapter_start(prompt_token_ids, self._adapter_by_digest[digest].info.invocation_tokens)
 
     def add_sequence(self, digest: AdapterDigest) -> None:
         """Count a new sequence, and request a read of its adapter if necessary.
@@ -301,7 +301,8 @@ class AdapterRegistry:
         if adapter is None or adapter.removed:
             return AdapterResidency(digest, "removed")
         is_pinned = digest in self.slot_table.slot_pinned_adapters
-        return AdapterResidency(digest, self._state(digest), is_pinned, adapter.rank)
+        info = adapter.info
+        return AdapterResidency(digest, self._state(digest), is_pinned, info.rank, list(info.invocation_tokens))
 
     def _state(self, digest: AdapterDigest) -> str:
         if self.slot_table.lookup(digest) is not None:
@@ -366,7 +367,7 @@ class AdapterRegistry:
         adapter.last_used = self._tick
 
     def _copy_bytes(self, digest: AdapterDigest) -> int:
-        return self._adapter_by_digest[digest].num_bytes
+        return self._adapter_by_digest[digest].info.num_bytes
 
     def _fits(self, num_copies: int, num_bytes: int) -> bool:
         """Return whether `num_copies` further copies fit if they have `num_bytes` bytes in total."""

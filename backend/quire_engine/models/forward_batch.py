@@ -5,8 +5,10 @@ All spans are flattened into one batch. The tokens of an adapter are contiguous.
 slices of the batch.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -58,7 +60,7 @@ class ForwardBatch:
         if self.adapters is None or (self.logit_rows is None and rows == slice(self.num_logits)):
             return self
         slots, device = self.logit_adapter_slots[rows], self.token_ids.device
-        segments = _adapter_segments(slots, [1] * len(slots))
+        segments = _adapter_segments(slots, [1] * len(slots), ())
         return replace(self, adapters=build_lora_batch(segments, len(slots), device) if segments else None)
 
 
@@ -73,7 +75,7 @@ def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.
     kv_cache.zero_new_blocks(addresses.flatten())
     group_addresses = to_device_async(addresses, device).unbind()
     attentions = [build_attention_metadata(starts, lengths, t, kv_cache.layers[0], device) for t in block_tables]
-    segments = _adapter_segments(step_input.adapter_slots, step_input.lengths)
+    segments = _adapter_segments(step_input.adapter_slots, step_input.lengths, step_input.num_base_tokens)
     long_rope = torch.tensor(step_input.long_rope, dtype=torch.bool)[rows] if step_input.long_rope else None
     all_rows = step_input.logit_rows == list(range(num_tokens))
     batch = ForwardBatch(
@@ -85,9 +87,7 @@ def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.
         adapters=build_lora_batch(segments, num_tokens, device) if segments else None,
         logit_rows=None if all_rows else to_device_async(step_input.logit_rows, device),
         num_logits=len(step_input.logit_rows),
-        logit_adapter_slots=tuple(torch.tensor(step_input.adapter_slots)[rows][step_input.logit_rows].tolist())
-        if segments
-        else (),
+        logit_adapter_slots=_logit_adapter_slots(segments, step_input.logit_rows) if segments else (),
     )
     if len(attentions) == 1:
         return batch
@@ -105,15 +105,28 @@ def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
     return rows, torch.arange(len(rows)) + shifts[rows]
 
 
-def _adapter_segments(slots: Sequence[int], lengths: Sequence[int]) -> list[AdapterSegment]:
-    """Return ranges of adjacent tokens with the same adapter slot; `slots` and `lengths` have one value per span."""
+def _adapter_segments(
+    slots: Sequence[int], lengths: Sequence[int], num_base_tokens: Sequence[int]
+) -> list[AdapterSegment]:
+    """Return ranges of adjacent tokens with the same adapter slot. `slots`, `lengths` and, if it is not empty,
+    `num_base_tokens` have one value per span."""
     segments: list[AdapterSegment] = []
     end = 0
-    for slot, length in zip(slots, lengths, strict=True):
-        start, end = end, end + length
+    for slot, length, num_base in zip(slots, lengths, num_base_tokens or repeat(0, len(slots)), strict=True):
+        start, end = end + num_base, end + length
         if slot < 0:
             continue
         if segments and (segments[-1].adapter_slot, segments[-1].end) == (slot, start):
             start = segments.pop().start
         segments.append(AdapterSegment(slot, start, end))
     return segments
+
+
+def _logit_adapter_slots(segments: Sequence[AdapterSegment], logit_rows: Sequence[int]) -> tuple[int, ...]:
+    """Return the adapter slot of each token that needs logits, -1 if it has no adapter."""
+    starts = [segment.start for segment in segments]
+    found = (segments[max(bisect_right(starts, row) - 1, 0)] for row in logit_rows)
+    return tuple(
+        segment.adapter_slot if segment.start <= row < segment.end else -1
+        for segment, row in zip(found, logit_rows, strict=True)
+    )

@@ -234,6 +234,9 @@ class Scheduler:
             self._beams.check_request(sequence)
         if sequence.adapter_digest is not None:
             self._adapter_registry.add_sequence(sequence.adapter_digest)
+            sequence.adapter_start = self._adapter_registry.adapter_start(
+                sequence.adapter_digest, sequence.prompt_token_ids
+            )
         if sequence.params.use_beam_search:
             self._beams.add(sequence)
         self._num_arrivals += 1
@@ -625,7 +628,7 @@ class Scheduler:
         """Return whether a sequence need not wait for a store that reads its KV blocks into host memory."""
         if self.store_traffic is None or sequence.status is SequenceStatus.PREEMPTED:
             return True
-        is_ready = self.store_traffic.is_ready(sequence, lambda: self.prefix_cache.missing_keys(sequence), now)
+        is_ready = self.store_traffic.is_ready(sequence, lambda: self.prefix_cache.missing_blocks(sequence), now)
         sequence.status = SequenceStatus.WAITING if is_ready else SequenceStatus.WAITING_FOR_KV
         return is_ready
 

@@ -7,6 +7,7 @@ from random import Random
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer.store import HostRows
+from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.simulation.step_features import StepFeatures
 from quire_engine.simulation.step_model import StepModel
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
@@ -58,13 +59,9 @@ class SimulatedRunner:
         """Return an adapter without content."""
         return path
 
-    def host_bytes(self, packed_adapter: object) -> int:
-        """Return the size of an adapter."""
-        return self._adapter_bytes
-
-    def lora_rank(self, packed_adapter: object) -> int:
-        """Return 0, because nothing reads it."""
-        return 0
+    def adapter_info(self, packed_adapter: object) -> AdapterInfo:
+        """Return the size of an adapter. Nothing reads the rest."""
+        return AdapterInfo(self._adapter_bytes)
 
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """Do nothing."""

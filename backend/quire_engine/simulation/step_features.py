@@ -45,9 +45,9 @@ class StepFeatures:
             else:
                 decode_rows += span.length
                 kv_tokens += span.length * span.end
-            if span.adapter_slot is not None:
-                adapter_tokens += span.length
-                slots.add(span.adapter_slot)
+            if span.active_slot is not None:
+                adapter_tokens += span.length - span.num_base_tokens
+                slots.add(span.active_slot)
         copied_blocks = len(plan.swap_outs) + len(plan.swap_ins)
         work = prefill_tokens, decode_rows, kv_tokens, prefill_area, adapter_tokens, len(slots), copied_blocks, prompts
         return cls(1, *work)

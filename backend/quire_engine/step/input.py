@@ -19,7 +19,7 @@ from torch import Tensor
 from quire_engine.sequence import BlockId
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan, SwapCopy
 
-_HEADER_SIZE = 11
+_HEADER_SIZE = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,9 @@ class StepInput:
     long_rope: list[int] = field(default_factory=list)
     """Per span: 1 if its keys are rotated with the factors for long sequences, else 0. The list is empty if it would
     contain only zeros."""
+    num_base_tokens: list[int] = field(default_factory=list)
+    """Per span: number of tokens at its start that its adapter does not change. The list is empty if it would contain
+    only zeros."""
     swap_outs: list[SwapCopy] = field(default_factory=list)
     """`swap_outs`, `swap_ins` and `copies` are explained in StepPlan."""
     swap_ins: list[SwapCopy] = field(default_factory=list)
@@ -94,7 +97,7 @@ def sort_spans(spans: Sequence[ScheduledSpan]) -> list[int]:
 
     def key(i: int) -> tuple[int, bool, int]:
         span = spans[i]
-        return (-1 if span.adapter_slot is None else span.adapter_slot, span.length > 1, -span.start)
+        return (-1 if span.active_slot is None else span.active_slot, span.length > 1, -span.start)
 
     return sorted(range(len(spans)), key=key)
 
@@ -131,16 +134,18 @@ def build_step_input(
     is_long = (
         [] if long_rope_threshold is None else [int(span.sequence.num_tokens > long_rope_threshold) for span in spans]
     )
+    num_base_tokens = [0 if span.active_slot is None else span.num_base_tokens for span in spans]
     return StepInput(
         starts=[span.start for span in spans],
         lengths=[span.length for span in spans],
-        adapter_slots=[-1 if span.adapter_slot is None else span.adapter_slot for span in spans],
+        adapter_slots=[-1 if span.active_slot is None else span.active_slot for span in spans],
         token_ids=int64_tensor(token_ids),
         block_ids=int64_tensor(block_ids),
         logit_rows=sampled_rows + prompt_logprob_rows,
         num_sampled=len(sampled_rows),
         awaits_tokens=any(span.awaits_token for span in spans),
         long_rope=is_long if any(is_long) else [],
+        num_base_tokens=num_base_tokens if any(num_base_tokens) else [],
         swap_outs=plan.swap_outs if plan is not None else [],
         swap_ins=plan.swap_ins if plan is not None else [],
         copies=plan.copies if plan is not None else [],
@@ -153,7 +158,7 @@ def max_elements(
     """Return the number of elements that a row needs for the largest possible input. A step swaps at most `num_swaps`
     blocks, and copies at most one block of each group per span. `max_blocks_per_seq` is the number of blocks of one
     group."""
-    num_elements = max_num_seqs * (5 + (2 + max_blocks_per_seq) * num_groups) + 2 * max_num_tokens
+    num_elements = max_num_seqs * (6 + (2 + max_blocks_per_seq) * num_groups) + 2 * max_num_tokens
     num_graph_elements = max_num_seqs * (2 + 3 * max_blocks_per_seq) * num_groups
     num_graph_elements += 6 * max(max_num_seqs, max_num_tokens)
     return _HEADER_SIZE + max(num_elements, num_graph_elements) + 2 * num_swaps
@@ -169,14 +174,15 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
     if isinstance(step_input, GraphStepInput):
         num_inputs, size = step_input.inputs.shape
         header = [size, *header, num_inputs, step_input.has_adapters]
-        header += [step_input.table_updates.shape[1], len(step_input.logit_rows), 0, 0]
+        header += [step_input.table_updates.shape[1], len(step_input.logit_rows), 0, 0, 0]
         lists = [*header, *block_numbers, *step_input.logit_rows]
         tensors = step_input.inputs.flatten(), step_input.table_updates.flatten()
     else:
         header = [0, *header, len(step_input.starts), len(step_input.token_ids), len(step_input.block_ids)]
         header += [len(step_input.logit_rows), step_input.num_sampled, len(step_input.long_rope)]
+        header += [len(step_input.num_base_tokens)]
         lists = [*header, *block_numbers, *step_input.starts, *step_input.lengths, *step_input.adapter_slots]
-        lists += [*step_input.logit_rows, *step_input.long_rope]
+        lists += [*step_input.logit_rows, *step_input.long_rope, *step_input.num_base_tokens]
         tensors = step_input.token_ids, step_input.block_ids
     chunks = (int64_tensor(lists), *tensors)
     torch.cat(chunks, out=row[: sum(map(len, chunks))])
@@ -196,8 +202,8 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
         inputs, table_updates = inputs.view(num_inputs, size), table_updates.view(3, num_updates)
         rest = bool(awaits_tokens), swap_outs, swap_ins, copies
         return GraphStepInput(bool(has_adapters), inputs, table_updates, logit_rows, *rest)
-    num_spans, num_tokens, num_blocks, num_logits, num_sampled, num_long_rope = counts
-    num_list_elements = 3 * num_spans + num_logits + num_long_rope
+    num_spans, num_tokens, num_blocks, num_logits, num_sampled, num_long_rope, num_bases = counts
+    num_list_elements = 3 * num_spans + num_logits + num_long_rope + num_bases
     numbers = iter(row[end : end + num_list_elements].tolist())
 
     def next_list(num: int) -> list[int]:
@@ -205,7 +211,7 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
 
     token_ids, block_ids = _split(row[end + num_list_elements :], num_tokens, num_blocks)
     starts, lengths, adapter_slots = (next_list(num_spans) for _ in range(3))
-    logit_rows, long_rope = next_list(num_logits), next_list(num_long_rope)
+    logit_rows, long_rope, num_base_tokens = map(next_list, (num_logits, num_long_rope, num_bases))
     return StepInput(
         starts=starts,
         lengths=lengths,
@@ -216,6 +222,7 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
         num_sampled=num_sampled,
         awaits_tokens=bool(awaits_tokens),
         long_rope=long_rope,
+        num_base_tokens=num_base_tokens,
         swap_outs=swap_outs,
         swap_ins=swap_ins,
         copies=copies,

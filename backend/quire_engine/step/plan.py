@@ -23,7 +23,7 @@ class ScheduledSpan:
     start: int
     length: int
     adapter_slot: SlotId | None
-    """Device slot of the adapter; None runs the base model."""
+    """Device slot of the sequence's adapter; None runs the base model."""
     draft_token_ids: tuple[int, ...] = ()
     """Tokens that may follow the last token of the sequence; the step verifies them. Included in `length`."""
     num_lookahead_tokens: int = 0
@@ -34,6 +34,16 @@ class ScheduledSpan:
     def end(self) -> int:
         """Position after the last token, draft tokens included."""
         return self.start + self.length
+
+    @property
+    def num_base_tokens(self) -> int:
+        """Number of tokens at the start of the span that the adapter does not change."""
+        return min(max(self.sequence.adapter_start - self.start, 0), self.length)
+
+    @property
+    def active_slot(self) -> SlotId | None:
+        """Device slot of the adapter that changes tokens of the span; None if the base model computes all of them."""
+        return self.adapter_slot if self.num_base_tokens < self.length else None
 
     @property
     def samples(self) -> bool:

@@ -7,10 +7,12 @@ decide which adapters are in memory or in a slot. The adapter registry (`lora/re
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self
 
+from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.device_slots import DeviceAdapterSlots, create_slots
 from quire_engine.lora.peft.adapter import HostAdapter, read_adapter
 from quire_engine.models.base import CausalLM
@@ -20,6 +22,14 @@ from quire_kernels import PackedAdapter
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """An adapter that was read and packed."""
+
+    packed: PackedAdapter
+    info: AdapterInfo
 
 
 class AdapterStore:
@@ -35,7 +45,7 @@ class AdapterStore:
         """
         self.slots = slots
         self._read_host_adapter = read_host_adapter
-        self._packed_adapter_by_digest: dict[AdapterDigest, PackedAdapter] = {}
+        self._adapter_by_digest: dict[AdapterDigest, StoredAdapter] = {}
 
     @classmethod
     def from_model(
@@ -64,9 +74,9 @@ class AdapterStore:
     @property
     def digests(self) -> frozenset[str]:
         """Content digests of the adapters in host memory."""
-        return frozenset(self._packed_adapter_by_digest)
+        return frozenset(self._adapter_by_digest)
 
-    def read(self, path: Path) -> PackedAdapter:
+    def read(self, path: Path) -> StoredAdapter:
         """Read an adapter's folder and pack it. Safe to call from any thread.
 
         Raises:
@@ -74,21 +84,22 @@ class AdapterStore:
         """
         return self.pack(self._read_host_adapter(path))
 
-    def pack(self, adapter: HostAdapter) -> PackedAdapter:
+    def pack(self, adapter: HostAdapter) -> StoredAdapter:
         """Convert an adapter to the memory layout of the slots. Safe to call from any thread."""
         assert self.slots is not None
-        return self.slots.pack(adapter)
+        packed = self.slots.pack(adapter)
+        return StoredAdapter(packed, AdapterInfo(packed.num_bytes, packed.rank, adapter.invocation_tokens))
 
-    def store(self, adapter_digest: AdapterDigest, packed_adapter: PackedAdapter) -> None:
-        """Keep a packed adapter in host memory, under the digest of its content."""
-        self._packed_adapter_by_digest[adapter_digest] = packed_adapter
+    def store(self, adapter_digest: AdapterDigest, adapter: StoredAdapter) -> None:
+        """Keep an adapter in host memory, under the digest of its content."""
+        self._adapter_by_digest[adapter_digest] = adapter
 
     def discard(self, adapter_digest: AdapterDigest) -> None:
         """Remove an adapter from host memory. Unknown digests are ignored.
 
         If a slot contains the adapter, the adapter stays in the slot.
         """
-        self._packed_adapter_by_digest.pop(adapter_digest, None)
+        self._adapter_by_digest.pop(adapter_digest, None)
 
     def load_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
         """Return a function that copies an adapter into a slot.
@@ -96,4 +107,4 @@ class AdapterStore:
         The function uses the copy of the adapter that is in host memory when `load_slot` is called. See `ModelRunner`.
         """
         assert self.slots is not None
-        return self.slots.copy_to_slot(self._packed_adapter_by_digest[slot_load.adapter_digest], slot_load.adapter_slot)
+        return self.slots.copy_to_slot(self._adapter_by_digest[slot_load.adapter_digest].packed, slot_load.adapter_slot)

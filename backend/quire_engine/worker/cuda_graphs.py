@@ -184,7 +184,8 @@ class CudaGraphRunner:
             query_starts.append(len(tokens))
             tokens += span.sequence.tokens(span.start, span.end - len(span.draft_token_ids))
             tokens += span.draft_token_ids
-            slots += [-1 if span.adapter_slot is None else span.adapter_slot] * span.length
+            slot, num_base = -1 if span.active_slot is None else span.active_slot, span.num_base_tokens
+            slots += [-1] * num_base + [slot] * (span.length - num_base)
             logit_rows += range(len(tokens) - span.num_sampled_rows, len(tokens))
         size, num_padding = shape.num_tokens, shape.num_tokens - len(tokens)
         values = rows + [self._num_rows] * (size - len(spans))
@@ -236,7 +237,7 @@ class CudaGraphRunner:
         if any(span.prompt_logprob_positions for span in spans):
             return None
         num_tokens = sum(span.length for span in spans)
-        has_adapters = any(span.adapter_slot is not None for span in spans)
+        has_adapters = any(span.active_slot is not None for span in spans)
         return self.shapes.select(num_tokens, is_mixed=num_tokens > len(spans), has_adapters=has_adapters)
 
     def _compute_logits(self, graph_input: GraphStepInput) -> Tensor | None:

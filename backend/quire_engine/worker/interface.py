@@ -11,6 +11,7 @@ from typing import Protocol
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer.store import HostRows
+from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
 from quire_spec.constants import AdapterDigest
 
@@ -32,11 +33,8 @@ class ModelRunner(Protocol):
             InvalidArgument: the folder does not contain an adapter for this model, or the adapter cannot be served.
         """
 
-    def host_bytes(self, packed_adapter: object) -> int:
-        """Return the size of an adapter that `read_adapter` returned, in bytes."""
-
-    def lora_rank(self, packed_adapter: object) -> int:
-        """Return the largest LoRA rank among the modules of an adapter that `read_adapter` returned."""
+    def adapter_info(self, packed_adapter: object) -> AdapterInfo:
+        """Return the size and the properties of an adapter that `read_adapter` returned."""
 
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """Keep an adapter in host memory, under the digest of its content. `read_adapter` returned the adapter."""

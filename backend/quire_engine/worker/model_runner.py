@@ -20,10 +20,11 @@ from quire_engine.distributed.communicator import Communicator
 from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.kv_cache.host_swap import HostSwap
+from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.models.forward_batch import ForwardBatch, build_forward_batch
 from quire_engine.step.input import GraphStepInput, StepInput, build_step_input, sort_spans
 from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
-from quire_engine.worker.adapter_store import AdapterStore
+from quire_engine.worker.adapter_store import AdapterStore, StoredAdapter
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
 from quire_engine.worker.device import init_device, log_batch_invariance
 from quire_engine.worker.drafting.builder import build_drafter
@@ -35,7 +36,6 @@ from quire_engine.worker.sampling.grammar_bitmask import BitmaskFuture
 from quire_engine.worker.sampling.logprobs import compute_prompt_logprobs, logit_row_chunks
 from quire_engine.worker.sampling.span_sampler import SpanSampler
 from quire_engine.worker.startup import RunnerStartup
-from quire_kernels import PackedAdapter
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
@@ -86,23 +86,18 @@ class DeviceModelRunner(ModelRunner):
         self._kv_cache, self._graphs, self._host_swap = memory.kv_cache, memory.graphs, memory.host_swap
         self.swap_costs, self.memory, self.host_rows = memory.swap_costs, memory.measured, memory.host_swap
 
-    def read_adapter(self, path: Path) -> PackedAdapter:
+    def read_adapter(self, path: Path) -> StoredAdapter:
         """See ModelRunner."""
         return self.adapter_store.read(path)
 
-    def host_bytes(self, packed_adapter: object) -> int:
+    def adapter_info(self, packed_adapter: object) -> AdapterInfo:
         """See ModelRunner."""
-        assert isinstance(packed_adapter, PackedAdapter)
-        return packed_adapter.num_bytes
-
-    def lora_rank(self, packed_adapter: object) -> int:
-        """See ModelRunner."""
-        assert isinstance(packed_adapter, PackedAdapter)
-        return packed_adapter.rank
+        assert isinstance(packed_adapter, StoredAdapter)
+        return packed_adapter.info
 
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """See ModelRunner."""
-        assert isinstance(packed_adapter, PackedAdapter)
+        assert isinstance(packed_adapter, StoredAdapter)
         self.adapter_store.store(adapter_digest, packed_adapter)
 
     def discard_adapter(self, adapter_digest: AdapterDigest) -> None:

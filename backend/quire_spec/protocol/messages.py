@@ -387,6 +387,8 @@ class AdapterResidency(Value, frozen=True):
     """Whether the adapter keeps its slot while no request uses it."""
     rank: int = 0
     """The largest LoRA rank among the adapter's modules."""
+    invocation_tokens: list[int] = []
+    """The tokens from which the adapter applies. If there are none, it applies to all tokens."""
 
 
 class BlockChanges(Value, frozen=True):

@@ -30,6 +30,8 @@ pytestmark = requires_native_kernels
 
 MAX_MODEL_LEN = 320
 NUM_TOKENS, MAX_TOKENS = 3, 28
+INVOCATION = 7
+"""The token from which one of the adapters applies."""
 NUM_REQUESTS, NUM_LONG = 64, 8
 """The first requests are long."""
 # Sizes for which compiled kernels exist, in place of those that the checkpoints have for other tests. Windows are
@@ -100,7 +102,7 @@ def _requests(draw: random.Random, adapters: list[str | None]) -> list[Request]:
         prompt = draw.choice(stems)[: draw.randint(0, length)]
         words = [[draw.randrange(VOCAB) for _ in range(4)] for _ in range(3)]
         while len(prompt) < length:
-            prompt = prompt + draw.choice(words)
+            prompt = prompt + draw.choice(words) + [INVOCATION] * (draw.random() < 0.1)
         params: dict[str, Any] = {"temperature": i % 2 * 0.8, "seed": i, "ignore_eos": True}
         params |= {"logprobs": draw.choice([0, 5, 20]), "top_p": draw.choice([1.0, 0.9])}
         params["max_tokens"] = MAX_TOKENS if i < NUM_LONG else NUM_TOKENS
@@ -168,7 +170,11 @@ def checkpoint(tmp_path_factory):
         }.get(name[:3], attention)
         adapters = {
             kind: make_adapter(folder / "model", folder / kind, target_modules=targets, **options)
-            for kind, options in {"lora": {"r": 4}, "dora": {"r": 16, "use_dora": True}}.items()
+            for kind, options in {
+                "lora": {"r": 4},
+                "dora": {"r": 16, "use_dora": True},
+                "alora": {"r": 8, "alora_invocation_tokens": [INVOCATION]},
+            }.items()
         }
         adapters["vocabulary"] = make_adapter(
             folder / "model", folder / "vocabulary", target_modules=["embed_tokens", "lm_head"][: 2 - is_odd]

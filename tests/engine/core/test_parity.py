@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from peft.tuners.lora.variants import calculate_alora_offsets
 from support import quantized_checkpoints
 from support.near_ties import assert_greedy_tokens, assert_top_tokens
 from support.quantized_checkpoints import FOLDER, write_dequantized
@@ -506,3 +507,115 @@ def test_adapters_on_a_quantized_base_equal_peft_on_the_dequantized_base(name, t
     adapters, digests = {None: None, "a": adapter}, [None] * 8 + ["a"] * 8
     case = AdapterCase(quantized_checkpoints.FOLDER / name, adapters, prompts * 2, digests, references)
     _check(_generate(_adapted_engine(case), case.prompts, digests, arrival_ratio=0.3), references)
+
+
+INVOCATIONS: dict[str, tuple[int, ...]] = {"one": (5,), "two": (9, 9), "three": (5, 9, 2)}
+INVOCATION_SCENARIOS: dict[str, dict[str, Any]] = {
+    "one batch": {},
+    "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
+    "in chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+    "async": {"async_scheduling": True},
+    "preempted": {"num_blocks": MAX_MODEL_LEN // 8 + 4, "enable_prefix_caching": False},
+    "preempted and swapped": {"num_blocks": MAX_MODEL_LEN // 8 + 4, "swap_space": 0.001},
+    "offloaded": {"num_blocks": MAX_MODEL_LEN // 8 + 4, "kv_offloading_size": 0.01},
+    "one slot for five": {"max_loras": 1},
+    "drafts": {
+        "speculative_config": SpeculativeConfig("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=2),
+        "max_num_seqs": 3,
+    },
+    "two devices": {"tensor_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def invocation_case(tmp_path_factory):
+    """Return three adapters with an invocation, one of another kind and the base, and prompts in which invocations are
+    at any place, several times or missing. Each prompt is sent to each adapter."""
+    root, rng = tmp_path_factory.mktemp("invocations"), random.Random(8)
+    folder = make_checkpoint(root / "model", "llama")
+    adapters: dict[str | None, Path | None] = {None: None, "plain": make_adapter(folder, root / "plain", seed=9)}
+    for seed, (name, tokens) in enumerate(INVOCATIONS.items()):
+        options = {"target_modules": ["q_proj", "v_proj", "down_proj", "lm_head"]} if seed else {"lora_bias": True}
+        adapters[name] = make_adapter(folder, root / name, seed, alora_invocation_tokens=list(tokens), **options)
+    stem, prompts = [rng.randrange(10, VOCAB) for _ in range(48)], []
+    for length in (0, 7, 8, 15, 31, 40, 48):
+        middle = [token for _ in range(rng.randint(0, 3)) for token in rng.choice(list(INVOCATIONS.values()))]
+        prompts.append(stem[:length] + middle + [rng.randrange(10, VOCAB) for _ in range(rng.randint(1, 20))])
+    prompts += [[*stem[:23], *tokens] for tokens in INVOCATIONS.values()]
+    references, digests = [], []
+    for name, path in adapters.items():
+        oracle = load_oracle(folder) if path is None else load_adapted_oracle(folder, path)
+        for prompt in prompts:
+            references.append(
+                _invoked_reference(oracle, prompt) if name in INVOCATIONS else _reference(oracle, [prompt])[0]
+            )
+            digests.append(name)
+    return AdapterCase(folder, adapters, prompts * len(adapters), digests, references)
+
+
+@torch.inference_mode()
+def _invoked_reference(oracle: Any, prompt: list[int]) -> Reference:
+    """Generate greedily. As in peft's `generate`, the prompt alone decides from which token the adapter applies."""
+    [offset] = calculate_alora_offsets(oracle.peft_config, "default", torch.tensor([prompt]))
+    tokens, logprobs = list(prompt), []
+    for i in range(NUM_TOKENS):
+        offsets = [None if offset is None else offset + i]
+        logprobs.append(oracle(torch.tensor([tokens]), alora_offsets=offsets).logits[0, -1].log_softmax(-1))
+        tokens.append(int(logprobs[-1].argmax()))
+    return Reference(tokens[len(prompt) :], torch.stack(logprobs))
+
+
+def test_each_invocation_changes_some_outputs_but_not_all(invocation_case):
+    size = len(invocation_case.prompts) // len(invocation_case.adapters)
+    base, plain, *others = (
+        [reference.token_ids for reference in invocation_case.references[i : i + size]]
+        for i in range(0, len(invocation_case.references), size)
+    )
+    assert all(0 < sum(a == b for a, b in zip(base, other, strict=True)) < size for other in others)
+    assert not any(a == b for a, b in zip(base, plain, strict=True))
+
+
+@pytest.mark.parametrize("scenario", INVOCATION_SCENARIOS)
+def test_adapters_apply_from_their_invocation_on(invocation_case, scenario, monkeypatch):
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
+    engine = _adapted_engine(invocation_case, **INVOCATION_SCENARIOS[scenario])
+    for _ in range(2):  # the second time from the prefix cache, as far as it contains the prompts
+        outputs = _generate(engine, invocation_case.prompts, invocation_case.adapter_digests, arrival_ratio=0.3)
+        _check(outputs, invocation_case.references)
+    assert (engine.stats().num_preemptions > 0) == (scenario in ("preempted", "preempted and swapped", "offloaded"))
+    assert engine.stats().num_swapped_in_blocks > 0 or "swapped" not in scenario
+    assert engine.stats().num_draft_tokens > 0 or scenario != "drafts"
+
+
+def test_adapters_apply_from_their_invocation_on_in_bfloat16(invocation_case):
+    """In which the compiled kernels run; test_batch_invariance.py compares their bits."""
+    case = invocation_case
+    engine = _adapted_engine(case, dtype="bfloat16", max_num_batched_tokens=40)
+    outputs = _generate(engine, case.prompts, case.adapter_digests, arrival_ratio=0.3)
+    errors = [
+        abs(entry[1] - float(reference.logprobs[0][int(entry[0])]))
+        for output, reference in zip(outputs, case.references, strict=True)
+        for entry in output.logprobs[0]
+    ]
+    assert sum(errors) / len(errors) < 2**-3
+
+
+def test_blocks_before_the_invocation_are_those_of_the_base_model(invocation_case):
+    """So the cache contains them after any request for the base model or for such an adapter."""
+    rng = random.Random(2)
+    for order in ([None, "one", "two", "three"], ["three", "one", None, "two"]):
+        engine = _adapted_engine(invocation_case, block_size=8)
+        prefix = [rng.randrange(10, VOCAB) for _ in range(40)]
+        hits = []
+        for name in order:
+            prompt = prefix + list(INVOCATIONS.get(name, ())) + [11, 12, 13]
+            before = engine.stats().prefix_cache_hits
+            _generate(engine, [prompt], [name])
+            hits.append(engine.stats().prefix_cache_hits - before)
+        assert hits == [0, 40, 40, 40]
+        # A plain adapter shares none of them. The same adapter finds its own blocks after the invocation.
+        before = engine.stats().prefix_cache_hits
+        _generate(engine, [[*prefix, 11, 12, 13]], ["plain"])
+        assert engine.stats().prefix_cache_hits == before
+        _generate(engine, [prefix + [9, 9] + [11] * 20] * 2, ["two", "two"], arrival_ratio=0.1)
+        assert engine.stats().prefix_cache_hits - before >= 40 + 56

@@ -21,6 +21,27 @@ def test_hash_uses_a_fixed_binary_encoding() -> None:
     assert HASHER.root(None, "salt") == sha256(root).digest()
 
 
+def test_hash_depends_on_where_an_adapter_starts() -> None:
+    """Before the start, blocks are those of the base model. The block of the start differs for each adapter, and for
+    each start, although all of them have the same tokens."""
+    base = [HASHER.root(None, "salt")]
+    for index in range(3):
+        base.append(HASHER.extend(base[-1], [index] * 4))
+    hashes = {}
+    for digest in ("a", "b"):
+        for start in range(1, 13):
+            block_hash, chain = base[0], []
+            for index in range(3):
+                block_hash = HASHER.extend(HASHER.switch(block_hash, index, digest, start), [index] * 4)
+                chain.append(block_hash)
+            assert chain[: start // 4] == base[1 : 1 + start // 4]
+            hashes[digest, start] = chain[start // 4 :]
+    later = [block_hash for chain in hashes.values() for block_hash in chain]
+    assert len({*later, *base, HASHER.root("a", "salt")}) == len(later) + 5
+    fields = b"adapter:" + struct.pack("<Q", 5) + b"\1" + struct.pack("<I", 1) + b"a"
+    assert HASHER.switch(base[1], 1, "a", 5) == sha256(base[1] + fields).digest()
+
+
 def test_root_depends_on_every_field() -> None:
     hashers = [
         HASHER,

@@ -34,6 +34,26 @@ def stored(word: list[int], digest: str | None = None, salt: str | None = None, 
     return BlocksStored(keys, None, [n for number in word for n in [number] * 4], digest, salt, group)
 
 
+def test_blocks_of_an_adapter_follow_those_of_the_base_model_before_its_invocation():
+    converter, base = EventConverter(LAYOUT, 4), stored([1, 2])
+    list(converter.set_names({"a": "d1"}))
+    parent = HASHER.switch(base.keys[-1], 2, "d1", 9)
+    invoked = [HASHER.extend(parent, [3] * 4)]
+    invoked.append(HASHER.extend(invoked[0], [4] * 4))
+    events = as_seen(
+        converter.convert(
+            [
+                base,
+                BlocksStored(invoked[:1], base.keys[-1], [3] * 4, "d1", has_base_parent=True),
+                BlocksStored(invoked[1:], invoked[0], [4] * 4, "d1"),
+            ]
+        )
+    )
+    assert [event.lora_name for event in events] == [None, "a", "a"]
+    assert events[1].parent_block_hash == events[0].block_hashes[-1]
+    assert events[2].parent_block_hash == events[1].block_hashes[-1]
+
+
 class ConverterMachine(RuleBasedStateMachine):
     """Blocks of two adapters and of the base model, while two names move between the adapters."""
 

@@ -66,7 +66,7 @@ class Harness:
 
     def _is_ready(self, sequence: Sequence, now: float) -> bool:
         keys = self.keys[sequence]
-        return self.traffic.is_ready(sequence, lambda: keys[len(self.host_cache.find(keys)) :], now)
+        return self.traffic.is_ready(sequence, lambda: dict.fromkeys(keys[len(self.host_cache.find(keys)) :]), now)
 
 
 def test_sequences_with_the_same_beginning_wait_for_one_read() -> None:

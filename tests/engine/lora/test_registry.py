@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.lora.slot_table import RESERVE_AFTER_S
 from quire_spec.errors import Internal, InvalidArgument, NotFound
@@ -236,27 +237,27 @@ def test_half_of_the_slots_are_reserved_for_the_longest_waits() -> None:
 def test_host_memory_is_limited_in_bytes() -> None:
     registry = Registry(1, 99, max_host_bytes=20)
     for digest, num_bytes in {"a": 10, "b": 4, "c": 4, "d": 2}.items():
-        assert registry.add(digest, PATH / digest, False, num_bytes)
+        assert registry.add(digest, PATH / digest, False, AdapterInfo(num_bytes))
     assert registry.host_bytes == 20
     # A large copy evicts as many others as necessary, least recently used first.
-    assert registry.add("e", PATH / "e", False, 9)
+    assert registry.add("e", PATH / "e", False, AdapterInfo(9))
     assert registry.pop_evicted_copies() == ["a"] and registry.host_bytes == 19
     # Bytes are reserved when a read is requested.
     registry.add_sequence("a")
     assert registry.pop_reads() == [("a", PATH / "a")]
     assert registry.pop_evicted_copies() == ["b", "c", "d"]
     assert registry.adapter_states() == {"a": "disk", "b": "disk", "c": "disk", "d": "disk", "e": "host"}
-    assert registry.add("a", PATH / "a", None, 10) and registry.host_bytes == 19
+    assert registry.add("a", PATH / "a", None, AdapterInfo(10)) and registry.host_bytes == 19
     registry.check_integrity({"a": 1}, {})
 
 
 def test_nothing_is_evicted_if_it_would_not_free_enough() -> None:
     registry = Registry(1, 99, max_host_bytes=20)
     for digest, num_bytes in {"a": 9, "b": 9, "c": 2}.items():
-        registry.add(digest, PATH / digest, False, num_bytes)
+        registry.add(digest, PATH / digest, False, AdapterInfo(num_bytes))
     for digest in "ab":
         registry.add_sequence(digest)
-    assert not registry.add("d", PATH / "d", False, 9)
+    assert not registry.add("d", PATH / "d", False, AdapterInfo(9))
     assert registry.pop_evicted_copies() == []
     registry.check_integrity({"a": 1, "b": 1}, {})
 

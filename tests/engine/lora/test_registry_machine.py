@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.step.plan import SlotLoad
 from quire_spec.errors import InvalidArgument, NotFound
@@ -44,7 +45,7 @@ class RegistryMachine(RuleBasedStateMachine):
     @rule(digest=st.sampled_from("abcdef"), pinned=st.booleans())
     def register(self, digest: str, pinned: bool) -> None:
         try:
-            keep_copy = self.registry.add(digest, PATH / digest, pinned, SIZES[digest])
+            keep_copy = self.registry.add(digest, PATH / digest, pinned, AdapterInfo(SIZES[digest]))
         except InvalidArgument:
             assert pinned
             return
@@ -125,7 +126,7 @@ class RegistryMachine(RuleBasedStateMachine):
                 for _ in range(self.waiting.count(digest)):
                     self.waiting.remove(digest)
                     self.registry.remove_sequence(digest)
-            elif self.registry.add(digest, PATH / digest, None, SIZES[digest]):
+            elif self.registry.add(digest, PATH / digest, None, AdapterInfo(SIZES[digest])):
                 self.copies.add(digest)
             self.discard_evicted()
 

@@ -84,7 +84,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         num_blocks = 48 // block_size * layout.num_groups + num_spare_blocks
         self.harness = SchedulerHarness(
-            config, num_blocks, 48, "abc", max_loras, swap, lookahead and not num_drafts, layout, has_store
+            config,
+            num_blocks,
+            48,
+            "abcd",
+            max_loras,
+            swap,
+            lookahead and not num_drafts,
+            layout,
+            {"c": (0, 1), "d": (1, 0)},
+            has_store,
         )
         if self.harness.store is not None:
             self.harness.store.miss_ratio = miss_ratio
@@ -99,8 +108,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         letter=st.integers(0, 1),
         length=st.integers(1, 24),
+        switch=st.integers(0, 24),
         num_output=st.integers(1, 23),
-        adapter_letter=st.sampled_from("0abc"),
+        adapter_letter=st.sampled_from("0abcd"),
         priority=st.integers(-1, 1),
         stops=st.sampled_from([frozenset[int](), STOPS]),
         bad_words_draw=st.integers(0, 5),
@@ -110,6 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         letter: int,
         length: int,
+        switch: int,
         num_output: int,
         adapter_letter: str,
         priority: int,
@@ -123,14 +134,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         fields |= {"client": client}
         # A sequence with bad words is excluded from lookahead.
         fields |= {"bad_words": ((VOCAB,),)} if bad_words_draw == 5 else {}
-        sequence = self.harness.add([letter] * length, num_output, **fields)
-        self.requests[sequence.id] = (sequence.prompt_token_ids, num_output, adapter_digest, stops)
+        # The invocations of the adapters c and d are changes of the letter.
+        prompt = [letter if index < switch else 1 - letter for index in range(length)]
+        sequence = self.harness.add(prompt, num_output, **fields)
+        self.requests[sequence.id] = (prompt, num_output, sequence.adapter_until(length), stops)
         self.open_ids.add(sequence.id)
 
     @rule(
         length=st.integers(1, 20),
         num_output=st.integers(1, 16),
-        adapter_letter=st.sampled_from("0a"),
+        adapter_letter=st.sampled_from("0ad"),
         priority=st.integers(-1, 1),
         stops=st.sampled_from([frozenset[int](), STOPS]),
         width=st.integers(1, 4),
@@ -156,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         fields |= {"adapter_digest": None if adapter_letter == "0" else adapter_letter}
         fields |= {"priority": priority} if self.harness.config.scheduling_policy == "priority" else {}
         with contextlib.suppress(InvalidArgument):
-            sequence = self.harness.add([7] * length, num_output, **fields)
+            sequence = self.harness.add([7] * (length // 2) + [1, 0] + [7] * (length // 2), num_output, **fields)
             assert sequence.beam_group is not None
             self.searches[sequence.id] = sequence.beam_group
             self.expected_beams[sequence.id] = expected_beam_outputs(sequence)
@@ -165,11 +178,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open_ids & self.requests.keys())
     @rule(data=st.data(), num_output=st.integers(1, 23))
     def fork(self, data: st.DataObject, num_output: int) -> None:
-        prompt, _, adapter_digest, stops = self.requests[parent_id := self.draw_request(data)]
+        prompt, _, active_digest, stops = self.requests[parent_id := self.draw_request(data)]
         priority = data.draw(st.integers(-1, 1)) if self.harness.config.scheduling_policy == "priority" else 0
-        fields: dict[str, Any] = {"adapter_digest": adapter_digest, "priority": priority, "stop_token_ids": stops}
+        fields: dict[str, Any] = {"priority": priority, "stop_token_ids": stops}
+        fields |= {"adapter_digest": self.harness.sequences[parent_id].adapter_digest}
         sequence = self.harness.add(prompt, num_output, parent_id=parent_id, **fields)
-        self.requests[sequence.id] = (prompt, num_output, adapter_digest, stops)
+        self.requests[sequence.id] = (prompt, num_output, active_digest, stops)
         self.open_ids.add(sequence.id)
 
     @precondition(lambda self: self.open_ids)

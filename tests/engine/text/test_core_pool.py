@@ -315,6 +315,21 @@ def test_hashes_are_those_of_the_prefix_cache_and_bounded():
     assert hashes[1] == HASHER.extend(hashes[0], tokens[16:32])
 
 
+def test_hashes_before_an_invocation_are_those_of_the_base_model():
+    pool, _ = started_pool()
+    change = AdapterResidency(ADAPTERS[0], "host", invocation_tokens=[7, 8])
+    pool.on_step(1, StepResult([], [], SchedulerStats(), adapter_changes=[change]))
+    tokens = [*range(100, 140), 7, 8, *range(200, 240)]
+
+    def hashes(adapter: str | None) -> list[bytes]:
+        request = SequenceRequest(1, tokens, SamplingParams(), adapter)
+        return pool.dispatcher.create_request([request], [1]).hashes
+
+    base, invoked, plain = hashes(None), hashes(ADAPTERS[0]), hashes(ADAPTERS[1])
+    assert [a == b for a, b in zip(base, invoked, strict=True)] == [True, True, False, False, False]
+    assert not set(plain) & {*base, *invoked}
+
+
 loads = st.builds(
     CoreLoad,
     queued_tokens=st.integers(0, 10**6),

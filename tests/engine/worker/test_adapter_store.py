@@ -6,9 +6,10 @@ import dataclasses
 import pytest
 from support.single_steps import CONFIG
 
+from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.sequence import SlotId
 from quire_engine.step.plan import SlotLoad
-from quire_engine.worker.adapter_store import AdapterStore
+from quire_engine.worker.adapter_store import AdapterStore, StoredAdapter
 from quire_engine.worker.model_runner import DeviceModelRunner
 
 
@@ -33,9 +34,9 @@ def store():
 
 
 def test_load_copies_the_host_copy_of_the_time_of_the_call(store):
-    store.store("d0", "first")
+    store.store("d0", StoredAdapter("first", AdapterInfo()))
     copy_to_slot = store.load_slot(SlotLoad("d0", SlotId(3)))
-    store.store("d0", "second")
+    store.store("d0", StoredAdapter("second", AdapterInfo()))
     store.discard("d0")
     assert store.slots.copies == []
     copy_to_slot()

@@ -52,6 +52,8 @@ class HostAdapter:
     of embed_tokens and lm_head is NO_LAYER."""
     transforms: Mapping[tuple[int, str], RowTransform] = field(default_factory=dict)
     """Maps some keys of `pairs` to scales and addends of the base product, [2, out_features]."""
+    invocation_tokens: tuple[int, ...] = ()
+    """The tokens from which the adapter applies; if there are none, it applies to all tokens."""
 
     @property
     def num_bytes(self) -> int:
@@ -154,6 +156,7 @@ def _read_tensors(
     checkpoint: Path | None,
 ) -> HostAdapter:
     names = AdapterTensors.from_names(file.keys(), shape, config)
+    _check_invocation(config, names, shape)
     sizes = linear_sizes(shape) | vocab_module_sizes(shape)
     _check_shapes(file, names, config, sizes, max_rank)
     for name, module in names.base_copies.items():
@@ -189,7 +192,19 @@ def _read_tensors(
         for matrix in (a, b):
             _check_finite(f"trained rows of {module.path} contain", matrix, dtype)
         pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
-    return HostAdapter(max(a.shape[0] for a, _ in pairs.values()), pairs, transforms)
+    return HostAdapter(max(a.shape[0] for a, _ in pairs.values()), pairs, transforms, config.invocation_tokens)
+
+
+def _check_invocation(config: PeftConfig, names: AdapterTensors, shape: ModelConfig) -> None:
+    """Reject an invocation that no prompt can contain, and an adapter that also changes the tokens before it."""
+    unknown = [token for token in config.invocation_tokens if token >= shape.vocab_size]
+    if unknown:
+        raise InvalidArgument(
+            f"alora_invocation_tokens: {unknown[0]} is not a token of this model, which has {shape.vocab_size} tokens; "
+            "check that the adapter is for this model"
+        )
+    if config.invocation_tokens and any(module.path == "embed_tokens" for module in names.pairs):
+        raise InvalidArgument("alora_invocation_tokens is not supported together with an adapted embed_tokens")
 
 
 def _check_shapes(

@@ -39,12 +39,11 @@ IGNORED_FIELDS = frozenset(
 SUPPORTED_FIELDS = frozenset(
     {
         "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "ensure_weight_tying",
-        "use_dora", "lora_bias", "trainable_token_indices",
+        "use_dora", "lora_bias", "trainable_token_indices", "alora_invocation_tokens",
     }
 )  # fmt: skip
 # An adapter is rejected if one of these fields has a value other than null, false or empty.
 UNSUPPORTED_FIELDS = {
-    "alora_invocation_tokens": "the adapter applies only to some of the tokens",
     "arrow_config": "the adapter is a mixture",
     "kasa_config": "there is a diagonal between A and B",
     "layer_replication": "the adapted model has other layers than the base model",
@@ -61,6 +60,7 @@ SUPPORTED_INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal",
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_PATTERNS = 4096
+_MAX_INVOCATION_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,9 @@ class PeftConfig:
     """Tokens whose rows were trained, for embed_tokens and lm_head."""
     target_modules: TargetModules
     """The modules that were adapted."""
+    invocation_tokens: tuple[int, ...]
+    """The adapter applies from the last occurrence of these tokens in the prompt on, or to all tokens if there are
+    none."""
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -107,6 +110,7 @@ class PeftConfig:
             bias=values.get("bias", "none"),
             token_indices=_token_indices(values.get("trainable_token_indices")),
             target_modules=TargetModules.from_config(values, matcher),
+            invocation_tokens=_invocation_tokens(values),
         )
 
     def rank(self, module: str) -> int:
@@ -212,6 +216,23 @@ def _token_indices(value: Any) -> dict[str, tuple[int, ...]]:
             )
         indices[path] = tuple(tokens)
     return indices
+
+
+def _invocation_tokens(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Parse alora_invocation_tokens. Reject fields that PEFT refuses beside it, or that change earlier tokens, too."""
+    tokens = values.get("alora_invocation_tokens") or []
+    if (
+        not isinstance(tokens, list)
+        or len(tokens) > _MAX_INVOCATION_TOKENS
+        or not all(type(token) is int and token >= 0 for token in tokens)
+    ):
+        raise InvalidArgument(
+            f"alora_invocation_tokens {truncated_repr(tokens)} must be at most {_MAX_INVOCATION_TOKENS} tokens"
+        )
+    for name in ("use_dora", "bias", "trainable_token_indices", "target_parameters") if tokens else ():
+        if values.get(name) not in (None, False, "none", [], {}):
+            raise InvalidArgument(f"alora_invocation_tokens is not supported together with {name}")
+    return tuple(tokens)
 
 
 def _positive_int(name: str, value: Any) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from quire_engine.lora.invocation import adapter_start
 from quire_engine.text.cores.dispatch import CoreLoad, Speeds, choose_core
 from quire_engine.text.cores.prefix_index import PrefixIndex
 from quire_spec.constants import AdapterDigest
@@ -88,9 +89,16 @@ class Dispatcher:
     ) -> DispatchedRequest:
         """Return a request that runs on no core yet. Its messages have the same prompt, adapter and salt."""
         first = messages[0]
-        hashes = self.prefix_index.hash_prompt(first.prompt_token_ids, first.adapter_digest, first.cache_salt)
+        start = self._adapter_start(first)
+        hashes = self.prefix_index.hash_prompt(first.prompt_token_ids, first.adapter_digest, first.cache_salt, start)
         num_tokens = len(first.prompt_token_ids)
         return DispatchedRequest(set(sequence_ids), messages, num_tokens, first.adapter_digest, rank, hashes)
+
+    def _adapter_start(self, request: SequenceRequest) -> int:
+        if (digest := request.adapter_digest) is None:
+            return 0
+        known = next((core.adapters[digest] for core in self.cores if digest in core.adapters), None)
+        return 0 if known is None else adapter_start(request.prompt_token_ids, known.invocation_tokens)
 
     def choose(self, request: DispatchedRequest, serving: Sequence[int]) -> int:
         """Return the best core for a request among those that serve."""

@@ -31,15 +31,24 @@ class PrefixIndex:
         """The core that last got a prompt, by the hash of the first block of the prompt."""
 
     def hash_prompt(
-        self, token_ids: Sequence[int], adapter_digest: AdapterDigest | None, cache_salt: str | None
+        self,
+        token_ids: Sequence[int],
+        adapter_digest: AdapterDigest | None,
+        cache_salt: str | None,
+        adapter_start: int = 0,
     ) -> list[bytes]:
-        """Return the hashes of the first full blocks of a prompt, at most MAX_BLOCKS."""
+        """Return the hashes of the first full blocks of a prompt, at most MAX_BLOCKS.
+
+        `adapter_start` is the position of the first token that the adapter changes.
+        """
         if (hasher := self.hasher) is None:
             return []
         size, long_rope = hasher.block_size, hasher.uses_long_rope(len(token_ids))
-        block_hash, hashes = hasher.root(adapter_digest, cache_salt, long_rope=long_rope), []
-        for start in range(0, min(len(token_ids) // size, MAX_BLOCKS) * size, size):
-            block_hash = hasher.extend(block_hash, token_ids[start : start + size])
+        root_adapter = None if adapter_start else adapter_digest
+        block_hash, hashes = hasher.root(root_adapter, cache_salt, long_rope=long_rope), []
+        for index in range(min(len(token_ids) // size, MAX_BLOCKS)):
+            block_hash = hasher.switch(block_hash, index, adapter_digest, adapter_start)
+            block_hash = hasher.extend(block_hash, token_ids[index * size : (index + 1) * size])
             hashes.append(block_hash)
         return hashes
 

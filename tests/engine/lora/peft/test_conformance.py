@@ -96,6 +96,11 @@ ROWS = [
     _honoured("use_dora", use_dora=True),
     _honoured("use_dora", use_dora=True, target_modules=["v_proj", "down_proj", "lm_head"], use_rslora=True, r=16),
     _honoured("lora_bias", target_modules=["q_proj", "o_proj", "gate_proj"], lora_bias=True),
+    _honoured("alora_invocation_tokens", alora_invocation_tokens=PROMPT[10:12]),
+    _honoured("alora_invocation_tokens", alora_invocation_tokens=PROMPT[:1], use_rslora=True),
+    _honoured("alora_invocation_tokens", alora_invocation_tokens=PROMPT[-3:], lora_bias=True),
+    _honoured("alora_invocation_tokens", alora_invocation_tokens=PROMPT[-5:-4], target_modules=["k_proj", "lm_head"]),
+    _honoured("alora_invocation_tokens", alora_invocation_tokens=[]),
     _honoured("ensure_weight_tying", ensure_weight_tying=False),
     _ignored("peft_type", "LORA"),
     _ignored("peft_version", "0.0.1"),
@@ -120,7 +125,17 @@ ROWS = [
         for value in ([3], [1, 1], [-1], ["a"], {"q_proj": [1]}, [2**40], 7)
     ),
     _refused("layer_replication", layer_replication=[[0, 2], [1, 2]]),
-    _refused("alora_invocation_tokens", alora_invocation_tokens=[5]),
+    _refused("alora_invocation_tokens", alora_invocation_tokens=[5], bias="all"),
+    _refused("alora_invocation_tokens", alora_invocation_tokens=[5], trainable_token_indices=[4]),
+    _refused("alora_invocation_tokens", alora_invocation_tokens=[5, 320]),
+    *(
+        Row("alora_invocation_tokens", "refused", config, {"alora_invocation_tokens": value})
+        for value, config in (
+            *((value, {}) for value in ("text", [-1], [True], [1.5], 7, {"a": 1}, [1] * 1025)),
+            ([5], {"use_dora": True}),
+            ([5], {"target_modules": ["embed_tokens", "k_proj"]}),
+        )
+    ),
     *(Row("init_lora_weights", "refused", {}, {"init_lora_weights": v}) for v in ("loftq", "corda", "new")),
     Row("peft_type", "refused", {}, {"peft_type": "IA3"}),
     Row("target_parameters", "refused", {}, {"target_parameters": ["experts.down_proj"]}),
