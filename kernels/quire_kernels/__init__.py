@@ -19,6 +19,7 @@ from quire_kernels.attention import (
 from quire_kernels.dispatch import Op
 from quire_kernels.experts import (
     ExpertActivation,
+    ExpertAdapters,
     ExpertWeights,
     SwiGLU,
     fused_experts,
@@ -59,7 +60,7 @@ from quire_kernels.lora import (
     build_routed_lora_batch,
 )
 from quire_kernels.lora_routing import TokenRouting, route_tokens
-from quire_kernels.lora_slots import LoRASlots, LoRATarget, ModuleSlots, PackedAdapter, RowTransform
+from quire_kernels.lora_slots import LoRAPair, LoRASlots, LoRATarget, ModuleSlots, PackedAdapter, RowTransform
 from quire_kernels.norm import add_rms_norm, qk_norm, rms_norm
 from quire_kernels.prefill_attention import prepare_chunk_attention, select_prefill_attention
 from quire_kernels.quantization import GROUP_SIZE, e2m1_codebook, quantize_fp8, quantize_int4, quantize_int8

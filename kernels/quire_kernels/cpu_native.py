@@ -201,7 +201,7 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("quire_linear", p, n, p, p, p, n, n, n, n),
         ("quire_pack_int8", p, p, p, n, n),
         ("quire_linear_int8", p, n, p, p, p, n, n, n, n),
-        ("quire_experts", p, n, p, p, p, p, n, n, n, n, p),
+        ("quire_experts", p, n, p, p, p, p, p, n, n, n, n, p),
         ("quire_pack_codes", p, p, p, p, n, n),
         ("quire_linear_codes", p, n, p, p, p, n, n, n, n),
         ("quire_pack_adapter", p, p, p, p, n, n, n),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts.
 
-The router chooses experts for each token, and the chosen experts compute their outputs.
+The router chooses experts for each token, and the chosen experts compute their outputs. The LoRA adapter of a token can
+change the projections of its experts.
 """
 
 import ctypes
@@ -18,6 +19,8 @@ from quire_kernels.activation import get_gated_op
 from quire_kernels.dispatch import Op
 from quire_kernels.huge_pages import HugePageArena
 from quire_kernels.linear import PANEL_COLUMNS, LinearWeight, is_panel_packed, pack_weight, quantize_weight
+from quire_kernels.lora import LoRABatch
+from quire_kernels.lora_slots import ModuleSlots
 from quire_kernels.quantized_linear import (
     QuantizedWeight,
     has_kernel_for_shape,
@@ -106,6 +109,23 @@ class ExpertWeights:
         return get_gated_op(self.activation).name.removesuffix("_mul")
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertAdapters:
+    """The adapters of a step's tokens, for the experts of a layer."""
+
+    gate_up: ModuleSlots
+    """Matrices that change `ExpertWeights.gate_up`; B has the order of its output features."""
+    down: ModuleSlots
+    batch: LoRABatch
+
+    @property
+    def native(self) -> "_ExpertAdapters":
+        """The C struct. This object must live at least as long."""
+        slots = self.batch.adapter_slots
+        assert slots.dtype == torch.int64 and slots.is_contiguous() and slots.device.type == "cpu"
+        return _ExpertAdapters(self.gate_up.address, self.down.address, slots.data_ptr(), len(self.down.slot_weights))
+
+
 @Op
 def topk_softmax(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token: those with the largest probabilities in a softmax.
@@ -126,7 +146,12 @@ def topk_softmax(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, T
 
 @Op
 def fused_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, residual: Tensor | None = None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    residual: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """For each token, compute the weighted sum of its experts' outputs. Return the sum, or add it to a residual stream.
 
@@ -136,6 +161,8 @@ def fused_experts(
         weights: [num_tokens, top_k] float32.
         experts: weights in the dtype of x, or quantized weights.
         residual: [num_tokens, hidden_size], contiguous, dtype of x; updated in place and returned.
+        adapters: adapters of the tokens, with matrices in the dtype of x; None if no token has one. To the product of
+            a projection, B (A input) is added, with the matrices of the expert and of the token's adapter.
 
     Returns:
         [num_tokens, hidden_size], dtype of x.
@@ -144,7 +171,7 @@ def fused_experts(
     for expert in range(experts.num_experts):
         tokens, choices = (ids == expert).nonzero(as_tuple=True)
         if len(tokens):
-            y = _compute_expert(x[tokens], expert, experts)
+            y = _compute_expert(x[tokens], expert, experts, adapters, tokens)
             out.index_add_(0, tokens, y.to(out.dtype) * weights[tokens, choices, None])
     return out.to(x.dtype) if residual is None else residual.add_(out)
 
@@ -154,11 +181,16 @@ fused_experts.register_lazy("cuda", "own", "quire_kernels.gpu.experts")
 
 @fused_experts.register("cpu")
 def _fused_experts_cpu(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, residual: Tensor | None = None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    residual: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     is_quantized = isinstance(experts.gate_up, QuantizedWeight)
     if not (experts.gate_up.is_panel_packed if is_quantized else is_panel_packed(experts.gate_up)):
-        return _fused_experts_sorted(x, ids, weights, experts, residual)
+        return _fused_experts_sorted(x, ids, weights, experts, residual, adapters)
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
     num_experts, inner = experts.num_experts, experts.intermediate_size
     # The compiled kernel does not check its arguments.
@@ -166,6 +198,7 @@ def _fused_experts_cpu(
     assert ids.is_contiguous() and weights.is_contiguous() and weights.dtype == torch.float32
     assert experts.gate_up.shape[1] == (hidden if is_quantized else hidden // 2)
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+    assert adapters is None or len(adapters.batch.adapter_slots) == num_tokens
     out = x.new_empty(num_tokens, hidden) if residual is None else residual
     chunk = min(num_tokens, max(1, CHUNK_ROWS // top_k))
     workspace = x.new_empty(chunk * top_k * (2 * hidden + 3 * inner))
@@ -181,12 +214,14 @@ def _fused_experts_cpu(
         swiglu is not None,
         *((1.0, 1.0) if swiglu is None else (swiglu.alpha, swiglu.limit)),
     )
+    native_adapters = None if adapters is None else adapters.native
     cpu_native.get_library().quire_experts(
         x.data_ptr(),
         x.stride(0),
         ids.data_ptr(),
         weights.data_ptr(),
         ctypes.addressof(native),
+        None if native_adapters is None else ctypes.addressof(native_adapters),
         out.data_ptr(),
         num_tokens,
         top_k,
@@ -198,30 +233,52 @@ def _fused_experts_cpu(
 
 
 def _fused_experts_sorted(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, residual: Tensor | None = None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    residual: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """Sort the (token, expert) pairs by expert, and compute all tokens of an expert together."""
     top_k = ids.shape[1]
     flat_ids = ids.flatten()
     order = flat_ids.argsort(stable=True)
     counts = torch.bincount(flat_ids, minlength=experts.num_experts).tolist()
-    rows, results = x[order // top_k], []
-    for expert, part in enumerate(rows.split(counts)):
-        if len(part):
-            results.append(_compute_expert(part, expert, experts))
+    results = []
+    for expert, tokens in enumerate((order // top_k).split(counts)):
+        if len(tokens):
+            results.append(_compute_expert(x[tokens], expert, experts, adapters, tokens))
     by_choice = x.new_empty(len(order), x.shape[1], dtype=torch.float32)
     by_choice[order] = torch.cat(results).float()
     out = torch.einsum("tkh,tk->th", by_choice.view(*ids.shape, -1), weights)
     return out.to(x.dtype) if residual is None else residual.add_(out)
 
 
-def _compute_expert(x: Tensor, expert: int, experts: ExpertWeights) -> Tensor:
-    """Compute one expert. The inputs have the shape [num_rows, hidden_size], and so does the result."""
+def _compute_expert(
+    x: Tensor, expert: int, experts: ExpertWeights, adapters: ExpertAdapters | None, tokens: Tensor
+) -> Tensor:
+    """Compute one expert. The inputs have the shape [num_rows, hidden_size], and so does the result. `tokens` are the
+    indices of the rows in the batch of the adapters."""
     gate_up_bias, down_bias = (
         None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias)
     )
     gate_up = _multiply(x, experts.gate_up, expert, experts.num_experts, gate_up_bias)
-    return _multiply(experts.activate(gate_up), experts.down, expert, experts.num_experts, down_bias)
+    if adapters is not None:
+        _add_deltas(gate_up, x, expert, adapters.gate_up, adapters.batch.adapter_slots[tokens])
+    gated = experts.activate(gate_up)
+    out = _multiply(gated, experts.down, expert, experts.num_experts, down_bias)
+    if adapters is not None:
+        _add_deltas(out, gated, expert, adapters.down, adapters.batch.adapter_slots[tokens])
+    return out
+
+
+def _add_deltas(out: Tensor, x: Tensor, expert: int, adapters: ModuleSlots, slots: Tensor) -> None:
+    """Add the deltas of one projection to its outputs. `slots` contains the adapter slot of each row, or -1."""
+    for slot in slots.unique().tolist():
+        if slot >= 0 and (pair := adapters.get_matrices(slot, 0, expert)) is not None:
+            rows, (a, b) = (slots == slot).nonzero()[:, 0], pair
+            out[rows] = out[rows].addmm_(x[rows] @ a.t(), b)
 
 
 def _multiply(x: Tensor, weight: LinearWeight, expert: int, num_experts: int, bias: Tensor | None) -> Tensor:
@@ -302,3 +359,9 @@ class _Experts(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("experts", "hidden", "inner", "activation")),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
     )
+
+
+class _ExpertAdapters(ctypes.Structure):
+    """The C struct QuireExpertAdapters of csrc/experts.cpp."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("gate_up", "down", "slots")), ("num_slots", ctypes.c_int64))

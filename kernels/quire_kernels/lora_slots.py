@@ -35,7 +35,8 @@ reuse them.
 """
 
 LoRAPair = tuple[Tensor, Tensor]
-"""The matrices A [rank, in_features] and B [out_features, rank]. The scale of the adapter is already part of B."""
+"""The matrices A [rank, in_features] and B [out_features, rank]. The scale of the adapter is already part of B. For
+experts, both have a first dimension of num_experts."""
 RowTransform = Tensor
 """Scales and addends [2, out_features]: a base product p, without its bias, becomes p + p * scale + addend. DoRA has
 scales, and trained biases are addends. Most adapters have neither."""
@@ -53,11 +54,14 @@ class LoRATarget:
     """
     is_embedding: bool = False
     """True if the inputs are token ids. A is then a table that contains a row for each token."""
+    num_experts: int = 0
+    """Number of experts that have matrices of these sizes. In a slot, the matrices A of all experts follow each other,
+    and then the matrices B. 0: the module is not a projection of experts."""
 
     def num_elements(self, max_rank: int) -> int:
         """Return how many elements of a slot this module needs for an adapter of the largest LoRA rank."""
         rank = _round_up_to_even(max_rank)
-        return sum(
+        return max(1, self.num_experts) * sum(
             _round_up_to_alignment(rank * self.in_features) + _round_up_to_alignment(rank * width)
             for width in self.widths
         )
@@ -163,8 +167,8 @@ class ModuleSlots:
             self.native.next = next_module.address
             self._next_module = next_module  # keeps alive what the pointer refers to
 
-    def get_matrices(self, slot: int, index: int) -> LoRAPair | None:
-        """Return the matrices of one slice in a slot, or None if the adapter does not change the slice.
+    def get_matrices(self, slot: int, index: int, expert: int = 0) -> LoRAPair | None:
+        """Return the matrices of one slice or of one expert in a slot, or None if the adapter does not change it.
 
         A has the shape [rank, in_features], or [in_features, rank] for an embedding. B has the shape [rank,
         out_features].
@@ -173,6 +177,8 @@ class ModuleSlots:
         if rank == 0:
             return None
         width, features = self.target.widths[index], self.target.in_features
+        a_size, b_size = self.matrix_sizes(rank, width)
+        a_start, b_start = a_start + expert * a_size, b_start + expert * b_size
         row = self.slot_weights[slot]
         if not self.is_panel_packed:
             a_shape = (features, rank) if self.target.is_embedding else (rank, features)
@@ -189,6 +195,11 @@ class ModuleSlots:
             width // PANEL_COLUMNS, -1, PANEL_COLUMNS, 2
         )
         return a_matrix, b_panels.permute(1, 3, 0, 2).reshape(-1, width)[:rank]
+
+    def matrix_sizes(self, rank: int, width: int) -> tuple[int, int]:
+        """Return the numbers of elements of a slot that A and B of one slice or of one expert take."""
+        b_rank = _round_up_to_even(rank) if self.is_panel_packed else rank
+        return _round_up_to_alignment(rank * self.target.in_features), _round_up_to_alignment(b_rank * width)
 
     def get_transform(self, slot: int, index: int) -> RowTransform | None:
         """Return the transform of one slice in a slot, or None if its base product is not transformed."""
@@ -218,7 +229,8 @@ class LoRASlots:
             for i, site in enumerate(targets)
         )
         """The views of all modules, in the order of `targets`."""
-        for module, next_module in zip(self.modules, (*self.modules[1:], self.modules[0]), strict=True):
+        linears = [module for module in self.modules if not module.target.num_experts]
+        for module, next_module in zip(linears, (*linears[1:], linears[0]), strict=True):
             module.set_next_module(next_module)
 
     @property
@@ -248,13 +260,13 @@ class LoRASlots:
                 if pair is None:
                     continue
                 a, b = pair
-                rank = a.shape[0]
-                assert rank <= self._max_rank and a.shape[1] == module.target.in_features
-                assert b.shape == (module.target.widths[j], rank)
-                starts = end, end + _round_up_to_alignment(a.numel())
-                end = starts[1] + _round_up_to_alignment(
-                    b.shape[0] * (_round_up_to_even(rank) if module.is_panel_packed else rank)
-                )
+                rank, num_experts, width = a.shape[-2], module.target.num_experts, module.target.widths[j]
+                experts = (num_experts,) if num_experts else ()
+                assert rank <= self._max_rank and a.shape == (*experts, rank, module.target.in_features)
+                assert b.shape == (*experts, width, rank)
+                a_size, b_size = module.matrix_sizes(rank, width)
+                starts = end, end + max(1, num_experts) * a_size
+                end = starts[1] + max(1, num_experts) * b_size
                 transform = None if transforms is None else transforms[i][j]
                 entries[i, j] = torch.tensor([*starts, rank, 0 if transform is None else end])
                 placements.append((module, a, b, *starts))
@@ -265,9 +277,10 @@ class LoRASlots:
         for start, transform in copies:
             data[start : start + transform.numel()] = transform.flatten()
         for module, a, b, a_start, b_start in placements:
-            _write_matrices(
-                module, a.to(data.dtype).contiguous(), b.to(data.dtype).contiguous(), data[a_start:], data[b_start:]
-            )
+            a_size, b_size = module.matrix_sizes(a.shape[-2], b.shape[-2])
+            a, b = (matrix.to(data.dtype).contiguous().view(-1, *matrix.shape[-2:]) for matrix in (a, b))
+            for i in range(len(a)):
+                _write_matrices(module, a[i], b[i], data[a_start + i * a_size :], data[b_start + i * b_size :])
         return PackedAdapter((data,), entries)
 
     def write(self, slot: int, adapter: PackedAdapter) -> None:

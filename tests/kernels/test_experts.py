@@ -10,9 +10,14 @@ from support.requirements_of_machine import requires_native_kernels
 from torch import Tensor
 
 from quire_kernels import (
+    AdapterSegment,
+    ExpertAdapters,
     ExpertWeights,
+    LoRASlots,
+    LoRATarget,
     QuantizedWeight,
     SwiGLU,
+    build_lora_batch,
     cpu_native,
     experts,
     fused_experts,
@@ -171,3 +176,111 @@ def test_compiled_quantized_experts_equal_the_reference(
     for result, wanted in ((found, expected), (residual, sums)):
         error = result.double() - wanted
         assert error.norm() < 2**-bits * wanted.norm() and error.abs().max() < 2 ** (2 - bits) * wanted.abs().max()
+
+
+RANKS = {0: (4, 4), 1: (17, 3), 2: (None, 1), 3: (2, None)}
+"""LoRA ranks of gate_up and down in each slot; None: the adapter does not change the projection."""
+
+
+def make_adapters(sizes: tuple[int, int, int], dtype, num_tokens: int):
+    """Return adapters of some tokens, and the matrices of each slot for gate_up and down."""
+    num_experts, hidden, inner = sizes
+    shapes = (hidden, 2 * inner), (inner, hidden)
+    targets = [LoRATarget(d_in, (d_out,), num_experts=num_experts) for d_in, d_out in shapes]
+    # A linear before and after the experts: its matrices must not be read as theirs.
+    linear = LoRATarget(hidden, (hidden,))
+    slots = LoRASlots([linear, *targets, linear], len(RANKS), 18, torch.empty(0, dtype=dtype))
+    matrices = {}
+    for slot, ranks in RANKS.items():
+        pairs = matrices[slot] = [
+            None
+            if rank is None
+            else (
+                (torch.randn(num_experts, rank, d_in) * d_in**-0.5).to(dtype),
+                (torch.randn(num_experts, d_out, rank) * rank**-0.5).to(dtype),
+            )
+            for rank, (d_in, d_out) in zip(ranks, shapes, strict=True)
+        ]
+        other = torch.randn(3, hidden), torch.randn(hidden, 3)
+        slots.write(slot, slots.pack([[other], *([pair] for pair in pairs), [other]]))
+    ends = torch.randint(0, num_tokens + 1, (6,)).sort().values.tolist()
+    segments = [
+        AdapterSegment(slot, start, end)
+        for slot, start, end in zip((1, 0, 3, 2, 1), ends, ends[1:], strict=False)
+        if start < end
+    ]
+    batch = build_lora_batch(segments, num_tokens, torch.device("cpu"))
+    return ExpertAdapters(*slots.modules[1:3], batch), matrices
+
+
+def adapted_sum(x, ids, shares, weights, adapters, matrices):
+    """The formula, with the weights W + B A of each token and expert."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, slot in enumerate(adapters.batch.adapter_slots.tolist()):
+        for expert, share in zip(ids[token].tolist(), shares[token].tolist(), strict=True):
+            gate_up, down = weights.gate_up[expert].double(), weights.down[expert].double()
+            for weight, pair in zip((gate_up, down), matrices.get(slot, ()), strict=False):
+                if pair is not None:
+                    weight += pair[1][expert].double() @ pair[0][expert].double()
+            both = (gate_up @ x[token].double())[None]
+            both = both if weights.gate_up_bias is None else both + weights.gate_up_bias[expert].double()
+            y = down @ weights.activate(both)[0]
+            y = y if weights.down_bias is None else y + weights.down_bias[expert].double()
+            out[token] += share * y
+    return out
+
+
+@pytest.mark.parametrize("activation", ["silu", SWIGLU], ids=["silu", "swiglu"])
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (12, 2), (40, 3)])
+def test_adapters_change_the_weights_of_experts(num_tokens, top_k, activation):
+    weights = make_experts(5, 20, 12, activation)
+    inputs = make_inputs(num_tokens, 20, 5, top_k)
+    adapters, matrices = make_adapters((5, 20, 12), torch.float32, num_tokens)
+    expected = adapted_sum(*inputs, weights, adapters, matrices).float()
+    torch.testing.assert_close(
+        fused_experts.reference(*inputs, weights, None, adapters), expected, rtol=1e-4, atol=1e-4
+    )
+    torch.testing.assert_close(fused_experts(*inputs, weights, None, adapters), expected, rtol=1e-4, atol=1e-4)
+
+
+@requires_native_kernels
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@pytest.mark.parametrize("activation", ["silu", SWIGLU], ids=["silu", "swiglu"])
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (9, 1), (70, 3), (600, 2)])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_compiled_experts_with_adapters_equal_the_formula(
+    num_tokens, top_k, activation, scheme, num_threads, monkeypatch
+):
+    monkeypatch.setattr(experts, "CHUNK_ROWS", 900)
+    dense = make_experts(5, 96, 64, activation, torch.bfloat16, biases=top_k != 2)
+    if scheme is None:
+        weights, packed = dense, pack_experts(dense)
+        assert is_panel_packed(packed.gate_up)
+    else:
+        dense = replace(dense, gate_up=dense.gate_up.float(), down=dense.down.float())
+        weights, packed = dequantize(quantize(dense, scheme)), quantize(dense, scheme, torch.bfloat16)
+        assert packed.gate_up.is_panel_packed
+    x, ids, shares = make_inputs(num_tokens, 96, 5, top_k, torch.bfloat16)
+    adapters, matrices = make_adapters((5, 96, 64), torch.bfloat16, num_tokens)
+    expected = adapted_sum(x, ids, shares, weights, adapters, matrices)
+    slots, token = adapters.batch.adapter_slots.tolist(), num_tokens // 2
+    alone = build_lora_batch([AdapterSegment(slots[token], 0, 1)] if slots[token] >= 0 else [], 1, torch.device("cpu"))
+    torch.set_num_threads(num_threads)
+    try:
+        found = fused_experts(x, ids, shares, packed, None, adapters)
+        base = fused_experts(x, ids, shares, packed)
+        one = (tensor[token : token + 1] for tensor in (x, ids, shares))
+        found_alone = fused_experts(*one, packed, None, replace(adapters, batch=alone))
+        residual = torch.randn(num_tokens, 96).bfloat16()
+        sums = residual.double() + expected
+        assert fused_experts(x, ids, shares, packed, residual, adapters) is residual
+    finally:
+        torch.set_num_threads(1)
+    bits = 5 if scheme == "w8a8" else 6
+    for result, wanted in ((found, expected), (residual, sums)):
+        error = result.double() - wanted
+        assert error.norm() < 2**-bits * wanted.norm() and error.abs().max() < 2 ** (2 - bits) * wanted.abs().max()
+    is_adapted = adapters.batch.adapter_slots >= 0
+    assert torch.equal(found[~is_adapted], base[~is_adapted]) and torch.equal(found_alone[0], found[token])
+    if is_adapted.any():
+        assert (found - base)[is_adapted].double().norm() > 0.1 * expected[is_adapted].norm()

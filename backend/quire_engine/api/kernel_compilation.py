@@ -161,7 +161,7 @@ def _quantize_experts_like_checkpoint(
         moe = getattr(layer, "mlp", None)
         if not isinstance(moe, MoE):
             continue
-        prefix = f"{model.shape.architecture_info.layers_path}.{index}.{moe.PATH}."
+        prefix = f"{model.shape.architecture_info.layers_path}.{index}.{moe.names.block}."
         try:
             gate_up, down = (
                 {quantization.scheme_of(name.removesuffix(".weight")) for name, _ in tensors}

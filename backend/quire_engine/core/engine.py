@@ -480,7 +480,9 @@ def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: M
             adapter for each slot.
     """
     max_adapter_bytes = (
-        lora_slot_bytes(shape, config.max_lora_rank, DTYPE_BYTES[memory.dtype]) if config.enable_lora else 0
+        lora_slot_bytes(shape, config.max_lora_rank, DTYPE_BYTES[memory.dtype], config.lora_experts)
+        if config.enable_lora
+        else 0
     )
     min_host_bytes, max_host_bytes = config.max_loras * max_adapter_bytes, config.cpu_lora_memory_bytes
     if max_host_bytes is not None and max_host_bytes < min_host_bytes:

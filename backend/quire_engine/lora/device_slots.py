@@ -8,13 +8,14 @@ memory layout of slots. `worker.adapter_store` keeps the host copies and calls t
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from quire_engine.lora.peft.adapter import HostAdapter
 from quire_engine.lora.peft.lora_module import NO_LAYER
 from quire_engine.models.base import CausalLM
-from quire_kernels import LoRASlots, LoRATarget, PackedAdapter
+from quire_kernels import LoRAPair, LoRASlots, LoRATarget, PackedAdapter
 from quire_spec.engine.config import EngineConfig
-from quire_spec.errors import InvalidArgument
+from quire_spec.errors import ConfigError, InvalidArgument
 
 ModuleKey = tuple[int, str]
 """Key of a module that adapters can change: the number of the layer, and the name of the module in the layer."""
@@ -48,8 +49,15 @@ class DeviceAdapterSlots:
         Raises:
             InvalidArgument: the adapter needs more memory than a slot has.
         """
+        modules = zip(self._module_keys, self._slots.modules, strict=True)
         packed_adapter = self._slots.pack(
-            [[adapter.pairs.get(key) for key in slices] for slices in self._module_keys],
+            [
+                [
+                    _pad_outputs(adapter.pairs.get(key), width)
+                    for key, width in zip(keys, module.target.widths, strict=True)
+                ]
+                for keys, module in modules
+            ],
             [[adapter.transforms.get(key) for key in slices] for slices in self._module_keys],
         )
         if packed_adapter.num_elements > self._slots.slot_size:
@@ -81,22 +89,32 @@ class DeviceAdapterSlots:
         self._stream.synchronize()
 
 
+def _pad_outputs(pair: LoRAPair | None, width: int) -> LoRAPair | None:
+    """Add output features of 0, because routers are padded to the panels of compiled kernels."""
+    return (
+        pair
+        if pair is None or pair[1].shape[-2] == width
+        else (pair[0], F.pad(pair[1], (0, 0, 0, width - len(pair[1]))))
+    )
+
+
 def create_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> DeviceAdapterSlots:
     """Create slots for every module that adapters can change, and attach them to the modules."""
-    linears = list(model.linears())
-    sites = [LoRATarget(linear.in_features, tuple(linear.slices.values())) for _, linear in linears]
-    module_keys = [[(layer, name) for name in linear.slices] for layer, linear in linears]
+    if config.lora_experts and device.type != "cpu":
+        raise ConfigError("lora_experts: adapters can change experts only on a CPU; remove it, or set device to cpu")
+    sites = [each for each in model.adapter_sites() if config.lora_experts or not each[1].num_experts]
+    module_keys = [[(layer, name) for name in site.slices] for layer, site in sites]
     vocab_size, embedding_size = model.embed_tokens.shape
     # The modules are in the order in which a step computes them.
-    sites = [
+    targets = [
         LoRATarget(vocab_size, (embedding_size,), is_embedding=True),
-        *sites,
+        *(LoRATarget(s.in_features, tuple(s.slices.values()), num_experts=s.num_experts) for _, s in sites),
         LoRATarget(embedding_size, (vocab_size,)),
     ]
     module_keys = [[(NO_LAYER, "embed_tokens")], *module_keys, [(NO_LAYER, "lm_head")]]
-    slots = LoRASlots(sites, config.max_loras, config.max_lora_rank, torch.empty(0, dtype=dtype, device=device))
+    slots = LoRASlots(targets, config.max_loras, config.max_lora_rank, torch.empty(0, dtype=dtype, device=device))
     modules = list(slots.modules)
     model.embedding_adapters, model.lm_head.adapters = modules.pop(0), modules.pop()
-    for (_, linear), module in zip(linears, modules, strict=True):
-        linear.adapters = module
+    for (_, site), module in zip(sites, modules, strict=True):
+        site.adapters = module
     return DeviceAdapterSlots(module_keys, slots, device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.models.forward_batch import ForwardBatch
-from quire_engine.models.layers.linear import Linear, ParamFactory
+from quire_engine.models.layers.linear import AdapterSite, Linear, ParamFactory
 from quire_engine.models.layers.module import Module
 from quire_engine.models.layers.vocab_parallel import build_lm_head, embedding_shard, num_vocab_rows, parallel_embedding
 from quire_engine.weights.param_shard import LoadTarget
@@ -78,10 +78,14 @@ class CausalLM(ABC):
         """Return the embeddings of the batch's tokens, a new tensor [num_tokens, embedding_size]."""
         return parallel_embedding(batch, self.embed_tokens, self.embedding_adapters, self.communicator)
 
-    def linears(self) -> Iterator[tuple[int, Linear]]:
-        """Yield the linear layers that adapters can change, each with its layer index."""
+    def adapter_sites(self) -> Iterator[tuple[int, Linear | AdapterSite]]:
+        """Yield the parts of the layers that adapters can change, each with its layer index."""
         for index, layer in enumerate(self.layers):
-            yield from ((index, linear) for linear in layer.linears())
+            yield from ((index, site) for site in layer.adapter_sites())
+
+    def linears(self) -> Iterator[tuple[int, Linear]]:
+        """Yield the linear layers, each with its layer index."""
+        yield from ((index, site) for index, site in self.adapter_sites() if isinstance(site, Linear))
 
     def tensors(self) -> Iterator[tuple[str, LoadTarget]]:
         """Yield the name of every tensor in the checkpoint, and the parameter or shard into which the tensor is

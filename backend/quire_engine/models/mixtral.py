@@ -7,20 +7,13 @@ from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from quire_spec.model.model_config import ModelConfig
 
 
-class MixtralMoE(MoE):
-    """Mixture of experts whose parameters have the names that Mixtral's checkpoints use."""
-
-    PATH = "block_sparse_moe"
-    EXPERT = ("w1", "w3", "w2")
-
-
 class MixtralDecoderLayer(LlamaDecoderLayer):
     """Llama's layer with experts."""
 
     @classmethod
     def build_mlp(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> MoE:
         """See LlamaDecoderLayer.build_mlp."""
-        return MixtralMoE(shape, factory)
+        return MoE(shape, factory)
 
 
 class MixtralForCausalLM(LlamaForCausalLM):

@@ -54,7 +54,9 @@ class SimulatedCore:
             report_blocks: whether results contain the changes of the prefix cache.
         """
         info = model.info
-        adapter_bytes = lora_slot_bytes(info.shape, config.max_lora_rank, DTYPE_BYTES[info.memory.dtype])
+        adapter_bytes = lora_slot_bytes(
+            info.shape, config.max_lora_rank, DTYPE_BYTES[info.memory.dtype], config.lora_experts
+        )
         self.runner = SimulatedRunner(model, _swap_costs(model, config), adapter_bytes)
         self.on_step: Callable[[StepResult], None] = lambda result: None
         """Called with the results of each step when it ends."""

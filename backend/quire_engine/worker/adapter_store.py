@@ -63,6 +63,7 @@ class AdapterStore:
         slots = create_slots(model, config, factory.dtype, factory.device) if config.enable_lora else None
         shard = None if factory.communicator is None else factory.communicator.shard
         reader = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=factory.dtype)
+        reader = partial(reader, has_experts=config.lora_experts)
         is_cpu = factory.device.type == "cpu"
         return cls(slots, partial(reader, shard=shard, checkpoint=checkpoint, has_transforms=is_cpu))
 

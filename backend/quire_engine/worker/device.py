@@ -247,7 +247,11 @@ def check_free_memory(
         gc.collect()
         torch.cuda.empty_cache()
     size = dtype.itemsize
-    lora = config.max_loras * lora_slot_bytes(shape, config.max_lora_rank, size) if config.enable_lora else 0
+    lora = (
+        config.max_loras * lora_slot_bytes(shape, config.max_lora_rank, size, config.lora_experts)
+        if config.enable_lora
+        else 0
+    )
     # Ranks on a CPU load at the same time and share the free memory, so another rank may already have used some of it.
     weights = weights_bytes(shape, size)
     if quantized_bytes is not None and has_quantized_kernel(dtype, device):

@@ -119,6 +119,10 @@ class EngineConfig:
     max_lora_rank: int = 16
     """Largest LoRA rank that an adapter can have. Every adapter slot reserves memory for this rank."""
 
+    lora_experts: bool = False
+    """Accept adapters that change experts. Every adapter slot then also reserves memory for the matrices of all
+    experts. Routers can be changed without this setting. Models without experts ignore it."""
+
     max_cpu_loras: int | None = None
     """Maximum number of adapters in host memory. If cpu_lora_memory_bytes is set, None means that the number is not
     limited. Otherwise, None means four times max_loras."""

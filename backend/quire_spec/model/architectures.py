@@ -48,6 +48,18 @@ GLM4_LINEARS = {
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of a mixture of experts within a layer."""
+
+    router: str = "gate"
+    block: str = "mlp"
+    """Path of the mixture in checkpoints. transformers 5 and PEFT call it `mlp` in every architecture."""
+    projections: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    """Gate, up and down in checkpoints and adapters that have tensors for each expert. None: only tensors for all
+    experts together exist, in which gate and up features alternate."""
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """A row of the table. The default values of the fields describe Llama."""
 
@@ -118,6 +130,9 @@ class Architecture:
     uses_experts: Callable[[HFConfigReader, int], bool] | None = None
     """A function that returns True if a layer has a mixture of experts instead of an MLP; see MoEConfig. If it is None,
     no layer has experts."""
+
+    expert_names: ExpertNames = ExpertNames()
+    """Names of the experts, if layers have them."""
 
 
 def _is_sliding_always(config: HFConfigReader, index: int) -> bool:
@@ -251,6 +266,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         uses_sliding_window=_is_sliding_always,
         uses_experts=_uses_experts_always,
+        expert_names=ExpertNames(block="block_sparse_moe", projections=("w1", "w3", "w2")),
     ),
     "GptOssForCausalLM": Architecture(
         "gpt_oss",
@@ -276,6 +292,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         biases=("attention_bias", "attention_bias", False),
         uses_sliding_window=_is_sliding_even_layer,
         uses_experts=_uses_experts_always,
+        expert_names=ExpertNames(router="router", projections=None),
         factors=("swiglu_alpha", "swiglu_limit"),
     ),
     "OPTForCausalLM": Architecture(

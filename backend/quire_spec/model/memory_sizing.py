@@ -9,6 +9,9 @@ results.
 
 from quire_spec.model.model_config import ModelConfig
 
+_ROUTER_ALIGNMENT = 32
+"""Compiled CPU kernels compute this number of outputs of a router together."""
+
 
 def kv_block_bytes(
     model_config: ModelConfig,
@@ -26,17 +29,32 @@ def kv_block_bytes(
     return 2 * (num_layers or model_config.num_layers) * block_size * model_config.num_kv_heads * row_bytes
 
 
-def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int) -> int:
+def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int, has_experts: bool = False) -> int:
     """Return the size of one adapter slot in bytes. It has room for an adapter of the largest LoRA rank.
 
-    A slot contains the LoRA matrices A and B of the embedding, of the output projection, and of every linear in every
-    layer. A LoRA rank that is odd is padded to an even number. Every matrix starts at a multiple of 32 elements.
+    A slot contains the LoRA matrices A and B of the embedding, of the output projection, of every linear and of the
+    router in every layer, and if `has_experts` is true, of every expert. A LoRA rank that is odd is padded to an even
+    number. Every matrix starts at a multiple of 32 elements.
     """
     rank = max_rank + max_rank % 2
     by_path = linear_sizes(model_config)
     sizes = [by_path[path] for layer in range(model_config.num_layers) for path in model_config.layer_linears(layer)]
     sizes += vocab_module_sizes(model_config).values()
+    if model_config.moe is not None:
+        num_experts, num_layers = model_config.moe.num_experts, sum(model_config.moe.layers)
+        router = model_config.hidden_size, -(-num_experts // _ROUTER_ALIGNMENT) * _ROUTER_ALIGNMENT
+        sizes += [router] * num_layers
+        if has_experts:
+            sizes += [*expert_sizes(model_config).values()] * (num_layers * num_experts)
     return element_bytes * sum(-(-rank * size // 32) * 32 for pair in sizes for size in pair)
+
+
+def expert_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return the input size and the output size of the projections of an expert. Gate and up are one projection. The
+    key is the name of the parameter with the weights of all experts."""
+    assert model_config.moe is not None
+    hidden, inner = model_config.hidden_size, model_config.moe.intermediate_size
+    return {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
 
 
 def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:

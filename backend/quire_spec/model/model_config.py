@@ -105,7 +105,7 @@ class ModelConfig:
 
     def layer_linears(self, layer: int) -> tuple[str, ...]:
         """Return the paths of the linears in a layer. Adapters can change each of these linears. Experts and routers
-        are not included, because adapters cannot change them."""
+        are not included."""
         paths = self.architecture_info.linears
         return tuple(path for path in paths if not (self.has_experts(layer) and path.startswith("mlp.")))
 

@@ -28,8 +28,6 @@ inline const Entry& entry(const Linear& l, int64_t slot, int64_t slice) {
 constexpr int64_t kMostSlices = 3;  // slices that are shrunk at once: q, k and v
 constexpr int64_t kMaxTiles = kBlockRows / kTileRows;
 
-inline int64_t pairs_of(int64_t rank) { return (rank + 1) / 2; }
-
 // Arguments of one shrink: rows of x, and matrices A [in / 2, rank, 2] of one LoRA rank, up to 16 ranks of each.
 struct Shrinking {
   const bf16* x;
@@ -200,6 +198,12 @@ void quire_pack_adapter(const bf16* a, const bf16* b, bf16* packed_a, bf16* pack
           const int64_t r = 2 * i + e;
           *packed_b++ = r < rank ? b[(p * kColumns + c) * rank + r] : 0;
         }
+}
+
+// out [rows, 2 * pairs of ranks] = x A^T with A [in / 2, rank, 2]; x has rows of ldx; at most 8 rows.
+void quire_shrink(const bf16* x, int64_t ldx, const bf16* a, int64_t rank, int64_t in, bf16* out, int64_t rows) {
+  Shrinking t = {x, ldx, {a}, rank, 0, in / 2, {out}, 2 * pairs_of(rank)};
+  for (; t.first_rank < rank; t.first_rank += kLanes) kShrink[1][rows](t);
 }
 
 // Add B A[token] to the rows of out [tokens, width]: slots contain A [vocab, rank] and B [rank, width]. `entries` has rows

@@ -13,9 +13,11 @@ struct Entry {
   int64_t transform;  // offset of scales and addends [2, outputs] of the base product; 0: none
 };
 
+inline int64_t pairs_of(int64_t rank) { return (rank + 1) / 2; }
+
 extern "C" {
 
-// The adapters of a linear; `_Linear` of lora_slots.py.
+// The adapters of a linear, or of one projection of all experts; `_Linear` of lora_slots.py.
 struct QuireLoraLinear {
   const bf16* slots;  // all slots of the model
   int64_t slot_size;
@@ -54,6 +56,7 @@ void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, c
                         int64_t n, int64_t k, int64_t add);
 void quire_linear_int4(const bf16* x, int64_t ldx, const QuireWeight* weight, const bf16* bias, bf16* out, int64_t m,
                        int64_t n, int64_t k, int64_t add);
+void quire_shrink(const bf16* x, int64_t ldx, const bf16* a, int64_t rank, int64_t in, bf16* out, int64_t rows);
 void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m,
                           int64_t n, int64_t k, int64_t add, const QuireLoraLinear* linear, const QuireLoraRows* rows);
 void quire_rms_norm(const bf16* x, int64_t ldx, const bf16* weight, bf16* out, int64_t rows, int64_t size, float eps);

@@ -192,18 +192,20 @@ constexpr Compute kCompute[kTileRows + 1] = {
     compute<8, kAdapted>,
 };
 
-// Columns of panels [begin, end) of out [m, ldo] = (add ? out : 0) + x [m, k] W^T + bias; x has rows of ldx.
+// Columns of panels [begin, end) of out [m, ldo] = (add ? out : 0) + x [m, k] W^T + bias; x has rows of ldx. With
+// kAdapted, `deltas` of the rows, which start at panel 0, are added; `packed` null: only they.
+template <bool kAdapted = false>
 inline void multiply_panels(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t ldo,
-                            int64_t m, int64_t k, int64_t begin, int64_t end, bool add) {
-  const int64_t pairs = k / 2;
+                            int64_t m, int64_t k, int64_t begin, int64_t end, bool add, const Delta* deltas = nullptr) {
+  const int64_t pairs = packed ? k / 2 : 0;
   for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
     const int64_t rows = std::min(kBlockRows, m - m0), tiles = (rows + kTileRows - 1) / kTileRows;
     for (int64_t p = begin; p < end; p++) {
-      const bf16* panel = packed + p * k * kColumns;
+      const bf16* panel = packed ? packed + p * k * kColumns : nullptr;
       const int64_t share = k * kColumns * (int64_t)sizeof(bf16) / tiles;
       for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t r0 = rows * tile / tiles, r1 = rows * (tile + 1) / tiles;
-        kCompute<false>[r1 - r0]({
+        Tile t = {
             x + (m0 + r0) * ldx,
             ldx,
             panel,
@@ -213,9 +215,27 @@ inline void multiply_panels(const bf16* x, int64_t ldx, const bf16* packed, cons
             bias ? bias + p * kColumns : nullptr,
             add,
             (const char*)(panel + k * kColumns) + tile * share,
-            p + 1 < end && tiles > 1 ? share / pairs : 0,
+            pairs && p + 1 < end && tiles > 1 ? share / pairs : 0,
             tiles > kFewTiles,
-        });
+        };
+        if constexpr (kAdapted) {
+          Delta at[kTileRows];
+          Run runs[kTileRows];
+          int64_t num_runs = 0;
+          for (int64_t r = 0; r < r1 - r0; r++) {
+            const Delta& d = deltas[m0 + r0 + r];
+            const int64_t size = d.pairs * 2 * kColumns;
+            at[r] = {d.shrunk, d.panel + p * size, d.pairs, nullptr, nullptr};
+            if (size && p + 1 < end && (r == 0 || d.panel != deltas[m0 + r0 + r - 1].panel))
+              runs[num_runs++] = {(const char*)(at[r].panel + size), size * (int64_t)sizeof(bf16) / kLine};
+          }
+          t.deltas = at;
+          t.runs = runs;
+          t.num_runs = num_runs;
+          kCompute<true>[r1 - r0](t);
+        } else {
+          kCompute<false>[r1 - r0](t);
+        }
       }
     }
   }

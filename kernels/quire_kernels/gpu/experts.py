@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.experts import ExpertWeights, SwiGLU
+from quire_kernels.experts import ExpertAdapters, ExpertWeights, SwiGLU
 from quire_kernels.gpu.activation import activate
 from quire_kernels.gpu.launch_math import cdiv
 from quire_kernels.gpu.quantized_linear import BYTES, arguments_of, dequantize, load_groups
@@ -42,7 +42,12 @@ iteration."""
 
 
 def fused_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, residual: Tensor | None = None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    residual: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """See experts.fused_experts.
 

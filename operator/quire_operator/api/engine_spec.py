@@ -28,6 +28,10 @@ class LoraSpec:
     maxRank: int = schema_field(16, enum=capabilities.LORA_RANKS)
     """Largest LoRA rank. Every adapter slot has the size for this rank: for a model with 8 billion parameters, 80 MiB
     at rank 16 and 320 MiB at rank 64. Default 16, the most common LoRA rank."""
+    experts: bool | None = schema_field(None)
+    """Accept adapters that change the experts of a mixture of experts. Every adapter slot and every copy in host memory
+    then has room for the matrices of all experts: for Qwen3-30B-A3B, 1.2 GiB at rank 16. Routers can be changed without
+    this. Default false."""
     maxCached: int | None = schema_field(None, minimum=0, maximum=4096)
     """Number of adapters cached in host memory. Copying one of them to a slot takes milliseconds. Default: four times
     maxLoaded, or as many as fit into maxCachedMemory if that is set."""

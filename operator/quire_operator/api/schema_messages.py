@@ -44,6 +44,7 @@ PathsByName = Mapping[str, Sequence[FieldPath]]
 _VLLM_ALIASES = {
     "maxloras": "maxloaded",
     "maxlorarank": "maxrank",
+    "loraexperts": "experts",
     "maxcpuloras": "maxcached",
     "cpuloramemorybytes": "maxcachedmemory",
     "enableprefixcaching": "prefixcaching",

@@ -124,6 +124,13 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "loaded only from the hub, HTTP and S3)",
     ),
     (
+        "--lora-experts",
+        "engine.lora_experts",
+        _FLAG,
+        "accept adapters that change experts, and reserve memory for them in every adapter slot (default: "
+        "spec.lora.experts, otherwise not)",
+    ),
+    (
         "--data-parallel-size",
         "engine.data_parallel_size",
         {"type": parse_count, "metavar": "N"},

@@ -136,6 +136,8 @@ def _reduction_options(inputs: PlannerInputs) -> str:
     engine, options = inputs.engine, ["a smaller model"]
     if inputs.lora.maxLoaded:
         options.append(f"lower spec.lora.maxLoaded ({inputs.lora.maxLoaded}) or maxRank ({inputs.lora.maxRank})")
+    if inputs.lora.maxLoaded and inputs.lora.experts:
+        options.append("omit spec.lora.experts")
     if engine.maxModelLen is not None:
         options.append(f"lower spec.engine.maxModelLen ({engine.maxModelLen})")
     if _best_candidate_with(inputs, engine=replace(engine, minConcurrency=1)):

@@ -11,6 +11,7 @@ and host_memory.py.
 import math
 from dataclasses import astuple, dataclass
 
+from quire_operator.api.engine_spec import LoraSpec
 from quire_spec.model import memory_sizing
 from quire_spec.model.model_config import ModelConfig
 
@@ -82,10 +83,10 @@ def weights_bytes(files_bytes: int, tp: int) -> int:
     return math.ceil(files_bytes * _WEIGHTS_PERCENT / (100 * tp))
 
 
-def lora_bytes(shape: ModelConfig, num_slots: int, max_rank: int, element_bytes: int) -> int:
-    """Return the number of bytes of all adapter slots on each device. With tensor parallelism, one matrix of each LoRA
-    pair is replicated."""
-    return num_slots * memory_sizing.lora_slot_bytes(shape, max_rank, element_bytes)
+def lora_bytes(shape: ModelConfig, num_slots: int, lora: LoraSpec, element_bytes: int) -> int:
+    """Return the number of bytes of `num_slots` adapter slots on each device. With tensor parallelism, one matrix of
+    each LoRA pair is replicated."""
+    return num_slots * memory_sizing.lora_slot_bytes(shape, lora.maxRank, element_bytes, bool(lora.experts))
 
 
 def activation_bytes(shape: ModelConfig, num_tokens: int, num_seqs: int, element_bytes: int, tp: int) -> int:

@@ -170,7 +170,7 @@ def check_lora_cache(inputs: PlannerInputs) -> None:
     lora = inputs.lora
     if lora.maxCachedMemory is None or not lora.maxLoaded:
         return
-    min_bytes = device_memory.lora_bytes(inputs.model.shape, lora.maxLoaded, lora.maxRank, element_bytes(inputs))
+    min_bytes = device_memory.lora_bytes(inputs.model.shape, lora.maxLoaded, lora, element_bytes(inputs))
     if to_bytes(lora.maxCachedMemory) < min_bytes:
         size_text = f"{lora.maxLoaded} adapters of LoRA rank {lora.maxRank} need {-(-min_bytes // MIB)}Mi"
         fix = f"{size_text}; raise it, or lower spec.lora.maxLoaded or maxRank"

@@ -139,8 +139,9 @@ def _size_source_text(model: CheckpointInfo) -> str:
 
 def _gpu_rows(service: LLMService, plan: Plan) -> list[MemoryRow]:
     lora = service.spec.lora
+    experts = ", with experts" if lora.experts else ""
     return [
-        *_model_rows(plan, f"{lora.maxLoaded} slots of LoRA rank {lora.maxRank}"),
+        *_model_rows(plan, f"{lora.maxLoaded} slots of LoRA rank {lora.maxRank}{experts}"),
         MemoryRow(".", "0", "unused", plan.bytes.reserve, "CUDA graphs, the server, fragmentation"),
     ]
 

@@ -116,7 +116,8 @@ def _engine(folder: Path, adapters: dict[str, Path], num_blocks: int | None = No
         dtype="bfloat16",
         max_model_len=MAX_MODEL_LEN,
         enable_lora=True,
-        max_loras=4,
+        max_loras=6,
+        lora_experts=True,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=1 << 24,
     )
@@ -176,6 +177,12 @@ def checkpoint(tmp_path_factory):
                 "alora": {"r": 8, "alora_invocation_tokens": [INVOCATION]},
             }.items()
         }
+        if config.model_type in ("qwen3_moe", "mixtral", "gpt_oss"):
+            router = "router.weight" if config.model_type == "gpt_oss" else "gate.weight"
+            experts = ["experts.gate_up_proj", "experts.down_proj"]
+            for kind, rank, parameters in (("experts", 3, experts), ("router", 16, [experts[1], router])):
+                options = {"r": rank, "target_modules": [], "target_parameters": parameters}
+                adapters[kind] = make_adapter(folder / "model", folder / kind, **options)
         adapters["vocabulary"] = make_adapter(
             folder / "model", folder / "vocabulary", target_modules=["embed_tokens", "lm_head"][: 2 - is_odd]
         )

@@ -32,12 +32,13 @@ INVALID = [
     ({"metadata.labels": {"tier": 1}}, 'metadata.labels.tier: 1: must be a string; put it in quotes: "1"'),
     (
         {"spec.lora.maxRanks": 8},
-        "spec.lora.maxRanks: unknown field; did you mean maxRank? Known fields: maxCached, maxCachedMemory, maxLoaded, "
-        "maxRank, onNoEffect",
+        "spec.lora.maxRanks: unknown field; did you mean maxRank? Known fields: experts, maxCached, maxCachedMemory, "
+        "maxLoaded, maxRank, onNoEffect",
     ),
     (
         {"spec.lora.qqq": 8},
-        "spec.lora.qqq: unknown field; known fields: maxCached, maxCachedMemory, maxLoaded, maxRank, onNoEffect",
+        "spec.lora.qqq: unknown field; known fields: experts, maxCached, maxCachedMemory, maxLoaded, maxRank, "
+        "onNoEffect",
     ),
     (
         {"spec.lora.maxRank": 12},

@@ -412,6 +412,20 @@ def test_host_memory_includes_stubs_adapter_copies_and_shared_memory():
     assert "spec.runtime.memory is too small" in small.advice
 
 
+def test_slots_and_copies_of_adapters_have_room_for_experts_if_these_can_be_adapted():
+    plain, without, experts = (
+        plan_for("moe", H100, f"lora: {{maxLoaded: 2, maxRank: 16{field}}}")
+        for field in ("", ", experts: false", ", experts: true")
+    )
+    # 48 layers with 128 experts of 768 features; 2,048 hidden features; two bytes for each element.
+    adapter = 48 * 128 * 16 * (2048 + 2 * 768 + 768 + 2048) * 2
+    assert plain.bytes.lora == without.bytes.lora
+    assert experts.bytes.lora - plain.bytes.lora == pytest.approx(2 * adapter, abs=2**20)
+    assert experts.hostBytes.loraCopies - plain.hostBytes.loraCopies == pytest.approx(8 * adapter, abs=2**20)
+    dense = [plan_for("8b", H100, f"lora: {{maxRank: 16{field}}}") for field in ("", ", experts: true")]
+    assert dense[0].bytes.lora == dense[1].bytes.lora > 0
+
+
 def test_max_cached_memory_limits_adapter_copies():
     by_number, by_bytes = "lora: {maxCached: 32}", "lora: {maxCachedMemory: 1Gi}"
     assert plan_for("8b", H100, by_number).hostBytes.loraCopies == -(-32 * SLOT // 2**20) * 2**20

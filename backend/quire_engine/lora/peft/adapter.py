@@ -17,17 +17,18 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from quire_engine.lora.peft.adapter_shard import shard_pair, shard_transform
-from quire_engine.lora.peft.adapter_tensors import WEIGHTS_FILE, AdapterTensors, check_tensor
+from quire_engine.lora.peft.adapter_tensors import WEIGHTS_FILE, AdapterTensors
 from quire_engine.lora.peft.base_weights import read_trained_tokens, read_transform
 from quire_engine.lora.peft.config import CONFIG_FILE, PeftConfig
-from quire_engine.lora.peft.lora_module import LoRAModule, lora_modules
+from quire_engine.lora.peft.lora_module import LoRAModule, lora_modules, module_sizes
+from quire_engine.lora.peft.tensor_check import check_tensor
 from quire_engine.weights.loader import CheckpointTensors, equals_checkpoint
 from quire_engine.weights.pickle_conversion import ADAPTER_PICKLE_NAME
 from quire_engine.weights.safetensors_reader import SafetensorsReader, open_safetensors
 from quire_engine.weights.tensor_files import CONVERT_COMMAND
 from quire_kernels import RowTransform
 from quire_spec.errors import InvalidArgument
-from quire_spec.model.memory_sizing import linear_sizes, lora_slot_bytes, vocab_module_sizes
+from quire_spec.model.memory_sizing import lora_slot_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
@@ -49,7 +50,7 @@ class HostAdapter:
     """The largest LoRA rank among the adapter's modules."""
     pairs: Mapping[tuple[int, str], tuple[Tensor, Tensor]]
     """Maps (layer, target) to A [rank, in_features] and B [out_features, rank], with the scale folded into B. The layer
-    of embed_tokens and lm_head is NO_LAYER."""
+    of embed_tokens and lm_head is NO_LAYER. For a projection of experts, both have a first dimension of num_experts."""
     transforms: Mapping[tuple[int, str], RowTransform] = field(default_factory=dict)
     """Maps some keys of `pairs` to scales and addends of the base product, [2, out_features]."""
     invocation_tokens: tuple[int, ...] = ()
@@ -70,6 +71,7 @@ def read_adapter(
     shard: TensorParallelShard | None = None,
     checkpoint: Path | None = None,
     has_transforms: bool = True,
+    has_experts: bool = False,
 ) -> HostAdapter:
     """Read and check an adapter folder. The scales are folded into B before conversion to `dtype`.
 
@@ -80,6 +82,7 @@ def read_adapter(
             which must equal the checkpoint's embedding. The norms of DoRA and the biases of the base model are those
             of the checkpoint.
         has_transforms: whether the device can transform base products.
+        has_experts: whether the slots have memory for experts.
 
     Raises:
         InvalidArgument: the folder contains no adapter for this model, or the adapter cannot be served.
@@ -89,7 +92,13 @@ def read_adapter(
         path = _find_weights(folder)
         _check_size(path, shape, max_rank)
         with open_safetensors(path) as file:
-            adapter = _read_tensors(file, config, shape, max_rank, dtype, shard, checkpoint)
+            names = AdapterTensors.from_names(file.keys(), shape, config)
+            if names.experts and not has_experts:
+                raise InvalidArgument(
+                    f"the adapter changes experts ({next(iter(names.experts)).name}), but the adapter slots have no "
+                    "memory for them; set lora_experts (spec.lora.experts of an LLMService) to true"
+                )
+            adapter = _read_tensors(file, names, config, shape, max_rank, dtype, shard, checkpoint)
         if adapter.transforms and not has_transforms:
             field = next(
                 name for name in ("use_dora", "lora_bias", "bias") if getattr(config, name) not in (False, "none")
@@ -122,7 +131,7 @@ def _check_size(path: Path, shape: ModelConfig, max_rank: int) -> None:
     The parser holds the interpreter lock, which the steps need, for 2 ms per thousand tensors.
     """
     size = path.stat().st_size
-    max_bytes = lora_slot_bytes(shape, max_rank, torch.float32.itemsize) + _MAX_HEADER_BYTES
+    max_bytes = lora_slot_bytes(shape, max_rank, torch.float32.itemsize, has_experts=True) + _MAX_HEADER_BYTES
     # PEFT can also save the embedding and the output projection of the base model.
     max_bytes += 2 * shape.vocab_size * shape.embedding_size * torch.float32.itemsize
     if size > max_bytes:
@@ -138,7 +147,9 @@ def _check_size(path: Path, shape: ModelConfig, max_rank: int) -> None:
                 f"a header can have at most {_MAX_HEADER_BYTES} bytes"
             )
         num_tensors = file.read(header_bytes).count(b'"data_offsets"')
-    max_tensors = _MAX_TENSORS_PER_MODULE * len(lora_modules(shape))
+    # Gate, up and down of each expert can have tensors of their own.
+    num_modules = sum(max(1, 3 * module.num_experts) for module in lora_modules(shape).values())
+    max_tensors = _MAX_TENSORS_PER_MODULE * num_modules
     if num_tensors > max_tensors:
         raise InvalidArgument(
             f"{WEIGHTS_FILE} has {num_tensors} tensors, but an adapter of this model can have at most {max_tensors}; "
@@ -148,6 +159,7 @@ def _check_size(path: Path, shape: ModelConfig, max_rank: int) -> None:
 
 def _read_tensors(
     file: SafetensorsReader,
+    names: AdapterTensors,
     config: PeftConfig,
     shape: ModelConfig,
     max_rank: int,
@@ -155,9 +167,8 @@ def _read_tensors(
     shard: TensorParallelShard | None,
     checkpoint: Path | None,
 ) -> HostAdapter:
-    names = AdapterTensors.from_names(file.keys(), shape, config)
     _check_invocation(config, names, shape)
-    sizes = linear_sizes(shape) | vocab_module_sizes(shape)
+    sizes = module_sizes(shape)
     _check_shapes(file, names, config, sizes, max_rank)
     for name, module in names.base_copies.items():
         _check_base_copy(file, name, module, shape, checkpoint)
@@ -169,7 +180,7 @@ def _read_tensors(
         d_in, d_out = sizes[module.path]
         if (pair := names.pairs.get(module)) is not None:
             a, b, labels = file.get_tensor(pair["A"]), file.get_tensor(pair["B"]).float(), (pair["A"], pair["B"])
-            b *= config.scale(module.name)
+            b *= config.scale(_pattern_name(module, config))
         else:  # only the bias was trained
             a, b, labels = torch.zeros(1, d_in), torch.zeros(d_out, 1), (module.name, module.name)
         a = a.to(dtype)
@@ -185,6 +196,14 @@ def _read_tensors(
         _check_norm(module, a, b)
         b = rounded_b
         pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
+    for module, tensors in names.experts.items():
+        a, b = tensors.read(file, module, config)
+        a, rounded_b = a.to(dtype), b.to(dtype)
+        for matrix in (a, rounded_b):
+            _check_finite(f"tensors of {module.name} contain", matrix, dtype)
+        _check_norm(module, a, b)
+        b = rounded_b
+        pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
     for module, a, b in read_trained_tokens(file, names.token_rows, config, shape, base, max_rank):
         if module.key in pairs:
             raise InvalidArgument(f"trainable_token_indices is not supported if {module.path} is adapted, too")
@@ -192,7 +211,7 @@ def _read_tensors(
         for matrix in (a, b):
             _check_finite(f"trained rows of {module.path} contain", matrix, dtype)
         pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
-    return HostAdapter(max(a.shape[0] for a, _ in pairs.values()), pairs, transforms, config.invocation_tokens)
+    return HostAdapter(max(a.shape[-2] for a, _ in pairs.values()), pairs, transforms, config.invocation_tokens)
 
 
 def _check_invocation(config: PeftConfig, names: AdapterTensors, shape: ModelConfig) -> None:
@@ -216,18 +235,28 @@ def _check_shapes(
 ) -> None:
     """Reject ranks above `max_rank` and wrong shapes, before a tensor is read. `sizes` are (in_features, out_features)
     by the path of the module."""
-    for module, pair in names.pairs.items():
-        d_in, d_out = sizes[module.path]
-        if (rank := config.rank(module.name)) > max_rank:
+    ranks = {module: config.rank(_pattern_name(module, config)) for module in names.pairs}
+    ranks |= {module: tensors.rank(module, config) for module, tensors in names.experts.items()}
+    for rank in ranks.values():
+        if rank > max_rank:
             raise InvalidArgument(
                 f"rank {rank} exceeds max_lora_rank {max_rank}; raise it (spec.lora.maxRank of an LLMService) or "
-                "train with a smaller rank"
+                f"train with a smaller rank{' (gate and up are fused)' if rank == 2 * config.r else ''}"
             )
-        check_tensor(file, pair["A"], (rank, d_in))
-        check_tensor(file, pair["B"], (d_out, rank))
+    for module, pair in names.pairs.items():
+        d_in, d_out = sizes[module.path]
+        check_tensor(file, pair["A"], (ranks[module], d_in))
+        check_tensor(file, pair["B"], (d_out, ranks[module]))
+    for module, tensors in names.experts.items():
+        tensors.check(file, module, config, sizes[module.path])
     for module, extras in names.extras.items():
         for name in extras.values():
             check_tensor(file, name, sizes[module.path][1:])
+
+
+def _pattern_name(module: LoRAModule, config: PeftConfig) -> str:
+    """Return the path against which PEFT matches the keys of rank_pattern and alpha_pattern."""
+    return module.parameter if config.targets_parameter(module.parameter) else module.name
 
 
 def _check_finite(subject: str, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -237,11 +266,12 @@ def _check_finite(subject: str, tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def _check_norm(module: LoRAModule, a: Tensor, b: Tensor) -> None:
-    """Reject an update that is far larger than the weights of any model. `b` contains the scale."""
+    """Reject an update that is far larger than the weights of any model. `b` contains the scale. Of experts, the one
+    with the largest update counts."""
     a = a.float()
     # The squared norm of B @ A, without the product itself.
-    squared_norm = ((a @ a.T) * (b.T @ b)).sum().item()
-    row_norm = math.sqrt(max(squared_norm, 0.0) / b.shape[0])
+    squared_norm = ((a @ a.mT) * (b.mT @ b)).sum((-2, -1)).max().item()
+    row_norm = math.sqrt(max(squared_norm, 0.0) / b.shape[-2])
     if not row_norm <= MAX_ROW_NORM:
         raise InvalidArgument(
             f"Diverged: the rows of the update of {module.name} have the norm {row_norm:.4g}, and at most "

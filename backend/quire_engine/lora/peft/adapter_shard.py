@@ -17,10 +17,25 @@ def shard_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelShard) -> t
         return _vocab_shard_rows(a.t(), shard).t(), b
     if path == "lm_head":
         return a, _vocab_shard_rows(b, shard)
+    if path.startswith("mlp.experts."):
+        return _shard_expert_pair(a, b, path, shard)
+    if path not in shard.model_config.architecture_info.linears:  # a router, which every rank has
+        return a, b
     (input_columns,) = shard.input_ranges(path)
     return a[:, input_columns.start : input_columns.stop].clone(), torch.cat(
         [b[r.start : r.stop] for r in shard.output_ranges(path)]
     )
+
+
+def _shard_expert_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelShard) -> tuple[Tensor, Tensor]:
+    """Return the part for the intermediate features of every expert that a rank has. In gate_up, gate features come
+    before up features, or both alternate."""
+    part = shard.expert_range
+    if path.endswith("down_proj"):
+        return a[..., part.start : part.stop].clone(), b
+    if shard.model_config.architecture_info.expert_names.projections is None:
+        return a, b[:, 2 * part.start : 2 * part.stop].clone()
+    return a, torch.cat([half[:, part.start : part.stop] for half in b.chunk(2, dim=1)], dim=1)
 
 
 def shard_transform(transform: RowTransform, path: str, shard: TensorParallelShard) -> RowTransform:

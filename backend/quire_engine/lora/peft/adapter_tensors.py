@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from quire_engine.lora.peft.config import CONFIG_FILE, PeftConfig
-from quire_engine.lora.peft.lora_module import NO_LAYER, LoRAModule, lora_modules
-from quire_engine.weights.safetensors_reader import DTYPES, SafetensorsReader
-from quire_spec.errors import InvalidArgument
+from quire_engine.lora.peft.expert_tensors import ExpertTensors, find_expert_tensors
+from quire_engine.lora.peft.lora_module import NO_LAYER, LoRAModule, lora_modules, router_path
+from quire_spec.errors import InvalidArgument, truncated_repr
 from quire_spec.model.model_config import ModelConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -36,6 +36,8 @@ class AdapterTensors:
 
     pairs: dict[LoRAModule, dict[str, str]]
     """Names of A and B, for each adapted module."""
+    experts: dict[LoRAModule, ExpertTensors]
+    """Names of A and B, for each adapted projection of experts."""
     extras: dict[LoRAModule, dict[str, str]]
     """Names of the other tensors that change a module: magnitude, lora_bias and bias."""
     token_rows: dict[LoRAModule, str]
@@ -57,6 +59,7 @@ class AdapterTensors:
         token_rows: dict[LoRAModule, str] = {}
         base_copies: dict[str, LoRAModule] = {}
         is_part = bool(shape.architecture_info.text_types)
+        old_router = f".{shape.architecture_info.expert_names.block}."
         if is_part and (other_parts := [key for key in keys if _OTHER_PART.match(key)]):
             logger.info(
                 "adapter tensors outside the language model ignored, first of %d: %s",
@@ -64,14 +67,17 @@ class AdapterTensors:
                 min(other_parts),
             )
             keys = sorted(set(keys) - set(other_parts))
-        for tensor_name in sorted(keys):
+        experts, expert_names = find_expert_tensors(keys, config, shape)
+        for tensor_name in sorted(set(keys) - expert_names):
             match = _TENSOR_NAME.fullmatch(tensor_name)
             name = match["module"] if match else ""
             # Adapters from before transformers 4.52 have the first of these prefixes. PEFT maps it in the same way.
             module = modules.get(
-                re.sub(r"^language_model\.model\.", "model.language_model.", name) if is_part else name
+                re.sub(r"^language_model\.model\.", "model.language_model.", name)
+                if is_part
+                else name.replace(old_router, ".mlp.")
             )
-            if match is None or module is None:
+            if match is None or module is None or module.num_experts:
                 raise InvalidArgument(_unexpected_tensor_error(tensor_name, shape))
             if match["base"] and module.layer == NO_LAYER:
                 base_copies[tensor_name] = module
@@ -80,23 +86,38 @@ class AdapterTensors:
                 token_rows[module] = tensor_name
                 continue
             if (extra := next((kind for kind in _EXTRAS if match[kind]), None)) is not None:
+                if shape.moe is not None and module.path == router_path(shape):
+                    raise InvalidArgument(f"tensor {tensor_name!r}: magnitudes and biases of routers are not supported")
                 extras.setdefault(module, {})[extra] = tensor_name
                 continue
             matrix = match["embedding_half" if module.path == "embed_tokens" else "half"]
             if matrix is None:
                 raise InvalidArgument(_unexpected_tensor_error(tensor_name, shape))
             pairs.setdefault(module, {})[matrix] = tensor_name
-        if not pairs:
+        if not pairs and not experts:
             raise InvalidArgument(f"{WEIGHTS_FILE} contains no LoRA tensor")
         for names in pairs.values():
             if len(names) == 1:
                 (matrix, tensor_name), counterpart = next(iter(names.items())), {"A": "B", "B": "A"}
                 raise InvalidArgument(f"tensor {tensor_name!r} exists, but its lora_{counterpart[matrix]} is missing")
-        tensors = cls(pairs, extras, token_rows, base_copies)
+        tensors = cls(pairs, experts, extras, token_rows, base_copies)
+        tensors._check_experts(config)
         tensors._check_extras(config)
         tensors._check_tied_embeddings(config, shape)
         tensors._check_targets(config, shape)
         return tensors
+
+    def _check_experts(self, config: PeftConfig) -> None:
+        """Reject what PEFT rejects for parameters."""
+        if not (self.experts or config.target_parameters):
+            return
+        for option, value in (
+            ("use_dora", config.use_dora),
+            ("lora_bias", config.lora_bias),
+            ("alora_invocation_tokens", config.invocation_tokens),
+        ):
+            if value:
+                raise InvalidArgument(f"{option} with experts or target_parameters is not supported, as in PEFT")
 
     def _check_extras(self, config: PeftConfig) -> None:
         """Reject magnitudes and biases that contradict the config."""
@@ -125,15 +146,29 @@ class AdapterTensors:
         """Reject a file whose tensors do not match the modules in its config: the file is truncated or belongs to
         another adapter."""
         for module in self.pairs:
-            if (field := config.target_modules.excluding_field(module.name)) is not None:
+            is_parameter = config.targets_parameter(module.parameter)
+            if not is_parameter and (field := config.target_modules.excluding_field(module.name)) is not None:
                 raise InvalidArgument(
                     f"the file has tensors for {module.name}, which {field} excludes; "
                     "use the config and the weights of the same adapter"
                 )
-        for module in lora_modules(shape).values():
-            if module.target in config.target_modules.names_in_every_layer and module not in self.pairs:
-                location = "the file" if module.layer == NO_LAYER else f"layer {module.layer}"
-                raise InvalidArgument(f"target_modules contains {module.target}, but {location} has no tensors for it")
+        modules = [module for module in lora_modules(shape).values() if module not in self.pairs | self.experts]
+        for module in modules:
+            location = "the file" if module.layer == NO_LAYER else f"layer {module.layer}"
+            for name in module.projections if module.num_experts else (module.target,):
+                if name in config.target_modules.names_in_every_layer:
+                    raise InvalidArgument(f"target_modules contains {name}, but {location} has no tensors for it")
+            if config.targets_parameter(module.parameter):
+                raise InvalidArgument(
+                    f"target_parameters contains {module.parameter}, but {location} has no tensors for it"
+                )
+        parameters = [module.parameter for module in lora_modules(shape).values()]
+        for name in sorted(config.target_parameters):
+            if not any(parameter == name or parameter.endswith(f".{name}") for parameter in parameters):
+                raise InvalidArgument(
+                    f"target_parameters contains {truncated_repr(name)}, which is not the weight of a linear layer, a "
+                    "router or experts, such as mlp.experts.gate_up_proj"
+                )
 
     def _check_tied_embeddings(self, config: PeftConfig, shape: ModelConfig) -> None:
         outer_targets = [module.target for module in self.pairs if module.layer == NO_LAYER]
@@ -142,16 +177,6 @@ class AdapterTensors:
                 f"ensure_weight_tying True is not supported if {outer_targets[0]} is adapted, because embedding and "
                 "output projection would share one adapter; train the adapter without ensure_weight_tying"
             )
-
-
-def check_tensor(file: SafetensorsReader, name: str, expected_shape: tuple[int, ...]) -> None:
-    """Raise InvalidArgument if a tensor of a file has another shape, or a dtype that cannot be read."""
-    tensor = file.get_slice(name)
-    shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-    if dtype not in DTYPES:
-        raise InvalidArgument(f"tensor {name!r} is {dtype}; supported are {', '.join(DTYPES)}")
-    if shape != expected_shape:
-        raise InvalidArgument(f"tensor {name!r} has shape {shape}; config and model require {expected_shape}")
 
 
 def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
@@ -164,10 +189,11 @@ def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
             "check that the adapter is for this model"
         )
     if layer_match and shape.has_experts(layer := int(layer_match[1])):
-        paths = ", ".join(shape.layer_linears(layer))
+        paths = ", ".join((*shape.layer_linears(layer), router_path(shape)))
         return (
             f"tensor {tensor_name[:200]!r}: layer {layer} is a mixture of experts, and an adapter can change "
-            f"only its linear layers {paths}; train the adapter without experts and router"
+            f"its modules {paths}, and its experts, whose tensors are named mlp.experts.lora_A|B.weight or "
+            "experts.N.PROJECTION.lora_A|B.weight"
         )
     if tensor_name.endswith(".bias"):
         return (

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from quire_engine.lora.peft.adapter_tensors import check_tensor
 from quire_engine.lora.peft.config import PeftConfig
 from quire_engine.lora.peft.lora_module import NO_LAYER, LoRAModule, lora_modules
+from quire_engine.lora.peft.tensor_check import check_tensor
 from quire_engine.weights.loader import CheckpointTensors
 from quire_engine.weights.param_shard import TensorSource
 from quire_engine.weights.safetensors_reader import SafetensorsReader

@@ -39,7 +39,7 @@ IGNORED_FIELDS = frozenset(
 SUPPORTED_FIELDS = frozenset(
     {
         "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "ensure_weight_tying",
-        "use_dora", "lora_bias", "trainable_token_indices", "alora_invocation_tokens",
+        "use_dora", "lora_bias", "trainable_token_indices", "alora_invocation_tokens", "target_parameters",
     }
 )  # fmt: skip
 # An adapter is rejected if one of these fields has a value other than null, false or empty.
@@ -49,7 +49,6 @@ UNSUPPORTED_FIELDS = {
     "layer_replication": "the adapted model has other layers than the base model",
     "modules_to_save": "whole modules were trained",
     "monteclora_config": "the adapter is sampled",
-    "target_parameters": "parameters other than linear layers, such as experts and routers, were adapted",
     "use_bdlora": "A or B is block-diagonal",
     "use_qalora": "inputs are pooled before A",
     "velora_config": "it is a variant",
@@ -87,6 +86,8 @@ class PeftConfig:
     invocation_tokens: tuple[int, ...]
     """The adapter applies from the last occurrence of these tokens in the prompt on, or to all tokens if there are
     none."""
+    target_parameters: frozenset[str]
+    """Ends of the paths of parameters that were adapted beside these modules."""
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -111,6 +112,7 @@ class PeftConfig:
             token_indices=_token_indices(values.get("trainable_token_indices")),
             target_modules=TargetModules.from_config(values, matcher),
             invocation_tokens=_invocation_tokens(values),
+            target_parameters=_names("target_parameters", values.get("target_parameters")),
         )
 
     def rank(self, module: str) -> int:
@@ -119,7 +121,19 @@ class PeftConfig:
 
     def scale(self, module: str) -> float:
         """Return the factor by which the LoRA output B A x of a module is multiplied."""
-        rank, alpha = self.rank(module), self.alpha_pattern.get(module, self.lora_alpha)
+        return self._scale(self.rank(module), self.alpha_pattern.get(module, self.lora_alpha))
+
+    @property
+    def default_scale(self) -> float:
+        """The factor of modules to which no pattern applies."""
+        return self._scale(self.r, self.lora_alpha)
+
+    def targets_parameter(self, parameter: str) -> bool:
+        """Return whether target_parameters contains a parameter, given its path in the model."""
+        parts = parameter.split(".")
+        return any(".".join(parts[i:]) in self.target_parameters for i in range(len(parts)))
+
+    def _scale(self, rank: int, alpha: float) -> float:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
@@ -233,6 +247,12 @@ def _invocation_tokens(values: Mapping[str, Any]) -> tuple[int, ...]:
         if values.get(name) not in (None, False, "none", [], {}):
             raise InvalidArgument(f"alora_invocation_tokens is not supported together with {name}")
     return tuple(tokens)
+
+
+def _names(name: str, value: Any) -> frozenset[str]:
+    if value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+        raise InvalidArgument(f"{name} {truncated_repr(value)} is not a list of names")
+    return frozenset(value or ())
 
 
 def _positive_int(name: str, value: Any) -> int:

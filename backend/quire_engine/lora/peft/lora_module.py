@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from quire_spec.model.memory_sizing import expert_sizes, linear_sizes, vocab_module_sizes
 from quire_spec.model.model_config import ModelConfig
 
 NO_LAYER = -1
@@ -11,13 +12,19 @@ NO_LAYER = -1
 
 @dataclass(frozen=True, slots=True)
 class LoRAModule:
-    """A linear layer that adapters can change, or the embedding."""
+    """A linear layer or a router that adapters can change, the embedding, or one projection of all experts."""
 
     name: str
-    """Path of the module in the model; the keys of rank_pattern are matched against it."""
+    """Path of the module in the model; for a projection of experts, path of the parameter with their weights. The keys
+    of rank_pattern are matched against it."""
     layer: int
     path: str
     """Path of the module in its layer; for a module outside the layers, its name."""
+    num_experts: int = 0
+    """Number of experts of the projection; 0 for other modules."""
+    projections: tuple[str, ...] = ()
+    """For a projection of experts, its names in files with tensors for each expert: gate and up, or down. Empty if
+    there are no such files."""
 
     @property
     def key(self) -> tuple[int, str]:
@@ -26,8 +33,13 @@ class LoRAModule:
 
     @property
     def target(self) -> str:
-        """Name in target_modules."""
+        """Name in target_modules or target_parameters."""
         return self.path.rpartition(".")[2]
+
+    @property
+    def parameter(self) -> str:
+        """Path of the module's weight in transformers 5, for target_parameters."""
+        return self.name if self.num_experts else f"{self.name}.weight"
 
     def weight_name(self, shape: ModelConfig) -> str:
         """Return the name of the module's weight in the checkpoint."""
@@ -36,14 +48,40 @@ class LoRAModule:
 
 def lora_modules(shape: ModelConfig) -> dict[str, LoRAModule]:
     """Return all modules that adapters can change, by name."""
-    layer_modules = (
-        LoRAModule(f"{shape.architecture_info.layers_path}.{layer}.{path}", layer, path)
+    layers_path, moe = shape.architecture_info.layers_path, shape.moe
+    projections = shape.architecture_info.expert_names.projections or ()
+    layer_modules = [
+        LoRAModule(f"{layers_path}.{layer}.{path}", layer, path)
         for layer in range(shape.num_layers)
-        for path in shape.layer_linears(layer)
-    )
-    parent = shape.architecture_info.layers_path.removesuffix("layers")
+        for path in (*shape.layer_linears(layer), *([router_path(shape)] if shape.has_experts(layer) else ()))
+    ]
+    if moe is not None:
+        layer_modules += [
+            LoRAModule(f"{layers_path}.{layer}.{path}", layer, path, moe.num_experts, parts)
+            for layer in range(shape.num_layers)
+            if shape.has_experts(layer)
+            for path, parts in (
+                ("mlp.experts.gate_up_proj", projections[:2]),
+                ("mlp.experts.down_proj", projections[2:]),
+            )
+        ]
+    parent = layers_path.removesuffix("layers")
     outer_modules = (
         LoRAModule(f"{parent}embed_tokens", NO_LAYER, "embed_tokens"),
         LoRAModule("lm_head", NO_LAYER, "lm_head"),
     )
     return {module.name: module for module in (*layer_modules, *outer_modules)}
+
+
+def router_path(shape: ModelConfig) -> str:
+    """Return the path of the router in a layer with experts."""
+    return f"mlp.{shape.architecture_info.expert_names.router}"
+
+
+def module_sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return the input size and the output size of all modules, by their paths."""
+    sizes = linear_sizes(shape) | vocab_module_sizes(shape)
+    if shape.moe is not None:
+        sizes[router_path(shape)] = shape.hidden_size, shape.moe.num_experts
+        sizes |= {f"mlp.experts.{name}": size for name, size in expert_sizes(shape).items()}
+    return sizes

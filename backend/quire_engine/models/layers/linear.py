@@ -8,7 +8,7 @@ plain classes, not torch modules: weights are not trained, moved or saved, and c
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,22 @@ class ParamFactory:
         return self.empty(*size) if self.checkpoint is None else torch.empty(size, dtype=self.dtype, device="meta")
 
 
+@dataclass(slots=True)
+class AdapterSite:
+    """A product that adapters can change, but that is not a `Linear`: a router, or a projection of all experts."""
+
+    in_features: int
+    slices: dict[str, int]
+    """Number of output features, by the name of the module in adapters."""
+    num_experts: int = 0
+    """Number of experts that have weights of this size; 0 for a router."""
+    adapters: ModuleSlots | None = None
+
+    def applies_to(self, batch: ForwardBatch) -> bool:
+        """Return whether an adapter of the batch may change the product."""
+        return batch.adapters is not None and self.adapters is not None and self.adapters.applies_to(batch.adapters)
+
+
 @dataclass(frozen=True, slots=True)
 class LinearShard:
     """The part of a checkpoint's linear layer that a rank needs."""
@@ -80,6 +96,9 @@ class Linear:
 
     Each slice keeps its Hugging Face name, because tensor names in checkpoints and adapters contain this name.
     """
+
+    num_experts: ClassVar[int] = 0
+    """See AdapterSite."""
 
     def __init__(
         self,

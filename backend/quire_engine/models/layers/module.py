@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from quire_engine.models.layers.linear import Linear
+from quire_engine.models.layers.linear import AdapterSite, Linear
 from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import HugePageArena
 
@@ -20,13 +20,13 @@ class Module:
     model computes them. A merged linear layer is an exception: its slices have the names that the checkpoint uses.
     """
 
-    def linears(self) -> Iterator[Linear]:
-        """Yield the linear layers that adapters can change."""
+    def adapter_sites(self) -> Iterator[Linear | AdapterSite]:
+        """Yield the linear layers, routers and projections of experts, which adapters can change."""
         for part in vars(self).values():
-            if isinstance(part, Linear):
+            if isinstance(part, Linear | AdapterSite):
                 yield part
             elif isinstance(part, Module):
-                yield from part.linears()
+                yield from part.adapter_sites()
 
     @property
     def packed_bytes(self) -> int:

@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture of experts in place of an MLP. Adapters cannot change it."""
+"""Mixture of experts in place of an MLP."""
 
 import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
-from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.layers.linear import AdapterSite, Linear, ParamFactory
 from quire_engine.models.layers.module import Module
 from quire_engine.weights.param_shard import LoadTarget, ParamShard, unsharded
 from quire_engine.weights.quantized.mxfp4 import MXFP4Expert, MXFP4Tensor
 from quire_engine.weights.quantized.packing import WeightPart, dequantize_experts, pack_quantized_experts
 from quire_kernels import (
     GROUP_SIZE,
+    ExpertAdapters,
     ExpertWeights,
     HugePageArena,
     LinearWeight,
+    adapted_linear,
     converts_fp8,
     fused_experts,
     linear,
@@ -34,6 +35,7 @@ from quire_kernels import (
     weight_bytes,
 )
 from quire_spec.errors import ConfigError
+from quire_spec.model.memory_sizing import expert_sizes
 from quire_spec.model.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -43,13 +45,9 @@ class MoE(Module):
     """A router chooses experts for each token, and the output is the weighted sum of the experts' outputs.
 
     Each expert is a gated MLP. With tensor parallelism, every expert is divided among the ranks: each rank has a part
-    of the expert's intermediate features. Many checkpoints store one tensor for each projection of each expert. For
-    these checkpoints, a subclass defines the names of the tensors.
+    of the expert's intermediate features. Many checkpoints store one tensor for each projection of each expert;
+    `ExpertNames` contains the names of these tensors.
     """
-
-    PATH: ClassVar[str] = "mlp"
-    """Path of this module within a layer of the checkpoint."""
-    EXPERT: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         """Allocate the parameters.
@@ -63,9 +61,17 @@ class MoE(Module):
         """
         assert shape.moe is not None
         self.config, hidden, inner = shape.moe, shape.hidden_size, shape.moe.intermediate_size
+        self.names = shape.architecture_info.expert_names
         _check_quantization(factory, hidden, inner)
-        self.router: LinearWeight = factory.empty(self.config.num_experts, hidden)
+        router = factory.empty(self.config.num_experts, hidden)
+        self.router: LinearWeight = router
         self.router_bias: Tensor | None = None
+        self.router_site = AdapterSite(hidden, {self.names.router: len(pad_outputs(router))})
+        self.expert_sites = tuple(
+            AdapterSite(d_in, {name: d_out}, self.config.num_experts)
+            for name, (d_in, d_out) in expert_sizes(shape).items()
+        )
+        """gate_up and down."""
         self.experts = ExpertWeights(
             gate_up=factory.empty_weight(self.config.num_experts, 2 * inner, hidden),
             down=factory.empty_weight(self.config.num_experts, hidden, inner),
@@ -81,18 +87,39 @@ class MoE(Module):
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """Compute the output for the input [num_tokens, hidden_size]. If `residual` is given, add the output to it in
         place."""
-        logits = linear(x, self.router, self.router_bias)[:, : self.config.num_experts]
+        logits = self._route(x, batch)[:, : self.config.num_experts]
         ids, weights = topk_softmax(logits, self.config.top_k, self.config.normalize)
+        adapters = self._expert_adapters(batch)
         if self.communicator is None:
-            return fused_experts(x, ids, weights, self.experts, residual)
+            return fused_experts(x, ids, weights, self.experts, residual, adapters)
         # Only rank 0 adds the output bias.
         experts = replace(self.experts, down_bias=None) if self.communicator.shard.rank else self.experts
-        out = self.communicator.all_reduce(fused_experts(x, ids, weights, experts))
+        out = self.communicator.all_reduce(fused_experts(x, ids, weights, experts, None, adapters))
         return out if residual is None else residual.add_(out)
+
+    def adapter_sites(self) -> Iterator[Linear | AdapterSite]:
+        """See Module.adapter_sites."""
+        yield self.router_site
+        yield from self.expert_sites
+
+    def _route(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return the router's logits, [num_tokens, num_experts or more]."""
+        adapters = self.router_site.adapters
+        if adapters is None or batch.adapters is None or not self.router_site.applies_to(batch):
+            return linear(x, self.router, self.router_bias)
+        return adapted_linear(x, self.router, self.router_bias, None, adapters, batch.adapters)
+
+    def _expert_adapters(self, batch: ForwardBatch) -> ExpertAdapters | None:
+        """Return the adapters of the batch, or None if none of them may change the experts."""
+        gate_up, down = (site.adapters for site in self.expert_sites)
+        if gate_up is None or down is None or batch.adapters is None:
+            return None
+        is_adapted = any(site.applies_to(batch) for site in self.expert_sites)
+        return ExpertAdapters(gate_up, down, batch.adapters) if is_adapted else None
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See Module.tensors."""
-        prefix = f"{prefix.removesuffix('mlp.')}{self.PATH}."
+        prefix = f"{prefix.removesuffix('mlp.')}{self.names.block}."
         yield from self.router_tensors(prefix)
         assert isinstance(self.experts.gate_up, Tensor) and isinstance(self.experts.down, Tensor)
         reads_checkpoint = self._factory.checkpoint is not None and self.experts.gate_up.is_meta
@@ -113,16 +140,16 @@ class MoE(Module):
 
     def gate_up_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """Yield the checkpoint tensors that fill `experts.gate_up`, in the order of the rows that they fill."""
-        assert isinstance(self.experts.gate_up, Tensor)
+        assert isinstance(self.experts.gate_up, Tensor) and self.names.projections is not None
         for expert, gate_up in enumerate(self.experts.gate_up):
-            for name, weight in zip(self.EXPERT, gate_up.chunk(2), strict=False):
+            for name, weight in zip(self.names.projections, gate_up.chunk(2), strict=False):
                 yield f"{prefix}experts.{expert}.{name}.weight", self._shard(weight, is_down=False)
 
     def down_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """Yield the checkpoint tensors that fill `experts.down`, in the order of the rows that they fill."""
-        assert isinstance(self.experts.down, Tensor)
+        assert isinstance(self.experts.down, Tensor) and self.names.projections is not None
         for expert, down in enumerate(self.experts.down):
-            yield f"{prefix}experts.{expert}.{self.EXPERT[2]}.weight", self._shard(down, is_down=True)
+            yield f"{prefix}experts.{expert}.{self.names.projections[2]}.weight", self._shard(down, is_down=True)
 
     def pack(self, arena: HugePageArena) -> None:
         """See Module.pack.

@@ -53,15 +53,15 @@ def _rewrite(folder, change):
     save_file(tensors, folder / WEIGHTS_FILE)
 
 
-def test_adapter_of_an_expert_is_rejected(tmp_path):
-    """In files of peft before it adapted experts as parameters."""
+def test_gate_of_an_expert_without_up_is_rejected(tmp_path):
     model = make_checkpoint(tmp_path / "model", "qwen3_moe-mixed")
     adapter = make_adapter(model, tmp_path / "adapter", target_modules=["q_proj"])
-    name = "base_model.model.model.layers.1.mlp.experts.0.gate_proj.lora_A.weight"
-    _rewrite(adapter, lambda tensors: tensors.update({name: torch.ones(8, 64)}))
+    name = "base_model.model.model.layers.1.mlp.experts.0.gate_proj.lora_{}.weight"
+    new = {name.format("A"): torch.ones(8, 64), name.format("B"): torch.ones(48, 8)}
+    _rewrite(adapter, lambda tensors: tensors.update(new))
     with pytest.raises(
         InvalidArgument,
-        match=r"gate_proj.*layer 1 is a mixture of experts, .* only its linear layers self_attn.q_proj,",
+        match="has tensors of gate_proj for experts, but none of up_proj: as in PEFT, both must be adapted",
     ):
         read_adapter(adapter, ModelConfig.load(model), MAX_RANK, torch.float32)
 

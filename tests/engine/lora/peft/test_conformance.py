@@ -95,6 +95,7 @@ ROWS = [
     _honoured("ensure_weight_tying", trainable_token_indices=PROMPT[3:9], ensure_weight_tying=True),
     _honoured("use_dora", use_dora=True),
     _honoured("use_dora", use_dora=True, target_modules=["v_proj", "down_proj", "lm_head"], use_rslora=True, r=16),
+    _honoured("target_parameters", target_modules=["v_proj"], target_parameters=["q_proj.weight", "down_proj.weight"]),
     _honoured("lora_bias", target_modules=["q_proj", "o_proj", "gate_proj"], lora_bias=True),
     _honoured("alora_invocation_tokens", alora_invocation_tokens=PROMPT[10:12]),
     _honoured("alora_invocation_tokens", alora_invocation_tokens=PROMPT[:1], use_rslora=True),
@@ -138,7 +139,12 @@ ROWS = [
     ),
     *(Row("init_lora_weights", "refused", {}, {"init_lora_weights": v}) for v in ("loftq", "corda", "new")),
     Row("peft_type", "refused", {}, {"peft_type": "IA3"}),
-    Row("target_parameters", "refused", {}, {"target_parameters": ["experts.down_proj"]}),
+    *(
+        Row("target_parameters", "refused", {}, {"target_parameters": value})
+        for value in (["experts.down_proj"], ["input_layernorm.weight"], "q_proj.weight", [1])
+    ),
+    Row("target_parameters", "refused", {"use_dora": True}, {"target_parameters": ["q_proj.weight"]}),
+    Row("target_parameters", "refused", {"lora_bias": True}, {"target_parameters": ["q_proj.weight"]}),
     Row("use_qalora", "refused", {}, {"use_qalora": True}),
     Row("use_bdlora", "refused", {}, {"use_bdlora": {"n_blocks": 2}}),
     Row("kasa_config", "refused", {}, {"kasa_config": {"beta": 1}}),

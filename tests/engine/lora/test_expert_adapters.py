@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of experts and routers: in one batch, each gives the logits and tokens of an unmerged `PeftModel`."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.near_ties import assert_greedy_tokens, assert_top_tokens
+from support.tiny_checkpoints import VOCAB, load_adapted_oracle, load_oracle, make_adapter, make_checkpoint
+
+from quire_engine.core.engine import Engine
+from quire_engine.lora.peft.adapter import read_adapter
+from quire_engine.lora.peft.adapter_tensors import WEIGHTS_FILE
+from quire_engine.lora.peft.config import CONFIG_FILE
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import InvalidArgument
+from quire_spec.model.memory_sizing import lora_slot_bytes
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.messages import SequenceRequest
+
+NUM_TOKENS = 6
+PROMPTS = [[(7 * i + 3 * p) % VOCAB for i in range(5 + 9 * p)] for p in range(3)]
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+ATTENTION = ["q_proj", "o_proj"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "experts": {"target_modules": [], "target_parameters": [GATE_UP, DOWN]},
+    "down": {"target_modules": ["v_proj"], "target_parameters": ["experts.down_proj"], "r": 3, "use_rslora": True},
+    "gate_up": {"target_modules": [], "target_parameters": ["gate_up_proj"], "r": 1, "lora_alpha": 5},
+    "router": {"target_modules": ATTENTION, "target_parameters": ["ROUTER.weight"]},
+    "patterns": {
+        "target_modules": ATTENTION,
+        "target_parameters": [GATE_UP, DOWN, "ROUTER.weight", "k_proj.weight"],
+        "rank_pattern": {"gate_up_proj": 5, "k_proj.weight": 2, "ROUTER": 7},
+        "alpha_pattern": {r".*\.1\.mlp\.experts\.down_proj": 40, "ROUTER.weight": 3},
+    },
+    "attention": {"target_modules": ATTENTION},
+}
+FAMILIES = ["qwen3_moe", "qwen3_moe-mixed", "mixtral", "gpt_oss"]
+
+
+def _adapter(checkpoint: Path, folder: Path, seed: int, config: dict[str, Any]) -> Path:
+    router = ModelConfig.load(checkpoint).architecture_info.expert_names.router
+    config = json.loads(json.dumps(config).replace("ROUTER", router))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # PEFT's own patterns for fused experts
+        return make_adapter(checkpoint, folder, seed, **config)
+
+
+def _adapter_by_expert(checkpoint: Path, folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Write an adapter as trainers that know experts one by one do."""
+    shape = ModelConfig.load(checkpoint)
+    torch.manual_seed(seed)
+    names, inner, hidden = shape.architecture_info.expert_names, shape.moe.intermediate_size, shape.hidden_size
+    gate, up, down = names.projections
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 12, "bias": "none"}
+    config |= {"target_modules": ["q_proj", "gate", gate, up, down]} | changes
+    tensors = {}
+
+    def add(name: str, d_in: int, d_out: int) -> None:
+        rank = config["r"]
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, d_in) * d_in**-0.5
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(d_out, rank) * 0.2
+
+    for layer in range(shape.num_layers):
+        block = f"model.layers.{layer}.{names.block}"
+        add(f"model.layers.{layer}.self_attn.q_proj", hidden, shape.num_heads * shape.head_dim)
+        if not shape.has_experts(layer):
+            continue
+        add(f"{block}.gate", hidden, shape.moe.num_experts)
+        for expert in range(shape.moe.num_experts):
+            for projection in (gate, up):
+                add(f"{block}.experts.{expert}.{projection}", hidden, inner)
+            add(f"{block}.experts.{expert}.{down}", inner, hidden)
+    folder.mkdir()
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    save_file(tensors, folder / WEIGHTS_FILE)
+    return folder
+
+
+def _load_oracle(checkpoint: Path, adapter: Path | None) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return load_oracle(checkpoint) if adapter is None else load_adapted_oracle(checkpoint, adapter)
+
+
+def _reference(oracle: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """Return the greedy tokens and the log probabilities."""
+    tokens, tables = list(prompt), []
+    with torch.inference_mode():
+        for _ in range(NUM_TOKENS):
+            tables.append(oracle(torch.tensor([tokens])).logits[0, -1].log_softmax(-1))
+            tokens.append(int(tables[-1].argmax()))
+    return tokens[len(prompt) :], torch.stack(tables)
+
+
+def _config(checkpoint: Path, **changes: Any) -> EngineConfig:
+    values = {"model": str(checkpoint), "device": "cpu", "dtype": "float32", "enable_lora": True, "max_model_len": 128}
+    return EngineConfig.from_json(values | {"max_loras": 8, "max_lora_rank": 16, "lora_experts": True} | changes)
+
+
+def _outputs(engine: Engine, requests: list[tuple[list[int], str | None]]) -> list[tuple[list[int], list[Any]]]:
+    params = SamplingParams.from_mapping({"temperature": 0.0, "max_tokens": NUM_TOKENS, "logprobs": 20})
+    outputs: list[tuple[list[int], list[Any]]] = [([], []) for _ in requests]
+    for i, (prompt, digest) in enumerate(requests):
+        engine.add(SequenceRequest(i, prompt, params, digest))
+    while engine.has_work:
+        for digest, path in engine.pop_adapter_reads():
+            engine.add_adapter(digest, path, engine.read_adapter(path))
+        for result in engine.step().results:
+            outputs[result.id][0].extend(result.token_ids)
+            outputs[result.id][1].extend(result.logprobs)
+    return outputs
+
+
+def _assert_equal_peft(engine: Engine, checkpoint: Path, adapters: dict[str | None, Path | None]) -> None:
+    """Compare the base and all adapters in one batch with one PeftModel per adapter."""
+    for digest, path in adapters.items():
+        if digest is not None and path is not None:
+            engine.add_adapter(digest, path, engine.read_adapter(path))
+    requests = [(prompt, digest) for prompt in PROMPTS for digest in adapters]
+    outputs = dict(zip(map(str, requests), _outputs(engine, requests), strict=True))
+    found_tokens = set()
+    for digest, path in adapters.items():
+        oracle = _load_oracle(checkpoint, path)
+        for prompt in PROMPTS:
+            tokens, entries = outputs[str((prompt, digest))]
+            expected, tables = _reference(oracle, prompt)
+            num_comparable = assert_greedy_tokens(tokens, expected, tables)
+            assert num_comparable > 0
+            for each, table in list(zip(entries, tables, strict=True))[:num_comparable]:
+                assert_top_tokens([int(entry[0]) for entry in each[1:]], table)
+                assert max(abs(entry[1] - table[int(entry[0])].item()) for entry in each) < 1e-4, digest
+        found_tokens.add(str([outputs[str((prompt, digest))][0] for prompt in PROMPTS]))
+    assert len(found_tokens) == len(adapters), "an adapter has no effect, so the test would not notice its absence"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("max_loras", [8, 2])
+def test_adapters_of_experts_equal_peft(name, max_loras, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "model", name)
+    adapters: dict[str | None, Path | None] = {None: None}
+    for seed, (kind, config) in enumerate(ADAPTERS.items()):
+        adapters[kind] = _adapter(checkpoint, tmp_path / kind, seed, config)
+    if name != "gpt_oss":
+        # A list would also name the layers without experts.
+        pattern = {"target_modules": r".*(q_proj|mlp\.gate|experts.*_proj)"} if "mixed" in name else {}
+        adapters["by expert"] = _adapter_by_expert(checkpoint, tmp_path / "by expert", **pattern)
+        adapters["all-linear"] = _adapter(checkpoint, tmp_path / "all", 9, {"target_modules": "all-linear", "r": 4})
+    _assert_equal_peft(Engine.from_config(_config(checkpoint, max_loras=max_loras)), checkpoint, adapters)
+
+
+def _rewrite(folder: Path, change: Any, **config: Any) -> None:
+    """Change the tensors and the config of an adapter."""
+    tensors = load_file(folder / WEIGHTS_FILE)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS_FILE)
+    path = folder / CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+def _remove(pattern: str) -> Any:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        names = [name for name in tensors if pattern in name]
+        assert names
+        for name in names:
+            del tensors[name]
+
+    return change
+
+
+def _set(name: str, index: int, value: float) -> Any:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(-1)[index] = value
+
+    return change
+
+
+def _transpose(tensors: dict[str, torch.Tensor]) -> None:
+    """Swap inputs and outputs, as PEFT before 0.19 did."""
+    a, b = (f"{STACKED}.base_layer.lora_{half}.weight" for half in "AB")
+    tensors[a], tensors[b] = tensors[b].t(), tensors[a].t()
+
+
+STACKED = "base_model.model.model.layers.1.mlp.experts"
+WRONG_STACKED = {
+    "a parameter is missing": (
+        _remove("base_layer"),
+        {},
+        "tensors of 1 parameters .* names gate_up_proj and down_proj",
+    ),
+    "a parameter is not in the config": (lambda _: None, {"target_parameters": [DOWN]}, "2 param.* names down_proj;"),
+    "no parameter is in the config": (lambda _: None, {"target_parameters": []}, "2 parameters .* names none"),
+    "a layer is missing": (
+        _remove("layers.1.mlp"),
+        {},
+        "target_parameters contains model.layers.1.mlp.experts.gate_up",
+    ),
+    "B is missing": (_remove("layers.0.mlp.experts.lora_B"), {}, "exists, but its lora_B is missing"),
+    "biases": (
+        lambda _: None,
+        {"target_parameters": [GATE_UP, DOWN, "gate_up_proj_bias"]},
+        "'gate_up_proj_bias', which",
+    ),
+    "magnitudes": (lambda _: None, {"use_dora": True}, "use_dora with experts or target_parameters is not supported"),
+    "biases of B": (
+        lambda _: None,
+        {"lora_bias": True},
+        "lora_bias with experts or target_parameters is not supported",
+    ),
+    "another rank": (lambda _: None, {"r": 4}, "has shape .48, 64.; config and model require .24, 64"),
+    "older PEFT": (
+        _transpose,
+        {},
+        r"base_layer.lora_A.weight' has shape \(48, 96\); config and model require \(48, 64",
+    ),
+    "too large a rank": (lambda _: None, {"r": 32}, "rank 32 exceeds max_lora_rank 16"),
+    "NaN": (
+        _set(f"{STACKED}.lora_A.weight", 5, float("nan")),
+        {},
+        "tensors of .*layers.1.mlp.experts.down_proj contain",
+    ),
+    "an expert diverged": (
+        lambda tensors: tensors[f"{STACKED}.lora_B.weight"].view(64, 8, 6)[:, :, 4].fill_(1e4),
+        {},
+        "Diverged: the rows of the update of model.layers.1.mlp.experts.down_proj have the norm",
+    ),
+    "a third parameter": (
+        lambda tensors: tensors.update(
+            {
+                n.replace("base_layer", "base_layer.base_layer"): t.clone()
+                for n, t in tensors.items()
+                if "base_layer" in n
+            }
+        ),
+        {},
+        "tensors of 3 parameters",
+    ),
+}
+BY_EXPERT = "model.layers.0.mlp.experts.{}.{}_proj"
+WRONG_BY_EXPERT = {
+    "an expert is missing": (_remove("layers.1.mlp.experts.5.down"), {}, "no tensors for .*experts.5.down_proj"),
+    "A is missing": (_remove("layers.1.mlp.experts.5.down_proj.lora_A"), {}, "exists, but its lora_A is missing"),
+    "up is missing": (_remove("up_proj"), {}, "of gate_proj for experts, but none of up_proj"),
+    "down is missing": (_remove("layers.0.mlp.experts.5.down"), {}, "no tensors for .*experts.5.down_proj"),
+    "all of down is missing": (
+        _remove("down_proj"),
+        {},
+        "target_modules contains down_proj, but layer 0 has no tensors",
+    ),
+    "no expert": (_remove("experts"), {}, "target_modules contains (gate|up)_proj, but layer 0 has no tensors"),
+    "no gate and up": (
+        lambda t: [t.pop(n) for n in [*t] if "layers.1" in n and ("up_proj" in n or "gate_proj" in n)],
+        {},
+        "target_modules contains gate_proj, but layer 1 has no tensors",
+    ),
+    "another scale": (
+        lambda _: None,
+        {"use_rslora": True},
+        "use_rslora with tensors of gate_proj and up_proj for each",
+    ),
+    "a rank for an expert": (
+        lambda _: None,
+        {"rank_pattern": {"0.up_proj": 2}},
+        "rank_pattern and .* of single experts",
+    ),
+    "a scale for experts": (lambda _: None, {"alpha_pattern": {".*": 2}}, "alpha_pattern of single experts"),
+    "excluded": (lambda _: None, {"exclude_modules": ["up_proj"]}, "up_proj, which exclude_modules excludes"),
+    "not a target": (lambda _: None, {"target_modules": ["q_proj", "gate"]}, "which target_modules excludes"),
+    "another router": (
+        lambda _: None,
+        {"target_modules": r".*(q|gate|up|down)_proj"},
+        "mlp.gate, which target_modules",
+    ),
+    "a rank": (lambda _: None, {"r": 16}, r"rank 32 exceeds max_lora_rank 16; .*gate and up are fused"),
+    "a shape": (
+        lambda t: t.update({n: v[:-1] for n, v in t.items() if "experts.3.up_proj.lora_B" in n}),
+        {},
+        "has shape",
+    ),
+    "magnitudes": (lambda _: None, {"use_dora": True}, "use_dora with experts or target_parameters is not supported"),
+    "an invocation": (lambda _: None, {"alora_invocation_tokens": [5]}, "alora_invocation_tokens with experts or"),
+    "magnitudes of a router": (
+        lambda t: t.update({f"{STACKED.replace('experts', 'gate')}.lora_magnitude_vector": torch.ones(6)}),
+        {"use_dora": True},
+        "magnitudes and biases of routers are not supported",
+    ),
+    "an expert too many": (
+        lambda t: t.update({n.replace("experts.0", "experts.6"): v.clone() for n, v in t.items()}),
+        {},
+        "is a mixture of experts, and an adapter can change its modules self_attn.q_proj",
+    ),
+    "both layouts": (
+        lambda t: t.update({f"{STACKED}.lora_{half}.weight": torch.ones(8, 8) for half in "AB"}),
+        {},
+        "tensors for each expert of layer 1, and also",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("mixture"), "qwen3_moe")
+
+
+@pytest.mark.parametrize(("change", "config", "error"), WRONG_STACKED.values(), ids=WRONG_STACKED)
+def test_wrong_tensors_of_parameters_are_rejected(change, config, error, mixture, tmp_path):
+    folder = _adapter(mixture, tmp_path / "adapter", 0, ADAPTERS["experts"])
+    shape = ModelConfig.load(mixture)
+    assert read_adapter(folder, shape, 16, torch.float32, has_experts=True)
+    _rewrite(folder, change, **config)
+    with pytest.raises(InvalidArgument, match=error):
+        read_adapter(folder, shape, 16, torch.float32, has_experts=True)
+
+
+@pytest.mark.parametrize(("change", "config", "error"), WRONG_BY_EXPERT.values(), ids=WRONG_BY_EXPERT)
+def test_wrong_tensors_of_single_experts_are_rejected(change, config, error, mixture, tmp_path):
+    folder, shape = _adapter_by_expert(mixture, tmp_path / "adapter"), ModelConfig.load(mixture)
+    assert read_adapter(folder, shape, 8, torch.float32, has_experts=True).rank == 8
+    _rewrite(folder, change, **config)
+    with pytest.raises(InvalidArgument, match=error):
+        read_adapter(folder, shape, 16, torch.float32, has_experts=True)
+
+
+def test_only_the_setting_reserves_memory_for_experts(mixture, tmp_path):
+    shape = ModelConfig.load(mixture)
+    engines = {on: Engine.from_config(_config(mixture, lora_experts=on)) for on in (False, True)}
+    for on, engine in engines.items():
+        # The router needs whole panels only with compiled kernels, which are not used in float32.
+        assert 0 <= 8 * lora_slot_bytes(shape, 16, 4, on) - engine.memory.lora_bytes <= 8 * 2 * 16 * 4 * 32
+    assert engines[False].memory.lora_bytes < engines[True].memory.lora_bytes / 2
+    experts = _adapter(mixture, tmp_path / "experts", 0, ADAPTERS["experts"])
+    with pytest.raises(InvalidArgument, match=r"changes experts .*layers.0.mlp.experts.*; set lora_experts .*to true"):
+        engines[False].read_adapter(experts)
+    router = _adapter(mixture, tmp_path / "router", 0, ADAPTERS["router"])
+    packed = [engine.read_adapter(router).info.num_bytes for engine in engines.values()]
+    assert packed[0] == pytest.approx(packed[1], rel=0.1)
+    _assert_equal_peft(engines[False], mixture, {None: None, "router": router})
