@@ -55,7 +55,7 @@ def test_rehearsal_with_faults_loses_no_result(bench_modules, tmp_path):
     assert unmeasured == {"against vLLM", "GPU idle per decoding step"}
     table = (tmp_path / "run/table.md").read_text()
     assert "A rehearsal: times and rates mean nothing." in table and table in done.stdout
-    assert re.search(r"limits +complete, \d+ of 400 s, 2 rows, QUIRE_EARLY_LAUNCH=0", done.stdout)
+    assert re.search(r"limits +complete, \d+ of 400 s, 4 rows, QUIRE_EARLY_LAUNCH=0", done.stdout)
 
 
 def test_a_killed_run_is_resumed(tmp_path):

@@ -5,6 +5,7 @@ import functools
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -23,17 +24,26 @@ SHAPES = {
 """Inputs and outputs of each linear of Llama-3.1-8B."""
 
 
+MEMORY = {"copy": "copy, bytes read and written", "copy_kernel": "copy by a kernel", "read": "sum, bytes read"}
+"""Keys and contents of the rows that measure the memory."""
+WARM_UP_S = 0.5
+"""An idle card raises its clocks only some tenths of a second after the first work."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The rates of this card, as measured in this run; fractions refer to them."""
 
     bytes_per_s: float
+    """The highest rate of MEMORY."""
     flops_per_s: float
 
     @classmethod
-    def from_rows(cls, rates: Mapping[str, float]) -> "Limits":
-        """Return the rates of the rows of `limits`, by their keys."""
-        return cls(rates["copy"] * 1e12, rates["matrix"] * 1e12)
+    def from_rows(cls, rates: Mapping[str, float]) -> "Limits | None":
+        """Return the rates of the rows of `limits`, by their keys; None: a row is missing."""
+        if not rates.keys() >= {"matrix", *MEMORY}:
+            return None
+        return cls(max(rates[key] for key in MEMORY) * 1e12, rates["matrix"] * 1e12)
 
     def fraction(self, seconds: float, num_bytes: float, flops: float = 0.0) -> float:
         """Return the fraction of the limit that binds: bytes or operations, the one that takes longer."""
@@ -59,20 +69,17 @@ def _clocks(what: str) -> Iterator[Row]:
 
 
 def limits(context: Context) -> Iterator[Row]:
-    """Copy bandwidth and matrix rate."""
-    yield {
-        "what": "copy, bytes read and written",
-        "key": "copy",
-        "value": _copy_rate(context.card) / 1e12,
-        "unit": "TB/s",
-    }
-    rate = _matrix_rate(context.card) / 1e12
-    yield {"what": "bf16 product of 8192 x 8192 x 8192", "key": "matrix", "value": rate, "unit": "TFLOP/s"}
+    """Matrix rate and rates of the memory."""
+    for key, rate in _rates(context.card).items():
+        what = MEMORY.get(key, "bf16 product of 8192 x 8192 x 8192")
+        yield {"what": what, "key": key, "value": rate, "unit": "TB/s" if key in MEMORY else "TFLOP/s"}
 
 
 def measure(card: Card) -> Limits:
-    """Return both rates, measured now."""
-    return Limits(_copy_rate(card), _matrix_rate(card))
+    """Return the rates, measured now."""
+    found = Limits.from_rows(_rates(card))
+    assert found is not None
+    return found
 
 
 def product_rows(context: Context) -> Iterator[Row]:
@@ -105,11 +112,22 @@ def product_rows(context: Context) -> Iterator[Row]:
                 }
 
 
-def _copy_rate(card: Card) -> float:
+def _rates(card: Card) -> dict[str, float]:
+    """Return the rate of each row of `limits` in units of 1e12 per second. The product comes first: it raises the
+    clocks."""
+    deadline = time.monotonic() + (WARM_UP_S if card.is_full else 0.0)
+    while (matrix := _matrix_rate(card)) and time.monotonic() < deadline:
+        pass
     size = 1 << (32 if card.is_full else 20)
-    source = torch.randint(-128, 127, (size,), dtype=torch.int8, device=card.device)
+    source = torch.randint(-(2**31), 2**31 - 1, (size // 4,), dtype=torch.int32, device=card.device)
     target = torch.empty_like(source)
-    return 2 * size / card.seconds([lambda: target.copy_(source)])
+    numbers = source.view(torch.float32).nan_to_num_(posinf=0.0, neginf=0.0)
+    rates = {
+        "copy": 2 * size / card.seconds([lambda: target.copy_(source)]),
+        "copy_kernel": 2 * size / card.seconds([lambda: torch.bitwise_not(source, out=target)]),
+        "read": size / card.seconds([lambda: numbers.sum()]),
+    }
+    return {key: rate / 1e12 for key, rate in ({"matrix": matrix} | rates).items()}
 
 
 def _matrix_rate(card: Card) -> float:

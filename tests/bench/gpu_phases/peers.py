@@ -17,7 +17,7 @@ from gpu_phases.process import Context
 from gpu_phases.random_engine import LLAMA_8B, TINY, Load, settings, sharegpt_like
 from gpu_phases.store import Row
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 240.0
 """Time limit of a load, and of a start with the warm-up."""
 SHORT = [
     Load("1000 in, 200 out, 256 requests", ((1000, 200),) * 256),

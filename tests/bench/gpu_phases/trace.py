@@ -28,6 +28,7 @@ from quire_spec.protocol.messages import SequenceRequest
 GRAPH_GAP_US = 5.0
 """Longest time between a kernel of a graph and the next one that depends on it, with some more under a profiler."""
 NUM_KERNELS = 16
+NUM_GAPS = 6
 HOST_PARTS = {
     "scheduler": "scheduling/",
     "step input and graphs": ("step/", "worker/cuda_graphs.py", "worker/device_block_tables.py"),
@@ -61,6 +62,7 @@ def step_rows(engine: Engine, num_seqs: int, prompt: int, num_steps: int) -> Ite
             "value": value,
             "unit": "ms per step",
         }
+    yield from gap_rows(events, num_steps, label)
     yield from kernel_rows(events, num_steps, label)
 
 
@@ -182,17 +184,36 @@ def kernel_rows(events: Iterable[dict[str, Any]], num_steps: int, label: str) ->
 def busy_and_idle(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Return microseconds of work (busy), of waiting between the first and the last work (idle), of waiting in gaps
     longer than between two kernels of a graph (gaps), and `num`, the works."""
-    work = sorted(
-        (event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event
-    )
+    work = _work(events)
     busy, gaps, end = 0.0, 0.0, work[0][0] if work else 0.0
-    for start, stop in work:
+    for start, stop, _ in work:
         busy += max(0.0, stop - max(start, end))
         gaps += start - end if start - end > GRAPH_GAP_US else 0.0
         end = max(end, stop)
     return {"num": len(work), "busy": busy, "idle": end - work[0][0] - busy if work else 0.0, "gaps": gaps}
+
+
+def gap_rows(events: Iterable[dict[str, Any]], num_steps: int, label: str) -> Iterator[Row]:
+    """The longest gaps, by the works before and after them."""
+    work, gaps = _work(events), defaultdict[str, list[float]](list)
+    end, before = (work[0][0], "") if work else (0.0, "")
+    for start, stop, name in work:
+        if start - end > GRAPH_GAP_US:
+            gaps[f"{before[:40]} and {name[:40]}"].append(start - end)
+        if stop > end:
+            end, before = stop, name
+    for place, each in sorted(gaps.items(), key=lambda item: -sum(item[1]))[:NUM_GAPS]:
+        row = {"what": f"gap between {place}, {label}", "value": sum(each) / num_steps, "unit": "us per step"}
+        yield row | {"calls": len(each) / num_steps}
+
+
+def _work(events: Iterable[dict[str, Any]]) -> list[tuple[float, float, str]]:
+    """Return the begin, end and name of each work of the device, in order."""
+    return sorted(
+        (event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in events
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event
+    )
 
 
 def _traced(engine: Engine, num_steps: int) -> list[dict[str, Any]]:
