@@ -40,6 +40,9 @@ class SourceOptions:
     """Maps the name of a claim to its mount path."""
     allow_paths: bool = False
     """True if `path` sources are allowed. This is the case on a developer's machine, but never in a pod."""
+    link_root: Path | None = None
+    """Folder that contains the `pvc` or `path` sources, and out of which no link may lead. None: the root of the claim,
+    or the folder of the source itself."""
     hub_endpoint: str | None = None
     """URL of the hub; None: the default of huggingface_hub, which HF_ENDPOINT sets."""
     borders: Borders | None = None
@@ -112,7 +115,7 @@ class SourceFactory(AsyncExitStack):
                 f"pvc {pvc.claimName!r}: not mounted here (mounted: {mounted_claims}); give --pvc "
                 f"{pvc.claimName}=FOLDER"
             )
-        return FolderReader(root, pvc.path, f"pvc {pvc.claimName!r}")
+        return self._folder_reader(root, pvc.path, f"pvc {pvc.claimName!r}")
 
     def _path_reader(self, path: str) -> SourceReader:
         if not self._options.allow_paths:
@@ -120,7 +123,13 @@ class SourceFactory(AsyncExitStack):
         if not Path(path).is_absolute() or ".." in Path(path).parts:
             raise ConfigError(f"path {path!r}: must be absolute, without '..'")
         root = _snapshot_root(Path(path))
-        return FolderReader(root, str(Path(path).relative_to(root)), f"path {path!r}")
+        return self._folder_reader(root, str(Path(path).relative_to(root)), f"path {path!r}")
+
+    def _folder_reader(self, root: Path, path: str, source_name: str) -> FolderReader:
+        link_root, folder = self._options.link_root, root / path
+        if link_root is not None and folder.is_relative_to(link_root):
+            root, path = link_root, str(folder.relative_to(link_root))
+        return FolderReader(root, path, source_name)
 
 
 def _snapshot_root(folder: Path) -> Path:

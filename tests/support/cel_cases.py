@@ -195,6 +195,18 @@ CEL_RULE_CASES = [
         "spec.adapters",
     ),
     (
+        "adapterSources must be empty when lora.maxLoaded is 0",
+        {"spec.adapterSources": [], "spec.lora.maxLoaded": 0},
+        {"spec.adapterSources": [{"path": "a"}], "spec.lora.maxLoaded": 0},
+        "spec.adapterSources",
+    ),
+    (
+        "adapterSources must have exactly one",
+        {"spec.adapterSources": [{"path": "a"}, {"http": {"url": "http://h/a"}}]},
+        {"spec.adapterSources": [{"path": "a", "http": {"url": "http://h/a"}}]},
+        "spec.adapterSources[0]",
+    ),
+    (
         "adapters must not have more pinned entries",
         {"spec.adapters": PINNED_ADAPTERS, "spec.lora.maxLoaded": 2},
         {"spec.adapters": PINNED_ADAPTERS, "spec.lora.maxLoaded": 1},

@@ -16,6 +16,7 @@ import msgspec
 
 from quire_engine.requests.processor import RequestProcessor
 from quire_engine.structured_outputs.checker import GrammarChecker
+from quire_engine.text.adapter_finder import AdapterFinder
 from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.cores.core_client import CoreClient
@@ -50,6 +51,7 @@ class TextMethods:
         tokenizer_config: Mapping[str, Any],
         clients: Sequence[CoreClient],
         core_states: Callable[[], dict[str, CoreState]],
+        finder: AdapterFinder,
     ) -> None:
         """`sampling_defaults` are the default sampling parameters of the checkpoint. They are passed to frontends that
         apply them. `core_states` returns the state of each core if there are several."""
@@ -62,6 +64,7 @@ class TextMethods:
         self._tokenizer_config = tokenizer_config
         self._clients = clients
         self._core_states = core_states
+        self._finder = finder
         self._started_at = utc_now()
 
     def table(self) -> tuple[Callable[..., Any], ...]:
@@ -69,6 +72,7 @@ class TextMethods:
         return (
             self.set_adapters,
             self.set_loading_adapters,
+            self.adapter_idle_times,
             self.status,
             self.drain,
             self.models,
@@ -91,14 +95,20 @@ class TextMethods:
         adapters: dict[AdapterName, AdapterDigest],
         limits: dict[str, AdapterLimits] | None = None,
         chat_templates: dict[str, str] | None = None,
+        findable_names: list[str] | None = None,
     ) -> None:
-        """Replace the adapters that requests can name, their limits and the files of their chat templates."""
-        self._request_manager.set_adapters(adapters, limits, chat_templates)
+        """Replace the adapters that requests can name, their limits, the files of their chat templates, and the
+        patterns of further names that the supervisor can look up."""
+        self._request_manager.set_adapters(adapters, limits, chat_templates, findable_names or ())
         logger.info("adapters set count=%d", len(adapters))
 
     def set_loading_adapters(self, names: frozenset[str]) -> None:
         """Replace the adapters that are being loaded."""
         self._request_manager.set_loading_adapters(names)
+
+    def adapter_idle_times(self) -> dict[AdapterName, float]:
+        """Return for each adapter that had a request the seconds since its last one; 0 if a request is open."""
+        return self._request_manager.adapter_idle_times()
 
     def status(self) -> TextStatus:
         """Return the counts of requests, and the names of the parsers of chat outputs."""
@@ -168,8 +178,7 @@ class TextMethods:
 
         `return_token_strs` adds their texts. Raises NotFound if there is no such model.
         """
-        if model is not None:
-            self._admission.resolve_model(model, api_key_name)
+        await self._require_model(model, api_key_name)
         tokenizer, text, limits = self._require_tokenizer(), prompt, self._processor.limits
         if chat is not None:
             template = self._admission.chat_template_by_name.get(model or self._admission.served_name)
@@ -195,7 +204,7 @@ class TextMethods:
 
         The errors are those of running it, except those about its constraint.
         """
-        self._admission.resolve_model(request.model, request.api_key_name)
+        await self._require_model(request.model, request.api_key_name)
         template = self._admission.chat_template_by_name.get(request.model)
         self._processor.limits.check(request, template is not None)
         _, token_ids, _ = await self._processor.tokenize(request, template)
@@ -210,12 +219,18 @@ class TextMethods:
         self, tokens: list[Annotated[int, msgspec.Meta(ge=0)]], model: str | None = None, api_key_name: str = ""
     ) -> str:
         """Return the text of `tokens`. Raises NotFound if there is no such model."""
-        if model is not None:
-            self._admission.resolve_model(model, api_key_name)
+        await self._require_model(model, api_key_name)
         tokenizer, vocab_size = self._require_tokenizer(), self._processor.limits.vocab_size
         if max(tokens, default=0) >= vocab_size:
             raise InvalidArgument(f"tokens: must be a list of token ids from 0 to {vocab_size - 1}")
         return await self._processor.run_tokenizer(lambda: tokenizer.decode(tokens, False), 4 * len(tokens))
+
+    async def _require_model(self, model: str | None, api_key_name: str) -> None:
+        """Check that a model exists, or can be found; the errors are those of a request."""
+        if model is not None:
+            adapter_name, digest = self._admission.resolve_model(model, api_key_name)
+            if adapter_name is not None and digest is None:
+                await self._finder.find(adapter_name, api_key_name, api_key_name)
 
     def _require_tokenizer(self) -> Tokenizer:
         if self._processor.tokenizer is None:

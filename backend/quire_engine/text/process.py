@@ -23,6 +23,7 @@ from quire_engine.ipc import process
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.requests.processor import RequestProcessor
 from quire_engine.structured_outputs.checker import GrammarChecker
+from quire_engine.text.adapter_finder import AdapterFinder
 from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_engine.text.admission.api_key_access import ApiKeyAccess
 from quire_engine.text.chat_renderer import ChatRenderer
@@ -43,7 +44,7 @@ from quire_engine.tokenization.tokenizer_files import ALL_FORMATS
 from quire_engine.weights.checkpoint import load_eos_token_ids
 from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_engine.weights.hub import resolve_model
-from quire_spec.constants import TEXT_SOCKET, core_names, process_socket
+from quire_spec.constants import SUPERVISOR_SOCKET, TEXT_SOCKET, core_names, process_socket
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.model_config import ModelConfig
@@ -117,7 +118,8 @@ async def _serve(
     workers = [worker for worker in (chat_renderer, grammar_checker) if worker is not None]
     tokenizer_threads = TokenizerThreads()
     processor = RequestProcessor(limits, tokenizer, chat_renderer, grammar_checker, tokenizer_threads.run)
-    request_manager = RequestManager(admission, processor, metrics, cores)
+    finder = AdapterFinder(admission, args.socket_path(SUPERVISOR_SOCKET))
+    request_manager = RequestManager(admission, processor, metrics, cores, finder=finder)
     throttle = _create_throttle(args.config)
     methods = TextMethods(
         admission,
@@ -129,6 +131,7 @@ async def _serve(
         read_tokenizer_config(folder) | {"chat_template": templates.default},
         clients,
         cores.states,
+        finder,
     )
     if isinstance(cores, CorePool):
         cores.listener = request_manager

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from quire_engine.requests.processor import PreparedRequest, RequestProcessor
 from quire_engine.requests.request_state import RequestState
+from quire_engine.text.adapter_finder import AdapterFinder
 from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_engine.text.admission.client_turns import ClientTurns
 from quire_engine.text.admission.rate_limiter import AdapterRateLimiter
@@ -76,7 +77,9 @@ class RequestManager:
         metrics: RequestMetrics,
         cores: Cores,
         clock: Callable[[], float] = time.monotonic,
+        finder: AdapterFinder | None = None,
     ) -> None:
+        """Without `finder`, adapters that are not loaded do not exist."""
         self._queued_by_client: Counter[str] = Counter()
         """Number of open requests that no step has run yet, for each client that has any."""
         self._admission = admission
@@ -84,6 +87,9 @@ class RequestManager:
         self._metrics = metrics
         self._cores = cores
         self._clock = clock
+        self._finder = finder
+        self._last_use: dict[AdapterName, float] = {}
+        """Time of the last request of each adapter that had one."""
         # Ids start at the current time. So after a restart, the text process never uses an id that the core already
         # has.
         self._next_sequence_id = int(time.time() * 1000) << 16
@@ -131,23 +137,55 @@ class RequestManager:
             self._metrics.record_api_key_limited(request.api_key_name)
             self.reject(frontend, request.id, error)
             return
+        missing_name = adapter_name if adapter_digest is None else None
+        if missing_name is not None:
+            adapter_name = None
         request_state = RequestState(self._next_sequence_id, request, adapter_name, adapter_digest, self._clock())
         # With beam search, the core uses one id per beam, even if it returns fewer outputs.
         self._next_sequence_id += request_state.params.num_sequences
-        self._metrics.adapter_metrics.record_admitted(adapter_name)
-        self._rate_limiter.acquire(adapter_name)
+        self._count_use(adapter_name)
         self._by_sequence |= dict.fromkeys(request_state.sequence_ids, (request_state, frontend))
         self._by_frontend[frontend][request.id] = request_state
         self._queued_by_client[request.client] += 1
         template = self._admission.chat_template_by_name.get(request.model)
         self._preparations[request_state] = asyncio.get_running_loop().create_task(
-            self._prepare(request, request_state, template)
+            self._prepare(request, request_state, template, missing_name)
         )
 
-    async def _prepare(self, request: GenerateRequest, request_state: RequestState, template: str | None) -> None:
-        """Prepare a request and send it to the core. The task is cancelled when the request ends before that."""
+    def _count_use(self, adapter_name: AdapterName | None) -> None:
+        """Count an admitted request of an adapter."""
+        if adapter_name is not None:
+            self._metrics.adapter_metrics.record_admitted(adapter_name)
+            self._rate_limiter.acquire(adapter_name)
+            self._last_use[adapter_name] = self._clock()
+
+    async def _find_adapter(
+        self, request: GenerateRequest, request_state: RequestState, name: AdapterName
+    ) -> str | None:
+        """Have the supervisor load the adapter of a request, and return the file of its chat template."""
+        assert self._finder is not None, "names are findable only if a supervisor has sent patterns"
+        digest = await self._finder.find(name, request.client, request.api_key_name)
+        template = self._admission.chat_template_by_name.get(name)
+        self._admission.limits.check(request, template is not None)
+        request_state.adapter_name, request_state.adapter_digest = name, digest
+        self._count_use(name)
+        return template
+
+    async def _prepare(
+        self,
+        request: GenerateRequest,
+        request_state: RequestState,
+        template: str | None,
+        missing_name: AdapterName | None,
+    ) -> None:
+        """Prepare a request and send it to the core. The task is cancelled when the request ends before that.
+
+        `missing_name` is the adapter of the request if it must be found first.
+        """
         error: QuireError
         try:
+            if missing_name is not None:
+                template = await self._find_adapter(request, request_state, missing_name)
             async with self._client_turns.turn(request.client):
                 prepared = await self._processor.prepare(request, template)
         except QuireError as rejection:
@@ -239,13 +277,16 @@ class RequestManager:
         digest_by_name: Mapping[AdapterName, AdapterDigest],
         limits: Mapping[str, AdapterLimits] | None = None,
         chat_template_by_name: Mapping[str, str] | None = None,
+        findable_names: Sequence[str] = (),
     ) -> None:
-        """Replace the adapters that requests can name, their limits and the files of their chat templates.
+        """Replace the adapters that requests can name, their limits, the files of their chat templates, and the
+        patterns of further names that the supervisor can look up.
 
         Open requests keep their digest.
         """
         self._rate_limiter.set_limits(limits or {}, self._clock())
-        self._admission.set_adapters(digest_by_name, chat_template_by_name or {})
+        self._admission.set_adapters(digest_by_name, chat_template_by_name or {}, findable_names)
+        self._last_use = {name: time for name, time in self._last_use.items() if name in digest_by_name}
         self._metrics.adapter_metrics.set_adapters(digest_by_name)
 
     def set_loading_adapters(self, names: Set[str]) -> None:
@@ -253,6 +294,13 @@ class RequestManager:
         loaded.
         """
         self._admission.set_loading_adapters(names)
+
+    def adapter_idle_times(self) -> dict[AdapterName, float]:
+        """Return for each adapter that had a request the seconds since its last one; 0 if a request is open."""
+        now = self._clock()
+        idle_times = {name: now - last_use for name, last_use in self._last_use.items()}
+        open_names = (request_state.adapter_name for request_state in self._open_requests())
+        return idle_times | {name: 0.0 for name in open_names if name is not None}
 
     def drain(self, on_drained: Callable[[], None]) -> None:
         """Reject new requests from now on; call `on_drained` when no request is open."""

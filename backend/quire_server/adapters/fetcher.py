@@ -17,14 +17,20 @@ from pathlib import Path
 from typing import Self
 from weakref import WeakValueDictionary
 
-from quire_server.downloads.adapter_cache import AdapterCache, PartialDownload, SourceRecord, source_key
+from quire_server.downloads.adapter_cache import (
+    AdapterCache,
+    PartialDownload,
+    SourceRecord,
+    folder_bytes,
+    source_key,
+)
 from quire_server.downloads.resumable_download import MAX_SOURCE_CHANGES, ResumableDownload, query_version
 from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.reader import FileMissing, SourceReader
 from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_catalog import Source
-from quire_spec.documents.adapter_digest import ADAPTER_FILES, CHAT_TEMPLATE_FILE, WEIGHTS_FILE
+from quire_spec.documents.adapter_digest import ADAPTER_FILES, CHAT_TEMPLATE_FILE, CONFIG_FILE, WEIGHTS_FILE
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, Unavailable
 from quire_spec.model.safetensors_header import LENGTH_BYTES, expected_file_bytes, header_length
 
@@ -49,14 +55,24 @@ class CachedAdapter:
         path = self.folder / CHAT_TEMPLATE_FILE
         return path if path.exists() else None
 
+    def num_bytes(self) -> int:
+        """Return the size of the files. This call blocks."""
+        return folder_bytes(self.folder)
+
 
 class AdapterFetcher(contextlib.AsyncExitStack):
     """Fetches adapters from their sources into one cache. It must be used as an async context manager."""
 
     def __init__(
-        self, adapter_cache: AdapterCache, options: SourceOptions, max_weights_bytes: int = MAX_WEIGHTS_BYTES
+        self,
+        adapter_cache: AdapterCache,
+        options: SourceOptions,
+        max_weights_bytes: int = MAX_WEIGHTS_BYTES,
+        limit_field: str = "limits.maxAdapterBytes in pod.json",
     ) -> None:
+        """`limit_field` is the field with the value of `max_weights_bytes`, for messages."""
         super().__init__()
+        self._limit_field = limit_field
         self._adapter_cache = adapter_cache
         self._max_weights_bytes = max_weights_bytes
         self._sources = SourceFactory(options)
@@ -89,12 +105,27 @@ class AdapterFetcher(contextlib.AsyncExitStack):
                     record = await self._download_all(reader, key)
         return CachedAdapter(record.digest, self._adapter_cache.folder(record.digest))
 
+    async def check_exists(self, source: Source) -> None:
+        """Ask a source for an adapter without writing anything to the cache.
+
+        Raises:
+            NotFound: the source has no adapter.
+            InvalidArgument, Unavailable: see `fetch`.
+        """
+        reader = self._sources.open_reader(source)
+        if self._adapter_cache.record(source_key(source)) is None:
+            await query_version(reader, CONFIG_FILE)
+
     def secret_version(self, source: Source) -> int:
         """Return a number that changes when the content of the source's Secret changes.
 
         Raises InvalidArgument if the source is wrong.
         """
         return self._sources.secret_version(source)
+
+    def shrink_cache(self, max_bytes: int, used_digests: set[AdapterDigest]) -> tuple[list[AdapterDigest], int]:
+        """Remove the least recently used adapters; see `AdapterCache.shrink`. This call blocks."""
+        return self._adapter_cache.shrink(max_bytes, used_digests)
 
     def prune_cache(self, used_digests: set[AdapterDigest]) -> list[AdapterDigest]:
         """Remove unused adapters from the cache. This call blocks."""
@@ -159,7 +190,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
 
     def _size_limit(self, name: str) -> tuple[int, str]:
         if name == WEIGHTS_FILE:
-            return self._max_weights_bytes, "; raise limits.maxAdapterBytes in pod.json"
+            return self._max_weights_bytes, f"; raise {self._limit_field}"
         return _MAX_CONFIG_BYTES, ""
 
     @contextlib.asynccontextmanager

@@ -30,6 +30,8 @@ class ManagedAdapter:
 
     name: AdapterName
     progress: AdapterProgress
+    on_demand: bool = False
+    """True if a request named the adapter, and the catalog does not contain it."""
     since: str = field(default_factory=utc_now)
     """Time at which the state last changed."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)

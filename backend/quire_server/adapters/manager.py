@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Set
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -34,7 +35,7 @@ from quire_server.adapters.adapter_progress import (
 )
 from quire_server.adapters.fetcher import AdapterFetcher, CachedAdapter
 from quire_server.adapters.managed_adapter import ManagedAdapter, no_effect_text
-from quire_server.clients.handles import ProcessHandles
+from quire_server.clients.handles import ProcessHandles, TextHandle
 from quire_sources.factory import concurrency_key
 from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.backoff import backoff
@@ -42,8 +43,10 @@ from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import (
     AdapterCatalog,
     AdapterLimits,
+    AdapterSpec,
     Canary,
     CatalogVersion,
+    Expose,
     OnNoEffect,
     Source,
 )
@@ -158,26 +161,67 @@ class AdapterManager:
         self.check(catalog, replaces)
         if catalog == self._catalog:
             return
+        previous_sources = self.catalog.sources
         self._catalog, self._catalog_version = catalog, catalog.version
         exposed_names = catalog.exposed_names()
         desired = {adapter.name: adapter for adapter in catalog.adapters}
         for name, managed in self._adapter_by_name.items():
-            if name not in desired:
+            if name not in desired and not self._stays_on_demand(managed):
                 self._change_desired(managed, CatalogChanged(None, managed.progress.exposed))
         # The tasks of pinned adapters are started first, because the semaphores serve tasks in the order in which they
         # wait.
         for adapter in sorted(catalog.adapters, key=lambda a: not a.pinned):
-            if adapter.name in self._adapter_by_name:
-                event = CatalogChanged(adapter, adapter.name in exposed_names)
-                self._change_desired(self._adapter_by_name[adapter.name], event)
+            if (known := self._adapter_by_name.get(adapter.name)) is not None:
+                known.on_demand = False
+                self._change_desired(known, CatalogChanged(adapter, adapter.name in exposed_names))
             else:
                 managed = self._adapter_by_name[adapter.name] = ManagedAdapter(
                     AdapterName(adapter.name), AdapterProgress(adapter, adapter.name in exposed_names)
                 )
                 self._spawn(self._reconcile_loop(managed), f"adapter {adapter.name}")
+        if catalog.sources != previous_sources:
+            self._spawn(self._publish_names(), "publish adapter sources")
         self._publish_if_empty()
         self._spawn(self._publish_loading(), "publish loading adapters")
         self.on_change()
+
+    def add_on_demand(self, name: AdapterName, source: Source, content: CachedAdapter) -> None:
+        """Serve an adapter that the catalog does not contain. `result` returns its state.
+
+        Raises:
+            InvalidArgument: the name is that of another model.
+        """
+        spec = AdapterSpec(name, source, expose=Expose.PARAMETER)
+        self.check(replace(self.catalog, adapters=(spec,)))
+        managed = self._adapter_by_name.get(name)
+        if managed is None:
+            managed = self._adapter_by_name[name] = ManagedAdapter(name, AdapterProgress(spec, exposed=False))
+            self._spawn(self._reconcile_loop(managed), f"adapter {name}")
+        else:  # it is being removed
+            managed.apply(CatalogChanged(spec, exposed=False))
+            managed.changed.set()
+        managed.on_demand = True
+        managed.apply(SourceRead(managed.progress.revision, source, content))
+
+    def remove_on_demand(self, name: AdapterName) -> None:
+        """Remove an adapter that `add_on_demand` added, unless the catalog contains it by now."""
+        managed = self._adapter_by_name.get(name)
+        if managed is not None and managed.on_demand:
+            self._change_desired(managed, CatalogChanged(None, exposed=False))
+
+    def is_served(self, name: AdapterName) -> bool:
+        """Return whether requests can use an adapter."""
+        text = self._handles.text
+        return text is not None and name in text.digest_by_name
+
+    def on_demand_names(self) -> set[AdapterName]:
+        """Return the names of the adapters that `add_on_demand` added and that are still served."""
+        return {adapter.name for adapter in self._desired_adapters() if adapter.on_demand}
+
+    def _stays_on_demand(self, adapter: ManagedAdapter) -> bool:
+        """Return whether the sources of the catalog still lead to an adapter that was added on demand."""
+        desired = adapter.progress.desired
+        return adapter.on_demand and desired is not None and self.catalog.finds(adapter.name, desired.source)
 
     def refresh(self, name: str) -> None:
         """Read the source of an adapter again.
@@ -212,23 +256,23 @@ class AdapterManager:
 
     def gate_readiness(self) -> None:
         """Delay the readiness of the pod until all adapters are settled, but for at most READINESS_GATE_S."""
-        self._gating_names = {adapter.name for adapter in self._desired_adapters()}
+        self._gating_names = {adapter.name for adapter in self._catalog_adapters()}
         self._gate_deadline = asyncio.get_running_loop().time() + READINESS_GATE_S
 
     def gating(self) -> list[str]:
         """Return the names of the adapters that delay readiness."""
         if asyncio.get_running_loop().time() > self._gate_deadline:
             self._gating_names.clear()
-        self._gating_names &= {adapter.name for adapter in self._desired_adapters() if not adapter.progress.is_settled}
+        self._gating_names &= {adapter.name for adapter in self._catalog_adapters() if not adapter.progress.is_settled}
         return sorted(self._gating_names)
 
     def unsettled(self) -> list[ManagedAdapter]:
         """Return the adapters that are neither Ready nor Failed."""
-        return [adapter for adapter in self._desired_adapters() if not adapter.progress.is_settled]
+        return [adapter for adapter in self._catalog_adapters() if not adapter.progress.is_settled]
 
     def statuses(self) -> list[AdapterStatus]:
         """Return the status of every adapter of the catalog, sorted by name."""
-        return sorted((adapter.status() for adapter in self._desired_adapters()), key=lambda status: status.name)
+        return sorted((adapter.status() for adapter in self._catalog_adapters()), key=lambda status: status.name)
 
     def served_names(self) -> set[str]:
         """Return the names of the adapters that serve requests. They include adapters that serve their previous content
@@ -460,7 +504,7 @@ class AdapterManager:
         adapter.apply(Activated(content))
         self._on_content_replaced(previous, content)
         await core.set_adapter_names(self._digest_by_name)
-        await text.set_adapters(self._digest_by_name, self._limits_by_name(), self._chat_template_by_name())
+        await self._send_names(text)
         self._unload_requested.set()
         async with self._model_load_semaphore:
             await (server.load_adapter_model if adapter.progress.exposed else server.unload_adapter_model)(adapter.name)
@@ -488,9 +532,7 @@ class AdapterManager:
                 await self._handles.server.unload_adapter_model(adapter.name)
             self._digest_by_name.pop(adapter.name, None)
             if self._handles.text is not None:
-                await self._handles.text.set_adapters(
-                    self._digest_by_name, self._limits_by_name(), self._chat_template_by_name()
-                )
+                await self._send_names(self._handles.text)
             if self._handles.core is not None:
                 await self._handles.core.set_adapter_names(self._digest_by_name)
             await self._publish_loading()
@@ -518,8 +560,15 @@ class AdapterManager:
         if (text := self._handles.text) is not None:
             # Errors are ignored, because a text process that restarts receives the names again.
             with contextlib.suppress(QuireError):
-                await text.set_adapters(self._digest_by_name, self._limits_by_name(), self._chat_template_by_name())
+                await self._send_names(text)
         await self._publish_loading()
+
+    async def _send_names(self, text: TextHandle) -> None:
+        """Send the text process the names that requests can use."""
+        findable_names = tuple(source.allow for source in self.catalog.sources)
+        await text.set_adapters(
+            self._digest_by_name, self._limits_by_name(), self._chat_template_by_name(), findable_names
+        )
 
     async def _publish_loading(self) -> None:
         """Send the text process the names of adapters that are still loading. The text process reports them as not
@@ -530,7 +579,7 @@ class AdapterManager:
         def loading_names() -> set[str]:
             return {
                 adapter.name
-                for adapter in self._desired_adapters()
+                for adapter in self._catalog_adapters()
                 if adapter.name not in text.digest_by_name
                 and (adapter.progress.active is not None or not adapter.progress.is_rejected)
             }
@@ -606,6 +655,9 @@ class AdapterManager:
 
     def _desired_adapters(self) -> list[ManagedAdapter]:
         return [adapter for adapter in self._adapter_by_name.values() if adapter.progress.desired is not None]
+
+    def _catalog_adapters(self) -> list[ManagedAdapter]:
+        return [adapter for adapter in self._desired_adapters() if not adapter.on_demand]
 
     def _spawn(self, coro: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coro, name=name)

@@ -185,6 +185,8 @@ class TextHandle:
         self.chat_template_by_name: dict[AdapterName, str] = {}
         """The mapping of adapter names to chat template files that was last sent. Adapters without a template are not
         included."""
+        self._findable_names: tuple[str, ...] = ()
+        """The patterns of names that were last sent."""
         self.published_digests: set[AdapterDigest] = set()
         """The digests in the mapping that was sent last. While a mapping is being sent, its digests are included."""
         self._was_published = False
@@ -202,19 +204,31 @@ class TextHandle:
         digest_by_name: Mapping[AdapterName, AdapterDigest],
         limits_by_name: Mapping[AdapterName, AdapterLimits],
         chat_template_by_name: Mapping[AdapterName, str],
+        findable_names: tuple[str, ...] = (),
     ) -> None:
-        """Send the adapters if they have changed. If several become ready at the same time, they are sent in one
-        call."""
+        """Send the adapters, and the patterns of names that the supervisor can look up, if they have changed. If
+        several adapters become ready at the same time, they are sent in one call."""
         async with self._lock:
             new = dict(digest_by_name), dict(limits_by_name), dict(chat_template_by_name)
-            if not self._was_published or new != (self.digest_by_name, self.limits_by_name, self.chat_template_by_name):
+            sent = self.digest_by_name, self.limits_by_name, self.chat_template_by_name
+            if not self._was_published or (*new, findable_names) != (*sent, self._findable_names):
                 new_digests, new_limits, new_templates = new
-                args = {"adapters": new_digests, "limits": new_limits, "chat_templates": new_templates}
+                args: dict[str, Any] = {
+                    "adapters": new_digests,
+                    "limits": new_limits,
+                    "chat_templates": new_templates,
+                    **({"findable_names": findable_names} if findable_names or self._findable_names else {}),
+                }
                 self.published_digests |= set(new_digests.values())
                 await self.control.call("set_adapters", type(None), args, timeout_s=_CALL_TIMEOUT_S)
                 self.digest_by_name, self.limits_by_name, self.chat_template_by_name = new
+                self._findable_names = findable_names
                 self._was_published = True
                 self.published_digests = set(new_digests.values())
+
+    async def adapter_idle_times(self) -> dict[AdapterName, float]:
+        """Return for each adapter that had a request the seconds since its last one; 0 if a request is open."""
+        return await self.control.call("adapter_idle_times", dict[AdapterName, float], timeout_s=_CALL_TIMEOUT_S)
 
     async def set_loading_adapters(self, loading_names: Callable[[], Set[str]]) -> None:
         """Send the names of adapters that are loading and do not have an alias yet.

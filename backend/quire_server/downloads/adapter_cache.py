@@ -60,6 +60,11 @@ def source_key(source: Source) -> str:
     return hashlib.sha256(json.dumps(to_json(source), sort_keys=True).encode()).hexdigest()[:32]
 
 
+def folder_bytes(folder: Path) -> int:
+    """Return the size of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
 class AdapterCache:
     """One cache folder."""
 
@@ -149,6 +154,22 @@ class AdapterCache:
                 if path.stat().st_mtime <= cutoff:
                     self._prune_leftover(path)
         return removed_digests
+
+    def shrink(self, max_bytes: int, used_digests: set[AdapterDigest]) -> tuple[list[AdapterDigest], int]:
+        """Remove the least recently used adapters until all together have at most `max_bytes` bytes. `used_digests` are
+        not removed. Only one supervisor may use the cache.
+
+        Return the digests that were removed, and the bytes of those that stay.
+        """
+        now, sizes = time.time(), {}
+        for path in (self._folder / "adapters").iterdir():
+            sizes[path] = folder_bytes(path)
+        total, removed_digests = sum(sizes.values()), []
+        for path in sorted(sizes, key=lambda path: path.stat().st_mtime):
+            if total > max_bytes and path.name not in used_digests and self._remove_adapter(path, now):
+                total -= sizes[path]
+                removed_digests.append(AdapterDigest(path.name))
+        return removed_digests, total
 
     def _remove_adapter(self, folder: Path, cutoff: float) -> bool:
         """Remove an adapter atomically. If the process is killed, it does not leave an incomplete adapter."""

@@ -9,14 +9,16 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Set
+from collections.abc import AsyncIterator, Callable, Set
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from quire_server.adapters.fetcher import AdapterFetcher
 from quire_server.adapters.manager import AdapterManager
+from quire_server.adapters.on_demand import OnDemandAdapters, private_folder
 from quire_server.adapters.runtime_adapters import RuntimeAdapters
 from quire_server.downloads.adapter_cache import AdapterCache
 from quire_server.logs import LogRelay
@@ -74,12 +76,22 @@ async def run(settings: SupervisorSettings) -> None:
         adapter_manager.check(catalog)
         other_models = _find_other_models(config, run_folder, process_manager, adapter_manager, catalog)
         _check_ports(settings)
-        supervisor = Supervisor(settings, process_manager, adapter_manager, other_models, session)
+        on_demand = await stack.enter_async_context(
+            OnDemandAdapters(
+                adapter_manager,
+                process_manager.handles,
+                private_folder(settings.cache_dir, run_folder),
+                source_options,
+                config.limits.maxAdapterBytes,
+            )
+        )
+        supervisor = Supervisor(settings, process_manager, adapter_manager, on_demand, other_models, session)
         await stack.enter_async_context(_admin_server(supervisor, settings))
+        methods: list[Callable[..., Any]] = [on_demand.find_adapter, supervisor.replace_adapters]
         if config.openai is not None and config.openai.allowRuntimeLoraUpdating:
             runtime_adapters = RuntimeAdapters(adapter_manager, config.openai.allowedLocalLoraPaths)
-            server = Server((runtime_adapters.load_lora_adapter, runtime_adapters.unload_lora_adapter))
-            await stack.enter_async_context(server.listening(run_folder / constants.SUPERVISOR_SOCKET))
+            methods += [runtime_adapters.load_lora_adapter, runtime_adapters.unload_lora_adapter]
+        await stack.enter_async_context(Server(methods).listening(run_folder / constants.SUPERVISOR_SOCKET))
         adapter_manager.set_catalog(catalog)
         await supervisor.run(_install_signal_handlers(process_manager, run_folder))
 

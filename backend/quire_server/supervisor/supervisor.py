@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 
 from quire_server.adapters.manager import AdapterManager
+from quire_server.adapters.on_demand import OnDemandAdapters
 from quire_server.supervisor import reporting
 from quire_server.supervisor.managed_process import StartupFailed
 from quire_server.supervisor.other_models import OtherModels
@@ -45,12 +46,14 @@ class Supervisor:
         settings: SupervisorSettings,
         process_manager: ProcessManager,
         adapter_manager: AdapterManager,
+        on_demand: OnDemandAdapters,
         other_models: OtherModels,
         session: aiohttp.ClientSession,
     ) -> None:
         self._settings = settings
         self._process_manager = process_manager
         self._adapter_manager = adapter_manager
+        self._on_demand = on_demand
         self.other_models = other_models
         self._session = session
         self._all_were_up = False
@@ -114,6 +117,7 @@ class Supervisor:
             tool_call_parser=text.tool_call_parser if text else None,
             reasoning_parser=text.reasoning_parser if text else None,
             cores=dict(self._process_manager.core_states),
+            on_demand=self._on_demand.status() if self._adapter_manager.catalog.sources else None,
             degraded=self._degraded(),
         )
 
@@ -130,6 +134,15 @@ class Supervisor:
     def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
         """Apply a new catalog; the parameters and errors are the same as for `AdapterManager.check`."""
         self._adapter_manager.set_catalog(catalog, replaces)
+
+    def replace_adapters(self, document: dict[str, Any]) -> None:
+        """Apply a catalog of the same generation: the file of `quire serve` has changed.
+
+        `document` is a parsed adapters.json. Raises ConfigError if it is invalid; see also `AdapterManager.check`.
+        """
+        catalog = AdapterCatalog.from_json(document | {"generation": self._adapter_manager.catalog_version.generation})
+        self.set_catalog(catalog)
+        logger.info("catalog replaced adapters=%d sources=%d", len(catalog.adapters), len(catalog.sources))
 
     def _served_models(self) -> list[str]:
         """Return the server models that clients can use now."""
@@ -215,7 +228,8 @@ class Supervisor:
         run_task = asyncio.create_task(self._process_manager.run(), name="pod")
         stop_task = asyncio.create_task(stop.wait(), name="stop")
         background_tasks = [
-            asyncio.create_task(coro) for coro in (self._log_progress(), self._prune_cache(), self.other_models.run())
+            asyncio.create_task(coro)
+            for coro in (self._log_progress(), self._prune_cache(), self._on_demand.run(), self.other_models.run())
         ]
         drained = False
         try:

@@ -8,9 +8,10 @@ the supervisor removes an adapter that is not in the catalog. A name is an alias
 adapter's content.
 """
 
+import fnmatch
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -21,6 +22,7 @@ from quire_spec.documents.field_schema import OBJECT_NAME, Restarts, Rule, schem
 from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
+MAX_ADAPTER_SOURCES = 16
 REPLACES_HEADER = "Quire-Replaces"
 """Header of PUT /adapters.
 
@@ -161,6 +163,111 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class HuggingFaceOrganization:
+    """The repositories of a user or an organization on the hub."""
+
+    organization: str = schema_field(min_length=1, max_length=96, pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """User or organization. The adapter NAME is the repository organization/NAME."""
+    tokenSecretRef: SecretRef | None = schema_field(None)
+    """Secret with the token for gated or private repositories. Default: the model's token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPrefix:
+    """A place in which every adapter has a folder or repository of its name. Exactly one of huggingFace, s3, http, pvc
+    and path is set."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "[has(self.huggingFace), has(self.s3), has(self.http), has(self.pvc), has(self.path)].exists_one(given, "
+            "given)",
+            "adapterSources must have exactly one of huggingFace, s3, http, pvc and path in each entry; write one "
+            "entry for each place.",
+        ),
+    )
+
+    huggingFace: HuggingFaceOrganization | None = schema_field(None)
+    """A user or an organization on the Hugging Face hub."""
+    s3: S3Source | None = schema_field(None)
+    """A folder in a bucket of Amazon S3 or of an S3-compatible store. The adapter NAME is the folder uri/NAME."""
+    http: HttpSource | None = schema_field(None, without=("sha256",))
+    """A folder on a web server. The adapter NAME is the folder url/NAME."""
+    pvc: PvcSource | None = schema_field(None)
+    """A folder on a PersistentVolumeClaim in the same namespace. The adapter NAME is its subfolder NAME. Links in it
+    must not lead out of it."""
+    path: str | None = schema_field(None, min_length=1, max_length=1024)
+    """A folder on the machine that runs `quire serve`, relative to the LLMService file. The operator rejects it; use
+    pvc in a cluster."""
+    allow: str = schema_field("*", min_length=1, max_length=63, pattern=r"^[-A-Za-z0-9._*?\[\]!]+$")
+    """Names that are looked up here: a name, or a pattern with *, ? and [abc]. Default *."""
+
+    def allows(self, name: str) -> bool:
+        """Return whether an adapter of this name is looked up here."""
+        return allows_name(self.allow, name)
+
+    def source_of(self, name: str) -> Source:
+        """Return the source of the adapter `name`, which is a model name and therefore no path."""
+        if self.huggingFace is not None:
+            organization, token = self.huggingFace.organization, self.huggingFace.tokenSecretRef
+            return Source(huggingFace=HuggingFaceSource(f"{organization}/{name}", tokenSecretRef=token))
+        if self.s3 is not None:
+            return Source(s3=replace(self.s3, uri=f"{self.s3.uri.rstrip('/')}/{name}"))
+        if self.http is not None:
+            return Source(http=replace(self.http, url=_join_url(self.http.url, name)))
+        if self.pvc is not None:
+            return Source(pvc=replace(self.pvc, path=f"{self.pvc.path}/{name}".lstrip("/")))
+        return Source(path=f"{self.path}/{name}")
+
+    @property
+    def source(self) -> Source:
+        """The place itself, with its Secret."""
+        if self.huggingFace is not None:
+            hub = self.huggingFace
+            return Source(huggingFace=HuggingFaceSource(hub.organization, tokenSecretRef=hub.tokenSecretRef))
+        return Source(s3=self.s3, http=self.http, pvc=self.pvc, path=self.path)
+
+    def validate(self, field_path: str) -> None:
+        """Raise ConfigError unless exactly one place is given, and without a checksum."""
+        kinds = ("huggingFace", "s3", "http", "pvc", "path")
+        if len(present := [kind for kind in kinds if getattr(self, kind) is not None]) != 1:
+            raise ConfigError(
+                f"{field_path}: exactly one of {', '.join(kinds)} is required, got {', '.join(present) or 'none'}"
+            )
+        if self.http is not None and self.http.sha256 is not None:
+            raise ConfigError(f"{field_path}.http.sha256: one checksum cannot fit all adapters; remove it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSource(AdapterPrefix):
+    """A place in which a pod looks up the names of adapters that are not in the catalog."""
+
+    maxAdapters: int = 256
+    """Maximum number of adapters from this source at a time. The least recently used one leaves first."""
+    maxBytes: int = 10 * 2**30
+    """Maximum size of their files in the cache."""
+
+    def validate(self, field_path: str) -> None:
+        """Raise ConfigError if the place is not valid, or if no adapter could ever be found."""
+        AdapterPrefix.validate(self, field_path)
+        for name in ("maxAdapters", "maxBytes"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{field_path}.{name}: must be at least 1, got {value}")
+
+
+def allows_name(pattern: str, name: str) -> bool:
+    """Return whether an adapter source with this `allow` looks up a name. A name that is not a model name could be a
+    path, and is never looked up."""
+    is_model_name = len(name) <= constants.MAX_MODEL_NAME and constants.MODEL_NAME.fullmatch(name) is not None
+    return is_model_name and fnmatch.fnmatchcase(name, pattern)
+
+
+def _join_url(url: str, name: str) -> str:
+    """Return the URL of a folder below `url`. A query, which may contain a signature, stays at the end."""
+    base, mark, query = url.partition("?")
+    return f"{base.rstrip('/')}/{name}{mark}{query}"
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterLimits:
     """Limits of an adapter. They apply on each pod separately. A request that exceeds a limit is rejected with
     UNAVAILABLE."""
@@ -257,7 +364,7 @@ class CatalogVersion:
 
     generation: int
     digest: str
-    """sha256:... of the list of adapters. The order of the adapters counts; the generation does not."""
+    """sha256:... of the lists of adapters and sources. Their order counts; the generation does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +377,8 @@ class AdapterCatalog:
     adapters: tuple[AdapterSpec, ...] = ()
     onNoEffect: OnNoEffect | None = None
     """What happens to adapters without an effect. None: as with Warn."""
+    sources: tuple[AdapterSource, ...] = ()
+    """Places in which names that are not in `adapters` are looked up, in this order."""
 
     @classmethod
     def from_json(cls, data: object) -> Self:
@@ -280,6 +389,10 @@ class AdapterCatalog:
                 exactly one field.
         """
         catalog = from_json(cls, data)
+        if len(catalog.sources) > MAX_ADAPTER_SOURCES:
+            raise ConfigError(f"sources: at most {MAX_ADAPTER_SOURCES} entries are allowed, got {len(catalog.sources)}")
+        for i, source in enumerate(catalog.sources):
+            source.validate(f"sources[{i}]")
         if len(catalog.adapters) > MAX_ADAPTERS:
             raise ConfigError(f"adapters: at most {MAX_ADAPTERS} entries are allowed, got {len(catalog.adapters)}")
         seen: set[str] = set()
@@ -302,19 +415,27 @@ class AdapterCatalog:
         return cls.from_json(read_json(path))
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields in the form that `from_json` reads."""
+        """Return all fields in the form that `from_json` reads. Without `sources`, pods of earlier releases can read
+        the document, too."""
         document: dict[str, Any] = to_json(self)
+        if not self.sources:
+            del document["sources"]
         return document
 
     @property
     def version(self) -> CatalogVersion:
         """Generation and digest. The digest ignores fields that are not set. Therefore, a new optional field does not
         change the digest."""
-        content = drop_nulls(to_json(self.adapters))
+        content = to_json(self.adapters) if not self.sources else to_json([self.adapters, self.sources])
+        content = drop_nulls(content)
         if self.onNoEffect is not None:
             content = [*content, self.onNoEffect.value]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return CatalogVersion(self.generation, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
+
+    def finds(self, name: str, source: Source) -> bool:
+        """Return whether `sources` lead from a name to this source of its files."""
+        return any(prefix.allows(name) and prefix.source_of(name) == source for prefix in self.sources)
 
     def exposed_names(self) -> frozenset[str]:
         """Return the names of the adapters that get a server model.

@@ -53,6 +53,15 @@ class AdapterStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class OnDemandStatus:
+    """The adapters of the adapter sources that requests have named. GET /adapters lists them."""
+
+    adapters: int
+    bytes: int
+    """Size of their files."""
+
+
+@dataclass(frozen=True, slots=True)
 class OtherModelStatus:
     """State of one model of the model repository on this pod."""
 
@@ -134,6 +143,8 @@ class PodStatus:
     """Status of each model of --model-repository."""
     cores: dict[str, CoreState] = field(default_factory=dict)
     """State of each core by the name of its process. Empty if the pod has one core."""
+    on_demand: OnDemandStatus | None = None
+    """The adapters that were found by name; None if the catalog has no adapter sources."""
     degraded: str = ""
     """Which part of a ready pod does not work, such as `cores 3 of 4`; empty if all work."""
 

@@ -14,6 +14,7 @@ from enum import StrEnum
 from itertools import count
 from typing import Any, ClassVar, Self
 
+from quire_operator.api.adapter_source_spec import AdapterSourceSpec
 from quire_operator.api.engine_spec import EngineSpec, LoraSpec, SecondaryTierSpec
 from quire_operator.api.networking_spec import KV_EVENT_PORTS_RULE, NetworkingSpec
 from quire_operator.api.openai_spec import OpenAISpec
@@ -23,7 +24,9 @@ from quire_operator.api.workload_spec import AutoscalingSpec, DisruptionSpec, Ob
 from quire_spec import constants
 from quire_spec.dataclass_json import from_json
 from quire_spec.documents.adapter_catalog import (
+    MAX_ADAPTER_SOURCES,
     AdapterCatalog,
+    AdapterSource,
     AdapterSpec,
     HuggingFaceSource,
     Source,
@@ -118,6 +121,11 @@ class LLMServiceSpec:
             "spec.lora.maxLoaded to the number of adapters that are used at the same time.",
         ),
         Rule(
+            "!has(self.adapterSources) || size(self.adapterSources) == 0 || self.lora.maxLoaded > 0",
+            "adapterSources must be empty when lora.maxLoaded is 0, because there are no adapter slots; set "
+            "spec.lora.maxLoaded to the number of adapters that are used at the same time.",
+        ),
+        Rule(
             "!has(self.adapters) || self.adapters.filter(a, a.pinned).size() <= self.lora.maxLoaded",
             "adapters must not have more pinned entries than lora.maxLoaded, because each pinned adapter occupies a "
             "slot permanently; raise spec.lora.maxLoaded or unpin adapters.",
@@ -196,6 +204,13 @@ class LLMServiceSpec:
     """LoRA adapters of the model. Adding, changing or removing an adapter does not restart pods. The exception is the
     first and the last adapter on a PersistentVolumeClaim, because pods mount claims when they start. The limit is 1024
     adapters, because `kubectl apply` cannot store more in one object."""
+    adapterSources: tuple[AdapterSourceSpec, ...] = schema_field(
+        (), max_items=MAX_ADAPTER_SOURCES, list_type="atomic", restarts=Restarts.NO
+    )
+    """Places with one folder or repository for each adapter. If a request names an adapter that is not in
+    spec.adapters, the pod looks for the name here, in this order, loads the adapter and then runs the request. Such
+    adapters have no server model: on the ports of Triton Inference Server, clients select them with the parameter
+    lora_name of the base model. Ready does not wait for them. Default: none."""
     lora: LoraSpec = schema_field(factory=LoraSpec)
     """Memory for adapters. The engine reserves it at its start, so a change of these fields restarts pods, except
     onNoEffect. A change of the adapters does not."""
@@ -337,7 +352,23 @@ class LLMService:
         tokenSecretRef of the model.
         """
         adapters = (replace(adapter, source=self._with_model_token(adapter.source)) for adapter in self.spec.adapters)
-        return AdapterCatalog(self.generation, tuple(adapters), self.spec.lora.onNoEffect)
+        sources = tuple(map(self._to_source, self.spec.adapterSources))
+        return AdapterCatalog(self.generation, tuple(adapters), self.spec.lora.onNoEffect, sources)
+
+    @property
+    def adapter_places(self) -> dict[FieldPath, Source]:
+        """The sources of the adapters, and the places in which others are found, by the field path of each."""
+        places: dict[FieldPath, Source] = {
+            ("spec", "adapters", i, "source"): adapter.source for i, adapter in enumerate(self.spec.adapters)
+        }
+        places |= {("spec", "adapterSources", i): prefix.source for i, prefix in enumerate(self.spec.adapterSources)}
+        return places
+
+    def _to_source(self, prefix: AdapterSourceSpec) -> AdapterSource:
+        source, model_hub = prefix.to_source(), self.spec.model.source.huggingFace
+        if source.huggingFace is None or source.huggingFace.tokenSecretRef is not None or model_hub is None:
+            return source
+        return replace(source, huggingFace=replace(source.huggingFace, tokenSecretRef=model_hub.tokenSecretRef))
 
     @property
     def draft_source(self) -> Source | None:

@@ -96,6 +96,7 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "must be the ID of a hub repository",
         "write it like organization/name, without the address of the hub",
     ),
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": ("must be a user or an organization of the hub", "omit the address of the hub"),
     r"^[A-Za-z0-9][A-Za-z0-9._/-]*$": ("must be a branch, tag or commit", "copy it from the page of the repository"),
     r"^[-A-Za-z0-9._*?\[\]!]+$": (
         "must be a name of an adapter, or a pattern with *, ? and [abc]",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire_operator.api.validation_errors import ABSENT, FieldPath, Problem
-from quire_spec.documents.adapter_catalog import PvcSource, SecretRef, Source
+from quire_spec.documents.adapter_catalog import AdapterSource, PvcSource, SecretRef, Source
 from quire_spec.errors import ConfigError
 
 MODEL_FILES = ("config.json",)
@@ -52,6 +52,14 @@ class LocalSources:
         if source.huggingFace is not None and self.secrets_dir is None:
             return replace(source, huggingFace=replace(source.huggingFace, tokenSecretRef=None))
         return source
+
+    def localize_prefix(self, prefix: AdapterSource) -> AdapterSource:
+        """Return a place of adapters in the form that the server's catalog needs; see `localize`."""
+        if prefix.path is not None:
+            return replace(prefix, path=str(self.resolve(prefix.source)))
+        if prefix.huggingFace is not None and self.secrets_dir is None:
+            return replace(prefix, huggingFace=replace(prefix.huggingFace, tokenSecretRef=None))
+        return prefix
 
     def iter_problems(self, source: Source, source_path: FieldPath, files: Sequence[str]) -> Iterator[Problem]:
         """Yield the problems that prevent this machine from reading the source. `files` are the names of files that the

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,7 +63,8 @@ examples:
   quire serve -f llmservice.yaml --host 0.0.0.0                    accept other machines; connections are unencrypted
 
 Press Ctrl-C to stop. Requests that are running then have spec.rollout.drainSeconds to finish.
-Changes to the adapters in the file take effect at the next start."""
+When the file of -f changes, its adapters are loaded and unloaded. A line of the log names other fields that changed:
+they need a restart. A file with an error changes nothing."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,9 +216,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from quire_operator.api import crd
-    from quire_operator.api.llmservice import LLMService
-    from quire_operator.cli import serve, serve_vllm
+    from quire_operator.cli import serve, serve_vllm, service_file
 
     fields = pod_options.pod_fields(args)
     serve_options = serve.ServeOptions(fields, args.volumes, args.run_dir, args.cache_dir, args.secrets_dir)
@@ -232,9 +232,9 @@ def _serve(args: argparse.Namespace) -> int:
     elif args.device is not None:
         args.usage_error("--device requires --vllm-repository; for an LLMService, set spec.device")
     else:
-        manifest = crd.single_service(args.file)
-        service = LLMService.from_body(crd.require_valid(manifest))
-        launch_plan = serve.prepare(manifest, service, serve_options, os.environ)
+        read = partial(service_file.read, args.file, serve_options, os.environ)
+        content = read()
+        launch_plan = content.launch_plan
     config = launch_plan.config
     serve.require_packages(config.openai is not None)
     serve.write_run_dir(launch_plan)
@@ -242,6 +242,8 @@ def _serve(args: argparse.Namespace) -> int:
         document = config.to_json() | {"engine": config.engine.to_json()}
         print(json.dumps(document, indent=2), *launch_plan.argv, file=sys.stderr)
     print(f"quire: {config.servedName} on {config.engine.device} from {config.engine.model}", file=sys.stderr)
+    if args.vllm_repository is None and args.file != "-":
+        service_file.watch(Path(args.file), read, content)
     serve.exec_supervisor(launch_plan.argv, launch_plan.environment)
 
 

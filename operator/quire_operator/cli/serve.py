@@ -114,11 +114,12 @@ def prepare(
     local_adapters = tuple(
         replace(adapter, source=local_sources.localize(adapter.source)) for adapter in catalog.adapters
     )
+    local_prefixes = tuple(map(local_sources.localize_prefix, catalog.sources))
     engine = _build_engine_config(manifest, service, local_sources, run_dir, cache_dir)
     config = pod_config(service, engine, _pod_files(service, options, local_sources, run_dir), LOCALHOST)
     return LaunchPlan(
         config=with_options(config, options),
-        catalog=replace(catalog, adapters=local_adapters),
+        catalog=replace(catalog, adapters=local_adapters, sources=local_prefixes),
         chat_template=None if template is None else template.text,
         run_dir=run_dir,
         cache_dir=cache_dir,
@@ -285,6 +286,8 @@ def _iter_problems(
         )
     for i, adapter in enumerate(service.spec.adapters):
         yield from local_sources.iter_problems(adapter.source, ("spec", "adapters", i, "source"), ADAPTER_FILES)
+    for i, prefix in enumerate(service.spec.adapterSources):
+        yield from local_sources.iter_problems(prefix.source, ("spec", "adapterSources", i), ())
     if service.spec.runtime.models is not None and "server.modelRepository" not in options.fields:
         yield from local_sources.iter_problems(service.spec.runtime.models.source, ("spec", "runtime", "models"), ())
     tier = service.kv_tier

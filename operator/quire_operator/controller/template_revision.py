@@ -131,7 +131,7 @@ def pods_digest(body: Mapping[str, Any], service: LLMService) -> str:
     """
     fields = crd.load_schema()["properties"]["spec"]
     spec = openapi_schema.without_defaults(fields, body["spec"])
-    sources = [*service.model_sources.values(), *(adapter.source for adapter in service.spec.adapters)]
+    sources = [*service.model_sources.values(), *service.adapter_places.values()]
     pod_fields = {name: spec[name] for name in POD_FIELDS if name in spec}
     pod_fields["cache"] = {k: v for k, v in spec.get("cache", {}).items() if k in POD_CACHE_FIELDS}
     pod_fields |= {k: v for k, v in spec.get("rollout", {}).items() if k in POD_ROLLOUT_FIELDS}

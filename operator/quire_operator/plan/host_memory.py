@@ -157,6 +157,28 @@ def check_kv_tiers(inputs: PlannerInputs, num_gpus: int) -> None:
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, problem)
 
 
+def check_disk(inputs: PlannerInputs) -> None:
+    """Check that a node has room for the adapters that pods find by name.
+
+    Raises:
+        Unplannable: it has not, and no node could run the pod.
+    """
+    needed, present = ephemeral_bytes(inputs.engine.kvCacheOffloading, inputs.adapter_disk_bytes), inputs.node
+    if inputs.adapter_disk_bytes and present.ephemeral_storage is not None and needed > present.ephemeral_storage:
+        raise Unplannable(
+            UnplannableReason.DOES_NOT_FIT,
+            f"spec.adapterSources: the limits are {inputs.adapter_disk_bytes // MIB}Mi in total, and the pod requests "
+            f"{needed // MIB}Mi of ephemeral storage, but the largest node has {present.ephemeral_storage // MIB}Mi; "
+            "lower limit.size",
+        )
+
+
+def ephemeral_bytes(offloading: KVCacheOffloadingSpec | None, adapter_bytes: int) -> int:
+    """Return the ephemeral storage that a pod requests in bytes, which are whole MiB: for KV blocks, and for adapters
+    that are found by name."""
+    return (0 if offloading is None else kv_volume_bytes(offloading)) + round_up_mib(adapter_bytes)
+
+
 def kv_volume_bytes(offloading: KVCacheOffloadingSpec) -> int:
     """Return the size limit of the emptyDir for KV blocks in bytes, which are whole MiB; 0 if there is none."""
     tier = next(iter(offloading.secondary), None)

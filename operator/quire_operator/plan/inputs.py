@@ -54,6 +54,9 @@ class PlannerInputs:
     draft: DraftInfo | None = None
     """The draft model or the heads that spec.engine.speculativeConfig selects; None if its method uses neither."""
     node: NodeCapacity = NodeCapacity()
+    adapter_disk_bytes: int = 0
+    """Maximum size of the adapters that a pod finds by name. It is not part of the hash, because running pods stay when
+    a limit changes."""
 
     @classmethod
     def from_service(
@@ -81,6 +84,7 @@ class PlannerInputs:
             num_openai_fronts=spec.openai.apiServerCount if spec.openai.enabled else 0,
             draft=draft,
             node=node,
+            adapter_disk_bytes=sum(prefix.max_bytes for prefix in spec.adapterSources),
         )
 
     @property

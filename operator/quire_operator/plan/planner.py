@@ -10,7 +10,7 @@ from quire_operator.plan import advice, limits
 from quire_operator.plan.build_plan import build_plan
 from quire_operator.plan.candidates import best_candidate, generate_candidates
 from quire_operator.plan.errors import Unplannable, UnplannableReason
-from quire_operator.plan.host_memory import check_kv_tiers
+from quire_operator.plan.host_memory import check_disk, check_kv_tiers
 from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.plan import VERSION, Plan
 
@@ -35,6 +35,7 @@ def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES)
     candidate = best_candidate(inputs, candidates)
     if candidate is None:
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, advice.explain_no_fit(inputs, candidates))
+    check_disk(inputs)
     check_kv_tiers(inputs, candidate.tp * inputs.num_cores)
     return build_plan(inputs, candidate, images)
 

@@ -79,8 +79,9 @@ def service_account(service: LLMService) -> Manifest:
 def secret_refs(service: LLMService) -> list[SecretRef]:
     """Return the SecretRefs of all sources. The key of a SecretRef is None if the source uses all keys of the
     Secret."""
-    adapters = service.build_catalog().adapters
-    sources = (*service.model_sources.values(), *(adapter.source for adapter in adapters))
+    catalog = service.build_catalog()
+    places = (*(adapter.source for adapter in catalog.adapters), *(prefix.source for prefix in catalog.sources))
+    sources = (*service.model_sources.values(), *places)
     return [ref for source in sources for ref in _source_secret_refs(source)]
 
 

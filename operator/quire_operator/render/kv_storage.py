@@ -54,12 +54,6 @@ def volume_mounts(service: LLMService) -> list[Manifest]:
     return [] if service.kv_tier is None else [{"name": _VOLUME, "mountPath": object_names.KV_BLOCKS_DIR}]
 
 
-def requests(service: LLMService) -> dict[str, str]:
-    """Return the resources that a pod requests for the folder."""
-    tier = service.kv_tier
-    return {} if tier is None or tier.folder.pvc is not None else {"ephemeral-storage": _volume_size(service)}
-
-
 def _volume_size(service: LLMService) -> str:
     offloading = service.spec.engine.kvCacheOffloading
     return to_quantity(0 if offloading is None else kv_volume_bytes(offloading))

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire_operator.api.llmservice import LLMService
+from quire_operator.api.validation_errors import format_path
 from quire_operator.plan.device_memory import GIB, round_up_mib
 from quire_operator.plan.plan import Plan, to_quantity
 from quire_operator.render import object_names
@@ -65,7 +66,7 @@ def download_folders(service: LLMService) -> list[str]:
 
 def claim_names(service: LLMService) -> list[str]:
     """Return the names of the claims of the model, the draft model, the adapters and further models."""
-    sources = [*service.model_sources.values(), *(adapter.source for adapter in service.spec.adapters)]
+    sources = [*service.model_sources.values(), *service.adapter_places.values()]
     if service.spec.runtime.models is not None:
         sources.append(service.spec.runtime.models.source)
     return sorted({source.pvc.claimName for source in sources if source.pvc is not None})
@@ -77,13 +78,11 @@ def validate(service: LLMService) -> None:
     Raises:
         ConfigError: a source is a local folder.
     """
-    sources = [(".".join(map(str, path)), source) for path, source in service.model_sources.items()]
-    sources += [(f"spec.adapters[{i}].source", adapter.source) for i, adapter in enumerate(service.spec.adapters)]
-    for field, source in sources:
+    for field, source in {**service.model_sources, **service.adapter_places}.items():
         if source.path is not None:
             raise ConfigError(
-                f"{field}.path: {source.path!r} is a local folder, which pods cannot read; copy the files to a claim "
-                "and use pvc, or run quire serve"
+                f"{format_path(field)}.path: {source.path!r} is a local folder, which pods cannot read; copy the files "
+                "to a claim and use pvc, or run quire serve"
             )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.gpu import GPU_RESOURCE, PRODUCT_LABEL
-from quire_operator.plan.host_memory import start_seconds
-from quire_operator.plan.plan import Plan
+from quire_operator.plan.host_memory import ephemeral_bytes, start_seconds
+from quire_operator.plan.plan import Plan, to_quantity
 from quire_operator.render import kv_storage, model_storage, object_names, security_context
 from quire_operator.render.env import container_env
 from quire_operator.render.manifests import Manifest, metadata
@@ -202,7 +202,10 @@ def _resources(service: LLMService, plan: Plan) -> Manifest:
     runtime, gpu = service.spec.runtime, service.spec.gpu
     count = plan.gpu.count if plan.gpu else 0
     memory = runtime.memory or f"{plan.hostBytes.total // 2**20}Mi"
-    requests = {"cpu": runtime.cpu or str(_BASE_CPU_CORES + count), "memory": memory, **kv_storage.requests(service)}
+    requests = {"cpu": runtime.cpu or str(_BASE_CPU_CORES + count), "memory": memory}
+    adapter_bytes = sum(prefix.max_bytes for prefix in service.spec.adapterSources)
+    if disk_bytes := ephemeral_bytes(service.spec.engine.kvCacheOffloading, adapter_bytes):
+        requests["ephemeral-storage"] = to_quantity(disk_bytes)
     # On a CPU, the model is in host memory, so a pod without a limit could use all memory of the node. On a GPU, the
     # plan only estimates the host memory. If a pod uses more than the estimate, it should not be killed.
     limits = {"memory": memory} if runtime.memory or not count else {}

@@ -169,6 +169,15 @@ def bases():
     for source in sources:
         drafts = {"method": "eagle3", "numSpeculativeTokens": 3, "model": {"source": source}}
         yield body(GPU, sources[0], engine={"speculativeConfig": drafts})
+    token, secret = {"name": "hf", "key": "token"}, {"name": "web"}
+    s3 = {"uri": "s3://bucket/a", "endpoint": "http://s3:9000", "region": "eu-central-1"}
+    places = [
+        {"huggingFace": {"organization": "o", "tokenSecretRef": token}, "allow": "a*"},
+        {"s3": s3 | {"credentialsSecretRef": {"name": "s3"}}, "limit": {"adapters": 9, "size": "4Gi"}},
+        {"http": {"url": "http://h:8080/a", "headersSecretRef": secret}},
+        {"pvc": {"claimName": "c", "path": "a"}},
+    ]
+    yield body(GPU, sources[0], adapterSources=places)
     # Without an endpoint picker, which needs HTTP here, and with a route to the Service.
     route = {"parentRefs": [{"name": "gateway"}], "port": "openai"}
     models = {"expose": ["http"], "models": {"path": "/opt/models"}}
@@ -341,7 +350,8 @@ def variants(document, path, node):
             container, key = list(locations(changed["spec"], path))[i]
             if isinstance(container, dict) and container.get(key) == value:
                 continue
-            for sibling in list(container) if path[-2:] == ("source", "path") else WITHOUT.get(path, ()):
+            is_local = path[-2:] in (("source", "path"), ("[]", "path"))
+            for sibling in list(container) if is_local else WITHOUT.get(path, ()):
                 container.pop(sibling, None)
             container[key] = value
             yield changed, value

@@ -35,6 +35,8 @@ class Process:
         """Error by method."""
         self.checks = {}
         """Result of verify_adapter by digest."""
+        self.results = {}
+        """Result by method; None without an entry."""
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -45,7 +47,9 @@ class Process:
             raise ConnectionLost("gone")
         if method in self.errors:
             raise self.errors[method]
-        return self.checks.get(args["digest"], AdapterCheck(1.0)) if method == "verify_adapter" else None
+        if method == "verify_adapter":
+            return self.checks.get(args["digest"], AdapterCheck(1.0))
+        return self.results.get(method)
 
     async def load_model(self, name):
         await self.call("load_model", type(None), name, timeout_s=1)

@@ -121,7 +121,12 @@ async def test_failed_cache_prune_is_logged_and_retried(caplog):
         raise OSError(errno.ESTALE, "Stale file handle")
 
     supervisor = Supervisor(
-        None, SimpleNamespace(), SimpleNamespace(prune_cache=prune_cache), SimpleNamespace(names=frozenset()), None
+        None,
+        SimpleNamespace(),
+        SimpleNamespace(prune_cache=prune_cache),
+        None,
+        SimpleNamespace(names=frozenset()),
+        None,
     )
     prune_task = asyncio.create_task(supervisor._prune_cache())
     await asyncio.wait([prune_task], timeout=0.1)

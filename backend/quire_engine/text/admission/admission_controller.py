@@ -6,11 +6,12 @@ microseconds.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.text.admission.api_key_access import ApiKeyAccess
 from quire_spec.constants import AdapterDigest, AdapterName
+from quire_spec.documents.adapter_catalog import allows_name
 from quire_spec.errors import NotFound, Unavailable
 from quire_spec.protocol.messages import GenerateRequest
 
@@ -39,6 +40,8 @@ class AdmissionController:
         own template."""
         self.loading_names: Set[str] | None = None
         """Adapters that requests can name as soon as they are loaded; None until the supervisor has sent the names."""
+        self.findable_names: Sequence[str] = ()
+        """Patterns of the names that the supervisor can look up in the adapter sources."""
         self.closed_reason = "engine core is starting; try again"
         """Reason why all requests are rejected at the moment; empty while requests are accepted."""
         self.draining = False
@@ -57,10 +60,15 @@ class AdmissionController:
         self.draining = True
 
     def set_adapters(
-        self, digest_by_name: Mapping[AdapterName, AdapterDigest], chat_template_by_name: Mapping[str, str]
+        self,
+        digest_by_name: Mapping[AdapterName, AdapterDigest],
+        chat_template_by_name: Mapping[str, str],
+        findable_names: Sequence[str] = (),
     ) -> None:
-        """Replace the adapters that requests can name, and the files of their chat templates."""
+        """Replace the adapters that requests can name, the files of their chat templates, and the patterns of further
+        names that the supervisor can look up."""
         self.digest_by_name, self.chat_template_by_name = dict(digest_by_name), dict(chat_template_by_name)
+        self.findable_names = tuple(findable_names)
 
     def set_loading_adapters(self, names: Set[str]) -> None:
         """Replace the names of adapters that are being loaded."""
@@ -69,7 +77,7 @@ class AdmissionController:
     def admit(
         self, request: GenerateRequest, queued_by_client: Counter[str]
     ) -> tuple[AdapterName | None, AdapterDigest | None]:
-        """Check a new request. Return the name and the digest of its adapter, both None for the base model.
+        """Check a new request. Return the name and the digest of its adapter; see `resolve_model`.
 
         `queued_by_client` counts the requests of each client that have not started.
 
@@ -83,7 +91,8 @@ class AdmissionController:
         if self.closed_reason:
             raise Unavailable(self.closed_reason)
         adapter = self.resolve_model(request.model, request.api_key_name)
-        self.limits.check(request, request.model in self.chat_template_by_name)
+        is_missing = adapter[0] is not None and adapter[1] is None
+        self.limits.check(request, is_missing or request.model in self.chat_template_by_name)
         self._check_queue(request.client, queued_by_client)
         return adapter
 
@@ -110,8 +119,8 @@ class AdmissionController:
         return {name for name in names if self.api_key_access.allows(api_key_name, name)}
 
     def resolve_model(self, model: str, api_key_name: str) -> tuple[AdapterName | None, AdapterDigest | None]:
-        """Return the name and the digest of an adapter, both None for the base model. An adapter that the API key may
-        not use does not exist for it.
+        """Return the name and the digest of an adapter, both None for the base model. The digest of an adapter that the
+        supervisor must look up first is None. An adapter that the API key may not use does not exist for it.
 
         Raises:
             NotFound: the name is unknown.
@@ -127,10 +136,16 @@ class AdmissionController:
                 return adapter_name, adapter_digest
             if model in (self.loading_names or ()):
                 raise Unavailable(f"model {model!r}: the adapter is not loaded yet; try again")
+            if any(allows_name(pattern, model) for pattern in self.findable_names):
+                return adapter_name, None
+        raise self.unknown_model(model, api_key_name)
+
+    def unknown_model(self, model: str, api_key_name: str) -> NotFound:
+        """Return the error for a name that is unknown, or that the API key may not use."""
         # The message contains a sentence of vllm_backend, because clients of vllm_backend search for it.
         name, adapter_names = str(model)[:100], sorted(self.visible_adapters(api_key_name))
         num_unlisted = len(adapter_names) - _MAX_LISTED_NAMES
-        raise NotFound(
+        return NotFound(
             f"model {name!r} is not served; the base model is {self.served_name!r}: LoRA {name} is not supported, we "
             f"currently support "
             f"{adapter_names[:_MAX_LISTED_NAMES]}" + (f" and {num_unlisted} more" if num_unlisted > 0 else "")
