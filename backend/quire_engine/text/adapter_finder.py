@@ -25,7 +25,7 @@ _UNAVAILABLE_LIFETIME_S = 1.0
 _MAX_FAILURES = 4096
 """Failures that are remembered. When there are more, the oldest is forgotten."""
 _MAX_ATTEMPTS = 3
-"""An adapter can leave again before its first request has noticed that it is there."""
+"""An adapter can leave again before its first request gets its digest."""
 
 
 class AdapterFinder:

@@ -133,7 +133,7 @@ class OnDemandAdapters(AsyncExitStack):
                     while not await self._serve(name, client, prefix, content):
                         content = await self._fetch(prefix, prefix.source_of(name))
                     return
-            # While a source does not answer, nobody knows whether it has the adapter.
+            # A source that does not answer may have the adapter.
             raise unreachable or NotFound(f"model {name!r}: no adapter source has an adapter of this name")
 
     async def _fetch(self, prefix: AdapterSource, source: Source) -> CachedAdapter:
