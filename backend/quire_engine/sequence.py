@@ -115,6 +115,8 @@ class Sequence:
     """Strings that end the output of a beam. The text process searches for the stop strings of all other sequences."""
     adapter_digest: AdapterDigest | None = None
     """Content digest."""
+    adapter_parts: tuple[tuple[AdapterDigest, float], ...] = ()
+    """If the adapter is a weighted sum of adapters: their digests and weights."""
     adapter_start: int = 0
     """Position of the first token that the adapter changes. The tokens before it have the base model's keys and
     values."""

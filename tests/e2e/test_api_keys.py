@@ -37,6 +37,13 @@ def ask(service, key, path, body=None):
     return service.request("openai", path, body, key=f"{key}-key-0123456789")
 
 
+def test_a_key_adds_only_its_own_adapters(own):
+    def status(key, model):
+        return ask(own, key, "/v1/completions", {"model": model, "prompt": "a", "max_tokens": 1}).status
+
+    assert [status("acme", model) for model in ("sql:0.5", "sql:0.5,pirate:0.1", "none:1")] == [200, 404, 404]
+
+
 def test_a_key_sees_its_own_adapters(own):
     def models(key):
         return {card["id"] for card in ask(own, key, "/v1/models").body["data"]}

@@ -3,7 +3,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -260,6 +260,18 @@ def load_adapted_oracle(checkpoint: Path, adapter: Path) -> Any:
     """An adapter on its checkpoint in peft, not merged."""
     with _library_warnings_ignored():
         return PeftModel.from_pretrained(load_oracle(checkpoint), adapter).eval()
+
+
+def load_summed_oracle(checkpoint: Path, adapters: Mapping[str, Path], parts: Sequence[tuple[str, float]]) -> Any:
+    """A weighted sum of adapters on their checkpoint in peft, not merged."""
+    with _library_warnings_ignored():
+        names = [name for name, _ in parts]
+        model = PeftModel.from_pretrained(load_oracle(checkpoint), adapters[names[0]], adapter_name=names[0])
+        for name in names[1:]:
+            model.load_adapter(adapters[name], name)
+        model.add_weighted_adapter(names, [weight for _, weight in parts], "default", combination_type="cat")
+        model.set_adapter("default")
+        return model.eval()
 
 
 def make_llama(folder: Path, seed: int = 0, tokenizer: bool = True, max_positions: int = 2048) -> Path:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from quire_engine.api.outputs import CompletionOutput, Logprob, LoRARequest, RequestMetrics, RequestOutput
 from quire_engine.core.engine import Engine
 from quire_engine.requests.processor import PreparedRequest, RequestProcessor, run_without_waiting
+from quire_engine.requests.request_adapter import RequestAdapter
 from quire_engine.requests.request_state import RequestState
 from quire_spec.constants import AdapterDigest
 from quire_spec.errors import error_from_code
@@ -110,7 +111,9 @@ class RequestRunner:
         try:
             for request, adapter_digest, template in zip(requests, adapter_digests, templates, strict=True):
                 prepared = self._prepare(request, template)
-                state = RequestState(self._next_sequence_id, request, None, adapter_digest, time.monotonic())
+                state = RequestState(
+                    self._next_sequence_id, request, RequestAdapter(digest=adapter_digest), time.monotonic()
+                )
                 self._next_sequence_id += request.params.num_sequences
                 eos_token_ids = self._processor.limits.eos_token_ids
                 sequence_requests = state.submit(prepared, self._processor.tokenizer, eos_token_ids, state.arrival_time)

@@ -21,6 +21,7 @@ from quire_engine.kv_cache.block_hash import BlockHasher, group_of
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.layout_choice import check_kv_offloading, choose_layout
 from quire_engine.kv_transfer.store import KVStore
+from quire_engine.lora.adapter_source import AdapterSource
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.adapter_usage import AdapterUsage
 from quire_engine.scheduling.scheduler import Scheduler
@@ -216,8 +217,9 @@ class Engine:
             [block_hash for block_hash in self._block_pool.cached_hashes() if group_of(block_hash) == 0]
         )
 
-    def read_adapter(self, path: Path, digest: AdapterDigest | None = None) -> object:
-        """Read an adapter folder for `add_adapter`. Reading is slow; any thread can call this method.
+    def read_adapter(self, source: AdapterSource, digest: AdapterDigest | None = None) -> object:
+        """Read the folder of an adapter, or those of a sum, for `add_adapter`. Reading is slow; any thread can call
+        this method.
 
         If `digest` is given, the content of the folder must have this digest. Pass it if the folder can change.
 
@@ -225,16 +227,16 @@ class Engine:
             InvalidArgument: the engine has no adapter slots, the folder contains no adapter that this model can use, or
                 its content has another digest.
         """
-        self._check_lora_enabled(path)
-        packed_adapter = self._runner.read_adapter(path)
-        if digest is not None:
-            _check_digest(path, digest)
+        self._check_lora_enabled(source)
+        packed_adapter = self._runner.read_adapter(source)
+        if digest is not None and isinstance(source, Path):
+            _check_digest(source, digest)
         return packed_adapter
 
     def add_adapter(
         self,
         digest: AdapterDigest,
-        path: Path,
+        source: AdapterSource,
         packed_adapter: object,
         slot_pinned: bool | None = None,
         read_s: float = 0.0,
@@ -243,7 +245,7 @@ class Engine:
 
         Args:
             digest: content digest of the adapter.
-            path: folder of the adapter.
+            source: folder of the adapter, or the folders of a sum that `pop_adapter_reads` returned.
             packed_adapter: result of `read_adapter`.
             slot_pinned: whether the adapter stays in a slot. With True or False, the adapter is registered even if it
                 is being removed. None is for reads that `pop_adapter_reads` requested: if the adapter is already
@@ -254,7 +256,7 @@ class Engine:
             InvalidArgument: the engine has no adapter slots, or all of them are pinned already.
         """
         self._check_lora_enabled(digest)
-        keep_copy = self._adapter_registry.add(digest, path, slot_pinned, self._runner.adapter_info(packed_adapter))
+        keep_copy = self._adapter_registry.add(digest, source, slot_pinned, self._runner.adapter_info(packed_adapter))
         self._discard_evicted_copies()
         if keep_copy:
             self._runner.store_adapter(digest, packed_adapter)
@@ -273,7 +275,7 @@ class Engine:
         self._adapter_registry.remove(digest)
         self._discard_evicted_copies()
 
-    def pop_adapter_reads(self) -> list[tuple[AdapterDigest, Path]]:
+    def pop_adapter_reads(self) -> list[tuple[AdapterDigest, AdapterSource]]:
         """Return the adapters that must be read again, because sequences wait for them. For each of them, the caller
         must call add_adapter or fail_adapter."""
         reads = self._adapter_registry.pop_reads()
@@ -491,7 +493,7 @@ def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: M
             f"{config.max_loras} adapters of {max_adapter_bytes} bytes each; "
             "raise cpu_lora_memory_bytes, or lower max_loras or max_lora_rank"
         )
-    return AdapterRegistry(config.max_loras, config.max_host_loras, max_host_bytes)
+    return AdapterRegistry(config.max_loras, config.max_host_loras, max_host_bytes, config.max_lora_rank)
 
 
 def _check_digest(path: Path, digest: AdapterDigest) -> None:

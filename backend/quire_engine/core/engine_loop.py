@@ -12,7 +12,6 @@ import queue
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from msgspec.structs import replace
@@ -22,6 +21,7 @@ from quire_engine.core.internal_batch import InternalBatch
 from quire_engine.ipc import process
 from quire_engine.kv_cache.block_events import block_changes
 from quire_engine.kv_events.publisher import KVEventPublisher
+from quire_engine.lora.adapter_source import AdapterSource
 from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest
 from quire_spec.errors import PROCESS_ENDS, Code, Internal, QuireError
@@ -52,7 +52,7 @@ class EngineLoop:
         self,
         engine: Engine,
         publish: Callable[[int, StepResult], None],
-        on_adapter_needed: Callable[[AdapterDigest, Path], None],
+        on_adapter_needed: Callable[[AdapterDigest, AdapterSource], None],
         on_slot_copy: Callable[[SlotLoad, Callable[[], None]], None],
         event_publisher: KVEventPublisher | None = None,
         report_blocks: bool = False,
@@ -62,8 +62,8 @@ class EngineLoop:
         Args:
             engine: the engine.
             publish: called with the id of a client and a result to send to it.
-            on_adapter_needed: called with the digest and path of an adapter that must be read. After the read, call the
-                engine's add_adapter or fail_adapter with `submit_call`.
+            on_adapter_needed: called with the digest and source of an adapter that must be read. After the read, call
+                the engine's add_adapter or fail_adapter with `submit_call`.
             on_slot_copy: called with a slot load and a function that copies the adapter into the slot. Run this
                 function, and then call the engine's on_slot_loaded with `submit_call`.
             event_publisher: publishes the events of cached blocks after each step.

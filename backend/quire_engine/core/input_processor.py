@@ -92,6 +92,7 @@ class InputProcessor:
             grammar=self._create_grammar(request),
             stop_strings=self._create_stop_strings(params),
             adapter_digest=request.adapter_digest,
+            adapter_parts=tuple(request.adapter_parts),
             cache_salt=request.cache_salt,
             parent_id=request.parent_id,
             priority=request.priority,

@@ -20,6 +20,7 @@ from quire_engine.core.grammar_queue import GrammarQueue
 from quire_engine.ipc import process
 from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.kv_events.publisher import KVEventPublisher
+from quire_engine.lora.adapter_source import AdapterSource
 from quire_engine.lora.io_threads import AdapterIOThreads
 from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest, AdapterName
@@ -131,9 +132,9 @@ class CoreServer(Server):
             )
             self._text_connection.abort()
 
-    def _on_adapter_needed(self, digest: AdapterDigest, path: Path) -> None:
+    def _on_adapter_needed(self, digest: AdapterDigest, source: AdapterSource) -> None:
         """Start to read an adapter; called in the compute thread."""
-        self._event_loop.call_soon_threadsafe(lambda: self._start_task(self._reload_adapter(digest, path)))
+        self._event_loop.call_soon_threadsafe(lambda: self._start_task(self._reload_adapter(digest, source)))
 
     def _on_slot_copy(self, slot_load: SlotLoad, copy: Callable[[], None]) -> None:
         """Start to copy an adapter into a slot; called in the compute thread."""
@@ -193,10 +194,10 @@ class CoreServer(Server):
         """Check the integrity of the engine's state; raises Internal."""
         await self._run_on_engine_thread(self._engine.check_integrity)
 
-    async def _reload_adapter(self, digest: AdapterDigest, path: Path) -> None:
+    async def _reload_adapter(self, digest: AdapterDigest, source: AdapterSource) -> None:
         """Read an adapter for which sequences wait."""
         try:
-            await self._read_and_add_adapter(digest, path, None)
+            await self._read_and_add_adapter(digest, source, None)
         except QuireError as error:
             logger.error("adapter could not be read again digest=%s error=%s", digest, error)
             failure = error
@@ -214,21 +215,23 @@ class CoreServer(Server):
             failure = slot_copy_error(slot_load, f"{type(error).__name__}: {error}")
         await self._run_on_engine_thread(lambda: self._engine.on_slot_loaded(slot_load, failure))
 
-    async def _read_and_add_adapter(self, digest: AdapterDigest, path: Path, slot_pinned: bool | None) -> None:
+    async def _read_and_add_adapter(
+        self, digest: AdapterDigest, source: AdapterSource, slot_pinned: bool | None
+    ) -> None:
         started_at = self._event_loop.time()
         try:
-            packed_adapter = await self._io_threads.read(path, lambda: self._engine.read_adapter(path))
+            packed_adapter = await self._io_threads.read(source, lambda: self._engine.read_adapter(source))
         except QuireError:
             raise
         except PROCESS_ENDS:
             raise
         except BaseException as error:
             # The files are untrusted: if they crash the reader, only this adapter fails.
-            logger.exception("adapter could not be read digest=%s path=%s", digest, path)
-            raise Internal(f"adapter {digest!r}: reading {path} failed: {type(error).__name__}: {error}") from error
+            logger.exception("adapter could not be read digest=%s source=%s", digest, source)
+            raise Internal(f"adapter {digest!r}: reading {source} failed: {type(error).__name__}: {error}") from error
         read_s = self._event_loop.time() - started_at
         await self._run_on_engine_thread(
-            lambda: self._engine.add_adapter(digest, path, packed_adapter, slot_pinned, read_s)
+            lambda: self._engine.add_adapter(digest, source, packed_adapter, slot_pinned, read_s)
         )
 
     async def _run_on_engine_thread(self, action: Callable[[], Any]) -> Any:

@@ -16,6 +16,7 @@ from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.distributed.worker_handle import WorkerChannels, WorkerHandle, WorkerProcess
 from quire_engine.kv_cache.layout_choice import choose_layout
 from quire_engine.lora.adapter_info import AdapterInfo
+from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
 from quire_engine.step.input import max_elements
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
 from quire_engine.worker.interface import ModelRunner
@@ -94,13 +95,14 @@ class TensorParallelRunner(ModelRunner):
         weakref.finalize(runner, _close, local_runner, worker_group)
         return runner
 
-    def read_adapter(self, path: Path) -> ShardedAdapter:
-        """Read an adapter's folder on all ranks at the same time; see ModelRunner."""
+    def read_adapter(self, source: AdapterSource) -> ShardedAdapter:
+        """Read an adapter on all ranks at the same time; see ModelRunner."""
         key = next(self._key_counter)
-        call_id = self._worker_group.start_call("read_adapter", key=key, path=str(path))
+        folders = [(str(folder.path), folder.weight) for folder in weighted_folders(source)]
+        call_id = self._worker_group.start_call("read_adapter", key=key, folders=folders)
         try:
             try:
-                local_shard = self._local_runner.read_adapter(path)
+                local_shard = self._local_runner.read_adapter(source)
             finally:
                 self._worker_group.wait_call(call_id)
         except Exception:

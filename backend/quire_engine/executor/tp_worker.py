@@ -18,6 +18,7 @@ from typing import Any
 from quire_engine.distributed.communicator import Communicator
 from quire_engine.distributed.shm_ring import Doorbell, SharedMemoryRing
 from quire_engine.distributed.worker_handle import MAX_CALL_BYTES, WorkerChannels
+from quire_engine.lora.adapter_source import WeightedFolder
 from quire_engine.lora.io_threads import lower_thread_priority
 from quire_engine.sequence import SlotId
 from quire_engine.step.input import decode
@@ -116,7 +117,8 @@ class TensorParallelWorker:
         assert runner is not None, "adapter calls come after the call serve"
         try:
             if call["call"] == "read_adapter":
-                runner.store_adapter(key, runner.read_adapter(Path(call["path"])))
+                folders = tuple(WeightedFolder(Path(path), weight) for path, weight in call["folders"])
+                runner.store_adapter(key, runner.read_adapter(folders))
             elif call["call"] == "copy_to_slot":
                 runner.load_adapter_slot(SlotLoad(key, SlotId(call["slot"])))()
             else:

@@ -11,10 +11,10 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 from quire_engine.ipc.process import BACKGROUND_NICE
+from quire_engine.lora.adapter_source import AdapterSource
 
 T = TypeVar("T")
 
@@ -28,19 +28,19 @@ class AdapterIOThreads:
         self._read_semaphore = asyncio.Semaphore(2)
         # Only one task can copy at a time. Concurrent copies would leave less memory bandwidth for the steps.
         self._copy_semaphore = asyncio.Semaphore(1)
-        self._running_reads: dict[Path, asyncio.Future[object]] = {}
+        self._running_reads: dict[AdapterSource, asyncio.Future[object]] = {}
 
-    async def read(self, path: Path, function: Callable[[], object]) -> object:
-        """Run a function that reads the adapter in `path`. Its exceptions propagate.
+    async def read(self, source: AdapterSource, function: Callable[[], object]) -> object:
+        """Run a function that reads the adapter in `source`. Its exceptions propagate.
 
         If the adapter is being read already, return the result of that read. A client that repeats a call after a
         timeout must not start a second thread.
         """
-        read = self._running_reads.get(path)
+        read = self._running_reads.get(source)
         if read is None:
             read = asyncio.ensure_future(self._run_in_thread(self._read_semaphore, function))
-            self._running_reads[path] = read
-            read.add_done_callback(lambda _: self._running_reads.pop(path))
+            self._running_reads[source] = read
+            read.add_done_callback(lambda _: self._running_reads.pop(source))
         return await asyncio.shield(read)
 
     async def copy(self, function: Callable[[], T]) -> T:

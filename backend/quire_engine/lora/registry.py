@@ -8,11 +8,13 @@ owns the adapter slots. An adapter is always identified by its content digest.
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quire_engine.lora.adapter_info import AdapterInfo
+from quire_engine.lora.adapter_info import AdapterInfo, combined_info
+from quire_engine.lora.adapter_source import AdapterSource, WeightedFolder
 from quire_engine.lora.invocation import adapter_start
 from quire_engine.lora.slot_table import SlotTable
 from quire_engine.sequence import SlotId
@@ -24,6 +26,10 @@ from quire_spec.protocol.messages import AdapterResidency
 @dataclass(slots=True)
 class _Adapter:
     path: Path
+    """Its folder; not used for a sum."""
+    parts: "tuple[tuple[AdapterDigest, _Adapter, float], ...]" = ()
+    """If it is a weighted sum: digest, adapter and weight of each part. A sum is registered by its first sequence, and
+    only as long as it has a sequence or a host copy, and all parts are registered."""
     removed: bool = False
     num_sequences: int = 0
     """Number of unfinished sequences, both running and waiting."""
@@ -52,9 +58,12 @@ class AdapterRegistry:
     an adapter with running sequences is never evicted.
     """
 
-    def __init__(self, max_loras: int, max_host_loras: int, max_host_bytes: int | None = None) -> None:
+    def __init__(
+        self, max_loras: int, max_host_loras: int, max_host_bytes: int | None = None, max_rank: int = sys.maxsize
+    ) -> None:
         """Create an empty registry.
 
+        `max_rank` is the largest rank of a weighted sum of adapters.
         `max_host_bytes` limits all host copies together; None means no limit. The limit must leave room for one adapter
         per slot, even if each of these adapters has the largest possible size.
         """
@@ -63,6 +72,7 @@ class AdapterRegistry:
         self.slot_table = SlotTable(max_loras, self._changed)
         self._max_host_loras = max_host_loras
         self._max_host_bytes = max_host_bytes
+        self._max_rank = max_rank
         self._adapter_by_digest: dict[AdapterDigest, _Adapter] = {}
         self._on_host: set[AdapterDigest] = set()
         self._active: set[AdapterDigest] = set()
@@ -76,7 +86,7 @@ class AdapterRegistry:
     def add(
         self,
         digest: AdapterDigest,
-        path: Path,
+        source: AdapterSource,
         slot_pinned: bool | None = None,
         info: AdapterInfo | None = None,
     ) -> bool:
@@ -92,7 +102,8 @@ class AdapterRegistry:
         """
         adapter = self._adapter_by_digest.get(digest)
         if adapter is None or slot_pinned is not None:
-            adapter = self._register(digest, path, bool(slot_pinned))
+            assert isinstance(source, Path), "only its sequences register a sum"
+            adapter = self._register(digest, source, bool(slot_pinned))
         self._reading.discard(digest)
         adapter.info = info or AdapterInfo()
         if self._remove_if_unused(digest, adapter):
@@ -112,6 +123,8 @@ class AdapterRegistry:
             self._changed.add(digest)
             self.slot_table.set_slot_pinned(digest, False)
             self._remove_if_unused(digest, adapter)
+            for sum_digest in self._sums_of(digest):
+                self.remove(sum_digest)
 
     def on_read_failed(self, digest: AdapterDigest) -> bool:
         """Called when an adapter from `pop_reads` could not be read. The next sequence requests it again.
@@ -145,13 +158,18 @@ class AdapterRegistry:
         """Return the position of the first token of a sequence that a registered adapter changes."""
         return adapter_start(prompt_token_ids, self._adapter_by_digest[digest].info.invocation_tokens)
 
-    def add_sequence(self, digest: AdapterDigest) -> None:
+    def add_sequence(self, digest: AdapterDigest, parts: Sequence[tuple[AdapterDigest, float]] = ()) -> None:
         """Count a new sequence, and request a read of its adapter if necessary.
 
+        `parts` are the digests and weights of the adapters of a sum.
+
         Raises:
-            NotFound: the adapter is not registered, or has been removed.
+            NotFound: the adapter, or one of the parts, is not registered, or has been removed.
+            InvalidArgument: the parts cannot be added.
         """
         adapter = self._adapter_by_digest.get(digest)
+        if parts and (adapter is None or adapter.removed):
+            adapter = self._register_sum(digest, parts)
         if adapter is None or adapter.removed:
             raise NotFound(
                 f"adapter {digest!r} is not loaded ({len(self._adapter_by_digest)} others are); load it first"
@@ -211,7 +229,7 @@ class AdapterRegistry:
                 self.slot_table.assign_slot_pinned(digest)
         self.slot_table.begin_step(now, self._is_on_host_or_reading, self._order_of_need)
 
-    def pop_reads(self) -> list[tuple[AdapterDigest, Path]]:
+    def pop_reads(self) -> list[tuple[AdapterDigest, AdapterSource]]:
         """Return the adapters that must be read from disk now. Only as many are returned as fit in host memory.
 
         Each is returned once. For each of them, the caller must call `add` or `on_read_failed`.
@@ -223,7 +241,7 @@ class AdapterRegistry:
                 break
             del self._read_queue[digest]
             self._reading.add(digest)
-            reads.append((digest, self._adapter_by_digest[digest].path))
+            reads.append((digest, self._source(digest)))
         return reads
 
     @property
@@ -283,6 +301,15 @@ class AdapterRegistry:
             "an unused removed adapter is registered": any(
                 a.removed and not a.num_sequences and d not in self._reading for d, a in adapters.items()
             ),
+            "a sum of adapters is registered that nothing needs": any(
+                a.parts and not a.num_sequences and d not in self._reading | on_host for d, a in adapters.items()
+            ),
+            "a sum has an adapter that is not registered": any(
+                adapters.get(part) is not registered or registered.removed
+                for a in adapters.values()
+                for part, registered, _ in a.parts
+                if not a.removed
+            ),
         }
         present_violations = [violation for violation, is_violated in violations.items() if is_violated]
         if present_violations := present_violations + self.slot_table.integrity_errors(
@@ -322,6 +349,25 @@ class AdapterRegistry:
             self._read_queue.pop(digest, None)
         self._touch(adapter)
         return adapter
+
+    def _register_sum(self, digest: AdapterDigest, parts: Sequence[tuple[AdapterDigest, float]]) -> _Adapter:
+        registered = [(part, self._adapter_by_digest.get(part), weight) for part, weight in parts]
+        known = [(part, a, weight) for part, a, weight in registered if a is not None and not a.removed]
+        if missing := {part for part, _ in parts} - {part for part, _, _ in known}:
+            raise NotFound(f"adapter {min(missing)!r} of a sum is not loaded; load it first")
+        info = combined_info([part.info for _, part, _ in known], self._max_rank)
+        adapter = self._adapter_by_digest.setdefault(digest, _Adapter(Path()))
+        adapter.parts, adapter.info, adapter.removed = tuple(known), info, False
+        self._changed.add(digest)
+        return adapter
+
+    def _sums_of(self, digest: AdapterDigest) -> list[AdapterDigest]:
+        """Return the sums that an adapter is a part of."""
+        return [d for d, a in self._adapter_by_digest.items() if any(part == digest for part, *_ in a.parts)]
+
+    def _source(self, digest: AdapterDigest) -> AdapterSource:
+        adapter = self._adapter_by_digest[digest]
+        return tuple(WeightedFolder(part.path, weight) for _, part, weight in adapter.parts) or adapter.path
 
     def _add_host_copy(self, digest: AdapterDigest, adapter: _Adapter) -> bool:
         if not self._make_host_room(digest):
@@ -388,6 +434,7 @@ class AdapterRegistry:
             if self._fits(1 - len(victims), num_bytes - sum(map(self._copy_bytes, victims))):
                 for victim in victims:
                     self._evict_host_copy(victim)
+                    self._remove_if_unused(victim, self._adapter_by_digest[victim])
                 return True
         return False
 
@@ -415,11 +462,15 @@ class AdapterRegistry:
         self._request_read(digest, adapter)
 
     def _remove_if_unused(self, digest: AdapterDigest, adapter: _Adapter) -> bool:
-        """Unregister an adapter if it was removed, has no sequences and is not being read."""
-        if not adapter.removed or adapter.num_sequences or digest in self._reading:
+        """Unregister an adapter if it was removed, or is a sum without host copy, has no sequences and is not being
+        read."""
+        is_needed = not (adapter.removed or (adapter.parts and digest not in self._on_host))
+        if is_needed or adapter.num_sequences or digest in self._reading:
             return False
         if digest in self._on_host:
             self._evict_host_copy(digest)
         self._read_queue.pop(digest, None)
         del self._adapter_by_digest[digest]
+        if adapter.parts:
+            self._changed.add(digest)
         return True

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from quire_engine.parsers.output_parser import OutputParser
 from quire_engine.requests.processor import PreparedRequest
+from quire_engine.requests.request_adapter import RequestAdapter
 from quire_engine.tokenization.completion import MIN_LOGPROB, CompletionDelta, CompletionState, fan_out, select_best_of
 from quire_engine.tokenization.tokenizer import Tokenizer
-from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code
 from quire_spec.protocol.messages import (
@@ -53,18 +53,15 @@ class RequestState:
         self,
         first_sequence_id: int,
         request: GenerateRequest,
-        adapter_name: AdapterName | None,
-        adapter_digest: AdapterDigest | None,
+        adapter: RequestAdapter,
         arrival_time: float,
     ) -> None:
-        """`adapter_name` and `adapter_digest` are None for the base model."""
         self.request = replace(request, prompt=None, prompt_token_ids=None, chat=None)
         """The request without its prompt, which can be large."""
         self.params = request.params
         self.sequence_ids = range(first_sequence_id, first_sequence_id + self.params.num_results)
         """Ids of the request's sequences in the engine core. There is one sequence for each output."""
-        self.adapter_name = adapter_name
-        self.adapter_digest = adapter_digest
+        self.adapter = adapter
         self.arrival_time = arrival_time
         self.submit_time: float | None = None
         """Time when the sequences of the request were sent to the engine core; None before that."""
@@ -130,7 +127,7 @@ class RequestState:
             self.sequence_ids.start,
             prepared.prompt_token_ids,
             self.params,
-            self.adapter_digest,
+            self.adapter.digest,
             self.request.cache_salt,
             prepared.bad_word_ids,
             priority=self.request.priority,
@@ -138,6 +135,7 @@ class RequestState:
             begin_after_token_ids=prepared.begin_after_token_ids,
             reasoning_marks=prepared.reasoning_marks,
             client=self.request.client,
+            adapter_parts=[(part.digest, part.weight) for part in self.adapter.parts if part.digest is not None],
         )
         return fan_out(base_request)
 

@@ -222,6 +222,7 @@ class Scheduler:
         Raises:
             InvalidArgument: the sequence is too long for max_model_len; it is too long for one step and chunked prefill
                 is off; its parent has a different prompt, adapter or salt; or its beams do not fit.
+                Or its adapters cannot be added.
             NotFound: its adapter is not registered.
         """
         check_request(sequence, self._config, self._max_model_len)
@@ -233,7 +234,7 @@ class Scheduler:
         if sequence.params.use_beam_search:
             self._beams.check_request(sequence)
         if sequence.adapter_digest is not None:
-            self._adapter_registry.add_sequence(sequence.adapter_digest)
+            self._adapter_registry.add_sequence(sequence.adapter_digest, sequence.adapter_parts)
             sequence.adapter_start = self._adapter_registry.adapter_start(
                 sequence.adapter_digest, sequence.prompt_token_ids
             )

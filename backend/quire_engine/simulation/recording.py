@@ -22,6 +22,7 @@ from quire_engine.api.replay import replay
 from quire_engine.api.timeline import Timeline
 from quire_engine.core.engine import Engine
 from quire_engine.kv_transfer.folder_store import FolderStore
+from quire_engine.lora.adapter_source import AdapterSource
 from quire_engine.simulation.resource_costs import ResourceCosts
 from quire_engine.simulation.step_features import StepFeatures
 from quire_engine.simulation.trace import TraceRequest
@@ -98,9 +99,9 @@ class RecordingRunner:
         self.started.append(StepFeatures.from_plan(plan))
         return self._runner.execute_async(plan)
 
-    def read_adapter(self, path: Path) -> object:
+    def read_adapter(self, source: AdapterSource) -> object:
         """Read an adapter."""
-        return _timed(self.adapter_reads, partial(self._runner.read_adapter, path))
+        return _timed(self.adapter_reads, partial(self._runner.read_adapter, source))
 
     def load_adapter_slot(self, slot_load: SlotLoad) -> Callable[[], None]:
         """Return a function that copies an adapter into a slot."""

@@ -12,6 +12,7 @@ from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.block_events import block_changes
 from quire_engine.kv_cache.layout_choice import choose_layout, num_host_blocks
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.lora.adapter_source import AdapterSource
 from quire_engine.simulation.event_queue import Channel, EventQueue
 from quire_engine.simulation.simulated_runner import SimulatedRunner
 from quire_engine.simulation.simulated_store import SimulatedStore
@@ -117,11 +118,11 @@ class SimulatedCore:
 
     def _read_adapters(self) -> None:
         """Read the adapters that are in no host memory, and for which sequences wait."""
-        for digest, path in self.engine.pop_adapter_reads():
-            self._reads.run(self._costs.require("adapter_read"), partial(self._end_read, digest, path))
+        for digest, source in self.engine.pop_adapter_reads():
+            self._reads.run(self._costs.require("adapter_read"), partial(self._end_read, digest, source))
 
-    def _end_read(self, digest: AdapterDigest, path: Path) -> None:
-        self.engine.add_adapter(digest, path, None)
+    def _end_read(self, digest: AdapterDigest, source: AdapterSource) -> None:
+        self.engine.add_adapter(digest, source, None)
         self._read_adapters()
         self._start_soon()
 

@@ -2,12 +2,12 @@
 """A model runner that computes nothing: its steps take the time that a step model predicts."""
 
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer.store import HostRows
 from quire_engine.lora.adapter_info import AdapterInfo
+from quire_engine.lora.adapter_source import AdapterSource
 from quire_engine.simulation.step_features import StepFeatures
 from quire_engine.simulation.step_model import StepModel
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
@@ -55,9 +55,9 @@ class SimulatedRunner:
     def sample_tokens(self) -> None:
         """Do nothing."""
 
-    def read_adapter(self, path: Path) -> object:
+    def read_adapter(self, source: AdapterSource) -> object:
         """Return an adapter without content."""
-        return path
+        return source
 
     def adapter_info(self, packed_adapter: object) -> AdapterInfo:
         """Return the size of an adapter. Nothing reads the rest."""

@@ -13,6 +13,7 @@ import msgspec
 
 from quire_engine.text.cores.core_stats import merge_stats
 from quire_spec.constants import AdapterDigest, AdapterName
+from quire_spec.documents.adapter_mix import is_mix
 from quire_spec.protocol.messages import SchedulerStats
 
 MAX_ADAPTERS = 64
@@ -22,6 +23,8 @@ single owner."""
 _STATE_ORDER = {"slot": 0, "host": 1}
 REMOVED = "removed"
 """The page shows this name as the owner of KV blocks if their adapter was removed, but open requests still use it."""
+SUMS = "weighted sums"
+"""The page shows this name as the owner of the KV blocks of all weighted sums of adapters."""
 OTHERS = "others"
 
 
@@ -67,10 +70,11 @@ def build_live_snapshot(
     num_blocks: dict[str, int] = {}
     slots = {digest: slot for slot, digest in enumerate(core["slots"])}
     for digest, state, num_running, num_waiting, num_owned_blocks in core["adapters"]:
-        name: str = served_name if digest is None else first_names.get(digest, REMOVED)
+        unnamed = SUMS if digest is not None and is_mix(digest) else REMOVED
+        name: str = served_name if digest is None else first_names.get(digest, unnamed)
         if num_owned_blocks:
             num_blocks[name] = num_blocks.get(name, 0) + num_owned_blocks
-        if name != REMOVED and len(adapters) < MAX_ADAPTERS:
+        if name not in (REMOVED, SUMS) and len(adapters) < MAX_ADAPTERS:
             adapters.append(
                 {
                     "name": name,

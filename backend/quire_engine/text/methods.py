@@ -228,9 +228,8 @@ class TextMethods:
     async def _require_model(self, model: str | None, api_key_name: str) -> None:
         """Check that a model exists, or can be found; the errors are those of a request."""
         if model is not None:
-            adapter_name, digest = self._admission.resolve_model(model, api_key_name)
-            if adapter_name is not None and digest is None:
-                await self._finder.find(adapter_name, api_key_name, api_key_name)
+            for name in self._admission.resolve_model(model, api_key_name).missing_names:
+                await self._finder.find(name, api_key_name, api_key_name)
 
     def _require_tokenizer(self) -> Tokenizer:
         if self._processor.tokenizer is None:

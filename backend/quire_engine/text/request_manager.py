@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from quire_engine.requests.processor import PreparedRequest, RequestProcessor
+from quire_engine.requests.request_adapter import RequestAdapter
 from quire_engine.requests.request_state import RequestState
 from quire_engine.text.adapter_finder import AdapterFinder
 from quire_engine.text.admission.admission_controller import AdmissionController
@@ -121,14 +122,14 @@ class RequestManager:
         if request.id in self._by_frontend[frontend]:
             raise Internal(f"GenerateRequest: id {request.id} is already open")
         try:
-            adapter_name, adapter_digest = self._admission.admit(request, self._queued_by_client)
+            adapter = self._admission.admit(request, self._queued_by_client)
         except QuireError as error:
             self.reject(frontend, request.id, error)
             return
         try:
-            self._rate_limiter.check(adapter_name, self._clock())
+            self._rate_limiter.check(adapter.names, self._clock())
         except Unavailable as error:
-            self._metrics.adapter_metrics.record_rate_limited(adapter_name)
+            self._metrics.adapter_metrics.record_rate_limited(adapter.name)
             self.reject(frontend, request.id, error)
             return
         try:
@@ -137,38 +138,38 @@ class RequestManager:
             self._metrics.record_api_key_limited(request.api_key_name)
             self.reject(frontend, request.id, error)
             return
-        missing_name = adapter_name if adapter_digest is None else None
-        if missing_name is not None:
-            adapter_name = None
-        request_state = RequestState(self._next_sequence_id, request, adapter_name, adapter_digest, self._clock())
+        missing = adapter if adapter.missing_names else None
+        used = RequestAdapter() if missing else adapter
+        request_state = RequestState(self._next_sequence_id, request, used, self._clock())
         # With beam search, the core uses one id per beam, even if it returns fewer outputs.
         self._next_sequence_id += request_state.params.num_sequences
-        self._count_use(adapter_name)
+        self._count_use(used)
         self._by_sequence |= dict.fromkeys(request_state.sequence_ids, (request_state, frontend))
         self._by_frontend[frontend][request.id] = request_state
         self._queued_by_client[request.client] += 1
         template = self._admission.chat_template_by_name.get(request.model)
         self._preparations[request_state] = asyncio.get_running_loop().create_task(
-            self._prepare(request, request_state, template, missing_name)
+            self._prepare(request, request_state, template, missing)
         )
 
-    def _count_use(self, adapter_name: AdapterName | None) -> None:
+    def _count_use(self, adapter: RequestAdapter) -> None:
         """Count an admitted request of an adapter."""
-        if adapter_name is not None:
-            self._metrics.adapter_metrics.record_admitted(adapter_name)
-            self._rate_limiter.acquire(adapter_name)
-            self._last_use[adapter_name] = self._clock()
+        self._metrics.adapter_metrics.record_admitted(adapter.name)
+        self._rate_limiter.acquire(adapter.names)
+        self._last_use |= dict.fromkeys(adapter.names, self._clock())
 
     async def _find_adapter(
-        self, request: GenerateRequest, request_state: RequestState, name: AdapterName
+        self, request: GenerateRequest, request_state: RequestState, adapter: RequestAdapter
     ) -> str | None:
-        """Have the supervisor load the adapter of a request, and return the file of its chat template."""
+        """Have the supervisor load the missing adapters of a request, and return the file of its chat template."""
         assert self._finder is not None, "names are findable only if a supervisor has sent patterns"
-        digest = await self._finder.find(name, request.client, request.api_key_name)
-        template = self._admission.chat_template_by_name.get(name)
+        found = {
+            name: await self._finder.find(name, request.client, request.api_key_name) for name in adapter.missing_names
+        }
+        template = self._admission.chat_template_by_name.get(request.model)
         self._admission.limits.check(request, template is not None)
-        request_state.adapter_name, request_state.adapter_digest = name, digest
-        self._count_use(name)
+        request_state.adapter = adapter.found(found)
+        self._count_use(request_state.adapter)
         return template
 
     async def _prepare(
@@ -176,16 +177,16 @@ class RequestManager:
         request: GenerateRequest,
         request_state: RequestState,
         template: str | None,
-        missing_name: AdapterName | None,
+        missing: RequestAdapter | None,
     ) -> None:
         """Prepare a request and send it to the core. The task is cancelled when the request ends before that.
 
-        `missing_name` is the adapter of the request if it must be found first.
+        `missing` is the adapter of the request if it must be found first.
         """
         error: QuireError
         try:
-            if missing_name is not None:
-                template = await self._find_adapter(request, request_state, missing_name)
+            if missing is not None:
+                template = await self._find_adapter(request, request_state, missing)
             async with self._client_turns.turn(request.client):
                 prepared = await self._processor.prepare(request, template)
         except QuireError as rejection:
@@ -299,8 +300,7 @@ class RequestManager:
         """Return for each adapter that had a request the seconds since its last one; 0 if a request is open."""
         now = self._clock()
         idle_times = {name: now - last_use for name, last_use in self._last_use.items()}
-        open_names = (request_state.adapter_name for request_state in self._open_requests())
-        return idle_times | {name: 0.0 for name in open_names if name is not None}
+        return idle_times | {name: 0.0 for state in self._open_requests() for name in state.adapter.names}
 
     def drain(self, on_drained: Callable[[], None]) -> None:
         """Reject new requests from now on; call `on_drained` when no request is open."""
@@ -316,8 +316,9 @@ class RequestManager:
         running: set[str] = {*self._metrics.adapter_metrics.residency.names_in_slots}
         waiting: set[str] = set()
         for request_state in self._open_requests():
-            if request_state.adapter_name is not None:
-                (waiting if request_state.start_time is None else running).add(request_state.adapter_name)
+            if (name := request_state.adapter.name) is not None:
+                # Commas separate the names in the label.
+                (waiting if request_state.start_time is None else running).add(name.replace(",", "+"))
         self._metrics.set_active_adapters(running, waiting)
 
     def status(self) -> dict[str, Any]:
@@ -348,7 +349,7 @@ class RequestManager:
         # Only the core can measure how long a request was in its queue, because the first result arrives after the
         # prompt was computed.
         request_state.start_time = request_state.submit_time + core_queue_s
-        self._metrics.record_started(request_state.adapter_name, request_state.start_time - request_state.arrival_time)
+        self._metrics.record_started(request_state.adapter.name, request_state.start_time - request_state.arrival_time)
 
     def _on_result(self, result: SequenceDelta, now: float) -> list[int]:
         """Send a result to its frontend. Return the sequences that have ended in the text process, but that the core
@@ -359,7 +360,7 @@ class RequestManager:
             return []
         request_state, frontend = entry
         if result.num_drafts:
-            self._metrics.adapter_metrics.record_drafts(request_state.adapter_name, result)
+            self._metrics.adapter_metrics.record_drafts(request_state.adapter.name, result)
         completion = request_state.completion(result.id)
         num_tokens, last_token_time = completion.num_tokens, completion.last_token_time
         is_first = request_state.first_token_time is None
@@ -376,8 +377,8 @@ class RequestManager:
             if last_token_time is not None:
                 self._metrics.record_next_token(now - last_token_time)
             elif is_first:
-                self._metrics.record_first_token(request_state.adapter_name, now - request_state.arrival_time)
-            self._metrics.record_generated_tokens(request_state.adapter_name, num_new_tokens)
+                self._metrics.record_first_token(request_state.adapter.name, now - request_state.arrival_time)
+            self._metrics.record_generated_tokens(request_state.adapter.name, num_new_tokens)
             self._consume(request_state, num_new_tokens)
         aborted_ids = []
         if completion.finish_reason is not None or result.error_code is not None:
@@ -394,7 +395,7 @@ class RequestManager:
 
     def _consume(self, request_state: RequestState, num_tokens: int) -> None:
         """Count tokens against the limits of the adapter and of the API key."""
-        self._rate_limiter.consume(request_state.adapter_name, num_tokens)
+        self._rate_limiter.consume(request_state.adapter.names, num_tokens)
         self._admission.api_key_access.consume(request_state.request.api_key_name, num_tokens)
 
     def _abort(self, request_states: list[RequestState], frontend: FrontendSink) -> None:
@@ -421,7 +422,7 @@ class RequestManager:
     def _close(self, request_state: RequestState, frontend: FrontendSink, reason: str) -> None:
         if (preparation := self._preparations.pop(request_state, None)) is not None:
             preparation.cancel()
-        self._rate_limiter.release(request_state.adapter_name)
+        self._rate_limiter.release(request_state.adapter.names)
         for sequence_id in self._open_sequence_ids(request_state):
             del self._by_sequence[sequence_id]
         request = request_state.request

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Self
 
 from quire_engine.lora.adapter_info import AdapterInfo
+from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
 from quire_engine.lora.device_slots import DeviceAdapterSlots, create_slots
 from quire_engine.lora.peft.adapter import HostAdapter, read_adapter
+from quire_engine.lora.peft.combination import combine
 from quire_engine.models.base import CausalLM
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.step.plan import SlotLoad
@@ -77,19 +79,21 @@ class AdapterStore:
         """Content digests of the adapters in host memory."""
         return frozenset(self._adapter_by_digest)
 
-    def read(self, path: Path) -> StoredAdapter:
-        """Read an adapter's folder and pack it. Safe to call from any thread.
+    def read(self, source: AdapterSource) -> StoredAdapter:
+        """Read an adapter's folder, or those of a sum, and pack it. Safe to call from any thread.
 
         Raises:
-            InvalidArgument: the folder does not contain an adapter for this model, or the adapter cannot be served.
+            InvalidArgument: a folder does not contain an adapter for this model, or the adapter cannot be served.
         """
-        return self.pack(self._read_host_adapter(path))
+        folders = weighted_folders(source)
+        return self.pack(combine([(self._read_host_adapter(folder.path), folder.weight) for folder in folders]))
 
     def pack(self, adapter: HostAdapter) -> StoredAdapter:
         """Convert an adapter to the memory layout of the slots. Safe to call from any thread."""
         assert self.slots is not None
         packed = self.slots.pack(adapter)
-        return StoredAdapter(packed, AdapterInfo(packed.num_bytes, packed.rank, adapter.invocation_tokens))
+        invocation, not_combinable = adapter.invocation_tokens, adapter.not_combinable
+        return StoredAdapter(packed, AdapterInfo(packed.num_bytes, packed.rank, invocation, not_combinable))
 
     def store(self, adapter_digest: AdapterDigest, adapter: StoredAdapter) -> None:
         """Keep an adapter in host memory, under the digest of its content."""

@@ -6,12 +6,12 @@ for several. The module does not import torch. As a result, torch is not loaded 
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer.store import HostRows
 from quire_engine.lora.adapter_info import AdapterInfo
+from quire_engine.lora.adapter_source import AdapterSource
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
 from quire_spec.constants import AdapterDigest
 
@@ -26,11 +26,12 @@ class ModelRunner(Protocol):
     host_rows: HostRows | None
     """The host memory of these blocks on this rank; None if there is none."""
 
-    def read_adapter(self, path: Path) -> object:
-        """Read an adapter's folder and pack it for `store_adapter`. This is slow. Any thread can call it.
+    def read_adapter(self, source: AdapterSource) -> object:
+        """Read an adapter's folder, or those of a sum, and pack it for `store_adapter`. This is slow. Any thread can
+        call it.
 
         Raises:
-            InvalidArgument: the folder does not contain an adapter for this model, or the adapter cannot be served.
+            InvalidArgument: a folder does not contain an adapter for this model, or the adapter cannot be served.
         """
 
     def adapter_info(self, packed_adapter: object) -> AdapterInfo:

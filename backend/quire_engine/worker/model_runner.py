@@ -21,6 +21,7 @@ from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.kv_cache.host_swap import HostSwap
 from quire_engine.lora.adapter_info import AdapterInfo
+from quire_engine.lora.adapter_source import AdapterSource
 from quire_engine.models.forward_batch import ForwardBatch, build_forward_batch
 from quire_engine.step.input import GraphStepInput, StepInput, build_step_input, sort_spans
 from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
@@ -86,9 +87,9 @@ class DeviceModelRunner(ModelRunner):
         self._kv_cache, self._graphs, self._host_swap = memory.kv_cache, memory.graphs, memory.host_swap
         self.swap_costs, self.memory, self.host_rows = memory.swap_costs, memory.measured, memory.host_swap
 
-    def read_adapter(self, path: Path) -> StoredAdapter:
+    def read_adapter(self, source: AdapterSource) -> StoredAdapter:
         """See ModelRunner."""
-        return self.adapter_store.read(path)
+        return self.adapter_store.read(source)
 
     def adapter_info(self, packed_adapter: object) -> AdapterInfo:
         """See ModelRunner."""

@@ -243,6 +243,7 @@ class SequenceRequest(RequestMessage, frozen=True, tag=6):
     prompt_token_ids: list[int]
     params: SamplingParams
     adapter_digest: AdapterDigest | None = None
+    """Digest of an adapter that the core has loaded, or of a sum of such adapters (adapter_mix.py)."""
     cache_salt: str | None = None
     bad_word_ids: list[list[int]] = []
     """The words of params.bad_words, each as a list of token ids."""
@@ -268,6 +269,8 @@ class SequenceRequest(RequestMessage, frozen=True, tag=6):
     """
     client: str = ""
     """See GenerateRequest."""
+    adapter_parts: list[tuple[AdapterDigest, float]] = []
+    """If the adapter is a weighted sum of adapters: their digests and weights."""
 
 
 class AbortSequences(Message, frozen=True, tag=7):

@@ -18,6 +18,7 @@ from quire_engine.core.engine import Engine
 from quire_engine.executor.runner_factory import create_runner
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.requests.processor import PreparedRequest
+from quire_engine.requests.request_adapter import RequestAdapter
 from quire_engine.requests.request_state import RequestState
 from quire_engine.step.plan import SlotLoad
 from quire_engine.tokenization.tokenizer import Tokenizer
@@ -79,7 +80,7 @@ class FuzzHarness:
         request = GenerateRequest(first_id, "", None, timed.prompt, params, False, priority=timed.priority)
         bad_word_ids = tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
         prepared = PreparedRequest(None, timed.prompt, bad_word_ids, None, [], [], None)
-        state = RequestState(first_id, request, None, timed.adapter_digest, 0.0)
+        state = RequestState(first_id, request, RequestAdapter(digest=timed.adapter_digest), 0.0)
         sequence_requests = state.submit(prepared, tokenizer, frozenset(), 0.0)
         return RunningRequest(state, prepared, 0.0), sequence_requests
 

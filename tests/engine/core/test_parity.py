@@ -10,16 +10,27 @@ import json
 import random
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from msgspec.structs import replace
 from peft.tuners.lora.variants import calculate_alora_offsets
 from support import quantized_checkpoints
 from support.near_ties import assert_greedy_tokens, assert_top_tokens
 from support.quantized_checkpoints import FOLDER, write_dequantized
-from support.tiny_checkpoints import CHECKPOINTS, VOCAB, load_adapted_oracle, load_oracle, make_adapter, make_checkpoint
+from support.tiny_checkpoints import (
+    CHECKPOINTS,
+    VOCAB,
+    load_adapted_oracle,
+    load_oracle,
+    load_summed_oracle,
+    make_adapter,
+    make_checkpoint,
+)
 from transformers import Mxfp4Config
 
 from quire_engine.core.engine import Engine
@@ -27,6 +38,7 @@ from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.speculative_config import SpeculativeConfig
+from quire_spec.errors import InvalidArgument, NotFound
 from quire_spec.model.kv_layout import KVLayout
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
@@ -101,9 +113,10 @@ def _generate(
     adapter_digests: list[str | None] | None = None,
     *,
     arrival_ratio: float = 1.0,
+    sums: Mapping[str, list[tuple[str, float]]] = MappingProxyType({}),
     **params: Any,
 ) -> list[Output]:
-    """Return the outputs of all prompts.
+    """Return the outputs of all prompts. `sums` are the parts of adapters that are weighted sums.
 
     Prompts arrive over time: in most steps a share `arrival_ratio` of the remaining ones, at least one.
     """
@@ -117,9 +130,10 @@ def _generate(
             if waiting:
                 i = waiting.pop()
                 adapter_digest = adapter_digests[i] if adapter_digests else None
-                engine.add(
-                    SequenceRequest(i, prompts[i], SamplingParams.from_mapping(params | {"seed": i}), adapter_digest)
+                request = SequenceRequest(
+                    i, prompts[i], SamplingParams.from_mapping(params | {"seed": i}), adapter_digest
                 )
+                engine.add(replace(request, adapter_parts=sums.get(str(adapter_digest), [])))
         for digest, path in engine.pop_adapter_reads():
             engine.add_adapter(digest, path, engine.read_adapter(path))
         for result in engine.step().results:
@@ -619,3 +633,90 @@ def test_blocks_before_the_invocation_are_those_of_the_base_model(invocation_cas
         assert engine.stats().prefix_cache_hits == before
         _generate(engine, [prefix + [9, 9] + [11] * 20] * 2, ["two", "two"], arrival_ratio=0.1)
         assert engine.stats().prefix_cache_hits - before >= 40 + 56
+
+
+SUMMANDS: dict[str, dict[str, Any]] = {
+    "a": {"r": 8},
+    "b": {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 32},
+    "c": {"r": 3, "target_modules": ["embed_tokens", "v_proj", "lm_head"]},
+    "one": {"r": 2, "alora_invocation_tokens": [5]},
+    "other": {"r": 5, "alora_invocation_tokens": [5], "target_modules": ["q_proj", "o_proj"]},
+}
+SUMS: dict[str, list[tuple[str, float]]] = {
+    "a and b": [("a", 0.7), ("b", 0.3)],
+    "b without a": [("b", 1.5), ("a", -1.0)],
+    "all": [("a", 0.25), ("b", 0.0), ("c", 2.0)],
+    "half of a": [("a", 0.5)],
+    "invoked": [("one", 0.4), ("other", 0.6)],
+}
+
+
+@pytest.fixture(scope="module")
+def sum_case(tmp_path_factory):
+    """Return adapters, and prompts for each adapter, for the base and for each sum."""
+    root = tmp_path_factory.mktemp("sums")
+    folder = make_checkpoint(root / "model", "llama")
+    adapters: dict[str | None, Path | None] = {None: None}
+    for seed, (name, config) in enumerate(SUMMANDS.items()):
+        adapters[name] = make_adapter(folder, root / name, seed, **config)
+    prompts, references, digests = _prompts(5, seed=6), [], []
+    prompts += [[*prompts[0], 5, *prompts[1]]]
+    for name in (*adapters, *SUMS):
+        if name in SUMS:
+            model = load_summed_oracle(folder, {part: adapters[part] for part, _ in SUMS[name]}, SUMS[name])
+        else:
+            model = load_oracle(folder) if name is None else load_adapted_oracle(folder, adapters[name])
+        is_invoked = name in ("one", "other", "invoked")
+        for prompt in prompts:
+            references.append(_invoked_reference(model, prompt) if is_invoked else _reference(model, [prompt])[0])
+            digests.append(name)
+    return AdapterCase(folder, adapters, prompts * (1 + len(SUMMANDS) + len(SUMS)), digests, references)
+
+
+SUM_SCENARIOS: dict[str, dict[str, Any]] = {
+    "one batch": {"max_loras": 10},
+    "few slots and host copies": {"max_loras": 2, "max_cpu_loras": 3, "enable_prefix_caching": False},
+    "preempted in chunks": {"num_blocks": MAX_MODEL_LEN // 8 + 4, "max_num_batched_tokens": 40},
+    "two devices": {"tensor_parallel_size": 2, "max_loras": 4},
+}
+
+
+@pytest.mark.parametrize("scenario", SUM_SCENARIOS)
+def test_weighted_sums_of_adapters_equal_peft(sum_case, scenario):
+    engine = _adapted_engine(sum_case, **SUM_SCENARIOS[scenario])
+    for _ in range(2):
+        outputs = _generate(engine, sum_case.prompts, sum_case.adapter_digests, arrival_ratio=0.3, sums=SUMS)
+        _check(outputs, sum_case.references)
+    # A sum ends with one of its adapters.
+    engine.remove_adapter("a")
+    assert not {"a", "a and b", "b without a", "all", "half of a"} & engine.adapter_states().keys()
+    with pytest.raises(NotFound, match="'a' of a sum is not loaded"):
+        _generate(engine, [[1, 2]], ["a and b"], sums=SUMS)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (["dora"], "an adapter with use_dora cannot be added"),
+        (["a", "bias"], "an adapter with lora_bias cannot be added"),
+        (["trained", "a"], "an adapter with trainable_token_indices cannot be added"),
+        (["a", "one"], "different alora_invocation_tokens"),
+        (["a", "b", "large"], "the sum of the adapters' ranks is 18, but max_lora_rank is 16"),
+    ],
+)
+def test_adapters_that_cannot_be_added_are_refused(sum_case, tmp_path, parts, message):
+    engine = _adapted_engine(sum_case)
+    kinds: dict[str, dict[str, Any]] = {
+        "dora": {"use_dora": True},
+        "bias": {"target_modules": ["q_proj"], "lora_bias": True},
+        "trained": {"trainable_token_indices": [4, 5]},
+        "large": {"r": 6},
+    }
+    for name in kinds.keys() & set(parts):
+        path = make_adapter(sum_case.folder, tmp_path / name, **kinds[name])
+        engine.add_adapter(name, path, engine.read_adapter(path))
+    states = engine.adapter_states()
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        _generate(engine, [[1, 2]], ["sum"], sums={"sum": [(part, 0.5) for part in parts]})
+    engine.check_integrity()
+    assert engine.adapter_states() == states

@@ -40,6 +40,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
     "attention": {"target_modules": ATTENTION},
 }
+SUMS = {"down and experts": [("down", 0.7), ("experts", -0.4)], "all": [("router", 1.5), ("patterns", 0.3)]}
 FAMILIES = ["qwen3_moe", "qwen3_moe-mixed", "mixtral", "gpt_oss"]
 
 
@@ -88,6 +89,19 @@ def _load_oracle(checkpoint: Path, adapter: Path | None) -> Any:
         return load_oracle(checkpoint) if adapter is None else load_adapted_oracle(checkpoint, adapter)
 
 
+def _summed_oracle(checkpoint: Path, adapters: dict[str | None, Path | None], parts: list[tuple[str, float]]) -> Any:
+    """The base model, to whose weights the changes by each merged adapter are added. PEFT itself cannot add adapters
+    of experts."""
+    model = load_oracle(checkpoint)
+    base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for name, weight in parts:
+            merged = _load_oracle(checkpoint, adapters[name]).merge_and_unload().state_dict()
+            for key, tensor in model.state_dict().items():
+                tensor += weight * (merged[key] - base[key])
+    return model
+
+
 def _reference(oracle: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
     """Return the greedy tokens and the log probabilities."""
     tokens, tables = list(prompt), []
@@ -107,7 +121,7 @@ def _outputs(engine: Engine, requests: list[tuple[list[int], str | None]]) -> li
     params = SamplingParams.from_mapping({"temperature": 0.0, "max_tokens": NUM_TOKENS, "logprobs": 20})
     outputs: list[tuple[list[int], list[Any]]] = [([], []) for _ in requests]
     for i, (prompt, digest) in enumerate(requests):
-        engine.add(SequenceRequest(i, prompt, params, digest))
+        engine.add(SequenceRequest(i, prompt, params, digest, adapter_parts=SUMS.get(str(digest), [])))
     while engine.has_work:
         for digest, path in engine.pop_adapter_reads():
             engine.add_adapter(digest, path, engine.read_adapter(path))
@@ -122,11 +136,13 @@ def _assert_equal_peft(engine: Engine, checkpoint: Path, adapters: dict[str | No
     for digest, path in adapters.items():
         if digest is not None and path is not None:
             engine.add_adapter(digest, path, engine.read_adapter(path))
-    requests = [(prompt, digest) for prompt in PROMPTS for digest in adapters]
+    sums = {name: None for name, parts in SUMS.items() if adapters.keys() >= {part for part, _ in parts}}
+    requests = [(prompt, digest) for prompt in PROMPTS for digest in (adapters | sums)]
     outputs = dict(zip(map(str, requests), _outputs(engine, requests), strict=True))
     found_tokens = set()
-    for digest, path in adapters.items():
-        oracle = _load_oracle(checkpoint, path)
+    for digest, path in (adapters | sums).items():
+        is_sum = digest in sums
+        oracle = _summed_oracle(checkpoint, adapters, SUMS[digest]) if is_sum else _load_oracle(checkpoint, path)
         for prompt in PROMPTS:
             tokens, entries = outputs[str((prompt, digest))]
             expected, tables = _reference(oracle, prompt)
@@ -136,7 +152,9 @@ def _assert_equal_peft(engine: Engine, checkpoint: Path, adapters: dict[str | No
                 assert_top_tokens([int(entry[0]) for entry in each[1:]], table)
                 assert max(abs(entry[1] - table[int(entry[0])].item()) for entry in each) < 1e-4, digest
         found_tokens.add(str([outputs[str((prompt, digest))][0] for prompt in PROMPTS]))
-    assert len(found_tokens) == len(adapters), "an adapter has no effect, so the test would not notice its absence"
+    assert len(found_tokens) == len(adapters | sums), (
+        "an adapter has no effect, so the test would not notice its absence"
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)

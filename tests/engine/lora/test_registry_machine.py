@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire_engine.lora.adapter_info import AdapterInfo
+from quire_engine.lora.adapter_source import WeightedFolder
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.step.plan import SlotLoad
 from quire_spec.errors import InvalidArgument, NotFound
@@ -17,6 +18,18 @@ PATH = Path("/adapters")
 
 
 SIZES = {"a": 10, "b": 10, "c": 4, "d": 1, "e": 7, "f": 2}
+SUMS = ("c+d", "d+f", "f+c", "d")
+"""The last one is an adapter with another weight than 1."""
+
+
+def size(digest: str) -> int:
+    return sum(SIZES[part] for part in digest.removesuffix("*").split("+"))
+
+
+def source(digest: str) -> Path | tuple[WeightedFolder, ...]:
+    if digest in SIZES:
+        return PATH / digest
+    return tuple(WeightedFolder(PATH / part, 0.5) for part in digest.removesuffix("*").split("+"))
 
 
 class RegistryMachine(RuleBasedStateMachine):
@@ -65,6 +78,19 @@ class RegistryMachine(RuleBasedStateMachine):
         except NotFound:
             assert not is_registered
         else:
+            self.waiting.append(digest)
+
+    @rule(digest=st.sampled_from(SUMS))
+    def arrive_with_a_sum(self, digest: str) -> None:
+        parts = [(part, 0.5) for part in digest.split("+")]
+        are_registered = {part for part, _ in parts} <= self.registry.adapter_states().keys()
+        digest = f"{digest}*"
+        try:
+            self.registry.add_sequence(digest, parts)
+        except NotFound:
+            assert not are_registered
+        else:
+            assert are_registered
             self.waiting.append(digest)
 
     @precondition(lambda self: self.waiting)
@@ -118,7 +144,7 @@ class RegistryMachine(RuleBasedStateMachine):
         for digest, path in self.registry.pop_reads():
             self.discard_evicted()
             self.reads.append(digest)
-            assert digest not in self.copies and path == PATH / digest
+            assert digest not in self.copies and path == source(digest)
         if self.reads:
             digest = self.reads.pop(0)
             if read_fails:
@@ -126,16 +152,17 @@ class RegistryMachine(RuleBasedStateMachine):
                 for _ in range(self.waiting.count(digest)):
                     self.waiting.remove(digest)
                     self.registry.remove_sequence(digest)
-            elif self.registry.add(digest, PATH / digest, None, AdapterInfo(SIZES[digest])):
+            elif self.registry.add(digest, source(digest), None, AdapterInfo(size(digest))):
                 self.copies.add(digest)
             self.discard_evicted()
 
     @invariant()
     def state_is_consistent(self) -> None:
         self.registry.check_integrity(Counter(self.waiting + self.running), Counter(self.running))
-        assert self.host_bytes is None or sum(SIZES[digest] for digest in self.copies) <= self.host_bytes
+        assert self.host_bytes is None or sum(map(size, self.copies)) <= self.host_bytes
         for change in self.registry.pop_changes():
             assert change.pinned == (change.digest in self.registry.slot_table.slot_pinned_adapters)
+            # A sum can be registered and unregistered between two calls.
             self.reported[change.digest] = change.state
             if change.state == "removed":
                 del self.reported[change.digest]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire_engine.requests.limits import RequestLimits
+from quire_engine.requests.request_adapter import RequestAdapter
 from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
@@ -63,7 +64,7 @@ def test_admission_rejects_invalid_requests(change: dict[str, object], error: ty
     admission.set_adapters({}, {})
     request = GenerateRequest(**(VALID_REQUEST | change))
     if error is None:
-        assert admission.admit(request, Counter()) == (None, None)
+        assert admission.admit(request, Counter()) == RequestAdapter()
         return
     with pytest.raises(error) as raised:
         admission.admit(request, Counter())

@@ -48,9 +48,38 @@ def outcome(admission: AdmissionController, key: str, model: str) -> str:
     """Return the digest of the adapter, or the error, in which the name of the model is replaced."""
     request = GenerateRequest(1, model, None, [1], SamplingParams(), True, api_key_name=key)
     try:
-        return str(admission.admit(request, Counter())[1])
+        return str(admission.admit(request, Counter()).digest)
     except QuireError as error:
         return f"{type(error).__name__}: {error}".replace(model, "NAME")
+
+
+@pytest.mark.parametrize("key", VISIBLE)
+def test_every_part_of_a_sum_must_be_visible(key: str):
+    admission, names = make_admission(), (*READY, *LOADING, "never-seen")
+    for first in names:
+        for second in set(names) - {first}:
+            result, usable = outcome(admission, key, f"{first}:0.7,{second}:-0.3"), VISIBLE[key] & {*READY}
+            assert result.startswith("mix:") == ({first, second} <= usable), result
+            if hidden := [name for name in (first, second) if name not in VISIBLE[key]]:
+                # The first part that cannot be used is reported, as if it were the name of the model.
+                errors = {outcome(admission, key, name).replace("NAME", name) for name in {*hidden, first, second}}
+                assert result in errors
+
+
+def test_a_sum_has_an_identity_of_its_own():
+    admission = make_admission()
+    mixes = (
+        "acme-sql:0.7,shared:0.3",
+        "shared:0.3,acme-sql:0.7",
+        "acme-sql:0.7,shared:0.31",
+        "acme-sql:1.0",
+        "acme-sql",
+    )
+    first, same, *others = (outcome(admission, "acme", mix) for mix in mixes)
+    assert first == same and len({first, *others}) == 4
+    assert outcome(admission, "acme", "acme-sql:0.7,shared").startswith("InvalidArgument")
+    admission.set_adapters({AdapterName(name): AdapterDigest("sha256:1") for name in ("acme-a", "acme-b")}, {})
+    assert "two names stand for the same adapter" in outcome(admission, "acme", "acme-a:1,acme-b:1")
 
 
 @pytest.mark.parametrize("key", VISIBLE)

@@ -297,6 +297,16 @@ def test_an_adapter_in_a_slot_attracts_and_a_restarted_core_waits_for_its_adapte
     assert core_of(pool, clients, 20, [5] * 20) == 0, "the base model needs no adapter"
 
 
+def test_a_sum_goes_to_a_core_that_has_all_its_adapters():
+    pool, clients = started_pool()
+    for number, digests in enumerate((ADAPTERS[:1], ADAPTERS)):
+        changes = [AdapterResidency(digest, "host") for digest in digests]
+        pool.on_step(number, StepResult([], [], SchedulerStats(num_blocks=8), adapter_changes=changes))
+    parts = [(digest, 0.5) for digest in ADAPTERS]
+    for i in range(4):
+        assert core_of(pool, clients, i, [i] * 20, adapter_digest="mix:1", adapter_parts=parts) == 1
+
+
 def test_moved_requests_keep_their_order():
     pool, clients = started_pool()
     for i in range(1, 41):

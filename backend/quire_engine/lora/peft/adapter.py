@@ -21,7 +21,7 @@ from quire_engine.lora.peft.adapter_tensors import WEIGHTS_FILE, AdapterTensors
 from quire_engine.lora.peft.base_weights import read_trained_tokens, read_transform
 from quire_engine.lora.peft.config import CONFIG_FILE, PeftConfig
 from quire_engine.lora.peft.lora_module import LoRAModule, lora_modules, module_sizes
-from quire_engine.lora.peft.tensor_check import check_tensor
+from quire_engine.lora.peft.tensor_check import check_finite, check_tensor
 from quire_engine.weights.loader import CheckpointTensors, equals_checkpoint
 from quire_engine.weights.pickle_conversion import ADAPTER_PICKLE_NAME
 from quire_engine.weights.safetensors_reader import SafetensorsReader, open_safetensors
@@ -55,6 +55,8 @@ class HostAdapter:
     """Maps some keys of `pairs` to scales and addends of the base product, [2, out_features]."""
     invocation_tokens: tuple[int, ...] = ()
     """The tokens from which the adapter applies; if there are none, it applies to all tokens."""
+    not_combinable: str = ""
+    """The field of adapter_config.json for which it cannot be part of a sum; empty if it can."""
 
     @property
     def num_bytes(self) -> int:
@@ -188,11 +190,11 @@ def _read_tensors(
             transform = read_transform(file, extras, module, config, base, module.weight_name(shape), a, b)
             b *= 1 + transform[0, :, None]
             transform = transform.to(dtype)
-            _check_finite(f"magnitude or bias of {module.name} contains", transform, dtype)
+            check_finite(f"magnitude or bias of {module.name} contains", transform, dtype)
             transforms[module.key] = transform if shard is None else shard_transform(transform, module.path, shard)
         rounded_b = b.to(dtype)
         for label, matrix in zip(labels, (a, rounded_b), strict=True):
-            _check_finite(f"{label} contains", matrix, dtype)
+            check_finite(f"{label} contains", matrix, dtype)
         _check_norm(module, a, b)
         b = rounded_b
         pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
@@ -200,7 +202,7 @@ def _read_tensors(
         a, b = tensors.read(file, module, config)
         a, rounded_b = a.to(dtype), b.to(dtype)
         for matrix in (a, rounded_b):
-            _check_finite(f"tensors of {module.name} contain", matrix, dtype)
+            check_finite(f"tensors of {module.name} contain", matrix, dtype)
         _check_norm(module, a, b)
         b = rounded_b
         pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
@@ -209,9 +211,10 @@ def _read_tensors(
             raise InvalidArgument(f"trainable_token_indices is not supported if {module.path} is adapted, too")
         a, b = a.to(dtype), b.to(dtype)
         for matrix in (a, b):
-            _check_finite(f"trained rows of {module.path} contain", matrix, dtype)
+            check_finite(f"trained rows of {module.path} contain", matrix, dtype)
         pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
-    return HostAdapter(max(a.shape[-2] for a, _ in pairs.values()), pairs, transforms, config.invocation_tokens)
+    rank = max(a.shape[-2] for a, _ in pairs.values())
+    return HostAdapter(rank, pairs, transforms, config.invocation_tokens, config.not_combinable)
 
 
 def _check_invocation(config: PeftConfig, names: AdapterTensors, shape: ModelConfig) -> None:
@@ -257,12 +260,6 @@ def _check_shapes(
 def _pattern_name(module: LoRAModule, config: PeftConfig) -> str:
     """Return the path against which PEFT matches the keys of rank_pattern and alpha_pattern."""
     return module.parameter if config.targets_parameter(module.parameter) else module.name
-
-
-def _check_finite(subject: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    # aminmax takes one pass, and both results are NaN if any element is NaN. torch.isfinite takes sixty times as long.
-    if not all(map(math.isfinite, torch.aminmax(tensor))):
-        raise InvalidArgument(f"{subject} NaN or infinity, or overflows {dtype} after scaling")
 
 
 def _check_norm(module: LoRAModule, a: Tensor, b: Tensor) -> None:

@@ -115,6 +115,14 @@ class PeftConfig:
             target_parameters=_names("target_parameters", values.get("target_parameters")),
         )
 
+    @property
+    def not_combinable(self) -> str:
+        """The first field that is set for which the adapter cannot be part of a weighted sum; empty if there is none.
+        The field changes more than the product of B and A."""
+        fields = {"use_dora": self.use_dora, "lora_bias": self.lora_bias, "bias": self.bias != "none"}
+        fields["trainable_token_indices"] = bool(self.token_indices)
+        return next((name for name, is_set in fields.items() if is_set), "")
+
     def rank(self, module: str) -> int:
         """Return the LoRA rank of a module, given its path in the model."""
         return int(self.rank_pattern.get(module, self.r))

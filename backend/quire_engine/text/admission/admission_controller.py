@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 
 from quire_engine.requests.limits import RequestLimits
+from quire_engine.requests.request_adapter import AdapterPart, RequestAdapter
 from quire_engine.text.admission.api_key_access import ApiKeyAccess
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import allows_name
+from quire_spec.documents.adapter_mix import parse_mix
 from quire_spec.errors import NotFound, Unavailable
 from quire_spec.protocol.messages import GenerateRequest
 
@@ -74,10 +76,8 @@ class AdmissionController:
         """Replace the names of adapters that are being loaded."""
         self.loading_names = names
 
-    def admit(
-        self, request: GenerateRequest, queued_by_client: Counter[str]
-    ) -> tuple[AdapterName | None, AdapterDigest | None]:
-        """Check a new request. Return the name and the digest of its adapter; see `resolve_model`.
+    def admit(self, request: GenerateRequest, queued_by_client: Counter[str]) -> RequestAdapter:
+        """Check a new request. Return its adapter; see `resolve_model`.
 
         `queued_by_client` counts the requests of each client that have not started.
 
@@ -91,8 +91,7 @@ class AdmissionController:
         if self.closed_reason:
             raise Unavailable(self.closed_reason)
         adapter = self.resolve_model(request.model, request.api_key_name)
-        is_missing = adapter[0] is not None and adapter[1] is None
-        self.limits.check(request, is_missing or request.model in self.chat_template_by_name)
+        self.limits.check(request, bool(adapter.missing_names) or request.model in self.chat_template_by_name)
         self._check_queue(request.client, queued_by_client)
         return adapter
 
@@ -118,26 +117,34 @@ class AdmissionController:
         names = map(AdapterName, self.loading_names or ())
         return {name for name in names if self.api_key_access.allows(api_key_name, name)}
 
-    def resolve_model(self, model: str, api_key_name: str) -> tuple[AdapterName | None, AdapterDigest | None]:
-        """Return the name and the digest of an adapter, both None for the base model. The digest of an adapter that the
-        supervisor must look up first is None. An adapter that the API key may not use does not exist for it.
+    def resolve_model(self, model: str, api_key_name: str) -> RequestAdapter:
+        """Return the adapter that a model name stands for, or the weighted sum of adapters (`a:0.7,b:0.3`). An adapter
+        that the supervisor must look up first has no digest. An adapter that the API key may not use does not exist for
+        it.
 
         Raises:
-            NotFound: the name is unknown.
-            Unavailable: the adapter is not loaded yet.
+            NotFound: a name is unknown.
+            InvalidArgument: the sum of adapters is invalid.
+            Unavailable: an adapter is not loaded yet.
         """
         if model == self.served_name:
-            return None, None
+            return RequestAdapter()
+        if not (mix := parse_mix(model)):
+            return RequestAdapter(AdapterName(model), self._resolve_adapter(model, api_key_name))
+        parts = (AdapterPart(part.name, self._resolve_adapter(part.name, api_key_name), part.weight) for part in mix)
+        return RequestAdapter.of_sum(AdapterName(model), tuple(parts))
+
+    def _resolve_adapter(self, model: str, api_key_name: str) -> AdapterDigest | None:
         if self.digest_by_name is None and self.loading_names is None:
             raise Unavailable(f"model {str(model)[:100]!r}: adapter names are not known yet after a restart; try again")
         adapter_name = AdapterName(model)
         if self.api_key_access.allows(api_key_name, adapter_name):
             if (adapter_digest := (self.digest_by_name or {}).get(adapter_name)) is not None:
-                return adapter_name, adapter_digest
+                return adapter_digest
             if model in (self.loading_names or ()):
                 raise Unavailable(f"model {model!r}: the adapter is not loaded yet; try again")
             if any(allows_name(pattern, model) for pattern in self.findable_names):
-                return adapter_name, None
+                return None
         raise self.unknown_model(model, api_key_name)
 
     def unknown_model(self, model: str, api_key_name: str) -> NotFound:

@@ -7,7 +7,7 @@ the limiter for each request.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from quire_engine.text.admission.token_bucket import TokenBucket
 from quire_spec.constants import AdapterName
@@ -38,14 +38,34 @@ class AdapterRateLimiter:
             if adapter_limits.maxTokensPerSecond is not None
         }
 
-    def check(self, adapter_name: AdapterName | None, now: float) -> None:
-        """Check that an adapter can have one more request.
+    def check(self, adapter_names: Sequence[AdapterName], now: float) -> None:
+        """Check that each of the adapters of a request can have one more request.
 
         Raises:
-            Unavailable: the adapter is at a limit; the message contains the limit and when to retry.
+            Unavailable: an adapter is at a limit; the message contains the limit and when to retry.
         """
-        if adapter_name is None or (limits := self._limits.get(adapter_name)) is None:
-            return
+        for adapter_name in adapter_names:
+            if (limits := self._limits.get(adapter_name)) is not None:
+                self._check_limits(adapter_name, limits, now)
+
+    def acquire(self, adapter_names: Sequence[AdapterName]) -> None:
+        """Count a request as open."""
+        self._num_open.update(adapter_names)
+
+    def release(self, adapter_names: Sequence[AdapterName]) -> None:
+        """Count a request as ended."""
+        for adapter_name in adapter_names:
+            self._num_open[adapter_name] -= 1
+            if not self._num_open[adapter_name]:
+                del self._num_open[adapter_name]
+
+    def consume(self, adapter_names: Sequence[AdapterName], num_tokens: int) -> None:
+        """Take the tokens of a prompt, or generated tokens, from the buckets of the request's adapters."""
+        for adapter_name in adapter_names:
+            if (bucket := self._buckets.get(adapter_name)) is not None:
+                bucket.available -= num_tokens
+
+    def _check_limits(self, adapter_name: AdapterName, limits: AdapterLimits, now: float) -> None:
         max_concurrent, num_open = limits.maxConcurrentRequests, self._num_open[adapter_name]
         if max_concurrent is not None and num_open >= max_concurrent:
             raise Unavailable(
@@ -62,20 +82,3 @@ class AdapterRateLimiter:
                     f"{retry_after_s:.1f} s, or raise the limit",
                     retry_after_s=retry_after_s,
                 )
-
-    def acquire(self, adapter_name: AdapterName | None) -> None:
-        """Count a request as open."""
-        if adapter_name is not None:
-            self._num_open[adapter_name] += 1
-
-    def release(self, adapter_name: AdapterName | None) -> None:
-        """Count a request as ended."""
-        if adapter_name is not None:
-            self._num_open[adapter_name] -= 1
-            if not self._num_open[adapter_name]:
-                del self._num_open[adapter_name]
-
-    def consume(self, adapter_name: AdapterName | None, num_tokens: int) -> None:
-        """Take the tokens of a prompt, or generated tokens, from the adapter's bucket."""
-        if adapter_name is not None and (bucket := self._buckets.get(adapter_name)) is not None:
-            bucket.available -= num_tokens

@@ -95,16 +95,15 @@ class Dispatcher:
         return DispatchedRequest(set(sequence_ids), messages, num_tokens, first.adapter_digest, rank, hashes)
 
     def _adapter_start(self, request: SequenceRequest) -> int:
-        if (digest := request.adapter_digest) is None:
-            return 0
-        known = next((core.adapters[digest] for core in self.cores if digest in core.adapters), None)
+        digests = _required_adapters(request)
+        known = next((core.adapters[d] for core in self.cores for d in digests & core.adapters.keys()), None)
         return 0 if known is None else adapter_start(request.prompt_token_ids, known.invocation_tokens)
 
     def choose(self, request: DispatchedRequest, serving: Sequence[int]) -> int:
         """Return the best core for a request among those that serve."""
-        digest = request.adapter_digest
         # A core that has restarted gets requests for an adapter as soon as it has loaded it again.
-        with_adapter = [n for n in serving if digest is None or digest in self.cores[n].adapters]
+        required = _required_adapters(request.messages[0])
+        with_adapter = [n for n in serving if required <= self.cores[n].adapters.keys()]
         return choose_core({number: self._load(number, request) for number in with_adapter or serving}, self._speeds)
 
     def add(self, number: int, request: DispatchedRequest) -> None:
@@ -209,3 +208,9 @@ class Dispatcher:
     def _record_load(self, event: AdapterEvent) -> None:
         if event.kind == "slot":
             self._adapter_load_s += 0.2 * (event.duration_s - self._adapter_load_s)
+
+
+def _required_adapters(request: SequenceRequest) -> set[AdapterDigest]:
+    """Return the adapters that a core must have loaded: that of the request, or the parts of a sum."""
+    parts = {part for part, _ in request.adapter_parts}
+    return parts or ({request.adapter_digest} if request.adapter_digest is not None else set())
