@@ -94,7 +94,10 @@ def _type_schema(hint: Any, declared: FieldSchema) -> dict[str, Any]:
         (hint,) = (arg for arg in args if arg is not types.NoneType)
         return _type_schema(hint, declared)
     if origin in (tuple, list):
-        return {"type": "array", "items": _type_schema(args[0], FieldSchema()) | _keywords(declared.items)}
+        return {
+            "type": "array",
+            "items": _type_schema(args[0], FieldSchema(without=declared.without)) | _keywords(declared.items),
+        }
     if origin in (dict, Mapping) or hint is dict:
         schema: dict[str, Any] = {"type": "object"}
         if declared.items:

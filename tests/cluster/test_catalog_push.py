@@ -2,6 +2,7 @@
 """From an edit of an LLMService to what its pods hold and its status says: real API server, scheduler and controllers,
 pods that answer on their admin port (support/fake_pods.py says what is scripted of them)."""
 
+import json
 import time
 
 import pytest
@@ -256,3 +257,67 @@ def test_a_rollout_completes_at_full_occupancy_and_is_not_ready_meanwhile(cluste
         assert "Insufficient nvidia.com/gpu" in message
         wait_for(lambda: ("Warning", "InsufficientGPU") in world.events(), 10, "the event")
         assert operator.status()["readyReplicas"] == 2
+
+
+MOVED = {**SQL, "source": {"pvc": {"claimName": "models", "path": "sql-v2"}}}
+
+
+def paths(world):
+    """Path that requests for sql use, on each pod."""
+    return [m.fake_pod.catalog.adapters[0].source.pvc.path for m in world.pods()]
+
+
+def live_paths(world):
+    """Path in the ConfigMap, which pods read when they start, and the paths of the contents beside it."""
+    data = world.cluster.get("v1", "ConfigMap", "tales-adapters", world.namespace)["data"]["adapters.json"]
+    entry = json.loads(data)["adapters"][0]
+    return [role and role["source"]["pvc"]["path"] for role in (entry, entry.get("candidate"), entry.get("previous"))]
+
+
+def test_new_content_switches_only_after_every_pod_has_verified_it(world):
+    slow = world.pods()[1].fake_pod
+    slow.loading_adapters.add("sql@candidate")
+    world.edit(adapters=[MOVED])
+    world.until("AdaptersReady", "False", "Loading", REACHED_S)
+    assert paths(world) == ["sql", "sql"] and live_paths(world) == ["sql", "sql-v2", None]
+    assert world.operator.status()["adapters"][0]["state"] == "Loading"
+    assert world.operator.status()["models"] == ["tales", "sql"], "the old content serves"
+    slow.loading_adapters.clear()
+    wait_for(lambda: paths(world) != ["sql", "sql"], 20, "the switch")
+    begun = time.monotonic()
+    wait_for(lambda: paths(world) == ["sql-v2", "sql-v2"], 20, "the switch of the other pod")
+    assert time.monotonic() - begun < 2.0
+    world.until("AdaptersReady", "True", seconds=REACHED_S)
+    assert live_paths(world) == ["sql-v2", None, "sql"], "the previous content stays"
+
+
+def test_if_one_pod_fails_nothing_switches_and_a_new_pod_gets_the_live_content(world):
+    broken = world.pods()[1]
+    broken.fake_pod.failing_adapters["sql@candidate"] = "CanaryFailed: the output is 'x', and must start with 'y'"
+    world.edit(adapters=[MOVED, PIRATE])
+    world.until("AdaptersReady", "False", "LoadFailed", REACHED_S)
+    name = broken.pod["metadata"]["name"]
+    entries = {entry["name"]: entry for entry in world.operator.status()["adapters"]}
+    assert entries["sql"]["message"].startswith(f"pod {name}: CanaryFailed: the output is 'x'")
+    assert "still serving sha256:" in entries["sql"]["message"]
+    assert entries["pirate"]["state"] == "Ready", "it does not wait for the other adapter"
+    wait_for(lambda: ("Warning", "AdapterFailed") in world.events(), 10, "the event")
+    world.edit(replicas=3)
+    wait_for(lambda: len(world.pods()) == 3, 30, "the third pod")
+    assert paths(world) == ["sql"] * 3 and live_paths(world) == ["sql", "sql-v2", None]
+    broken.fake_pod.failing_adapters.clear()
+    wait_for(lambda: paths(world) == ["sql-v2"] * 3, 30, "the switch")
+    world.until("Ready", "True")
+
+
+def test_a_restarted_operator_goes_on_with_the_verification(world, cluster, namespace):
+    slow = world.pods()[1].fake_pod
+    slow.loading_adapters.add("sql@candidate")
+    world.edit(adapters=[MOVED])
+    wait_for(lambda: live_paths(world) == ["sql", "sql-v2", None], 20, "the candidate")
+    world.operator.stop()
+    slow.loading_adapters.clear()
+    with ControllerHarness(cluster, namespace):
+        wait_for(lambda: paths(world) == ["sql-v2"] * 2, 30, "the switch")
+        world.edit(adapters=[SQL])
+        wait_for(lambda: paths(world) == ["sql"] * 2 and live_paths(world) == ["sql", None, "sql-v2"], 30, "back")

@@ -8,7 +8,7 @@ do with a push is tested in test_adapter_push.py.
 import asyncio
 import threading
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -18,11 +18,12 @@ from aiohttp import web
 from quire_server.adapters.manager import StaleCatalog
 from quire_server.supervisor.admin_api import AdminAPI
 from quire_spec.dataclass_json import to_json
-from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec
 from quire_spec.documents.download_progress import PROGRESS_PATH, DownloadProgress
 from quire_spec.documents.pod_status import (
     AdapterState,
     AdapterStatus,
+    HeldContentStatus,
     MeasuredMemory,
     PodStatus,
     ProcessState,
@@ -69,7 +70,7 @@ class FakePod:
         self.num_status_requests += 1
         if self.status_fails:
             raise RuntimeError("scripted")
-        adapters = [self._adapter_status(adapter.name) for adapter in self.catalog.adapters]
+        adapters = [self._adapter_status(adapter) for adapter in self.catalog.adapters]
         ready = [a.name for a in adapters if a.state is AdapterState.READY]
         started_at = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=self.num_restarts)
         return PodStatus(
@@ -102,7 +103,16 @@ class FakePod:
         """Restart the container: it loses pushed catalogs and loads the one of its ConfigMap."""
         self.catalog, self.num_restarts = catalog or AdapterCatalog(), self.num_restarts + 1
 
-    def _adapter_status(self, name: str) -> AdapterStatus:
+    def _adapter_status(self, adapter: AdapterSpec) -> AdapterStatus:
+        candidate = next((held for held in adapter.held() if held.name == f"{adapter.name}@candidate"), None)
+        if candidate is None:
+            return self._content_status(adapter.name)
+        status = self._content_status(candidate.name)
+        state = AdapterState.VERIFIED if status.state is AdapterState.READY else status.state
+        held = HeldContentStatus(state, status.digest, status.error)
+        return replace(self._content_status(adapter.name), candidate=held)
+
+    def _content_status(self, name: str) -> AdapterStatus:
         if name in self.failing_adapters:
             return AdapterStatus(name, AdapterState.FAILED, SINCE, error=self.failing_adapters[name])
         if name in self.loading_adapters:

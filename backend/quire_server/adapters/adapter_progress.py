@@ -52,6 +52,8 @@ class AdapterProgress:
     failure: Failure | None = None
     check: AdapterCheck | None = None
     """Result of the checks of `latest`; None until they have passed."""
+    held: bool = False
+    """Whether requests do not use the adapter: it is a candidate, or the previous content of another adapter."""
 
     @property
     def is_checked(self) -> bool:
@@ -60,8 +62,8 @@ class AdapterProgress:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the state is Ready or Failed."""
-        return self.state in (AdapterState.READY, AdapterState.FAILED)
+        """Whether the state is Verified, Ready or Failed."""
+        return self.state in (AdapterState.VERIFIED, AdapterState.READY, AdapterState.FAILED)
 
     @property
     def must_fetch(self) -> bool:
@@ -169,6 +171,7 @@ def transition(progress: AdapterProgress, event: Event) -> AdapterProgress:
 
     - Fetching: the source is being downloaded to the cache.
     - Loading: the core loads and checks the adapter, the text process gets its name, and the server loads its model.
+    - Verified: the adapter is loaded and checked, and held: requests do not use it.
     - Ready: the adapter serves requests.
     - Failed: the last attempt failed.
     """
@@ -207,11 +210,11 @@ def transition(progress: AdapterProgress, event: Event) -> AdapterProgress:
         case Activated(content):
             return replace(progress, active=content)
         case Converged():
-            return replace(progress, state=AdapterState.READY, failure=None)
+            return replace(progress, state=AdapterState.VERIFIED if progress.held else AdapterState.READY, failure=None)
         case AttemptFailed(error):
             is_permanent = isinstance(error, InvalidArgument)
             count = (progress.failure.count if progress.failure else 0) + (not is_permanent)
             denied = progress.secret_version if isinstance(error, AccessDenied) else None
             return replace(progress, state=AdapterState.FAILED, failure=Failure(error, count, is_permanent, denied))
         case Removed():
-            return replace(progress, latest=None, latest_source=None, active=None, check=None)
+            return replace(progress, latest=None, latest_source=None, active=None, check=None, checked_revision=-1)

@@ -14,7 +14,7 @@ longer than 5 min. An invalid adapter is not tried again until the catalog chang
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Set
+from collections.abc import Callable, Coroutine, Mapping, Set
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -41,6 +41,7 @@ from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.backoff import backoff
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import (
+    HELD,
     AdapterCatalog,
     AdapterLimits,
     AdapterSpec,
@@ -164,21 +165,26 @@ class AdapterManager:
         previous_sources = self.catalog.sources
         self._catalog, self._catalog_version = catalog, catalog.version
         exposed_names = catalog.exposed_names()
-        desired = {adapter.name: adapter for adapter in catalog.adapters}
+        held = [held for adapter in catalog.adapters for held in adapter.held()]
+        desired = {adapter.name: adapter for adapter in (*catalog.adapters, *held)}
+        known = self._contents_by_name_and_source()
         for name, managed in self._adapter_by_name.items():
             if name not in desired and not self._stays_on_demand(managed):
                 self._change_desired(managed, CatalogChanged(None, managed.progress.exposed))
         # The tasks of pinned adapters are started first, because the semaphores serve tasks in the order in which they
         # wait.
-        for adapter in sorted(catalog.adapters, key=lambda a: not a.pinned):
-            if (known := self._adapter_by_name.get(adapter.name)) is not None:
-                known.on_demand = False
-                self._change_desired(known, CatalogChanged(adapter, adapter.name in exposed_names))
+        for adapter in sorted(desired.values(), key=lambda a: not a.pinned):
+            if adapter.name in self._adapter_by_name:
+                managed = self._adapter_by_name[adapter.name]
+                managed.on_demand = False
+                self._change_desired(managed, CatalogChanged(adapter, adapter.name in exposed_names))
             else:
                 managed = self._adapter_by_name[adapter.name] = ManagedAdapter(
-                    AdapterName(adapter.name), AdapterProgress(adapter, adapter.name in exposed_names)
+                    AdapterName(adapter.name),
+                    AdapterProgress(adapter, adapter.name in exposed_names, held=HELD in adapter.name),
                 )
                 self._spawn(self._reconcile_loop(managed), f"adapter {adapter.name}")
+            self._adopt_content(managed, known)
         if catalog.sources != previous_sources:
             self._spawn(self._publish_names(), "publish adapter sources")
         self._publish_if_empty()
@@ -222,6 +228,25 @@ class AdapterManager:
         """Return whether the sources of the catalog still lead to an adapter that was added on demand."""
         desired = adapter.progress.desired
         return adapter.on_demand and desired is not None and self.catalog.finds(adapter.name, desired.source)
+
+    def _contents_by_name_and_source(self) -> dict[tuple[str, Source], CachedAdapter]:
+        """Return the contents of all adapters, by the name without the role of a held content, and by their source."""
+        return {
+            (name.partition(HELD)[0], progress.latest_source): progress.latest
+            for name, progress in ((adapter.name, adapter.progress) for adapter in self._adapter_by_name.values())
+            if progress.latest is not None and progress.latest_source is not None
+        }
+
+    def _adopt_content(self, adapter: ManagedAdapter, known: Mapping[tuple[str, Source], CachedAdapter]) -> None:
+        """Use the content that another role of the same adapter has read. In this way, a switch needs no source."""
+        desired = adapter.progress.desired
+        assert desired is not None, "the catalog contains it"
+        content = known.get((adapter.name.partition(HELD)[0], desired.source))
+        if adapter.progress.must_fetch and content is not None:
+            adapter.cancel_other_fetch()
+            previous = adapter.progress.latest
+            adapter.apply(SourceRead(adapter.progress.revision, desired.source, content))
+            self._on_content_replaced(previous, content)
 
     def refresh(self, name: str) -> None:
         """Read the source of an adapter again.
@@ -272,7 +297,16 @@ class AdapterManager:
 
     def statuses(self) -> list[AdapterStatus]:
         """Return the status of every adapter of the catalog, sorted by name."""
-        return sorted((adapter.status() for adapter in self._catalog_adapters()), key=lambda status: status.name)
+        held = {adapter.name: adapter.held_status() for adapter in self._desired_adapters() if adapter.progress.held}
+        statuses = (
+            replace(
+                adapter.status(),
+                candidate=held.get(AdapterName(f"{adapter.name}{HELD}candidate")),
+                previous=held.get(AdapterName(f"{adapter.name}{HELD}previous")),
+            )
+            for adapter in self._catalog_adapters()
+        )
+        return sorted(statuses, key=lambda status: status.name)
 
     def served_names(self) -> set[str]:
         """Return the names of the adapters that serve requests. They include adapters that serve their previous content
@@ -417,11 +451,16 @@ class AdapterManager:
         assert latest is not None, "fetch returns or raises"
         # This is repeated, because an adapter of another name with the same content can change in the meantime whether
         # the slot must be pinned.
-        while not self._is_active(adapter, latest):
+        held = adapter.progress.held
+        while not (self._is_prepared(adapter, latest) if held else self._is_active(adapter, latest)):
             self._mark_loading(adapter)
             await self._load(latest)
-            await self._check_content(adapter, latest)
-            await self._activate(adapter, latest)
+            check = await self._check_content(adapter, latest)
+            if adapter.progress.latest != latest:  # another role's content was adopted in the meantime
+                raise _Superseded
+            self._accept(adapter, check)
+            if not held:
+                await self._activate(adapter, latest)
         adapter.apply(Converged())
 
     def _mark_loading(self, adapter: ManagedAdapter) -> None:
@@ -470,7 +509,7 @@ class AdapterManager:
             while not core.is_loaded(content.digest, slot_pinned := self._is_slot_pinned(content.digest)):
                 await core.load_adapter(content.digest, content.folder, slot_pinned)
 
-    async def _check_content(self, adapter: ManagedAdapter, content: CachedAdapter) -> None:
+    async def _check_content(self, adapter: ManagedAdapter, content: CachedAdapter) -> AdapterCheck:
         """Check a loaded content, unless it has passed its checks before.
 
         Raises:
@@ -483,14 +522,21 @@ class AdapterManager:
             async with self._check_semaphore if canary is None else self._canary_semaphore:
                 check = await core.verify_adapter(content.digest, content.folder, canary)
             self._checks[content.digest, canary] = check
+        return check
+
+    def _accept(self, adapter: ManagedAdapter, check: AdapterCheck) -> None:
+        """Record a passed check; raises InvalidArgument if the catalog refuses adapters without an effect."""
         adapter.apply(Checked(check))
         if not check.has_effect and self.catalog.onNoEffect is OnNoEffect.REFUSE:
             raise InvalidArgument(no_effect_text(check))
         if not check.has_effect:
             logger.warning("adapter without effect name=%s effect=%g", adapter.name, check.effect)
 
-    def _is_accepted(self, adapter: ManagedAdapter, content: CachedAdapter) -> bool:
-        """Whether a content has passed the checks that the catalog requires now."""
+    def _is_prepared(self, adapter: ManagedAdapter, content: CachedAdapter) -> bool:
+        """Whether a content is loaded and has passed the checks that the catalog requires now."""
+        core, _, _ = self._handles.require_all()
+        if not core.is_loaded(content.digest, self._is_slot_pinned(content.digest)):
+            return False
         check = self._checks.get(
             (content.digest, adapter.progress.desired.canary if adapter.progress.desired else None)
         )
@@ -510,13 +556,12 @@ class AdapterManager:
             await (server.load_adapter_model if adapter.progress.exposed else server.unload_adapter_model)(adapter.name)
 
     def _is_active(self, adapter: ManagedAdapter, content: CachedAdapter) -> bool:
-        core, text, server = self._handles.require_all()
+        _, text, server = self._handles.require_all()
         progress = adapter.progress
         return (
             # As long as `active` is the previous content, published names contain that content.
             progress.active == content
-            and core.is_loaded(content.digest, self._is_slot_pinned(content.digest))
-            and self._is_accepted(adapter, content)
+            and self._is_prepared(adapter, content)
             and text.digest_by_name.get(adapter.name) == content.digest
             and text.limits_by_name.get(adapter.name) == (progress.desired and progress.desired.limits)
             and (adapter.name in server.models) == progress.exposed
@@ -657,7 +702,8 @@ class AdapterManager:
         return [adapter for adapter in self._adapter_by_name.values() if adapter.progress.desired is not None]
 
     def _catalog_adapters(self) -> list[ManagedAdapter]:
-        return [adapter for adapter in self._desired_adapters() if not adapter.on_demand]
+        """Return the adapters of the catalog that requests can name."""
+        return [a for a in self._desired_adapters() if not a.on_demand and not a.progress.held]
 
     def _spawn(self, coro: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coro, name=name)

@@ -11,6 +11,7 @@ adapter's content.
 import fnmatch
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -23,6 +24,8 @@ from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
 MAX_ADAPTER_SOURCES = 16
+HELD = "@"
+"""Separates the name of an adapter from the role of a held content. No name of an adapter contains it."""
 REPLACES_HEADER = "Quire-Replaces"
 """Header of PUT /adapters.
 
@@ -335,6 +338,14 @@ class Canary:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterContent:
+    """What an adapter can answer with: its files, and the canary that they must pass."""
+
+    source: Source = schema_field()
+    canary: Canary | None = schema_field(None)
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterSpec:
     """One adapter of the catalog."""
 
@@ -356,6 +367,22 @@ class AdapterSpec:
     canary: Canary | None = schema_field(None)
     """A prompt that each pod runs before it uses the adapter or a new content of it. An adapter that fails it is not
     used. Default: none."""
+    candidate: AdapterContent | None = schema_field(None)
+    """The content that replaces `source` when all pods have verified it. A pod loads and checks it, and does not use it
+    for requests. Only the operator sets it."""
+    previous: AdapterContent | None = schema_field(None)
+    """The content that `source` has replaced. A pod keeps it loaded for a rollback. Only the operator sets it."""
+
+    @property
+    def content(self) -> AdapterContent:
+        """The content that requests use."""
+        return AdapterContent(self.source, self.canary)
+
+    def held(self) -> Iterator["AdapterSpec"]:
+        """Yield the contents that a pod holds beside the one that it uses, as adapters with names of their own."""
+        for role, content in (("candidate", self.candidate), ("previous", self.previous)):
+            if content is not None:
+                yield AdapterSpec(f"{self.name}{HELD}{role}", content.source, canary=content.canary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +428,8 @@ class AdapterCatalog:
             adapter.source.validate(f"adapters[{i}].source")
             if adapter.limits is not None:
                 adapter.limits.validate(f"adapters[{i}].limits")
+            for held in adapter.held():
+                held.source.validate(f"adapters[{i}].{held.name.rpartition(HELD)[2]}.source")
             if adapter.canary is not None:
                 adapter.canary.validate(f"adapters[{i}].canary")
             if adapter.name in seen:
@@ -436,6 +465,11 @@ class AdapterCatalog:
     def finds(self, name: str, source: Source) -> bool:
         """Return whether `sources` lead from a name to this source of its files."""
         return any(prefix.allows(name) and prefix.source_of(name) == source for prefix in self.sources)
+
+    @property
+    def content_sources(self) -> list[Source]:
+        """The sources of all contents of adapters, with candidates and previous ones."""
+        return [adapter.source for entry in self.adapters for adapter in (entry, *entry.held())]
 
     def exposed_names(self) -> frozenset[str]:
         """Return the names of the adapters that get a server model.

@@ -12,6 +12,7 @@ class AdapterState(StrEnum):
 
     FETCHING = "Fetching"
     LOADING = "Loading"
+    VERIFIED = "Verified"
     READY = "Ready"
     FAILED = "Failed"
 
@@ -34,6 +35,17 @@ class ProcessState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class HeldContentStatus:
+    """State of a content of an adapter that requests do not use."""
+
+    state: AdapterState
+    digest: str | None = None
+    error: str = ""
+    effect: float | None = None
+    warning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterStatus:
     """State of one adapter of the catalog on this pod."""
 
@@ -50,6 +62,10 @@ class AdapterStatus:
     """The largest change of a log probability in the effect probe; None until the probe has run."""
     warning: str = ""
     """A defect of an adapter that is used in spite of it; empty if there is none."""
+    candidate: HeldContentStatus | None = None
+    """The content that replaces the current one when all pods have verified it."""
+    previous: HeldContentStatus | None = None
+    """The content that the current one has replaced."""
 
 
 @dataclass(frozen=True, slots=True)

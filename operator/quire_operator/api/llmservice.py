@@ -199,7 +199,12 @@ class LLMServiceSpec:
     model: ModelSpec = schema_field()
     """The base model."""
     adapters: tuple[AdapterSpec, ...] = schema_field(
-        (), max_items=1024, list_type="map", map_keys=("name",), restarts=Restarts.NO
+        (),
+        max_items=1024,
+        list_type="map",
+        map_keys=("name",),
+        restarts=Restarts.NO,
+        without=("candidate", "previous"),
     )
     """LoRA adapters of the model. Adding, changing or removing an adapter does not restart pods. The exception is the
     first and the last adapter on a PersistentVolumeClaim, because pods mount claims when they start. The limit is 1024

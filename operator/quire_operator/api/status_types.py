@@ -62,8 +62,9 @@ class AdapterStatus:
     """Number of ready pods that have loaded the adapter."""
     total: int | None = schema_field(None, minimum=0)
     """Number of ready pods."""
-    state: str = schema_field(enum=("Pending", "Fetching", "Loading", "Ready", "Failed"))
-    """State of the adapter on the pod that has made the least progress."""
+    state: str = schema_field(enum=("Pending", "Fetching", "Loading", "Verified", "Ready", "Failed"))
+    """State of the adapter, or of its new content, on the pod that has made the least progress. Verified: the pods wait
+    for each other."""
     message: str | None = schema_field(None, max_length=1024)
     """Reason for a failure, or a warning, and the name of the pod."""
 

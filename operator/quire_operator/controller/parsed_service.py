@@ -46,10 +46,7 @@ class ParsedService:
 
     @property
     def adapter_catalog(self) -> AdapterCatalog | None:
-        """Return the catalog that is pushed to pods.
-
-        If the spec is invalid or paused, return None, and nothing is pushed.
-        """
+        """Return the catalog of the spec. If the spec is invalid or paused, return None, and nothing is pushed."""
         if self.service is None or self.service.spec.paused:
             return None
         return self.service.build_catalog()

@@ -11,7 +11,7 @@ not write anything. The workers of the controller call the reconciler.
 import asyncio
 import logging
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -38,17 +38,19 @@ from quire_operator.controller.status.model_cache import (
     job_condition,
     predates_claim,
 )
-from quire_operator.controller.status.observed_state import ObservedState, PlanningResult
+from quire_operator.controller.status.observed_state import ObservedState, PlanningResult, PodState
 from quire_operator.controller.status.ownership import FIELD, RENEW_S, Ownership, evaluate_ownership
+from quire_operator.controller.status.staged_catalog import stage_catalog
 from quire_operator.controller.status.status import build_status
 from quire_operator.controller.status_writer import StaleService
 from quire_operator.controller.used_folders import used_folders
 from quire_operator.kube import resources
 from quire_operator.kube.errors import ObjectNotFound
-from quire_operator.render import object_names
+from quire_operator.render import model_storage, object_names
 from quire_operator.render.context import RenderContext
 from quire_operator.render.engine_config import UnsupportedByEngine
 from quire_operator.render.manifests import Manifest
+from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -132,12 +134,22 @@ class Reconciler:
             if ownership.new_mark is not None:
                 previous = {**previous, FIELD: ownership.new_mark}
                 entry = await self._deps.status_writer.write_mark(desired, entry.resource_version, previous)
-            planning, apply_result = await self._converge(desired, previous, state)
+            catalog = self._stage_catalog(desired, self._observer.running_pods(desired))
+            planning, apply_result = await self._converge(desired, previous, state, catalog)
             generation, now = desired.generation, datetime.now(UTC).replace(microsecond=0)
             pods = await self._observer.observe_pods(desired)
             # This also reads the /status of the pods, even if no catalog is pushed.
-            pods = await self._deps.catalog_pusher.push_catalog(desired, pods)
-            observed = self._observer.observe(desired, pods, state.children, state.applied_generation, apply_result)
+            pods = await self._deps.catalog_pusher.push_catalog(desired, pods, catalog)
+            switched = self._stage_catalog(desired, [pod for pod in pods.server_pods if pod.alive])
+            if switched != catalog:
+                # The reports show that all ready pods have verified a candidate.
+                planning, apply_result = await self._converge(desired, previous, state, switched)
+                if self._observer.live_catalog(desired) == switched:
+                    catalog = switched
+                    pods = await self._deps.catalog_pusher.push_catalog(desired, pods, catalog)
+            observed = self._observer.observe(
+                desired, pods, state.children, state.applied_generation, apply_result, catalog
+            )
             new_status = build_status(desired.service, generation, planning, observed, previous, now)
             if new_status != previous:
                 await self._deps.status_writer.write_status(desired, entry.resource_version, previous, new_status)
@@ -173,8 +185,19 @@ class Reconciler:
         elif ownership.is_own and before:
             logger.info("took the service over service=%s/%s from=%s", *key, before)
 
+    def _stage_catalog(self, desired: ParsedService, pods: Sequence[PodState]) -> AdapterCatalog | None:
+        """Return the catalog for the pods; None if they get none."""
+        if desired.service is None or desired.adapter_catalog is None:
+            return None
+        live = self._observer.live_catalog(desired)
+        return stage_catalog(desired.adapter_catalog, live, pods, _claims(desired.service, live))
+
     async def _converge(
-        self, desired: ParsedService, previous: Mapping[str, Any], state: ServiceState
+        self,
+        desired: ParsedService,
+        previous: Mapping[str, Any],
+        state: ServiceState,
+        catalog: AdapterCatalog | None,
     ) -> tuple[PlanningResult, ApplyResult]:
         """Make a plan and apply it. If planning fails, the pods keep their plan, and only what does not depend on new
         pods is applied.
@@ -189,9 +212,10 @@ class Reconciler:
         context = RenderContext(
             admin_key=await deps.secrets.admin_key(key, desired.uid),
             available_kinds=frozenset(resource.kind for resource in await deps.discovery.available_kinds()),
-            credentials=await deps.secrets.credentials(service),
+            credentials=await deps.secrets.credentials(service, catalog),
             operator_peer=deps.operator_peer,
             claim_access_modes=_access_modes(self._live_objects(key, service).claim),
+            catalog=catalog,
             owner_uid=desired.uid,
         )
         deployment = deps.cache.get_body(resources.DEPLOYMENT, *key)
@@ -338,6 +362,15 @@ def _seconds_until_retry(job: Mapping[str, Any] | None) -> float | None:
         return None
     elapsed = datetime.now(UTC) - datetime.fromisoformat(failed_condition["lastTransitionTime"])
     return max(0.0, _FAILED_DOWNLOAD_RETRY_S - elapsed.total_seconds())
+
+
+def _claims(service: LLMService, live: AdapterCatalog | None) -> set[str]:
+    """Return the claims that pods of the spec mount, and that running pods mount, too."""
+    claims = set(model_storage.claim_names(service))
+    new = {adapter.source.pvc.claimName for adapter in service.spec.adapters if adapter.source.pvc is not None}
+    mounted = {source.pvc.claimName for source in (live.content_sources if live else ()) if source.pvc is not None}
+    model = {source.pvc.claimName for source in service.model_sources.values() if source.pvc is not None}
+    return claims - (new - mounted - model)
 
 
 def _access_modes(claim: Mapping[str, Any] | None) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ The observer works in two steps. Between them, the reconciler pushes the adapter
 reports of the pods.
 """
 
+import json
 from collections.abc import Mapping
 
 from quire_operator.controller.apply.applier import ApplyResult
@@ -14,9 +15,12 @@ from quire_operator.controller.apply.child_objects import ChildObjects
 from quire_operator.controller.dependencies import ReconcilerDeps
 from quire_operator.controller.parsed_service import ParsedService
 from quire_operator.controller.status.model_cache import download_jobs, is_finished, job_succeeded
-from quire_operator.controller.status.observed_state import Body, ObservedState, ServicePods, parse_pod
+from quire_operator.controller.status.observed_state import Body, ObservedState, PodState, ServicePods, parse_pod
 from quire_operator.kube import resources
 from quire_operator.render import object_names
+from quire_spec import constants
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.errors import ConfigError
 
 
 class StateObserver:
@@ -24,6 +28,22 @@ class StateObserver:
 
     def __init__(self, deps: ReconcilerDeps) -> None:
         self._deps = deps
+
+    def running_pods(self, desired: ParsedService) -> list[PodState]:
+        """Return the server pods that have not ended, without reports."""
+        entries = self._deps.cache.children_of(desired.key, resources.POD)
+        bodies = [entry.body() for entry in entries]
+        pods = [parse_pod(body) for body in bodies if _labels(body).get(object_names.COMPONENT) == object_names.SERVER]
+        return [pod for pod in pods if pod.alive]
+
+    def live_catalog(self, desired: ParsedService) -> AdapterCatalog | None:
+        """Return the catalog in the ConfigMap of the adapters; None if there is none that this release can read."""
+        name = object_names.adapter_configmap(desired.key[1])
+        body = self._deps.cache.get_body(resources.CONFIG_MAP, desired.key[0], name) or {}
+        try:
+            return AdapterCatalog.from_json(json.loads((body.get("data") or {})[constants.CATALOG_FILE]))
+        except (KeyError, ValueError, RecursionError, ConfigError):
+            return None
 
     async def observe_pods(self, desired: ParsedService) -> ServicePods:
         """Return the pods of a service. They do not contain reports yet.
@@ -56,6 +76,7 @@ class StateObserver:
         children: ChildObjects | None,
         applied_generation: int,
         apply_result: ApplyResult,
+        catalog: AdapterCatalog | None = None,
     ) -> ObservedState:
         """Return the observed state.
 
@@ -65,6 +86,7 @@ class StateObserver:
         return ObservedState(
             deployment=self._deps.cache.get_body(resources.DEPLOYMENT, *desired.key),
             pods=pods.server_pods,
+            catalog=catalog,
             job=pods.job,
             job_pods=pods.job_pods,
             job_warning=pods.job_warning,

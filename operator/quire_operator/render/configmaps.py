@@ -12,7 +12,7 @@ from quire_operator.render.context import RenderContext
 from quire_operator.render.manifests import Manifest, new_manifest
 from quire_spec import constants
 from quire_spec.dataclass_json import drop_nulls
-from quire_spec.documents.adapter_catalog import SecretRef, Source
+from quire_spec.documents.adapter_catalog import AdapterCatalog, SecretRef, Source
 from quire_spec.errors import ConfigError
 
 MAX_CONFIGMAP_BYTES = 1_000_000
@@ -35,14 +35,14 @@ def engine_configmap(service: LLMService, document: Mapping[str, Any]) -> Manife
     return new_manifest("v1", "ConfigMap", service, name, immutable=True, data=data)
 
 
-def adapter_configmap(service: LLMService) -> Manifest:
+def adapter_configmap(service: LLMService, catalog: AdapterCatalog) -> Manifest:
     """Return the ConfigMap that contains adapters.json. A pod reads it when it starts. The operator pushes later
     changes to the running pods.
 
     Raises:
         ConfigError: the content is too large for a ConfigMap.
     """
-    content = json.dumps(drop_nulls(service.build_catalog().to_json()), separators=(",", ":"))
+    content = json.dumps(drop_nulls(catalog.to_json()), separators=(",", ":"))
     if (size := len(content.encode())) > MAX_CONFIGMAP_BYTES:
         raise ConfigError(
             f"spec.adapters: {len(service.spec.adapters)} adapters with their sources need {size} bytes, but a "
@@ -65,7 +65,7 @@ def credentials_secret(service: LLMService, context: RenderContext) -> Manifest 
     Each copy is a JSON object. The pods mount only this Secret. If they mounted the original Secrets, a new adapter
     with another Secret would change the pod template, and this would restart the pods.
     """
-    referenced = {ref.name for ref in secret_refs(service)}
+    referenced = {ref.name for ref in secret_refs(service, context.catalog)}
     contents = {name: json.dumps(dict(values)) for name, values in context.credentials.items() if name in referenced}
     return _secret_manifest(service, object_names.credentials_secret(service.name), contents) if contents else None
 
@@ -76,11 +76,11 @@ def service_account(service: LLMService) -> Manifest:
     return new_manifest("v1", "ServiceAccount", service, service.name, automountServiceAccountToken=False)
 
 
-def secret_refs(service: LLMService) -> list[SecretRef]:
-    """Return the SecretRefs of all sources. The key of a SecretRef is None if the source uses all keys of the
-    Secret."""
-    catalog = service.build_catalog()
-    places = (*(adapter.source for adapter in catalog.adapters), *(prefix.source for prefix in catalog.sources))
+def secret_refs(service: LLMService, catalog: AdapterCatalog | None = None) -> list[SecretRef]:
+    """Return the SecretRefs of all sources. `catalog` contains the adapters; None: those of the spec. The key of a
+    SecretRef is None if the source uses all keys of the Secret."""
+    catalog = catalog or service.build_catalog()
+    places = (*catalog.content_sources, *(prefix.source for prefix in catalog.sources))
     sources = (*service.model_sources.values(), *places)
     return [ref for source in sources for ref in _source_secret_refs(source)]
 

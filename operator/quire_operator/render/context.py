@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+
 OPTIONAL_KINDS = ("PodMonitor", "ScaledObject", "InferencePool", "HTTPRoute")
 """Kinds of objects that a cluster supports only if their CRDs are installed."""
 
@@ -28,5 +30,7 @@ class RenderContext:
     connect to the admin port."""
     claim_access_modes: tuple[str, ...] = ()
     """Access modes of the existing claim for downloaded models. Empty if there is none."""
+    catalog: AdapterCatalog | None = None
+    """The adapters of the pods. None: those of the spec. They differ while new contents are being verified."""
     owner_uid: str | None = None
     """metadata.uid of the LLMService. If it is None, the objects do not have an owner."""

@@ -59,7 +59,7 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
     ]
     if (events := service.spec.networking.kvEvents) is not None:
         ingress.append({"from": list(events.subscribers), "ports": _tcp_ports(*service.kv_event_ports.values())})
-    sources = [*service.adapter_places.values()]
+    sources = [*service.adapter_places.values(), *(context.catalog.content_sources if context.catalog else ())]
     if pods_download := model_storage.pods_download(service):
         sources += model_storage.downloaded_sources(service)
     egress = _source_egress(service, sources) if pods_download or service.spec.lora.maxLoaded else []

@@ -87,7 +87,7 @@ def _objects_for_pods(service: LLMService, context: RenderContext, engine_config
     if credentials := configmaps.credentials_secret(service, context):
         yield credentials
     yield engine_configmap
-    yield configmaps.adapter_configmap(service)
+    yield configmaps.adapter_configmap(service, context.catalog or service.build_catalog())
     if service.spec.networking.networkPolicy.enabled:
         yield network.server_network_policy(service, context)
 

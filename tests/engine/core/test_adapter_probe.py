@@ -118,6 +118,15 @@ def test_trained_tokens_are_part_of_the_probe(good: Path, supervisor: IpcClient,
     supervisor.call("unload_adapter", digest="rows")
 
 
+def test_the_invocation_is_part_of_the_probe(good: Path, supervisor: IpcClient, tmp_path: Path):
+    """Without its invocation, an activated adapter has no effect."""
+    folder = Path(shutil.copytree(good, tmp_path / "adapter"))
+    with_config(alora_invocation_tokens=[200, 201])(folder)
+    supervisor.call("load_adapter", digest="invoked", path=str(folder))
+    assert supervisor.call("verify_adapter", digest="invoked", path=str(folder))["effect"] > MAX_ROUNDING
+    supervisor.call("unload_adapter", digest="invoked")
+
+
 @pytest.fixture
 def loaded(supervisor: IpcClient, good: Path) -> Iterator[dict[str, str]]:
     adapter = {"digest": "good", "path": str(good)}

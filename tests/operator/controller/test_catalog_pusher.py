@@ -43,7 +43,7 @@ async def test_a_newer_catalog_is_replaced_only_by_the_newest_service(newest):
 
     pod_admin = PodAdmin()
     pods = ServicePods((pod("a"), pod("b")), None, (pod("download"),))
-    pushed = await CatalogPusher(pod_admin, Secrets(), is_newest).push_catalog(DESIRED, pods)
+    pushed = await CatalogPusher(pod_admin, Secrets(), is_newest).push_catalog(DESIRED, pods, DESIRED.adapter_catalog)
     assert [each.name for each in pushed.server_pods] == ["a", "b"]
     assert [each.name for each in pushed.job_pods] == ["download"]
     assert all(each.report is not None for each in (*pushed.server_pods, *pushed.job_pods))
@@ -53,4 +53,4 @@ async def test_a_newer_catalog_is_replaced_only_by_the_newest_service(newest):
 
 async def test_pods_without_an_address_are_not_visited():
     pods = ServicePods((pod("a", ip=""),))
-    assert await CatalogPusher(PodAdmin(), None, None).push_catalog(DESIRED, pods) is pods
+    assert await CatalogPusher(PodAdmin(), None, None).push_catalog(DESIRED, pods, DESIRED.adapter_catalog) is pods

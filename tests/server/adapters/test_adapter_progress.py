@@ -32,7 +32,7 @@ from quire_spec.errors import AccessDenied, InvalidArgument, Unavailable
 A, B = Source(path="/a"), Source(path="/b")
 OF_A, OF_B = (CachedAdapter(AdapterDigest(f"sha256:{name}"), Path(f"/cache/{name}")) for name in "ab")
 SPEC_A, SPEC_B = AdapterSpec("sql", A), AdapterSpec("sql", B)
-FETCHING, LOADING, READY, FAILED = AdapterState
+FETCHING, LOADING, VERIFIED, READY, FAILED = AdapterState
 NEW = AdapterProgress(SPEC_A, exposed=True)
 SERVING = AdapterProgress(SPEC_A, True, 1, 1, OF_A, A, OF_A, state=READY)
 REPLACING = replace(SERVING, desired=SPEC_B, revision=2, state=FETCHING)
@@ -69,7 +69,7 @@ TABLE = [
     (RETRYING, AttemptFailed(DENIED), {"failure": Failure(DENIED, 3, False, 7)}),
     (RETRYING, AttemptFailed(BUSY), {"failure": Failure(BUSY, 3, False, None)}),
     (SERVING, AttemptFailed(INVALID), {"state": FAILED, "failure": Failure(INVALID, 0, True, None)}),
-    (REFUSED, Removed(), {"latest": None, "latest_source": None, "active": None}),
+    (REFUSED, Removed(), {"checked_revision": -1, "latest": None, "latest_source": None, "active": None}),
 ]
 
 

@@ -140,6 +140,8 @@ class PodHarness:
                 "pinned": self.draw.random() < 0.3,
                 "expose": self.draw.choice([None, "Model", "Parameter"]),
                 "limits": self.draw.choice([None, None, {"maxConcurrentRequests": 2}]),
+                "candidate": self.draw.choice([None, None, {"source": {"path": self.draw.choice(PATHS)}}]),
+                "previous": self.draw.choice([None, None, {"source": {"path": self.draw.choice(PATHS)}}]),
             }
             for name in self.draw.sample(NAMES, self.draw.randint(0, 3))
         ]
@@ -183,6 +185,10 @@ class PodHarness:
                 # Ready if an earlier version of the source was fetched.
                 assert status.state is AdapterState.FAILED or content in ("away", "denied", "hostile")
                 assert status.error or status.state is AdapterState.READY
+            for held, role in ((adapter.candidate, status.candidate), (adapter.previous, status.previous)):
+                assert (held is None) == (role is None)
+                if held is not None and role is not None:
+                    assert role.state in (AdapterState.VERIFIED, AdapterState.FAILED)
         for name in self.text.names:
             assert name in statuses
         for digest, pinned in self.core.slot_pinned_by_digest.items():

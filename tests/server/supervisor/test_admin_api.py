@@ -112,6 +112,8 @@ async def test_status_and_metrics(port):
         "digest": None,
         "effect": None,
         "warning": "",
+        "candidate": None,
+        "previous": None,
         "model": None,
         "error": "HTTP 404",
     }

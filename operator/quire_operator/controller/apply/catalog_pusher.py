@@ -15,6 +15,7 @@ from quire_operator.controller.observe.secret_store import SecretStore
 from quire_operator.controller.parsed_service import ParsedService
 from quire_operator.controller.status.adapters import has_newer_catalog
 from quire_operator.controller.status.observed_state import PodState, ServicePods
+from quire_spec.documents.adapter_catalog import AdapterCatalog
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +32,12 @@ class CatalogPusher:
         """`is_newest` reads the service from the API server."""
         self._pod_admin, self._secrets, self._is_newest = pod_admin, secrets, is_newest
 
-    async def push_catalog(self, desired: ParsedService, pods: ServicePods) -> ServicePods:
+    async def push_catalog(
+        self, desired: ParsedService, pods: ServicePods, catalog: AdapterCatalog | None
+    ) -> ServicePods:
         """Push the adapter catalog to each pod that has a different one. Return the pods with their reports.
 
-        If a service is paused or its spec is invalid, its pods do not get a catalog. Only their reports are read.
+        If `catalog` is None, because a service is paused or its spec is invalid, only the reports are read.
 
         Raises:
             ApiError: the API server does not respond.
@@ -42,12 +45,15 @@ class CatalogPusher:
         all_pods = (*pods.server_pods, *pods.job_pods)
         if not any(pod.ip for pod in all_pods):
             return pods
-        visited_pods = await self._push(desired, all_pods, await self._secrets.admin_key(desired.key, desired.uid))
+        visited_pods = await self._push(
+            desired, all_pods, catalog, await self._secrets.admin_key(desired.key, desired.uid)
+        )
         num_server_pods = len(pods.server_pods)
         return replace(pods, server_pods=visited_pods[:num_server_pods], job_pods=visited_pods[num_server_pods:])
 
-    async def _push(self, desired: ParsedService, pods: tuple[PodState, ...], admin_key: str) -> tuple[PodState, ...]:
-        catalog = desired.adapter_catalog
+    async def _push(
+        self, desired: ParsedService, pods: tuple[PodState, ...], catalog: AdapterCatalog | None, admin_key: str
+    ) -> tuple[PodState, ...]:
         visited_pods = await self._pod_admin.push_catalog(pods, catalog, admin_key)
         reports = [pod.report for pod in visited_pods if pod.report]
         if catalog is None or not any(has_newer_catalog(report, catalog.version) for report in reports):

@@ -23,6 +23,7 @@ from quire_operator.kube import resources
 from quire_operator.kube.api_client import ApiClient
 from quire_operator.render import object_names
 from quire_operator.render.configmaps import secret_refs
+from quire_spec.documents.adapter_catalog import AdapterCatalog
 
 SECRET_TTL_S = 300.0
 """Seconds for which a Secret is cached. After a Secret has changed, its new value reaches the pods after at most this
@@ -77,15 +78,18 @@ class SecretStore:
             self._store(namespace, name, cached)
         return cached
 
-    async def credentials(self, service: LLMService) -> dict[str, dict[str, str]]:
-        """Return the values of the Secrets to which the service's sources refer. Raises ApiError.
+    async def credentials(
+        self, service: LLMService, catalog: AdapterCatalog | None = None
+    ) -> dict[str, dict[str, str]]:
+        """Return the values of the Secrets to which the service's sources refer. Raises ApiError. `catalog` contains
+        the adapters; None: those of the spec.
 
         Keys that are not used are omitted.
 
         A Secret that does not exist is omitted too. The reader of the source reports this problem.
         """
         values_by_secret: dict[str, dict[str, str]] = {}
-        for ref in secret_refs(service):
+        for ref in secret_refs(service, catalog):
             for max_age_s in (math.inf, MISSING_SECRET_TTL_S):
                 values = (await self.get(service.namespace or "", ref.name, max_age_s)).values
                 if used_values := {key: value for key, value in values.items() if ref.key in (None, key)}:

@@ -17,7 +17,7 @@ from quire_operator.controller.status.conditions import Condition, ConditionType
 from quire_operator.controller.status.observed_state import PodState
 from quire_spec.constants import MAX_MODEL_NAME, MODEL_NAME
 from quire_spec.documents.adapter_catalog import AdapterCatalog, CatalogVersion
-from quire_spec.documents.pod_status import AdapterState, AdapterStatus, PodStatus
+from quire_spec.documents.pod_status import AdapterStatus, PodStatus
 
 MAX_FAILURES = 10
 """The message of the condition contains the errors or warnings of at most this many adapters. Its numbers include all
@@ -26,7 +26,7 @@ adapters.
 _MAX_ERROR = 512
 _MAX_MODELS = 1025
 _MAX_DIGEST = 71
-_STATES_LEAST_READY_FIRST = ("Failed", "Pending", "Fetching", "Loading", "Ready")
+_STATES_LEAST_READY_FIRST = ("Failed", "Pending", "Fetching", "Loading", "Verified", "Ready")
 """The states of an adapter, in the order of their progress."""
 
 
@@ -75,8 +75,7 @@ def evaluate_adapters(
     num_failures = 0
     for adapter in catalog.adapters:
         state, pod_name, error = _least_ready_state(adapter.name, reporting_pods, adapters_by_pod)
-        ready = sum(adapters_by_pod[pod.uid][adapter.name].state is AdapterState.READY
-                    for pod in ready_pods if adapter.name in adapters_by_pod[pod.uid])  # fmt: skip
+        ready = sum(_adapter_state(adapter.name, pod, adapters_by_pod)[0] == "Ready" for pod in ready_pods)
         if not error:
             pod_name, error = _warning(adapter.name, reporting_pods, adapters_by_pod)
         message = ""
@@ -179,7 +178,8 @@ def _least_ready_state(
 ) -> tuple[str, str, str]:
     """Return the state of an adapter on the pod where it has made the least progress.
 
-    The result also contains the name of the pod and the error.
+    If the adapter has a candidate, this is the state of the candidate. The result also contains the name of the pod and
+    the error.
     """
     states = [_adapter_state(name, pod, adapters_by_pod) for pod in pods]
     return min(
@@ -191,7 +191,12 @@ def _adapter_state(
     name: str, pod: PodState, adapters_by_pod: dict[str, dict[str, AdapterStatus]]
 ) -> tuple[str, str, str]:
     status = adapters_by_pod[pod.uid].get(name)
-    return ("Pending", pod.name, "") if status is None else (status.state.value, pod.name, status.error)
+    if status is None:
+        return "Pending", pod.name, ""
+    if (candidate := status.candidate) is None:
+        return status.state.value, pod.name, status.error
+    serving = f" (still serving {status.digest})" if candidate.error and status.digest else ""
+    return candidate.state.value, pod.name, f"{candidate.error}{serving}"
 
 
 def _warning(

@@ -13,6 +13,7 @@ from typing import Any
 from quire_operator.plan.errors import Unplannable
 from quire_operator.plan.plan import Plan
 from quire_operator.render import model_storage, object_names
+from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.documents.download_progress import DownloadProgress
 from quire_spec.documents.download_result import DownloadReason
 from quire_spec.documents.pod_status import PodStatus
@@ -155,6 +156,8 @@ class ObservedState:
     """
     pods: tuple[PodState, ...] = ()
     """The server pods of the service."""
+    catalog: AdapterCatalog | None = None
+    """The adapters that the pods should have. None: those of the spec."""
     job: Body | None = None
     """The Job that downloads the model of the spec."""
     job_pods: tuple[PodState, ...] = ()

@@ -68,7 +68,7 @@ def ready_pods(observed: ObservedState) -> tuple[PodState, ...]:
 
     If a pod's own status is known, the pod must also be ready according to this status.
     """
-    return tuple(pod for pod in observed.pods if _is_ready(pod))
+    return tuple(pod for pod in observed.pods if is_ready(pod))
 
 
 def available_condition(observed: ObservedState, desired_replicas: int | None) -> Condition:
@@ -190,7 +190,7 @@ def _blocking_reason(
     problems = [
         (pod.name, cause)
         for pod in sorted(observed.pods, key=lambda pod: pod.name)
-        if pod.alive and not _is_ready(pod) and (cause := diagnose_pod(pod, gpu_resource))
+        if pod.alive and not is_ready(pod) and (cause := diagnose_pod(pod, gpu_resource))
     ] or [(pod.name, cause) for pod in _newly_failed_pods(observed) if (cause := diagnose_pod(pod, gpu_resource))]
     order = (*_GATED_REASONS, Reason.INSUFFICIENT_GPU, Reason.UNSCHEDULABLE, Reason.PODS_NOT_READY)
     progress = _describe_progress(observed, counts, desired_replicas)
@@ -212,7 +212,7 @@ def _newly_failed_pods(observed: ObservedState) -> list[PodState]:
 
     The kubelet or a controller ended them as a whole. Their objects stay, and other pods replace them.
     """
-    starting = [pod.created_at for pod in observed.pods if pod.alive and not _is_ready(pod)]
+    starting = [pod.created_at for pod in observed.pods if pod.alive and not is_ready(pod)]
     failed = [pod for pod in observed.pods if pod.phase == "Failed" and not pod.deleting]
     newest = sorted(failed, key=lambda pod: (pod.failed_at, pod.name), reverse=True)
     if starting:
@@ -234,7 +234,7 @@ def _describe_progress(observed: ObservedState, counts: _ReplicaCounts, desired_
     return f"{updated} of {desired_replicas} pods have this generation, {num_ready} are ready{old_text}"
 
 
-def _is_ready(pod: PodState) -> bool:
+def is_ready(pod: PodState) -> bool:
     return pod.ready and pod.alive and (pod.report is None or pod.report.ready)
 
 

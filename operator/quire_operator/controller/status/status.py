@@ -108,7 +108,9 @@ def _evaluate_spec(
     rollout_state = evaluate_rollout(
         observed, generation, spec.replicas, gpu_resource if spec.device is Device.GPU else None
     )
-    adapters_state = adapters.evaluate_adapters(service.build_catalog(), observed.pods, ready_pods(observed))
+    adapters_state = adapters.evaluate_adapters(
+        observed.catalog or service.build_catalog(), observed.pods, ready_pods(observed)
+    )
     # If the model cannot be read, planning waits for it.
     blocker = _first_blocker(
         service, [config, cached_condition, planned] if planning.read_error else [config, planned, cached_condition]
