@@ -32,6 +32,7 @@ examples:
   quire serve -f llmservice.yaml                   run it on this machine
   quire batch -f llmservice.yaml -i in.jsonl -o out.jsonl     run a file of requests
   quire simulate run --model steps.json --trace trace.jsonl   predict latencies and cost
+  quire adapter rollback sql                       give an adapter in a cluster its previous content
   quire operate                                    reconcile all LLMServices of a cluster
 
 To list all fields with their units, defaults and reasons: kubectl explain llmservice.spec --recursive"""
@@ -107,6 +108,9 @@ def _build_parser() -> argparse.ArgumentParser:
     options.add_plan_options(add_command(_plan, plan_help, options.PLAN_DESCRIPTION, options.PLAN_EXAMPLES))
     render_help = "print the Kubernetes objects"
     options.add_render_options(add_command(_render, render_help, options.RENDER_DESCRIPTION, options.RENDER_EXAMPLES))
+    adapter_help = "roll an adapter in a cluster back"
+    command = add_command(_adapter, adapter_help, options.ADAPTER_DESCRIPTION, options.ADAPTER_EXAMPLES)
+    options.add_adapter_options(command)
     operate_help = "run the operator of a cluster"
     command = add_command(_operate, operate_help, options.OPERATE_DESCRIPTION, options.OPERATE_EXAMPLES)
     options.add_operate_options(command)
@@ -195,6 +199,12 @@ def _render(args: argparse.Namespace) -> int:
     from quire_operator.cli import render
 
     return render.run(args)
+
+
+def _adapter(args: argparse.Namespace) -> int:
+    from quire_operator.cli import adapter
+
+    return adapter.run(args)
 
 
 def _operate(args: argparse.Namespace) -> int:

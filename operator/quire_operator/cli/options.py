@@ -48,6 +48,18 @@ wait until the Job has completed. Then apply the other objects. The reason is th
 would occupy their GPUs during the download."""
 
 
+ADAPTER_DESCRIPTION = """\
+Change an adapter of an LLMService in a cluster. `rollback` writes the previous source of the adapter into the
+LLMService. The pods keep the previous content loaded, so nothing is downloaded. A second rollback undoes the first."""
+
+ADAPTER_EXAMPLES = """\
+examples:
+  quire adapter rollback sql
+  quire adapter rollback sql -n team --service support
+
+Credentials come from the first of these sources that exists: --kubeconfig, KUBECONFIG, the service account of the pod,
+~/.kube/config."""
+
 OPERATE_DESCRIPTION = """\
 Run the operator: reconcile the Kubernetes objects of every LLMService in a cluster and write its status.
 Pods keep serving when the operator is stopped. The Helm chart charts/quire installs the operator in a cluster."""
@@ -237,6 +249,20 @@ def _add_defaults_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_adapter_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `quire adapter`."""
+    parser.add_argument("action", choices=("rollback",), help="give the adapter the content that it had before")
+    parser.add_argument("name", metavar="NAME", help="name of the adapter")
+    parser.add_argument("-n", "--namespace", metavar="NAME", help="namespace (default: that of the kubeconfig)")
+    parser.add_argument("--service", metavar="NAME", help="the LLMService (default: the one that has the adapter)")
+    _add_cluster_options(parser)
+
+
+def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kubeconfig", metavar="FILE", help="kubeconfig file (default: as described below)")
+    parser.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: its current context)")
+
+
 def add_operate_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `quire operate`."""
     _add_defaults_option(parser)
@@ -249,8 +275,7 @@ def add_operate_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAMESPACE",
         help="namespace to watch; can be repeated (default: all namespaces)",
     )
-    parser.add_argument("--kubeconfig", metavar="FILE", help="kubeconfig file (default: as described below)")
-    parser.add_argument("--context", metavar="NAME", help="context of the kubeconfig (default: its current context)")
+    _add_cluster_options(parser)
     for device in ("gpu", "cpu"):
         parser.add_argument(
             f"--{device}-image",

@@ -9,7 +9,7 @@ to LLMServices. Called by the controller.
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -123,6 +123,10 @@ class ApiClient(ApiSession):
         return await self.request(
             "PATCH", path, patch, params={"fieldManager": _FIELD_MANAGER}, content_type=_JSON_PATCH
         )
+
+    async def patch(self, resource: Resource, namespace: str, name: str, patch: Sequence[Mapping[str, Any]]) -> Body:
+        """Change an object with a JSON patch and return it. If a test in the patch fails, raise ApiError."""
+        return await self.request("PATCH", resource.path(namespace, name), list(patch), content_type=_JSON_PATCH)
 
     async def create(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
         """Create an object; raises WriteConflict if it already exists."""
