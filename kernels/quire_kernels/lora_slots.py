@@ -10,7 +10,7 @@ operation gets a `ModuleSlots`, through which it reads the slots and the table f
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -134,6 +134,9 @@ class ModuleSlots:
         """The module must be computed if a step uses one of these slots. The set also contains the empty slots, because
         warm-up steps use them to measure memory.
         """
+        self.by_expert: ModuleSlots | None = None
+        """For experts without compiled kernels: the same matrices, as those of a module whose slots are all pairs
+        (adapter slot, expert). The number of a pair is adapter slot * num_experts + expert."""
         self.transformed_slots: set[int] = set()
         """Slots whose adapter transforms the base product of the module."""
         self.is_panel_packed = _supports_panels(target, slot_weights)
@@ -229,8 +232,9 @@ class LoRASlots:
             for i, site in enumerate(targets)
         )
         """The views of all modules, in the order of `targets`."""
+        self._experts = _ExpertEntries(self.modules, self._slots)
         linears = [module for module in self.modules if not module.target.num_experts]
-        for module, next_module in zip(linears, (*linears[1:], linears[0]), strict=True):
+        for module, next_module in zip(linears, (*linears[1:], *linears[:1]), strict=True):
             module.set_next_module(next_module)
 
     @property
@@ -296,6 +300,38 @@ class LoRASlots:
             row[start:end].copy_(part, non_blocking=True)
         if self._entries is not self._host_entries:
             self._entries[:, slot].copy_(adapter.entries, non_blocking=True)
+        self._experts.write(slot)
+
+
+class _ExpertEntries:
+    """Offsets of the matrices of all pairs (adapter slot, expert); see `ModuleSlots.by_expert`."""
+
+    def __init__(self, modules: Sequence[ModuleSlots], slots: Tensor) -> None:
+        self._modules = [module for module in modules if module.target.num_experts and not module.is_panel_packed]
+        self._slot_size, num_slots = slots.shape[1], len(slots)
+        if not self._modules:
+            return
+        num_experts = self._modules[0].target.num_experts
+        self._host_entries = torch.zeros(len(self._modules), num_slots, num_experts, 4, dtype=torch.int64)
+        self._entries = self._host_entries.to(slots.device)
+        for module, host_entries, entries in zip(self._modules, self._host_entries, self._entries, strict=True):
+            # The offsets are relative to the first slot.
+            pairs = slots.view(-1).expand(num_slots * num_experts, -1)
+            tables = entries.view(-1, 1, 4), host_entries.view(-1, 1, 4)
+            module.by_expert = ModuleSlots(replace(module.target, num_experts=0), pairs, *tables, module.max_rank)
+
+    def write(self, slot: int) -> None:
+        """Update the offsets after an adapter was written to a slot."""
+        if not self._modules:
+            return
+        for module, entries in zip(self._modules, self._host_entries[:, slot], strict=True):
+            a_start, b_start, rank, _ = module.host_entries[slot, 0].tolist()
+            sizes = torch.tensor(module.matrix_sizes(rank, module.target.widths[0]))
+            starts = torch.tensor((a_start, b_start)) + slot * self._slot_size
+            entries[:, :2] = starts + torch.arange(len(entries))[:, None] * sizes
+            entries[:, 2] = rank
+        if self._entries is not self._host_entries:
+            self._entries[:, slot].copy_(self._host_entries[:, slot], non_blocking=True)
 
 
 def _write_matrices(module: ModuleSlots, a: Tensor, b: Tensor, a_dst: Tensor, b_dst: Tensor) -> None:

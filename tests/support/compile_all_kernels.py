@@ -27,6 +27,7 @@ from support import quantized_experts, sass
 from support.attention_batches import make_batch
 
 import quire_kernels as ops
+from quire_kernels import lora_slots
 from quire_kernels.gpu import attention, lora
 from quire_kernels.gpu.candidates import small_batch_linear
 
@@ -193,6 +194,16 @@ def _call_experts(kernel_of: Any) -> None:
         ids = torch.zeros(num_tokens, 8, dtype=torch.int64)
         for experts in (plain, ops.ExpertWeights(gate_up, down, *biases, swiglu), *quantized):
             kernel_of(ops.fused_experts)(x, ids, weights, experts)
+    lora_slots._supports_panels = lambda *_: False  # the layout of a GPU
+    ops.add_lora.dispatch_table["cpu"] = kernel_of(ops.add_lora)
+    targets = [ops.LoRATarget(2048, (1536,), num_experts=16), ops.LoRATarget(768, (2048,), num_experts=16)]
+    of_experts = ops.LoRASlots(targets, 8, 16, torch.empty(0, dtype=BF16)).modules
+    for num_tokens in (1, 5, 16, 500):
+        x, weights = torch.empty(num_tokens, 2048, dtype=BF16), torch.empty(num_tokens, 8)
+        ids, batch = torch.zeros(num_tokens, 8, dtype=torch.int64), ops.LoRABatch(torch.zeros(num_tokens).long())
+        for experts in (plain, replace(quantized[0], activation=swiglu), quantized[1]):
+            adapters = ops.ExpertAdapters(*of_experts, batch)
+            kernel_of(ops.fused_experts)(x, ids, weights, experts, None, adapters)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ _LLAMA_3_1_8B: dict[str, Any] = {
 """Configuration of Llama-3.1-8B. Mistral 7B has another vocabulary, and Qwen3-8B has another MLP, but most of their
 kernels are the same.
 """
-_CONFIG = EngineConfig(model="", device="cuda", dtype="bfloat16", enable_lora=True)
+_CONFIG = EngineConfig(model="", device="cuda", dtype="bfloat16", enable_lora=True, lora_experts=True)
 _DTYPE, _DEVICE = torch.bfloat16, torch.device("meta")
 _SPAN_COUNTS = (1, 17, 33, 65, 129, 257)
 """The compiled steps have these numbers of spans. Each number selects a different variant of the attention plan. Steps

@@ -15,7 +15,7 @@ from quire_engine.lora.peft.lora_module import NO_LAYER
 from quire_engine.models.base import CausalLM
 from quire_kernels import LoRAPair, LoRASlots, LoRATarget, PackedAdapter
 from quire_spec.engine.config import EngineConfig
-from quire_spec.errors import ConfigError, InvalidArgument
+from quire_spec.errors import InvalidArgument
 
 ModuleKey = tuple[int, str]
 """Key of a module that adapters can change: the number of the layer, and the name of the module in the layer."""
@@ -100,8 +100,6 @@ def _pad_outputs(pair: LoRAPair | None, width: int) -> LoRAPair | None:
 
 def create_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> DeviceAdapterSlots:
     """Create slots for every module that adapters can change, and attach them to the modules."""
-    if config.lora_experts and device.type != "cpu":
-        raise ConfigError("lora_experts: adapters can change experts only on a CPU; remove it, or set device to cpu")
     sites = [each for each in model.adapter_sites() if config.lora_experts or not each[1].num_experts]
     module_keys = [[(layer, name) for name in site.slices] for layer, site in sites]
     vocab_size, embedding_size = model.embed_tokens.shape

@@ -9,6 +9,9 @@ every choice of experts. A program multiplies a tile of tokens, which all use th
 expert's columns. A program whose tile has no tokens exits at once. Nothing is padded or sorted in memory, because
 programs gather the rows that they need. The kernels do not use atomics, so the result is deterministic.
 
+If adapters change the experts, the two products are not fused with what follows them: gpu/lora.py adds the deltas to
+each product first. Its tiles then belong to a pair of an adapter slot and an expert.
+
 Weights of 4 or 8 bits are dequantized in registers. gpu/quantized_linear.py defines the layout of the weights and
 contains the code for this. If a byte contains several codes, they belong to adjacent inputs. The kernel multiplies
 these inputs one after the other. Inputs are not quantized.
@@ -27,6 +30,7 @@ from quire_kernels.gpu.activation import activate
 from quire_kernels.gpu.launch_math import cdiv
 from quire_kernels.gpu.quantized_linear import BYTES, arguments_of, dequantize, load_groups
 from quire_kernels.linear import LinearWeight
+from quire_kernels.lora import LoRABatch, add_lora, build_routed_lora_batch
 from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.quantized_linear import QuantizedWeight
 
@@ -62,17 +66,64 @@ def fused_experts(
     rows = _FEW_ROWS if num_copies <= _FEW_ROWS * num_experts else _MANY_ROWS
     routing = TokenRouting.empty(num_copies, num_experts, x.device, rows)
     route_tokens(ids.view(-1), routing)
-    num_tiles = len(routing.tile_slots)
+    if adapters is not None:
+        return _adapted_experts(x, ids, weights, experts, residual, adapters, routing)
+    gated = x.new_empty(num_copies, inner)
+    _launch_gate_up(gated, x, top_k, experts, routing, is_gated=True)
+    outputs = x.new_empty(num_copies, hidden)
+    _launch_down(outputs, gated, weights, experts, routing)
+    # Sums are computed in float32.
+    out = outputs.view(num_tokens, top_k, hidden).sum(1)
+    return out if residual is None else residual.add_(out)
+
+
+def _adapted_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    residual: Tensor | None,
+    adapters: ExpertAdapters,
+    routing: TokenRouting,
+) -> Tensor:
+    """Compute `fused_experts` with adapters. The products have the shapes [num_tokens * top_k, 2 * intermediate_size]
+    and [num_tokens * top_k, hidden_size]."""
+    (num_tokens, hidden), top_k = x.shape, ids.shape[1]
+    gate_up, down = adapters.gate_up.by_expert, adapters.down.by_expert
+    assert gate_up is not None and down is not None
+    batch = _route_pairs(adapters, ids, experts.num_experts)
+    product = x.new_empty(num_tokens * top_k, 2 * experts.intermediate_size)
+    _launch_gate_up(product, x, top_k, experts, routing, is_gated=False)
+    add_lora(product, x.repeat_interleave(top_k, 0), gate_up, batch)
+    gated = experts.activate(product)
+    outputs = x.new_empty(num_tokens * top_k, hidden)
+    _launch_down(outputs, gated, None, experts, routing)
+    add_lora(outputs, gated, down, batch)
+    out = (outputs.view(num_tokens, top_k, hidden) * weights[:, :, None]).sum(1)
+    return out.to(x.dtype) if residual is None else residual.add_(out)
+
+
+def _route_pairs(adapters: ExpertAdapters, ids: Tensor, num_experts: int) -> LoRABatch:
+    """Return a batch of the (token, expert) pairs, whose slots are those of `ModuleSlots.by_expert`."""
+    slots = adapters.batch.adapter_slots[:, None]
+    pairs = (slots * num_experts + ids).masked_fill(slots < 0, -1).view(-1)
+    num_slots = len(adapters.down.slot_weights) * num_experts
+    return build_routed_lora_batch(pairs, TokenRouting.empty(len(pairs), num_slots, ids.device))
+
+
+def _launch_gate_up(
+    out: Tensor, x: Tensor, top_k: int, experts: ExpertWeights, routing: TokenRouting, *, is_gated: bool
+) -> None:
+    """Compute the gated features, or the gate and up features, of all (token, expert) pairs."""
+    hidden, inner = experts.hidden_size, experts.intermediate_size
     swiglu = experts.activation if isinstance(experts.activation, SwiGLU) else SwiGLU(1.0, 1.0)
-    constants = {"ROWS": rows, "COLUMNS": _COLUMNS, "num_warps": 4, "num_stages": 3}
-    (gate_up, of_gate_up), (down, of_down) = _arguments(experts.gate_up), _arguments(experts.down)
-    gated, outputs = x.new_empty(num_copies, inner), x.new_empty(num_copies, hidden)
-    _gate_up[(num_tiles, cdiv(inner, _COLUMNS))](
+    tensors, constants = _arguments(experts.gate_up)
+    _gate_up[(len(routing.tile_slots), cdiv(inner, _COLUMNS))](
         x,
         x.stride(0),
-        *gate_up,
+        *tensors,
         experts.gate_up_bias,
-        gated,
+        out,
         routing.tile_slots,
         routing.tile_rows,
         top_k,
@@ -81,25 +132,36 @@ def fused_experts(
         swiglu.alpha,
         swiglu.limit,
         ACTIVATION=experts.activation_name,
-        **of_gate_up,
+        GATED=is_gated,
         **constants,
+        # Both products of a tile of mxfp4 would not fit into the registers of 4 warps until they are stored.
+        **_launch_constants(routing) | {"num_warps": 4 if is_gated else 8},
     )
-    _down[(num_tiles, cdiv(hidden, _COLUMNS))](
+
+
+def _launch_down(
+    out: Tensor, gated: Tensor, weights: Tensor | None, experts: ExpertWeights, routing: TokenRouting
+) -> None:
+    """Compute the outputs of all (token, expert) pairs. If `weights` is given, multiply them by the weights."""
+    hidden, inner = experts.hidden_size, experts.intermediate_size
+    tensors, constants = _arguments(experts.down)
+    _down[(len(routing.tile_slots), cdiv(hidden, _COLUMNS))](
         gated,
-        *down,
+        *tensors,
         experts.down_bias,
         weights,
-        outputs,
+        out,
         routing.tile_slots,
         routing.tile_rows,
         inner,
         hidden,
-        **of_down,
         **constants,
+        **_launch_constants(routing),
     )
-    # Sums are computed in float32.
-    out = outputs.view(num_tokens, top_k, hidden).sum(1)
-    return out if residual is None else residual.add_(out)
+
+
+def _launch_constants(routing: TokenRouting) -> dict[str, int]:
+    return {"ROWS": routing.tile_rows.shape[1], "COLUMNS": _COLUMNS, "num_warps": 4, "num_stages": 3}
 
 
 def _arguments(weight: LinearWeight) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
@@ -130,6 +192,7 @@ def _gate_up(
     alpha,
     limit,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     PER_BYTE: tl.constexpr,
@@ -190,14 +253,20 @@ def _gate_up(
             bias = bias_ptr + expert * 2 * inner
             gate += tl.load(bias + gate_columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias + up_columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        if ACTIVATION == "swiglu":
-            gate = tl.minimum(gate, limit)
-            up = tl.maximum(tl.minimum(up, limit), -limit) + 1.0
-            gated = gate * tl.sigmoid(alpha * gate) * up
+        mask = is_row[:, None] & is_column[None, :]
+        if GATED:
+            if ACTIVATION == "swiglu":
+                gate = tl.minimum(gate, limit)
+                up = tl.maximum(tl.minimum(up, limit), -limit) + 1.0
+                gated = gate * tl.sigmoid(alpha * gate) * up
+            else:
+                gated = activate(gate, ACTIVATION) * up
+            out_ptrs = out_ptr + rows[:, None] * inner + columns[None, :]
+            tl.store(out_ptrs, gated.to(out_ptr.dtype.element_ty), mask=mask)
         else:
-            gated = activate(gate, ACTIVATION) * up
-        out_ptrs = out_ptr + rows[:, None] * inner + columns[None, :]
-        tl.store(out_ptrs, gated.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+            out_ptrs = out_ptr + rows[:, None] * 2 * inner
+            tl.store(out_ptrs + gate_columns[None, :], gate.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(out_ptrs + up_columns[None, :], up.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -257,6 +326,7 @@ def _down(
                 out = tl.dot(x, weight, out, input_precision="ieee")
         if bias_ptr is not None:
             out += tl.load(bias_ptr + expert * hidden + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        out *= tl.load(shares_ptr + rows, mask=is_row, other=0.0)[:, None]
+        if shares_ptr is not None:
+            out *= tl.load(shares_ptr + rows, mask=is_row, other=0.0)[:, None]
         out_ptrs = out_ptr + rows[:, None] * hidden + columns[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

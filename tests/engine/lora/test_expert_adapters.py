@@ -10,7 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.near_ties import assert_greedy_tokens, assert_top_tokens
-from support.tiny_checkpoints import VOCAB, load_adapted_oracle, load_oracle, make_adapter, make_checkpoint
+from support.requirements_of_machine import requires_native_kernels
+from support.thread_workers import engine_with_thread_workers
+from support.tiny_checkpoints import (
+    BASE,
+    CHECKPOINTS,
+    VOCAB,
+    load_adapted_oracle,
+    load_oracle,
+    make_adapter,
+    make_checkpoint,
+    write_checkpoint,
+)
 
 from quire_engine.core.engine import Engine
 from quire_engine.lora.peft.adapter import read_adapter
@@ -59,7 +70,10 @@ def _adapter_by_expert(checkpoint: Path, folder: Path, seed: int = 0, **changes:
     names, inner, hidden = shape.architecture_info.expert_names, shape.moe.intermediate_size, shape.hidden_size
     gate, up, down = names.projections
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 12, "bias": "none"}
-    config |= {"target_modules": ["q_proj", "gate", gate, up, down]} | changes
+    # If some layers have no experts, a list would also name their projections.
+    pattern = rf".*(q_proj|gate|experts.*({gate}|{up}|{down}))"
+    is_mixed = not all(shape.moe.layers)
+    config |= {"target_modules": pattern if is_mixed else ["q_proj", "gate", gate, up, down]} | changes
     tensors = {}
 
     def add(name: str, d_in: int, d_out: int) -> None:
@@ -123,8 +137,7 @@ def _outputs(engine: Engine, requests: list[tuple[list[int], str | None]]) -> li
     for i, (prompt, digest) in enumerate(requests):
         engine.add(SequenceRequest(i, prompt, params, digest, adapter_parts=SUMS.get(str(digest), [])))
     while engine.has_work:
-        for digest, path in engine.pop_adapter_reads():
-            engine.add_adapter(digest, path, engine.read_adapter(path))
+        engine.read_pending_adapters()
         for result in engine.step().results:
             outputs[result.id][0].extend(result.token_ids)
             outputs[result.id][1].extend(result.logprobs)
@@ -165,11 +178,55 @@ def test_adapters_of_experts_equal_peft(name, max_loras, tmp_path):
     for seed, (kind, config) in enumerate(ADAPTERS.items()):
         adapters[kind] = _adapter(checkpoint, tmp_path / kind, seed, config)
     if name != "gpt_oss":
-        # A list would also name the layers without experts.
-        pattern = {"target_modules": r".*(q_proj|mlp\.gate|experts.*_proj)"} if "mixed" in name else {}
-        adapters["by expert"] = _adapter_by_expert(checkpoint, tmp_path / "by expert", **pattern)
+        adapters["by expert"] = _adapter_by_expert(checkpoint, tmp_path / "by expert")
         adapters["all-linear"] = _adapter(checkpoint, tmp_path / "all", 9, {"target_modules": "all-linear", "r": 4})
     _assert_equal_peft(Engine.from_config(_config(checkpoint, max_loras=max_loras)), checkpoint, adapters)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ranks_of_tensor_parallelism_equal_peft(name, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "model", name)
+    adapters: dict[str | None, Path | None] = {None: None}
+    for seed, kind in enumerate(("experts", "patterns")):
+        adapters[kind] = _adapter(checkpoint, tmp_path / kind, seed, ADAPTERS[kind])
+    if name != "gpt_oss":
+        adapters["by expert"] = _adapter_by_expert(checkpoint, tmp_path / "by expert")
+    engine = engine_with_thread_workers(_config(checkpoint, tensor_parallel_size=2))
+    _assert_equal_peft(engine, checkpoint, adapters)
+
+
+@requires_native_kernels
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_adapters_on_compiled_and_quantized_experts(name, quantization, tmp_path):
+    """In bfloat16, an adapter changes the log probabilities as in float32 with the same weights. All experts compute
+    each token, because rounding that changes the choice of an expert would change its log probabilities at once."""
+    kind, overrides = CHECKPOINTS[name]
+    sizes = {"moe_intermediate_size": 64, "intermediate_size": 64, "num_experts_per_tok": 5, "num_local_experts": 5}
+    config = kind(**(BASE | overrides | sizes | {"num_experts": 5, "initializer_range": 0.1}))
+    checkpoint = write_checkpoint(tmp_path / "model", config, 0)
+    adapter = _adapter(checkpoint, tmp_path / "adapter", 0, ADAPTERS["experts"] | {"lora_alpha": 64})
+    prompt = [(11 * i) % VOCAB for i in range(60)]
+
+    def logprobs(digest: str | None, **changes: Any) -> torch.Tensor:
+        engine = Engine.from_config(_config(checkpoint, **changes))
+        engine.add_adapter("a", adapter, engine.read_adapter(adapter))
+        params = SamplingParams.from_mapping({"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0})
+        engine.add(SequenceRequest(0, prompt, params, digest))
+        found = []
+        while engine.has_work:
+            engine.read_pending_adapters()
+            found += [entries for result in engine.step().results for entries in result.prompt_logprobs or []]
+        return torch.tensor([entries[0][1] for entries in found if entries])
+
+    (base, wanted), (found_base, found) = (
+        [logprobs(digest, dtype=dtype, quantization=quantization) for digest in (None, "a")]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert len(found) == 59 and (wanted - base).abs().mean() > 0.3
+    error = ((found - found_base) - (wanted - base)).abs().mean()
+    # Compiled kernels also quantize the inputs of quantized experts.
+    assert error < (0.12 if quantization else 0.03) * (wanted - base).abs().mean()
 
 
 def _rewrite(folder: Path, change: Any, **config: Any) -> None:

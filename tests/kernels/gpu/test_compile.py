@@ -78,7 +78,8 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
     # alone and with the sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more
     # than 2^31 elements adds none: the engine warms up on one of a block. Small batches: with a norm, also gated, and
     # with a residual. Filters: by stage. Experts: two activations, and four schemes of quantized
-    # weights, each with tiles of few rows and of many. Quantized weights: four schemes, for few tokens and for many.
+    # weights, each with tiles of few rows and of many; three of these six also with adapters. Quantized weights: four
+    # schemes, for few tokens and for many.
     assert several == {
         "_split_kv_decode": 3,
         "_prefill": 2,
@@ -89,8 +90,8 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
         "_expand": 4,
         "_small_batch_linear": 3,
         "_filter": 6,
-        "_gate_up": 12,
-        "_down": 12,
+        "_gate_up": 18,
+        "_down": 18,
         "_fill_tiles": 2,
         "_linear_codes": 8,
     }

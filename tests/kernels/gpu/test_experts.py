@@ -8,7 +8,18 @@ import torch
 from support.quantized_experts import WEIGHT_ONLY, make_dense, quantize
 from support.requirements_of_machine import interpreted_kernel, requires_interpreter
 
-from quire_kernels import ExpertWeights, SwiGLU, fused_experts, route_tokens, topk_softmax
+from quire_kernels import (
+    ExpertAdapters,
+    ExpertWeights,
+    LoRASlots,
+    LoRATarget,
+    SwiGLU,
+    add_lora,
+    fused_experts,
+    route_tokens,
+    topk_softmax,
+)
+from quire_kernels.lora import LoRABatch
 
 pytestmark = requires_interpreter
 
@@ -61,3 +72,59 @@ def test_quantized_experts(num_tokens, top_k, activation, scheme, dtype, monkeyp
     expected, tolerance = fused_experts.reference(x, *routed, experts), 1e-5 if dtype is torch.float32 else 8e-3
     found = interpreted_kernel(fused_experts)(x, *routed, experts)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+RANKS = {0: (16, 3), 1: (None, 24), 2: (1, None), 3: (8, 8)}
+"""LoRA ranks of gate_up and down in each slot."""
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "sizes", "activation"),
+    [
+        (1, 2, (4, 64, 64), "silu"),
+        (5, 1, (3, 40, 72), "gelu_new"),
+        (23, 3, (5, 72, 40), SwiGLU(1.702, 1.5)),
+        (129, 2, (2, 24, 136), "silu"),
+    ],
+    ids=["decode", "gelu", "swiglu", "prompt"],
+)
+@pytest.mark.parametrize("scheme", [None, "int4", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_adapters_of_experts(num_tokens, top_k, sizes, activation, scheme, dtype, monkeypatch):
+    torch.manual_seed(42)
+    # Groups of int4 have 32 inputs.
+    num_experts, hidden, inner = (*sizes[:1], 160, 96) if scheme == "int4" else sizes
+    dense = make_dense(num_experts, hidden, inner, activation)
+    if scheme is None:
+        experts = replace(dense, gate_up=dense.gate_up.to(dtype), down=dense.down.to(dtype))
+    else:
+        experts = quantize(dense, scheme)
+    biases = (b.to(dtype) for b in (experts.gate_up_bias, experts.down_bias))
+    experts = replace(experts, **dict(zip(("gate_up_bias", "down_bias"), biases, strict=True)))
+    shapes = (hidden, 2 * inner), (inner, hidden)
+    targets = [LoRATarget(d_in, (d_out,), num_experts=num_experts) for d_in, d_out in shapes]
+    slots = LoRASlots([LoRATarget(6, (3,)), *targets], 4, 24, torch.empty(0, dtype=dtype))
+    for slot, ranks in RANKS.items():
+        pairs = [
+            rank and (torch.randn(num_experts, rank, d_in) * d_in**-0.5, torch.randn(num_experts, d_out, rank) / 4)
+            for rank, (d_in, d_out) in zip(ranks, shapes, strict=True)
+        ]
+        slots.write(slot, slots.pack([[None], *([pair] for pair in pairs)]))
+    of_tokens = torch.randint(-1, 4, (num_tokens,)) if num_tokens > 1 else torch.tensor([0])
+    adapters = ExpertAdapters(*slots.modules[1:], LoRABatch(of_tokens))
+    x, routed = (
+        torch.randn(num_tokens, hidden).to(dtype),
+        topk_softmax(torch.randn(num_tokens, num_experts), top_k, True),
+    )
+    for op in (route_tokens, add_lora):
+        monkeypatch.setitem(op.dispatch_table, "cpu", interpreted_kernel(op))
+    expected = fused_experts.reference(x, *routed, experts, None, adapters)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    found = interpreted_kernel(fused_experts)(x, *routed, experts, None, adapters)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    base = fused_experts.reference(x, *routed, experts)
+    torch.testing.assert_close(found[of_tokens < 0], base[of_tokens < 0], rtol=tolerance, atol=tolerance)
+    assert (found - base)[of_tokens >= 0].abs().amax(1).min() > 0.01
+    residual = torch.randn_like(expected)
+    added = interpreted_kernel(fused_experts)(x, *routed, experts, residual.clone(), adapters)
+    torch.testing.assert_close(added, residual + expected, rtol=tolerance, atol=tolerance)
