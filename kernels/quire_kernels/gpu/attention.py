@@ -167,6 +167,10 @@ def _attend_short_spans(
     )
     if kernel is not None and kernel.hash not in _checked_kernels:
         _check_occupancy(kernel, queries.device, head_dim, element_size)
+        if num_workers(queries.device, head_dim, element_size) < workers:
+            # Compute again with the number of workers that later launches use. Shares of another size give other bits.
+            _attend_short_spans(arguments, sizes, variant, tiles, rows, num_rows)
+            return
     _combine[(workers, num_rows)](
         out,
         partials,

@@ -99,7 +99,7 @@ def test_graph_step_with_adapters(tmp_path, monkeypatch):
         spans.append(ScheduledSpan(sequence, 8, 1, slot))
     for ranks in ((24, 3), (2, 16)):
         for slot, rank in enumerate(ranks):
-            runner.adapter_store.slots._slots.write(slot, random_adapter(runner, rank, draw))
+            runner.adapter_store.slots._slots.write(slot, random_adapter(runner, rank, draw).packed)
         runner.execute(StepPlan([ScheduledSpan(span.sequence, 0, 8, span.adapter_slot) for span in spans]))
         expected = _logits(runner, spans)
         with monkeypatch.context() as patched:
