@@ -29,12 +29,6 @@ from quire_kernels.experts import (
     topk_softmax,
 )
 from quire_kernels.fused_decoder import AttentionShape, FusedDecoder, LayerWeights, LinearWeights, build_fused_decoder
-from quire_kernels.gpu.candidates.norm_linear import rms_norm_linear
-from quire_kernels.gpu.candidates.small_batch_decoder import (
-    SMALL_BATCH_TOKENS,
-    SmallBatchDecoder,
-    build_small_batch_decoder,
-)
 from quire_kernels.host_device_copy import pinned_empty, to_device_async
 from quire_kernels.huge_pages import HugePageArena
 from quire_kernels.kv_cache_layout import row_size

@@ -207,9 +207,6 @@ def adapted_linear(
 
 
 adapted_linear.register("cuda")(adapted_linear.reference)
-# This implementation is not the default, because its effect has not been measured. `QUIRE_KERNELS=adapted_linear=side`
-# selects it.
-adapted_linear.register_lazy("cuda", "side", "quire_kernels.gpu.lora")
 
 
 @adapted_linear.register("cpu")

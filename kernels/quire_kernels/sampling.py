@@ -369,10 +369,10 @@ def _sample_cpu(
     return tokens
 
 
-sample.register_lazy("cuda", "own", "quire_kernels.gpu.sampling")
-# This implementation is not the default, because its effect has not been measured. `QUIRE_KERNELS=sample=histogram`
-# selects it.
-sample.register_lazy("cuda", "histogram", "quire_kernels.gpu.candidates.histogram_sampling")
+sample.register_lazy("cuda", "own", "quire_kernels.gpu.sample")
+# `own` selects one of the two by the number of rows.
+sample.register_lazy("cuda", "bisection", "quire_kernels.gpu.sampling")
+sample.register_lazy("cuda", "histogram", "quire_kernels.gpu.histogram_sampling")
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64

@@ -29,7 +29,6 @@ from support.attention_batches import make_batch
 import quire_kernels as ops
 from quire_kernels import lora_slots
 from quire_kernels.gpu import attention, lora
-from quire_kernels.gpu.candidates import small_batch_linear
 
 BF16 = torch.bfloat16
 compiled: list[dict[str, Any]] = []
@@ -70,7 +69,6 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
             "overwritten": sass.hazards(listing),
             "early": [word for word in ("launch_dependents", "wait") if f"griddepcontrol.{word}" in kernel.asm["ptx"]],
             "wide_copies": kernel.asm["ptx"].count("cp.async.cg.shared.global [ %"),
-            "prefetches_before_wait": kernel.asm["ptx"].partition("griddepcontrol.wait")[0].count("prefetch.global.L2"),
             # Copies that a wait leaves on their way.
             "in_flight": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.asm["ptx"])), default=0),
         }
@@ -86,7 +84,7 @@ def _run_cuda_binary(name: str, *args: str) -> str:
 def _call_all() -> None:
     kernel_of = lambda op: op.get("cuda", "own")  # noqa: E731
     attention.num_workers = lambda *_: 3 * 132  # type: ignore[assignment]
-    lora.supports_pdl = attention.supports_pdl = small_batch_linear.supports_pdl = lambda device: True  # type: ignore[assignment]
+    lora.supports_pdl = attention.supports_pdl = lambda device: True  # type: ignore[assignment]
     for spans in ([(1500, 1)] * 3, [(0, 700)], [(1500, 1), (0, 700)], [(40, 1)], [(3, 1)] * 16, [(0, 90)] * 5):
         queries, cache, batch = make_batch(spans, heads=(32, 8), head_dim=128, dtype=BF16)
         for separate_from in (None, 1024):
@@ -97,10 +95,8 @@ def _call_all() -> None:
                 kernel_of(ops.paged_attention)(queries, fp8_cache, batch, 0.1)
     for num_tokens in (5, 1, 16):
         _call_small_ops(kernel_of, cache, num_tokens)
-    for num_tokens in (1, 5, 16, 17, 64, 100):
+    for num_tokens in (1, 5, 16, 17, 64, 100, 300):
         _call_quantized_linears(kernel_of, num_tokens)
-    for num_tokens in (1, 8):
-        _call_small_batch_linears(num_tokens)
     for spans in ([(1500, 1)] * 3, [(0, 700)]):
         queries, cache, batch = make_batch(spans, heads=(32, 8), head_dim=128, dtype=BF16)
         kernel_of(ops.paged_attention)(queries, cache, batch, 0.1, sinks=torch.zeros(32, dtype=BF16))
@@ -130,8 +126,8 @@ def _call_small_ops(kernel_of: Any, cache: torch.Tensor, num_tokens: int) -> Non
         torch.arange(num_tokens),
         torch.ones(num_tokens),
     )
-    kernel_of(ops.sample)(logits, floats, positions, floats, floats, positions, positions)
-    ops.sample.get("cuda", "histogram")(logits, floats, positions, floats, floats, positions, positions)
+    for form in ("bisection", "histogram"):
+        ops.sample.get("cuda", form)(logits, floats, positions, floats, floats, positions, positions)
     kernel_of(ops.argmax_first)(logits)
     kernel_of(ops.uniform)(positions, positions)
     counts = torch.zeros(16, 128256, dtype=torch.int32)
@@ -142,14 +138,6 @@ def _call_small_ops(kernel_of: Any, cache: torch.Tensor, num_tokens: int) -> Non
     ))  # fmt: skip
     starts = torch.arange(num_tokens + 1, dtype=torch.int32)
     kernel_of(ops.prepare_inputs)(positions, starts, state, 16, out)
-
-
-def _call_small_batch_linears(num_tokens: int) -> None:
-    x, norm_weight = torch.randn(num_tokens, 4096, dtype=BF16), torch.randn(4096, dtype=BF16)
-    qkv, gate_up, output = (torch.empty(size, 4096, dtype=BF16) for size in (6144, 28672, 4096))
-    ops.rms_norm_linear.get("cuda", "small")(x, norm_weight, 1e-5, qkv)
-    ops.rms_norm_linear.get("cuda", "small")(x, norm_weight, 1e-5, gate_up, None, True)
-    ops.linear.get("cuda", "small")(x, output, None, x)
 
 
 def _call_quantized_linears(kernel_of: Any, num_tokens: int) -> None:

@@ -103,10 +103,6 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
         for shape in shapes:
             for model in _models(shape, version):
                 _run_steps(model, version)
-            with compilation.on_request():
-                # The kernels that run only on request do not support weights that are quantized at load. So only the
-                # first model is used here.
-                _run_steps(next(_models(shape, version)), version)
             compilation.compile_step_ops(shape.vocab_size, _CONFIG.block_size, _DTYPE)
 
     return len(compilation.fill_cache(call_kernels, version, into))

@@ -19,13 +19,10 @@ from quire_engine.models.layers.norm import RMSNorm
 from quire_engine.models.layers.rotary import RotaryEmbedding
 from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import (
-    SMALL_BATCH_TOKENS,
     AttentionShape,
     FusedDecoder,
     LayerWeights,
-    SmallBatchDecoder,
     build_fused_decoder,
-    build_small_batch_decoder,
     silu_mul,
 )
 from quire_spec.model.model_config import ModelConfig
@@ -89,7 +86,6 @@ class LlamaForCausalLM(CausalLM):
         self.layers = [self.LAYER(shape, index, factory) for index in range(shape.num_layers)]
         self.norm = self.LAYER.NORM(shape.hidden_size, shape.norm_eps, factory)
         self.fused_decoder: FusedDecoder | None = None
-        self.small_batch_decoder: SmallBatchDecoder | None = None
 
     def pack(self) -> None:
         """See CausalLM.pack."""
@@ -100,7 +96,6 @@ class LlamaForCausalLM(CausalLM):
             heads = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, scale, softcap)
             layers = [layer_weights for layer_weights in weights if layer_weights is not None]
             self.fused_decoder = build_fused_decoder(layers, heads, shape.norm_eps)
-            self.small_batch_decoder = build_small_batch_decoder(layers, heads, shape.norm_eps)
 
     def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """See CausalLM.forward_layers."""
@@ -110,9 +105,8 @@ class LlamaForCausalLM(CausalLM):
         }
         ropes = [angles[rope] for rope in self.shape.ropes]
         aux_layers = self.aux_hidden_state_layers
-        # A decoder computes all layers in one call, with one block table.
-        has_decoder = not aux_layers and not batch.groups
-        decoder = self.fused_decoder if has_decoder else None
+        # The decoder computes all layers in one call, with one block table.
+        decoder = None if aux_layers or batch.groups else self.fused_decoder
         if (
             decoder is not None
             and decoder.supports(hidden, kv_cache.layers)
@@ -120,13 +114,6 @@ class LlamaForCausalLM(CausalLM):
         ):
             caches = kv_cache.layers
             return decoder(hidden, ropes[0], caches, batch.addresses, batch.attention, batch.adapters)
-        if (
-            has_decoder
-            and self.small_batch_decoder is not None
-            and len(hidden) <= SMALL_BATCH_TOKENS
-            and batch.adapters is None
-        ):
-            return self.small_batch_decoder(hidden, ropes[0], kv_cache.layers, batch.addresses, batch.attention)
         inputs: dict[int, Tensor] = {}
         batches = [batch.groups[g] for g in kv_cache.layout.groups] if batch.groups else [batch] * len(self.layers)
         for index, (layer, rope, layer_cache) in enumerate(zip(self.layers, ropes, kv_cache.layers, strict=True)):

@@ -21,10 +21,7 @@ from triton.runtime.jit import JITFunction
 import quire_kernels as ops
 from quire_kernels.dispatch import Op, collect_ops
 from quire_kernels.gpu import attention, kernel_cache, lora
-from quire_kernels.gpu.candidates import small_batch_linear
 
-ON_REQUEST = ((ops.rms_norm_linear, "small"), (ops.linear, "small"), (ops.sample, "histogram"))
-"""Implementations that run only if QUIRE_KERNELS selects them. An image nevertheless contains their kernels."""
 _NUM_SMS = 132
 """Number of multiprocessors that an H100 SXM and an H200 have. The number of attention workers depends on it, and that
 number is a constant in kernels."""
@@ -65,7 +62,6 @@ def compile_only(capability: tuple[int, int], on_kernel: Callable[[Any], None] =
     JITFunction.run = compile_
     attention.num_workers = lambda *_: attention.WORKERS_PER_SM * _NUM_SMS
     lora.supports_pdl = attention.supports_pdl = lambda device: capability >= (9, 0)
-    small_batch_linear.supports_pdl = attention.supports_pdl
     try:
         with ExitStack() as stack:
             for op in collect_ops(vars(ops)):
@@ -73,17 +69,7 @@ def compile_only(capability: tuple[int, int], on_kernel: Callable[[Any], None] =
             yield
     finally:
         JITFunction.run, attention.num_workers = run, workers
-        lora.supports_pdl = attention.supports_pdl = small_batch_linear.supports_pdl = supports_pdl
-
-
-@contextmanager
-def on_request() -> Iterator[None]:
-    """While the context is active, tensors on the meta device use the implementations of ON_REQUEST. Use it in
-    `compile_only`."""
-    with ExitStack() as stack:
-        for op, name in ON_REQUEST:
-            stack.enter_context(op.run_on("meta", "cuda", name))
-        yield
+        lora.supports_pdl = attention.supports_pdl = supports_pdl
 
 
 def fill_cache(call_kernels: Callable[[], None], capability: tuple[int, int], folder: Path) -> set[str]:
@@ -131,7 +117,7 @@ def _call_samplers(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> None
         _own(ops.argmax_first)(row_logits)
         for any_filtered in (True, False):
             limits = positions, floats, floats
-            for form in ("own", "histogram"):
+            for form in ("bisection", "histogram"):
                 ops.sample.get("cuda", form)(row_logits, floats, *limits, positions, positions, any_filtered)
         _own(ops.apply_token_bitmask)(row_logits, bits, positions)
     _own(ops.apply_penalties)(logits.float(), positions, counts > 0, counts, positions, floats, floats, floats)

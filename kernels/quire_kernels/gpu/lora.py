@@ -15,7 +15,6 @@ On devices that support programmatic dependent launch (see pdl.py), the expand k
 kernel is still running.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,6 @@ from torch import Tensor
 
 from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
 from quire_kernels.gpu.pdl import supports_pdl
-from quire_kernels.linear import linear
 from quire_kernels.lora import LoRABatch
 from quire_kernels.lora_routing import ROWS_PER_TILE, TokenRouting
 from quire_kernels.lora_slots import ALIGNMENT, ModuleSlots
@@ -82,41 +80,10 @@ def add_lora(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch) ->
     The planes are a float32 tensor [num_splits, num_tokens, num_slices, rank]. They are written once, and each program
     of the expand kernel reads them once.
     """
-    _launch_shrink_and_expand(out, x, adapters, batch, supports_pdl(x.device))
-
-
-def adapted_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, adapters: ModuleSlots, batch: LoRABatch
-) -> Tensor:
-    """See lora.adapted_linear. While a step is captured, the shrink kernel goes to a side branch of the graph, where it
-    runs in parallel to the base GEMM. The expand kernel waits for both.
-    """
-    if not torch.cuda.is_current_stream_capturing():
-        out = linear(x, weight, bias, residual)
-        # This call compiles the kernels that the capture uses.
-        _launch_shrink_and_expand(out, x, adapters, batch, use_pdl=False)
-        return out
-    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
-    # The planes are allocated on the step's main stream, which is the last stream to use them.
-    planes = _allocate_planes(x, adapters, batch)
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        _launch_shrink(planes, x, adapters, batch, early=False)
-    out = linear(x, weight, bias, residual)
-    main.wait_stream(side)
-    _launch_expand_planes(out, planes, adapters, batch, early=False)
-    return out
-
-
-def _launch_shrink_and_expand(out: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRABatch, use_pdl: bool) -> None:
+    use_pdl = supports_pdl(x.device)
     planes = _allocate_planes(x, adapters, batch)
     _launch_shrink(planes, x, adapters, batch, use_pdl)
     _launch_expand_planes(out, planes, adapters, batch, use_pdl)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> "torch.cuda.Stream":
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _allocate_planes(x: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> Tensor:

@@ -7,9 +7,7 @@ and a bfloat16 product of 8192 x 8192 x 8192 random numbers at 790 TFLOP/s. The 
 
 32 adapters of rank 16 on all linears have 2.68 GB: 0.88 ms a step at 70 % of the copy. 261 launches of 2.5 us take
 0.65 ms: two for each of 128 linears, five for embedding, output projection and routing. Programmatic dependent launch
-saves 0.13 ms of them. A side branch can hide 0.42 ms of reading A and 0.32 ms of launches; beside a GEMM that occupies
-the shared memory, 60 % of that are assumed. Its two dependencies for each linear take 0.26 ms, and the lost early
-launch 0.13 ms. Loading an adapter makes about 4,500 calls that hold Python's lock for an assumed 8 us each.
+saves 0.13 ms of them. Loading an adapter makes about 4,500 calls that hold Python's lock for an assumed 8 us each.
 
 The floor of a ratio to another engine is the quotient of both engines' times on a card that reaches both rates. A step
 of this engine takes max(15.0 GB / 4.3 TB/s, 15.0 GFLOP x tokens / 790 TFLOP/s), which is 4.9 ms for 256 sequences, and
@@ -117,8 +115,6 @@ _MANY_TOKENS = "each tile of 64 rows dequantizes its weights again, four times f
 PREDICTIONS = (
     Prediction("base, LoRA enabled / disabled", "lora_enabled", "value", "1.0", "1.0", "graphs without LoRA launches",
         0.98, 1.0),
-    Prediction("side branch / none, 32 adapters", "side_stream", "value", "0.74 ms of 17 less", "1.00",
-        "two more dependencies for each of 128 linears"),
     Prediction("decode attention, 1 x 32,768", "decode, 1 x 32,768", "fraction", "31 us", "0.60",
         "396 workers with 11 tiles each, then merging"),
     Prediction("decode attention, 1 x 1,024, us", "decode, 1 x 1,024", "value", "1 us", "9 to 12",
@@ -146,14 +142,14 @@ PREDICTIONS = (
     Prediction("SiLU and product, 8,192 tokens", "silu_mul (own), 8192", "fraction", "164 us", "0.92", "one pass"),
     Prediction("RoPE and KV write, 8,192 tokens", "rope_and_cache (own), 8192", "fraction", "47 us", "0.85",
         "scattered rows of 256 bytes"),
-    Prediction("greedy sampling, 256 rows", "sample greedy (own), 256", "fraction", "15 us", "0.45",
+    Prediction("greedy sampling, 256 rows", "sample greedy (bisection), 256", "fraction", "15 us", "0.45",
         "one program per row, two waves"),
-    Prediction("top-p sampling, 256 rows, us", "sample top_p 0.9 (own), 256", "value", "15 us once", "500",
+    Prediction("top-p sampling, 256 rows, us", "sample top_p 0.9 (bisection), 256", "value", "15 us once", "500",
         "17 passes, most from the L2 cache", is_time=True),
     Prediction("top-p sampling by histograms, 256 rows, us", "sample top_p 0.9 (histogram), 256", "value",
         "15 us once", "150 to 300", "9 launches; passes from the L2 cache, the first with 66 million atomic additions",
         is_time=True),
-    Prediction("top-p sampling, 1 row, us", "sample top_p 0.9 (own), 1", "value", "0.1 us", "350",
+    Prediction("top-p sampling, 1 row, us", "sample top_p 0.9 (bisection), 1", "value", "0.1 us", "350",
         "one program for 17 passes of 256 KB, 20 us each", is_time=True),
     Prediction("top-p sampling by histograms, 1 row, us", "sample top_p 0.9 (histogram), 1", "value", "0.1 us",
         "40 to 60", "9 launches of 3 us, and atomic additions to few bins", is_time=True),
@@ -189,16 +185,6 @@ PREDICTIONS = (
             _of_quantized_experts(scheme, 2048, "tflops", many, _MANY_TOKENS),
         )
     ),
-    Prediction("norm and qkv in one kernel, 1 token", "norm and qkv (small), 1", "fraction", "11.7 us", "0.75 to 0.85",
-        "no gap between norm and product, but 384 short programs, and no early start here",
-        worst=False),
-    Prediction("norm, gate, up and activation in one kernel, 1 token", "norm, gate, up and activation (small), 1",
-        "fraction", "55 us", "0.85 to 0.92", "896 programs of 256 KB each; the last wave is a third full", worst=False),
-    Prediction("norm, gate, up and activation in one kernel, 8 tokens", "norm, gate, up and activation (small), 8",
-        "fraction", "55 us", "0.82 to 0.90", "8 rows of inputs come from the L2 cache for each program: 59 MB",
-        worst=False),
-    Prediction("down and residual in one kernel, 1 token", "down and residual (small), 1", "fraction", "27 us",
-        "0.70 to 0.85", "256 programs for 132 multiprocessors, no split of the inputs", worst=False),
     Prediction("penalties, 256 rows", "penalties, 256 rows", "fraction", "38 us", "0.75",
         "and the logits of tokens that have occurred"),
     Prediction("routing, 256 tokens to 32 slots, us", "route, 256 tokens", "value", "0", "5", "two launches",

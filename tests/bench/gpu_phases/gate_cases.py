@@ -69,7 +69,7 @@ def own(op: Op[..., Any]) -> Callable[..., Any]:
 def runs(op: str) -> bool:
     """Return whether that is the implementation that runs, or that computes what another one leaves to it."""
     selected = overrides().get(op) or overrides().get("")
-    return selected in (None, "own", "fused", "cudnn", "side", "small", "histogram")
+    return selected in (None, "own", "fused", "cudnn", "bisection", "histogram")
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
@@ -108,9 +108,6 @@ def cases(card: Card) -> Iterator[Case]:
         yield Case("quantized_linear", kind, False, lambda d=dtype: _quantized_linears(card, d))
         yield Case("fused_experts", kind, False, lambda d=dtype: _experts(card, d))
         yield Case("fused_experts", f"quantized, {kind}", False, lambda d=dtype: _quantized_experts(card, d))
-        yield Case("rms_norm_linear=small", kind, False, lambda d=dtype: _small_batches(card, d))
-        if card.is_full:
-            yield Case("adapted_linear=side", kind, False, lambda d=dtype: _beside(card, d))
         if is_timed:
             yield Case("paged_attention", "e4m3 cache", False, lambda d=dtype: _eight_bit(card, d))
     yield Case("sample", "and penalties", True, lambda: _sampling(card))
@@ -307,27 +304,6 @@ def _lora(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
         yield f"{name}, the same bits", float(moved), 0.0
 
 
-def _beside(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
-    """The implementation that shrinks on a stream of its own, in a graph."""
-    slots = torch.arange(300, device=card.device) % 3
-    of_model = ops.LoRASlots([ops.LoRATarget(4096, (6144,))], 3, 16, torch.empty(0, dtype=dtype, device=card.device))
-    for slot in range(3):
-        of_model.write(slot, of_model.pack([[(torch.randn(16, 4096) / 64, torch.randn(6144, 16) / 4)]]))
-    routing, module = ops.TokenRouting.empty(300, 3, card.device), of_model.modules[0]
-    ops.route_tokens.reference(slots, routing)
-    batch = ops.LoRABatch(slots, routing=routing)
-    x, weight = card.random(300, 4096, dtype=dtype), card.random(6144, 4096, dtype=dtype) / 64
-    form, graph = ops.adapted_linear.get("cuda", "side"), torch.cuda.CUDAGraph()
-    form(x, weight, None, None, module, batch)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        found = form(x, weight, None, None, module, batch)
-    graph.replay()
-    expected = ops.linear.reference(x, weight, None)
-    ops.add_lora.reference(expected, x, module, batch)
-    yield "output", error_of(found, expected), ERRORS[dtype]
-
-
 QUANTIZED: dict[str, Callable[[Tensor, torch.dtype], Any]] = {
     "int4": lambda weight, dtype: ops.pack_weight_int4(*ops.quantize_int4(weight), dtype=dtype),
     "int8": lambda weight, dtype: ops.pack_weight_int8(*ops.quantize_int8(weight), dtype=dtype, weight_only=True),
@@ -394,27 +370,6 @@ def _quantized_experts(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
                 form(x, ids, weights, experts) for form in (own(ops.fused_experts), ops.fused_experts.reference)
             )
             yield f"{name}, {num_tokens} tokens", error_of(found, expected), 2 * ERRORS[dtype]
-
-
-def _small_batches(card: Card, dtype: torch.dtype) -> Iterator[Finding]:
-    """Three runs, because a kernel that reads before the one in front of it has written would be a race."""
-    inputs, outputs = (4096, 6144) if card.is_full else (70, 40)
-    weight = card.random(outputs, inputs, dtype=dtype) / inputs**0.5
-    scale = card.random(inputs, dtype=dtype)
-    for num_tokens in (1, 8):
-        x = card.random(num_tokens, inputs, dtype=dtype)
-        for gated in (False, True):
-            arguments = x, scale, 1e-5, weight, None, gated
-            found = [ops.rms_norm_linear.get("cuda", "small")(*arguments) for _ in range(3)]
-            expected = ops.rms_norm_linear.reference(*arguments)
-            yield f"{num_tokens} tokens, gated {gated}", error_of(found[0], expected), ERRORS[dtype]
-            moved = any(not torch.equal(found[0], other) for other in found[1:])
-            yield f"{num_tokens} tokens, gated {gated}, the same bits", float(moved), 0.0
-        streams = [card.random(num_tokens, outputs, dtype=dtype)]
-        streams.append(streams[0].clone())
-        for form, stream in zip((ops.linear.get("cuda", "small"), ops.linear.reference), streams, strict=True):
-            form(x, weight, None, stream)
-        yield f"{num_tokens} tokens, residual", error_of(*streams), ERRORS[dtype]
 
 
 def _histogram_sampling(card: Card) -> Iterator[Finding]:

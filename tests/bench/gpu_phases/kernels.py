@@ -41,7 +41,6 @@ def rows(context: Context) -> Iterator[Row]:
         yield from _rope_rows(timer, tokens)
     for num_rows in (256, 1) if timer.is_full else (3,):
         yield from _sampler_rows(timer, num_rows)
-    yield from _small_batch_rows(timer)
     yield from _expert_rows(timer)
     yield from _quantized_expert_rows(timer)
     yield from _quantized_rows(timer)
@@ -59,35 +58,6 @@ def _rope_rows(timer: Timer, tokens: int) -> Iterator[Row]:
     for name, form in (("own", own(ops.rope_and_cache)), ("torch", ops.rope_and_cache.reference)):
         calls = [functools.partial(form, qkv, cos, sin, cache, addresses, shape.heads) for qkv in qkvs]
         yield from _of_form(timer, name, f"rope_and_cache ({name}), {tokens} tokens", calls, num_bytes)
-
-
-def _small_batch_rows(timer: Timer) -> Iterator[Row]:
-    """The four products of a layer with 1 and 8 tokens: norm, product and epilogue in one kernel, and by themselves."""
-    card, shape = timer.card, timer.shape
-    hidden, kv_width = shape.hidden, 2 * shape.kv_heads * shape.head_dim
-    norm_weight = card.random(hidden, dtype=timer.dtype)
-    for num_tokens in (1, 8) if timer.is_full else (2,):
-        for what, inputs, outputs in (
-            ("norm and qkv", hidden, hidden + kv_width),
-            ("norm, gate, up and activation", hidden, 2 * shape.intermediate),
-            ("o and residual", shape.heads * shape.head_dim, hidden),
-            ("down and residual", shape.intermediate, hidden),
-        ):
-            num_bytes = float(timer.dtype.itemsize * inputs * outputs)
-            weights = [card.random(outputs, inputs, dtype=timer.dtype) for _ in range(card.num_sets(int(num_bytes)))]
-            x = card.random(num_tokens, inputs, dtype=timer.dtype)
-            stream = card.random(num_tokens, hidden, dtype=timer.dtype)
-            for name in ("small", "torch"):
-                norm_linear, linear = (op.get("cuda", name) for op in (ops.rms_norm_linear, ops.linear))
-                calls: list[Call] = [
-                    functools.partial(
-                        norm_linear, x, norm_weight, 1e-5, weight, None, outputs == 2 * shape.intermediate
-                    )
-                    if what.startswith("norm")
-                    else functools.partial(linear, x, weight, None, stream)
-                    for weight in weights
-                ]
-                yield timer.row(f"{what} ({name}), {num_tokens} tokens", calls, num_bytes)
 
 
 def _expert_rows(timer: Timer) -> Iterator[Row]:
@@ -165,7 +135,7 @@ def _sampler_rows(timer: Timer, num_rows: int) -> Iterator[Row]:
     }
     # Thresholds take the interpreter seconds.
     for what, (temperatures, top_k, top_p, min_p, cuts) in list(cases.items())[: None if timer.is_full else 2]:
-        forms = {name: ops.sample.get("cuda", name) for name in ("own", "histogram")}
+        forms = {name: ops.sample.get("cuda", name) for name in ("bisection", "histogram")}
         for name, form in (forms | ({"torch": ops.sample.reference} if timer.is_full else {})).items():
             arguments = logits, temperatures, top_k, top_p, min_p, integers, integers, cuts
             calls = [functools.partial(form, *arguments)]

@@ -19,10 +19,9 @@ OPS_BY_FILE: dict[str, tuple[str, ...]] = {
     "experts": ("fused_experts",),
     "quantized_linear": ("quantized_linear",),
     "histogram_sampling": ("sample", "argmax_first", "uniform", "apply_penalties"),
-    "small_batch_linear": ("rms_norm_linear", "linear"),
 }
 """Operations by the file of kernels/quire_kernels/gpu that implements them; they are replaced together."""
-_HAS_TORCH_FORM = ("paged_attention", "rms_norm", "rms_norm_linear", "linear")
+_HAS_TORCH_FORM = ("paged_attention", "rms_norm", "linear")
 _NOT_CAPTURABLE = (
     "paged_attention",
     "add_lora",

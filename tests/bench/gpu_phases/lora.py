@@ -5,12 +5,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from card import Card
 
-import quire_kernels as ops
 from gpu_phases.process import Context
 from gpu_phases.random_engine import close, decode_rate, make_engine, settings
 from gpu_phases.store import Row
@@ -60,12 +58,6 @@ def engine_rows(context: Context) -> Iterator[Row]:
     yield (enabled := _row(card, engine, "base, LoRA enabled", ()))
     yield _ratio(enabled, base, "lora_enabled")
     close(engine)
-    with mock.patch.dict(ops.adapted_linear.dispatch_table, cuda=ops.adapted_linear.get("cuda", "side")):
-        engine = make_engine(card, **(settings(card) | options))
-        side = _row(card, engine, f"{num} adapters, side stream", add_adapters(engine, ranks, everywhere=False))
-        yield side
-        yield _ratio(side, adapters, "side_stream")
-        close(engine)
 
 
 def _row(card: Card, engine: Engine, name: str, adapters: Sequence[str]) -> Row:

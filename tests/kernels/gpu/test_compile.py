@@ -20,7 +20,7 @@ REGISTERS = 64 << 10
 MAX_STACK = 64
 """Bytes that a thread may spill: a few registers."""
 
-EARLY = ("_split_kv_decode", "_combine", "_shrink", "_expand", "_small_batch_linear")
+EARLY = ("_split_kv_decode", "_combine", "_shrink", "_expand")
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def test_all_compile(kernels):
         "_split_kv_decode", "_prefill", "_combine", "_build_work_plan", "_rms_norm", "_gated", "_rope_and_cache",
         "_write_kv", "_sample", "_argmax_first",
         "_uniforms", "_apply_penalties", "_apply_token_bitmask", "_prepare", "_count_tokens", "_fill_tiles",
-        "_shrink", "_expand", "_small_batch_linear", "_part_maxima", "_filter", "_draw", "_gate_up", "_down",
-        "_linear_codes",
+        "_shrink", "_expand", "_part_maxima", "_filter", "_draw", "_gate_up", "_down",
+        "_linear_codes", "_dequantize_weight",
     }  # fmt: skip
 
 
@@ -65,7 +65,6 @@ def test_kernels_with_early_launch_call_gdc_wait(kernels):
         "_combine": {second},
         "_shrink": {first},
         "_expand": {second, ()},
-        "_small_batch_linear": {first + second},
     }
     assert not any(k["early"] for k in kernels if k["name"] not in EARLY)
 
@@ -76,10 +75,9 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
     several = {name: num for name, num in Counter(k["name"] for k in kernels).items() if num > 1}
     # Attention: with sinks. Decode attention and writes to the cache: of eight bits too; a mixed step adds none. Norms:
     # alone and with the sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more
-    # than 2^31 elements adds none: the engine warms up on one of a block. Small batches: with a norm, also gated, and
-    # with a residual. Filters: by stage. Experts: two activations, and four schemes of quantized
-    # weights, each with tiles of few rows and of many; three of these six also with adapters. Quantized weights: four
-    # schemes, for few tokens and for many.
+    # than 2^31 elements adds none: the engine warms up on one of a block. Filters: by stage. Experts: two activations,
+    # and four schemes of quantized weights, each with tiles of few rows and of many; three of these six also with
+    # adapters. Quantized weights: four schemes; those of 8 bits with tiles of few tokens and of many.
     assert several == {
         "_split_kv_decode": 3,
         "_prefill": 2,
@@ -88,21 +86,13 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
         "_rms_norm": 2,
         "_shrink": 2,
         "_expand": 4,
-        "_small_batch_linear": 3,
         "_filter": 6,
         "_gate_up": 18,
         "_down": 18,
         "_fill_tiles": 2,
-        "_linear_codes": 8,
+        "_linear_codes": 6,
+        "_dequantize_weight": 4,
     }
-
-
-def test_small_batches_request_weights_before_they_wait(kernels):
-    """Three programs of 128 threads share a multiprocessor, so that one reads while another begins or ends."""
-    small = [k for k in kernels if k["name"] == "_small_batch_linear"]
-    assert all(k["prefetches_before_wait"] > 0 for k in small)
-    assert all(3 * (k["shared"] + 1024) <= MAX_SHARED + 1024 and k["in_flight"] > 0 for k in small)
-    assert all(3 * 128 * (-(-k["registers"] // 8) * 8) <= REGISTERS for k in small)
 
 
 LISTING = """

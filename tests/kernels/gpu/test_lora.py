@@ -13,16 +13,12 @@ from quire_kernels import (
     LoRASlots,
     LoRATarget,
     TokenRouting,
-    adapted_linear,
     add_lora,
     add_lora_embedding,
     build_lora_batch,
-    dispatch,
-    linear,
     lora,
     route_tokens,
 )
-from quire_kernels.gpu import lora as forms
 from quire_kernels.lora import LoRABatch
 
 pytestmark = requires_interpreter
@@ -104,85 +100,6 @@ def test_deltas(site, ranks, dtype):
     again = base.clone()
     interpreted_kernel(add_lora)(again, x, module, batch)
     assert torch.equal(again, found)
-
-
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_side_branch_in_a_captured_step(monkeypatch, with_residual):
-    """Shrink waits only for the work before the linear; expand waits for shrink and the base."""
-    torch.manual_seed(42)
-    log = []
-
-    class Stream:
-        def __init__(self, name):
-            self.name = name
-
-        def wait_stream(self, other):
-            log.append(f"{self.name} waits for {other.name}")
-
-        def __enter__(self):
-            log.append(f"on {self.name}")
-
-        def __exit__(self, *_):
-            log.append("back")
-
-    def logged(name, function):
-        def run(*args, early=False):
-            log.append(f"{name}, early" if early else name)
-            return function(*args) if name == "linear" else function(*args, early=early)
-
-        return run
-
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("main"))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(forms, "_side_stream", lambda _: Stream("side"))
-    for name in ("_launch_shrink", "linear", "_launch_expand_planes"):
-        monkeypatch.setattr(forms, name, logged(name, getattr(forms, name)))
-    site, ranks = SITES["q, k and v"]
-    module, batch = _filled([site], 0, ranks, torch.float32), _batch(_shuffled())
-    x, weight, bias = torch.randn(35, 40), torch.randn(136, 40), torch.randn(136)
-    residual = torch.randn(35, 136) if with_residual else None
-    expected = linear.reference(x, weight, bias, None if residual is None else residual.clone())
-    add_lora.reference(expected, x, module, batch)
-    found = adapted_linear.get("cuda", "side")(x, weight, bias, residual, module, batch)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert residual is None or found is residual
-    assert log == [
-        "side waits for main", "on side", "_launch_shrink", "back", "linear", "main waits for side",
-        "_launch_expand_planes",
-    ]  # fmt: skip
-
-
-def test_side_stream_is_created_only_if_selected(monkeypatch):
-    monkeypatch.setattr(adapted_linear, "dispatch_table", {})
-    assert adapted_linear._select_implementation("cuda") is adapted_linear.reference
-    monkeypatch.setattr(dispatch, "overrides", lambda: {"adapted_linear": "side"})
-    assert adapted_linear._select_implementation("cuda") is forms.adapted_linear
-
-
-def test_kernels_are_compiled_before_the_capture(monkeypatch):
-    """The same step runs before the capture and compiles the kernels; it also does not use early launch."""
-    early = []
-
-    def logged(function):
-        def run(*args):
-            early.append(args[-1])
-            return function(*args[:-1], False)
-
-        return run
-
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(forms, "supports_pdl", lambda _: True)
-    for name in ("_launch_shrink", "_launch_expand_planes"):
-        monkeypatch.setattr(forms, name, logged(getattr(forms, name)))
-    site, ranks = SITES["q, k and v"]
-    module, batch = _filled([site], 0, ranks, torch.float32), _batch(_shuffled())
-    x, weight = torch.randn(35, 40), torch.randn(136, 40)
-    found = adapted_linear.get("cuda", "side")(x, weight, None, None, module, batch)
-    assert early == [False, False]
-    torch.testing.assert_close(found, adapted_linear.reference(x, weight, None, None, module, batch))
-    interpreted_kernel(add_lora)(found, x, module, batch)
-    assert early[2:] == [True, True]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

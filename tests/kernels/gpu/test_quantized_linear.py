@@ -44,7 +44,7 @@ SCHEMES: dict[str, Callable[[Tensor], QuantizedWeight]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("num_tokens", [1, 17])
+@pytest.mark.parametrize("num_tokens", [1, 15, 17, 260])
 def test_quantized_linear(num_tokens: int, scheme: str, dtype: torch.dtype) -> None:
     torch.manual_seed(num_tokens)
     layer = SCHEMES[scheme](torch.randn(90, 224) / 8)

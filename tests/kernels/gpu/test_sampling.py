@@ -6,6 +6,8 @@ import torch
 from support.requirements_of_machine import interpreted_kernel, requires_interpreter
 
 from quire_kernels import apply_penalties, apply_token_bitmask, argmax_first, sample, uniform
+from quire_kernels.gpu import histogram_sampling
+from quire_kernels.gpu import sample as by_rows
 from quire_kernels.gpu import sampling as gpu
 
 pytestmark = requires_interpreter
@@ -22,7 +24,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(gpu, "_BLOCK", 256)
 
 
-@pytest.fixture(params=["own", "histogram"])
+@pytest.fixture(params=["bisection", "histogram"])
 def kernel(request):
     """An implementation of `sample`."""
     return sample.get("cuda", request.param)
@@ -86,6 +88,20 @@ def test_forbidden_tokens_are_never_sampled(kernel):
     arguments = logits, *_columns([(1.0, 0, 1.0, 0.0), (1.0, 5, 0.99, 0.0), (1.0, 0, 1.0, 0.01)], 2)
     found = kernel(*arguments, torch.arange(6), torch.zeros(6).long())
     assert set(found.tolist()) <= {129, 280}
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "expected"),
+    [(1, 128256, "histogram"), (4, 128256, "histogram"), (5, 128256, "bisection"), (1, 4096, "bisection")],
+)
+def test_few_rows_of_a_large_vocabulary_use_histograms(monkeypatch, rows, vocab_size, expected):
+    """The parts of four rows run at the same time on 132 multiprocessors."""
+    monkeypatch.undo()
+    monkeypatch.setattr(by_rows, "_num_sms", lambda _: 132)
+    for name, module in (("histogram", histogram_sampling), ("bisection", gpu)):
+        monkeypatch.setattr(module, "sample", lambda *_, name=name: name)
+    ones = torch.ones(rows)
+    assert by_rows.sample(torch.empty(rows, vocab_size), ones, ones, ones, ones, ones, ones) == expected
 
 
 def test_penalties_with_any_state_rows():

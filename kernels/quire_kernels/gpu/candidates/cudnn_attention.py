@@ -6,8 +6,7 @@ cuDNN reads the keys and values of a chunk from the KV blocks.
 A chunk continues its sequence, so its tokens attend to a context that earlier steps wrote. PyTorch's fused attention
 cannot read this context in place. The package nvidia-cudnn-frontend describes this attention as a graph, and cuDNN 9.7
 or later compiles a kernel for the graph. gpu/fused_attention.py computes all other spans. This implementation is used
-only if `QUIRE_KERNELS=paged_attention=cudnn` selects it. `prefill_attention.py` prepares it at start. It has never run
-on a device.
+only if `QUIRE_KERNELS=paged_attention=cudnn` selects it. `prefill_attention.py` prepares it at start.
 """
 
 from dataclasses import dataclass, replace

@@ -12,8 +12,7 @@ five. The bisection needs 13 passes for top-k, and another 13 for top-p.
 Weights are converted to integers in units of 2^-40 before they are added. The sum of integers does not depend on the
 order of the atomic additions. Therefore, a row gives the same token each time.
 
-This implementation is used only if QUIRE_KERNELS selects `sample=histogram`, because it has not been measured how much
-the atomic additions cost.
+The atomic additions take longer than the bisection if there are many rows (sample.py).
 """
 
 import torch
@@ -47,15 +46,14 @@ def sample(
     times."""
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    block = sampling._block(vocab_size)
-    num_parts = cdiv(vocab_size, block)
+    block, parts = sampling._block(vocab_size), parts_per_row(vocab_size)
     device = logits.device
-    maxima, sums = torch.empty(2, rows, num_parts, device=device)
-    tokens = torch.empty(rows, num_parts, dtype=torch.int32, device=device)
+    maxima, sums = torch.empty(2, rows, parts, device=device)
+    tokens = torch.empty(rows, parts, dtype=torch.int32, device=device)
     floors = torch.zeros(rows, dtype=torch.int32, device=device)
-    sizes = {"PARTS": max(next_power_of_2(num_parts), 16), "BLOCK": block}
-    grid = (rows, num_parts)
-    _part_maxima[grid](logits, maxima, tokens, logits.stride(0), vocab_size, num_parts, BLOCK=block, num_warps=_WARPS)
+    sizes = {"PARTS": max(next_power_of_2(parts), 16), "BLOCK": block}
+    grid = (rows, parts)
+    _part_maxima[grid](logits, maxima, tokens, logits.stride(0), vocab_size, parts, BLOCK=block, num_warps=_WARPS)
     # Counts and weights of each bin, and the results of each stage.
     num_histograms = _NUM_HISTOGRAMS if any_filtered else 0
     bins = torch.zeros(2, num_histograms, rows, _BINS, dtype=torch.int64, device=device)
@@ -75,7 +73,7 @@ def sample(
             logits.stride(0),
             vocab_size,
             rows,
-            num_parts,
+            parts,
             STAGE=stage,
             CUTS=any_filtered,
             HISTOGRAMS=_NUM_HISTOGRAMS,
@@ -96,11 +94,16 @@ def sample(
         positions,
         logits.stride(0),
         vocab_size,
-        num_parts,
+        parts,
         **sizes,
         num_warps=_WARPS,
     )
     return out
+
+
+def parts_per_row(vocab_size: int) -> int:
+    """Return the number of programs that share a row."""
+    return cdiv(vocab_size, sampling._block(vocab_size))
 
 
 @triton.jit
