@@ -26,7 +26,7 @@ from pathlib import Path
 import nvidia_stubs
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "engine,streamer,server,openai,operator"
+EXTRAS = "engine,streamer,trust,server,openai,operator"
 TORCH_RANGE = ((2, 11), (3, 0))
 """The first version of torch that is supported, and the first version that is too new. pyproject.toml contains the same
 range."""

@@ -15,6 +15,7 @@ BASE = {
     "spec": {"model": {"source": {"huggingFace": {"repo": "org/model"}}}},
 }
 ADAPTER = {"name": "sql", "source": {"path": "a"}}
+SIGNER = {"name": "release", "publicKey": "-----BEGIN PUBLIC KEY-----\nx"}
 KEYS = [{"name": "acme", "adapters": ["acme-*"], "tokensPerMinute": 1000}]
 REMOVE = object()
 
@@ -199,6 +200,12 @@ CEL_RULE_CASES = [
         {"spec.adapterSources": [], "spec.lora.maxLoaded": 0},
         {"spec.adapterSources": [{"path": "a"}], "spec.lora.maxLoaded": 0},
         "spec.adapterSources",
+    ),
+    (
+        "signers must have exactly one of publicKey and identity",
+        {"spec.trust": {"signers": [SIGNER]}},
+        {"spec.trust": {"signers": [{"name": "release"}]}},
+        "spec.trust.signers[0]",
     ),
     (
         "adapterSources must have exactly one",

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 from weakref import WeakValueDictionary
@@ -25,12 +25,20 @@ from quire_server.downloads.adapter_cache import (
     source_key,
 )
 from quire_server.downloads.resumable_download import MAX_SOURCE_CHANGES, ResumableDownload, query_version
+from quire_server.downloads.signatures import MAX_SIGNATURE_BYTES, SIGNATURE_FILE, SignatureVerifier
 from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.reader import FileMissing, SourceReader
 from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_catalog import Source
-from quire_spec.documents.adapter_digest import ADAPTER_FILES, CHAT_TEMPLATE_FILE, CONFIG_FILE, WEIGHTS_FILE
+from quire_spec.documents.adapter_digest import (
+    ADAPTER_FILES,
+    CHAT_TEMPLATE_FILE,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    present_files,
+)
+from quire_spec.documents.trust import TrustConfig, TrustPolicy
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, Unavailable
 from quire_spec.model.safetensors_header import LENGTH_BYTES, expected_file_bytes, header_length
 
@@ -48,6 +56,8 @@ class CachedAdapter:
 
     digest: AdapterDigest
     folder: Path
+    signer: str | None = None
+    """Name of the signer in spec.trust whose signature was verified."""
 
     @property
     def chat_template(self) -> Path | None:
@@ -60,6 +70,33 @@ class CachedAdapter:
         return folder_bytes(self.folder)
 
 
+class AdapterTrust:
+    """Verifies the signatures of adapters as spec.trust says."""
+
+    def __init__(self, trust: TrustConfig) -> None:
+        """Raises ConfigError if a key is invalid."""
+        self._verifier, self._policy = SignatureVerifier(trust), trust.adapters
+
+    @classmethod
+    def of(cls, trust: TrustConfig | None) -> Self | None:
+        """Return the verifier of a pod; None if it does not read the signatures of adapters."""
+        return None if trust is None or trust.adapters is TrustPolicy.IGNORE else cls(trust)
+
+    def signer(self, folder: Path, signature: Path, what: str) -> str | None:
+        """Return the signer of an adapter; None if it has none and the policy is Warn. This call blocks.
+
+        Raises:
+            InvalidArgument: the policy is Require, and the signature is refused.
+        """
+        try:
+            return self._verifier.verify(folder, present_files(folder), signature, what).signer
+        except InvalidArgument as error:
+            if self._policy is TrustPolicy.REQUIRE:
+                raise
+            logger.warning("signature refused, policy Warn: %s", error)
+            return None
+
+
 class AdapterFetcher(contextlib.AsyncExitStack):
     """Fetches adapters from their sources into one cache. It must be used as an async context manager."""
 
@@ -69,10 +106,14 @@ class AdapterFetcher(contextlib.AsyncExitStack):
         options: SourceOptions,
         max_weights_bytes: int = MAX_WEIGHTS_BYTES,
         limit_field: str = "limits.maxAdapterBytes in pod.json",
+        trust: AdapterTrust | None = None,
     ) -> None:
-        """`limit_field` is the field with the value of `max_weights_bytes`, for messages."""
+        """`limit_field` is the field with the value of `max_weights_bytes`, for messages. Without `trust`, signatures
+        are not read."""
         super().__init__()
         self._limit_field = limit_field
+        self._trust = trust
+        self._optional_files = (CHAT_TEMPLATE_FILE,) if trust is None else (CHAT_TEMPLATE_FILE, SIGNATURE_FILE)
         self._adapter_cache = adapter_cache
         self._max_weights_bytes = max_weights_bytes
         self._sources = SourceFactory(options)
@@ -90,8 +131,8 @@ class AdapterFetcher(contextlib.AsyncExitStack):
         logged and the content of the last fetch is returned.
 
         Raises:
-            InvalidArgument: the source is wrong, too large or not allowed, or its sha256 differs; a retry cannot
-                succeed.
+            InvalidArgument: the source is wrong, too large or not allowed, its sha256 differs, or its signature is
+                refused; a retry cannot succeed.
             NotFound: the files do not exist.
             Unavailable: the source cannot be read now; a retry can succeed.
         """
@@ -103,7 +144,13 @@ class AdapterFetcher(contextlib.AsyncExitStack):
             with _translate_disk_errors():
                 if record is None or not self._adapter_cache.touch(record.digest):
                     record = await self._download_all(reader, key)
-        return CachedAdapter(record.digest, self._adapter_cache.folder(record.digest))
+            content = CachedAdapter(record.digest, self._adapter_cache.folder(record.digest))
+            if self._trust is None:
+                return content
+            signature, what = self._adapter_cache.signature(key), reader.display_name("")
+            return replace(
+                content, signer=await run_in_daemon_thread(self._trust.signer, content.folder, signature, what)
+            )
 
     async def check_exists(self, source: Source) -> None:
         """Ask a source for an adapter without writing anything to the cache.
@@ -134,15 +181,18 @@ class AdapterFetcher(contextlib.AsyncExitStack):
     async def _unchanged_record(self, reader: SourceReader, key: str) -> SourceRecord | None:
         """Return the cached record, or None if the source's content has changed since the last fetch."""
         record = self._adapter_cache.record(key)
-        if record is None or reader.is_immutable:
+        if record is None or not record.versions.keys() >= {*self._optional_files}:
+            return None
+        if reader.is_immutable:
             return record
         try:
             for name in ADAPTER_FILES:
                 version = await query_version(reader, name)
                 if version is None or version != record.versions.get(name):
                     return None
-            if await _optional_version(reader, CHAT_TEMPLATE_FILE) != record.versions.get(CHAT_TEMPLATE_FILE):
-                return None
+            for name in self._optional_files:
+                if await _optional_version(reader, name) != record.versions.get(name):
+                    return None
         except Unavailable as error:
             logger.warning(
                 "source cannot be reached, using the cached adapter digest=%s error=%s", record.digest, error
@@ -151,7 +201,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
 
     async def _download_all(self, reader: SourceReader, key: str) -> SourceRecord:
         async with self._lock_partial(key) as partial:
-            stale_files = [*ADAPTER_FILES, CHAT_TEMPLATE_FILE]
+            stale_files = [*ADAPTER_FILES, *self._optional_files]
             for _ in range(MAX_SOURCE_CHANGES):
                 for name in stale_files:
                     await self._download(reader, partial, name)
@@ -173,7 +223,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
             await self._downloader.verify(reader, partial, name)
         except (FileMissing, AccessDenied):
             # Without the right to list files, S3 answers 403 for a file that does not exist.
-            if name != CHAT_TEMPLATE_FILE:
+            if name not in self._optional_files:
                 raise
             partial.discard(name)
             partial.record_version(name, None)
@@ -191,7 +241,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
     def _size_limit(self, name: str) -> tuple[int, str]:
         if name == WEIGHTS_FILE:
             return self._max_weights_bytes, f"; raise {self._limit_field}"
-        return _MAX_CONFIG_BYTES, ""
+        return MAX_SIGNATURE_BYTES if name == SIGNATURE_FILE else _MAX_CONFIG_BYTES, ""
 
     @contextlib.asynccontextmanager
     async def _lock_partial(self, key: str) -> AsyncIterator[PartialDownload]:

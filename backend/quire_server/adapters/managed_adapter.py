@@ -76,7 +76,15 @@ class ManagedAdapter:
         digest = content.digest if content else None
         effect = progress.check.effect if progress.check else None
         return AdapterStatus(
-            self.name, progress.state, self.since, digest, model, self.error, effect, self._warning(progress)
+            self.name,
+            progress.state,
+            self.since,
+            digest,
+            model,
+            self.error,
+            effect,
+            self._warning(progress),
+            signer=content.signer if content else None,
         )
 
     def held_status(self) -> HeldContentStatus:

@@ -455,10 +455,11 @@ class AdapterManager:
         while not (self._is_prepared(adapter, latest) if held else self._is_active(adapter, latest)):
             self._mark_loading(adapter)
             await self._load(latest)
-            check = await self._check_content(adapter, latest)
-            if adapter.progress.latest != latest:  # another role's content was adopted in the meantime
-                raise _Superseded
-            self._accept(adapter, check)
+            if self._must_check(adapter):
+                check = await self._check_content(adapter, latest)
+                if adapter.progress.latest != latest:  # another role's content was adopted in the meantime
+                    raise _Superseded
+                self._accept(adapter, check)
             if not held:
                 await self._activate(adapter, latest)
         adapter.apply(Converged())
@@ -532,11 +533,18 @@ class AdapterManager:
         if not check.has_effect:
             logger.warning("adapter without effect name=%s effect=%g", adapter.name, check.effect)
 
+    def _must_check(self, adapter: ManagedAdapter) -> bool:
+        """Return whether an adapter is checked before requests use it. A request waits for an adapter on demand, whose
+        check would take steps and a slot from other requests. Therefore, it is checked only if it could be refused."""
+        return not adapter.on_demand or self.catalog.onNoEffect is OnNoEffect.REFUSE
+
     def _is_prepared(self, adapter: ManagedAdapter, content: CachedAdapter) -> bool:
         """Whether a content is loaded and has passed the checks that the catalog requires now."""
         core, _, _ = self._handles.require_all()
         if not core.is_loaded(content.digest, self._is_slot_pinned(content.digest)):
             return False
+        if not self._must_check(adapter):
+            return True
         check = self._checks.get(
             (content.digest, adapter.progress.desired.canary if adapter.progress.desired else None)
         )

@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from quire_server.adapters.fetcher import AdapterFetcher, CachedAdapter
+from quire_server.adapters.fetcher import AdapterFetcher, AdapterTrust, CachedAdapter
 from quire_server.adapters.manager import AdapterManager
 from quire_server.adapters.on_demand_shares import OnDemandAdapter, select_leaving
 from quire_server.clients.handles import ProcessHandles
@@ -58,6 +58,7 @@ class OnDemandAdapters(AsyncExitStack):
         folder: Path,
         options: SourceOptions,
         max_adapter_bytes: int,
+        trust: AdapterTrust | None = None,
     ) -> None:
         """`folder` is the part of the cache folder that only this supervisor uses."""
         super().__init__()
@@ -66,6 +67,7 @@ class OnDemandAdapters(AsyncExitStack):
         self._folder = folder
         self._options = options
         self._max_adapter_bytes = max_adapter_bytes
+        self._trust = trust
         self._fetchers: dict[tuple[str, int], AdapterFetcher] = {}
         """By the key of the source and its limit of bytes."""
         self._found: dict[AdapterName, _Found] = {}
@@ -231,7 +233,7 @@ class OnDemandAdapters(AsyncExitStack):
         limit, field = self._max_adapter_bytes, "limits.maxAdapterBytes in pod.json"
         if prefix.maxBytes < limit:
             limit, field = prefix.maxBytes, "limit.size of the adapter source"
-        fetcher = await self.enter_async_context(AdapterFetcher(cache, options, limit, field))
+        fetcher = await self.enter_async_context(AdapterFetcher(cache, options, limit, field, self._trust))
         self._reclaim_requested.set()  # an earlier process may have left more files than the limit allows
         # Another lookup may have opened one in the meantime.
         return self._fetchers.setdefault(key, fetcher)

@@ -10,15 +10,17 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
-from quire_server.adapters.fetcher import AdapterFetcher
+from quire_server.adapters.fetcher import AdapterFetcher, AdapterTrust
 from quire_server.batch.local_endpoint import LocalEndpoint
 from quire_server.batch.local_engine import LocalEngine, fetch_adapters
 from quire_server.downloads.adapter_cache import AdapterCache
+from quire_server.downloads.model_trust import verify_models
 from quire_server.logs import LogRelay
 from quire_server.openai.text_client import TextClient
 from quire_server.supervisor import run_dir
 from quire_server.supervisor.child_process import become_subreaper
 from quire_sources.factory import SourceOptions
+from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.documents.pod_config import PodConfig
@@ -40,7 +42,9 @@ async def open_local_endpoint(args: argparse.Namespace) -> AsyncIterator[tuple[L
     options = SourceOptions(sources.secretsDir, sources.claims, sources.allowPaths)
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(run_dir.locked_run_dir(args.run_dir))
-        fetcher = await stack.enter_async_context(AdapterFetcher(AdapterCache(args.cache_dir), options))
+        await run_in_daemon_thread(verify_models, config)
+        trust = AdapterTrust.of(config.trust)
+        fetcher = await stack.enter_async_context(AdapterFetcher(AdapterCache(args.cache_dir), options, trust=trust))
         cached_adapter_by_name = await fetch_adapters(catalog, config.servedName, fetcher)
         relay = LogRelay(True) if args.verbose else _drop
         engine = LocalEngine(args.config.absolute(), folder, cached_adapter_by_name, relay)

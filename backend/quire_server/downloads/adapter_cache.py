@@ -6,6 +6,7 @@ The cache does not depend on protocols. A source is identified by its key, which
     partial/<key>/                partially downloaded files of a source
     partial/<key>.json            the versions of these files
     partial/<key>.lock            the lock of the download
+    sources/<key>.sig             the signature of a source, if signatures are verified
     sources/<key>.json            the last digest of a source, and the versions of its files
 
 Several supervisors can share a cache.
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_server.downloads.signatures import SIGNATURE_FILE
 from quire_spec.constants import AdapterDigest
 from quire_spec.dataclass_json import from_json, to_json
 from quire_spec.documents.adapter_catalog import Source
@@ -107,6 +109,10 @@ class AdapterCache:
         All files of the download must be complete. The function reads all files, and syncs them to disk.
         """
         digest = adapter_digest(partial.folder)
+        # Sources with the same content can have different signatures.
+        self.signature(key).unlink(missing_ok=True)
+        if (signature := partial.folder / SIGNATURE_FILE).exists():
+            signature.rename(self.signature(key))
         for path in partial.folder.iterdir():
             fsync_path(path)
         fsync_path(partial.folder)
@@ -123,6 +129,10 @@ class AdapterCache:
         _write_json(self._record_path(key), to_json(record))
         partial.clear_versions()
         return record
+
+    def signature(self, key: str) -> Path:
+        """Return the path of the signature of a source. The file does not have to exist."""
+        return self._folder / "sources" / f"{key}.sig"
 
     def touch(self, digest: AdapterDigest) -> bool:
         """Mark an adapter as used, so that no supervisor removes it. Return False if it does not exist."""

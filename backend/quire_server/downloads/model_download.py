@@ -48,7 +48,7 @@ EXIT_PERMANENT_FAILURE = 2
 CONFIG_FILE, INDEX_FILE, SINGLE_WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 OPTIONAL_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt", "model.sig",
 )  # fmt: skip
 _WEIGHTS_SUFFIX = ".safetensors"
 _MAX_CONCURRENT_FILES = 4

@@ -16,11 +16,12 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from quire_server.adapters.fetcher import AdapterFetcher
+from quire_server.adapters.fetcher import AdapterFetcher, AdapterTrust
 from quire_server.adapters.manager import AdapterManager
 from quire_server.adapters.on_demand import OnDemandAdapters, private_folder
 from quire_server.adapters.runtime_adapters import RuntimeAdapters
 from quire_server.downloads.adapter_cache import AdapterCache
+from quire_server.downloads.model_trust import verify_models
 from quire_server.logs import LogRelay
 from quire_server.model_server import launch
 from quire_server.model_server.vllm_repository import log_ignored_parts
@@ -32,6 +33,7 @@ from quire_server.supervisor.process_manager import ProcessManager
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.supervisor import Supervisor
 from quire_sources.factory import SourceOptions
+from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.documents.model_repository import find_vllm_model
@@ -61,11 +63,12 @@ async def run(settings: SupervisorSettings) -> None:
     install, python = launch.find_server(), launch.current_interpreter()
     launch.preflight(install, python, 1 + len(catalog.exposed_names()))
     become_subreaper()
+    trust = AdapterTrust.of(config.trust)
     source_options = SourceOptions(config.sources.secretsDir, config.sources.claims, config.sources.allowPaths)
     async with contextlib.AsyncExitStack() as stack:
         run_folder = stack.enter_context(run_dir.locked_run_dir(settings.run_dir))
         fetcher = await stack.enter_async_context(
-            AdapterFetcher(_open_cache(settings), source_options, config.limits.maxAdapterBytes)
+            AdapterFetcher(_open_cache(settings), source_options, config.limits.maxAdapterBytes, trust=trust)
         )
         session = await stack.enter_async_context(aiohttp.ClientSession())
         process_manager = ProcessManager(
@@ -83,6 +86,7 @@ async def run(settings: SupervisorSettings) -> None:
                 private_folder(settings.cache_dir, run_folder),
                 source_options,
                 config.limits.maxAdapterBytes,
+                trust,
             )
         )
         supervisor = Supervisor(settings, process_manager, adapter_manager, on_demand, other_models, session)
@@ -93,6 +97,7 @@ async def run(settings: SupervisorSettings) -> None:
             methods += [runtime_adapters.load_lora_adapter, runtime_adapters.unload_lora_adapter]
         await stack.enter_async_context(Server(methods).listening(run_folder / constants.SUPERVISOR_SOCKET))
         adapter_manager.set_catalog(catalog)
+        supervisor.model_signatures = await run_in_daemon_thread(verify_models, config)
         await supervisor.run(_install_signal_handlers(process_manager, run_folder))
 
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -24,7 +25,7 @@ from quire_server.supervisor.process_manager import ProcessManager
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.version import VERSION
 from quire_spec.documents.adapter_catalog import AdapterCatalog
-from quire_spec.documents.pod_status import AdapterState, PodStatus, ProcessState
+from quire_spec.documents.pod_status import AdapterState, ModelSignature, PodStatus, ProcessState
 from quire_spec.errors import QuireError
 from quire_spec.net import addresses
 
@@ -55,6 +56,8 @@ class Supervisor:
         self._adapter_manager = adapter_manager
         self._on_demand = on_demand
         self.other_models = other_models
+        self.model_signatures: Mapping[str, ModelSignature] = {}
+        """The verified signatures of the base model and the draft model; see `verify_models`."""
         self._session = session
         self._all_were_up = False
         self._server_metrics_page = "", -math.inf
@@ -118,6 +121,7 @@ class Supervisor:
             reasoning_parser=text.reasoning_parser if text else None,
             cores=dict(self._process_manager.core_states),
             on_demand=self._on_demand.status() if self._adapter_manager.catalog.sources else None,
+            model_signatures=dict(self.model_signatures),
             degraded=self._degraded(),
         )
 

@@ -52,7 +52,7 @@ def adapter_digest(folder: Path) -> AdapterDigest:
         OSError: a file is missing or cannot be read.
     """
     sha = hashlib.sha256()
-    for name in _present_files(folder):
+    for name in present_files(folder):
         path = folder / name
         sha.update(
             _encode_length(len(name.encode())) + name.encode() + _encode_length(path.stat().st_size) + file_sha256(path)
@@ -75,7 +75,7 @@ class DigestCache:
     def get(self, folder: Path) -> AdapterDigest:
         """Return `adapter_digest(folder)` from the cache, or compute it. Raises the same errors as `adapter_digest`."""
         now = time.time()
-        stats = [os.stat(folder / name) for name in _present_files(folder)]
+        stats = [os.stat(folder / name) for name in present_files(folder)]
         file_stats = tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats)
         cached = self._entries.get(folder)
         if cached is not None and cached[0] == file_stats:
@@ -88,7 +88,8 @@ class DigestCache:
         return digest
 
 
-def _present_files(folder: Path) -> tuple[str, ...]:
+def present_files(folder: Path) -> tuple[str, ...]:
+    """Return the names of the files of an adapter, which its digest covers."""
     return (*ADAPTER_FILES, CHAT_TEMPLATE_FILE) if (folder / CHAT_TEMPLATE_FILE).exists() else ADAPTER_FILES
 
 

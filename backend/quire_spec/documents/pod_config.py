@@ -19,6 +19,7 @@ from quire_spec.dataclass_json import from_json, non_default_json, read_json, to
 from quire_spec.documents.api_key_rule import ApiKeyRule
 from quire_spec.documents.field_schema import Rule, schema_field
 from quire_spec.documents.server_arguments import parse_server_arguments
+from quire_spec.documents.trust import TrustConfig
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 
@@ -191,6 +192,8 @@ class PodConfig:
     """None: the OpenAI API is turned off."""
     sources: SourcesConfig = field(default_factory=SourcesConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    trust: TrustConfig | None = None
+    """None: signatures of models and adapters are not read."""
     vllmRepository: Path | None = None
     """The vllm_backend repository from which this document was made. None: it was made from an LLMService."""
 
@@ -269,6 +272,8 @@ class PodConfig:
             raise ConfigError(f"limits.maxAdapterBytes: must be at least 1, got {self.limits.maxAdapterBytes}")
         if self.openai is not None:
             self._check_openai(self.openai)
+        if self.trust is not None:
+            self.trust.validate("trust")
 
     @property
     def named_ports(self) -> dict[str, int]:

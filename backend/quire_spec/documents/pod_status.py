@@ -66,6 +66,8 @@ class AdapterStatus:
     """The content that replaces the current one when all pods have verified it."""
     previous: HeldContentStatus | None = None
     """The content that the current one has replaced."""
+    signer: str | None = None
+    """Name of the signer in spec.trust whose signature was verified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,17 @@ class OnDemandStatus:
     adapters: int
     bytes: int
     """Size of their files."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSignature:
+    """The signature of the base model or the draft model."""
+
+    signer: str | None
+    """Name of the signer in spec.trust; None if the signature was refused and the policy is Warn."""
+    digest: str | None
+    """sha256:... of the signed files."""
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +174,8 @@ class PodStatus:
     """State of each core by the name of its process. Empty if the pod has one core."""
     on_demand: OnDemandStatus | None = None
     """The adapters that were found by name; None if the catalog has no adapter sources."""
+    model_signatures: dict[str, ModelSignature] = field(default_factory=dict)
+    """The verified signatures by model: `model` and `draft`. Empty without spec.trust."""
     degraded: str = ""
     """Which part of a ready pod does not work, such as `cores 3 of 4`; empty if all work."""
 

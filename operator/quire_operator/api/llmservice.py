@@ -32,6 +32,7 @@ from quire_spec.documents.adapter_catalog import (
     Source,
 )
 from quire_spec.documents.field_schema import ANNOTATIONS, LABELS, Restarts, Rule, schema_field
+from quire_spec.documents.trust import TrustConfig
 
 MODEL_SOURCE: FieldPath = ("spec", "model", "source")
 KV_FOLDER: FieldPath = ("spec", "engine", "kvCacheOffloading", "secondary", 0, "folder")
@@ -224,6 +225,8 @@ class LLMServiceSpec:
     """
     openai: OpenAISpec = schema_field(factory=OpenAISpec)
     """The OpenAI API of the pods."""
+    trust: TrustConfig | None = schema_field(None)
+    """Signatures that pods verify before they use a model or an adapter. Default: none."""
     gpu: GpuSpec | None = schema_field(None)
     """GPUs of a replica. Default: one GPU of the product that the cluster's nodes have."""
     replicas: int = schema_field(1, minimum=0, maximum=1000, restarts=Restarts.NO)

@@ -102,6 +102,10 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "must be a name of an adapter, or a pattern with *, ? and [abc]",
         "write it like web-*",
     ),
+    r"^-----BEGIN PUBLIC KEY-----": (
+        "must be a public key in PEM format",
+        "copy the file that openssl ec -pubout wrote",
+    ),
     r"^[-._a-zA-Z0-9]+$": ("must be a key of a Secret", "use letters, digits, '-', '_' and '.'"),
     r"^s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/.*)?$": (
         "must be s3://, a bucket (two or more of a-z, 0-9, '-' and '.') and a folder",

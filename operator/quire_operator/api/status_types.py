@@ -58,6 +58,8 @@ class AdapterStatus:
     """Name in the spec."""
     digest: str | None = schema_field(None, max_length=71)
     """SHA-256 digest of the content, as sha256:...."""
+    signer: str | None = schema_field(None, max_length=63)
+    """Signer in spec.trust whose signature all pods have verified. Absent if there is none."""
     ready: int | None = schema_field(None, minimum=0)
     """Number of ready pods that have loaded the adapter."""
     total: int | None = schema_field(None, minimum=0)
@@ -67,6 +69,16 @@ class AdapterStatus:
     for each other."""
     message: str | None = schema_field(None, max_length=1024)
     """Reason for a failure, or a warning, and the name of the pod."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSignatureStatus:
+    """status.modelSignature"""
+
+    signer: str = schema_field(max_length=63)
+    """Signer in spec.trust."""
+    digest: str = schema_field(max_length=71)
+    """SHA-256 digest of the signed files, as sha256:...."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +286,8 @@ class LLMServiceStatus:
     """
     reasoningParser: str | None = schema_field(None, max_length=63)
     """Format of the reasoning before an answer that every ready pod uses. Absent if there is none."""
+    modelSignature: ModelSignatureStatus | None = schema_field(None)
+    """Signature of the base model that every ready pod has verified. Absent if there is none."""
     adaptersReady: str | None = schema_field(None, max_length=16)
     """Number of adapters that are ready on every ready pod, and number of adapters in the spec, such as 2/3."""
     adapters: tuple[AdapterStatus, ...] = schema_field((), max_items=1024, list_type="atomic")

@@ -30,6 +30,7 @@ from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog, SecretRef, Source
 from quire_spec.documents.pod_config import PodConfig
 from quire_spec.documents.server_arguments import parse_server_arguments
+from quire_spec.documents.trust import TrustPolicy
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.kv_events_config import KVEventsConfig
 from quire_spec.errors import ConfigError
@@ -272,6 +273,13 @@ def _iter_problems(
                 hub.repo,
                 f"the folder {Path(hub.repo).absolute()} would be served instead of the hub's model",
                 "give that folder as path, or start in another folder",
+            )
+        if hub is not None and service.spec.trust is not None and service.spec.trust.model is not TrustPolicy.IGNORE:
+            yield Problem(
+                (*path, "huggingFace", "repo"),
+                hub.repo,
+                "quire serve verifies the signature of a model only in a folder",
+                "download the files (python -m quire_server.download --help) and give their folder as path",
             )
         yield from unsupported_sources(source, path)
         yield from local_sources.iter_problems(source, path, MODEL_FILES)

@@ -76,6 +76,7 @@ def pod_config(service: LLMService, engine: EngineConfig, files: PodFiles, host:
         openai=_openai_config(service, files),
         sources=SourcesConfig(secretsDir=files.secrets, claims=files.claims),
         limits=LimitsConfig(drainSeconds=service.spec.rollout.drainSeconds),
+        trust=service.spec.trust,
     )
 
 

@@ -93,7 +93,7 @@ def test_descriptions_of_optional_fields_state_the_default():
     ]
     # The kinds of a source or template exclude each other, and lists, maps and values that are empty when omitted.
     assert {path.rpartition(".")[2] for path in silent} == {
-        "path", "text", "adapters", "value", "matchLabels", "labels", "annotations", "spec"
+        "path", "text", "publicKey", "adapters", "value", "matchLabels", "labels", "annotations", "spec"
     }  # fmt: skip
 
 

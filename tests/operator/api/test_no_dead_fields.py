@@ -177,7 +177,11 @@ def bases():
         {"http": {"url": "http://h:8080/a", "headersSecretRef": secret}},
         {"pvc": {"claimName": "c", "path": "a"}},
     ]
-    yield body(GPU, sources[0], adapterSources=places)
+    pem = "-----BEGIN PUBLIC KEY-----\na"
+    signers = [{"name": "release", "publicKey": pem}]
+    signers += [{"name": "ci", "identity": {"subject": "ci@example.com", "issuer": "https://issuer.example"}}]
+    trust = {"signers": signers, "model": "Require", "adapters": "Warn"}
+    yield body(GPU, sources[0], adapterSources=places, trust=trust)
     # Without an endpoint picker, which needs HTTP here, and with a route to the Service.
     route = {"parentRefs": [{"name": "gateway"}], "port": "openai"}
     models = {"expose": ["http"], "models": {"path": "/opt/models"}}
@@ -220,7 +224,8 @@ TEXTS = {
     "suffixDecodingMaxSpecFactor": ["4.0"], "suffixDecodingMinTokenProb": ["0.3"],
     "requests": ["7"], "limits": ["7"],
     "hostnames": ["other.example"], "requestTimeout": ["1h30m"],
-    "serverArgs": ["http-thread-count=5"],
+    "serverArgs": ["http-thread-count=5"], "issuer": ["https://other.example"],
+    "publicKey": ["-----BEGIN PUBLIC KEY-----\nb"],
 }  # fmt: skip
 
 

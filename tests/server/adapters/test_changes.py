@@ -17,8 +17,7 @@ async def test_replacement_switches_the_name_after_the_new_content_is_loaded(pod
     old = pod.status("a").digest
     pod.core.gate.clear()
     pod.set_catalog(2, a=two)
-    await pod.until(lambda: len(pod.core.calls) == 2)
-    await asyncio.sleep(0.05)
+    await pod.until(lambda: len(pod.core.names("load_adapter")) == 2)
     assert (pod.status("a").state, pod.status("a").digest, pod.handles.text.digest_by_name) == (
         "Loading",
         old,

@@ -112,6 +112,16 @@ async def test_links_lead_only_within_the_prefix(finder, prefix, tmp_path):
         await finder.find("inside", "")
 
 
+async def test_the_effect_is_probed_only_if_an_adapter_could_be_refused(finder, prefix):
+    finder.set_sources(path(prefix))
+    await finder.find("a", "")
+    assert finder.pod.core.names("verify_adapter") == []
+    document = catalog(9) | {"sources": [path(prefix)], "onNoEffect": "Refuse"}
+    finder.pod.manager.set_catalog(AdapterCatalog.from_json(document))
+    await finder.find("b", "")
+    assert len(finder.pod.core.names("verify_adapter")) == 1
+
+
 async def test_an_invalid_adapter_is_refused_and_may_be_corrected(finder, prefix):
     finder.set_sources(path(prefix))
     finder.pod.core.errors["load_adapter"] = InvalidArgument("rank must be positive, got 0")

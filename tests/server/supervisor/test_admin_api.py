@@ -114,6 +114,7 @@ async def test_status_and_metrics(port):
         "warning": "",
         "candidate": None,
         "previous": None,
+        "signer": None,
         "model": None,
         "error": "HTTP 404",
     }

@@ -86,6 +86,7 @@ def evaluate_adapters(
         entries.append(
             entry
             | _common_digest(adapter.name, reporting_pods, adapters_by_pod)
+            | _common_signer(adapter.name, reporting_pods, adapters_by_pod)
             | ({"message": message} if message else {})
         )
     num_ready = sum(_is_ready_everywhere(entry) for entry in entries)
@@ -213,6 +214,16 @@ def _common_digest(
     """Return the digest of the adapter, if all pods that report a digest report the same one."""
     digests = set(_known_digests(name, pods, adapters_by_pod))
     return {"digest": digests.pop()} if len(digests) == 1 else {}
+
+
+def _common_signer(
+    name: str, pods: Sequence[PodState], adapters_by_pod: dict[str, dict[str, AdapterStatus]]
+) -> dict[str, str]:
+    """Return the signer of the adapter, if all pods report the same one."""
+    statuses = [adapters_by_pod[pod.uid].get(name) for pod in pods]
+    signers = {status.signer if status is not None else None for status in statuses}
+    signer = signers.pop() if len(signers) == 1 else None
+    return {"signer": signer} if signer is not None and _is_name(signer) else {}
 
 
 def _known_digests(

@@ -7,7 +7,7 @@ The condition Ready summarizes the other conditions. It is True only if every po
 Every pod must also be ready according to the kubelet and according to its own status.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -68,7 +68,22 @@ def build_status(
         "updatedReplicas": (deployment.get("updatedReplicas") or 0) if is_current else 0,
         "models": adapters.common_model_names(ready),
         **_parsers(ready),
+        **_model_signature(ready),
     }
+
+
+def _model_signature(ready: Sequence[PodState]) -> dict[str, Any]:
+    """Return the signature of the base model, if all ready pods report the same one."""
+    signatures = {pod.report.model_signatures.get("model") if pod.report else None for pod in ready}
+    signature = signatures.pop() if len(signatures) == 1 else None
+    if signature is None or not _is_short(signature.signer, 63) or not _is_short(signature.digest, 71):
+        return {}
+    return {"modelSignature": {"signer": signature.signer, "digest": signature.digest}}
+
+
+def _is_short(text: str | None, limit: int) -> bool:
+    """Return whether a text fits in the CRD. A faulty pod must not prevent the operator from writing the status."""
+    return text is not None and len(text) <= limit and text.isascii()
 
 
 @dataclass(frozen=True, slots=True)
