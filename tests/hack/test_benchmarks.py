@@ -98,6 +98,16 @@ def test_openai_front_benchmark():
     assert "load" in output.splitlines()[-1]
 
 
+@pytest.mark.server
+def test_names_benchmark(tmp_path):
+    output = tmp_path / "results.json"
+    flags = "--adapters 12 --slots 2 --cached 4 --clients 2 --seconds 1 --runs 1 --output-tokens 4"
+    table = run_script("names.py", "--model", TINY, "-o", output, *flags.split())
+    assert "| 1.1 |" in table
+    [figures] = json.loads(output.read_text())["rounds"]
+    assert figures["failed"] == 0 and 2 < figures["first_adapters"] <= 12
+
+
 def test_fairness_benchmark() -> None:
     """Its exit code is 1 above the bar, which a busy machine can cause."""
     output = run_script("fairness.py", "--model", TINY, "--seconds", "2", "--prompt-tokens", "16", codes=(0, 1))

@@ -9,7 +9,8 @@ owns the adapter slots. An adapter is always identified by its content digest.
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +42,8 @@ class _Adapter:
     last_used: int = 0
     """Tick at which a sequence of the adapter last arrived or started. The adapter with the lowest tick is evicted
     first."""
+    client: str | None = None
+    """The client whose sequence first used the host copy. It counts against the client's share of host memory."""
     info: AdapterInfo = field(default_factory=AdapterInfo)
     """Known, because an adapter is registered only after it was read."""
 
@@ -52,10 +55,11 @@ class AdapterRegistry:
     Both the number and the total bytes of host copies are limited. An adapter without a host copy is read from disk
     when a sequence of that adapter arrives. The adapter whose sequence has waited longest is read first.
 
-    Eviction. When host memory is full, the least recently used copy without waiting sequences is evicted first. If
-    every copy has waiting sequences, a copy is evicted only for an adapter that has been needed for longer. Therefore,
-    the adapter that has been needed longest always gets its copy, no matter how many adapters are needed. The copy of
-    an adapter with running sequences is never evicted.
+    Eviction. When host memory is full, the least recently used copy without waiting sequences is evicted first. Copies
+    of clients that have more than an equal share go before all others, so a client that uses many adapters evicts its
+    own. If every copy has waiting sequences, a copy is evicted only for an adapter that has been needed for longer.
+    Therefore, the adapter that has been needed longest always gets its copy, no matter how many adapters are needed.
+    The copy of an adapter with running sequences is never evicted.
     """
 
     def __init__(
@@ -158,7 +162,9 @@ class AdapterRegistry:
         """Return the position of the first token of a sequence that a registered adapter changes."""
         return adapter_start(prompt_token_ids, self._adapter_by_digest[digest].info.invocation_tokens)
 
-    def add_sequence(self, digest: AdapterDigest, parts: Sequence[tuple[AdapterDigest, float]] = ()) -> None:
+    def add_sequence(
+        self, digest: AdapterDigest, parts: Sequence[tuple[AdapterDigest, float]] = (), client: str = ""
+    ) -> None:
         """Count a new sequence, and request a read of its adapter if necessary.
 
         `parts` are the digests and weights of the adapters of a sum.
@@ -175,6 +181,8 @@ class AdapterRegistry:
                 f"adapter {digest!r} is not loaded ({len(self._adapter_by_digest)} others are); load it first"
             )
         adapter.num_sequences += 1
+        if digest not in self._on_host or adapter.client is None:
+            adapter.client = client
         self._touch(adapter)
         self.slot_table.touch(digest)
         self._active.add(digest)
@@ -428,7 +436,11 @@ class AdapterRegistry:
         needed_since, num_bytes = self._needed_since(digest), self._copy_bytes(digest)
         if self._fits(1, num_bytes):
             return True
-        candidates = sorted((d for d in self._on_host if self._is_evictable(d, needed_since)), key=self._eviction_key)
+        protected_clients = self._protected_clients(digest)
+        candidates = sorted(
+            (d for d in self._on_host if self._is_evictable(d, needed_since, protected_clients)),
+            key=lambda candidate: self._eviction_key(candidate, protected_clients),
+        )
         for num_victims in range(1, len(candidates) + 1):
             victims = candidates[:num_victims]
             if self._fits(1 - len(victims), num_bytes - sum(map(self._copy_bytes, victims))):
@@ -438,16 +450,36 @@ class AdapterRegistry:
                 return True
         return False
 
-    def _eviction_key(self, digest: AdapterDigest) -> tuple[bool, int, bool, int, str]:
+    def _protected_clients(self, newcomer: AdapterDigest) -> set[str]:
+        """Return the clients that have at most an equal share of the host copies, in number and bytes, with the copy of
+        the newcomer. A client that is alone has nothing to share."""
+        counts, sizes = Counter[str](), Counter[str]()
+        for digest in {newcomer, *self._on_host, *self._reading}:
+            if (client := self._adapter_by_digest[digest].client) is not None:
+                counts[client] += 1
+                sizes[client] += self._copy_bytes(digest)
+        if len(counts) < 2:
+            return set()
+        max_count, max_bytes = self._max_host_loras / len(counts), (self._max_host_bytes or math.inf) / len(counts)
+        return {client for client in counts if counts[client] <= max_count and sizes[client] <= max_bytes}
+
+    def _eviction_key(
+        self, digest: AdapterDigest, protected_clients: Collection[str]
+    ) -> tuple[bool, int, bool, bool, int, str]:
         """Return the sort key of a host copy; the lowest is evicted first."""
         adapter, in_slot = self._adapter_by_digest[digest], self.slot_table.lookup(digest) is not None
-        return adapter.needed_since is not None, -(adapter.needed_since or 0), in_slot, adapter.last_used, digest
+        need = adapter.needed_since is not None, -(adapter.needed_since or 0)
+        return *need, adapter.client in protected_clients, in_slot, adapter.last_used, digest
 
-    def _is_evictable(self, digest: AdapterDigest, needed_since: float | None) -> bool:
+    def _is_evictable(
+        self, digest: AdapterDigest, needed_since: float | None, protected_clients: Collection[str]
+    ) -> bool:
         """Return whether a host copy can be evicted to make room for a copy that has been needed since the tick
-        `needed_since`."""
+        `needed_since`. A copy that nothing needs yet does not evict one of a protected client: when a sequence needs
+        it, it counts against the share of its client."""
         adapter, is_slot_pinned = self._adapter_by_digest[digest], digest in self.slot_table.slot_pinned_adapters
-        if needed_since is None and (is_slot_pinned or self.slot_table.lookup(digest) is not None):
+        is_kept = is_slot_pinned or self.slot_table.lookup(digest) is not None or adapter.client in protected_clients
+        if needed_since is None and is_kept:
             return False
         if self.slot_table.num_running(digest) or (is_slot_pinned and not self.slot_table.can_evict_slot_pinned):
             return False

@@ -234,7 +234,7 @@ class Scheduler:
         if sequence.params.use_beam_search:
             self._beams.check_request(sequence)
         if sequence.adapter_digest is not None:
-            self._adapter_registry.add_sequence(sequence.adapter_digest, sequence.adapter_parts)
+            self._adapter_registry.add_sequence(sequence.adapter_digest, sequence.adapter_parts, sequence.client)
             sequence.adapter_start = self._adapter_registry.adapter_start(
                 sequence.adapter_digest, sequence.prompt_token_ids
             )
@@ -379,7 +379,7 @@ class Scheduler:
         self._sequences[fork.id] = fork
         self._running.add(fork)
         if fork.adapter_digest is not None:
-            self._adapter_registry.add_sequence(fork.adapter_digest)
+            self._adapter_registry.add_sequence(fork.adapter_digest, client=fork.client)
             self._adapter_registry.on_start(fork.adapter_digest)
 
     def _apply_draft(self, span: ScheduledSpan, output: SpanOutput) -> None:

@@ -271,3 +271,26 @@ def test_check_integrity_detects_damage() -> None:
     registry._on_host.remove("a")
     with pytest.raises(Internal, match="an adapter with sequences has no host copy and is not being read"):
         registry.check_integrity({"a": 1}, {})
+
+
+def test_a_client_that_uses_many_adapters_evicts_its_own_host_copies() -> None:
+    registry = make_registry("abcdefgh", max_loras=1, host_loras=4)
+
+    def use(digest: str, client: str) -> None:
+        registry.add_sequence(digest, client=client)
+        registry.read()
+        assert registry.run(digest)
+        registry.end(digest)
+
+    use("a", "calm")
+    use("b", "calm")
+    for digest in "cdefghcdefgh":
+        use(digest, "flood")
+        states = registry.adapter_states()
+        assert "disk" not in (states["a"], states["b"]), "two copies are the share of one of two clients"
+    use("h", "calm")
+    assert registry.adapter_states()["h"] != "disk", "the copy belongs to the client that brought it"
+    for digest in "cde":
+        use(digest, "third")
+    states = registry.adapter_states()
+    assert [states[digest] for digest in "ab"].count("disk") <= 1, "a third client makes the shares smaller"

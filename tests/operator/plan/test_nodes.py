@@ -119,3 +119,18 @@ def test_tiers_that_no_node_has_room_for_are_refused_by_name():
     by_hand = spec.replace("NVIDIA-L4", "NVIDIA-L4, memory: 23034Mi")
     assert planned_on([small], by_hand).hostBytes == plan.hostBytes
     assert planned_on([small], "gpu: {product: NVIDIA-L4}").hostBytes.kvOffloading == 0
+
+
+def test_adapters_that_are_found_by_name_need_room_on_a_node():
+    limits = "[{path: a, limit: {size: 60Gi}}, {http: {url: 'http://h/a'}, limit: {size: 50Gi}}]"
+    spec = f"gpu: {{product: NVIDIA-L4}}\nadapterSources: {limits}"
+    plan = planned_on([node(L4)], spec)
+    assert planned_on([with_capacity(node(L4), "128Gi", "110Gi")], spec) == plan
+    with pytest.raises(Unplannable) as error:
+        planned_on([with_capacity(node(L4), "128Gi", "109Gi")], spec)
+    assert str(error.value) == (
+        f"spec.adapterSources: the limits are {110 * 1024}Mi in total, and the pod requests {110 * 1024}Mi of "
+        f"ephemeral storage, but the largest node has {109 * 1024}Mi; lower limit.size"
+    )
+    other = planned_on([node(L4)], spec.replace("60Gi", "61Gi"))
+    assert other.inputsHash == plan.inputsHash, "running pods stay"

@@ -3,9 +3,10 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
-from support.fake_sources import FakeHttpServer, FakeS3
+from support.fake_sources import FakeHttpServer, FakeHub, FakeS3
 from support.fetching import files_under
 from support.source_fixtures import isolated_sources  # noqa: F401
 from support.supervisor_harness import adapter_folder, catalog
@@ -280,3 +281,19 @@ async def test_files_of_an_earlier_process_count(finder, prefix, pod):
     finder.set_sources(path(prefix, maxBytes=1100))
     await finder.find("c", "")
     await finder.pod.until(lambda: len(finder.cached()) == 1)
+
+
+async def test_an_organization_of_the_hub(finder, tmp_path, serve):
+    files = FakeHttpServer(files_under())
+    cdn = (await serve(files.handle)).replace("127.0.0.1", "localhost")
+    hub = FakeHub(files, "org/sql-lora", "0" * 40, "hf_s3cr3t", cdn)
+    (tmp_path / "secrets/hf").mkdir(parents=True)
+    (tmp_path / "secrets/hf/token").write_text("hf_s3cr3t")
+    options = {"hub_endpoint": await serve(hub.handle), "secrets_dir": tmp_path / "secrets"}
+    finder.adapters._options = replace(finder.adapters._options, **options)
+    finder.set_sources({"huggingFace": {"organization": "org", "tokenSecretRef": {"name": "hf"}}})
+    await finder.find("sql-lora", "")
+    assert finder.names == ["sql-lora"]
+    for name in ("absent", "a..b", "a--b"):
+        with pytest.raises((NotFound, InvalidArgument)):
+            await finder.find(name, "")
