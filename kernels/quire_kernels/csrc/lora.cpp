@@ -202,6 +202,9 @@ void quire_pack_adapter(const bf16* a, const bf16* b, bf16* packed_a, bf16* pack
 
 // out [rows, 2 * pairs of ranks] = x A^T with A [in / 2, rank, 2]; x has rows of ldx; at most 8 rows.
 void quire_shrink(const bf16* x, int64_t ldx, const bf16* a, int64_t rank, int64_t in, bf16* out, int64_t rows) {
+  // With one row, the loads of A would wait for memory one after the other.
+  for (const char *line = (const char*)a, *stop = (const char*)(a + rank * in); line < stop; line += kLine)
+    _mm_prefetch(line, _MM_HINT_T1);
   Shrinking t = {x, ldx, {a}, rank, 0, in / 2, {out}, 2 * pairs_of(rank)};
   for (; t.first_rank < rank; t.first_rank += kLanes) kShrink[1][rows](t);
 }

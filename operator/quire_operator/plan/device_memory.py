@@ -89,7 +89,9 @@ def lora_bytes(shape: ModelConfig, num_slots: int, lora: LoraSpec, element_bytes
     return num_slots * memory_sizing.lora_slot_bytes(shape, lora.maxRank, element_bytes, bool(lora.experts))
 
 
-def activation_bytes(shape: ModelConfig, num_tokens: int, num_seqs: int, element_bytes: int, tp: int) -> int:
+def activation_bytes(
+    shape: ModelConfig, num_tokens: int, num_seqs: int, element_bytes: int, tp: int, lora: LoraSpec
+) -> int:
     """Return the peak number of bytes of the activations.
 
     It is the larger of two values: the forward pass of a step with `num_tokens` tokens, and sampling for `num_seqs`
@@ -98,8 +100,8 @@ def activation_bytes(shape: ModelConfig, num_tokens: int, num_seqs: int, element
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     layer = num_tokens * element_bytes * (4 * shape.hidden_size + (3 * shape.intermediate_size + heads) // tp)
     if shape.moe is not None:
-        # Each token is copied once for each of its experts.
-        per_expert = 2 * shape.hidden_size + (3 * shape.moe.intermediate_size + heads) // tp
+        # Each token is copied once for each of its experts, and once more for their adapters.
+        per_expert = (3 if lora.experts else 2) * shape.hidden_size + (3 * shape.moe.intermediate_size + heads) // tp
         layer = max(layer, num_tokens * element_bytes * (4 * shape.hidden_size + shape.moe.top_k * per_expert))
     sampling = num_seqs * shape.vocab_size * _SAMPLING_BYTES
     return max(layer, sampling) * _ACTIVATIONS_PERCENT // 100

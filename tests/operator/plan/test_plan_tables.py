@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.planning import GIB, MODELS, llm_service, plan_for, planner_inputs
 
+from quire_operator.api.engine_spec import LoraSpec
 from quire_operator.plan import candidates, device_memory
 from quire_operator.plan.plan import FitReason
 from quire_operator.plan.report import render_lines
@@ -34,7 +35,7 @@ def test_published_capacities(case):
     shape = MODELS["8b"].shape
     used = (
         device_memory.weights_bytes(MODELS["8b"].weights_bytes, 1)
-        + device_memory.activation_bytes(shape, tokens, seqs, 2, 1)
+        + device_memory.activation_bytes(shape, tokens, seqs, 2, 1, LoraSpec())
         + device_memory.non_torch_bytes(1)
     )
     kv_tokens = (visible * share * GIB - used) // device_memory.kv_bytes_per_token(shape, 2, 1)

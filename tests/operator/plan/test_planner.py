@@ -421,6 +421,8 @@ def test_slots_and_copies_of_adapters_have_room_for_experts_if_these_can_be_adap
     adapter = 48 * 128 * 16 * (2048 + 2 * 768 + 768 + 2048) * 2
     assert plain.bytes.lora == without.bytes.lora
     assert experts.bytes.lora - plain.bytes.lora == pytest.approx(2 * adapter, abs=2**20)
+    # On a GPU, the inputs of the experts are copied for their adapters.
+    assert experts.bytes.activations > plain.bytes.activations == without.bytes.activations
     assert experts.hostBytes.loraCopies - plain.hostBytes.loraCopies == pytest.approx(8 * adapter, abs=2**20)
     dense = [plan_for("8b", H100, f"lora: {{maxRank: 16{field}}}") for field in ("", ", experts: true")]
     assert dense[0].bytes.lora == dense[1].bytes.lora > 0
