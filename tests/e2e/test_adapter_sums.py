@@ -3,12 +3,14 @@
 
 import concurrent.futures
 import re
+from pathlib import Path
 
 import pytest
 from support.quire_serve import example_document, run_concurrently, running_service
 
 pytestmark = pytest.mark.server
 
+ROOT = Path(__file__).resolve().parents[2]
 STORY = "Once upon a time"
 GREEDY = {"temperature": 0.0, "max_tokens": 30}
 SUM = "pirate:0.6,sql:-0.3"
@@ -18,6 +20,8 @@ SUM = "pirate:0.6,sql:-0.3"
 def own(tmp_path_factory):
     document = example_document()
     document["spec"]["lora"] = {"maxLoaded": 2, "maxRank": 32}
+    parts = [{"adapter": "pirate", "weight": 0.6}, {"adapter": "sql", "weight": -0.3}]
+    document["spec"]["adapterSums"] = [{"name": "calm", "parts": parts}]
     with running_service(document, tmp_path_factory.mktemp("sums")) as service:
         yield service
 
@@ -35,6 +39,27 @@ def test_all_ports_give_the_same_text(own):
     assert (answer.body["model"], answer.body["choices"][0]["text"]) == (SUM, text)
     assert own.text("tales", STORY, lora_name="pirate:1.0,sql:0", **GREEDY) == own.text("pirate", STORY, **GREEDY)
     assert own.text("tales", STORY, lora_name="pirate:0", **GREEDY) == own.text("tales", STORY, **GREEDY)
+
+
+def test_a_sum_can_have_a_name(own):
+    assert own.text("tales", STORY, lora_name="calm", **GREEDY) == own.text("tales", STORY, lora_name=SUM, **GREEDY)
+    answer = complete(own, "calm")
+    assert answer.body["choices"][0]["text"] == complete(own, SUM).body["choices"][0]["text"]
+    assert "calm" in {card["id"] for card in own.request("openai", "/v1/models").body["data"]}
+    assert re.search(r'quire_adapter_requests_total\{[^}]*adapter="calm"[^}]*\} 2', own.metrics())
+    assert re.search(r'vllm:lora_adapter_loaded\{[^}]*adapter_name="calm"[^}]*level="gpu"', own.metrics())
+    # The catalog changes without a restart: the name then stands for another sum, and later for none.
+    own.put_adapters(catalog(own, [{"name": "calm", "parts": [{"adapter": "sql", "weight": 1.0}]}]))
+    expected = own.text("sql", STORY, **GREEDY)
+    own.wait(lambda: own.text("tales", STORY, lora_name="calm", **GREEDY) == expected, 10, "the other sum")
+    own.put_adapters(catalog(own, []))
+    own.wait(lambda: own.generate("tales", STORY, lora_name="calm", max_tokens=1).status == 400, 10, "no sum")
+
+
+def catalog(own, sums):
+    folders = {name: str(ROOT / "examples/adapters" / name) for name in ("pirate", "sql", "tools")}
+    adapters = [{"name": name, "source": {"path": folder}} for name, folder in folders.items()]
+    return {"generation": own.status()["generation"] + 1, "adapters": adapters, "sums": sums}
 
 
 def test_sums_run_beside_plain_adapters(own):

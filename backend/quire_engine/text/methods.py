@@ -96,10 +96,11 @@ class TextMethods:
         limits: dict[str, AdapterLimits] | None = None,
         chat_templates: dict[str, str] | None = None,
         findable_names: list[str] | None = None,
+        sums: dict[AdapterName, str] | None = None,
     ) -> None:
-        """Replace the adapters that requests can name, their limits, the files of their chat templates, and the
-        patterns of further names that the supervisor can look up."""
-        self._request_manager.set_adapters(adapters, limits, chat_templates, findable_names or ())
+        """Replace the adapters that requests can name, their limits, the files of their chat templates, the patterns of
+        further names that the supervisor can look up, and the names of weighted sums (`a:0.7,b:0.3`)."""
+        self._request_manager.set_adapters(adapters, limits, chat_templates, findable_names or (), sums)
         logger.info("adapters set count=%d", len(adapters))
 
     def set_loading_adapters(self, names: frozenset[str]) -> None:
@@ -127,7 +128,7 @@ class TextMethods:
         admission = self._admission
         return ServedModels(
             served_name=admission.served_name,
-            adapters=sorted(admission.visible_adapters(api_key_name)),
+            adapters=sorted({*admission.visible_adapters(api_key_name), *admission.visible_sums(api_key_name)}),
             loading=sorted(admission.visible_loading_names(api_key_name) - (admission.digest_by_name or {}).keys()),
             max_model_len=admission.limits.max_model_len,
             sampling_defaults=self._sampling_defaults,

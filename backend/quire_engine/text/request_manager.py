@@ -279,6 +279,7 @@ class RequestManager:
         limits: Mapping[str, AdapterLimits] | None = None,
         chat_template_by_name: Mapping[str, str] | None = None,
         findable_names: Sequence[str] = (),
+        sum_by_name: Mapping[AdapterName, str] | None = None,
     ) -> None:
         """Replace the adapters that requests can name, their limits, the files of their chat templates, and the
         patterns of further names that the supervisor can look up.
@@ -286,9 +287,9 @@ class RequestManager:
         Open requests keep their digest.
         """
         self._rate_limiter.set_limits(limits or {}, self._clock())
-        self._admission.set_adapters(digest_by_name, chat_template_by_name or {}, findable_names)
+        self._admission.set_adapters(digest_by_name, chat_template_by_name or {}, findable_names, sum_by_name or {})
         self._last_use = {name: time for name, time in self._last_use.items() if name in digest_by_name}
-        self._metrics.adapter_metrics.set_adapters(digest_by_name)
+        self._metrics.adapter_metrics.set_adapters({**self._admission.sum_digests(), **digest_by_name})
 
     def set_loading_adapters(self, names: Set[str]) -> None:
         """Replace the adapters that are being loaded. Requests that name such an adapter get UNAVAILABLE until it is

@@ -162,7 +162,7 @@ class AdapterManager:
         self.check(catalog, replaces)
         if catalog == self._catalog:
             return
-        previous_sources = self.catalog.sources
+        previous = self.catalog
         self._catalog, self._catalog_version = catalog, catalog.version
         exposed_names = catalog.exposed_names()
         held = [held for adapter in catalog.adapters for held in adapter.held()]
@@ -185,8 +185,8 @@ class AdapterManager:
                 )
                 self._spawn(self._reconcile_loop(managed), f"adapter {adapter.name}")
             self._adopt_content(managed, known)
-        if catalog.sources != previous_sources:
-            self._spawn(self._publish_names(), "publish adapter sources")
+        if (catalog.sources, catalog.sums) != (previous.sources, previous.sums):
+            self._spawn(self._publish_names(), "publish adapter sources and sums")
         self._publish_if_empty()
         self._spawn(self._publish_loading(), "publish loading adapters")
         self.on_change()
@@ -620,7 +620,11 @@ class AdapterManager:
         """Send the text process the names that requests can use."""
         findable_names = tuple(source.allow for source in self.catalog.sources)
         await text.set_adapters(
-            self._digest_by_name, self._limits_by_name(), self._chat_template_by_name(), findable_names
+            self._digest_by_name,
+            self._limits_by_name(),
+            self._chat_template_by_name(),
+            findable_names,
+            self.catalog.sum_by_name,
         )
 
     async def _publish_loading(self) -> None:

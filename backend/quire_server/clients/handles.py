@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from quire_server.model_server.client import ModelServerClient
@@ -186,6 +187,7 @@ class TextHandle:
         """The mapping of adapter names to chat template files that was last sent. Adapters without a template are not
         included."""
         self._findable_names: tuple[str, ...] = ()
+        self._sum_by_name: dict[AdapterName, str] = {}
         """The patterns of names that were last sent."""
         self.published_digests: set[AdapterDigest] = set()
         """The digests in the mapping that was sent last. While a mapping is being sent, its digests are included."""
@@ -205,24 +207,27 @@ class TextHandle:
         limits_by_name: Mapping[AdapterName, AdapterLimits],
         chat_template_by_name: Mapping[AdapterName, str],
         findable_names: tuple[str, ...] = (),
+        sum_by_name: Mapping[AdapterName, str] = MappingProxyType({}),
     ) -> None:
-        """Send the adapters, and the patterns of names that the supervisor can look up, if they have changed. If
-        several adapters become ready at the same time, they are sent in one call."""
+        """Send the adapters, the patterns of names that the supervisor can look up, and the names of weighted sums, if
+        they have changed. If several adapters become ready at the same time, they are sent in one call."""
         async with self._lock:
             new = dict(digest_by_name), dict(limits_by_name), dict(chat_template_by_name)
             sent = self.digest_by_name, self.limits_by_name, self.chat_template_by_name
-            if not self._was_published or (*new, findable_names) != (*sent, self._findable_names):
+            further, sent_further = (findable_names, dict(sum_by_name)), (self._findable_names, self._sum_by_name)
+            if not self._was_published or (*new, *further) != (*sent, *sent_further):
                 new_digests, new_limits, new_templates = new
                 args: dict[str, Any] = {
                     "adapters": new_digests,
                     "limits": new_limits,
                     "chat_templates": new_templates,
                     **({"findable_names": findable_names} if findable_names or self._findable_names else {}),
+                    **({"sums": dict(sum_by_name)} if sum_by_name or self._sum_by_name else {}),
                 }
                 self.published_digests |= set(new_digests.values())
                 await self.control.call("set_adapters", type(None), args, timeout_s=_CALL_TIMEOUT_S)
                 self.digest_by_name, self.limits_by_name, self.chat_template_by_name = new
-                self._findable_names = findable_names
+                self._findable_names, self._sum_by_name = further
                 self._was_published = True
                 self.published_digests = set(new_digests.values())
 

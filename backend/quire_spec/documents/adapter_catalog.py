@@ -19,10 +19,12 @@ from typing import Any, ClassVar, Self
 
 from quire_spec import constants
 from quire_spec.dataclass_json import drop_nulls, from_json, read_json, to_json
+from quire_spec.documents.adapter_mix import MAX_PARTS, parse_mix
 from quire_spec.documents.field_schema import OBJECT_NAME, Restarts, Rule, schema_field
 from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
+MAX_SUMS = 256
 MAX_ADAPTER_SOURCES = 16
 HELD = "@"
 """Separates the name of an adapter from the role of a held content. No name of an adapter contains it."""
@@ -386,6 +388,31 @@ class AdapterSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SumPart:
+    """An adapter of a weighted sum."""
+
+    adapter: str = schema_field(min_length=1, max_length=63, pattern="^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$")
+    """Name of an adapter of the service."""
+    weight: float = schema_field(minimum=-100, maximum=100)
+    """Factor by which the output of the adapter is multiplied."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSum:
+    """A name for a weighted sum of adapters."""
+
+    name: str = schema_field(min_length=1, max_length=63, pattern="^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$")
+    """Model name that clients use. If an adapter has the same name, the name stands for the adapter."""
+    parts: tuple[SumPart, ...] = schema_field(min_items=1, max_items=MAX_PARTS, list_type="map", map_keys=("adapter",))
+    """The adapters and their weights."""
+
+    @property
+    def text(self) -> str:
+        """The sum as in a request: `a:0.7,b:0.3`."""
+        return ",".join(f"{part.adapter}:{part.weight!r}" for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
 class CatalogVersion:
     """Identifies a catalog by its generation and the digest of its adapters."""
 
@@ -406,6 +433,8 @@ class AdapterCatalog:
     """What happens to adapters without an effect. None: as with Warn."""
     sources: tuple[AdapterSource, ...] = ()
     """Places in which names that are not in `adapters` are looked up, in this order."""
+    sums: tuple[AdapterSum, ...] = ()
+    """Names of weighted sums of adapters."""
 
     @classmethod
     def from_json(cls, data: object) -> Self:
@@ -435,7 +464,19 @@ class AdapterCatalog:
             if adapter.name in seen:
                 raise ConfigError(f"adapters[{i}].name: {adapter.name!r} is a duplicate; adapter names must be unique")
             seen.add(adapter.name)
+        if len(catalog.sums) > MAX_SUMS:
+            raise ConfigError(f"sums: at most {MAX_SUMS} entries are allowed, got {len(catalog.sums)}")
+        for i, adapter_sum in enumerate(catalog.sums):
+            constants.check_model_name(adapter_sum.name, f"sums[{i}].name")
+            if not parse_mix(adapter_sum.text):
+                raise ConfigError(f"sums[{i}].parts: must not be empty; add an adapter")
         return catalog
+
+    @property
+    def sum_by_name(self) -> dict[constants.AdapterName, str]:
+        """The sums that have a name of their own, as in a request."""
+        taken = {adapter.name for adapter in self.adapters}
+        return {constants.AdapterName(each.name): each.text for each in self.sums if each.name not in taken}
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -459,6 +500,8 @@ class AdapterCatalog:
         content = drop_nulls(content)
         if self.onNoEffect is not None:
             content = [*content, self.onNoEffect.value]
+        if self.sums:
+            content = [*content, to_json(self.sums)]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return CatalogVersion(self.generation, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
 

@@ -25,9 +25,11 @@ from quire_spec import constants
 from quire_spec.dataclass_json import from_json
 from quire_spec.documents.adapter_catalog import (
     MAX_ADAPTER_SOURCES,
+    MAX_SUMS,
     AdapterCatalog,
     AdapterSource,
     AdapterSpec,
+    AdapterSum,
     HuggingFaceSource,
     Source,
 )
@@ -217,6 +219,12 @@ class LLMServiceSpec:
     spec.adapters, the pod looks for the name here, in this order, loads the adapter and then runs the request. Such
     adapters have no server model: on the ports of Triton Inference Server, clients select them with the parameter
     lora_name of the base model. Ready does not wait for them. Default: none."""
+    adapterSums: tuple[AdapterSum, ...] = schema_field(
+        (), max_items=MAX_SUMS, list_type="map", map_keys=("name",), restarts=Restarts.NO
+    )
+    """Names for weighted sums of adapters. Clients use them like the names of adapters: as the parameter lora_name of
+    the base model, and as model of the OpenAI API. A request can also contain the sum itself, such as a:0.7,b:0.3.
+    Default: none."""
     lora: LoraSpec = schema_field(factory=LoraSpec)
     """Memory for adapters. The engine reserves it at its start, so a change of these fields restarts pods, except
     onNoEffect. A change of the adapters does not."""
@@ -361,7 +369,9 @@ class LLMService:
         """
         adapters = (replace(adapter, source=self._with_model_token(adapter.source)) for adapter in self.spec.adapters)
         sources = tuple(map(self._to_source, self.spec.adapterSources))
-        return AdapterCatalog(self.generation, tuple(adapters), self.spec.lora.onNoEffect, sources)
+        return AdapterCatalog(
+            self.generation, tuple(adapters), self.spec.lora.onNoEffect, sources, self.spec.adapterSums
+        )
 
     @property
     def adapter_places(self) -> dict[FieldPath, Source]:

@@ -175,6 +175,8 @@ def _describe(old: AdapterCatalog, new: AdapterCatalog) -> str:
     parts = [f"{what} {_list(listed)}" for what, listed in names.items() if listed]
     if old.sources != new.sources:
         parts.append(f"adapterSources now has {len(new.sources)} entries")
+    if old.sums != new.sums:
+        parts.append(f"adapterSums now has {len(new.sums)} entries")
     return "adapters: " + ("; ".join(parts) or "another order")
 
 

@@ -12,9 +12,10 @@ from quire_engine.requests.limits import RequestLimits
 from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_engine.text.admission.api_key_access import ApiKeyAccess
 from quire_spec.constants import AdapterDigest, AdapterName
+from quire_spec.documents.adapter_mix import mix_digest
 from quire_spec.documents.api_key_rule import ApiKeyRule
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.errors import QuireError, Unavailable
+from quire_spec.errors import InvalidArgument, QuireError, Unavailable
 from quire_spec.protocol.messages import GenerateRequest
 
 RULES = (
@@ -64,6 +65,36 @@ def test_every_part_of_a_sum_must_be_visible(key: str):
                 # The first part that cannot be used is reported, as if it were the name of the model.
                 errors = {outcome(admission, key, name).replace("NAME", name) for name in {*hidden, first, second}}
                 assert result in errors
+
+
+@pytest.mark.parametrize("key", VISIBLE)
+def test_the_name_of_a_sum_and_all_its_adapters_must_be_visible(key: str):
+    admission = make_admission()
+    sums = {"acme-both": "acme-sql:0.7,shared:0.3", "acme-other": "acme-sql:1,globex-1:1", "sum": "shared:2"}
+    digests = {AdapterName(name): AdapterDigest(f"sha256:{name}") for name in READY}
+    admission.set_adapters(digests, {}, (), {AdapterName(name): text for name, text in sums.items()})
+    visible = {"acme": {"acme-both"}, "all": {*sums}, "": {*sums}}.get(key, set())
+    assert admission.visible_sums(key) == visible
+    missing = outcome(admission, key, "never-seen")
+    for name, text in sums.items():
+        assert outcome(admission, key, name) == (outcome(admission, key, text) if name in visible else missing)
+        if name in visible:
+            assert admission.sum_digests()[AdapterName(name)] == outcome(admission, key, name)
+            assert "is a sum itself" in outcome(admission, key, f"{name}:0.5")
+
+
+def test_a_sum_waits_for_its_adapters():
+    admission = make_admission()
+    digests = {AdapterName("shared"): AdapterDigest("sha256:1")}
+    admission.set_adapters(digests, {}, ("find-*",), {AdapterName("sum"): "shared:1,acme-new:1"})
+    assert admission.sum_digests() == {}
+    assert outcome(admission, "all", "sum").startswith("Unavailable")
+    found = admission.resolve_model("shared:1,find-a:2", "all")
+    assert (found.missing_names, found.digest) == (("find-a",), None)
+    complete = found.found({AdapterName("find-a"): AdapterDigest("sha256:2")})
+    assert complete.digest == mix_digest([("sha256:1", 1.0), ("sha256:2", 2.0)])
+    with pytest.raises(InvalidArgument, match="two names stand for the same adapter"):
+        found.found({AdapterName("find-a"): AdapterDigest("sha256:1")})
 
 
 def test_a_sum_has_an_identity_of_its_own():

@@ -181,7 +181,9 @@ def bases():
     signers = [{"name": "release", "publicKey": pem}]
     signers += [{"name": "ci", "identity": {"subject": "ci@example.com", "issuer": "https://issuer.example"}}]
     trust = {"signers": signers, "model": "Require", "adapters": "Warn"}
-    yield body(GPU, sources[0], adapterSources=places, trust=trust)
+    parts = [{"adapter": "a", "weight": 0.5}]
+    sums = [{"name": "sum", "parts": parts}]
+    yield body(GPU, sources[0], adapterSources=places, adapterSums=sums, trust=trust)
     # Without an endpoint picker, which needs HTTP here, and with a route to the Service.
     route = {"parentRefs": [{"name": "gateway"}], "port": "openai"}
     models = {"expose": ["http"], "models": {"path": "/opt/models"}}

@@ -82,11 +82,14 @@ def test_adapters_and_their_sources_change(served):
     assert served.change('"web-*"}', '"*", limit: {adapters: 3, size: 1Mi}}') == [
         "f.yaml: adapters: adapterSources now has 1 entries"
     ]
+    sums = "  adapterSums: [{name: half, parts: [{adapter: b, weight: 0.5}]}]\n"
+    assert served.change("  adapters:\n", f"{sums}  adapters:\n") == ["f.yaml: adapters: adapterSums now has 1 entries"]
     last = served.sent[-1]
+    assert last.sum_by_name == {"half": "b:0.5"}
     assert [adapter.name for adapter in last.adapters] == ["b"]
     assert (last.sources[0].allow, last.sources[0].maxAdapters, last.sources[0].maxBytes) == ("*", 3, 2**20)
     assert AdapterCatalog.from_json(last.to_json()) == last
-    assert len(served.sent) == 4
+    assert len(served.sent) == 5
 
 
 @pytest.mark.parametrize(

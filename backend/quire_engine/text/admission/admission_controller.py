@@ -7,14 +7,15 @@ microseconds.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.requests.request_adapter import AdapterPart, RequestAdapter
 from quire_engine.text.admission.api_key_access import ApiKeyAccess
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import allows_name
-from quire_spec.documents.adapter_mix import parse_mix
-from quire_spec.errors import NotFound, Unavailable
+from quire_spec.documents.adapter_mix import MixPart, mix_digest, parse_mix
+from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 from quire_spec.protocol.messages import GenerateRequest
 
 _MAX_LISTED_NAMES = 10
@@ -42,6 +43,8 @@ class AdmissionController:
         own template."""
         self.loading_names: Set[str] | None = None
         """Adapters that requests can name as soon as they are loaded; None until the supervisor has sent the names."""
+        self._parts_by_sum: Mapping[AdapterName, tuple[MixPart, ...]] = {}
+        """The parts of the weighted sums that have a name."""
         self.findable_names: Sequence[str] = ()
         """Patterns of the names that the supervisor can look up in the adapter sources."""
         self.closed_reason = "engine core is starting; try again"
@@ -66,11 +69,13 @@ class AdmissionController:
         digest_by_name: Mapping[AdapterName, AdapterDigest],
         chat_template_by_name: Mapping[str, str],
         findable_names: Sequence[str] = (),
+        sum_by_name: Mapping[AdapterName, str] = MappingProxyType({}),
     ) -> None:
         """Replace the adapters that requests can name, the files of their chat templates, and the patterns of further
         names that the supervisor can look up."""
         self.digest_by_name, self.chat_template_by_name = dict(digest_by_name), dict(chat_template_by_name)
         self.findable_names = tuple(findable_names)
+        self._parts_by_sum = {name: parse_mix(text) for name, text in sum_by_name.items()}
 
     def set_loading_adapters(self, names: Set[str]) -> None:
         """Replace the names of adapters that are being loaded."""
@@ -112,6 +117,24 @@ class AdmissionController:
         access, adapters = self.api_key_access, self.digest_by_name or {}
         return {name: digest for name, digest in adapters.items() if access.allows(api_key_name, name)}
 
+    def visible_sums(self, api_key_name: str) -> set[AdapterName]:
+        """Return the names of weighted sums that an API key may use: it may use the name and each adapter."""
+        allows = self.api_key_access.allows
+        return {
+            name
+            for name, parts in self._parts_by_sum.items()
+            if all(allows(api_key_name, each) for each in (name, *(part.name for part in parts)))
+        }
+
+    def sum_digests(self) -> dict[AdapterName, AdapterDigest]:
+        """Return the digests of the weighted sums that have a name and whose adapters are loaded."""
+        digests = self.digest_by_name or {}
+        return {
+            name: mix_digest([(digests[part.name], part.weight) for part in parts])
+            for name, parts in self._parts_by_sum.items()
+            if all(part.name in digests for part in parts)
+        }
+
     def visible_loading_names(self, api_key_name: str) -> set[AdapterName]:
         """Return the adapters that are being loaded and that an API key may use."""
         names = map(AdapterName, self.loading_names or ())
@@ -129,10 +152,15 @@ class AdmissionController:
         """
         if model == self.served_name:
             return RequestAdapter()
-        if not (mix := parse_mix(model)):
-            return RequestAdapter(AdapterName(model), self._resolve_adapter(model, api_key_name))
+        adapter_name = AdapterName(model)
+        if adapter_name in self._parts_by_sum and adapter_name not in self.visible_sums(api_key_name):
+            raise self.unknown_model(model, api_key_name)
+        if not (mix := self._parts_by_sum.get(adapter_name) or parse_mix(model)):
+            return RequestAdapter(adapter_name, self._resolve_adapter(model, api_key_name))
+        if nested := [part.name for part in mix if part.name in self._parts_by_sum]:
+            raise InvalidArgument(f"adapters {model[:100]!r}: {nested[0]!r} is a sum itself; add its adapters")
         parts = (AdapterPart(part.name, self._resolve_adapter(part.name, api_key_name), part.weight) for part in mix)
-        return RequestAdapter.of_sum(AdapterName(model), tuple(parts))
+        return RequestAdapter.of_sum(adapter_name, tuple(parts))
 
     def _resolve_adapter(self, model: str, api_key_name: str) -> AdapterDigest | None:
         if self.digest_by_name is None and self.loading_names is None:
@@ -150,7 +178,10 @@ class AdmissionController:
     def unknown_model(self, model: str, api_key_name: str) -> NotFound:
         """Return the error for a name that is unknown, or that the API key may not use."""
         # The message contains a sentence of vllm_backend, because clients of vllm_backend search for it.
-        name, adapter_names = str(model)[:100], sorted(self.visible_adapters(api_key_name))
+        name, adapter_names = (
+            str(model)[:100],
+            sorted({*self.visible_adapters(api_key_name), *self.visible_sums(api_key_name)}),
+        )
         num_unlisted = len(adapter_names) - _MAX_LISTED_NAMES
         return NotFound(
             f"model {name!r} is not served; the base model is {self.served_name!r}: LoRA {name} is not supported, we "
