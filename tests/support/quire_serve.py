@@ -63,19 +63,22 @@ class QuireServeProcess:
 
     def __init__(
         self,
-        document: dict[str, Any] | Path,
+        document: dict[str, Any] | Path | str,
         folder: Path,
         *flags: str,
         host: str = "127.0.0.1",
         ports: dict[str, int] | None = None,
+        env: dict[str, str] | None = None,
     ) -> None:
-        """Start it in `folder`. `document` is an LLMService, or the path of a vllm_backend repository. It listens on
-        `host`, by default on free ports."""
+        """Start it in `folder`. `document` is an LLMService, the path of a vllm_backend repository, or as a str the
+        argument MODEL. It listens on `host`, by default on free ports."""
         self.folder, self.host = folder, host
         self.ports = ports or dict(zip((*PORTS, "openai"), free_ports(5), strict=True))
         self.file = folder / "llmservice.yaml"
         if isinstance(document, Path):
             what = [f"--vllm-repository={document}"]
+        elif isinstance(document, str):
+            what = [document]
         else:
             self.file.write_text(yaml.safe_dump(document))
             what = ["-f", str(self.file)]
@@ -84,7 +87,9 @@ class QuireServeProcess:
         command = [str(Path(sys.executable).with_name("quire")), "serve", *what]
         command += [f"--host={host}", *ports, f"--run-dir={folder / 'run'}", f"--cache-dir={folder / 'cache'}", *flags]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env
+            )
         self.seen_processes: set[psutil.Process] = set()
 
     # Lifecycle

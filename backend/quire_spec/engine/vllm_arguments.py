@@ -94,6 +94,11 @@ OTHER_VLLM_ARGUMENTS = _IGNORED_ARGUMENTS | _SUPPORTED_VALUES.keys()
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
+def fix_of(name: str) -> str:
+    """Return what to do instead of using an argument of OTHER_VLLM_ARGUMENTS."""
+    return "it would have no effect; remove it" if name in _IGNORED_ARGUMENTS else _SUPPORTED_VALUES[name][1]
+
+
 def from_vllm_arguments(arguments: Mapping[str, Any], location: str = "") -> dict[str, Any]:
     """Convert vLLM's engine arguments to fields of EngineConfig. A number or boolean can also be given as a string.
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire_operator.cli import options, pod_options
+from quire_operator.cli import model_options, options, pod_options
 from quire_spec.errors import QuireError
 
 CommandFunction = Callable[[argparse.Namespace], int]
@@ -138,6 +138,12 @@ def _add_validate_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_serve_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder with a checkpoint, or a repository on the Hugging Face hub; or the file of an LLMService, as -f",
+    )
     source.add_argument("-f", "--file", help="the LLMService; paths in it are relative to its folder")
     source.add_argument(
         "--vllm-repository",
@@ -149,8 +155,10 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
-        help="device for --vllm-repository, if model.json does not set one (default: cuda)",
+        help="device for MODEL (default: cuda if this machine has a GPU), and for --vllm-repository if model.json does "
+        "not set one (default: cuda)",
     )
+    model_options.add_model_options(parser)
     pod_options.add_pod_options(parser)
     options.add_folder_options(parser)
     parser.add_argument(
@@ -229,8 +237,20 @@ def _serve(args: argparse.Namespace) -> int:
     from quire_operator.cli import serve, serve_vllm, service_file
 
     fields = pod_options.pod_fields(args)
+    if args.model is not None and model_options.is_service_file(args.model):
+        args.file, args.model = args.model, None
+    if args.model is None and (given := model_options.given_options(args)):
+        args.usage_error(f"{given[0]} requires MODEL; in a file, set the field of the LLMService")
     serve_options = serve.ServeOptions(fields, args.volumes, args.run_dir, args.cache_dir, args.secrets_dir)
-    if args.vllm_repository is not None:
+    watched = None
+    if args.model is not None:
+        from quire_operator.cli import model_form
+
+        document = model_form.build(args, fields, serve.has_gpu())
+        if args.save is not None:
+            return model_form.save(document, args.save)
+        launch_plan = model_form.prepare(document, args, serve_options, os.environ)
+    elif args.vllm_repository is not None:
         if args.volumes:
             args.usage_error("--volume cannot be used with --vllm-repository: a vllm_backend repository has no claims")
         for field in fields:
@@ -240,11 +260,11 @@ def _serve(args: argparse.Namespace) -> int:
                 args.usage_error(f"{option} cannot be used with --vllm-repository; set {name} in model.json")
         launch_plan = serve_vllm.prepare(args.vllm_repository, args.device or "cuda", serve_options, os.environ)
     elif args.device is not None:
-        args.usage_error("--device requires --vllm-repository; for an LLMService, set spec.device")
+        args.usage_error("--device requires MODEL or --vllm-repository; for an LLMService, set spec.device")
     else:
         read = partial(service_file.read, args.file, serve_options, os.environ)
-        content = read()
-        launch_plan = content.launch_plan
+        watched = read()
+        launch_plan = watched.launch_plan
     config = launch_plan.config
     serve.require_packages(config.openai is not None)
     serve.write_run_dir(launch_plan)
@@ -252,9 +272,9 @@ def _serve(args: argparse.Namespace) -> int:
         document = config.to_json() | {"engine": config.engine.to_json()}
         print(json.dumps(document, indent=2), *launch_plan.argv, file=sys.stderr)
     print(f"quire: {config.servedName} on {config.engine.device} from {config.engine.model}", file=sys.stderr)
-    if args.vllm_repository is None and args.file != "-":
-        service_file.watch(Path(args.file), read, content)
-    serve.exec_supervisor(launch_plan.argv, launch_plan.environment)
+    if watched is not None and args.file != "-":
+        service_file.watch(Path(args.file), read, watched)
+    return serve.exec_supervisor(launch_plan.argv, launch_plan.environment)
 
 
 if __name__ == "__main__":

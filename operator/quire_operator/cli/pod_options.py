@@ -200,8 +200,8 @@ _OPTION_BY_FIELD = {field: option for option, field, _, _ in _OPTIONS}
 def add_pod_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser. An option that is not given has the value None."""
     for option, field, arguments, text in _OPTIONS:
-        short = ["-v"] if option == "--verbose" else []
-        parser.add_argument(*short, option, dest=_DEST_PREFIX + field, help=text, **arguments)
+        others = {"--verbose": ["-v"], "--openai-port": ["--port"]}.get(option, [])
+        parser.add_argument(*others, option, dest=_DEST_PREFIX + field, help=text, **arguments)
 
 
 def pod_fields(args: argparse.Namespace) -> dict[str, Any]:

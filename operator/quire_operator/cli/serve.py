@@ -47,6 +47,8 @@ package.
 OPENAI_PACKAGES = {"uvicorn": "openai", "uvloop": "openai", "httptools": "openai"}
 """The packages that the OpenAI front imports. Each value is the extra of quire-llm that installs the package."""
 LOCALHOST = "127.0.0.1"
+API_KEYS_FOLDER = "api-keys"
+"""Folder in the run folder for the key of --api-key."""
 MACHINE_FIELDS: Mapping[str, Any] = {"openai.live": True, "sources.allowPaths": True}
 """Fields of pod.json that have these values on a laptop: the live page is always served, and local folders are allowed
 as sources. The server runs as the user of the command. Therefore, it can read only files that this user can read."""
@@ -64,6 +66,8 @@ class ServeOptions:
     run_dir: Path | None = None
     cache_dir: Path | None = None
     secrets_dir: Path | None = None
+    api_key: str | None = None
+    """The only key of the OpenAI API. It replaces the Secret of the spec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class LaunchPlan:
     run_dir: Path
     cache_dir: Path
     environment: Mapping[str, str]
+    api_key: str | None = field(default=None, repr=False)
 
     @property
     def pod_options(self) -> tuple[str, ...]:
@@ -127,6 +132,7 @@ def prepare(
         environment=dict(environment)
         | {e.name: e.value for e in service.spec.runtime.env}
         | _hub_token_env(local_sources, service),
+        api_key=options.api_key,
     )
 
 
@@ -184,7 +190,9 @@ def _pod_files(service: LLMService, options: ServeOptions, local_sources: LocalS
         adapters=run_dir / constants.CATALOG_FILE,
         secrets=_absolute(options.secrets_dir),
         claims={claim: folder.absolute() for claim, folder in options.volumes},
-        api_keys=_secret_folder(secrets.get("apiKeysSecretRef"), options),
+        api_keys=run_dir / API_KEYS_FOLDER
+        if options.api_key is not None
+        else _secret_folder(secrets.get("apiKeysSecretRef"), options),
         tls=_secret_folder(secrets.get("tlsSecretRef"), options),
         models=_absolute(options.fields.get("server.modelRepository", folder)),
     )
@@ -208,8 +216,19 @@ def write_run_dir(launch_plan: LaunchPlan) -> None:
             (folder / constants.CATALOG_FILE).write_text(json.dumps(launch_plan.catalog.to_json(), indent=2))
             if launch_plan.chat_template is not None:
                 (folder / CHAT_TEMPLATE_FILE).write_text(launch_plan.chat_template)
+            _write_api_key(folder / API_KEYS_FOLDER, launch_plan.api_key)
     except OSError as error:
         raise ConfigError(f"run folder {folder}: {error.strerror}; give another folder with --run-dir") from error
+
+
+def _write_api_key(folder: Path, api_key: str | None) -> None:
+    """Write the key to the only file of the folder, which only this user can read; or remove the key of another run."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    file = folder / "api-key"
+    file.unlink(missing_ok=True)
+    if api_key is not None:
+        file.touch(mode=0o600, exist_ok=False)
+        file.write_text(api_key)
 
 
 def exec_supervisor(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -217,6 +236,11 @@ def exec_supervisor(argv: Sequence[str], environment: Mapping[str, str]) -> NoRe
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(argv[0], list(argv), dict(environment))
+
+
+def has_gpu(dev_dir: Path = Path("/dev")) -> bool:
+    """Return whether this machine has an NVIDIA GPU."""
+    return any((dev_dir / node.removeprefix("/dev/")).exists() for node in GPU_DEVICE_NODES)
 
 
 def require_packages(serves_openai: bool = False) -> None:
@@ -255,9 +279,7 @@ def default_cache_dir(environment: Mapping[str, str]) -> Path:
 def _iter_problems(
     service: LLMService, options: ServeOptions, local_sources: LocalSources, dev_dir: Path
 ) -> Iterator[Problem]:
-    if service.spec.device is Device.GPU and not any(
-        (dev_dir / node.removeprefix("/dev/")).exists() for node in GPU_DEVICE_NODES
-    ):
+    if service.spec.device is Device.GPU and not has_gpu(dev_dir):
         yield Problem(
             ("spec", "device"),
             "GPU",
@@ -342,7 +364,9 @@ def _openai_secrets(service: LLMService, options: ServeOptions) -> dict[str, Sec
     """
     openai = service.spec.openai
     refs = {
-        "apiKeysSecretRef": openai.apiKeysSecretRef if "openai.apiKeysDir" not in options.fields else None,
+        "apiKeysSecretRef": openai.apiKeysSecretRef
+        if "openai.apiKeysDir" not in options.fields and options.api_key is None
+        else None,
         "tlsSecretRef": openai.tlsSecretRef if "openai.sslCertfile" not in options.fields else None,
     }
     return {field: ref for field, ref in refs.items() if ref is not None}

@@ -21,6 +21,7 @@ from typing import Any
 from quire_operator.api import crd
 from quire_operator.api.field_effects import POD_FIELDS
 from quire_operator.api.llmservice import LLMService
+from quire_operator.api.yaml_manifest import Manifest
 from quire_operator.cli import serve
 from quire_spec.constants import SUPERVISOR_SOCKET
 from quire_spec.documents.adapter_catalog import AdapterCatalog
@@ -48,7 +49,11 @@ def read(file: str, options: serve.ServeOptions, environment: Mapping[str, str])
     Raises:
         ConfigError: the file cannot be read, is not valid, or cannot run on this machine.
     """
-    manifest = crd.single_service(file)
+    return content_of(crd.single_service(file), options, environment)
+
+
+def content_of(manifest: Manifest, options: serve.ServeOptions, environment: Mapping[str, str]) -> Content:
+    """Check a document; see `read`."""
     body = crd.require_valid(manifest)
     return Content(body, serve.prepare(manifest, LLMService.from_body(body), options, environment))
 

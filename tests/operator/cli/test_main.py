@@ -118,7 +118,7 @@ def test_version_and_help():
         (("serve", "-f", EXAMPLE, "--openai-ssl-certfile", "/none"), "'/none' is not a file; create it"),
         (("serve", "-f", EXAMPLE, "--chat-template", "/none"), "'/none' is not a file; create it"),
         (("serve", "-f", EXAMPLE, "--expose", "https"), "'https' names no protocols; give http, grpc, http,grpc or"),
-        (("serve", "-f", EXAMPLE, "--device", "cpu"), "--device requires --vllm-repository; for an"),
+        (("serve", "-f", EXAMPLE, "--device", "cpu"), "--device requires MODEL or --vllm-repository; for an"),
         (("serve", "--vllm-repository", "m", "--volume", "a=/"), "--volume cannot be used with --vllm-repository"),
         (
             ("serve", "--vllm-repository", "m", "--tool-call-parser", "none"),

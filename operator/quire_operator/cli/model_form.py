@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire serve MODEL`: builds the LLMService that `-f` would read, from a model and options with vLLM's names.
+
+The document is checked as a file is. In messages, its fields are replaced by the options that set them. Called by
+main.py.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quire_operator.api.validation_errors import InvalidService
+from quire_operator.api.yaml_manifest import parse_manifests
+from quire_operator.cli import serve, service_file
+from quire_operator.cli.model_options import DEST_PREFIX, SPEC_OPTIONS
+from quire_spec import constants
+from quire_spec.errors import ConfigError
+
+_OTHER_OPTIONS = {
+    "model.source": "MODEL",
+    "model.servedName": "--served-model-name",
+    "openai.servedModelNames": "--served-model-name",
+    "adapters": "--lora",
+    "engine.speculativeConfig": "--speculative-config",
+    "device": "--device",
+}
+_POD_FIELDS = {
+    "openai.port": "openai.port",
+    "openai.apiServerCount": "openai.apiServerCount",
+    "engine.data_parallel_size": "engine.dataParallelSize",
+    "engine.lora_experts": "lora.experts",
+    "engine.tool_call_parser": "openai.toolCallParser",
+    "engine.reasoning_parser": "openai.reasoningParser",
+    **{f"ports.{name}": f"runtime.ports.{name}" for name in ("http", "grpc", "metrics", "health")},
+}
+"""Fields of spec that contain the values of options of pod_options.py, by the field of pod.json. A saved file has them,
+too."""
+_PORTS = {
+    "http": constants.HTTP_PORT,
+    "grpc": constants.GRPC_PORT,
+    "metrics": constants.SERVER_METRICS_PORT,
+    "health": constants.HEALTH_PORT,
+}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def build(args: argparse.Namespace, pod_fields: Mapping[str, Any], has_gpu: bool) -> dict[str, Any]:
+    """Return the LLMService for the command line, as the content of a file.
+
+    Args:
+        pod_fields: values of the options of pod_options.py, by their field in pod.json.
+        has_gpu: whether this machine has a GPU. Without --device, it decides about the device.
+
+    Raises:
+        ConfigError: MODEL or an option cannot be understood.
+    """
+    spec: dict[str, Any] = {}
+    if args.device == "cpu" or (args.device is None and not has_gpu):
+        spec["device"] = "CPU"
+    source = _source(args.model, "MODEL")
+    _set(spec, "model.source", source)
+    if args.revision is not None:
+        if "huggingFace" not in source:
+            raise ConfigError(f"--revision: {args.model!r} is not a repository of the hub; remove the option")
+        source["huggingFace"]["revision"] = args.revision
+    names = args.served_model_name or [args.model if "huggingFace" in source else source.get("path", args.model)]
+    _set(spec, "model.servedName", _server_name(names[0]))
+    if args.served_model_name or "huggingFace" in source:
+        _set(spec, "openai.servedModelNames", list(names))
+    for path, value in _field_values(args, pod_fields):
+        _set(spec, path, value)
+    if adapters := [_adapter(text) for text in args.adapters or ()]:
+        spec["adapters"] = adapters
+        ranks = [rank for adapter in adapters if (rank := _local_rank(adapter["source"])) is not None]
+        if getattr(args, f"{DEST_PREFIX}lora.maxRank") is None and max(ranks, default=0) > 16:
+            _set(spec, "lora.maxRank", max(ranks))
+    elif args.enable_lora:
+        spec.setdefault("lora", {})
+    port = pod_fields.get("openai.port")
+    moved = next((name for name, default in _PORTS.items() if default == port), None)
+    if moved is not None and f"ports.{moved}" not in pod_fields:
+        # The port of the OpenAI API is free then.
+        _set(spec, f"runtime.ports.{moved}", constants.OPENAI_PORT)
+    name = re.sub(r"[^a-z0-9]+", "-", spec["model"]["servedName"].lower()).strip("-")[:40].strip("-")
+    head = {"apiVersion": f"{constants.API_GROUP}/v1alpha1", "kind": "LLMService", "metadata": {"name": name}}
+    return head | {"spec": spec}
+
+
+def save(document: Mapping[str, Any], file: Path) -> int:
+    """Write the document to a file, or print it if the file is `-`. Return the exit status 0.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    text = _to_yaml(document)
+    if str(file) == "-":
+        print(text, end="")
+        return 0
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--save: {file} cannot be written: {error.strerror}; give another file") from error
+    print(f"quire: wrote {file}; serve it with: quire serve -f {file}", file=sys.stderr)
+    return 0
+
+
+def prepare(
+    document: Mapping[str, Any], args: argparse.Namespace, options: serve.ServeOptions, environment: Mapping[str, str]
+) -> serve.LaunchPlan:
+    """Check the document, and return the plan that launches it.
+
+    The key of --api-key or QUIRE_API_KEY is in a file only: neither in the environment nor in arguments of the plan.
+
+    Raises:
+        ConfigError: the document is not valid, or cannot run on this machine. The message names options.
+    """
+    if args.device is None and document["spec"].get("device") == "CPU":
+        print("quire: this machine has no NVIDIA GPU, so the model runs on the CPU", file=sys.stderr)
+    variables = dict(environment)
+    api_key = variables.pop("QUIRE_API_KEY", None) if args.api_key is None else args.api_key
+    if args.download_dir is not None:
+        variables["HF_HUB_CACHE"] = str(args.download_dir.absolute())
+    (manifest,) = parse_manifests(_to_yaml(document), "-")
+    try:
+        return service_file.content_of(manifest, replace(options, api_key=api_key or None), variables).launch_plan
+    except InvalidService as error:
+        lines = [_name_options(str(problem)) for problem in error.problems]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _to_yaml(document: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+
+
+def _name_options(text: str) -> str:
+    options = {path: option for option, path, _, _ in SPEC_OPTIONS} | _OTHER_OPTIONS
+    for path in sorted(options, key=len, reverse=True):
+        text = re.sub(rf"\bspec\.{re.escape(path)}(?![A-Za-z])(\.\w+|\[\d+\])*", options[path], text)
+    return text
+
+
+def _field_values(args: argparse.Namespace, pod_fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for _, path, _, _ in SPEC_OPTIONS:
+        if (value := getattr(args, DEST_PREFIX + path)) is not None:
+            yield path, value
+    for field, path in _POD_FIELDS.items():
+        if pod_fields.get(field):
+            yield path, pod_fields[field]
+    if args.speculative_config is not None:
+        fields = _json_object(args.speculative_config, "--speculative-config")
+        if isinstance(fields.get("model"), str):
+            fields["model"] = {"source": _source(fields["model"], "--speculative-config")}
+        yield "engine.speculativeConfig", {_camel_case(name): value for name, value in fields.items()}
+
+
+def _set(spec: dict[str, Any], path: str, value: Any) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        spec = spec.setdefault(parent, {})
+    spec[name] = value
+
+
+def _source(text: str, option: str) -> dict[str, Any]:
+    """Return the source that a text means: a folder that exists, a URL, or a repository of the hub."""
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return {"path": os.path.abspath(folder)}  # without "..", and with the links of the path
+    if text.startswith("s3://"):
+        return {"s3": {"uri": text}}
+    if text.startswith(("http://", "https://")):
+        return {"http": {"url": text}}
+    if text.startswith((".", "/", "~")) or _HUB_ID.fullmatch(text) is None:
+        raise ConfigError(
+            f"{option}: {text!r} is neither a folder nor the id of a repository on the Hugging Face hub; correct the "
+            "path, or give ORGANIZATION/NAME"
+        )
+    return {"huggingFace": {"repo": text}}
+
+
+def _adapter(text: str) -> dict[str, Any]:
+    """Return the adapter of NAME=SOURCE, or of vLLM's JSON with name and path."""
+    name, separator, source = text.partition("=")
+    if text.startswith("{"):
+        fields = _json_object(text, "--lora")
+        name, source = str(fields.get("name", "")), str(fields.get("path", ""))
+    elif not separator:
+        source = ""
+    if not name or not source:
+        raise ConfigError(f"--lora: {text!r} is not NAME=SOURCE; write it as in sql=adapters/sql")
+    return {"name": name, "source": _source(source, f"--lora {name}")}
+
+
+def _local_rank(source: Mapping[str, Any]) -> int | None:
+    """Return the LoRA rank of a local adapter; None if it cannot be read, which loading the adapter reports."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
+        if "path" in source:
+            config = json.loads(Path(source["path"], "adapter_config.json").read_text())
+            return max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
+    return None
+
+
+def _json_object(text: str, option: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {text!r} is not JSON: {error}; quote it for the shell") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option}: {text!r} is not a JSON object; write it in braces")
+    return value
+
+
+def _server_name(name: str) -> str:
+    """Return the name of the model on Triton's ports, which cannot contain a slash."""
+    last = name.rstrip("/").rpartition("/")[2] or "model"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-._")[:63] or "model"
+
+
+def _camel_case(name: str) -> str:
+    first, *words = name.split("_")
+    return first + "".join(map(str.capitalize, words))

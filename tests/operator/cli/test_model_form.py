@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quire serve MODEL`: the LLMService that the options mean, its file, and errors that name options."""
+
+import json
+import os
+import shutil
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+from support.quire_serve import EXAMPLES, QuireServeProcess
+
+from quire_operator.cli import main, model_form, serve, service_file
+from quire_operator.cli.model_options import SPEC_OPTIONS
+from quire_operator.cli.pod_options import pod_fields
+from quire_spec.engine.vllm_arguments import OTHER_VLLM_ARGUMENTS
+from quire_spec.errors import ConfigError
+
+TINY = str(EXAMPLES / "models/tiny")
+
+
+def parse(*argv):
+    return main._build_parser().parse_args(["serve", *argv])
+
+
+def document(*argv, has_gpu=False):
+    args = parse(*argv)
+    return model_form.build(args, pod_fields(args), has_gpu)
+
+
+def plan(*argv, environment=None, has_gpu=False):
+    args = parse(*argv)
+    fields = pod_fields(args)
+    options = serve.ServeOptions(fields, run_dir=args.run_dir)
+    return model_form.prepare(model_form.build(args, fields, has_gpu), args, options, environment or {})
+
+
+@pytest.mark.parametrize(
+    ("model", "source"),
+    [
+        (TINY, {"path": TINY}),
+        ("gpt2", {"huggingFace": {"repo": "gpt2"}}),
+        ("org/Model.1-B", {"huggingFace": {"repo": "org/Model.1-B"}}),
+        ("s3://bucket/models/a", {"s3": {"uri": "s3://bucket/models/a"}}),
+        ("https://files.example/a", {"http": {"url": "https://files.example/a"}}),
+    ],
+)
+def test_source_of_a_model(model, source):
+    assert document(model)["spec"]["model"]["source"] == source
+
+
+def test_existing_folder_wins_over_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "org/model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert document("org/model")["spec"]["model"]["source"] == {"path": str(tmp_path / "org/model")}
+
+
+def test_device_is_that_of_the_machine_unless_given():
+    assert document(TINY)["spec"]["device"] == document(TINY, "--device=cpu", has_gpu=True)["spec"]["device"] == "CPU"
+    assert "device" not in document(TINY, has_gpu=True)["spec"]
+    assert "device" not in document(TINY, "--device=cuda")["spec"]
+
+
+@pytest.mark.parametrize("model", [".", "./", "../My Model", "{}", "{}/"])
+def test_folder_is_served_under_its_name(tmp_path, monkeypatch, model):
+    folder = tmp_path / "My Model"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    spec = document(model.format(folder))["spec"]
+    assert spec["model"] == {"source": {"path": str(folder)}, "servedName": "My-Model"} and "openai" not in spec
+
+
+def test_names_ranks_and_ports():
+    found = document(
+        "org/Model-7B", "--revision=v1", "--port=8000", "--lora-modules", f"sql={EXAMPLES}/adapters/sql",
+        '{"name": "b", "path": "org/b"}',
+    )  # fmt: skip
+    spec = found["spec"]
+    assert found["metadata"]["name"] == "model-7b"
+    assert spec["model"]["servedName"] == "Model-7B" and spec["openai"]["servedModelNames"] == ["org/Model-7B"]
+    assert spec["model"]["source"]["huggingFace"]["revision"] == "v1"
+    assert spec["openai"]["port"] == 8000 and spec["runtime"]["ports"] == {"http": 8004}
+    assert [adapter["name"] for adapter in spec["adapters"]] == ["sql", "b"]
+    assert "lora" not in spec  # rank 16 is the default
+    assert document(TINY, "--enable-lora")["spec"]["lora"] == {}
+
+
+def test_rank_follows_local_adapters(tmp_path):
+    config = {"r": 8, "rank_pattern": {"q_proj": 40}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert document(TINY, f"--lora=a={tmp_path}")["spec"]["lora"] == {"maxRank": 40}
+    assert document(TINY, f"--lora=a={tmp_path}", "--max-lora-rank=64")["spec"]["lora"] == {"maxRank": 64}
+
+
+VALUES = {"--dtype": "float32", "--quantization": "int8", "--kv-cache-dtype": "fp8"}
+
+
+def test_saved_file_serves_the_same(tmp_path, capsys):
+    """With every option of the table that a CPU has, and others that are fields of the spec."""
+    of_gpus = ("--gpu-memory-utilization", "--tensor-parallel-size")
+    argv = [f"{option}={VALUES.get(option, '32')}" for option, _, _, _ in SPEC_OPTIONS if option not in of_gpus]
+    argv += ["--lora", f"sql={EXAMPLES}/adapters/sql", "--served-model-name", "tiny", "--tool-call-parser=hermes"]
+    argv += ['--speculative-config={"method": "ngram", "num_speculative_tokens": 3}', f"--run-dir={tmp_path / 'run'}"]
+    file = tmp_path / "saved.yaml"
+    assert main.main(["serve", TINY, *argv, f"--save={file}"]) == 0
+    saved = service_file.read(str(file), serve.ServeOptions(run_dir=tmp_path / "run"), {}).launch_plan
+    direct = plan(TINY, *argv)
+    assert (direct.config, direct.catalog) == (saved.config, saved.catalog)
+    assert direct.config.engine.speculative_config.num_speculative_tokens == 3
+    assert str(file) in capsys.readouterr().err
+    assert main.main(["serve", TINY, "--save=-"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == document(TINY)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["./missing"], "MODEL: './missing' is neither a folder nor"),
+        (["a/b/c"], "MODEL: 'a/b/c' is neither a folder nor"),
+        ([TINY, "--gpu-memory-utilization=3"], '--gpu-memory-utilization: "3": must be a decimal'),
+        ([TINY, "--dtype=float8"], '--dtype: "float8": must be one of'),
+        ([TINY, "--lora=x"], "--lora: 'x' is not NAME=SOURCE"),
+        ([TINY, "--lora=tiny=org/a"], "--lora: adapters must not contain a name that equals"),
+        ([TINY, "--lora=a=/missing"], "--lora a: '/missing' is neither a folder nor"),
+        ([TINY, "--speculative-config={"], "--speculative-config: '{' is not JSON"),
+        ([TINY, '--speculative-config={"method": "guess"}'], '--speculative-config: "guess": must be one of'),
+        ([TINY, "--revision=a"], "--revision: "),
+        ([TINY, "--device=cuda"], '--device: "GPU": this machine has no NVIDIA GPU'),
+    ],
+)
+def test_errors_name_the_option(argv, message):
+    with pytest.raises(ConfigError) as error:
+        plan(*argv)
+    assert str(error.value).startswith(message) and "spec.model" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_VLLM_ARGUMENTS - {"served_model_name"}))
+def test_options_that_only_vllm_has(name, capsys):
+    with pytest.raises(SystemExit):
+        parse(TINY, f"--{name.replace('_', '-')}", "1")
+    assert "vLLM has this option, but Quire has not; " in capsys.readouterr().err
+
+
+def test_options_of_the_model_form_need_a_model(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["serve", "-f", str(EXAMPLES / "llmservice.yaml"), "--max-num-seqs=3"])
+    assert "--max-num-seqs requires MODEL" in capsys.readouterr().err
+
+
+def test_key_is_only_in_a_file_of_the_user(tmp_path):
+    argv = [TINY, f"--run-dir={tmp_path / 'run'}"]
+    for found in (plan(*argv, "--api-key=s3cret"), plan(*argv, environment={"QUIRE_API_KEY": "s3cret"})):
+        serve.write_run_dir(found)
+        file = tmp_path / "run/api-keys/api-key"
+        assert file.read_text() == "s3cret" and file.stat().st_mode & 0o777 == 0o600
+        assert found.config.openai.apiKeysDir == file.parent
+        assert not any("s3cret" in text for text in (*found.argv, *found.environment.values(), repr(found)))
+    serve.write_run_dir(plan(*argv))
+    assert not file.exists()
+
+
+@pytest.mark.server
+def test_serves_a_folder_with_an_adapter_and_a_key(tmp_path):
+    adapter = shutil.copytree(EXAMPLES / "adapters/pirate", tmp_path / "pirate")
+    flags = ["--lora", f"pirate={adapter}", "--served-model-name", "tales", "org/tales"]
+    process = QuireServeProcess(TINY, tmp_path, *flags, env=os.environ | {"QUIRE_API_KEY": "s3cret"})
+    try:
+        process.wait_ready()
+        url = f"http://127.0.0.1:{process.ports['openai']}/v1/models"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(url, timeout=30)
+        request = urllib.request.Request(url, headers={"Authorization": "Bearer s3cret"})
+        models = json.load(urllib.request.urlopen(request, timeout=30))["data"]
+        assert {model["id"] for model in models} == {"tales", "org/tales", "pirate"}
+        for child in process.child_processes():
+            secrets = (Path(f"/proc/{child.pid}/{name}").read_bytes() for name in ("environ", "cmdline"))
+            assert not any(b"s3cret" in content for content in secrets)
+    finally:
+        process.stop()
