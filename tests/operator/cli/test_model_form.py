@@ -2,15 +2,10 @@
 """`quire serve MODEL`: the LLMService that the options mean, its file, and errors that name options."""
 
 import json
-import os
-import shutil
-import urllib.error
-import urllib.request
-from pathlib import Path
 
 import pytest
 import yaml
-from support.quire_serve import EXAMPLES, QuireServeProcess
+from support.quire_serve import EXAMPLES
 
 from quire_operator.cli import main, model_form, serve, service_file
 from quire_operator.cli.model_options import SPEC_OPTIONS
@@ -159,23 +154,3 @@ def test_key_is_only_in_a_file_of_the_user(tmp_path):
         assert not any("s3cret" in text for text in (*found.argv, *found.environment.values(), repr(found)))
     serve.write_run_dir(plan(*argv))
     assert not file.exists()
-
-
-@pytest.mark.server
-def test_serves_a_folder_with_an_adapter_and_a_key(tmp_path):
-    adapter = shutil.copytree(EXAMPLES / "adapters/pirate", tmp_path / "pirate")
-    flags = ["--lora", f"pirate={adapter}", "--served-model-name", "tales", "org/tales"]
-    process = QuireServeProcess(TINY, tmp_path, *flags, env=os.environ | {"QUIRE_API_KEY": "s3cret"})
-    try:
-        process.wait_ready()
-        url = f"http://127.0.0.1:{process.ports['openai']}/v1/models"
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(url, timeout=30)
-        request = urllib.request.Request(url, headers={"Authorization": "Bearer s3cret"})
-        models = json.load(urllib.request.urlopen(request, timeout=30))["data"]
-        assert {model["id"] for model in models} == {"tales", "org/tales", "pirate"}
-        for child in process.child_processes():
-            secrets = (Path(f"/proc/{child.pid}/{name}").read_bytes() for name in ("environ", "cmdline"))
-            assert not any(b"s3cret" in content for content in secrets)
-    finally:
-        process.stop()

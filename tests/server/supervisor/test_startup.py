@@ -5,13 +5,18 @@ import asyncio
 import contextlib
 import errno
 import json
+import os
+import shutil
 import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from nodocker_cluster.ports import free_ports
 from support.pod_config import write_pod_config
-from support.quire_serve import PORTS
+from support.quire_serve import EXAMPLES, PORTS, QuireServeProcess
 from support.supervisor_harness import catalog, started_supervisor
 
 from quire_server.__main__ import main
@@ -132,3 +137,24 @@ async def test_failed_cache_prune_is_logged_and_retried(caplog):
     await asyncio.wait([prune_task], timeout=0.1)
     assert not prune_task.done() and "cache prune failed" in caplog.text
     prune_task.cancel()
+
+
+def test_serves_a_folder_with_an_adapter_and_a_key(tmp_path):
+    adapter = shutil.copytree(EXAMPLES / "adapters/pirate", tmp_path / "pirate")
+    flags = ["--lora", f"pirate={adapter}", "--served-model-name", "tales", "org/tales"]
+    process = QuireServeProcess(
+        str(EXAMPLES / "models/tiny"), tmp_path, *flags, env=os.environ | {"QUIRE_API_KEY": "s3cret"}
+    )
+    try:
+        process.wait_ready()
+        url = f"http://127.0.0.1:{process.ports['openai']}/v1/models"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(url, timeout=30)
+        request = urllib.request.Request(url, headers={"Authorization": "Bearer s3cret"})
+        models = json.load(urllib.request.urlopen(request, timeout=30))["data"]
+        assert {model["id"] for model in models} == {"tales", "org/tales", "pirate"}
+        for child in process.child_processes():
+            secrets = (Path(f"/proc/{child.pid}/{name}").read_bytes() for name in ("environ", "cmdline"))
+            assert not any(b"s3cret" in content for content in secrets)
+    finally:
+        process.stop()
