@@ -8,6 +8,7 @@ that leave. A name that no source has costs one question to each source, and lea
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from contextlib import AsyncExitStack
@@ -37,6 +38,7 @@ _MAX_LOOKUPS_PER_CLIENT = 4
 """Further lookups of a client wait, so that one client does not delay all others."""
 _POLL_S = 0.01
 _RECLAIM_INTERVAL_S = 0.5
+_PRUNE_INTERVAL_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class OnDemandAdapters(AsyncExitStack):
         self._making_room = asyncio.Lock()
         """Held while files become an adapter that is served, and while files are removed."""
         self._reclaim_requested = asyncio.Event()
+        self._pruned_at = time.monotonic()
 
     async def find_adapter(self, name: str, client: str) -> None:
         """Find the adapter `name`, and wait until requests can use it. A call that repeats a running one waits for the
@@ -104,7 +107,9 @@ class OnDemandAdapters(AsyncExitStack):
     async def run(self) -> None:
         """Remove the files of adapters that have left, until this task is cancelled."""
         while True:
-            await self._reclaim_requested.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PRUNE_INTERVAL_S):
+                    await self._reclaim_requested.wait()
             self._reclaim_requested.clear()
             await asyncio.sleep(_RECLAIM_INTERVAL_S)
             await self._reclaim()
@@ -246,7 +251,9 @@ class OnDemandAdapters(AsyncExitStack):
 
     async def _reclaim(self) -> None:
         """Remove files until each source is within its limit. Files that a core may still read stay, and this is tried
-        again."""
+        again. Once an hour, also remove interrupted downloads of the day before, which the limit does not count."""
+        must_prune = time.monotonic() - self._pruned_at >= _PRUNE_INTERVAL_S
+        self._pruned_at = time.monotonic() if must_prune else self._pruned_at
         for prefix in self._manager.catalog.sources:
             if (fetcher := self._fetchers.get((_key(prefix), prefix.maxBytes))) is None:
                 continue
@@ -254,6 +261,8 @@ class OnDemandAdapters(AsyncExitStack):
                 async with self._making_room:
                     used = self._used_digests()
                     removed, num_bytes = await run_in_daemon_thread(fetcher.shrink_cache, prefix.maxBytes, used)
+                    if must_prune:
+                        removed += await run_in_daemon_thread(fetcher.prune_cache, used)
             except OSError as error:
                 logger.warning("cache of an adapter source could not be shrunk error=%s", error)
                 continue

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -297,3 +298,18 @@ async def test_an_organization_of_the_hub(finder, tmp_path, serve):
     for name in ("absent", "a..b", "a--b"):
         with pytest.raises((NotFound, InvalidArgument)):
             await finder.find(name, "")
+
+
+async def test_interrupted_downloads_do_not_stay_forever(finder, prefix, monkeypatch):
+    monkeypatch.setattr(on_demand, "_PRUNE_INTERVAL_S", 0.05)
+    finder.set_sources(path(prefix))
+    await finder.find("a", "")
+    [cache] = finder.folder.iterdir()
+    partial = cache / "partial" / "interrupted"
+    partial.mkdir()
+    (partial / "adapter_model.safetensors").write_bytes(b"x" * 100)
+    partial.with_suffix(".lock").touch()
+    os.utime(partial.with_suffix(".lock"), (0, 0))
+    await finder.find("b", "")
+    await finder.pod.until(lambda: not partial.exists())
+    assert finder.names == ["a", "b"] and len(finder.cached()) == 2
