@@ -20,6 +20,7 @@ import torch
 from msgspec.structs import replace
 from peft.tuners.lora.variants import calculate_alora_offsets
 from support import quantized_checkpoints
+from support.graph_captures import replace_captures
 from support.near_ties import assert_greedy_tokens, assert_top_tokens
 from support.quantized_checkpoints import FOLDER, write_dequantized
 from support.tiny_checkpoints import (
@@ -538,6 +539,7 @@ INVOCATION_SCENARIOS: dict[str, dict[str, Any]] = {
         "max_num_seqs": 3,
     },
     "two devices": {"tensor_parallel_size": 2},
+    "graphs of a GPU": {"max_num_batched_tokens": 32, "max_num_seqs": 8},
 }
 
 
@@ -592,6 +594,7 @@ def test_each_invocation_changes_some_outputs_but_not_all(invocation_case):
 @pytest.mark.parametrize("scenario", INVOCATION_SCENARIOS)
 def test_adapters_apply_from_their_invocation_on(invocation_case, scenario, monkeypatch):
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
+    captures = replace_captures(monkeypatch) if "graphs" in scenario else []
     engine = _adapted_engine(invocation_case, **INVOCATION_SCENARIOS[scenario])
     for _ in range(2):  # the second time from the prefix cache, as far as it contains the prompts
         outputs = _generate(engine, invocation_case.prompts, invocation_case.adapter_digests, arrival_ratio=0.3)
@@ -599,6 +602,8 @@ def test_adapters_apply_from_their_invocation_on(invocation_case, scenario, monk
     assert (engine.stats().num_preemptions > 0) == (scenario in ("preempted", "preempted and swapped", "offloaded"))
     assert engine.stats().num_swapped_in_blocks > 0 or "swapped" not in scenario
     assert engine.stats().num_draft_tokens > 0 or scenario != "drafts"
+    assert bool(captures) == ("graphs" in scenario)
+    assert all(len(set(capture.replayed)) > 2 for capture in captures)
 
 
 def test_adapters_apply_from_their_invocation_on_in_bfloat16(invocation_case):
