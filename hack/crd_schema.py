@@ -117,7 +117,7 @@ def _crd_default(field: "dataclasses.Field[Any]", declared: FieldSchema) -> Any:
         value = field.default_factory()
         return {} if dataclasses.is_dataclass(value) else value or None
     default = field.default
-    if default is dataclasses.MISSING or default == ():
+    if default is dataclasses.MISSING or default == () or dataclasses.is_dataclass(default):
         return None
     if isinstance(default, Enum):
         return default.value

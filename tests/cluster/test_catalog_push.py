@@ -3,7 +3,11 @@
 pods that answer on their admin port (support/fake_pods.py says what is scripted of them)."""
 
 import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from support.controller_harness import ControllerHarness, answer_model_readers, llm_service
@@ -276,7 +280,7 @@ def live_paths(world):
 
 def test_new_content_switches_only_after_every_pod_has_verified_it(world):
     slow = world.pods()[1].fake_pod
-    slow.loading_adapters.add("sql@candidate")
+    slow.loading_adapters.add("sql@@candidate")
     world.edit(adapters=[MOVED])
     world.until("AdaptersReady", "False", "Loading", REACHED_S)
     assert paths(world) == ["sql", "sql"] and live_paths(world) == ["sql", "sql-v2", None]
@@ -293,7 +297,7 @@ def test_new_content_switches_only_after_every_pod_has_verified_it(world):
 
 def test_if_one_pod_fails_nothing_switches_and_a_new_pod_gets_the_live_content(world):
     broken = world.pods()[1]
-    broken.fake_pod.failing_adapters["sql@candidate"] = "CanaryFailed: the output is 'x', and must start with 'y'"
+    broken.fake_pod.failing_adapters["sql@@candidate"] = "CanaryFailed: the output is 'x', and must start with 'y'"
     world.edit(adapters=[MOVED, PIRATE])
     world.until("AdaptersReady", "False", "LoadFailed", REACHED_S)
     name = broken.pod["metadata"]["name"]
@@ -312,7 +316,7 @@ def test_if_one_pod_fails_nothing_switches_and_a_new_pod_gets_the_live_content(w
 
 def test_a_restarted_operator_goes_on_with_the_verification(world, cluster, namespace):
     slow = world.pods()[1].fake_pod
-    slow.loading_adapters.add("sql@candidate")
+    slow.loading_adapters.add("sql@@candidate")
     world.edit(adapters=[MOVED])
     wait_for(lambda: live_paths(world) == ["sql", "sql-v2", None], 20, "the candidate")
     world.operator.stop()
@@ -321,3 +325,23 @@ def test_a_restarted_operator_goes_on_with_the_verification(world, cluster, name
         wait_for(lambda: paths(world) == ["sql-v2"] * 2, 30, "the switch")
         world.edit(adapters=[SQL])
         wait_for(lambda: paths(world) == ["sql"] * 2 and live_paths(world) == ["sql", None, "sql-v2"], 30, "back")
+
+
+def test_a_promotion_reaches_every_pod(world):
+    sources = [{"pvc": {"claimName": "models", "path": path}} for path in ("sql", "sql-v2")]
+    versions = [{"name": f"v{i}", "source": source} for i, source in enumerate(sources, 1)]
+    world.edit(adapters=[{"name": "sql", "versions": versions}])
+    world.until("AdaptersReady", "True", seconds=REACHED_S)
+
+    def weights():
+        return [{v.name: v.weight for v in m.fake_pod.catalog.adapters[0].versions} for m in world.pods()]
+
+    assert weights() == [{"v1": 1, "v2": 1}] * 2
+    env = {**os.environ, "KUBECONFIG": str(world.cluster.kubeconfig)}
+    command = [str(Path(sys.executable).with_name("quire")), "adapter", "promote", "sql"]
+    options = ["-n", world.namespace, "--service", "tales"]
+    promoted = subprocess.run([*command, "v2", *options], env=env, capture_output=True, text=True, check=True)
+    assert "version v2 gets all requests" in promoted.stdout
+    wait_for(lambda: weights() == [{"v1": 0, "v2": 1}] * 2, REACHED_S, weights)
+    missing = subprocess.run([*command, "v3", *options], env=env, capture_output=True, text=True)
+    assert missing.returncode == 1 and "has no version 'v3', but v1, v2" in missing.stderr

@@ -48,6 +48,7 @@ HUB_SOURCE = {"huggingFace": {"repo": "org/heads"}}
 MEDUSA = NGRAM | {"method": "medusa", "model": {"source": HUB_SOURCE}}
 HTTP_POOL = {**OPENAI_POOL, "targetPort": "http"}
 COMPLETION = {"completion": "b", "minLogprob": -1.5}
+VERSIONS = {"name": "sql", "versions": [{"name": "v1", "source": {"path": "a"}}]}
 PVC_SOURCE = {"pvc": {"claimName": "c"}}
 
 EVENTS = {"subscribers": [{"podSelector": {}}]}
@@ -238,6 +239,21 @@ CEL_RULE_CASES = [
         "spec.cache.mode",
     ),
     ("source must have exactly one", {}, {"spec.model.source": {}}, "spec.model.source"),
+    *(
+        (
+            "source must be set without versions",
+            {"spec.adapters": [VERSIONS]},
+            {"spec.adapters": [invalid]},
+            "spec.adapters[0].source",
+        )
+        for invalid in ({"name": "sql"}, {**ADAPTER, **VERSIONS})
+    ),
+    (
+        "versions must not all have the weight 0",
+        {"spec.adapters": [VERSIONS]},
+        {"spec.adapters": [{"name": "sql", "versions": [{"name": "v1", "source": {"path": "a"}, "weight": 0}]}]},
+        "spec.adapters[0].versions",
+    ),
     *(
         (
             message,

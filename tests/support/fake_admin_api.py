@@ -18,12 +18,12 @@ from aiohttp import web
 from quire_server.adapters.manager import StaleCatalog
 from quire_server.supervisor.admin_api import AdminAPI
 from quire_spec.dataclass_json import to_json
-from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec
+from quire_spec.documents.adapter_catalog import HELD, AdapterCatalog, AdapterSpec
 from quire_spec.documents.download_progress import PROGRESS_PATH, DownloadProgress
 from quire_spec.documents.pod_status import (
     AdapterState,
     AdapterStatus,
-    HeldContentStatus,
+    ContentStatus,
     MeasuredMemory,
     PodStatus,
     ProcessState,
@@ -104,12 +104,12 @@ class FakePod:
         self.catalog, self.num_restarts = catalog or AdapterCatalog(), self.num_restarts + 1
 
     def _adapter_status(self, adapter: AdapterSpec) -> AdapterStatus:
-        candidate = next((held for held in adapter.held() if held.name == f"{adapter.name}@candidate"), None)
+        candidate = next((held for held in adapter.held() if held.name == f"{adapter.name}{HELD}candidate"), None)
         if candidate is None:
             return self._content_status(adapter.name)
         status = self._content_status(candidate.name)
         state = AdapterState.VERIFIED if status.state is AdapterState.READY else status.state
-        held = HeldContentStatus(state, status.digest, status.error)
+        held = ContentStatus(state, status.digest, status.error)
         return replace(self._content_status(adapter.name), candidate=held)
 
     def _content_status(self, name: str) -> AdapterStatus:

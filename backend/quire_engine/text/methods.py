@@ -97,10 +97,13 @@ class TextMethods:
         chat_templates: dict[str, str] | None = None,
         findable_names: list[str] | None = None,
         sums: dict[AdapterName, str] | None = None,
+        version_weights: dict[str, dict[str, int]] | None = None,
     ) -> None:
         """Replace the adapters that requests can name, their limits, the files of their chat templates, the patterns of
-        further names that the supervisor can look up, and the names of weighted sums (`a:0.7,b:0.3`)."""
+        further names that the supervisor can look up, the names of weighted sums (`a:0.7,b:0.3`), and the weights of
+        versions."""
         self._request_manager.set_adapters(adapters, limits, chat_templates, findable_names or (), sums)
+        self._admission.versions.weights_by_name = version_weights or {}
         logger.info("adapters set count=%d", len(adapters))
 
     def set_loading_adapters(self, names: frozenset[str]) -> None:

@@ -20,6 +20,7 @@ from quire_engine.requests.processor import PreparedRequest, RequestProcessor
 from quire_engine.requests.request_adapter import RequestAdapter
 from quire_engine.requests.request_state import RequestState
 from quire_engine.text.adapter_finder import AdapterFinder
+from quire_engine.text.admission.adapter_versions import version_of
 from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_engine.text.admission.client_turns import ClientTurns
 from quire_engine.text.admission.rate_limiter import AdapterRateLimiter
@@ -121,6 +122,7 @@ class RequestManager:
         """
         if request.id in self._by_frontend[frontend]:
             raise Internal(f"GenerateRequest: id {request.id} is already open")
+        request = self._admission.choose_version(request, session=str(self._next_sequence_id))
         try:
             adapter = self._admission.admit(request, self._queued_by_client)
         except QuireError as error:
@@ -390,8 +392,9 @@ class RequestManager:
             if error_code := deltas[-1].error_code:
                 self._metrics.record_failed(error_code)
             self._close(request_state, frontend, "error" if error_code else deltas[-1].finish_reason or "")
+        version = version_of(request_state.adapter.name or "")
         for delta in deltas:
-            frontend.send(delta)
+            frontend.send(replace(delta, adapter_version=version) if version else delta)
         return aborted_ids
 
     def _consume(self, request_state: RequestState, num_tokens: int) -> None:

@@ -9,7 +9,7 @@ from quire_server.adapters.adapter_progress import AdapterProgress, Event, trans
 from quire_server.adapters.fetcher import CachedAdapter
 from quire_spec.constants import AdapterName
 from quire_spec.documents.adapter_catalog import Source
-from quire_spec.documents.pod_status import AdapterState, AdapterStatus, HeldContentStatus, utc_now
+from quire_spec.documents.pod_status import AdapterState, AdapterStatus, ContentStatus, utc_now
 from quire_spec.errors import QuireError
 from quire_spec.protocol.results import AdapterCheck
 
@@ -87,10 +87,10 @@ class ManagedAdapter:
             signer=content.signer if content else None,
         )
 
-    def held_status(self) -> HeldContentStatus:
-        """Return the status of a held content."""
+    def content_status(self) -> ContentStatus:
+        """Return the status of a version or of a held content."""
         status = self.status()
-        return HeldContentStatus(status.state, status.digest, status.error, status.effect, status.warning)
+        return ContentStatus(status.state, status.digest, status.error, status.effect, status.warning)
 
     def failure(self) -> QuireError | None:
         """Return the error of the state Failed; None in other states."""

@@ -42,6 +42,7 @@ from quire_spec.backoff import backoff
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import (
     HELD,
+    VERSION,
     AdapterCatalog,
     AdapterLimits,
     AdapterSpec,
@@ -162,11 +163,11 @@ class AdapterManager:
         self.check(catalog, replaces)
         if catalog == self._catalog:
             return
-        previous = self.catalog
+        previous, previous_weights = self.catalog, self._weights_by_name()
         self._catalog, self._catalog_version = catalog, catalog.version
         exposed_names = catalog.exposed_names()
-        held = [held for adapter in catalog.adapters for held in adapter.held()]
-        desired = {adapter.name: adapter for adapter in (*catalog.adapters, *held)}
+        contents = [c for adapter in catalog.adapters for c in (*adapter.versioned(), *adapter.held())]
+        desired = {adapter.name: adapter for adapter in (*catalog.adapters, *contents)}
         known = self._contents_by_name_and_source()
         for name, managed in self._adapter_by_name.items():
             if name not in desired and not self._stays_on_demand(managed):
@@ -185,8 +186,9 @@ class AdapterManager:
                 )
                 self._spawn(self._reconcile_loop(managed), f"adapter {adapter.name}")
             self._adopt_content(managed, known)
-        if (catalog.sources, catalog.sums) != (previous.sources, previous.sums):
-            self._spawn(self._publish_names(), "publish adapter sources and sums")
+        published = catalog.sources, catalog.sums, self._weights_by_name()
+        if published != (previous.sources, previous.sums, previous_weights):
+            self._spawn(self._publish_names(), "publish adapter sources, sums and weights")
         self._publish_if_empty()
         self._spawn(self._publish_loading(), "publish loading adapters")
         self.on_change()
@@ -297,14 +299,19 @@ class AdapterManager:
 
     def statuses(self) -> list[AdapterStatus]:
         """Return the status of every adapter of the catalog, sorted by name."""
-        held = {adapter.name: adapter.held_status() for adapter in self._desired_adapters() if adapter.progress.held}
+        contents = {a.name: a.content_status() for a in self._desired_adapters() if VERSION in a.name}
         statuses = (
             replace(
                 adapter.status(),
-                candidate=held.get(AdapterName(f"{adapter.name}{HELD}candidate")),
-                previous=held.get(AdapterName(f"{adapter.name}{HELD}previous")),
+                candidate=contents.get(AdapterName(f"{adapter.name}{HELD}candidate")),
+                previous=contents.get(AdapterName(f"{adapter.name}{HELD}previous")),
+                versions={
+                    version: contents[AdapterName(f"{adapter.name}{VERSION}{version}")]
+                    for version in self._weights_by_name().get(adapter.name, {})
+                },
             )
             for adapter in self._catalog_adapters()
+            if VERSION not in adapter.name
         )
         return sorted(statuses, key=lambda status: status.name)
 
@@ -625,6 +632,7 @@ class AdapterManager:
             self._chat_template_by_name(),
             findable_names,
             self.catalog.sum_by_name,
+            self._weights_by_name(),
         )
 
     async def _publish_loading(self) -> None:
@@ -690,6 +698,14 @@ class AdapterManager:
             for progress in (adapter.progress for adapter in self._adapter_by_name.values())
             if any(content is not None and content.digest == digest for content in (progress.latest, progress.active))
         )
+
+    def _weights_by_name(self) -> dict[AdapterName, dict[str, int]]:
+        """Return the weights of the versions of each adapter that has versions."""
+        return {
+            AdapterName(adapter.name): {version.name: version.weight for version in adapter.versions}
+            for adapter in self.catalog.adapters
+            if adapter.versions
+        }
 
     def _limits_by_name(self) -> dict[AdapterName, AdapterLimits]:
         """Return the limits of all published names that have limits."""

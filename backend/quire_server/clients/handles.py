@@ -188,6 +188,7 @@ class TextHandle:
         included."""
         self._findable_names: tuple[str, ...] = ()
         self._sum_by_name: dict[AdapterName, str] = {}
+        self._weights_by_name: Mapping[AdapterName, Mapping[str, int]] = {}
         """The patterns of names that were last sent."""
         self.published_digests: set[AdapterDigest] = set()
         """The digests in the mapping that was sent last. While a mapping is being sent, its digests are included."""
@@ -208,13 +209,17 @@ class TextHandle:
         chat_template_by_name: Mapping[AdapterName, str],
         findable_names: tuple[str, ...] = (),
         sum_by_name: Mapping[AdapterName, str] = MappingProxyType({}),
+        weights_by_name: Mapping[AdapterName, Mapping[str, int]] = MappingProxyType({}),
     ) -> None:
-        """Send the adapters, the patterns of names that the supervisor can look up, and the names of weighted sums, if
-        they have changed. If several adapters become ready at the same time, they are sent in one call."""
+        """Send the adapters, the patterns of names that the supervisor can look up, the names of weighted sums, and the
+        weights of versions, if they have changed. If several adapters become ready at the same time, they are sent in
+        one call."""
         async with self._lock:
             new = dict(digest_by_name), dict(limits_by_name), dict(chat_template_by_name)
             sent = self.digest_by_name, self.limits_by_name, self.chat_template_by_name
-            further, sent_further = (findable_names, dict(sum_by_name)), (self._findable_names, self._sum_by_name)
+            sums, weights = dict(sum_by_name), dict(weights_by_name)
+            further = findable_names, sums, weights
+            sent_further = self._findable_names, self._sum_by_name, self._weights_by_name
             if not self._was_published or (*new, *further) != (*sent, *sent_further):
                 new_digests, new_limits, new_templates = new
                 args: dict[str, Any] = {
@@ -223,11 +228,12 @@ class TextHandle:
                     "chat_templates": new_templates,
                     **({"findable_names": findable_names} if findable_names or self._findable_names else {}),
                     **({"sums": dict(sum_by_name)} if sum_by_name or self._sum_by_name else {}),
+                    **({"version_weights": weights} if weights or self._weights_by_name else {}),
                 }
                 self.published_digests |= set(new_digests.values())
                 await self.control.call("set_adapters", type(None), args, timeout_s=_CALL_TIMEOUT_S)
                 self.digest_by_name, self.limits_by_name, self.chat_template_by_name = new
-                self._findable_names, self._sum_by_name = further
+                self._findable_names, self._sum_by_name, self._weights_by_name = further
                 self._was_published = True
                 self.published_digests = set(new_digests.values())
 

@@ -178,7 +178,8 @@ class Application:
         await send({"type": "http.response.body", "body": reply.body})
 
     def _common_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
-        return [(b"x-request-id", request.request_id.encode()), *self._access.cors_headers(request)]
+        own = (b"x-request-id", request.request_id.encode())
+        return [own, *request.response_headers.items(), *self._access.cors_headers(request)]
 
     async def _send_error(self, request: HttpRequest, error: ApiError, send: Send) -> None:
         if not error.is_counted:

@@ -104,6 +104,9 @@ class Generation:
         self._release_body = http_request.release_body
         self._cache_salt = http_request.salt_cache(fields.cache_salt)
         self._data_parallel_rank = http_request.data_parallel_rank
+        user = fields.user if isinstance(fields.user, str) else ""
+        self._session = http_request.session_id or user or http_request.request_id
+        self._response_headers = http_request.response_headers
         self._num_input_tokens = [0] * (len(prompts) * copies)
         self._num_cached_tokens = [0] * (len(prompts) * copies)
         self.prompt_token_ids: dict[int, list[int]] = {}
@@ -206,12 +209,15 @@ class Generation:
                 prompt.parsing,
                 self._client,
                 self._data_parallel_rank,
+                self._session,
             )
             for prompt in self.prompts
             for _ in range(self.copies)
         ]
 
     def _count(self, request_index: int, choice: Choice, delta: OutputDelta) -> None:
+        if delta.adapter_version:
+            self._response_headers[b"quire-adapter-version"] = delta.adapter_version.encode()
         choice.num_tokens = delta.num_output_tokens
         choice.num_reasoning_tokens = delta.num_reasoning_tokens
         self._num_input_tokens[request_index] = delta.num_input_tokens

@@ -25,7 +25,7 @@ SAMPLING_FIELDS = (frozenset(SamplingParams.__struct_fields__) | FORMER_NAMES) -
 
 BOOKKEEPING_FIELDS = frozenset(
     {
-        *("user", "store", "metadata", "service_tier", "safety_identifier", "session_id", "prompt_cache_key"),
+        *("store", "metadata", "service_tier", "safety_identifier", "session_id", "prompt_cache_key"),
         *("prompt_cache_retention", "prediction", "verbosity", "web_search_options"),
     }
 )
@@ -83,6 +83,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     priority: int = 0
     request_id: str | None = None
+    user: Any = None
+    """The session of the request, if it is a text and the header X-Session-Id is missing."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream_interval: int = 1

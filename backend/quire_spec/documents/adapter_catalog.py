@@ -26,7 +26,10 @@ from quire_spec.errors import ConfigError
 MAX_ADAPTERS = 4096
 MAX_SUMS = 256
 MAX_ADAPTER_SOURCES = 16
-HELD = "@"
+MAX_VERSIONS = 8
+VERSION = "@"
+"""Separates the name of an adapter from that of a version. No name of either contains it."""
+HELD = "@@"
 """Separates the name of an adapter from the role of a held content. No name of an adapter contains it."""
 REPLACES_HEADER = "Quire-Replaces"
 """Header of PUT /adapters.
@@ -110,7 +113,9 @@ class PvcSource:
 
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "!self.path.startsWith('/') && !self.path.matches('(^|/)[.][.](/|$)')",
+            # Cheaper for an API server than a regular expression.
+            "!self.path.startsWith('/') && !self.path.startsWith('../') && !self.path.endsWith('/..') && "
+            "!self.path.contains('/../') && self.path != '..'",
             "path must stay inside the volume, without a leading / and without ..; give the folder relative to the "
             "root of the volume.",
         ),
@@ -348,14 +353,43 @@ class AdapterContent:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """One of several contents of an adapter that serve at the same time."""
+
+    name: str = schema_field(min_length=1, max_length=32, pattern="^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$")
+    """Name of the version. Requests for ADAPTER@VERSION get this version."""
+    source: Source = schema_field()
+    """Location of the files, as for an adapter."""
+    weight: int = schema_field(1, minimum=0, maximum=10000)
+    """Share of the adapter's requests, relative to the sum of all weights. Default 1. With 0, the version is loaded and
+    gets only requests that name it."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterSpec:
     """One adapter of the catalog."""
 
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "has(self.source) != has(self.versions)",
+            "source must be set without versions, and only then; keep one of them.",
+        ),
+        Rule(
+            "!has(self.versions) || self.versions.exists(version, version.weight > 0)",
+            "versions must not all have the weight 0; raise the weight of one.",
+        ),
+    )
+
     name: str = schema_field(min_length=1, max_length=63, pattern="^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$")
     """Model name that clients use. It must be unique and different from servedName."""
-    source: Source = schema_field()
+    source: Source = schema_field(Source())
     """Location of the files: set exactly one field. Weights must be in safetensors format. Code in a model repository
-    is never executed."""
+    is never executed. Default: those of the first version."""
+    versions: tuple[AdapterVersion, ...] | None = schema_field(
+        None, min_items=1, max_items=MAX_VERSIONS, list_type="map", map_keys=("name",)
+    )
+    """Several contents instead of one source. Each request gets one of them, by their weights: all requests with the
+    same header x-session-id, else with the same `user`, get the same version. Default: source is the only one."""
     pinned: bool = schema_field(False)
     """Keep the adapter in an adapter slot, so that its requests never wait for a load. Default false: slots contain the
     most recently used adapters."""
@@ -379,6 +413,16 @@ class AdapterSpec:
     def content(self) -> AdapterContent:
         """The content that requests use."""
         return AdapterContent(self.source, self.canary)
+
+    def with_source(self) -> Self:
+        """Return the adapter with the source of its first version, if it has versions instead of a source."""
+        return replace(self, source=self.versions[0].source) if self.versions else self
+
+    def versioned(self) -> Iterator["AdapterSpec"]:
+        """Yield the versions as adapters with names of their own."""
+        for version in self.versions or ():
+            name = f"{self.name}{VERSION}{version.name}"
+            yield AdapterSpec(name, version.source, limits=self.limits, canary=self.canary)
 
     def held(self) -> Iterator["AdapterSpec"]:
         """Yield the contents that a pod holds beside the one that it uses, as adapters with names of their own."""
@@ -445,6 +489,7 @@ class AdapterCatalog:
                 exactly one field.
         """
         catalog = from_json(cls, data)
+        catalog = replace(catalog, adapters=tuple(adapter.with_source() for adapter in catalog.adapters))
         if len(catalog.sources) > MAX_ADAPTER_SOURCES:
             raise ConfigError(f"sources: at most {MAX_ADAPTER_SOURCES} entries are allowed, got {len(catalog.sources)}")
         for i, source in enumerate(catalog.sources):
@@ -454,6 +499,15 @@ class AdapterCatalog:
         seen: set[str] = set()
         for i, adapter in enumerate(catalog.adapters):
             constants.check_model_name(adapter.name, f"adapters[{i}].name")
+            for j, version in enumerate(adapter.versions or ()):
+                constants.check_model_name(version.name, f"adapters[{i}].versions[{j}].name")
+                version.source.validate(f"adapters[{i}].versions[{j}].source")
+            if adapter.versions and len({version.name for version in adapter.versions}) < len(adapter.versions):
+                raise ConfigError(f"adapters[{i}].versions: two have the same name; rename one")
+            if adapter.versions and not any(version.weight > 0 for version in adapter.versions):
+                raise ConfigError(f"adapters[{i}].versions: all have the weight 0; raise the weight of one")
+            if adapter.source == Source():
+                raise ConfigError(f"adapters[{i}].source: missing; add a source, or versions")
             adapter.source.validate(f"adapters[{i}].source")
             if adapter.limits is not None:
                 adapter.limits.validate(f"adapters[{i}].limits")
@@ -512,7 +566,7 @@ class AdapterCatalog:
     @property
     def content_sources(self) -> list[Source]:
         """The sources of all contents of adapters, with candidates and previous ones."""
-        return [adapter.source for entry in self.adapters for adapter in (entry, *entry.held())]
+        return [adapter.source for entry in self.adapters for adapter in (entry, *entry.versioned(), *entry.held())]
 
     def exposed_names(self) -> frozenset[str]:
         """Return the names of the adapters that get a server model.

@@ -35,8 +35,8 @@ class ProcessState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldContentStatus:
-    """State of a content of an adapter that requests do not use."""
+class ContentStatus:
+    """State of one of several contents of an adapter."""
 
     state: AdapterState
     digest: str | None = None
@@ -62,12 +62,14 @@ class AdapterStatus:
     """The largest change of a log probability in the effect probe; None until the probe has run."""
     warning: str = ""
     """A defect of an adapter that is used in spite of it; empty if there is none."""
-    candidate: HeldContentStatus | None = None
+    candidate: ContentStatus | None = None
     """The content that replaces the current one when all pods have verified it."""
-    previous: HeldContentStatus | None = None
+    previous: ContentStatus | None = None
     """The content that the current one has replaced."""
     signer: str | None = None
     """Name of the signer in spec.trust whose signature was verified."""
+    versions: dict[str, ContentStatus] = field(default_factory=dict)
+    """The versions by name; empty if the adapter has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,8 @@ class GenerateRequest(RequestMessage, frozen=True, tag=2):
     the engine equally."""
     data_parallel_rank: int | None = None
     """The core that must run the request, if the pod has several. None: the text process chooses one."""
+    session: str = ""
+    """Requests with the same session get the same version of an adapter. Empty: each request is its own session."""
 
 
 class CancelRequests(Message, frozen=True, tag=3):
@@ -191,6 +193,8 @@ class OutputDelta(Value, frozen=True):
     """Events that replace the text if the request has `parsing`."""
     num_reasoning_tokens: int = 0
     """Number of reasoning tokens in the output so far. It is counted only if the request has `parsing`."""
+    adapter_version: str = ""
+    """Version of the adapter that answers; empty if the adapter has no versions."""
 
     @classmethod
     def from_error(cls, request_id: int, error: QuireError) -> Self:

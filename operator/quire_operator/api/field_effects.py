@@ -43,8 +43,8 @@ def restarts(path: str) -> Restarts:
 
 
 def _inner_type(hint: Any) -> Any:
-    """Return the dataclass inside an optional type or a tuple; the type itself if it contains none."""
+    """Return the dataclass inside optional types and tuples; the type itself if it contains none."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType, tuple):
         inner = [arg for arg in typing.get_args(hint) if arg not in (types.NoneType, Ellipsis)]
-        return inner[0] if len(inner) == 1 else hint
+        return _inner_type(inner[0]) if len(inner) == 1 else hint
     return hint

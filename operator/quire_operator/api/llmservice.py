@@ -367,7 +367,7 @@ class LLMService:
         """Return the adapter catalog for pods. If an adapter from the hub has no tokenSecretRef, it gets the
         tokenSecretRef of the model.
         """
-        adapters = (replace(adapter, source=self._with_model_token(adapter.source)) for adapter in self.spec.adapters)
+        adapters = map(self._with_tokens, self.spec.adapters)
         sources = tuple(map(self._to_source, self.spec.adapterSources))
         return AdapterCatalog(
             self.generation, tuple(adapters), self.spec.lora.onNoEffect, sources, self.spec.adapterSums
@@ -376,11 +376,18 @@ class LLMService:
     @property
     def adapter_places(self) -> dict[FieldPath, Source]:
         """The sources of the adapters, and the places in which others are found, by the field path of each."""
-        places: dict[FieldPath, Source] = {
-            ("spec", "adapters", i, "source"): adapter.source for i, adapter in enumerate(self.spec.adapters)
-        }
+        places: dict[FieldPath, Source] = {}
+        for i, adapter in enumerate(self.spec.adapters):
+            if not adapter.versions:
+                places["spec", "adapters", i, "source"] = adapter.source
+            for j, version in enumerate(adapter.versions or ()):
+                places["spec", "adapters", i, "versions", j, "source"] = version.source
         places |= {("spec", "adapterSources", i): prefix.source for i, prefix in enumerate(self.spec.adapterSources)}
         return places
+
+    def _with_tokens(self, adapter: AdapterSpec) -> AdapterSpec:
+        versions = tuple(replace(v, source=self._with_model_token(v.source)) for v in adapter.versions or ()) or None
+        return replace(adapter, source=self._with_model_token(adapter.source), versions=versions).with_source()
 
     def _to_source(self, prefix: AdapterSourceSpec) -> AdapterSource:
         source, model_hub = prefix.to_source(), self.spec.model.source.huggingFace

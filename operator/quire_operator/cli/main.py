@@ -108,7 +108,7 @@ def _build_parser() -> argparse.ArgumentParser:
     options.add_plan_options(add_command(_plan, plan_help, options.PLAN_DESCRIPTION, options.PLAN_EXAMPLES))
     render_help = "print the Kubernetes objects"
     options.add_render_options(add_command(_render, render_help, options.RENDER_DESCRIPTION, options.RENDER_EXAMPLES))
-    adapter_help = "roll an adapter in a cluster back"
+    adapter_help = "roll an adapter in a cluster back, or promote a version"
     command = add_command(_adapter, adapter_help, options.ADAPTER_DESCRIPTION, options.ADAPTER_EXAMPLES)
     options.add_adapter_options(command)
     operate_help = "run the operator of a cluster"

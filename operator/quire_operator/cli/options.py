@@ -50,12 +50,14 @@ would occupy their GPUs during the download."""
 
 ADAPTER_DESCRIPTION = """\
 Change an adapter of an LLMService in a cluster. `rollback` writes the previous source of the adapter into the
-LLMService. The pods keep the previous content loaded, so nothing is downloaded. A second rollback undoes the first."""
+LLMService. The pods keep the previous content loaded, so nothing is downloaded. A second rollback undoes the first.
+`promote` gives one version of an adapter all its requests. The other versions get the weight 0 and stay loaded."""
 
 ADAPTER_EXAMPLES = """\
 examples:
   quire adapter rollback sql
   quire adapter rollback sql -n team --service support
+  quire adapter promote sql v2
 
 Credentials come from the first of these sources that exists: --kubeconfig, KUBECONFIG, the service account of the pod,
 ~/.kube/config."""
@@ -251,8 +253,9 @@ def _add_defaults_option(parser: argparse.ArgumentParser) -> None:
 
 def add_adapter_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `quire adapter`."""
-    parser.add_argument("action", choices=("rollback",), help="give the adapter the content that it had before")
+    parser.add_argument("action", choices=("rollback", "promote"), help="what to do, as described above")
     parser.add_argument("name", metavar="NAME", help="name of the adapter")
+    parser.add_argument("version", metavar="VERSION", nargs="?", help="for promote: the version that gets all requests")
     parser.add_argument("-n", "--namespace", metavar="NAME", help="namespace (default: that of the kubeconfig)")
     parser.add_argument("--service", metavar="NAME", help="the LLMService (default: the one that has the adapter)")
     _add_cluster_options(parser)

@@ -118,7 +118,12 @@ def prepare(
     cache_dir = (options.cache_dir or default_cache_dir(environment)).absolute()
     catalog, template = service.build_catalog(), service.spec.openai.chatTemplate
     local_adapters = tuple(
-        replace(adapter, source=local_sources.localize(adapter.source)) for adapter in catalog.adapters
+        replace(
+            adapter,
+            source=local_sources.localize(adapter.source),
+            versions=tuple(replace(v, source=local_sources.localize(v.source)) for v in adapter.versions or ()) or None,
+        )
+        for adapter in catalog.adapters
     )
     local_prefixes = tuple(map(local_sources.localize_prefix, catalog.sources))
     engine = _build_engine_config(manifest, service, local_sources, run_dir, cache_dir)
@@ -314,10 +319,8 @@ def _iter_problems(
             "quire serve uses the same token to download the model and the draft model",
             "set this field to the Secret of the model, and use a token that can read both",
         )
-    for i, adapter in enumerate(service.spec.adapters):
-        yield from local_sources.iter_problems(adapter.source, ("spec", "adapters", i, "source"), ADAPTER_FILES)
-    for i, prefix in enumerate(service.spec.adapterSources):
-        yield from local_sources.iter_problems(prefix.source, ("spec", "adapterSources", i), ())
+    for path, source in service.adapter_places.items():
+        yield from local_sources.iter_problems(source, path, ADAPTER_FILES if path[1] == "adapters" else ())
     if service.spec.runtime.models is not None and "server.modelRepository" not in options.fields:
         yield from local_sources.iter_problems(service.spec.runtime.models.source, ("spec", "runtime", "models"), ())
     tier = service.kv_tier

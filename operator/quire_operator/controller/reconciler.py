@@ -367,7 +367,7 @@ def _seconds_until_retry(job: Mapping[str, Any] | None) -> float | None:
 def _claims(service: LLMService, live: AdapterCatalog | None) -> set[str]:
     """Return the claims that pods of the spec mount, and that running pods mount, too."""
     claims = set(model_storage.claim_names(service))
-    new = {adapter.source.pvc.claimName for adapter in service.spec.adapters if adapter.source.pvc is not None}
+    new = {source.pvc.claimName for source in service.adapter_places.values() if source.pvc is not None}
     mounted = {source.pvc.claimName for source in (live.content_sources if live else ()) if source.pvc is not None}
     model = {source.pvc.claimName for source in service.model_sources.values() if source.pvc is not None}
     return claims - (new - mounted - model)

@@ -141,6 +141,8 @@ def bases():
     adapters[0]["limits"] = {"maxConcurrentRequests": 8, "maxTokensPerSecond": 500}
     adapters[0]["canary"] = {"prompt": "a", "expect": "b", "maxTokens": 8}
     adapters[1]["canary"] = {"prompt": "a", "completion": "b", "minLogprob": -1.5}
+    versions = [{"name": f"v{i}", "source": source, "weight": 2} for i, source in enumerate(sources)]
+    adapters.append({"name": "versioned", "versions": versions, "expose": "Model"})
     for source in sources:
         document = body(COMMON + GPU, source, adapters=adapters)
         if "pvc" in source:

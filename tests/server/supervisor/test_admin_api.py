@@ -115,6 +115,7 @@ async def test_status_and_metrics(port):
         "candidate": None,
         "previous": None,
         "signer": None,
+        "versions": {},
         "model": None,
         "error": "HTTP 404",
     }
@@ -147,7 +148,7 @@ async def test_accepts_older_catalog_that_names_the_replaced_one(port):
         (b"[]", 400, "expected an object"),
         (b'{"generation": 9, "adaptors": []}', 400, "adaptors: unknown field"),
         (b'{"generation": 9, "adapters": [{"name": "A B", "source": {"path": "/a"}}]}', 400, "'A B'"),
-        (b'{"generation": 9, "adapters": [{"name": "a", "source": {}}]}', 400, "exactly one of"),
+        (b'{"generation": 9, "adapters": [{"name": "a", "source": {}}]}', 400, "source: missing"),
         (b'{"generation": 1, "adapters": []}', 409, "older than 3"),
         (b'{"generation": 9}', 400, "adapters: missing; list all adapters, or [] if there are none"),
     ],

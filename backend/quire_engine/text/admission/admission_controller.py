@@ -9,8 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 
+import msgspec
+
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.requests.request_adapter import AdapterPart, RequestAdapter
+from quire_engine.text.admission.adapter_versions import AdapterVersions, base_name, version_of
 from quire_engine.text.admission.api_key_access import ApiKeyAccess
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import allows_name
@@ -45,6 +48,7 @@ class AdmissionController:
         """Adapters that requests can name as soon as they are loaded; None until the supervisor has sent the names."""
         self._parts_by_sum: Mapping[AdapterName, tuple[MixPart, ...]] = {}
         """The parts of the weighted sums that have a name."""
+        self.versions = AdapterVersions()
         self.findable_names: Sequence[str] = ()
         """Patterns of the names that the supervisor can look up in the adapter sources."""
         self.closed_reason = "engine core is starting; try again"
@@ -81,6 +85,14 @@ class AdmissionController:
         """Replace the names of adapters that are being loaded."""
         self.loading_names = names
 
+    def choose_version(self, request: GenerateRequest, session: str) -> GenerateRequest:
+        """Return a request with the version of its adapter that its session gets. `session` is used if the request has
+        none."""
+        if not self.api_key_access.allows(request.api_key_name, AdapterName(request.model)):
+            return request
+        model = self.versions.choose(request.model, request.session or session, self.digest_by_name or {})
+        return request if model == request.model else msgspec.structs.replace(request, model=model)
+
     def admit(self, request: GenerateRequest, queued_by_client: Counter[str]) -> RequestAdapter:
         """Check a new request. Return its adapter; see `resolve_model`.
 
@@ -115,7 +127,11 @@ class AdmissionController:
     def visible_adapters(self, api_key_name: str) -> dict[AdapterName, AdapterDigest]:
         """Return the adapters that an API key may use, with their digests. An empty name is a request without a key."""
         access, adapters = self.api_key_access, self.digest_by_name or {}
-        return {name: digest for name, digest in adapters.items() if access.allows(api_key_name, name)}
+        return {
+            name: digest
+            for name, digest in adapters.items()
+            if access.allows(api_key_name, AdapterName(base_name(name)))
+        }
 
     def visible_sums(self, api_key_name: str) -> set[AdapterName]:
         """Return the names of weighted sums that an API key may use: it may use the name and each adapter."""
@@ -138,7 +154,7 @@ class AdmissionController:
     def visible_loading_names(self, api_key_name: str) -> set[AdapterName]:
         """Return the adapters that are being loaded and that an API key may use."""
         names = map(AdapterName, self.loading_names or ())
-        return {name for name in names if self.api_key_access.allows(api_key_name, name)}
+        return {n for n in names if self.api_key_access.allows(api_key_name, AdapterName(base_name(n)))}
 
     def resolve_model(self, model: str, api_key_name: str) -> RequestAdapter:
         """Return the adapter that a model name stands for, or the weighted sum of adapters (`a:0.7,b:0.3`). An adapter
@@ -166,12 +182,12 @@ class AdmissionController:
         if self.digest_by_name is None and self.loading_names is None:
             raise Unavailable(f"model {str(model)[:100]!r}: adapter names are not known yet after a restart; try again")
         adapter_name = AdapterName(model)
-        if self.api_key_access.allows(api_key_name, adapter_name):
+        if self.api_key_access.allows(api_key_name, AdapterName(base_name(model))):
             if (adapter_digest := (self.digest_by_name or {}).get(adapter_name)) is not None:
                 return adapter_digest
             if model in (self.loading_names or ()):
                 raise Unavailable(f"model {model!r}: the adapter is not loaded yet; try again")
-            if any(allows_name(pattern, model) for pattern in self.findable_names):
+            if not version_of(model) and any(allows_name(pattern, model) for pattern in self.findable_names):
                 return None
         raise self.unknown_model(model, api_key_name)
 

@@ -23,6 +23,7 @@ BODY_TIMEOUT_S = 60.0
 _MAX_DISCARDED_BODIES = 8
 """If a body is larger than the limit, the server reads and discards the rest, until the size of the body exceeds this
 multiple of the limit."""
+MAX_SESSION_CHARS = 256
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _RANK = re.compile(rb"[0-9]{1,9}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -62,6 +63,8 @@ class HttpRequest:
     """The last part of the path, if the route accepts any value there."""
     salt_cache: Callable[[str | None], str | None] = _keep
     """Function that converts the salt in the request to the salt that the prefix cache uses."""
+    response_headers: dict[bytes, bytes] = field(default_factory=dict)
+    """Headers that the response gets beside those of its route."""
     watcher: "asyncio.Task[None] | None" = None
     """Task that waits until the client disconnects. It starts after the body was read."""
 
@@ -84,6 +87,11 @@ class HttpRequest:
     def client(self) -> str:
         """Name of the client for all that clients share: its API key, else its address."""
         return self.api_key_name or self.address
+
+    @property
+    def session_id(self) -> str:
+        """The header X-Session-Id; empty if it is missing."""
+        return self.headers.get(b"x-session-id", b"")[:MAX_SESSION_CHARS].decode("latin-1")
 
     @property
     def data_parallel_rank(self) -> int | None:

@@ -195,7 +195,11 @@ def _adapter_state(
     if status is None:
         return "Pending", pod.name, ""
     if (candidate := status.candidate) is None:
-        return status.state.value, pod.name, status.error
+        states = [(status.state.value, pod.name, status.error)]
+        for version, content in status.versions.items():
+            error = f"version {version}: {content.error}" if content.error else ""
+            states.append((content.state.value, pod.name, error))
+        return min(states, key=lambda item: _STATES_LEAST_READY_FIRST.index(item[0]))
     serving = f" (still serving {status.digest})" if candidate.error and status.digest else ""
     return candidate.state.value, pod.name, f"{candidate.error}{serving}"
 

@@ -42,7 +42,8 @@ def _stage(
     pods: Sequence[PodState],
     claims: AbstractSet[str],
 ) -> AdapterSpec:
-    if live is None:
+    if live is None or desired.versions or live.versions:
+        # Versions serve side by side: a pod gives requests to those that it has verified.
         return desired
     if desired.content == live.content:
         return replace(desired, previous=_readable(live.previous, claims))

@@ -10,7 +10,7 @@ from support.observed_factories import ready_pod
 
 from quire_operator.controller.status.staged_catalog import stage_catalog
 from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec, Canary, PvcSource, Source
-from quire_spec.documents.pod_status import AdapterState, AdapterStatus, HeldContentStatus, PodStatus
+from quire_spec.documents.pod_status import AdapterState, AdapterStatus, ContentStatus, PodStatus
 
 A, B, C = (Source(pvc=PvcSource("models", path)) for path in "abc")
 CLAIMS = {"models"}
@@ -22,7 +22,7 @@ def catalog(source, generation=1, **fields):
 
 def pod(name, of, state=None):
     """A ready pod that works on a catalog."""
-    held = None if state is None else HeldContentStatus(AdapterState(state))
+    held = None if state is None else ContentStatus(AdapterState(state))
     adapter = AdapterStatus("sql", AdapterState.READY, "", candidate=held)
     report = PodStatus("1", "s", True, "", None, 1, {}, None, adapters=[adapter], catalogue=of.version.digest)
     return ready_pod(name, report)
