@@ -539,11 +539,12 @@ class AdapterCatalog:
         return cls.from_json(read_json(path))
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields in the form that `from_json` reads. Without `sources`, pods of earlier releases can read
-        the document, too."""
+        """Return all fields in the form that `from_json` reads. Without `sources` and `sums`, pods of earlier releases
+        can read the document, too."""
         document: dict[str, Any] = to_json(self)
-        if not self.sources:
-            del document["sources"]
+        for name in ("sources", "sums"):
+            if not document[name]:
+                del document[name]
         return document
 
     @property
