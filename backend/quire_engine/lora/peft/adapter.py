@@ -268,8 +268,9 @@ def _check_norm(module: LoRAModule, a: Tensor, b: Tensor) -> None:
     a = a.float()
     # The squared norm of B @ A, without the product itself.
     squared_norm = ((a @ a.mT) * (b.mT @ b)).sum((-2, -1)).max().item()
-    row_norm = math.sqrt(max(squared_norm, 0.0) / b.shape[-2])
-    if not row_norm <= MAX_ROW_NORM:
+    # The matrices are finite, so NaN means that their products overflowed.
+    row_norm = math.inf if math.isnan(squared_norm) else math.sqrt(max(squared_norm, 0.0) / b.shape[-2])
+    if row_norm > MAX_ROW_NORM:
         raise InvalidArgument(
             f"Diverged: the rows of the update of {module.name} have the norm {row_norm:.4g}, and at most "
             f"{MAX_ROW_NORM:g} is allowed; check lora_alpha, and that the training did not diverge"
