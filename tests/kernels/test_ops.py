@@ -46,8 +46,8 @@ def test_device_of_the_first_argument_selects_the_implementation():
         ({"rms_norm": "reference", "gelu_tanh_mul": "own"}, None),
         ({"rms_norn": "torch"}, "'rms_norn' is not an operation; use one of adapted_linear, .* rms_norm, "),
         (
-            {"adapted_linear": "sied"},
-            "'sied' is not an implementation of adapted_linear on cuda; use one of torch, side, ref",
+            {"paged_attention": "fusde"},
+            "'fusde' is not an implementation of paged_attention on cuda; use one of own, fused, cudnn, torch, ref",
         ),
         ({"": "flash"}, "'flash' is not an implementation of any operation on cuda; use one of .*own"),
     ],
