@@ -15,7 +15,7 @@ from support.engine_processes import wait_for
 from support.fake_kubelet import FakeKubelet
 from support.served_pods import ServedPods
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 API = ("quire.dev/v1alpha1", "LLMService")
 PROMPT = "Once upon a time"
@@ -90,7 +90,8 @@ def rollout(cluster, kubelet, tmp_path):
         pods = stack.enter_context(ServedPods(kubelet, SERVICE, tmp_path))
         operator = stack.enter_context(ControllerHarness(cluster, namespace))
         cluster.apply(SERVICE, namespace)
-        wait_for(lambda: operator.condition("Ready").get("status") == "True", 120, operator.status)
+        # Two servers start beside other tests.
+        wait_for(lambda: operator.condition("Ready").get("status") == "True", 240, operator.status)
         yield Rollout(cluster, namespace, operator, pods)
 
 

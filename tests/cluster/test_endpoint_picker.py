@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ SERVICE = llm_service(
         {"name": name, "source": {"pvc": {"claimName": "models", "path": f"adapters/{name}"}}}
         for name in ("pirate", "sql")
     ],
-    lora={"maxLoaded": 4, "maxRank": 16},
+    lora={"maxLoaded": 1, "maxRank": 16},
     engine={"dtype": "float32", "dataParallelSize": 2, "maxNumSeqs": 2},
     networking={"inferencePool": {"targetPort": "openai", "endpointPicker": {"name": "picker"}}},
 )
@@ -160,9 +161,16 @@ def test_the_gauges_of_the_picker_are_those_of_the_pods(world):
 def test_an_adapter_reaches_the_pod_that_has_it_in_a_slot(world):
     first, second = world.pods.running.items()
     for (_, pod), name in ((first, "sql"), (second, "pirate")):
-        body = {"model": name, "prompt": "Once", "max_tokens": 1}
-        assert pod.request("openai", "/v1/completions", body).status == 200
-        pod.wait(lambda pod=pod, name=name: f'="{name}"' in pod.metrics(), 5, name)
+        # The checks at start had loaded both adapters. Requests at once use both cores, which have one slot each.
+        body = {"model": name, "prompt": "Once", "max_tokens": 40}
+
+        def has_only(pod=pod, name=name, body=body):
+            with ThreadPoolExecutor(8) as executor:
+                responses = executor.map(lambda _: pod.request("openai", "/v1/completions", body).status, range(8))
+            assert set(responses) == {200}
+            return f'running_lora_adapters="{name}"' in pod.metrics()
+
+        pod.wait(has_only, 30, name)
     time.sleep(0.5)  # The picker reads the pods every 50 ms. No request runs now.
     for (address, _), name in ((first, "sql"), (second, "pirate")):
         pods = [world.complete(f"{i} {name}", name).pod for i in range(10)]

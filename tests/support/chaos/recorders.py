@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Self, cast
 
@@ -23,6 +23,7 @@ from support.fake_pods import FakePods
 
 from quire_operator.render import object_names
 from quire_spec.dataclass_json import drop_nulls, to_json
+from quire_spec.documents.adapter_catalog import AdapterSpec
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, PodStatus
 
 Manifest = dict[str, Any]
@@ -92,12 +93,11 @@ class ChaosPod(FakePod):
         """Return its current response; None if it does not respond."""
         return None if self.hangs or self.status_fails else self.status()
 
-    def _adapter_status(self, name: str) -> AdapterStatus:
-        status = super()._adapter_status(name)
+    def _adapter_status(self, adapter: AdapterSpec) -> AdapterStatus:
+        status = super()._adapter_status(adapter)
         if status.state is not AdapterState.READY:
             return status
-        (adapter,) = [a for a in self.catalog.adapters if a.name == name]
-        return AdapterStatus(name, status.state, status.since, source_digest(drop_nulls(to_json(adapter.source))), name)
+        return replace(status, digest=source_digest(drop_nulls(to_json(adapter.source))))
 
 
 def source_digest(source: Mapping[str, Any]) -> str:
