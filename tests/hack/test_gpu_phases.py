@@ -129,6 +129,16 @@ def itl_of(bench_modules, monkeypatch):
     return run
 
 
+def test_gaps_are_named_by_the_works_around_them(bench_modules):
+    from gpu_phases.trace import gap_rows
+
+    works = [("a", 0, 10), ("b", 12, 10), ("c", 40, 5), ("a", 100, 10), ("b", 112, 10), ("c", 140, 5)]
+    events = [{"cat": "kernel", "name": name, "ts": float(ts), "dur": float(dur)} for name, ts, dur in works]
+    rows = {row["what"]: (row["value"], row["calls"]) for row in gap_rows(events, 2, "x")}
+    # A gap of 2 us between two kernels of a graph does not count.
+    assert rows == {"gap between c and a, x": (27.5, 0.5), "gap between b and c, x": (18.0, 1.0)}
+
+
 def test_time_between_tokens_needs_right_tokens_and_loads(itl_of):
     assert itl_of("with", 7, 0.0, 4)["with_p99_ms"] == pytest.approx(1000)
     assert itl_of("without", 7, 0.0, 0)["without_p50_ms"] == pytest.approx(1000)

@@ -210,7 +210,7 @@ def gap_rows(events: Iterable[dict[str, Any]], num_steps: int, label: str) -> It
 def _work(events: Iterable[dict[str, Any]]) -> list[tuple[float, float, str]]:
     """Return the begin, end and name of each work of the device, in order."""
     return sorted(
-        (event["ts"], event["ts"] + event["dur"], event["name"])
+        (event["ts"], event["ts"] + event["dur"], event.get("name", ""))
         for event in events
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event
     )
