@@ -5,6 +5,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -83,11 +84,13 @@ class Rollout:
 
 
 @pytest.fixture
-def rollout(cluster, kubelet, tmp_path):
+def rollout(cluster, kubelet):
     with contextlib.ExitStack() as stack:
+        # Paths of sockets must be short; tmp_path is not in a worker of xdist.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-")))
         namespace = stack.enter_context(cluster.namespace())
         cluster.apply(make_claim(), namespace)
-        pods = stack.enter_context(ServedPods(kubelet, SERVICE, tmp_path))
+        pods = stack.enter_context(ServedPods(kubelet, SERVICE, folder))
         operator = stack.enter_context(ControllerHarness(cluster, namespace))
         cluster.apply(SERVICE, namespace)
         # Two servers start beside other tests.
