@@ -248,7 +248,7 @@ def _serve(args: argparse.Namespace) -> int:
 
         document = model_form.build(args, fields, serve.has_gpu())
         if args.save is not None:
-            return model_form.save(document, args.save)
+            return model_form.save(document, args.save, fields)
         launch_plan = model_form.prepare(document, args, serve_options, os.environ)
     elif args.vllm_repository is not None:
         if args.volumes:

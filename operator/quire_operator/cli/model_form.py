@@ -18,12 +18,15 @@ from typing import Any
 
 import yaml
 
+from quire_operator.api.engine_spec import LoraSpec
 from quire_operator.api.validation_errors import InvalidService
 from quire_operator.api.yaml_manifest import parse_manifests
 from quire_operator.cli import serve, service_file
 from quire_operator.cli.model_options import DEST_PREFIX, SPEC_OPTIONS
+from quire_operator.cli.pod_options import option_of
 from quire_spec import constants
 from quire_spec.errors import ConfigError
+from quire_spec.model.capabilities import LORA_RANKS
 
 _OTHER_OPTIONS = {
     "model.source": "MODEL",
@@ -81,26 +84,32 @@ def build(args: argparse.Namespace, pod_fields: Mapping[str, Any], has_gpu: bool
     if adapters := [_adapter(text) for text in args.adapters or ()]:
         spec["adapters"] = adapters
         ranks = [rank for adapter in adapters if (rank := _local_rank(adapter["source"])) is not None]
-        if getattr(args, f"{DEST_PREFIX}lora.maxRank") is None and max(ranks, default=0) > 16:
-            _set(spec, "lora.maxRank", max(ranks))
+        largest = max(ranks, default=0)
+        if getattr(args, f"{DEST_PREFIX}lora.maxRank") is None and largest > LoraSpec().maxRank:
+            _set(spec, "lora.maxRank", next((rank for rank in LORA_RANKS if rank >= largest), largest))
     elif args.enable_lora:
         spec.setdefault("lora", {})
     port = pod_fields.get("openai.port")
+    if port == 0:
+        _set(spec, "openai.enabled", False)
     moved = next((name for name, default in _PORTS.items() if default == port), None)
     if moved is not None and f"ports.{moved}" not in pod_fields:
         # The port of the OpenAI API is free then.
         _set(spec, f"runtime.ports.{moved}", constants.OPENAI_PORT)
-    name = re.sub(r"[^a-z0-9]+", "-", spec["model"]["servedName"].lower()).strip("-")[:40].strip("-")
-    head = {"apiVersion": f"{constants.API_GROUP}/v1alpha1", "kind": "LLMService", "metadata": {"name": name}}
-    return head | {"spec": spec}
+    metadata = {"name": _service_name(spec["model"]["servedName"])}
+    return {"apiVersion": f"{constants.API_GROUP}/v1alpha1", "kind": "LLMService", "metadata": metadata, "spec": spec}
 
 
-def save(document: Mapping[str, Any], file: Path) -> int:
+def save(document: Mapping[str, Any], file: Path, pod_fields: Mapping[str, Any]) -> int:
     """Write the document to a file, or print it if the file is `-`. Return the exit status 0.
+
+    Options that no field of the document contains are named on standard error.
 
     Raises:
         ConfigError: the file cannot be written.
     """
+    if others := [option_of(field) for field in pod_fields if field not in _POD_FIELDS]:
+        print(f"quire: not in the file, so give it again with -f: {', '.join(others)}", file=sys.stderr)
     text = _to_yaml(document)
     if str(file) == "-":
         print(text, end="")
@@ -222,6 +231,12 @@ def _server_name(name: str) -> str:
     """Return the name of the model on Triton's ports, which cannot contain a slash."""
     last = name.rstrip("/").rpartition("/")[2] or "model"
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-._")[:63] or "model"
+
+
+def _service_name(name: str) -> str:
+    """Return the name of the LLMService, which becomes a DNS name."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (label if label[:1].isalpha() else f"model-{label}")[:40].strip("-")
 
 
 def _camel_case(name: str) -> str:

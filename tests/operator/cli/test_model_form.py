@@ -5,8 +5,11 @@ import json
 
 import pytest
 import yaml
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 from support.quire_serve import EXAMPLES
 
+from quire_operator.api import crd
 from quire_operator.cli import main, model_form, serve, service_file
 from quire_operator.cli.model_options import SPEC_OPTIONS
 from quire_operator.cli.pod_options import pod_fields
@@ -82,10 +85,22 @@ def test_names_ranks_and_ports():
     assert document(TINY, "--enable-lora")["spec"]["lora"] == {}
 
 
+@given(name=st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=80))
+@example(name="7b")
+@example(name="ü")
+def test_every_folder_has_a_valid_service(name, tmp_path_factory):
+    assume(name not in (".", "..") and len(name.encode()) < 200)
+    parent = tmp_path_factory.getbasetemp() / "folders"
+    (parent / name).mkdir(parents=True, exist_ok=True)
+    assert crd.validate(document(f"{parent}/{name}")).problems == ()
+
+
 def test_rank_follows_local_adapters(tmp_path):
     config = {"r": 8, "rank_pattern": {"q_proj": 40}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    assert document(TINY, f"--lora=a={tmp_path}")["spec"]["lora"] == {"maxRank": 40}
+    found = document(TINY, f"--lora=a={tmp_path}")
+    assert found["spec"]["lora"] == {"maxRank": 64}  # the next one that the field allows
+    assert crd.validate(found).problems == ()
     assert document(TINY, f"--lora=a={tmp_path}", "--max-lora-rank=64")["spec"]["lora"] == {"maxRank": 64}
 
 
@@ -107,6 +122,10 @@ def test_saved_file_serves_the_same(tmp_path, capsys):
     assert str(file) in capsys.readouterr().err
     assert main.main(["serve", TINY, "--save=-"]) == 0
     assert yaml.safe_load(capsys.readouterr().out) == document(TINY)
+    assert main.main(["serve", TINY, "--port=0", "--host=0.0.0.0", "--save=-"]) == 0
+    captured = capsys.readouterr()
+    assert yaml.safe_load(captured.out)["spec"]["openai"] == {"enabled": False}
+    assert captured.err == "quire: not in the file, so give it again with -f: --host\n"
 
 
 @pytest.mark.parametrize(
