@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from quire_spec.constants import AdapterDigest, AdapterName
-from quire_spec.documents.adapter_mix import mix_digest
+from quire_spec.documents.adapter_sum import sum_digest
 from quire_spec.errors import InvalidArgument, truncated_repr
 
 
@@ -39,7 +39,7 @@ class RequestAdapter:
             raise InvalidArgument(
                 f"adapters {truncated_repr(name)}: two names stand for the same adapter; add their weights"
             )
-        return cls(name, mix_digest(digests) if len(digests) == len(parts) else None, parts)
+        return cls(name, sum_digest(digests) if len(digests) == len(parts) else None, parts)
 
     @property
     def names(self) -> tuple[AdapterName, ...]:

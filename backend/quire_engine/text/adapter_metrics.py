@@ -13,7 +13,7 @@ from quire_engine.text.adapter_labels import MAX_ADAPTER_LABELS, AdapterLabels
 from quire_engine.text.adapter_residency import LOAD_TIME_BUCKETS, AdapterResidencyMetrics
 from quire_engine.text.metric_series import Registry
 from quire_spec.constants import AdapterDigest, AdapterName
-from quire_spec.documents.adapter_mix import is_mix
+from quire_spec.documents.adapter_sum import is_sum
 from quire_spec.protocol.messages import AdapterEvent, SequenceDelta
 
 _MAX_UNNAMED_ADAPTER_EVENTS = 256
@@ -91,7 +91,7 @@ class AdapterMetrics:
         if adapter_event.kind != "evicted" and not is_late:
             self.residency.record_load(adapter_event.kind, adapter_event.duration_s)
         names = self._names_by_digest.get(adapter_event.digest, [])
-        if not names and not is_mix(adapter_event.digest):
+        if not names and not is_sum(adapter_event.digest):
             # The core loads an adapter before the supervisor announces its name here.
             self._unnamed_adapter_events.append(adapter_event)
         for label in map(self._labels.label, names):

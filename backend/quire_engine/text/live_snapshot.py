@@ -13,7 +13,7 @@ import msgspec
 
 from quire_engine.text.cores.core_stats import merge_stats
 from quire_spec.constants import AdapterDigest, AdapterName
-from quire_spec.documents.adapter_mix import is_mix
+from quire_spec.documents.adapter_sum import is_sum
 from quire_spec.protocol.messages import SchedulerStats
 
 MAX_ADAPTERS = 64
@@ -70,7 +70,7 @@ def build_live_snapshot(
     num_blocks: dict[str, int] = {}
     slots = {digest: slot for slot, digest in enumerate(core["slots"])}
     for digest, state, num_running, num_waiting, num_owned_blocks in core["adapters"]:
-        unnamed = SUMS if digest is not None and is_mix(digest) else REMOVED
+        unnamed = SUMS if digest is not None and is_sum(digest) else REMOVED
         name: str = served_name if digest is None else first_names.get(digest, unnamed)
         if num_owned_blocks:
             num_blocks[name] = num_blocks.get(name, 0) + num_owned_blocks

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 
 from quire_spec import constants
 from quire_spec.dataclass_json import drop_nulls, from_json, read_json, to_json
-from quire_spec.documents.adapter_mix import MAX_PARTS, parse_mix
+from quire_spec.documents.adapter_sum import MAX_PARTS, parse_sum
 from quire_spec.documents.field_schema import OBJECT_NAME, Restarts, Rule, schema_field
 from quire_spec.errors import ConfigError
 
@@ -522,7 +522,7 @@ class AdapterCatalog:
             raise ConfigError(f"sums: at most {MAX_SUMS} entries are allowed, got {len(catalog.sums)}")
         for i, adapter_sum in enumerate(catalog.sums):
             constants.check_model_name(adapter_sum.name, f"sums[{i}].name")
-            if not parse_mix(adapter_sum.text):
+            if not parse_sum(adapter_sum.text):
                 raise ConfigError(f"sums[{i}].parts: must not be empty; add an adapter")
         return catalog
 

@@ -247,7 +247,7 @@ class SequenceRequest(RequestMessage, frozen=True, tag=6):
     prompt_token_ids: list[int]
     params: SamplingParams
     adapter_digest: AdapterDigest | None = None
-    """Digest of an adapter that the core has loaded, or of a sum of such adapters (adapter_mix.py)."""
+    """Digest of an adapter that the core has loaded, or of a sum of such adapters (adapter_sum.py)."""
     cache_salt: str | None = None
     bad_word_ids: list[list[int]] = []
     """The words of params.bad_words, each as a list of token ids."""

@@ -12,7 +12,7 @@ from quire_engine.requests.limits import RequestLimits
 from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_engine.text.admission.api_key_access import ApiKeyAccess
 from quire_spec.constants import AdapterDigest, AdapterName
-from quire_spec.documents.adapter_mix import mix_digest
+from quire_spec.documents.adapter_sum import sum_digest
 from quire_spec.documents.api_key_rule import ApiKeyRule
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, QuireError, Unavailable
@@ -60,7 +60,7 @@ def test_every_part_of_a_sum_must_be_visible(key: str):
     for first in names:
         for second in set(names) - {first}:
             result, usable = outcome(admission, key, f"{first}:0.7,{second}:-0.3"), VISIBLE[key] & {*READY}
-            assert result.startswith("mix:") == ({first, second} <= usable), result
+            assert result.startswith("sum:") == ({first, second} <= usable), result
             if hidden := [name for name in (first, second) if name not in VISIBLE[key]]:
                 # The first part that cannot be used is reported, as if it were the name of the model.
                 errors = {outcome(admission, key, name).replace("NAME", name) for name in {*hidden, first, second}}
@@ -76,6 +76,7 @@ def test_the_name_of_a_sum_and_all_its_adapters_must_be_visible(key: str):
     visible = {"acme": {"acme-both"}, "all": {*sums}, "": {*sums}}.get(key, set())
     assert admission.visible_sums(key) == visible
     missing = outcome(admission, key, "never-seen")
+    assert "is the base model; remove it" in outcome(admission, key, f"shared:1,{admission.served_name}:1")
     for name, text in sums.items():
         assert outcome(admission, key, name) == (outcome(admission, key, text) if name in visible else missing)
         if name in visible:
@@ -92,7 +93,7 @@ def test_a_sum_waits_for_its_adapters():
     found = admission.resolve_model("shared:1,find-a:2", "all")
     assert (found.missing_names, found.digest) == (("find-a",), None)
     complete = found.found({AdapterName("find-a"): AdapterDigest("sha256:2")})
-    assert complete.digest == mix_digest([("sha256:1", 1.0), ("sha256:2", 2.0)])
+    assert complete.digest == sum_digest([("sha256:1", 1.0), ("sha256:2", 2.0)])
     with pytest.raises(InvalidArgument, match="two names stand for the same adapter"):
         found.found({AdapterName("find-a"): AdapterDigest("sha256:1")})
 

@@ -304,7 +304,7 @@ def test_a_sum_goes_to_a_core_that_has_all_its_adapters():
         pool.on_step(number, StepResult([], [], SchedulerStats(num_blocks=8), adapter_changes=changes))
     parts = [(digest, 0.5) for digest in ADAPTERS]
     for i in range(4):
-        assert core_of(pool, clients, i, [i] * 20, adapter_digest="mix:1", adapter_parts=parts) == 1
+        assert core_of(pool, clients, i, [i] * 20, adapter_digest="sum:1", adapter_parts=parts) == 1
 
 
 def test_moved_requests_keep_their_order():

@@ -17,7 +17,7 @@ from quire_engine.text.admission.adapter_versions import AdapterVersions, base_n
 from quire_engine.text.admission.api_key_access import ApiKeyAccess
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import allows_name
-from quire_spec.documents.adapter_mix import MixPart, mix_digest, parse_mix
+from quire_spec.documents.adapter_sum import WeightedAdapter, parse_sum, sum_digest
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 from quire_spec.protocol.messages import GenerateRequest
 
@@ -46,7 +46,7 @@ class AdmissionController:
         own template."""
         self.loading_names: Set[str] | None = None
         """Adapters that requests can name as soon as they are loaded; None until the supervisor has sent the names."""
-        self._parts_by_sum: Mapping[AdapterName, tuple[MixPart, ...]] = {}
+        self._parts_by_sum: Mapping[AdapterName, tuple[WeightedAdapter, ...]] = {}
         """The parts of the weighted sums that have a name."""
         self.versions = AdapterVersions()
         self.findable_names: Sequence[str] = ()
@@ -79,7 +79,7 @@ class AdmissionController:
         names that the supervisor can look up."""
         self.digest_by_name, self.chat_template_by_name = dict(digest_by_name), dict(chat_template_by_name)
         self.findable_names = tuple(findable_names)
-        self._parts_by_sum = {name: parse_mix(text) for name, text in sum_by_name.items()}
+        self._parts_by_sum = {name: parse_sum(text) for name, text in sum_by_name.items()}
 
     def set_loading_adapters(self, names: Set[str]) -> None:
         """Replace the names of adapters that are being loaded."""
@@ -146,7 +146,7 @@ class AdmissionController:
         """Return the digests of the weighted sums that have a name and whose adapters are loaded."""
         digests = self.digest_by_name or {}
         return {
-            name: mix_digest([(digests[part.name], part.weight) for part in parts])
+            name: sum_digest([(digests[part.name], part.weight) for part in parts])
             for name, parts in self._parts_by_sum.items()
             if all(part.name in digests for part in parts)
         }
@@ -171,11 +171,14 @@ class AdmissionController:
         adapter_name = AdapterName(model)
         if adapter_name in self._parts_by_sum and adapter_name not in self.visible_sums(api_key_name):
             raise self.unknown_model(model, api_key_name)
-        if not (mix := self._parts_by_sum.get(adapter_name) or parse_mix(model)):
+        if not (adapters := self._parts_by_sum.get(adapter_name) or parse_sum(model)):
             return RequestAdapter(adapter_name, self._resolve_adapter(model, api_key_name))
-        if nested := [part.name for part in mix if part.name in self._parts_by_sum]:
+        names = [adapter.name for adapter in adapters]
+        if self.served_name in names:
+            raise InvalidArgument(f"adapters {model[:100]!r}: {self.served_name!r} is the base model; remove it")
+        if nested := [name for name in names if name in self._parts_by_sum]:
             raise InvalidArgument(f"adapters {model[:100]!r}: {nested[0]!r} is a sum itself; add its adapters")
-        parts = (AdapterPart(part.name, self._resolve_adapter(part.name, api_key_name), part.weight) for part in mix)
+        parts = (AdapterPart(a.name, self._resolve_adapter(a.name, api_key_name), a.weight) for a in adapters)
         return RequestAdapter.of_sum(adapter_name, tuple(parts))
 
     def _resolve_adapter(self, model: str, api_key_name: str) -> AdapterDigest | None:

@@ -18,18 +18,18 @@ MAX_PARTS = 8
 """Maximum number of adapters in a sum."""
 MAX_WEIGHT = 100.0
 """Maximum size of a weight; weights can be negative."""
-_PREFIX = "mix:"
+_PREFIX = "sum:"
 
 
 @dataclass(frozen=True, slots=True)
-class MixPart:
+class WeightedAdapter:
     """An adapter of a sum, and its weight."""
 
     name: AdapterName
     weight: float
 
 
-def parse_mix(text: str) -> tuple[MixPart, ...]:
+def parse_sum(text: str) -> tuple[WeightedAdapter, ...]:
     """Parse a sum of adapters. Return an empty tuple if `text` is the name of a model.
 
     Raises:
@@ -41,15 +41,15 @@ def parse_mix(text: str) -> tuple[MixPart, ...]:
     parts = text.split(",")
     if len(parts) > MAX_PARTS:
         raise InvalidArgument(f"adapters {truncated_repr(text)}: {len(parts)} parts, at most {MAX_PARTS} are allowed")
-    mix = tuple(_parse_part(text, part) for part in parts)
-    names = [part.name for part in mix]
+    adapters = tuple(_parse_part(text, part) for part in parts)
+    names = [adapter.name for adapter in adapters]
     for name in names:
         if names.count(name) > 1:
             raise InvalidArgument(f"adapters {truncated_repr(text)}: {name!r} occurs twice; add its weights")
-    return mix
+    return adapters
 
 
-def _parse_part(text: str, part: str) -> MixPart:
+def _parse_part(text: str, part: str) -> WeightedAdapter:
     name, _, number = part.partition(":")
     try:
         weight = float(number) if number.isascii() and "_" not in number and number == number.strip() else math.nan
@@ -60,16 +60,16 @@ def _parse_part(text: str, part: str) -> MixPart:
             f"adapters {truncated_repr(text)}: {truncated_repr(part)} must be NAME:WEIGHT, with a weight from "
             f"{-MAX_WEIGHT:g} to {MAX_WEIGHT:g}, as in 'a:0.7,b:0.3'"
         )
-    return MixPart(AdapterName(name), weight)
+    return WeightedAdapter(AdapterName(name), weight)
 
 
-def mix_digest(parts: Sequence[tuple[AdapterDigest, float]]) -> AdapterDigest:
+def sum_digest(parts: Sequence[tuple[AdapterDigest, float]]) -> AdapterDigest:
     """Return the digest of a sum of adapters, given the digests of the adapters and their weights. The order does not
     count."""
     text = json.dumps(sorted((digest, float(weight)) for digest, weight in parts))
     return AdapterDigest(f"{_PREFIX}{hashlib.sha256(text.encode()).hexdigest()}")
 
 
-def is_mix(digest: AdapterDigest) -> bool:
+def is_sum(digest: AdapterDigest) -> bool:
     """Return whether a digest is that of a sum of adapters."""
     return digest.startswith(_PREFIX)

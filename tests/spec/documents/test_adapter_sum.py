@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire_spec.documents.adapter_mix import MAX_PARTS, MixPart, is_mix, mix_digest, parse_mix
+from quire_spec.documents.adapter_sum import MAX_PARTS, WeightedAdapter, is_sum, parse_sum, sum_digest
 from quire_spec.errors import InvalidArgument
 
 NAMES = st.from_regex(r"[A-Za-z0-9]([-A-Za-z0-9._]{0,8}[A-Za-z0-9])?", fullmatch=True)
@@ -15,12 +15,12 @@ WEIGHTS = st.floats(-100, 100)
 @given(parts=st.lists(st.tuples(NAMES, WEIGHTS), min_size=1, max_size=MAX_PARTS, unique_by=lambda part: part[0]))
 def test_every_sum_is_read(parts):
     text = ",".join(f"{name}:{weight!r}" for name, weight in parts)
-    assert parse_mix(text) == tuple(MixPart(name, weight) for name, weight in parts)
+    assert parse_sum(text) == tuple(WeightedAdapter(name, weight) for name, weight in parts)
 
 
 @given(name=NAMES)
 def test_a_name_is_no_sum(name):
-    assert parse_mix(name) == ()
+    assert parse_sum(name) == ()
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ def test_a_name_is_no_sum(name):
 )
 def test_invalid_sums_are_refused(text, message):
     with pytest.raises(InvalidArgument, match=message):
-        parse_mix(text)
+        parse_sum(text)
 
 
 @given(
     parts=st.lists(st.tuples(NAMES, WEIGHTS), min_size=1, max_size=4, unique_by=lambda part: part[0]), data=st.data()
 )
 def test_digest_depends_on_adapters_and_weights_but_not_on_their_order(parts, data):
-    digest = mix_digest(parts)
-    assert is_mix(digest) and mix_digest(data.draw(st.permutations(parts))) == digest
+    digest = sum_digest(parts)
+    assert is_sum(digest) and sum_digest(data.draw(st.permutations(parts))) == digest
     (name, weight), *others = parts
-    assert mix_digest([(name, weight + 1), *others]) != digest != mix_digest([(f"{name}x", weight), *others])
+    assert sum_digest([(name, weight + 1), *others]) != digest != sum_digest([(f"{name}x", weight), *others])
