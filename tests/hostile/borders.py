@@ -17,6 +17,7 @@ SPELLINGS = (
     *("{}", "{}/", "/{}", "/health/..{}", "/health;{}", "{}%2f", "{}?key=x", "{}%00", "//localhost{}", "/./{}"),
 )
 NOBODY = 65534
+NUM_FRESH_SALTS = 4
 
 
 def keys_and_paths() -> Iterator[Attack]:
@@ -108,18 +109,19 @@ async def _other_key(target: Target, i: int) -> str:
 
 
 async def _guess(target: Target, i: int) -> str:
-    """The time of the guess is compared with the time of the same prompt under a fresh salt."""
+    """The time of the guess is compared with the times of the same prompt under fresh salts."""
     await _cached_tokens(target, _prompt(i, "guess"), target.key)
     times = []
-    for salt in (hashlib.sha256(b"bob/").hexdigest(), os.urandom(8).hex()):
+    for salt in (hashlib.sha256(b"bob/").hexdigest(), *(os.urandom(8).hex() for _ in range(NUM_FRESH_SALTS))):
         body = {"text_input": _prompt(i, "guess"), "max_tokens": 1, "cache_salt": salt}
         started = asyncio.get_running_loop().time()
         answer = await target.request("http", "/v2/models/tales/generate", body, headers={})
         times.append(asyncio.get_running_loop().time() - started)
         if not answer.startswith("200"):
             return answer
-    # A cached prompt takes a small part of the time; busy machines add noise, so only a clear difference counts.
-    return f"wrong: the guess took {times[0]:.3f} s instead of {times[1]:.3f} s" if 5 * times[0] < times[1] else "200"
+    # A cached prompt takes a small part of the time. Other attacks delay single requests, so the fastest counts.
+    guess, fresh = times[0], min(times[1:])
+    return f"wrong: the guess took {guess:.3f} s instead of {fresh:.3f} s" if 5 * guess < fresh else "200"
 
 
 def local_user() -> Iterator[Attack]:
