@@ -26,16 +26,28 @@ _HARMLESS_MESSAGES = (
 
 
 class LogRelay:
-    """Writes the lines that child processes print to stderr. ChildProcess calls it."""
+    """Writes the lines that child processes print to stderr. ChildProcess calls it.
+
+    On a terminal, it also shows the present state of a progress bar, which is a line that begins with a carriage
+    return. The next line replaces it.
+    """
 
     def __init__(self, verbose: bool) -> None:
         self._verbose = verbose
+        self._is_terminal = sys.stderr.isatty()
+        self._shows_bar = False
 
     def __call__(self, name: str, line: str) -> None:
-        if self._verbose or not is_noise(name, line):
-            # A closed stderr must not stop the supervisor.
-            with contextlib.suppress(OSError):
-                print(f"{name:<{NAME_WIDTH}}| {line}", file=sys.stderr, flush=True)
+        is_bar = line.startswith("\r")
+        if not (self._is_terminal if is_bar else self._verbose or not is_noise(name, line)):
+            return
+        start = "\x1b[K" if is_bar or self._shows_bar else ""
+        self._shows_bar = is_bar
+        # The cursor stays before the bar, so that a line of another writer overwrites it.
+        # A closed stderr must not stop the supervisor.
+        with contextlib.suppress(OSError):
+            text = f"{start}{name:<{NAME_WIDTH}}| {line.removeprefix(chr(13))}"
+            print(text, end="\r" if is_bar else "\n", file=sys.stderr, flush=True)
 
 
 def is_noise(name: str, line: str) -> bool:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which lines of the processes the log shows without --verbose."""
 
+import io
+
 import pytest
 
-from quire_server.logs import is_noise
+from quire_server.logs import LogRelay, is_noise
 
 
 @pytest.mark.parametrize(
@@ -29,3 +31,20 @@ from quire_server.logs import is_noise
 )
 def test_hides_only_harmless_server_lines(name, line, hidden):
     assert is_noise(name, line) is hidden
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "text"),
+    [
+        (True, "text  | a\n\x1b[Kcore  | 10%\r\x1b[Kcore  | 20%\r\x1b[Ktext  | b\ntext  | c\n"),
+        (False, "text  | a\ntext  | b\ntext  | c\n"),
+    ],
+)
+def test_bars_are_shown_on_a_terminal_until_the_next_line(is_terminal, text, monkeypatch):
+    output = io.StringIO()
+    output.isatty = lambda: is_terminal
+    monkeypatch.setattr("sys.stderr", output)
+    relay = LogRelay(verbose=False)
+    for name, line in (("text", "a"), ("core", "\r10%"), ("core", "\r20%"), ("text", "b"), ("text", "c")):
+        relay(name, line)
+    assert output.getvalue() == text

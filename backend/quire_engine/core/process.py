@@ -39,7 +39,7 @@ def main(args: process.ProcessArgs) -> None:
     if events_config is not None and events_config.is_enabled:
         publisher = KVEventPublisher(events_config, args.served_name, core_index(args.name))
     compute_thread = ComputeThread()
-    engine = compute_thread.run_sync(lambda: Engine.from_config(args.config, on_lost=_on_engine_lost))
+    engine = compute_thread.run_sync(lambda: Engine.from_config(args.config, progress=True, on_lost=_on_engine_lost))
     log_memory(engine)
     # The objects of the model live as long as the process. Freezing excludes them from garbage collections, which would
     # otherwise traverse them in the middle of a step.

@@ -75,6 +75,11 @@ def main(args: process.ProcessArgs) -> None:
         limits.parser_names.reasoning_parser or "none",
         config.chat_template or ("of the checkpoint" if limits.has_chat_template else "none"),
     )
+    if not limits.has_chat_template:
+        logger.warning(
+            "the checkpoint has no chat template, so only completions are served: chat requests are errors; "
+            "give a template with --chat-template FILE, or spec.openai.chatTemplate"
+        )
     asyncio.run(_serve(args, folder, tokenizer, limits, templates, sampling_defaults))
 
 

@@ -5,9 +5,12 @@ The name is the path of a local folder, or a hub id. The folder of a hub id is i
 This module downloads weights (safetensors), configuration, tokenizer and chat template. It never downloads code. The
 core and the text process can call it at the same time. In that case, the file locks of huggingface_hub make one process
 wait until the other has downloaded the files.
+
+`python -m quire_engine.weights.hub MODEL [REVISION]` downloads a model and shows the progress; `quire serve` runs it.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -106,3 +109,19 @@ def _progress_bars(progress: bool) -> Iterator[None]:
     finally:
         if must_disable:
             enable_progress_bars()
+
+
+def main(model: str, revision: str | None = None) -> int:
+    """Download a model of the hub; return the exit code."""
+    try:
+        print(resolve_model(model, revision, progress=True))
+    except ConfigError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -21,12 +21,12 @@ from quire_kernels.gpu import kernel_cache
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import batch_invariance
+from quire_spec.model.host_memory import CGROUP, available_memory_bytes, read_system_file
 from quire_spec.model.memory_sizing import lora_slot_bytes, weights_bytes
 from quire_spec.model.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-_CGROUP = Path("/sys/fs/cgroup")
 _WEIGHT_BYTES_PER_THREAD = 32 << 20
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -139,20 +139,6 @@ def free_memory_bytes(device: torch.device) -> int:
     return available_memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
-def available_memory_bytes() -> int:
-    """Return how many bytes of host memory this process can allocate. The limit of its control group is respected."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    limit, used = _read_system_file(_CGROUP / "memory.max"), _read_system_file(_CGROUP / "memory.current")
-    if limit.isdigit() and used.isdigit():
-        # The control group counts the page cache as used memory, but the system can reclaim it.
-        cached = dict(line.split() for line in _read_system_file(_CGROUP / "memory.stat").splitlines()).get(
-            "inactive_file", "0"
-        )
-        available = min(available, int(limit) - int(used) + int(cached))
-    return max(available, 0)
-
-
 def set_num_threads(weights_bytes: int, num_ranks: int = 1) -> None:
     """Set the number of threads that compute matrix products.
 
@@ -171,7 +157,7 @@ def set_num_threads(weights_bytes: int, num_ranks: int = 1) -> None:
     logger.info("cpu threads num_threads=%d num_cores=%d", torch.get_num_threads(), cores)
 
 
-def num_cores(cpu_folder: Path = Path("/sys/devices/system/cpu"), quota_file: Path = _CGROUP / "cpu.max") -> int:
+def num_cores(cpu_folder: Path = Path("/sys/devices/system/cpu"), quota_file: Path = CGROUP / "cpu.max") -> int:
     """Return the number of physical cores that this process can use.
 
     The quota of its control group is respected. The hardware threads of one core are counted once, because they share
@@ -179,9 +165,9 @@ def num_cores(cpu_folder: Path = Path("/sys/devices/system/cpu"), quota_file: Pa
     """
     allowed_cpus = os.sched_getaffinity(0)
     siblings = {
-        _read_system_file(cpu_folder / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed_cpus
+        read_system_file(cpu_folder / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed_cpus
     }
-    quota, _, period = _read_system_file(quota_file).partition(" ")
+    quota, _, period = read_system_file(quota_file).partition(" ")
     limit = math.ceil(int(quota) / int(period)) if quota.isdigit() and period.isdigit() else len(siblings)
     return max(1, min(len(siblings), limit))
 
@@ -214,16 +200,8 @@ def _has_bf16() -> bool:
     """
     if has_quantized_kernel(torch.bfloat16, torch.device("cpu")):
         return True
-    words = _read_system_file(Path("/proc/cpuinfo")).split()
+    words = read_system_file(Path("/proc/cpuinfo")).split()
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
-
-
-def _read_system_file(path: Path) -> str:
-    """Return the content of a file of the Linux kernel, or "" if the file cannot be read."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def check_free_memory(

@@ -30,7 +30,7 @@ from quire_engine.weights.param_shard import unsharded
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.worker import attention_plans, graph_capture
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
-from quire_engine.worker.device import available_memory_bytes, resolve_cache_dtype, set_num_threads, trim_heap
+from quire_engine.worker.device import resolve_cache_dtype, set_num_threads, trim_heap
 from quire_engine.worker.drafting.drafter import Drafter
 from quire_engine.worker.memory_budget import (
     MemoryBudget,
@@ -43,6 +43,7 @@ from quire_engine.worker.runner_memory import RunnerMemory
 from quire_engine.worker.warmup import compile_steps, dummy_span, peak_memory_steps, set_block_tables
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
+from quire_spec.model.host_memory import available_memory_bytes
 
 _CPU_MEASURED_TOKENS = 128
 """Number of prompt tokens in the step that measures the speed of a CPU. The swap policy uses this speed. On a GPU, the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports the progress of a model download in the log and on an HTTP port.
+"""Reports the progress of a model download in the log or on the terminal, and on an HTTP port.
 
 The module counts bytes on disk and does not depend on protocols. An error in this module never makes the download fail.
 Called by model_download.
@@ -9,12 +9,15 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from aiohttp import web
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.dataclass_json import to_json
@@ -85,14 +88,15 @@ class ProgressMeter:
 
 @contextlib.asynccontextmanager
 async def report_progress(meter: ProgressMeter, port: int | None) -> AsyncIterator[None]:
-    """Report the progress of `meter` in the log and on `port`, until the context ends.
+    """Report the progress of `meter` on `port` and in the log, or as a bar on a terminal, until the context ends.
 
-    If `port` is None, the progress is only reported in the log.
+    If `port` is None, no port is opened.
     """
     sampling_task = asyncio.create_task(_sample_and_log(meter))
     try:
-        async with _serve_progress(meter, port):
-            yield
+        with logging_redirect_tqdm() if sys.stderr.isatty() else contextlib.nullcontext():
+            async with _serve_progress(meter, port):
+                yield
     finally:
         sampling_task.cancel()
         (result,) = await asyncio.gather(sampling_task, return_exceptions=True)
@@ -102,12 +106,17 @@ async def report_progress(meter: ProgressMeter, port: int | None) -> AsyncIterat
 
 async def _sample_and_log(meter: ProgressMeter) -> None:
     last_log = time.monotonic()
-    while True:
-        await meter.sample()
-        if time.monotonic() - last_log >= LOG_INTERVAL_S:
-            last_log = time.monotonic()
-            logger.info("download progress %s", _format_progress(meter.progress))
-        await asyncio.sleep(SAMPLE_INTERVAL_S)
+    # On a terminal, a bar replaces the lines of the log.
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="model", disable=None, leave=False) as bar:
+        while True:
+            await meter.sample()
+            if not bar.disable:
+                bar.total, bar.n = meter.progress.total, meter.progress.bytes
+                bar.refresh()
+            elif time.monotonic() - last_log >= LOG_INTERVAL_S:
+                last_log = time.monotonic()
+                logger.info("download progress %s", _format_progress(meter.progress))
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
 
 
 def _format_progress(progress: DownloadProgress) -> str:

@@ -64,7 +64,7 @@ class ChildProcess:
         cls, name: str, argv: Sequence[str], relay: Callable[[str, str], None], env: Mapping[str, str] | None = None
     ) -> "ChildProcess":
         """Start `argv` as a child process. If this process ends, the kernel kills the child. `relay(name, line)` is
-        called for each output line.
+        called for each output line. A line that begins with a carriage return is the present state of a progress bar.
 
         Raises:
             OSError: the process could not be created.
@@ -82,7 +82,7 @@ class ChildProcess:
         try:
             child = cls(name, popen, relay)
             child._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: _LineSplitter(child._on_line, child._output_closed.set), popen.stdout
+                lambda: _LineSplitter(child._on_line, child._on_progress, child._output_closed.set), popen.stdout
             )
         except BaseException:
             # The start was cancelled, or there are no free file descriptors. No caller has the child yet, so this
@@ -148,13 +148,18 @@ class ChildProcess:
         self.tail.append(line)
         self._relay(self.name, line)
 
+    def _on_progress(self, state: str) -> None:
+        self._relay(self.name, f"\r{state}")
+
 
 class _LineSplitter(asyncio.Protocol):
     """Splits output into lines. If a line contains carriage returns, as in progress bars, only the text after the last
-    one is kept."""
+    one is kept. Before the line ends, `on_progress` gets this text whenever it changes."""
 
-    def __init__(self, on_line: Callable[[str], None], on_eof: Callable[[], None]) -> None:
-        self._on_line = on_line
+    def __init__(
+        self, on_line: Callable[[str], None], on_progress: Callable[[str], None], on_eof: Callable[[], None]
+    ) -> None:
+        self._on_line, self._on_progress = on_line, on_progress
         self._on_eof = on_eof
         self._buffer = b""
 
@@ -165,6 +170,8 @@ class _LineSplitter(asyncio.Protocol):
         if len(self._buffer) > _MAX_LINE_BYTES:
             self._emit(self._buffer)
             self._buffer = b""
+        elif b"\r" in self._buffer:
+            self._on_progress(_after_carriage_return(self._buffer))
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._buffer:
@@ -172,4 +179,8 @@ class _LineSplitter(asyncio.Protocol):
         self._on_eof()
 
     def _emit(self, line: bytes) -> None:
-        self._on_line(line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace"))
+        self._on_line(_after_carriage_return(line))
+
+
+def _after_carriage_return(line: bytes) -> str:
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")

@@ -31,8 +31,13 @@ takes less time."""
 _EXIT_GRACE_S = 2.0
 """After a process has closed its connection to the supervisor, it must exit within this many seconds."""
 
-ENGINE_ENV = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""Default environment variables of the engine processes. They set the sizes of two caches, in which torch and oneDNN
+ENGINE_ENV = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "LRU_CACHE_CAPACITY": "128",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+}
+"""Default environment variables of the engine processes. The log cannot show the bars of the hub, which need several
+lines. The other two set the sizes of two caches, in which torch and oneDNN
 store compiled matrix products. In a cache, each combination of a token count and a weight shape has its own entry. With
 the default of 1,024 entries, a core that computes float32 on a CPU needed 0.7 GB more memory after some thousand
 requests. With 128 entries, it needed only 0.15 GB more, and was as fast."""

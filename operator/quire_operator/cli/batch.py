@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     )
     launch_plan = serve.prepare(manifest, service, options, os.environ)
     serve.require_packages(serves_openai=True)
+    serve.download_models(launch_plan, args.secrets_dir)
     serve.write_run_dir(launch_plan)
     engine = launch_plan.config.engine
     print(f"quire batch: {service.served_name} on {engine.device} from {engine.model}", file=sys.stderr)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quire_operator.api.validation_errors import ABSENT, FieldPath, Problem
+from quire_operator.api.validation_errors import FieldPath, Problem
 from quire_spec.documents.adapter_catalog import AdapterSource, PvcSource, SecretRef, Source
 from quire_spec.errors import ConfigError
 
@@ -121,18 +121,6 @@ class LocalSources:
 
 
 _SECRETS_FIX = "give --secrets-dir DIR, where DIR/{} contains one file for each key of the Secret"
-
-
-def unsupported_sources(source: Source, source_path: FieldPath) -> Iterator[Problem]:
-    """If `quire serve` cannot download the model source, yield a problem."""
-    for kind in ("s3", "http"):
-        if getattr(source, kind) is not None:
-            yield Problem(
-                (*source_path, kind),
-                ABSENT,
-                "quire serve reads models only from a folder, a claim's folder or the Hugging Face hub",
-                "download the files (python -m quire_server.download --help) and give their folder as path",
-            )
 
 
 def _secret_refs(source: Source) -> Iterator[tuple[str, str, SecretRef]]:

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire_operator.cli import model_options, options, pod_options
+from quire_operator.cli import options, pod_options
+from quire_operator.cli.model import options as model_options
 from quire_spec.errors import QuireError
 
 CommandFunction = Callable[[argparse.Namespace], int]
@@ -142,7 +143,8 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a folder with a checkpoint, or a repository on the Hugging Face hub; or the file of an LLMService, as -f",
+        help="a folder with a checkpoint, a repository on the Hugging Face hub, s3://BUCKET/PREFIX or an HTTP URL; or "
+        "the file of an LLMService, as -f",
     )
     source.add_argument("-f", "--file", help="the LLMService; paths in it are relative to its folder")
     source.add_argument(
@@ -164,9 +166,7 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for sockets and configuration (default: in /tmp)"
     )
-    parser.add_argument(
-        "--cache-dir", type=Path, metavar="DIR", help="folder for downloaded adapters (default: ~/.cache/quire)"
-    )
+    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="folder for downloads (default: ~/.cache/quire)")
 
 
 class _VersionAction(argparse.Action):
@@ -244,12 +244,13 @@ def _serve(args: argparse.Namespace) -> int:
     serve_options = serve.ServeOptions(fields, args.volumes, args.run_dir, args.cache_dir, args.secrets_dir)
     watched = None
     if args.model is not None:
-        from quire_operator.cli import model_form
+        from quire_operator.cli.model import form as model_form
 
-        document = model_form.build(args, fields, serve.has_gpu())
+        document = model_form.build(args, fields, has_gpu := serve.has_gpu())
         if args.save is not None:
             return model_form.save(document, args.save, fields)
         launch_plan = model_form.prepare(document, args, serve_options, os.environ)
+        model_form.announce(document, args, launch_plan, has_gpu)
     elif args.vllm_repository is not None:
         if args.volumes:
             args.usage_error("--volume cannot be used with --vllm-repository: a vllm_backend repository has no claims")
@@ -267,6 +268,7 @@ def _serve(args: argparse.Namespace) -> int:
         launch_plan = watched.launch_plan
     config = launch_plan.config
     serve.require_packages(config.openai is not None)
+    serve.download_models(launch_plan, args.secrets_dir)
     serve.write_run_dir(launch_plan)
     if config.server.verbose:
         document = config.to_json() | {"engine": config.engine.to_json()}

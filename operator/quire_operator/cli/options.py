@@ -231,9 +231,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     local.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for sockets and configuration (default: in /tmp)"
     )
-    local.add_argument(
-        "--cache-dir", type=Path, metavar="DIR", help="folder for downloaded adapters (default: ~/.cache/quire)"
-    )
+    local.add_argument("--cache-dir", type=Path, metavar="DIR", help="folder for downloads (default: ~/.cache/quire)")
     parser.add_argument(
         "-v",
         "--verbose",

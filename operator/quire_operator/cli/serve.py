@@ -11,6 +11,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +22,14 @@ from typing import Any, NoReturn
 from quire_operator.api.llmservice import KV_FOLDER, Device, LLMService
 from quire_operator.api.validation_errors import FieldPath, InvalidService, Problem
 from quire_operator.api.yaml_manifest import Manifest
-from quire_operator.cli.local_sources import ADAPTER_FILES, MODEL_FILES, LocalSources, unsupported_sources
+from quire_operator.cli.local_sources import ADAPTER_FILES, MODEL_FILES, LocalSources
+from quire_operator.cli.model.place import place_of
 from quire_operator.cli.pod_options import KV_EVENTS_FIELD, KV_EVENTS_TOPIC_FIELD, name_options, option_of
 from quire_operator.render.engine_config import ModelLocation, UnsupportedByEngine, engine_arguments
 from quire_operator.render.object_names import CHAT_TEMPLATE_FILE
 from quire_operator.render.pod_config import PodFiles, pod_config
 from quire_spec import constants
+from quire_spec.dataclass_json import to_json
 from quire_spec.documents.adapter_catalog import AdapterCatalog, SecretRef, Source
 from quire_spec.documents.pod_config import PodConfig
 from quire_spec.documents.server_arguments import parse_server_arguments
@@ -71,6 +74,15 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Download:
+    """A model that is downloaded before the server starts."""
+
+    source: Source
+    folder: Path
+    """Folder of the model in a bucket or on a web server; the cache of huggingface_hub for a model of the hub."""
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """Everything that is needed to start the supervisor."""
 
@@ -82,6 +94,7 @@ class LaunchPlan:
     cache_dir: Path
     environment: Mapping[str, str]
     api_key: str | None = field(default=None, repr=False)
+    downloads: Sequence[Download] = ()
 
     @property
     def pod_options(self) -> tuple[str, ...]:
@@ -126,7 +139,7 @@ def prepare(
         for adapter in catalog.adapters
     )
     local_prefixes = tuple(map(local_sources.localize_prefix, catalog.sources))
-    engine = _build_engine_config(manifest, service, local_sources, run_dir, cache_dir)
+    engine = _build_engine_config(manifest, service, local_sources, run_dir, cache_dir, environment)
     config = pod_config(service, engine, _pod_files(service, options, local_sources, run_dir), LOCALHOST)
     return LaunchPlan(
         config=with_options(config, options),
@@ -138,6 +151,11 @@ def prepare(
         | {e.name: e.value for e in service.spec.runtime.env}
         | _hub_token_env(local_sources, service),
         api_key=options.api_key,
+        downloads=[
+            Download(local_sources.localize(source), place.folder)
+            for source in service.model_sources.values()
+            if not (place := place_of(source, local_sources, cache_dir, environment)).is_complete
+        ],
     )
 
 
@@ -236,6 +254,29 @@ def _write_api_key(folder: Path, api_key: str | None) -> None:
         file.write_text(api_key)
 
 
+def download_models(launch_plan: LaunchPlan, secrets_dir: Path | None) -> None:
+    """Download the models that are not on this machine yet, and show the progress. An interrupted download is resumed.
+
+    Raises:
+        ConfigError: a model cannot be downloaded. The reason is on standard error.
+    """
+    for download in launch_plan.downloads:
+        hub = download.source.huggingFace
+        if hub is not None:
+            command = ["quire_engine.weights.hub", hub.repo, *([] if hub.revision is None else [hub.revision])]
+        else:
+            command = ["quire_server.download", f"--source={json.dumps(to_json(download.source))}"]
+            command += [f"--into={download.folder}"]
+            command += [] if secrets_dir is None else [f"--secrets-dir={secrets_dir}"]
+            parent = download.folder.parent
+            try:
+                parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--cache-dir: {parent}: {error.strerror}; give another folder") from error
+        if subprocess.run([sys.executable, "-m", *command], env=dict(launch_plan.environment)).returncode:
+            raise ConfigError("quire: the model was not downloaded; run the command again to resume")
+
+
 def exec_supervisor(argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Replace this process with the supervisor."""
     sys.stdout.flush()
@@ -308,7 +349,6 @@ def _iter_problems(
                 "quire serve verifies the signature of a model only in a folder",
                 "download the files (python -m quire_server.download --help) and give their folder as path",
             )
-        yield from unsupported_sources(source, path)
         yield from local_sources.iter_problems(source, path, MODEL_FILES)
     refs = _hub_token_refs(service)
     if options.secrets_dir is not None and len({*refs.values()}) > 1:
@@ -341,9 +381,16 @@ def _iter_problems(
 
 
 def _build_engine_config(
-    manifest: Manifest, service: LLMService, local_sources: LocalSources, run_dir: Path, cache_dir: Path
+    manifest: Manifest,
+    service: LLMService,
+    local_sources: LocalSources,
+    run_dir: Path,
+    cache_dir: Path,
+    environment: Mapping[str, str],
 ) -> EngineConfig:
-    model, *draft = [_locate(source, local_sources) for source in service.model_sources.values()]
+    model, *draft = [
+        _locate(source, local_sources, cache_dir, environment) for source in service.model_sources.values()
+    ]
     template = None if service.spec.openai.chatTemplate is None else str(run_dir / CHAT_TEMPLATE_FILE)
     pvc = None if service.kv_tier is None else service.kv_tier.folder.pvc
     # An emptyDir is a folder of the cache here, so that the blocks survive a restart.
@@ -355,9 +402,12 @@ def _build_engine_config(
         raise InvalidService([error.problem], manifest.location) from error
 
 
-def _locate(source: Source, local_sources: LocalSources) -> ModelLocation:
-    hub = source.huggingFace
-    return ModelLocation(hub.repo, hub.revision) if hub else ModelLocation(str(local_sources.resolve(source)))
+def _locate(
+    source: Source, local_sources: LocalSources, cache_dir: Path, environment: Mapping[str, str]
+) -> ModelLocation:
+    if source.huggingFace is not None:
+        return ModelLocation(source.huggingFace.repo, source.huggingFace.revision)
+    return ModelLocation(str(place_of(source, local_sources, cache_dir, environment).folder))
 
 
 def _openai_secrets(service: LLMService, options: ServeOptions) -> dict[str, SecretRef]:

@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
             service = LLMService.from_body(crd.require_valid(manifest))
             options = serve.ServeOptions(volumes=args.volumes, secrets_dir=args.secrets_dir, run_dir=Path(folder))
             launch_plan = serve.prepare(manifest, service, options, os.environ)
+            serve.download_models(launch_plan, args.secrets_dir)
             environment = dict(launch_plan.environment)
             arguments += _adapter_folders(launch_plan.catalog.adapters)
             _write(file, launch_plan.config.engine.to_json())

@@ -9,15 +9,10 @@ import pytest
 import torch
 
 from quire_engine.worker import device
-from quire_engine.worker.device import (
-    available_memory_bytes,
-    num_cores,
-    resolve_cache_dtype,
-    resolve_dtype,
-    set_num_threads,
-)
+from quire_engine.worker.device import num_cores, resolve_cache_dtype, resolve_dtype, set_num_threads
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
+from quire_spec.model.host_memory import available_memory_bytes
 
 CONFIG = EngineConfig(model="m")
 
@@ -94,18 +89,17 @@ def test_number_of_threads(weights, omp_num_threads, expected, monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_available_memory_respects_the_control_group(tmp_path, monkeypatch):
+def test_available_memory_respects_the_control_group(tmp_path):
     assert available_memory_bytes() > 0
-    monkeypatch.setattr(device, "_CGROUP", tmp_path)
     for name, text in {
         "memory.max": "3000000",
         "memory.current": "2000000",
         "memory.stat": "anon 5\ninactive_file 7",
     }.items():
         (tmp_path / name).write_text(text)
-    assert available_memory_bytes() == 1_000_007
+    assert available_memory_bytes(tmp_path) == 1_000_007
     (tmp_path / "memory.max").write_text("max")
-    assert available_memory_bytes() > 3_000_000
+    assert available_memory_bytes(tmp_path) > 3_000_000
 
 
 _FREED = """

@@ -277,8 +277,9 @@ def test_the_source_of_a_draft_model_reaches_the_engine_config(folder):
     assert [(d.model, d.revision) for d in drafts] == [(str(folder / "models/tiny"), None), ("o/small", "v2")]
     (problem,) = problems(folder, spec.replace("SOURCE", "{path: models/none}"))
     assert 'spec.engine.speculativeConfig.model.source.path: "models/none"' in problem
-    (problem,) = problems(folder, spec.replace("SOURCE", "{s3: {uri: s3://bucket/m}}"))
-    assert "spec.engine.speculativeConfig.model.source.s3: quire serve reads models only from" in problem
+    launched = launch(folder, spec.replace("SOURCE", "{s3: {uri: s3://bucket/m}}"))
+    (download,) = launched.downloads
+    assert launched.config.engine.speculative_config.model == str(download.folder)
 
 
 def test_volume_option_maps_claims_to_folders(folder):
@@ -361,11 +362,6 @@ REJECTED = [
         "{device: CPU, model: {source: {path: adapters/pirate}}}",
         'HERE/f.yaml:4: spec.model.source.path: "adapters/pirate": HERE/adapters/pirate does not contain '
         "config.json; give the folder that contains the files",
-    ),
-    (
-        "{device: CPU, model: {source: {s3: {uri: s3://bucket/m}}}}",
-        "HERE/f.yaml:4: spec.model.source.s3: quire serve reads models only from a folder, a claim's folder or the "
-        "Hugging Face hub; download the files (python -m quire_server.download --help) and give their folder as path",
     ),
     (
         "{device: CPU, model: {source: {pvc: {claimName: c}}}}",

@@ -54,6 +54,14 @@ async def test_relays_output_by_line_including_the_last_one():
     assert sorted(lines) == sorted([("core", "a"), ("core", "é"), ("core", "100%"), ("core", "end")])
 
 
+async def test_relays_the_state_of_a_bar_before_its_line_ends():
+    lines = []
+    code = "import time; print('\\r10%\\r20%', end='', flush=True); time.sleep(0.5); print('\\r100%')"
+    child = await ChildProcess.start("core", python(code), lambda _, line: lines.append(line))
+    assert await child.wait() == 0
+    assert (lines[0], lines[-1], list(child.tail)) == ("\r20%", "100%", ["100%"])
+
+
 @pytest.mark.parametrize("cancelled", [True, False])
 async def test_failed_or_cancelled_start_leaves_no_process(cancelled, monkeypatch):
     reached = asyncio.Event()

@@ -19,10 +19,13 @@ from typing import Any
 import yaml
 
 from quire_operator.api.engine_spec import LoraSpec
+from quire_operator.api.llmservice import LLMService
 from quire_operator.api.validation_errors import InvalidService
 from quire_operator.api.yaml_manifest import parse_manifests
 from quire_operator.cli import serve, service_file
-from quire_operator.cli.model_options import DEST_PREFIX, SPEC_OPTIONS
+from quire_operator.cli.local_sources import LocalSources
+from quire_operator.cli.model.options import DEST_PREFIX, SPEC_OPTIONS
+from quire_operator.cli.model.summary import summarize
 from quire_operator.cli.pod_options import option_of
 from quire_spec import constants
 from quire_spec.errors import ConfigError
@@ -132,8 +135,6 @@ def prepare(
     Raises:
         ConfigError: the document is not valid, or cannot run on this machine. The message names options.
     """
-    if args.device is None and document["spec"].get("device") == "CPU":
-        print("quire: this machine has no NVIDIA GPU, so the model runs on the CPU", file=sys.stderr)
     variables = dict(environment)
     api_key = variables.pop("QUIRE_API_KEY", None) if args.api_key is None else args.api_key
     if args.download_dir is not None:
@@ -144,6 +145,27 @@ def prepare(
     except InvalidService as error:
         lines = [_name_options(str(problem)) for problem in error.problems]
         raise ConfigError("\n".join(lines)) from error
+
+
+def announce(
+    document: Mapping[str, Any], args: argparse.Namespace, launch_plan: serve.LaunchPlan, has_gpu: bool
+) -> None:
+    """Print on standard error the device, the size of the model, and whether it fits.
+
+    Raises:
+        ConfigError: the model cannot be served, or does not fit. The message names options.
+        NotFound, AccessDenied: the source has no model, or needs credentials.
+    """
+    if args.device is None and not has_gpu:
+        print("quire: this machine has no NVIDIA GPU, so the model runs on the CPU", file=sys.stderr)
+    service = LLMService.from_body(document)
+    local_sources = LocalSources(Path(), dict(args.volumes), args.secrets_dir)
+    try:
+        lines = summarize(service, local_sources, launch_plan.cache_dir, launch_plan.environment)
+    except ConfigError as error:
+        raise ConfigError(_name_options(str(error))) from error
+    for line in lines:
+        print(f"quire: {line}", file=sys.stderr)
 
 
 def _to_yaml(document: Mapping[str, Any]) -> str:

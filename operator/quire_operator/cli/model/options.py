@@ -2,7 +2,7 @@
 """Options of `quire serve MODEL`, which have the names of vLLM's options.
 
 Each row of the table names the field of the LLMService, so that an option needs no other code. Called by main.py, which
-parses them, and by model_form.py.
+parses them, and by form.py.
 """
 
 import argparse
