@@ -10,15 +10,12 @@ the package index offers one. Otherwise, it installs the default build without 3
 """
 
 import argparse
-import ctypes
 import hashlib
-import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 import venv
 from pathlib import Path
@@ -26,6 +23,10 @@ from pathlib import Path
 import nvidia_stubs
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "operator"))
+
+from quire_operator.cli.doctor import machine  # noqa: E402
+
 EXTRAS = "engine,streamer,trust,server,openai,operator"
 TORCH_RANGE = ((2, 11), (3, 0))
 """The first version of torch that is supported, and the first version that is too new. pyproject.toml contains the same
@@ -46,37 +47,7 @@ more."""
 
 def missing_requirements() -> list[str]:
     """Return the requirements that this machine does not meet. Each text also describes the fix."""
-    problems = []
-    if sys.version_info[:2] not in ((3, 11), (3, 12)):
-        problems.append(
-            f"Python {platform.python_version()} at {sys.executable}: the server runs models on 3.11 and 3.12; "
-            "install python3.11 and run make PYTHON=python3.11 ..."
-        )
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        problems.append(f"{sys.platform} {platform.machine()}: the server is built for Linux on x86_64 and aarch64")
-    problems += _libc() + _libpython() + _venv_module() + _space()
-    return problems
-
-
-def _libc() -> list[str]:
-    name, version = platform.libc_ver()
-    if name == "glibc" and tuple(map(int, version.split(".")[:2])) >= (2, 35):
-        return []
-    return [f"libc {name or 'unknown'} {version}: the server needs glibc 2.35 or later (Debian 12, Ubuntu 22.04)"]
-
-
-def _libpython() -> list[str]:
-    library = f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
-    for candidate in (Path(sysconfig.get_config_var("LIBDIR") or "/", library), library):
-        try:
-            ctypes.CDLL(str(candidate), mode=os.RTLD_LAZY)
-            return []
-        except OSError:
-            continue
-    return [
-        f"{library}: not found; the server's Python processes load it. Install it (Debian, Ubuntu: apt-get install "
-        f"{library.removesuffix('.so.1.0')}), or use a Python built with --enable-shared"
-    ]
+    return [*machine.missing_requirements(), *_venv_module(), *_space()]
 
 
 def _venv_module() -> list[str]:

@@ -23,8 +23,8 @@ def bootstrap():
 
 def test_reports_all_missing_requirements_with_fixes(bootstrap, monkeypatch):
     monkeypatch.setattr(bootstrap.sys, "version_info", (3, 9, 1))
-    monkeypatch.setattr(bootstrap.platform, "libc_ver", lambda: ("glibc", "2.31"))
-    monkeypatch.setattr(bootstrap.sysconfig, "get_config_var", lambda _: "/nowhere")
+    monkeypatch.setattr(bootstrap.machine.platform, "libc_ver", lambda: ("glibc", "2.31"))
+    monkeypatch.setattr(bootstrap.machine.sysconfig, "get_config_var", lambda _: "/nowhere")
     monkeypatch.setattr(bootstrap, "NEEDED_BYTES", 2**60)
     problems = "\n".join(bootstrap.missing_requirements())
     assert "install python3.11" in problems

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire_operator.cli import options, pod_options
+from quire_operator.cli import environment, options, pod_options
 from quire_operator.cli.model import options as model_options
 from quire_spec.errors import QuireError
 
@@ -25,7 +25,7 @@ _DESCRIPTION = """\
 Serve large language models with many LoRA adapters. One resource, LLMService, describes a model and its adapters.
 The same file works in a cluster (kubectl apply -f) and on a laptop (quire serve -f)."""
 
-_EPILOG = """\
+_EPILOG = f"""\
 examples:
   quire validate -f llmservice.yaml                check the file
   quire plan -f llmservice.yaml --gpu NVIDIA-L4    show whether it fits on a GPU, and how it runs
@@ -35,7 +35,10 @@ examples:
   quire simulate run --model steps.json --trace trace.jsonl   predict latencies and cost
   quire adapter rollback sql                       give an adapter in a cluster its previous content
   quire operate                                    reconcile all LLMServices of a cluster
+  quire doctor                                     check what this machine has for quire serve
+  source <(quire completion bash)                  complete commands and options with the Tab key
 
+{environment.HELP}
 To list all fields with their units, defaults and reasons: kubectl explain llmservice.spec --recursive"""
 
 _VALIDATE_DESCRIPTION = """\
@@ -74,7 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The status is 0 for success, 1 for a failure and 2 for a command line that is wrong (from argparse).
     """
-    args = _build_parser().parse_args(arguments)
+    parser = _build_parser()
+    given = sys.argv[1:] if arguments is None else arguments
+    args = parser.parse_args(environment.with_environment(parser, given, os.environ))
     try:
         status = int(args.run(args))
         sys.stdout.flush()
@@ -121,6 +126,11 @@ def _build_parser() -> argparse.ArgumentParser:
     simulate_help = "predict latencies and cost from a recording"
     command = add_command(_simulate, simulate_help, options.SIMULATE_DESCRIPTION, options.SIMULATE_EXAMPLES)
     options.add_simulate_options(command)
+    add_command(_doctor, "check this machine", options.DOCTOR_DESCRIPTION, options.DOCTOR_EXAMPLES)
+    command = add_command(
+        _completion, "print the completion for a shell", options.COMPLETION_DESCRIPTION, options.COMPLETION_EXAMPLES
+    )
+    command.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     return parser
 
 
@@ -231,6 +241,19 @@ def _simulate(args: argparse.Namespace) -> int:
     from quire_operator.cli import simulate
 
     return simulate.run(args)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from quire_operator.cli.doctor import checks
+
+    return checks.run(args)
+
+
+def _completion(args: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(_build_parser(), args.shell))
+    return 0
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -81,6 +81,23 @@ to them.
 Exit status 0: SIGTERM or SIGINT stopped the operator, 1: a fatal error occurred; start the operator again."""
 
 
+DOCTOR_DESCRIPTION = """\
+Check what this machine has for quire serve: packages, GPU or CPU, memory, disk, the hub and the ports. It changes
+nothing. Exit status 0: quire serve can run, 1: a line with FAIL names what is missing and the fix."""
+
+DOCTOR_EXAMPLES = """\
+examples:
+  quire doctor"""
+
+COMPLETION_DESCRIPTION = """\
+Print a script that completes commands and options of quire in a shell."""
+
+COMPLETION_EXAMPLES = """\
+examples:
+  source <(quire completion bash)                         in this shell
+  quire completion bash > ~/.local/share/bash-completion/completions/quire
+  quire completion zsh > "${fpath[1]}/_quire\""""
+
 SIMULATE_DESCRIPTION = """\
 Predict latencies, goodput and cost of a service before you buy its GPUs. The simulator runs the engine's own scheduler
 and prefix cache on a virtual clock. It needs a recording of the same model on the same kind of device.

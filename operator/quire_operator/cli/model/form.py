@@ -136,6 +136,7 @@ def prepare(
         ConfigError: the document is not valid, or cannot run on this machine. The message names options.
     """
     variables = dict(environment)
+    variables.pop("QUIRE_SERVE_API_KEY", None)
     api_key = variables.pop("QUIRE_API_KEY", None) if args.api_key is None else args.api_key
     if args.download_dir is not None:
         variables["HF_HUB_CACHE"] = str(args.download_dir.absolute())

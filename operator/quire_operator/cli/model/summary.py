@@ -77,7 +77,7 @@ def _check_disk(place: Place, num_bytes: int) -> str:
 def _check_memory(service: LLMService, model: CheckpointInfo) -> str:
     """Return whether the model fits. On a CPU, only the weights are compared: the engine sizes everything else."""
     runs_on_cpu = service.spec.device is Device.CPU
-    if gpus := [] if runs_on_cpu else _gpus():
+    if gpus := [] if runs_on_cpu else visible_gpus():
         inputs = replace(PlannerInputs.from_service(service, model, gpus[0]), max_gpus=len(gpus))
         plan = make_plan(inputs)
         count = plan.tensorParallelSize.value
@@ -95,7 +95,7 @@ def _check_memory(service: LLMService, model: CheckpointInfo) -> str:
     return f"the weights fit into the {format_bytes(free)} of memory that are free"
 
 
-def _gpus() -> list[GpuInfo]:
+def visible_gpus() -> list[GpuInfo]:
     """Return the GPUs that the driver shows; an empty list if it shows none."""
     try:
         result = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
