@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the pinned routers in front of two servers: completions, chats, streams and adapters go through, equal
-beginnings reach one server, and vllm-router's kv_aware policy credits the blocks that the events announce."""
+beginnings reach one server, unknown fields are ignored, and vllm-router's kv_aware policy credits the blocks that the
+events announce."""
 
 import json
 import re
@@ -42,6 +43,13 @@ def check(router: Router, kind: str, number: int) -> None:
         assert status == 200 and json.loads(text)["choices"][0]["message"]["content"], text
     status, text = post(f"{router.url}/v1/completions", {"model": "tales", "stream": True, **prompt})
     assert status == 200 and text.rstrip().endswith("[DONE]"), text
+    # The router and Quire ignore fields that they do not know; the router adds fields of its own.
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}, "x": 1}
+    unknown = {"vendor_field": 1, "stream_options": {"include_usage": True, "vendor": 2}, "stream": True}
+    chat = {"model": "pirate", "max_tokens": 4, "messages": messages, "tools": [tool], "tool_choice": "none"}
+    for path, body in (("completions", {"model": "tales", **prompt}), ("chat/completions", chat)):
+        status, text = post(f"{router.url}/v1/{path}", body | unknown)
+        assert status == 200 and text.rstrip().endswith("[DONE]") and '"usage"' in text, (kind, path, text)
     if kind.endswith("kv_aware"):
         hits = router.counter(r'vllm_router_kv_placement_lookups_total\{.*result="hit"')
         assert hits >= 5, f"the router credits no prefix: {hits} hits"

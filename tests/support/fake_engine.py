@@ -29,6 +29,7 @@ from quire_spec.protocol.connection import Connection
 from quire_spec.protocol.messages import (
     CancelRequests,
     Conversation,
+    FieldsIgnored,
     GenerateRequest,
     Hello,
     Message,
@@ -132,7 +133,7 @@ class FakeText(FakeProcess):
     METHODS = ("status", "set_adapters", "set_loading_adapters", "models", "metrics", "drain")
 
     def __init__(self) -> None:
-        super().__init__("text", GenerateRequest, CancelRequests, RequestRejected)
+        super().__init__("text", GenerateRequest, CancelRequests, RequestRejected, FieldsIgnored)
         self.digest_by_name: dict[AdapterName, AdapterDigest] = {}
         self.loading_names: list[AdapterName] = []
         self.streams: dict[tuple[Connection, int], asyncio.Task[None]] = {}

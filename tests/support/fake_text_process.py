@@ -23,6 +23,7 @@ import msgspec
 from quire_spec.errors import Code
 from quire_spec.protocol.messages import (
     CancelRequests,
+    FieldsIgnored,
     GenerateRequest,
     OutputDelta,
     OutputDeltas,
@@ -65,7 +66,7 @@ def token_deltas(request, words):
 
 class FakeTextProcess(Server):
     def __init__(self, journal):
-        super().__init__([self.models], [GenerateRequest, CancelRequests, RequestRejected])
+        super().__init__([self.models], [GenerateRequest, CancelRequests, RequestRejected, FieldsIgnored])
         self.open_requests, self.journal, self.step_s = {}, journal, STEP_S
         """By connection and id."""
 

@@ -80,6 +80,10 @@ class RequestMetrics:
         self._rejected_requests.labels(self._model_name, code).inc()
         self.record_failed(code)
 
+    def record_ignored_fields(self) -> None:
+        """Count a request with fields that the server does not know."""
+        self._requests_with_ignored_fields.inc()
+
     def record_failed(self, code: str) -> None:
         """Count a request that ended with an error, whether it was admitted or not."""
         self._failed_requests.labels(self._model_name, code).inc()
@@ -308,6 +312,10 @@ class RequestMetrics:
         self._finished_requests = self.registry.counter("vllm:request_success", documentation, label_names)
         label_names, documentation = ["model_name", "reason"], "Requests that ended with an error, admitted or not."
         self._failed_requests = self.registry.counter("vllm:request_failure", documentation, label_names)
+        self._requests_with_ignored_fields = self._counter(
+            "quire_requests_with_ignored_fields",
+            "Requests of the OpenAI port with fields that the server does not know and ignored.",
+        )
         self._rejected_requests = self.registry.counter(
             "quire_requests_refused",
             "Requests not admitted, by code. Excludes requests that the server itself rejects: unknown models, wrong "

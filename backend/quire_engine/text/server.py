@@ -17,7 +17,7 @@ from quire_engine.text.result_coalescer import ResponseThrottle, ResultCoalescer
 from quire_spec.errors import Internal
 from quire_spec.protocol.connection import Connection
 from quire_spec.protocol.framing import InvalidFrame, Oversized
-from quire_spec.protocol.messages import CancelRequests, GenerateRequest, Message, RequestRejected
+from quire_spec.protocol.messages import CancelRequests, FieldsIgnored, GenerateRequest, Message, RequestRejected
 from quire_spec.protocol.server import Server
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,9 @@ class TextServer(Server):
         throttle: ResponseThrottle,
         coalescers: Sequence[ResultCoalescer],
     ) -> None:
-        super().__init__(methods.table(), (GenerateRequest, CancelRequests, RequestRejected), max_payload_bytes)
+        super().__init__(
+            methods.table(), (GenerateRequest, CancelRequests, RequestRejected, FieldsIgnored), max_payload_bytes
+        )
         self._request_manager = request_manager
         self._metrics = metrics
         self._text_methods = methods
@@ -63,6 +65,8 @@ class TextServer(Server):
             self._request_manager.cancel(frontend, message.ids)
         elif frontend is not None and isinstance(message, RequestRejected):
             self._metrics.record_rejected(message.code)
+        elif frontend is not None and isinstance(message, FieldsIgnored):
+            self._metrics.record_ignored_fields()
         else:
             super().on_request(connection, message)
 

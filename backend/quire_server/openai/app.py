@@ -15,6 +15,7 @@ from quire_server.openai.errors import CODE_BY_STATUS, ApiError, as_api_error
 from quire_server.openai.generation import DONE
 from quire_server.openai.http.access import AccessControl
 from quire_server.openai.http.body_budget import BodyBudget
+from quire_server.openai.http.ignored_fields import IgnoredFields
 from quire_server.openai.http.message import (
     ClientDisconnected,
     EventStream,
@@ -110,11 +111,14 @@ class Application:
                 raise
         finally:
             request.end()
+            if request.ignored_fields:
+                self._client.report_ignored_fields()
 
     async def _respond(self, request: HttpRequest, send: Send) -> None:
         try:
             self._access.check(request)
             request.salt_cache = partial(self._access.cache_salt, request)
+            request.ignored_fields = IgnoredFields(self._settings.openai.rejectUnknownFields)
             reply = await self._handler(request)(request)
             if isinstance(reply, EventStream):
                 await self._stream(request, reply, send)
@@ -179,7 +183,8 @@ class Application:
 
     def _common_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
         own = (b"x-request-id", request.request_id.encode())
-        return [own, *request.response_headers.items(), *self._access.cors_headers(request)]
+        ignored = request.ignored_fields.header()
+        return [own, *request.response_headers.items(), *ignored, *self._access.cors_headers(request)]
 
     async def _send_error(self, request: HttpRequest, error: ApiError, send: Send) -> None:
         if not error.is_counted:

@@ -4,16 +4,28 @@ server-sent events."""
 
 from typing import Any
 
-from quire_server.openai.chat_messages import normalize_documents, normalize_messages, normalize_template_kwargs
+from quire_server.openai.chat_messages import (
+    check_parts,
+    normalize_documents,
+    normalize_messages,
+    normalize_template_kwargs,
+)
 from quire_server.openai.errors import ApiError
 from quire_server.openai.formatter import Formatter, encode
 from quire_server.openai.generation import Choice, Generation, Prompt
+from quire_server.openai.http.ignored_fields import IgnoredFields
 from quire_server.openai.http.message import EventStream, HttpRequest, Reply, Response
 from quire_server.openai.logprobs import chat_logprobs
 from quire_server.openai.request_fields import GenerationFields, build_sampling_params, parse_fields
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
-from quire_server.openai.tools import apply_allowed_tools, normalize_tools, output_parsing
+from quire_server.openai.tools import (
+    apply_allowed_tools,
+    check_tool_choice,
+    check_tools,
+    normalize_tools,
+    output_parsing,
+)
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import Conversation, OutputDelta, to_raw
 from quire_spec.protocol.parsed_output import (
@@ -85,9 +97,10 @@ class ChatCompletions:
     ) -> tuple[Generation, ChatFields, SamplingParams]:
         """Check a request and return its generation, which is not started yet; raises ApiError if the request is
         invalid."""
-        fields, sampling_values = parse_fields(document, ChatFields)
+        fields, sampling_values = parse_fields(document, ChatFields, request.ignored_fields)
+        check_tool_choice(fields.tool_choice, request.ignored_fields)
         fields.tools, fields.tool_choice = apply_allowed_tools(fields.tools, fields.tool_choice)
-        chat = build_conversation(fields)
+        chat = build_conversation(fields, request.ignored_fields)
         # Only the last message is needed again, for `echo`.
         fields.messages = fields.messages[-1:]
         parsing = output_parsing(
@@ -104,13 +117,16 @@ class ChatCompletions:
         return generation, fields, params
 
 
-def build_conversation(fields: ConversationFields) -> Conversation:
-    """Return the conversation for a GenerateRequest; raises ApiError if a field is invalid."""
+def build_conversation(fields: ConversationFields, ignored: IgnoredFields) -> Conversation:
+    """Return the conversation for a GenerateRequest; raises ApiError if a field is invalid. `ignored` gets the fields
+    that are not known."""
     add_generation_prompt = fields.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not fields.continue_final_message
     if add_generation_prompt and fields.continue_final_message:
         raise ApiError(400, "continue_final_message: not possible with add_generation_prompt; set only one of them")
+    check_tools(fields.tools, ignored)
+    check_parts(fields.messages, ignored)
     tools, documents = normalize_tools(fields.tools), normalize_documents(fields.documents)
     template_kwargs = normalize_template_kwargs(fields.chat_template_kwargs, fields.reasoning_effort)
     return Conversation(

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from quire_server.openai.errors import ApiError
+from quire_server.openai.http.ignored_fields import IgnoredFields
 from quire_spec.errors import truncated_repr
 
 MAX_MESSAGES = 10_000
@@ -45,6 +46,7 @@ MAX_DOCUMENTS = 1024
 MAX_TOOL_CALLS = 256
 """Maximum number of tool calls in one message."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_PART_FIELDS = frozenset({"type", *_TEXT_PARTS.values()})
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -55,6 +57,16 @@ def normalize_messages(messages: object) -> list[dict[str, Any]]:
     if len(messages) > MAX_MESSAGES:
         raise ApiError(400, f"messages: at most {MAX_MESSAGES} are allowed, got {len(messages)}")
     return [_normalize(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def check_parts(messages: object, ignored: IgnoredFields) -> None:
+    """Record the fields of content parts that are not known. The fields of a message itself are passed to the
+    template."""
+    for message in messages if isinstance(messages, list) else []:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            for part in content:
+                ignored.check(part, _PART_FIELDS, "messages.content.")
 
 
 def normalize_template_kwargs(kwargs: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Completions:
     async def _prepare(self, request: HttpRequest) -> tuple[Generation, CompletionFields, SamplingParams, bool]:
         """Check a request and return its generation, which is not started yet, and whether its output is dropped.
         Raises ApiError if the request is invalid."""
-        fields, sampling_values = parse_fields(await request.json_object(), CompletionFields)
+        fields, sampling_values = parse_fields(await request.json_object(), CompletionFields, request.ignored_fields)
         prompts, fields.prompt = parse_prompts(fields.prompt), None
         # The engine always generates at least one token. If the request needs only the prompt, this token is dropped.
         omits_output = fields.echo and sampling_values.get("max_tokens") == 0

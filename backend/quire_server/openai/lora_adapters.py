@@ -14,6 +14,7 @@ import msgspec
 
 from quire_server.openai.chat_messages import check_depth
 from quire_server.openai.errors import ApiError
+from quire_server.openai.http.ignored_fields import names_of
 from quire_server.openai.http.message import HttpRequest, Reply, Response
 from quire_server.openai.request_fields import describe_invalid
 from quire_spec.constants import SUPERVISOR_SOCKET
@@ -23,7 +24,7 @@ from quire_spec.protocol.messages import Hello
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-class LoadFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class LoadFields(msgspec.Struct, kw_only=True):
     """Fields of /v1/load_lora_adapter."""
 
     lora_name: str
@@ -33,7 +34,7 @@ class LoadFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """True if the call replaces an adapter that is already loaded under this name."""
 
 
-class UnloadFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class UnloadFields(msgspec.Struct, kw_only=True):
     """Fields of /v1/unload_lora_adapter."""
 
     lora_name: str
@@ -50,7 +51,7 @@ class LoraAdapters:
     async def load(self, request: HttpRequest) -> Reply:
         """POST /v1/load_lora_adapter: load an adapter. The response is sent when the adapter can serve requests, or
         when its load has failed."""
-        fields = _parse(await request.json_object(), LoadFields)
+        fields = await _parse(request, LoadFields)
         check_depth(fields.lora_path, "lora_path")
         args = {"name": fields.lora_name, "location": fields.lora_path, "in_place": fields.load_inplace}
         await self._call("load_lora_adapter", args)
@@ -59,7 +60,7 @@ class LoraAdapters:
     async def unload(self, request: HttpRequest) -> Reply:
         """POST /v1/unload_lora_adapter: unload an adapter. Requests that are already running with this adapter can
         still finish."""
-        fields = _parse(await request.json_object(), UnloadFields)
+        fields = await _parse(request, UnloadFields)
         await self._call("unload_lora_adapter", {"name": fields.lora_name})
         return _text(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.")
 
@@ -75,7 +76,9 @@ class LoraAdapters:
             await client.close()
 
 
-def _parse(document: dict[str, Any], fields_type: type[_T]) -> _T:
+async def _parse(request: HttpRequest, fields_type: type[_T]) -> _T:
+    document = await request.json_object()
+    request.ignored_fields.check(document, names_of(fields_type))
     try:
         return msgspec.convert(document, fields_type)
     except msgspec.ValidationError as error:

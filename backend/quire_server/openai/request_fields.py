@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of a generation request: their names and types, which fields are ignored, and which fields are rejected.
 
-A request can contain four kinds of fields. The first kind consists of the front's own fields, which are declared as
+A request can contain five kinds of fields. The first kind consists of the front's own fields, which are declared as
 Structs. `SamplingParams` checks sampling parameters. Fields that only help the client with its own bookkeeping are
-accepted and ignored. Every other field is rejected with an error that names it. Otherwise, a constraint could be
-ignored without notice.
+accepted and ignored. Fields of other servers that would change the output are rejected by name. Otherwise, a constraint
+could be ignored without notice. All other fields are unknown: http/ignored_fields.py names them in the response.
 """
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -15,7 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire_server.openai.errors import ApiError
-from quire_server.openai.response_format import merge_response_format
+from quire_server.openai.http.ignored_fields import IgnoredFields, names_of
+from quire_server.openai.response_format import check_response_format, merge_response_format
 from quire_spec.dataclass_json import without_zero_fraction
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.structured_outputs import FORMER_NAMES, merge_former_names
@@ -32,6 +32,9 @@ BOOKKEEPING_FIELDS = frozenset(
 """Fields that are accepted and ignored, because they do not change the output."""
 
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    # Fields of other routes.
+    **dict.fromkeys(("prompt", "messages", "max_completion_tokens", "top_logprobs"), ()),
+    **dict.fromkeys(("tools", "documents"), ([],)),
     "suffix": ("",),
     "prompt_embeds": (),
     "functions": ([],),
@@ -45,13 +48,23 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
-    # vllm-router and sglang-router add these fields of SGLang to every request.
+    # SGLang; vllm-router and sglang-router add the first three fields to every request.
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
     "stream_reasoning": (True, False),
+    **dict.fromkeys(("regex", "ebnf", "stop_regex", "lora_path", "custom_logit_processor"), ("", [])),
+    **dict.fromkeys(("session_params", "sampling_seed", "input_embeds", "input_ids"), ()),
+    # vLLM until 0.10, llama.cpp, and servers of LoRA adapters.
+    "logits_processors": ([],),
+    **dict.fromkeys(("json_schema", "grammar"), ("", {})),
+    "typical_p": (1,),
+    "top_n_sigma": (-1,),
+    **dict.fromkeys(("mirostat", "dynatemp_range", "xtc_probability", "dry_multiplier", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("adapter_id", "adapter_source", "merged_adapters"), ("",)),
 }
-"""Fields of the OpenAI API and of vLLM that this server does not support. For each field, the values that have no
-effect are listed. Only these values are accepted."""
+"""Fields of the OpenAI API, of vLLM and of other servers that change the output, and that this server does not support.
+For each field, the values that have no effect are listed. Only these values are accepted."""
+_OTHER_KNOWN_FIELDS = SAMPLING_FIELDS | BOOKKEEPING_FIELDS | UNSUPPORTED_FIELDS.keys()
 
 MAX_SALT_CHARS = 128
 MAX_STREAM_INTERVAL = 1024
@@ -69,6 +82,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """Whether each chunk contains the usage so far. As in vLLM, it has no effect without include_usage."""
     include_obfuscation: bool = False
     """Accepted and ignored."""
+
+
+_STREAM_OPTIONS = names_of(StreamOptions)
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
@@ -93,18 +109,24 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     """Constraint on the output, written in the form of the OpenAI API. It is converted to `structured_outputs`."""
 
 
-def parse_fields(document: Mapping[str, Any], fields_type: type[_T]) -> tuple[_T, dict[str, Any]]:
+def parse_fields(
+    document: Mapping[str, Any], fields_type: type[_T], ignored: IgnoredFields
+) -> tuple[_T, dict[str, Any]]:
     """Return the front's own fields of a request, and its sampling parameters. A field whose value is null is treated
-    like a field that is missing.
+    like a field that is missing. `ignored` gets the fields that are not known.
 
     Raises:
-        ApiError: a field is unknown, not supported, or has a wrong type.
+        ApiError: a field is not supported, or has a wrong type.
     """
     present = {name: without_zero_fraction(value) for name, value in document.items() if value is not None}
-    own_fields = set(fields_type.__struct_fields__)
-    for name, value in present.items():
-        if name not in own_fields and name not in SAMPLING_FIELDS and name not in BOOKKEEPING_FIELDS:
-            _check_unsupported(name, value, own_fields)
+    own_fields = names_of(fields_type)
+    for name in present.keys() & UNSUPPORTED_FIELDS.keys() - own_fields:
+        if present[name] not in UNSUPPORTED_FIELDS[name]:
+            shown = truncated_repr(present[name])
+            raise ApiError(400, f"{name}: is not supported by this server, got {shown}; leave it out", name)
+    ignored.check(present, own_fields | _OTHER_KNOWN_FIELDS)
+    ignored.check(present.get("stream_options"), _STREAM_OPTIONS, "stream_options.")
+    check_response_format(present.get("response_format"), ignored)
     try:
         fields = msgspec.convert(present, fields_type)
     except msgspec.ValidationError as error:
@@ -144,19 +166,6 @@ def build_sampling_params(values: dict[str, Any], stream: bool) -> tuple[Samplin
     if stream and params.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs: not available with stream; set stream to false")
     return params, copies
-
-
-def _check_unsupported(name: str, value: Any, own_fields: set[str]) -> None:
-    if name in UNSUPPORTED_FIELDS:
-        if value not in UNSUPPORTED_FIELDS[name]:
-            raise ApiError(
-                400, f"{name}: is not supported by this server, got {truncated_repr(value)}; leave it out", name
-            )
-        return
-    known = own_fields | SAMPLING_FIELDS
-    matches = difflib.get_close_matches(name[:80].lower(), known, n=1)
-    hint = f"did you mean {matches[0]}?" if matches else "leave it out"
-    raise ApiError(400, f"{truncated_repr(name)}: is not a field of this request; {hint}", name[:80])
 
 
 def describe_invalid(error: msgspec.ValidationError) -> str:

@@ -5,10 +5,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire_server.openai.errors import ApiError
+from quire_server.openai.http.ignored_fields import IgnoredFields
 from quire_spec.errors import truncated_repr
 
 _SCHEMA_FIELDS = {"schema": "json_object", "json_schema": "json_schema"}
 """Fields that contain a schema, and their types. The field of json_object is an extension of llama.cpp and others."""
+_DEFINITION_FIELDS = frozenset({"name", "description", "schema", "strict"})
+
+
+def check_response_format(response_format: object, ignored: IgnoredFields) -> None:
+    """Record the fields of `response_format` that are not known. The fields of a structural tag are a grammar, whose
+    compiler checks them."""
+    if isinstance(response_format, Mapping) and response_format.get("type") != "structural_tag":
+        ignored.check(response_format, {"type", *_SCHEMA_FIELDS}, "response_format.")
+        ignored.check(response_format.get("json_schema"), _DEFINITION_FIELDS, "response_format.json_schema.")
 
 
 def merge_response_format(response_format: Mapping[str, Any] | None, structured_outputs: Any) -> dict[str, Any]:

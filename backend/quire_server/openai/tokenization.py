@@ -36,12 +36,12 @@ class Tokenization:
 
     async def tokenize(self, request: HttpRequest) -> Reply:
         """POST /tokenize, with a prompt or with messages."""
-        fields, _ = parse_fields(await request.json_object(), TokenizeFields)
+        fields, _ = parse_fields(await request.json_object(), TokenizeFields, request.ignored_fields)
         if (fields.prompt is None) == (fields.messages is None):
             raise ApiError(400, "prompt: give either prompt or messages")
         args = {
             "prompt": fields.prompt,
-            "chat": None if fields.messages is None else build_conversation(fields),
+            "chat": None if fields.messages is None else build_conversation(fields, request.ignored_fields),
             "model": None if fields.model is None else self._settings.engine_model(fields.model),
             "add_special_tokens": fields.add_special_tokens,
             "return_token_strs": fields.return_token_strs,
@@ -56,7 +56,7 @@ class Tokenization:
 
     async def detokenize(self, request: HttpRequest) -> Reply:
         """POST /detokenize."""
-        fields, _ = parse_fields(await request.json_object(), DetokenizeFields)
+        fields, _ = parse_fields(await request.json_object(), DetokenizeFields, request.ignored_fields)
         model = None if fields.model is None else self._settings.engine_model(fields.model)
         args = {"tokens": fields.tokens, "model": model, "api_key_name": request.api_key_name}
         text = await self._client.call("detokenize", str, args)

@@ -10,6 +10,7 @@ import msgspec
 
 from quire_server.openai.chat_messages import check_depth
 from quire_server.openai.errors import ApiError
+from quire_server.openai.http.ignored_fields import IgnoredFields
 from quire_spec.errors import truncated_repr
 from quire_spec.protocol.parsed_output import OutputParsing
 
@@ -18,6 +19,23 @@ MAX_NAME_CHARS = 128
 MAX_TOOLS_BYTES = 512 * 1024
 _NAME = re.compile(r"[\w.:/-]+")
 _FUNCTION_FIELDS = {"description": str, "parameters": dict, "strict": bool}
+_TOOL_CHOICE_FIELDS = frozenset({"type", "function", "name", "allowed_tools", "mode", "tools"})
+
+
+def check_tools(tools: object, ignored: IgnoredFields) -> None:
+    """Record the fields of tools that are not known."""
+    for tool in tools if isinstance(tools, list) else []:
+        if isinstance(tool, dict):
+            ignored.check(tool, {"type", "function"}, "tools.")
+            ignored.check(tool.get("function"), {"name", *_FUNCTION_FIELDS}, "tools.function.")
+
+
+def check_tool_choice(tool_choice: object, ignored: IgnoredFields) -> None:
+    """Record the fields of tool_choice that are not known."""
+    if isinstance(tool_choice, dict):
+        ignored.check(tool_choice, _TOOL_CHOICE_FIELDS, "tool_choice.")
+        ignored.check(tool_choice.get("function"), {"name"}, "tool_choice.function.")
+        ignored.check(tool_choice.get("allowed_tools"), {"mode", "tools"}, "tool_choice.allowed_tools.")
 
 
 def normalize_tools(tools: object) -> list[dict[str, Any]] | None:

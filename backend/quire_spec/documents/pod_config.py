@@ -111,6 +111,9 @@ class OpenAIOptions:
     sharedPrefixCache: bool = schema_field(False)
     """Share cached prompts between requests of different API keys. Default false, because a client could find out by
     timing what prompts others have sent."""
+    rejectUnknownFields: bool = schema_field(False)
+    """Reject requests that have a field that the server does not know. Default false: such fields are ignored, and
+    the header x-quire-ignored-fields of the response names them."""
     live: bool = schema_field(False)
     """Serve /live, a page that shows the running engine and can send requests. The HTML page needs no API key, but its
     data does. Default false; `quire serve` always serves the page."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the processes of a pod. Each is a frozen struct, and framing.py encodes it as MessagePack.
 
-- A frontend (a stub, or the OpenAI front) sends GenerateRequest, CancelRequests and RequestRejected to the text
-  process. The text process sends OutputDeltas to the frontend.
+- A frontend (a stub, or the OpenAI front) sends GenerateRequest, CancelRequests, RequestRejected and FieldsIgnored to
+  the text process. The text process sends OutputDeltas to the frontend.
 - The text process sends SequenceRequest and AbortSequences to the core. The core sends StepResult to the text process.
 - A client of any server can send Call. The server answers with Reply or Failure.
 
@@ -128,6 +128,11 @@ class RequestRejected(Message, frozen=True, tag=4):
     metric."""
 
     code: Code
+
+
+class FieldsIgnored(Message, frozen=True, tag=12):
+    """frontend -> text: a request had fields that the frontend does not know, and ignored. The text process counts
+    these requests in a metric."""
 
 
 class TokenLogprob(Value, frozen=True):
@@ -468,6 +473,7 @@ MESSAGE_TYPES: tuple[type[Message], ...] = (
     GenerateRequest,
     CancelRequests,
     RequestRejected,
+    FieldsIgnored,
     OutputDeltas,
     SequenceRequest,
     AbortSequences,

@@ -14,6 +14,7 @@ from quire_spec.protocol.client import Client
 from quire_spec.protocol.connection import Connection
 from quire_spec.protocol.messages import (
     CancelRequests,
+    FieldsIgnored,
     GenerateRequest,
     Hello,
     Message,
@@ -62,6 +63,10 @@ class RequestClient(Client):
         """Report to the text process that a request was rejected, so that the metrics count it. If the text process is
         not running, the rejection is not counted."""
         self.send(RequestRejected(code))
+
+    def report_ignored_fields(self) -> None:
+        """Report to the text process that a request had fields that are not known, so that the metrics count it."""
+        self.send(FieldsIgnored())
 
     def on_message(self, connection: Connection, message: Message) -> None:
         """Called for each message of the text process."""

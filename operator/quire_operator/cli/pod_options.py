@@ -102,6 +102,13 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         {"type": parse_count, "metavar": "N"},
         "number of processes that share the port of the OpenAI API (default: spec.openai.apiServerCount, otherwise 1)",
     ),
+    (
+        "--reject-unknown-fields",
+        "openai.rejectUnknownFields",
+        _FLAG,
+        "reject requests of the OpenAI API that have a field that the server does not know (default: "
+        "spec.openai.rejectUnknownFields; otherwise, such fields are ignored)",
+    ),
     ("--openai-enable-log-requests", "openai.enableLogRequests", _FLAG, "log each request of the OpenAI API"),
     (
         "--admin-key-file",

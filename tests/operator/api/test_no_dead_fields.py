@@ -64,6 +64,7 @@ openai:
   apiServerCount: 1
   servedModelNames: [organization/model, other-name]
   sharedPrefixCache: false
+  rejectUnknownFields: true
   live: false
   generationConfig: auto
   corsAllowedOrigins: ["https://chat.example"]

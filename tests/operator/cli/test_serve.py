@@ -207,8 +207,9 @@ def test_openai_fields_of_the_spec_and_options_that_override_them(folder):
     own_files = openai(tls, own_certificate, "--openai-api-server-count=3")
     assert own_files == {"sslCertfile": f"{folder}/c.pem", "apiServerCount": 3}
     expected = {"sslCertfile": f"{folder}/c.pem", "sslKeyfile": f"{folder}/k.pem", "enableLogRequests": True}
+    expected["rejectUnknownFields"] = True
     key = f"--openai-ssl-keyfile={folder}/k.pem"
-    assert openai("{}", own_certificate, key, "--openai-enable-log-requests") == expected
+    assert openai("{}", own_certificate, key, "--openai-enable-log-requests", "--reject-unknown-fields") == expected
     (message,) = problems(folder, f"{TALES}  openai: {spec}\n")
     assert 'spec.openai.apiKeysSecretRef.name: "keys": Secrets are not available on this machine' in message
 

@@ -164,7 +164,7 @@ def test_stop_reason(client):
         ({"prompt": "a", "use_beam_search": True, "response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"prompt": "a", "cache_salt": "a/b"}, "cache_salt"),
         ({"prompt": "a", "priority": 2**31}, "priority"),
-        ({"prompt": "a", "temperatur": 1}, "temperatur"),
+        ({"prompt": "a", "max_completion_tokens": 1}, "max_completion_tokens"),
         ({"prompt": "a" * 300_000}, None),
         ({"prompt": "a", "stop_token_ids": [10**9]}, "stop_token_ids"),
         ({"prompt": [10**9]}, None),

@@ -46,6 +46,7 @@ def pod_configs(draw):
         port=st.just(openai_port),
         apiServerCount=st.integers(1, 16),
         sharedPrefixCache=st.booleans(),
+        rejectUnknownFields=st.booleans(),
         live=st.booleans(),
         enableLogRequests=st.booleans(),
         allowRuntimeLoraUpdating=st.booleans(),

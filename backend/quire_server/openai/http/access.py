@@ -68,7 +68,7 @@ class AccessControl:
         if not origin or not ({origin, b"*"} & self._origins):
             return []
         headers = [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
-        return [*headers, (b"access-control-expose-headers", b"x-request-id, retry-after")]
+        return [*headers, (b"access-control-expose-headers", b"x-request-id, retry-after, x-quire-ignored-fields")]
 
     def preflight_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
         """Return the additional headers for the response to a browser's OPTIONS request. The list is empty unless the

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire_server.openai.errors import ApiError
 from quire_server.openai.http.body_budget import BodyBudget
+from quire_server.openai.http.ignored_fields import IgnoredFields
 from quire_server.openai.http.json_body import decode_object
 from quire_spec.errors import truncated_repr
 
@@ -63,6 +64,8 @@ class HttpRequest:
     """The last part of the path, if the route accepts any value there."""
     salt_cache: Callable[[str | None], str | None] = _keep
     """Function that converts the salt in the request to the salt that the prefix cache uses."""
+    ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
+    """The fields in the body that the server does not know."""
     response_headers: dict[bytes, bytes] = field(default_factory=dict)
     """Headers that the response gets beside those of its route."""
     watcher: "asyncio.Task[None] | None" = None

@@ -13,6 +13,7 @@ import msgspec
 
 from quire_server.openai.chat_messages import MAX_DEPTH, MAX_MESSAGES, check_depth
 from quire_server.openai.errors import ApiError
+from quire_server.openai.http.ignored_fields import IgnoredFields, names_of
 from quire_server.openai.request_fields import describe_invalid
 from quire_spec.errors import truncated_repr
 
@@ -91,14 +92,34 @@ class ResponseFields(msgspec.Struct, kw_only=True):
         return _LOGPROBS in self.include or self.top_logprobs > 0
 
 
-def parse_response_request(document: Mapping[str, Any]) -> tuple[ResponseFields, dict[str, Any]]:
-    """Return the parsed fields of a request, and the request for chat completions that is run instead.
+_NESTED_FIELDS: Mapping[str, frozenset[str]] = {
+    "reasoning": names_of(Reasoning),
+    "text": names_of(TextConfig),
+    "stream_options": frozenset({"include_obfuscation"}),
+}
+_TOOL_FIELDS = ("name", "description", "parameters", "strict")
+_FORMAT_FIELDS = ("name", "description", "schema", "strict")
+_COMMON_ITEM_FIELDS = frozenset({"type", "id", "status"})
+_ITEM_FIELDS: Mapping[str, frozenset[str]] = {
+    "message": frozenset({"role", "content"}),
+    "reasoning": frozenset({"summary", "content", "encrypted_content"}),
+    "function_call": frozenset({"call_id", "name", "arguments"}),
+    "function_call_output": frozenset({"call_id", "output"}),
+}
+"""Fields of each type of input item, beside the common ones."""
+
+
+def parse_response_request(
+    document: Mapping[str, Any], ignored: IgnoredFields
+) -> tuple[ResponseFields, dict[str, Any]]:
+    """Return the parsed fields of a request, and the request for chat completions that is run instead. `ignored` gets
+    the nested fields that are not known; the chat route checks the others.
 
     Raises:
         ApiError: a field is invalid or not supported.
     """
     present = {name: value for name, value in document.items() if value is not None}
-    own_names = set(ResponseFields.__struct_fields__)
+    own_names = names_of(ResponseFields)
     for name in _REPEATED_FIELDS & present.keys():
         check_depth(present[name], name)
     for name in present.keys() & _CHAT_ONLY_FIELDS.keys():
@@ -108,19 +129,21 @@ def parse_response_request(document: Mapping[str, Any]) -> tuple[ResponseFields,
     except msgspec.ValidationError as error:
         raise ApiError(400, describe_invalid(error)) from None
     _check_supported(fields)
+    for name, known in _NESTED_FIELDS.items():
+        ignored.check(present.get(name), known, f"{name}.")
     chat = {name: value for name, value in present.items() if name not in own_names}
     messages = [] if fields.instructions is None else [{"role": "system", "content": fields.instructions}]
-    chat |= {"messages": messages + _messages(fields.input), "stream": fields.stream}
+    chat |= {"messages": messages + _messages(fields.input, ignored), "stream": fields.stream}
     chat |= {"max_completion_tokens": fields.max_output_tokens, "reasoning_effort": fields.reasoning.effort}
     if fields.tools:
-        chat |= {"tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools)]}
+        chat |= {"tools": [_tool(tool, f"tools[{i}]", ignored) for i, tool in enumerate(fields.tools)]}
         chat |= {"parallel_tool_calls": fields.parallel_tool_calls}
     if fields.tools or fields.tool_choice not in ("auto", "none"):
         chat["tool_choice"] = fields.tool_choice
     if fields.has_logprobs:
         chat |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
     if fields.text.format is not None:
-        chat["response_format"] = _response_format(fields.text.format)
+        chat["response_format"] = _response_format(fields.text.format, ignored)
     return fields, chat
 
 
@@ -150,7 +173,7 @@ def _check_supported(fields: ResponseFields) -> None:
         )
 
 
-def _messages(items: str | list[Any]) -> list[dict[str, Any]]:
+def _messages(items: str | list[Any], ignored: IgnoredFields) -> list[dict[str, Any]]:
     """Return the input as chat messages. The reasoning, the text and the tool calls of one turn are combined into one
     message."""
     if isinstance(items, str):
@@ -174,6 +197,8 @@ def _messages(items: str | list[Any]) -> list[dict[str, Any]]:
             raise ApiError(400, f"{path}: must be an object, got {truncated_repr(item)}")
         check_depth(item, path, MAX_DEPTH)
         kind = item.get("type", "message")
+        if isinstance(kind, str) and kind in _ITEM_FIELDS:
+            ignored.check(item, _ITEM_FIELDS[kind] | _COMMON_ITEM_FIELDS, "input.")
         if kind == "message" and item.get("role") == "assistant":
             # If a text follows a call, it belongs to the next turn.
             message = assistant_turn("tool_calls" if turn and "tool_calls" in turn else "content")
@@ -209,16 +234,18 @@ def _reasoning(item: Mapping[str, Any]) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
+def _tool(tool: Mapping[str, Any], path: str, ignored: IgnoredFields) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise ApiError(400, f"{path}.type: {truncated_repr(tool.get('type'))} is not supported; use function")
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+    ignored.check(tool, {"type", *_TOOL_FIELDS}, "tools.")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name in _TOOL_FIELDS}}
 
 
-def _response_format(text_format: Mapping[str, Any]) -> dict[str, Any]:
+def _response_format(text_format: Mapping[str, Any], ignored: IgnoredFields) -> dict[str, Any]:
     """Return the value of the field response_format for chat completions. There, the schema is nested in
     json_schema."""
     if text_format.get("type") != "json_schema":
         return dict(text_format)
-    schema = {name: value for name, value in text_format.items() if name != "type"}
+    ignored.check(text_format, {"type", *_FORMAT_FIELDS}, "text.format.")
+    schema = {name: value for name, value in text_format.items() if name in _FORMAT_FIELDS}
     return {"type": "json_schema", "json_schema": schema}
