@@ -3,12 +3,11 @@
 
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import aiohttp
 
 from quire_server.batch.reply import Reply
-from quire_spec.errors import ConfigError
+from quire_spec.net.server_url import server_root
 
 MAX_RESPONSE_BYTES = 64 * 2**20
 _CONNECT_TIMEOUT_S = 10.0
@@ -26,14 +25,7 @@ class HttpEndpoint:
         Raises:
             ConfigError: the URL is wrong.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-            raise ConfigError(f"--url {url!r}: is not the URL of a server; give one such as http://localhost:8004")
-        if parts.username is not None:
-            raise ConfigError(
-                "--url: contains a user name or password; set the variable of --api-key-env to a key instead"
-            )
-        self._root = url.rstrip("/").removesuffix("/v1")
+        self._root = server_root(url, "--url", "--api-key-env")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=max_inflight),

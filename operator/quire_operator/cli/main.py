@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quire_operator.cli import environment, options, pod_options
+from quire_operator.cli.chat import options as chat_options
 from quire_operator.cli.model import options as model_options
 from quire_spec.errors import QuireError
 
@@ -31,6 +32,7 @@ examples:
   quire plan -f llmservice.yaml --gpu NVIDIA-L4    show whether it fits on a GPU, and how it runs
   quire render -f llmservice.yaml                  print the Kubernetes objects
   quire serve -f llmservice.yaml                   run it on this machine
+  quire chat                                       chat with what runs on this machine
   quire batch -f llmservice.yaml -i in.jsonl -o out.jsonl     run a file of requests
   quire simulate run --model steps.json --trace trace.jsonl   predict latencies and cost
   quire adapter rollback sql                       give an adapter in a cluster its previous content
@@ -121,6 +123,9 @@ def _build_parser() -> argparse.ArgumentParser:
     command = add_command(_operate, operate_help, options.OPERATE_DESCRIPTION, options.OPERATE_EXAMPLES)
     options.add_operate_options(command)
     _add_serve_options(add_command(_serve, "run an LLMService on this machine", _SERVE_DESCRIPTION, _SERVE_EXAMPLES))
+    chat_help = "chat with a model in the terminal"
+    command = add_command(_chat, chat_help, chat_options.CHAT_DESCRIPTION, chat_options.CHAT_EXAMPLES)
+    chat_options.add_chat_options(command)
     batch_help = "run a file of requests, here or on a server"
     options.add_batch_options(add_command(_batch, batch_help, options.BATCH_DESCRIPTION, options.BATCH_EXAMPLES))
     simulate_help = "predict latencies and cost from a recording"
@@ -229,6 +234,12 @@ def _operate(args: argparse.Namespace) -> int:
     from quire_operator.cli import operate
 
     return operate.run(args)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from quire_operator.cli.chat import command
+
+    return command.run(args)
 
 
 def _batch(args: argparse.Namespace) -> int:
