@@ -39,7 +39,7 @@ LoRAPair = tuple[Tensor, Tensor]
 experts, both have a first dimension of num_experts."""
 RowTransform = Tensor
 """Scales and addends [2, out_features]: a base product p, without its bias, becomes p + p * scale + addend. DoRA has
-scales, and trained biases are addends. Most adapters have neither."""
+scales, and trained biases are addends. Most adapters have neither. Of a norm: its weight and its bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,17 @@ class LoRATarget:
     num_experts: int = 0
     """Number of experts that have matrices of these sizes. In a slot, the matrices A of all experts follow each other,
     and then the matrices B. 0: the module is not a projection of experts."""
+    max_rank: int | None = None
+    """The largest LoRA rank of this module; None: that of the slots."""
+    is_norm: bool = False
+    """True if adapters replace the weight and the bias of a norm. These are a transform, without LoRA matrices."""
 
     def num_elements(self, max_rank: int) -> int:
-        """Return how many elements of a slot this module needs for an adapter of the largest LoRA rank."""
-        rank = _round_up_to_even(max_rank)
+        """Return how many elements of a slot this module needs for an adapter of the largest LoRA rank. Transforms use
+        what the adapter leaves."""
+        if self.is_norm:
+            return 0
+        rank = _round_up_to_even(self.max_rank or max_rank)
         return max(1, self.num_experts) * sum(
             _round_up_to_alignment(rank * self.in_features) + _round_up_to_alignment(rank * width)
             for width in self.widths
@@ -88,11 +95,6 @@ class PackedAdapter:
     def num_bytes(self) -> int:
         """Size of the matrices and of the table of offsets, in bytes."""
         return sum(part.nbytes for part in self.chunks) + self.entries.nbytes
-
-    @property
-    def rank(self) -> int:
-        """The largest LoRA rank of a slice."""
-        return int(self.entries[..., 2].max())
 
     def pin_memory(self) -> "PackedAdapter":
         """Return a copy in pinned memory, which can be copied to a GPU asynchronously."""
@@ -217,7 +219,6 @@ class LoRASlots:
         """`targets` must be in the order in which a step computes them. The slots get the dtype and the device of the
         tensor `like`.
         """
-        self._max_rank = max_rank
         shape = (num_slots, sum(site.num_elements(max_rank) for site in targets))
         if like.device.type == "cpu":
             # Use huge pages, because a step reads all of this memory once. 16 adapters of a 135M Llama take 156 MB.
@@ -228,12 +229,12 @@ class LoRASlots:
         self._host_entries = torch.zeros(len(targets), num_slots, max_slices, 4, dtype=torch.int64)
         self._entries = self._host_entries.to(like.device)
         self.modules = tuple(
-            ModuleSlots(site, self._slots, self._entries[i], self._host_entries[i], max_rank)
+            ModuleSlots(site, self._slots, self._entries[i], self._host_entries[i], site.max_rank or max_rank)
             for i, site in enumerate(targets)
         )
         """The views of all modules, in the order of `targets`."""
         self._experts = _ExpertEntries(self.modules, self._slots)
-        linears = [module for module in self.modules if not module.target.num_experts]
+        linears = [module for module in self.modules if not (module.target.num_experts or module.target.is_norm)]
         for module, next_module in zip(linears, (*linears[1:], *linears[:1]), strict=True):
             module.set_next_module(next_module)
 
@@ -254,27 +255,28 @@ class LoRASlots:
     ) -> PackedAdapter:
         """Convert an adapter to the layout of a slot.
 
-        For each module, `pairs` contains the matrices of its slices, and `transforms` the transforms of those slices
-        that have matrices. The result can need more than `slot_size` elements if it has transforms.
+        For each module, `pairs` contains the matrices of its slices, and `transforms` the transforms. The result can
+        need more than `slot_size` elements if it has transforms.
         """
         entries = torch.zeros(self._host_entries[:, 0].shape, dtype=torch.int64)
         end, placements, copies = 0, [], list[tuple[int, RowTransform]]()
         for i, (module, slices) in enumerate(zip(self.modules, pairs, strict=True)):
             for j, pair in enumerate(slices):
-                if pair is None:
-                    continue
-                a, b = pair
-                rank, num_experts, width = a.shape[-2], module.target.num_experts, module.target.widths[j]
-                experts = (num_experts,) if num_experts else ()
-                assert rank <= self._max_rank and a.shape == (*experts, rank, module.target.in_features)
-                assert b.shape == (*experts, width, rank)
-                a_size, b_size = module.matrix_sizes(rank, width)
-                starts = end, end + max(1, num_experts) * a_size
-                end = starts[1] + max(1, num_experts) * b_size
+                if pair is not None:
+                    a, b = pair
+                    rank, num_experts, width = a.shape[-2], module.target.num_experts, module.target.widths[j]
+                    experts = (num_experts,) if num_experts else ()
+                    assert rank <= module.max_rank and a.shape == (*experts, rank, module.target.in_features)
+                    assert b.shape == (*experts, width, rank)
+                    a_size, b_size = module.matrix_sizes(rank, width)
+                    starts = end, end + max(1, num_experts) * a_size
+                    end = starts[1] + max(1, num_experts) * b_size
+                    entries[i, j, :3] = torch.tensor([*starts, rank])
+                    placements.append((module, a, b, *starts))
                 transform = None if transforms is None else transforms[i][j]
-                entries[i, j] = torch.tensor([*starts, rank, 0 if transform is None else end])
-                placements.append((module, a, b, *starts))
                 if transform is not None:
+                    assert end, "the offset 0 stands for no transform"
+                    entries[i, j, 3] = end
                     copies.append((end, transform))
                     end += _round_up_to_alignment(transform.numel())
         data = self._slots.new_zeros(end, device="cpu")
@@ -292,7 +294,7 @@ class LoRASlots:
         self._host_entries[:, slot] = adapter.entries
         for module, entries in zip(self.modules, adapter.entries.any(1).tolist(), strict=True):
             _, _, is_used, is_transformed = entries
-            (module.active_slots.add if is_used else module.active_slots.discard)(slot)
+            (module.active_slots.add if is_used or is_transformed else module.active_slots.discard)(slot)
             (module.transformed_slots.add if is_transformed else module.transformed_slots.discard)(slot)
         row, end = self._slots[slot], 0
         for part in adapter.chunks:

@@ -246,7 +246,7 @@ def make_adapter(checkpoint: Path, folder: Path, seed: int = 0, **config: Any) -
             for name, parameter in model.named_parameters():
                 if "lora_B" in name or "lora_embedding_A" in name:  # what PEFT starts at 0
                     parameter.copy_(torch.randn_like(parameter) * 0.1)
-                elif "trainable_tokens_delta" in name:
+                elif "trainable_tokens_delta" in name or "modules_to_save" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.3)
                 elif "lora_magnitude_vector" in name:
                     parameter.mul_(1 + torch.randn_like(parameter) * 0.3)

@@ -482,7 +482,13 @@ def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: M
             adapter for each slot.
     """
     max_adapter_bytes = (
-        lora_slot_bytes(shape, config.max_lora_rank, DTYPE_BYTES[memory.dtype], config.lora_experts)
+        lora_slot_bytes(
+            shape,
+            config.max_lora_rank,
+            DTYPE_BYTES[memory.dtype],
+            config.lora_experts,
+            config.lora_modules_to_save,
+        )
         if config.enable_lora
         else 0
     )

@@ -58,7 +58,9 @@ def log_memory(engine: Engine) -> None:
     kv_element_bytes = element_bytes if config.kv_cache_dtype == "auto" else 1
     num_slots = config.max_loras if config.enable_lora else 0
     weights = memory_sizing.weights_bytes(engine.shape, element_bytes) // config.tensor_parallel_size
-    lora = num_slots * memory_sizing.lora_slot_bytes(shape, config.max_lora_rank, element_bytes, config.lora_experts)
+    lora = num_slots * memory_sizing.lora_slot_bytes(
+        shape, config.max_lora_rank, element_bytes, config.lora_experts, config.lora_modules_to_save
+    )
     kv = memory.num_blocks * memory_sizing.kv_block_bytes(
         shape,
         memory.block_size,

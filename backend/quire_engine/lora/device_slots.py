@@ -16,6 +16,7 @@ from quire_engine.models.base import CausalLM
 from quire_kernels import LoRAPair, LoRASlots, LoRATarget, PackedAdapter
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import InvalidArgument
+from quire_spec.model.memory_sizing import vocab_module_rank
 
 ModuleKey = tuple[int, str]
 """Key of a module that adapters can change: the number of the layer, and the name of the module in the layer."""
@@ -62,7 +63,7 @@ class DeviceAdapterSlots:
         )
         if packed_adapter.num_elements > self._slots.slot_size:
             raise InvalidArgument(
-                f"magnitudes and biases do not fit beside the LoRA matrices: a slot has {self._slots.slot_size} "
+                f"magnitudes, biases and norms do not fit beside the LoRA matrices: a slot has {self._slots.slot_size} "
                 f"elements, the adapter needs {packed_adapter.num_elements}; raise max_lora_rank"
             )
         return packed_adapter if self._stream is None else packed_adapter.pin_memory()
@@ -103,16 +104,21 @@ def create_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, devi
     sites = [each for each in model.adapter_sites() if config.lora_experts or not each[1].num_experts]
     module_keys = [[(layer, name) for name in site.slices] for layer, site in sites]
     vocab_size, embedding_size = model.embed_tokens.shape
-    # The modules are in the order in which a step computes them.
+    vocab_rank = config.max_lora_rank + (vocab_module_rank(model.shape) if config.lora_modules_to_save else 0)
+    norms = dict(model.norms()) if device.type == "cpu" else {}
+    # The linears are in the order in which a step computes them.
     targets = [
-        LoRATarget(vocab_size, (embedding_size,), is_embedding=True),
+        LoRATarget(vocab_size, (embedding_size,), is_embedding=True, max_rank=vocab_rank),
         *(LoRATarget(s.in_features, tuple(s.slices.values()), num_experts=s.num_experts) for _, s in sites),
-        LoRATarget(embedding_size, (vocab_size,)),
+        LoRATarget(embedding_size, (vocab_size,), max_rank=vocab_rank),
+        *(LoRATarget(0, (norm.size,), is_norm=True) for norm in norms.values()),
     ]
-    module_keys = [[(NO_LAYER, "embed_tokens")], *module_keys, [(NO_LAYER, "lm_head")]]
+    outer_keys = [(NO_LAYER, "lm_head"), *((NO_LAYER, name) for name in norms)]
+    module_keys = [[(NO_LAYER, "embed_tokens")], *module_keys, *([key] for key in outer_keys)]
     slots = LoRASlots(targets, config.max_loras, config.max_lora_rank, torch.empty(0, dtype=dtype, device=device))
-    modules = list(slots.modules)
-    model.embedding_adapters, model.lm_head.adapters = modules.pop(0), modules.pop()
-    for (_, site), module in zip(sites, modules, strict=True):
-        site.adapters = module
+    modules = iter(slots.modules)
+    model.embedding_adapters = next(modules)
+    for part in (*(site for _, site in sites), model.lm_head, *norms.values()):
+        part.adapters = next(modules)
+    model.adapted_norms = tuple(norms.values())
     return DeviceAdapterSlots(module_keys, slots, device)

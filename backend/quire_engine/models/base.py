@@ -13,6 +13,7 @@ from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import AdapterSite, Linear, ParamFactory
 from quire_engine.models.layers.module import Module
+from quire_engine.models.layers.norm import Norm, find_norms
 from quire_engine.models.layers.vocab_parallel import build_lm_head, embedding_shard, num_vocab_rows, parallel_embedding
 from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import HugePageArena, ModuleSlots, supports_embedding
@@ -34,6 +35,8 @@ class CausalLM(ABC):
         self.embed_tokens = factory.empty(num_vocab_rows(shape, factory), shape.embedding_size)
         self.lm_head = build_lm_head(shape, factory, self.embed_tokens if shape.tie_word_embeddings else None)
         self.embedding_adapters: ModuleSlots | None = None
+        self.adapted_norms: Sequence[Norm] = ()
+        """The norms that adapters can replace; empty on a GPU and without adapters."""
         self.aux_hidden_state_layers: tuple[int, ...] = ()
         """The next forward pass keeps the inputs of the layers with these indices, for a draft head. The index
         num_layers stands for the output of the last layer. Architectures in ARCHITECTURES_WITHOUT_HEADS never keep
@@ -82,6 +85,14 @@ class CausalLM(ABC):
         """Yield the parts of the layers that adapters can change, each with its layer index."""
         for index, layer in enumerate(self.layers):
             yield from ((index, site) for site in layer.adapter_sites())
+
+    def norms(self) -> Iterator[tuple[str, Norm]]:
+        """Yield the norms with learned weights, each with its name in the checkpoint."""
+        parent = self.shape.architecture_info.layers_path.removesuffix("layers")
+        layers = ((f"layers.{index}", layer) for index, layer in enumerate(self.layers))
+        outer = ((name, part) for name, part in vars(self).items() if isinstance(part, Norm))
+        for path, part in (*layers, *outer):
+            yield from ((parent + name, norm) for name, norm in find_norms(part, path) if norm.size)
 
     def linears(self) -> Iterator[tuple[int, Linear]]:
         """Yield the linear layers, each with its layer index."""

@@ -19,9 +19,10 @@ from quire_spec.model.model_config import ModelConfig
 class Gemma2RMSNorm(RMSNorm):
     """Root-mean-square normalization with the factor 1 + weight."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalize [..., size] in float32, because 1 + weight would lose precision in a narrower dtype."""
-        return rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
+    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Normalize in float32, because 1 + weight would lose precision in a narrower dtype; see Norm.normalize."""
+        assert weight is not None
+        return rms_norm(x.float(), 1.0 + weight.float(), self.eps).to(x.dtype)
 
 
 class Gemma2DecoderLayer(LlamaDecoderLayer):
@@ -37,10 +38,10 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
 
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
         """Update the residual stream [num_tokens, hidden_size] in place and return it."""
-        attention_output = self.self_attn(self.input_layernorm(hidden), rope, kv_cache, batch)
-        hidden.add_(self.post_attention_layernorm(attention_output))
-        mlp_output = self.mlp(self.pre_feedforward_layernorm(hidden), batch)
-        return hidden.add_(self.post_feedforward_layernorm(mlp_output))
+        attention_output = self.self_attn(self.input_layernorm(hidden, batch), rope, kv_cache, batch)
+        hidden.add_(self.post_attention_layernorm(attention_output, batch))
+        mlp_output = self.mlp(self.pre_feedforward_layernorm(hidden, batch), batch)
+        return hidden.add_(self.post_feedforward_layernorm(mlp_output, batch))
 
     def weights(self) -> None:
         """See LlamaDecoderLayer.weights."""

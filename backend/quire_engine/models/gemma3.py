@@ -26,8 +26,8 @@ class Gemma3Attention(RotaryAttention):
         """See Attention.project_qkv."""
         qkv = super().project_qkv(x, batch)
         queries, keys = qkv[:, : self.num_heads], qkv[:, self.num_heads : self.num_rotated]
-        queries.copy_(self.q_norm(queries))
-        keys.copy_(self.k_norm(keys))
+        queries.copy_(self.q_norm(queries, batch))
+        keys.copy_(self.k_norm(keys, batch))
         return qkv
 
 

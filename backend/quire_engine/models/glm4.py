@@ -46,10 +46,10 @@ class Glm4DecoderLayer(LlamaDecoderLayer):
 
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
         """Update the residual stream [num_tokens, hidden_size] in place and return it."""
-        attention_output = self.self_attn(self.input_layernorm(hidden), rope, kv_cache, batch)
-        hidden.add_(self.post_self_attn_layernorm(attention_output))
-        mlp_output = self.mlp(self.post_attention_layernorm(hidden), batch)
-        return hidden.add_(self.post_mlp_layernorm(mlp_output))
+        attention_output = self.self_attn(self.input_layernorm(hidden, batch), rope, kv_cache, batch)
+        hidden.add_(self.post_self_attn_layernorm(attention_output, batch))
+        mlp_output = self.mlp(self.post_attention_layernorm(hidden, batch), batch)
+        return hidden.add_(self.post_mlp_layernorm(mlp_output, batch))
 
     def weights(self) -> None:
         """See LlamaDecoderLayer.weights."""

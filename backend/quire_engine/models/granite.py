@@ -19,9 +19,9 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
 
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
         """Update the residual stream [num_tokens, hidden_size] in place and return it."""
-        attention_output = self.self_attn(self.input_layernorm(hidden), rope, kv_cache, batch)
+        attention_output = self.self_attn(self.input_layernorm(hidden, batch), rope, kv_cache, batch)
         hidden.add_(attention_output, alpha=self.residual_multiplier)
-        mlp_output = self.mlp(self.post_attention_layernorm(hidden), batch)
+        mlp_output = self.mlp(self.post_attention_layernorm(hidden, batch), batch)
         return hidden.add_(mlp_output, alpha=self.residual_multiplier)
 
     def weights(self) -> None:

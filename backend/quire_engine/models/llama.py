@@ -53,8 +53,8 @@ class LlamaDecoderLayer(Module):
 
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
         """Update the residual stream [num_tokens, hidden_size] in place and return it."""
-        self.self_attn(self.input_layernorm(hidden), rope, kv_cache, batch, residual=hidden)
-        return self.mlp(self.post_attention_layernorm(hidden), batch, residual=hidden)
+        self.self_attn(self.input_layernorm(hidden, batch), rope, kv_cache, batch, residual=hidden)
+        return self.mlp(self.post_attention_layernorm(hidden, batch), batch, residual=hidden)
 
     def weights(self) -> LayerWeights | None:
         """Return the packed weights for the fused decoder; None if it cannot compute this layer."""
@@ -111,6 +111,7 @@ class LlamaForCausalLM(CausalLM):
             decoder is not None
             and decoder.supports(hidden, kv_cache.layers)
             and decoder.supports_adapters(batch.adapters)
+            and not (batch.adapters and any(norm.is_replaced(batch) for norm in self.adapted_norms))
         ):
             caches = kv_cache.layers
             return decoder(hidden, ropes[0], caches, batch.addresses, batch.attention, batch.adapters)
@@ -128,7 +129,7 @@ class LlamaForCausalLM(CausalLM):
 
     def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """See CausalLM.compute_logits."""
-        return self.lm_head(self.norm(hidden), batch)
+        return self.lm_head(self.norm(hidden, batch), batch)
 
     def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See CausalLM.top_level_tensors."""

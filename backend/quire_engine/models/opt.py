@@ -16,23 +16,24 @@ from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.linear import Linear, ParamFactory, build_linear
 from quire_engine.models.layers.module import Module
+from quire_engine.models.layers.norm import Norm
 from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import ACTIVATIONS, write_kv
 from quire_spec.model.model_config import ModelConfig
 
 
-class LayerNorm(Module):
+class LayerNorm(Norm):
     """Normalization to mean 0 and variance 1, with a learned scale and shift in most checkpoints."""
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
-        self.size, self.eps = (shape.hidden_size,), shape.norm_eps
+        super().__init__(shape.norm_eps)
         affine = shape.flags["layer_norm_elementwise_affine"]
         self.weight = factory.empty(shape.hidden_size) if affine else None
         self.bias = factory.empty(shape.hidden_size) if affine else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalize [num_tokens, hidden_size]."""
-        return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
+    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """See Norm.normalize."""
+        return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
 
 
 class OPTAttention(Attention):
@@ -68,10 +69,10 @@ class OPTDecoderLayer(Module):
         If the norms come before attention and MLP, the result is `hidden` itself, which is changed in place.
         """
         if self.norm_first:
-            hidden = self.self_attn(self.self_attn_layer_norm(hidden), kv_cache, batch, residual=hidden)
-            return self.mlp(self.final_layer_norm(hidden), batch, residual=hidden)
-        hidden = self.self_attn_layer_norm(self.self_attn(hidden, kv_cache, batch, residual=hidden))
-        return self.final_layer_norm(self.mlp(hidden, batch, residual=hidden))
+            hidden = self.self_attn(self.self_attn_layer_norm(hidden, batch), kv_cache, batch, residual=hidden)
+            return self.mlp(self.final_layer_norm(hidden, batch), batch, residual=hidden)
+        hidden = self.self_attn_layer_norm(self.self_attn(hidden, kv_cache, batch, residual=hidden), batch)
+        return self.final_layer_norm(self.mlp(hidden, batch, residual=hidden), batch)
 
     def mlp(self, x: Tensor, batch: ForwardBatch, residual: Tensor) -> Tensor:
         """Compute the MLP for the input [num_tokens, hidden_size] and add it to the residual stream."""
@@ -109,7 +110,7 @@ class OPTForCausalLM(CausalLM):
     def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """See CausalLM.compute_logits."""
         if self.final_layer_norm is not None:
-            hidden = self.final_layer_norm(hidden)
+            hidden = self.final_layer_norm(hidden, batch)
         if self.project_out is not None:
             hidden = self.project_out(hidden, batch)
         return self.lm_head(hidden, batch)

@@ -25,7 +25,12 @@ class Qwen3Attention(RotaryAttention):
     def project_qkv(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """See Attention.project_qkv."""
         qkv = super().project_qkv(x, batch)
+        replaced = [norm for norm in (self.q_norm, self.k_norm) if norm.is_replaced(batch)]
+        inputs = qkv.clone() if replaced else qkv
         qk_norm(qkv, self.q_norm.weight, self.k_norm.weight, self.num_heads, self.q_norm.eps)
+        for norm in replaced:
+            heads = slice(self.num_heads) if norm is self.q_norm else slice(self.num_heads, self.num_rotated)
+            norm.replace_rows(qkv[:, heads], inputs[:, heads], batch)
         return qkv
 
 

@@ -56,7 +56,11 @@ class SimulatedCore:
         """
         info = model.info
         adapter_bytes = lora_slot_bytes(
-            info.shape, config.max_lora_rank, DTYPE_BYTES[info.memory.dtype], config.lora_experts
+            info.shape,
+            config.max_lora_rank,
+            DTYPE_BYTES[info.memory.dtype],
+            config.lora_experts,
+            config.lora_modules_to_save,
         )
         self.runner = SimulatedRunner(model, _swap_costs(model, config), adapter_bytes)
         self.on_step: Callable[[StepResult], None] = lambda result: None

@@ -65,9 +65,10 @@ class AdapterStore:
         slots = create_slots(model, config, factory.dtype, factory.device) if config.enable_lora else None
         shard = None if factory.communicator is None else factory.communicator.shard
         reader = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=factory.dtype)
-        reader = partial(reader, has_experts=config.lora_experts)
+        reader = partial(reader, has_experts=config.lora_experts, has_vocab_modules=config.lora_modules_to_save)
+        norms = {name: norm.size for name, norm in model.norms()}
         is_cpu = factory.device.type == "cpu"
-        return cls(slots, partial(reader, shard=shard, checkpoint=checkpoint, has_transforms=is_cpu))
+        return cls(slots, partial(reader, shard=shard, checkpoint=checkpoint, has_transforms=is_cpu, norms=norms))
 
     @property
     def slot_bytes(self) -> int:
@@ -93,7 +94,7 @@ class AdapterStore:
         assert self.slots is not None
         packed = self.slots.pack(adapter)
         invocation, not_combinable = adapter.invocation_tokens, adapter.not_combinable
-        return StoredAdapter(packed, AdapterInfo(packed.num_bytes, packed.rank, invocation, not_combinable))
+        return StoredAdapter(packed, AdapterInfo(packed.num_bytes, adapter.rank, invocation, not_combinable))
 
     def store(self, adapter_digest: AdapterDigest, adapter: StoredAdapter) -> None:
         """Keep an adapter in host memory, under the digest of its content."""

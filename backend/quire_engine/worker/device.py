@@ -226,7 +226,8 @@ def check_free_memory(
         torch.cuda.empty_cache()
     size = dtype.itemsize
     lora = (
-        config.max_loras * lora_slot_bytes(shape, config.max_lora_rank, size, config.lora_experts)
+        config.max_loras
+        * lora_slot_bytes(shape, config.max_lora_rank, size, config.lora_experts, config.lora_modules_to_save)
         if config.enable_lora
         else 0
     )

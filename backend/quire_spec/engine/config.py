@@ -123,6 +123,10 @@ class EngineConfig:
     """Accept adapters that change experts. Every adapter slot then also reserves memory for the matrices of all
     experts. Routers can be changed without this setting. Models without experts ignore it."""
 
+    lora_modules_to_save: bool = False
+    """Accept adapters with a whole embedding or output projection (`modules_to_save` of PEFT), on a CPU. Every adapter
+    slot then also reserves memory for both. Whole norms need no setting."""
+
     max_cpu_loras: int | None = None
     """Maximum number of adapters in host memory. If cpu_lora_memory_bytes is set, None means that the number is not
     limited. Otherwise, None means four times max_loras."""
@@ -275,6 +279,8 @@ class EngineConfig:
                 f"max_cpu_loras: must be at least max_loras {self.max_loras}, got {self.max_cpu_loras}; every adapter "
                 "in an adapter slot also has a copy in host memory"
             )
+        if self.lora_modules_to_save and self.device != "cpu":
+            raise ConfigError(f"lora_modules_to_save: supported only with device cpu, got {self.device}; remove it")
         if self.kv_events_config is not None:
             self.kv_events_config.validate()
         if self.publishes_kv_events and not self.enable_prefix_caching:

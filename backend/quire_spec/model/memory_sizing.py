@@ -29,24 +29,39 @@ def kv_block_bytes(
     return 2 * (num_layers or model_config.num_layers) * block_size * model_config.num_kv_heads * row_bytes
 
 
-def lora_slot_bytes(model_config: ModelConfig, max_rank: int, element_bytes: int, has_experts: bool = False) -> int:
+def lora_slot_bytes(
+    model_config: ModelConfig,
+    max_rank: int,
+    element_bytes: int,
+    has_experts: bool = False,
+    has_vocab_modules: bool = False,
+) -> int:
     """Return the size of one adapter slot in bytes. It has room for an adapter of the largest LoRA rank.
 
     A slot contains the LoRA matrices A and B of the embedding, of the output projection, of every linear and of the
-    router in every layer, and if `has_experts` is true, of every expert. A LoRA rank that is odd is padded to an even
+    router in every layer, and if `has_experts` is true, of every expert. If `has_vocab_modules` is true, it has room
+    for a whole embedding and a whole output projection beside these. A LoRA rank that is odd is padded to an even
     number. Every matrix starts at a multiple of 32 elements.
     """
     rank = max_rank + max_rank % 2
     by_path = linear_sizes(model_config)
     sizes = [by_path[path] for layer in range(model_config.num_layers) for path in model_config.layer_linears(layer)]
-    sizes += vocab_module_sizes(model_config).values()
     if model_config.moe is not None:
         num_experts, num_layers = model_config.moe.num_experts, sum(model_config.moe.layers)
         router = model_config.hidden_size, -(-num_experts // _ROUTER_ALIGNMENT) * _ROUTER_ALIGNMENT
         sizes += [router] * num_layers
         if has_experts:
             sizes += [*expert_sizes(model_config).values()] * (num_layers * num_experts)
-    return element_bytes * sum(-(-rank * size // 32) * 32 for pair in sizes for size in pair)
+    vocab_rank = rank + (vocab_module_rank(model_config) if has_vocab_modules else 0)
+    ranks = [(size, rank) for pair in sizes for size in pair]
+    ranks += [(size, vocab_rank) for pair in vocab_module_sizes(model_config).values() for size in pair]
+    return element_bytes * sum(-(-rank * size // 32) * 32 for size, rank in ranks)
+
+
+def vocab_module_rank(model_config: ModelConfig) -> int:
+    """Return the LoRA rank, even, with which an adapter can change the embedding or the output projection to any other
+    weight."""
+    return model_config.embedding_size + model_config.embedding_size % 2
 
 
 def expert_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:

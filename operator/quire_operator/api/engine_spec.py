@@ -32,6 +32,10 @@ class LoraSpec:
     """Accept adapters that change the experts of a mixture of experts. Every adapter slot and every copy in host memory
     then has room for the matrices of all experts: for Qwen3-30B-A3B, 1.2 GiB at rank 16. Routers can be changed without
     this. Default false."""
+    modulesToSave: bool | None = schema_field(None)
+    """Accept adapters with a whole embedding or output projection (modules_to_save of PEFT), on a CPU. Every adapter
+    slot and every copy in host memory then has room for both: for a model with 8 billion parameters and 128,256 tokens,
+    2 GiB. Whole norms need no room. Default false."""
     maxCached: int | None = schema_field(None, minimum=0, maximum=4096)
     """Number of adapters cached in host memory. Copying one of them to a slot takes milliseconds. Default: four times
     maxLoaded, or as many as fit into maxCachedMemory if that is set."""

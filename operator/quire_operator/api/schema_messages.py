@@ -45,6 +45,7 @@ _VLLM_ALIASES = {
     "maxloras": "maxloaded",
     "maxlorarank": "maxrank",
     "loraexperts": "experts",
+    "loramodulestosave": "modulestosave",
     "maxcpuloras": "maxcached",
     "cpuloramemorybytes": "maxcachedmemory",
     "enableprefixcaching": "prefixcaching",

@@ -138,6 +138,13 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "spec.lora.experts, otherwise not)",
     ),
     (
+        "--lora-modules-to-save",
+        "engine.lora_modules_to_save",
+        _FLAG,
+        "accept adapters with a whole embedding or output projection, and reserve memory for both in every adapter "
+        "slot (default: spec.lora.modulesToSave, otherwise not)",
+    ),
+    (
         "--data-parallel-size",
         "engine.data_parallel_size",
         {"type": parse_count, "metavar": "N"},

@@ -138,6 +138,8 @@ def _reduction_options(inputs: PlannerInputs) -> str:
         options.append(f"lower spec.lora.maxLoaded ({inputs.lora.maxLoaded}) or maxRank ({inputs.lora.maxRank})")
     if inputs.lora.maxLoaded and inputs.lora.experts:
         options.append("omit spec.lora.experts")
+    if inputs.lora.maxLoaded and inputs.lora.modulesToSave:
+        options.append("omit spec.lora.modulesToSave")
     if engine.maxModelLen is not None:
         options.append(f"lower spec.engine.maxModelLen ({engine.maxModelLen})")
     if _best_candidate_with(inputs, engine=replace(engine, minConcurrency=1)):

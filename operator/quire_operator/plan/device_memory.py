@@ -86,7 +86,8 @@ def weights_bytes(files_bytes: int, tp: int) -> int:
 def lora_bytes(shape: ModelConfig, num_slots: int, lora: LoraSpec, element_bytes: int) -> int:
     """Return the number of bytes of `num_slots` adapter slots on each device. With tensor parallelism, one matrix of
     each LoRA pair is replicated."""
-    return num_slots * memory_sizing.lora_slot_bytes(shape, lora.maxRank, element_bytes, bool(lora.experts))
+    parts = bool(lora.experts), bool(lora.modulesToSave)
+    return num_slots * memory_sizing.lora_slot_bytes(shape, lora.maxRank, element_bytes, *parts)
 
 
 def activation_bytes(

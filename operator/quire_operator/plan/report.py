@@ -139,9 +139,10 @@ def _size_source_text(model: CheckpointInfo) -> str:
 
 def _gpu_rows(service: LLMService, plan: Plan) -> list[MemoryRow]:
     lora = service.spec.lora
-    experts = ", with experts" if lora.experts else ""
+    parts = (lora.experts, ", with experts"), (lora.modulesToSave, ", with whole embeddings and output projections")
+    extras = "".join(text for is_set, text in parts if is_set)
     return [
-        *_model_rows(plan, f"{lora.maxLoaded} slots of LoRA rank {lora.maxRank}{experts}"),
+        *_model_rows(plan, f"{lora.maxLoaded} slots of LoRA rank {lora.maxRank}{extras}"),
         MemoryRow(".", "0", "unused", plan.bytes.reserve, "CUDA graphs, the server, fragmentation"),
     ]
 

@@ -52,6 +52,7 @@ _SPEC_FIELDS: Mapping[str, tuple[FieldPath, Callable[[Any], Any]]] = {
     "max_loras": (("lora", "maxLoaded"), _keep),
     "max_lora_rank": (("lora", "maxRank"), _keep),
     "lora_experts": (("lora", "experts"), lambda value: value or None),
+    "lora_modules_to_save": (("lora", "modulesToSave"), lambda value: value or None),
     "max_cpu_loras": (("lora", "maxCached"), _keep),
     "cpu_lora_memory_bytes": (("lora", "maxCachedMemory"), to_bytes),
     "tool_call_parser": (("openai", "toolCallParser"), _unless("auto")),
@@ -72,7 +73,9 @@ _OTHER_PATHS: Mapping[str, FieldPath] = {
     "kv_offloading_folder_size": ("engine", "kvCacheOffloading", "secondary", 0, "size"),
 }  # fmt: skip
 """Paths in the spec of the fields of EngineConfig that follow from the spec in another way."""
-_ADAPTER_FIELDS = frozenset(("max_loras", "lora_experts", "max_cpu_loras", "cpu_lora_memory_bytes"))
+_ADAPTER_FIELDS = frozenset(
+    ("max_loras", "lora_experts", "lora_modules_to_save", "max_cpu_loras", "cpu_lora_memory_bytes")
+)
 """Fields that are set only if the engine accepts adapters."""
 
 

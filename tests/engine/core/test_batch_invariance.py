@@ -116,8 +116,9 @@ def _engine(folder: Path, adapters: dict[str, Path], num_blocks: int | None = No
         dtype="bfloat16",
         max_model_len=MAX_MODEL_LEN,
         enable_lora=True,
-        max_loras=6,
+        max_loras=7,
         lora_experts=True,
+        lora_modules_to_save=True,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=1 << 24,
     )
@@ -186,6 +187,9 @@ def checkpoint(tmp_path_factory):
         adapters["vocabulary"] = make_adapter(
             folder / "model", folder / "vocabulary", target_modules=["embed_tokens", "lm_head"][: 2 - is_odd]
         )
+        modules = ["norm", "embed_tokens", "lm_head"][: 3 - is_odd]
+        options = {"target_modules": targets[:1], "modules_to_save": modules}
+        adapters["whole modules"] = make_adapter(folder / "model", folder / "whole modules", **options)
         return folder / "model", adapters
 
     return make

@@ -406,6 +406,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "use_dora": True,
     },
     "the vocabulary": {"r": 6, "target_modules": ["embed_tokens", "v_proj", "lm_head"], "use_rslora": True},
+    "whole vocabulary and norms": {
+        "r": 2,
+        "target_modules": ["v_proj"],
+        "modules_to_save": ["embed_tokens", "lm_head", "norm"],
+    },
     "keys, small": {"r": 1, "target_modules": ["k_proj", "o_proj", "up_proj"], "lora_alpha": 4, "lora_bias": True},
 }
 
@@ -437,7 +442,7 @@ class AdapterCase(NamedTuple):
 
 @pytest.fixture(scope="module")
 def adapter_cases(tmp_path_factory):
-    """Return a function from a checkpoint to six adapters and the base, with the outputs of six prompts for each."""
+    """Return a function from a checkpoint to seven adapters and the base, with the outputs of six prompts for each."""
 
     @functools.cache
     def make(checkpoint: str) -> AdapterCase:
@@ -459,7 +464,7 @@ def adapter_cases(tmp_path_factory):
 
 
 def _adapted_engine(case: AdapterCase, **changes: Any) -> Engine:
-    defaults = {"enable_lora": True, "max_loras": 6, "max_lora_rank": 16, "block_size": 8}
+    defaults = {"enable_lora": True, "max_loras": 7, "max_lora_rank": 16, "block_size": 8, "lora_modules_to_save": True}
     engine = Engine.from_config(_config(case.folder, **(defaults | changes)))
     for name, path in case.adapters.items():
         if name is not None:
@@ -491,8 +496,8 @@ def test_adapter_of_some_linears_equals_peft(cases, name, target_modules, tmp_pa
 ADAPTER_SCENARIOS: dict[str, dict[str, Any]] = {
     "one batch": {},
     "in chunks": {"max_num_batched_tokens": 40},
-    "two slots for six": {"max_loras": 2},
-    "one slot for six": {"max_loras": 1, "enable_prefix_caching": False},
+    "two slots for seven": {"max_loras": 2},
+    "one slot for seven": {"max_loras": 1, "enable_prefix_caching": False},
     "preempted": {"num_blocks": MAX_MODEL_LEN // 8 + 4},
     "preempted, two slots": {"num_blocks": MAX_MODEL_LEN // 8 + 4, "max_loras": 2, "enable_prefix_caching": False},
 }
@@ -705,6 +710,7 @@ def test_weighted_sums_of_adapters_equal_peft(sum_case, scenario):
         (["dora"], "an adapter with use_dora cannot be added"),
         (["a", "bias"], "an adapter with lora_bias cannot be added"),
         (["trained", "a"], "an adapter with trainable_token_indices cannot be added"),
+        (["whole", "a"], "an adapter with modules_to_save cannot be added"),
         (["a", "one"], "different alora_invocation_tokens"),
         (["a", "b", "large"], "the sum of the adapters' ranks is 18, but max_lora_rank is 16"),
     ],
@@ -715,6 +721,7 @@ def test_adapters_that_cannot_be_added_are_refused(sum_case, tmp_path, parts, me
         "dora": {"use_dora": True},
         "bias": {"target_modules": ["q_proj"], "lora_bias": True},
         "trained": {"trainable_token_indices": [4, 5]},
+        "whole": {"target_modules": ["v_proj"], "modules_to_save": ["norm"]},
         "large": {"r": 6},
     }
     for name in kinds.keys() & set(parts):

@@ -54,7 +54,7 @@ def adapters(folders, tmp_path_factory):
     outside = ["k_proj", "up_proj", "embed_tokens", "lm_head"]
     kinds = {
         "llama": (
-            {"use_dora": True},
+            {"use_dora": True, "modules_to_save": ["embed_tokens", "lm_head", "norm"]},
             {"r": 4, "target_modules": outside},
             {"r": 2, "target_modules": ["down_proj"], "lora_bias": True, "trainable_token_indices": [*range(8)]},
         ),
@@ -179,6 +179,7 @@ def test_one_batch_with_different_adapters_and_the_base_model(folders, adapters,
     """More adapters than host copies and than slots, so that adapters are evicted."""
     captures = replace_captures(monkeypatch) if replayed else []
     lora = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8, "async_scheduling": replayed}
+    lora |= {"lora_modules_to_save": True}
     outputs = []
     for ranks in (1, size):
         workers: list[ThreadWorker] = []
@@ -204,7 +205,7 @@ def test_one_batch_with_different_adapters_and_the_base_model(folders, adapters,
     assert all(c.replayed == captures[1].replayed != [] for c in captures[1:])
     base = _generate(engine_with_thread_workers(_config(folders[name], 1)))[0]
     assert {i for i in base if base[i] == outputs[1][i]} == {3, 7}
-    assert slots < lora_slot_bytes(ModelConfig.load(folders[name]), 8, 4) * 2
+    assert slots < lora_slot_bytes(ModelConfig.load(folders[name]), 8, 4, has_vocab_modules=True) * 2
 
 
 def _outputs(llm):

@@ -432,6 +432,16 @@ def test_slots_and_copies_of_adapters_have_room_for_experts_if_these_can_be_adap
     assert dense[0].bytes.lora == dense[1].bytes.lora > 0
 
 
+def test_slots_and_copies_of_adapters_have_room_for_whole_modules_if_these_can_be_saved():
+    plain, whole = (
+        plan_for("8b", None, f"lora: {{maxLoaded: 2, maxRank: 16{field}}}") for field in ("", ", modulesToSave: true")
+    )
+    # 128,256 tokens and 4,096 features, and for each of both modules an identity; four bytes for each element.
+    adapter = 2 * (128256 + 4096) * 4096 * 4
+    assert whole.bytes.lora - plain.bytes.lora == pytest.approx(2 * adapter, abs=2**20)
+    assert whole.hostBytes.loraCopies - plain.hostBytes.loraCopies == pytest.approx(8 * adapter, abs=2**20)
+
+
 def test_max_cached_memory_limits_adapter_copies():
     by_number, by_bytes = "lora: {maxCached: 32}", "lora: {maxCachedMemory: 1Gi}"
     assert plan_for("8b", H100, by_number).hostBytes.loraCopies == -(-32 * SLOT // 2**20) * 2**20

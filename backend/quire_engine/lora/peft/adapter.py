@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from quire_engine.lora.peft.adapter_shard import shard_pair, shard_transform
 from quire_engine.lora.peft.adapter_tensors import WEIGHTS_FILE, AdapterTensors
-from quire_engine.lora.peft.base_weights import read_trained_tokens, read_transform
+from quire_engine.lora.peft.base_weights import read_saved_module, read_trained_tokens, read_transform
 from quire_engine.lora.peft.config import CONFIG_FILE, PeftConfig
-from quire_engine.lora.peft.lora_module import LoRAModule, lora_modules, module_sizes
+from quire_engine.lora.peft.lora_module import NO_LAYER, LoRAModule, lora_modules, module_sizes
 from quire_engine.lora.peft.tensor_check import check_finite, check_tensor
 from quire_engine.weights.loader import CheckpointTensors, equals_checkpoint
 from quire_engine.weights.pickle_conversion import ADAPTER_PICKLE_NAME
@@ -52,7 +53,8 @@ class HostAdapter:
     """Maps (layer, target) to A [rank, in_features] and B [out_features, rank], with the scale folded into B. The layer
     of embed_tokens and lm_head is NO_LAYER. For a projection of experts, both have a first dimension of num_experts."""
     transforms: Mapping[tuple[int, str], RowTransform] = field(default_factory=dict)
-    """Maps some keys of `pairs` to scales and addends of the base product, [2, out_features]."""
+    """Maps some keys of `pairs` to scales and addends of the base product, [2, out_features]. Maps (NO_LAYER, path) of
+    some norms to their weight and bias, [2, size]."""
     invocation_tokens: tuple[int, ...] = ()
     """The tokens from which the adapter applies; if there are none, it applies to all tokens."""
     not_combinable: str = ""
@@ -74,6 +76,8 @@ def read_adapter(
     checkpoint: Path | None = None,
     has_transforms: bool = True,
     has_experts: bool = False,
+    has_vocab_modules: bool = False,
+    norms: Mapping[str, int] = MappingProxyType({}),
 ) -> HostAdapter:
     """Read and check an adapter folder. The scales are folded into B before conversion to `dtype`.
 
@@ -83,8 +87,10 @@ def read_adapter(
         checkpoint: folder of the base model. If an adapter changes the embedding, PEFT also saves the embedding itself,
             which must equal the checkpoint's embedding. The norms of DoRA and the biases of the base model are those
             of the checkpoint.
-        has_transforms: whether the device can transform base products.
+        has_transforms: whether the device can transform base products and replace norms.
         has_experts: whether the slots have memory for experts.
+        has_vocab_modules: whether the slots have memory for a whole embedding and a whole output projection.
+        norms: sizes of the model's norms by path.
 
     Raises:
         InvalidArgument: the folder contains no adapter for this model, or the adapter cannot be served.
@@ -94,13 +100,20 @@ def read_adapter(
         path = _find_weights(folder)
         _check_size(path, shape, max_rank)
         with open_safetensors(path) as file:
-            names = AdapterTensors.from_names(file.keys(), shape, config)
+            names = AdapterTensors.from_names(file.keys(), shape, config, norms)
             if names.experts and not has_experts:
                 raise InvalidArgument(
                     f"the adapter changes experts ({next(iter(names.experts)).name}), but the adapter slots have no "
                     "memory for them; set lora_experts (spec.lora.experts of an LLMService) to true"
                 )
-            adapter = _read_tensors(file, names, config, shape, max_rank, dtype, shard, checkpoint)
+            if (names.saved_modules or names.saved_norms) and not has_transforms:
+                raise InvalidArgument("modules_to_save is supported only on a CPU (device cpu), not on a GPU")
+            if names.saved_modules and not has_vocab_modules:
+                raise InvalidArgument(
+                    f"modules_to_save contains {next(iter(names.saved_modules)).path}, but the adapter slots have no "
+                    "memory for it; set lora_modules_to_save (spec.lora.modulesToSave of an LLMService) to true"
+                )
+            adapter = _read_tensors(file, names, config, shape, max_rank, dtype, shard, checkpoint, norms)
         if adapter.transforms and not has_transforms:
             field = next(
                 name for name in ("use_dora", "lora_bias", "bias") if getattr(config, name) not in (False, "none")
@@ -168,13 +181,14 @@ def _read_tensors(
     dtype: torch.dtype,
     shard: TensorParallelShard | None,
     checkpoint: Path | None,
+    norms: Mapping[str, int],
 ) -> HostAdapter:
     _check_invocation(config, names, shape)
     sizes = module_sizes(shape)
     _check_shapes(file, names, config, sizes, max_rank)
     for name, module in names.base_copies.items():
         _check_base_copy(file, name, module, shape, checkpoint)
-    has_base = checkpoint is not None and bool(names.extras or names.token_rows)
+    has_base = checkpoint is not None and bool(names.extras or names.token_rows or names.saved_modules)
     base = CheckpointTensors(checkpoint, shape.quantization) if has_base and checkpoint is not None else None
     pairs: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
     transforms: dict[tuple[int, str], RowTransform] = {}
@@ -213,8 +227,33 @@ def _read_tensors(
         for matrix in (a, b):
             check_finite(f"trained rows of {module.path} contain", matrix, dtype)
         pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
+    transforms |= {
+        (NO_LAYER, path): _read_norm(file, tensors, norms[path], dtype) for path, tensors in names.saved_norms.items()
+    }
+    # These pairs have a higher rank, but they are not LoRA matrices of the file.
     rank = max(a.shape[-2] for a, _ in pairs.values())
+    for module, name in names.saved_modules.items():
+        if module.key in pairs:
+            raise InvalidArgument(f"modules_to_save is not supported for {module.path}, because it is adapted, too")
+        a, b = read_saved_module(file, name, module, shape, base)
+        delta = a.t() if module.path == "embed_tokens" else b
+        _check_row_norm(module.name, torch.linalg.vector_norm(delta).item() / math.sqrt(len(delta)))
+        a, b = a.to(dtype), b.to(dtype)
+        for matrix in (a, b):
+            check_finite(f"{name} contains", matrix, dtype)
+        pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
     return HostAdapter(rank, pairs, transforms, config.invocation_tokens, config.not_combinable)
+
+
+def _read_norm(file: SafetensorsReader, names: Mapping[str, str], size: int, dtype: torch.dtype) -> Tensor:
+    """Return the weight and the bias of a norm, [2, size]."""
+    parts = torch.zeros(2, size, dtype=dtype)
+    for index, kind in enumerate(("weight", "bias")):
+        if (name := names.get(kind)) is not None:
+            check_tensor(file, name, (size,))
+            parts[index] = file.get_tensor(name).to(dtype)
+            check_finite(f"{name} contains", parts[index], dtype)
+    return parts
 
 
 def _check_invocation(config: PeftConfig, names: AdapterTensors, shape: ModelConfig) -> None:
@@ -269,10 +308,15 @@ def _check_norm(module: LoRAModule, a: Tensor, b: Tensor) -> None:
     # The squared norm of B @ A, without the product itself.
     squared_norm = ((a @ a.mT) * (b.mT @ b)).sum((-2, -1)).max().item()
     # The matrices are finite, so NaN means that their products overflowed.
-    row_norm = math.inf if math.isnan(squared_norm) else math.sqrt(max(squared_norm, 0.0) / b.shape[-2])
+    _check_row_norm(
+        module.name, math.inf if math.isnan(squared_norm) else math.sqrt(max(squared_norm, 0.0) / b.shape[-2])
+    )
+
+
+def _check_row_norm(name: str, row_norm: float) -> None:
     if row_norm > MAX_ROW_NORM:
         raise InvalidArgument(
-            f"Diverged: the rows of the update of {module.name} have the norm {row_norm:.4g}, and at most "
+            f"Diverged: the rows of the update of {name} have the norm {row_norm:.4g}, and at most "
             f"{MAX_ROW_NORM:g} is allowed; check lora_alpha, and that the training did not diverge"
         )
 

@@ -6,6 +6,7 @@ Untrusted: a name that this reader does not know is an error, because PEFT would
 
 import logging
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Self
 
@@ -44,10 +45,14 @@ class AdapterTensors:
     """Names of the rows of trained tokens, for the embedding and the output projection."""
     base_copies: dict[str, LoRAModule]
     """Modules of the tensors that are copies of base weights."""
+    saved_modules: dict[LoRAModule, str]
+    """Names of the weights of an embedding and of an output projection that were trained as a whole."""
+    saved_norms: dict[str, dict[str, str]]
+    """Names of the tensors `weight` and `bias` of norms that were trained as a whole, by path of the norm."""
 
     @classmethod
-    def from_names(cls, keys: list[str], shape: ModelConfig, config: PeftConfig) -> Self:
-        """Sort the names of a file's tensors.
+    def from_names(cls, keys: list[str], shape: ModelConfig, config: PeftConfig, norms: Collection[str] = ()) -> Self:
+        """Sort the names of a file's tensors. `norms` are the paths of the model's norms.
 
         Raises:
             InvalidArgument: a tensor is unexpected, A or B of a pair is missing, the file contains no pair, or the
@@ -58,7 +63,13 @@ class AdapterTensors:
         extras: dict[LoRAModule, dict[str, str]] = {}
         token_rows: dict[LoRAModule, str] = {}
         base_copies: dict[str, LoRAModule] = {}
+        saved_modules: dict[LoRAModule, str] = {}
+        saved_norms: dict[str, dict[str, str]] = {}
         is_part = bool(shape.architecture_info.text_types)
+        # In this case, PEFT saves both weights, even if modules_to_save contains only one of the two modules.
+        outer = [module for module in modules.values() if module.layer == NO_LAYER]
+        saves_both = config.ensure_weight_tying and shape.tie_word_embeddings
+        saves_both &= any(config.saves_module(module.name) for module in outer)
         old_router = f".{shape.architecture_info.expert_names.block}."
         if is_part and (other_parts := [key for key in keys if _OTHER_PART.match(key)]):
             logger.info(
@@ -72,11 +83,24 @@ class AdapterTensors:
             match = _TENSOR_NAME.fullmatch(tensor_name)
             name = match["module"] if match else ""
             # Adapters from before transformers 4.52 have the first of these prefixes. PEFT maps it in the same way.
-            module = modules.get(
+            name = (
                 re.sub(r"^language_model\.model\.", "model.language_model.", name)
                 if is_part
                 else name.replace(old_router, ".mlp.")
             )
+            module = modules.get(name)
+            is_saved = config.saves_module(name) or (saves_both and module in outer)
+            if match is not None and (match["base"] or match["bias"]) and is_saved:
+                if name in norms:
+                    saved_norms.setdefault(name, {})["weight" if match["base"] else "bias"] = tensor_name
+                elif match["base"] and module is not None and module.layer == NO_LAYER:
+                    saved_modules[module] = tensor_name
+                else:
+                    raise InvalidArgument(
+                        f"modules_to_save: {truncated_repr(name)} was trained as a whole, which is supported for "
+                        "embed_tokens, lm_head and norms; train other modules with target_modules"
+                    )
+                continue
             if match is None or module is None or module.num_experts:
                 raise InvalidArgument(_unexpected_tensor_error(tensor_name, shape))
             if match["base"] and module.layer == NO_LAYER:
@@ -100,7 +124,16 @@ class AdapterTensors:
             if len(names) == 1:
                 (matrix, tensor_name), counterpart = next(iter(names.items())), {"A": "B", "B": "A"}
                 raise InvalidArgument(f"tensor {tensor_name!r} exists, but its lora_{counterpart[matrix]} is missing")
-        tensors = cls(pairs, experts, extras, token_rows, base_copies)
+        if saves_both and len(saved_modules) == 1:
+            path = next(iter(saved_modules)).path
+            raise InvalidArgument(f"ensure_weight_tying True, but of embed_tokens and lm_head the file has only {path}")
+        saved = (*(module.name for module in saved_modules), *saved_norms)
+        for name in sorted(config.modules_to_save):
+            if not any(module.endswith(name) for module in saved):
+                raise InvalidArgument(
+                    f"modules_to_save contains {truncated_repr(name)}, but the file has no such module"
+                )
+        tensors = cls(pairs, experts, extras, token_rows, base_copies, saved_modules, saved_norms)
         tensors._check_experts(config)
         tensors._check_extras(config)
         tensors._check_tied_embeddings(config, shape)

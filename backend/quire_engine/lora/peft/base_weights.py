@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of an adapter that depend on weights of the base model: DoRA, biases, rows of trained tokens."""
+"""Changes of an adapter that depend on weights of the base model: DoRA, biases, rows of trained tokens, and a whole
+embedding or output projection."""
 
 from collections.abc import Iterator, Mapping
 
@@ -85,6 +86,28 @@ def read_trained_tokens(
         is_shared = module.path == "embed_tokens" and shape.tie_word_embeddings and len(token_rows) == 1
         for path in ("embed_tokens", "lm_head") if is_shared else (module.path,):
             yield modules[path], *((one_hot, delta.t()) if path == "embed_tokens" else (delta, one_hot.t()))
+
+
+def read_saved_module(
+    file: SafetensorsReader, name: str, module: LoRAModule, shape: ModelConfig, base: CheckpointTensors | None
+) -> tuple[Tensor, Tensor]:
+    """Return A and B, float32, of an embedding or an output projection that was trained as a whole: the difference
+    between its weight and that of the base model is a LoRA adapter whose rank is the size of the embedding.
+
+    `name` is the name of the weight in the file.
+    """
+    size = shape.vocab_size, shape.embedding_size
+    actual = tuple(file.get_slice(name).get_shape())
+    if actual != size and actual[1:] == size[1:]:
+        raise InvalidArgument(
+            f"modules_to_save: {module.path} has {actual[0]} rows, but the base model has {size[0]}; an adapter cannot "
+            "add tokens. Train it with the base model's vocabulary, or merge it into the model and serve the result"
+        )
+    check_tensor(file, name, size)
+    weight = _base_tensor(base, module.weight_name(shape), size)
+    delta = file.get_tensor(name).float() - weight.read(0, range(size[0]), range(size[1]), torch.float32).float()
+    identity = torch.eye(size[1])
+    return (delta.t(), identity) if module.path == "embed_tokens" else (identity, delta)
 
 
 def _base_tensor(base: CheckpointTensors | None, name: str, expected_shape: tuple[int, ...]) -> TensorSource:

@@ -40,6 +40,7 @@ SUPPORTED_FIELDS = frozenset(
     {
         "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "ensure_weight_tying",
         "use_dora", "lora_bias", "trainable_token_indices", "alora_invocation_tokens", "target_parameters",
+        "modules_to_save",
     }
 )  # fmt: skip
 # An adapter is rejected if one of these fields has a value other than null, false or empty.
@@ -47,7 +48,6 @@ UNSUPPORTED_FIELDS = {
     "arrow_config": "the adapter is a mixture",
     "kasa_config": "there is a diagonal between A and B",
     "layer_replication": "the adapted model has other layers than the base model",
-    "modules_to_save": "whole modules were trained",
     "monteclora_config": "the adapter is sampled",
     "use_bdlora": "A or B is block-diagonal",
     "use_qalora": "inputs are pooled before A",
@@ -88,6 +88,8 @@ class PeftConfig:
     none."""
     target_parameters: frozenset[str]
     """Ends of the paths of parameters that were adapted beside these modules."""
+    modules_to_save: frozenset[str]
+    """Ends of the paths of modules that were trained as a whole."""
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -113,6 +115,7 @@ class PeftConfig:
             target_modules=TargetModules.from_config(values, matcher),
             invocation_tokens=_invocation_tokens(values),
             target_parameters=_names("target_parameters", values.get("target_parameters")),
+            modules_to_save=_names("modules_to_save", values.get("modules_to_save")),
         )
 
     @property
@@ -120,7 +123,7 @@ class PeftConfig:
         """The first field that is set for which the adapter cannot be part of a weighted sum; empty if there is none.
         The field changes more than the product of B and A."""
         fields = {"use_dora": self.use_dora, "lora_bias": self.lora_bias, "bias": self.bias != "none"}
-        fields["trainable_token_indices"] = bool(self.token_indices)
+        fields |= {"trainable_token_indices": bool(self.token_indices), "modules_to_save": bool(self.modules_to_save)}
         return next((name for name, is_set in fields.items() if is_set), "")
 
     def rank(self, module: str) -> int:
@@ -140,6 +143,12 @@ class PeftConfig:
         """Return whether target_parameters contains a parameter, given its path in the model."""
         parts = parameter.split(".")
         return any(".".join(parts[i:]) in self.target_parameters for i in range(len(parts)))
+
+    def saves_module(self, module: str) -> bool:
+        """Return whether modules_to_save contains a module or a module around it, given its path in the model."""
+        parts = module.split(".")
+        ends = tuple(self.modules_to_save)
+        return any(".".join(parts[: i + 1]).endswith(ends) for i in range(len(parts)))
 
     def _scale(self, rank: int, alpha: float) -> float:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
@@ -251,7 +260,8 @@ def _invocation_tokens(values: Mapping[str, Any]) -> tuple[int, ...]:
         raise InvalidArgument(
             f"alora_invocation_tokens {truncated_repr(tokens)} must be at most {_MAX_INVOCATION_TOKENS} tokens"
         )
-    for name in ("use_dora", "bias", "trainable_token_indices", "target_parameters") if tokens else ():
+    changes = ("use_dora", "bias", "trainable_token_indices", "target_parameters", "modules_to_save")
+    for name in changes if tokens else ():
         if values.get(name) not in (None, False, "none", [], {}):
             raise InvalidArgument(f"alora_invocation_tokens is not supported together with {name}")
     return tuple(tokens)

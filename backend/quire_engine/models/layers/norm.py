@@ -1,20 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Root-mean-square normalization."""
+"""Normalization, with the weights that adapters replace."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 from torch import Tensor
 
+from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.layers.module import Module
-from quire_kernels import rms_norm
+from quire_kernels import ModuleSlots, rms_norm
 
 
-class RMSNorm(Module):
+class Norm(Module, ABC):
+    """Normalization with a learned scale, and in some architectures with a learned shift. An adapter can have its own
+    scale and shift."""
+
+    weight: Tensor | None
+    bias: Tensor | None = None
+
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+        self.adapters: ModuleSlots | None = None
+
+    def __call__(self, x: Tensor, batch: ForwardBatch | None = None) -> Tensor:
+        """Normalize [num_tokens, ..., size]. Without `batch`, adapters are not applied."""
+        out = self.normalize(x, self.weight, self.bias)
+        if batch is not None and self.is_replaced(batch):
+            self.replace_rows(out, x, batch)
+        return out
+
+    @property
+    def size(self) -> int:
+        """Number of learned weights; 0 if there are none."""
+        return 0 if self.weight is None else len(self.weight)
+
+    @abstractmethod
+    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Normalize [..., size] with a scale and a shift."""
+
+    def is_replaced(self, batch: ForwardBatch) -> bool:
+        """Return whether an adapter of the batch has its own scale and shift."""
+        if batch.adapters is None or self.adapters is None:
+            return False
+        slots = batch.adapters.active_slots
+        return bool(self.adapters.transformed_slots) and (
+            slots is None or not slots.isdisjoint(self.adapters.transformed_slots)
+        )
+
+    def replace_rows(self, out: Tensor, x: Tensor, batch: ForwardBatch) -> None:
+        """Normalize the tokens of such adapters again. `out` is written in place; it must not share memory with `x`."""
+        assert batch.adapters is not None and self.adapters is not None
+        for slot, rows in batch.adapters.iter_slot_tokens():
+            if (transform := self.adapters.get_transform(slot, 0)) is not None:
+                weight, bias = transform
+                out[rows] = self.normalize(x[rows], weight, bias)
+
+
+class RMSNorm(Norm):
     """Root-mean-square normalization with a learned scale."""
 
+    weight: Tensor
+
     def __init__(self, size: int, eps: float, factory: ParamFactory) -> None:
-        self.eps = eps
+        super().__init__(eps)
         self.weight = factory.empty(size)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalize [..., size]."""
-        return rms_norm(x, self.weight, self.eps)
+    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """See Norm.normalize."""
+        assert weight is not None
+        return rms_norm(x, weight, self.eps)
+
+
+def find_norms(part: Module, path: str) -> Iterator[tuple[str, Norm]]:
+    """Yield the norms of a part of a model, which can itself be a norm, each with its path."""
+    if isinstance(part, Norm):
+        yield path, part
+    for name, each in vars(part).items():
+        if isinstance(each, Module):
+            yield from find_norms(each, f"{path}.{name}")

@@ -308,6 +308,62 @@ def test_a_gpu_refuses_adapters_that_transform_base_products(field, config, tmp_
         read_adapter(*arguments, checkpoint=base, has_transforms=False)
 
 
+HEAD = "base_model.model.lm_head.weight"
+NORM = "base_model.model.model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({HEAD: None}, "modules_to_save contains 'lm_head', but the file has no such module"),
+        (
+            {HEAD: torch.ones(321, 64)},
+            "modules_to_save: lm_head has 321 rows, but the base model has 320; an adapter cannot add tokens. Train it",
+        ),
+        ({HEAD: torch.ones(320, 63)}, r"lm_head.weight' has shape \(320, 63\)"),
+        ({HEAD: torch.full((320, 64), math.nan)}, "lm_head.weight contains NaN"),
+        ({HEAD: torch.full((320, 64), 1e5)}, "Diverged: the rows of the update of lm_head have the norm 8e"),
+        ({NORM: torch.ones(63)}, r"norm.weight' has shape \(63,\)"),
+        ({NORM: torch.full((64,), math.inf)}, "norm.weight contains NaN or infinity"),
+        (
+            {NORM.replace("norm", "embed_tokens"): torch.ones(320, 64)},
+            "embed_tokens.weight differs from the base model's",
+        ),
+        ({f"{Q0}.weight": torch.ones(64, 64)}, "q_proj.weight' is not a LoRA matrix"),
+        ({HEAD.replace(".weight", ".lora_A.weight"): torch.ones(8, 64)}, "lora_A.* exists, but its lora_B is missing"),
+    ],
+)
+def test_rejects_wrong_whole_modules(change, error, checkpoint, shape, tmp_path):
+    modules = ["lm_head", "model.norm"]
+    folder = make_adapter(checkpoint, tmp_path / "adapter", target_modules=["q_proj"], modules_to_save=modules)
+    arguments = {"checkpoint": checkpoint, "has_vocab_modules": True, "norms": {"model.norm": 64}}
+    assert len(read_adapter(folder, shape, MAX_RANK, torch.float32, **arguments).transforms) == 1
+
+    def rewrite(tensors):
+        for name, tensor in change.items():
+            tensors.pop(name, None)
+            tensors |= {} if tensor is None else {name: tensor}
+
+    _rewrite(folder, rewrite)
+    with pytest.raises(InvalidArgument, match=error):
+        read_adapter(folder, shape, MAX_RANK, torch.float16, **arguments)
+
+
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens", "model.norm"])
+def test_whole_modules_need_a_cpu_and_all_but_norms_need_memory(module, checkpoint, shape, tmp_path):
+    folder = make_adapter(checkpoint, tmp_path / "adapter", target_modules=["q_proj"], modules_to_save=[module])
+    arguments = {"checkpoint": checkpoint, "norms": {"model.norm": 64}}
+    with pytest.raises(InvalidArgument, match=": modules_to_save is supported only on a CPU"):
+        read_adapter(folder, shape, MAX_RANK, torch.bfloat16, has_transforms=False, **arguments)
+    if module == "model.norm":
+        assert read_adapter(folder, shape, MAX_RANK, torch.bfloat16, **arguments).transforms
+        return
+    with pytest.raises(
+        InvalidArgument, match=rf"modules_to_save contains {module}, .* set lora_modules_to_save .*true"
+    ):
+        read_adapter(folder, shape, MAX_RANK, torch.bfloat16, **arguments)
+
+
 @pytest.mark.parametrize("version", [None, "0.9.0", "0.21.2"])
 def test_fields_that_peft_does_not_know_are_ignored_with_one_warning(version, adapter, shape, caplog):
     _configure(adapter, lorap_emb_lr=1e-6, swift_type="LORA", trainer=None, peft_version=version)

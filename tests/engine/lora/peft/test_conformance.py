@@ -102,6 +102,13 @@ ROWS = [
     _honoured("alora_invocation_tokens", alora_invocation_tokens=PROMPT[-3:], lora_bias=True),
     _honoured("alora_invocation_tokens", alora_invocation_tokens=PROMPT[-5:-4], target_modules=["k_proj", "lm_head"]),
     _honoured("alora_invocation_tokens", alora_invocation_tokens=[]),
+    _honoured("modules_to_save", target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    _honoured("modules_to_save", target_modules=["q_proj"], modules_to_save=["embed_tokens"], use_dora=True),
+    _honoured("modules_to_save", target_modules=["down_proj"], modules_to_save=["embed_tokens", "lm_head", "norm"]),
+    _honoured("modules_to_save", target_modules=["k_proj"], modules_to_save=["post_attention_layernorm", "model.norm"]),
+    _honoured(
+        "ensure_weight_tying", modules_to_save=["embed_tokens"], ensure_weight_tying=True, target_modules=["v_proj"]
+    ),
     _honoured("ensure_weight_tying", ensure_weight_tying=False),
     _ignored("peft_type", "LORA"),
     _ignored("peft_version", "0.0.1"),
@@ -116,7 +123,9 @@ ROWS = [
     _ignored("lora_ga_config", {"direction": "ArB2r"}),
     _ignored("qalora_group_size", 8),
     _ignored("runtime_config", {"ephemeral_gpu_offload": False}),
-    _refused("modules_to_save", target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    _refused("modules_to_save", target_modules=["q_proj"], modules_to_save=["gate_proj"]),
+    _refused("modules_to_save", target_modules=["q_proj"], modules_to_save=["mlp"]),
+    *(Row("modules_to_save", "refused", {}, {"modules_to_save": value}) for value in (["score"], ["lm_head"], "norm")),
     _refused("init_lora_weights", init_lora_weights="pissa"),
     _refused("init_lora_weights", init_lora_weights="olora"),
     _refused("use_dora", use_dora=True, target_modules=["q_proj", "embed_tokens"]),
@@ -134,6 +143,7 @@ ROWS = [
         for value, config in (
             *((value, {}) for value in ("text", [-1], [True], [1.5], 7, {"a": 1}, [1] * 1025)),
             ([5], {"use_dora": True}),
+            ([5], {"target_modules": ["k_proj"], "modules_to_save": ["norm"]}),
             ([5], {"target_modules": ["embed_tokens", "k_proj"]}),
         )
     ),
@@ -214,7 +224,7 @@ def _assert_logits_equal(engine, folder, oracle):
 
 def _engine(checkpoint: Path, max_lora_rank: int = 16) -> Engine:
     config = {"model": str(checkpoint), "device": "cpu", "dtype": "float32", "enable_lora": True}
-    config |= {"max_lora_rank": max_lora_rank}
+    config |= {"max_lora_rank": max_lora_rank, "lora_modules_to_save": True}
     return Engine.from_config(EngineConfig.from_json(config | {"max_model_len": 128, "max_loras": 2}))
 
 
@@ -273,6 +283,19 @@ def test_magnitudes_and_trained_tokens_equal_peft_in_other_families(name, tmp_pa
     if "vision" in name:
         config["target_modules"] = r".*language_model.*\.(q_proj|down_proj)"
     adapter = make_adapter(checkpoint, tmp_path / "adapter", use_dora=True, **config)
+    _assert_logits_equal(_engine(checkpoint), adapter, load_adapted_oracle(checkpoint, adapter))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gemma2", "gemma3-vision", "glm4", "granite", "mixtral", "gpt_oss", "opt", "opt-350m", "phi3", "qwen2", "qwen3"],
+)
+def test_whole_modules_equal_peft_in_other_families(name, tmp_path):
+    """All norms, also those of queries and keys, the embedding and the output projection."""
+    checkpoint = make_checkpoint(tmp_path / "model", name)
+    targets = r".*language_model.*\.v_proj" if "vision" in name else ["qkv_proj" if name == "phi3" else "v_proj"]
+    modules = ["norm", "embed_tokens", "lm_head"]
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", target_modules=targets, modules_to_save=modules)
     _assert_logits_equal(_engine(checkpoint), adapter, load_adapted_oracle(checkpoint, adapter))
 
 
