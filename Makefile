@@ -53,7 +53,7 @@ test-tools: cpu-kernels ## test the tools: the benchmarks, the measuring of a GP
 test-hostile: cpu-kernels ## attack every port of quire serve beside a client that streams (HOSTILE="--seconds 120": a sample)
 	@$(BIN)/python tests/hostile/run.py $(HOSTILE)
 
-test-clients: clients-env ## openai's, LangChain's and LiteLLM's clients, and routers, against quire serve; from environments of their own
+test-clients: clients-env ## openai's, anthropic's, LangChain's and LiteLLM's clients, and routers, against quire serve; from environments of their own
 	@PYTHONPATH=tests:hack $(BIN)/python tests/clients/run.py
 
 clients-env: dev-env

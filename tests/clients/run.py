@@ -20,6 +20,7 @@ CHECKS = {
     "requirements.txt": "checks.py",
     "requirements-langchain.txt": "langchain_checks.py",
     "requirements-litellm.txt": "litellm_checks.py",
+    "requirements-anthropic.txt": "anthropic_checks.py",
 }
 """Checks by the packages that they need. LiteLLM and LangChain need different releases of the openai package."""
 

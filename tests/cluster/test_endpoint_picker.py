@@ -63,6 +63,8 @@ ROUTES: dict[str, Any] = {
     "GET /v1/responses/ID": None,
     "DELETE /v1/responses/ID": None,
     "POST /v1/responses/ID": {},
+    "POST /v1/messages": {"messages": MESSAGES, "max_tokens": 1},
+    "POST /v1/messages/count_tokens": {"messages": MESSAGES},
     "POST /v1/load_lora_adapter": {"lora_name": "new", "lora_path": "/tmp/new"},
     "POST /v1/unload_lora_adapter": {"lora_name": "new"},
     "POST /tokenize with a prompt": {"prompt": "Once"},

@@ -46,13 +46,15 @@ class ParserNames:
         messages."""
         return self.tool_call_parser == HARMONY or self.reasoning_parser == _HARMONY_REASONING
 
-    def check_thinking_budget(self, num_tokens: int | None) -> None:
-        """Raise InvalidArgument if a thinking budget is set, but the format of the reasoning does not support one.
+    @property
+    def has_thinking_budget(self) -> bool:
+        """Whether a thinking budget is possible. It requires known marks before and after the reasoning. A format that
+        writes messages in channels has no such marks."""
+        return self.reasoning_parser in REASONING_MARKS and not self.is_harmony
 
-        A budget requires known marks before and after the reasoning. A format that writes messages in channels has no
-        such marks.
-        """
-        if num_tokens is not None and (self.reasoning_parser not in REASONING_MARKS or self.is_harmony):
+    def check_thinking_budget(self, num_tokens: int | None) -> None:
+        """Raise InvalidArgument if a thinking budget is set, but the format of the reasoning does not support one."""
+        if num_tokens is not None and not self.has_thinking_budget:
             raise InvalidArgument(
                 "sampling parameter 'thinking_token_budget': not possible, because the format of this model's "
                 f"reasoning is {self.reasoning_parser or 'unknown'}; leave it out, or start the server with one of the "

@@ -136,6 +136,7 @@ class TextMethods:
             max_model_len=admission.limits.max_model_len,
             sampling_defaults=self._sampling_defaults,
             closed_reason="draining" if admission.draining else admission.closed_reason,
+            has_thinking_budget=admission.limits.parser_names.has_thinking_budget,
         )
 
     def adapters(self) -> list[dict[str, Any]]:

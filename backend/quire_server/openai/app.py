@@ -28,6 +28,8 @@ from quire_server.openai.http.message import (
 )
 from quire_server.openai.live.routes import Live
 from quire_server.openai.lora_adapters import LoraAdapters
+from quire_server.openai.messages import errors as message_errors
+from quire_server.openai.messages.messages import Messages
 from quire_server.openai.models import Models
 from quire_server.openai.responses.responses import Responses
 from quire_server.openai.settings import FrontSettings
@@ -58,7 +60,7 @@ class Application:
         lora_adapters = LoraAdapters(settings.run_dir)
         completions = Completions(client, settings)
         chat = ChatCompletions(client, settings)
-        responses = Responses(client, chat)
+        responses, messages = Responses(client, chat), Messages(client, chat)
         self._routes: dict[str, Mapping[str, _Handler]] = {
             "/health": {"GET": models.health},
             "/ping": {"GET": models.health, "POST": models.health},
@@ -75,6 +77,8 @@ class Application:
             "/v1/chat/completions/render": {"POST": chat.render},
             "/v1/responses": {"POST": responses.create},
             "/v1/responses/": dict.fromkeys(("GET", "POST", "DELETE"), responses.get),
+            "/v1/messages": {"POST": messages.create},
+            "/v1/messages/count_tokens": {"POST": messages.count_tokens},
             "/v1/load_lora_adapter": {"POST": lora_adapters.load},
             "/v1/unload_lora_adapter": {"POST": lora_adapters.unload},
             "/tokenize": {"POST": tokenization.tokenize},
@@ -158,12 +162,14 @@ class Application:
         except (ApiError, QuireError) as error:
             if not is_started:
                 raise
-            await send({"type": "http.response.body", "body": _error_event(as_api_error(error)), "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": _error_event(request, as_api_error(error)), "more_body": True}
+            )
         except Exception:
             if not is_started:
                 raise
             logger.exception("stream failed path=%s %s", request.path, request.log_ids)
-            event = _error_event(ApiError(500, "internal error; see the log of the pod"))
+            event = _error_event(request, ApiError(500, "internal error; see the log of the pod"))
             await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
             # The stream is closed now, and not when it is garbage-collected, because this cancels the engine's
@@ -182,14 +188,20 @@ class Application:
         await send({"type": "http.response.body", "body": reply.body})
 
     def _common_headers(self, request: HttpRequest) -> list[tuple[bytes, bytes]]:
-        own = (b"x-request-id", request.request_id.encode())
+        request_id = request.request_id.encode()
+        own = [(b"x-request-id", request_id)]
+        if _is_messages(request):
+            own.append((b"request-id", request_id))
         ignored = request.ignored_fields.header()
-        return [own, *request.response_headers.items(), *ignored, *self._access.cors_headers(request)]
+        return [*own, *request.response_headers.items(), *ignored, *self._access.cors_headers(request)]
 
     async def _send_error(self, request: HttpRequest, error: ApiError, send: Send) -> None:
         if not error.is_counted:
             self._client.report_rejected(CODE_BY_STATUS.get(error.status, Code.INVALID_ARG))
-        await self._send(request, Response(error.body(), error.status, headers=error.headers()), send)
+        body, status = error.body(), error.status
+        if _is_messages(request):
+            body, status = message_errors.error_body(error, request.request_id), message_errors.status_of(error)
+        await self._send(request, Response(body, status, headers=error.headers()), send)
 
 
 def _logged(request: HttpRequest, send: Send) -> Send:
@@ -214,5 +226,12 @@ def _logged(request: HttpRequest, send: Send) -> Send:
     return send_and_log
 
 
-def _error_event(error: ApiError) -> bytes:
+def _is_messages(request: HttpRequest) -> bool:
+    """Return True if the client speaks the Messages API, whose errors have another form."""
+    return request.path == "/v1/messages" or request.path.startswith("/v1/messages/")
+
+
+def _error_event(request: HttpRequest, error: ApiError) -> bytes:
+    if _is_messages(request):
+        return message_errors.error_event(error, request.request_id)
     return b"data: %b\n\n%b" % (error.body(), DONE)

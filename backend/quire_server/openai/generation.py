@@ -85,7 +85,7 @@ class Generation:
         self.id = id_prefix + (fields.request_id or http_request.request_id)[:128]
         self.created = int(time.time())
         self.model = settings.model_names[0] if fields.model is None else fields.model
-        self._engine_model = settings.engine_model(self.model)
+        self.engine_model = settings.engine_model(self.model)
         self.fields = fields
         self.params = params
         self.prompts = prompts
@@ -193,7 +193,7 @@ class Generation:
         return [
             GenerateRequest(
                 client.new_id(),
-                self._engine_model,
+                self.engine_model,
                 # A prompt of token ids has a text only if the response repeats it.
                 prompt.text if prompt.token_ids is None else None,
                 prompt.token_ids,

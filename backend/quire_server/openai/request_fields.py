@@ -64,6 +64,11 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of the OpenAI API, of vLLM and of other servers that change the output, and that this server does not support.
 For each field, the values that have no effect are listed. Only these values are accepted."""
+CHAT_ONLY_FIELDS = (
+    *("n", "best_of", "echo", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "use_beam_search"),
+    *("length_penalty", "early_stopping", "add_generation_prompt", "continue_final_message", "separate_reasoning"),
+)
+"""Fields of chat completions that the other routes for conversations do not have."""
 _OTHER_KNOWN_FIELDS = SAMPLING_FIELDS | BOOKKEEPING_FIELDS | UNSUPPORTED_FIELDS.keys()
 
 MAX_SALT_CHARS = 128

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client with which the front connects to the text process. It also keeps the sampling defaults of the
-checkpoint."""
+"""The client with which the front connects to the text process. It also keeps what it has learned about
+the checkpoint."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,8 @@ class TextClient(RequestClient):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, Hello("openai", pid=os.getpid()))
-        self._sampling_defaults: dict[str, Any] | None = None
+        self._base: ServedModels | None = None
+        """The last answer of the text process about the base model."""
 
     async def models(self, api_key_name: str = "") -> ServedModels:
         """Return the models that requests of an API key can name; raises QuireError if the text process does not
@@ -27,11 +28,18 @@ class TextClient(RequestClient):
     async def sampling_defaults(self) -> dict[str, Any]:
         """Return the sampling parameters in the checkpoint's generation_config.json; raises QuireError if they cannot
         be read."""
-        if self._sampling_defaults is None:
-            self._sampling_defaults = (await self.models()).sampling_defaults
-        return self._sampling_defaults
+        return (await self._base_model()).sampling_defaults
+
+    async def has_thinking_budget(self) -> bool:
+        """Return whether requests can limit the reasoning of the model; raises QuireError as above."""
+        return (await self._base_model()).has_thinking_budget
 
     def on_closed(self, connection: Connection) -> None:
         """Called when the connection closes. The next text process can have other defaults."""
-        self._sampling_defaults = None
+        self._base = None
         super().on_closed(connection)
+
+    async def _base_model(self) -> ServedModels:
+        if self._base is None:
+            self._base = await self.models()
+        return self._base

@@ -69,6 +69,8 @@ class ServedModels(msgspec.Struct, frozen=True):
     """Sampling parameters in the checkpoint's generation_config.json."""
     closed_reason: str
     """Reason why requests are rejected at the moment; empty while requests are accepted."""
+    has_thinking_budget: bool = False
+    """Whether requests can set thinking_token_budget."""
 
 
 class Tokenized(msgspec.Struct, frozen=True):

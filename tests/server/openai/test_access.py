@@ -27,6 +27,7 @@ ROUTES = [
     *(("GET", path) for path in ("/v1/models", "/v1/models/base", "/nothing", "/invocations", "/v2/embed", "/docs")),
     *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
     *(("POST", path) for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/responses")),
+    *(("POST", path) for path in ("/v1/messages", "/v1/messages/count_tokens")),
     *(("GET", "/v1/responses/resp_1"), ("DELETE", "/v1/responses/resp_1")),
     ("GET", "//health"),
     ("GET", "/health/../v1/models"),
@@ -59,7 +60,8 @@ def bearer(key):
 @pytest.mark.parametrize("headers", [{}, bearer("key-a "[:-2]), bearer(""), {"Authorization": "key-a"}], ids=str)
 def test_every_other_route_needs_a_key(guarded, method, path, headers):
     answer = guarded.request(path, COMPLETION if method == "POST" else None, headers, method)
-    assert (answer.status, answer.body["error"]["type"]) == (401, "AuthenticationError")
+    kind = "authentication_error" if path.startswith("/v1/messages") else "AuthenticationError"
+    assert (answer.status, answer.body["error"]["type"]) == (401, kind)
     assert answer.headers["www-authenticate"] == "Bearer" and "key-a" not in str(answer.body)
 
 

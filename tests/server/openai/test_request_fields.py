@@ -10,10 +10,13 @@ from quire_server.openai.chat import ChatFields
 from quire_server.openai.completions import CompletionFields
 from quire_server.openai.errors import ApiError
 from quire_server.openai.http.ignored_fields import IgnoredFields
+from quire_server.openai.messages.message_request import MessageFields
 from quire_server.openai.request_fields import BOOKKEEPING_FIELDS, SAMPLING_FIELDS, UNSUPPORTED_FIELDS, parse_fields
 from quire_server.openai.responses.response_request import ResponseFields
 
-DOCUMENT = (Path(__file__).resolve().parents[3] / "docs/openai.md").read_text()
+DOCUMENT, MESSAGES_DOCUMENT = (
+    (Path(__file__).resolve().parents[3] / "docs" / name).read_text() for name in ("openai.md", "messages.md")
+)
 VLLM_FIELDS = """
     model prompt echo frequency_penalty presence_penalty logit_bias logprobs max_tokens n seed stop stream
     stream_options suffix temperature top_p user use_beam_search top_k min_p repetition_penalty length_penalty
@@ -45,6 +48,10 @@ def test_a_field_of_vllm_is_known(fields_type, name):
         assert name in error.message
     else:
         assert not ignored
+
+
+def test_the_page_of_messages_names_every_field():
+    assert set(MessageFields.__struct_fields__) - set(re.findall(r"`(\w+)`", MESSAGES_DOCUMENT)) == set()
 
 
 def test_the_page_names_every_field():

@@ -113,6 +113,8 @@ def test_an_unknown_model_is_404_on_every_route(chat_front: OpenAIFront) -> None
         "/v1/completions": {"prompt": "a"},
         "/v1/chat/completions": {"messages": MESSAGES},
         "/v1/responses": {"input": "a"},
+        "/v1/messages": {"messages": MESSAGES, "max_tokens": 1},
+        "/v1/messages/count_tokens": {"messages": MESSAGES},
         "/tokenize": {"prompt": "a"},
         "/detokenize": {"tokens": [5]},
     }

@@ -7,6 +7,7 @@ to OPEN_ROUTES.
 """
 
 import ipaddress
+from collections.abc import Mapping
 
 from quire_server.openai.errors import ApiError, error_from_code
 from quire_server.openai.http.admin_key import AdminKey
@@ -49,7 +50,7 @@ class AccessControl:
         if request.path in ADMIN_ROUTES and self._admin_key is not None:
             self._check_admin_key(self._admin_key, request)
         elif self._keys is not None and request.path not in OPEN_ROUTES:
-            request.api_key_name = self._keys.authenticate(request.headers.get(b"authorization", b""))
+            request.api_key_name = self._keys.authenticate(_authorization(request.headers))
         if request.path in ADMIN_ROUTES and self._admin_key is None:
             raise ApiError(
                 403,
@@ -118,6 +119,12 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
+
+
+def _authorization(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the header Authorization. Clients of Anthropic's API send the key as X-Api-Key instead."""
+    authorization, key = headers.get(b"authorization", b""), headers.get(b"x-api-key")
+    return b"Bearer " + key if key is not None and not authorization else authorization
 
 
 def _without_port(host: str) -> str:

@@ -14,7 +14,7 @@ import msgspec
 from quire_server.openai.chat_messages import MAX_DEPTH, MAX_MESSAGES, check_depth
 from quire_server.openai.errors import ApiError
 from quire_server.openai.http.ignored_fields import IgnoredFields, names_of
-from quire_server.openai.request_fields import describe_invalid
+from quire_server.openai.request_fields import CHAT_ONLY_FIELDS, describe_invalid
 from quire_spec.errors import truncated_repr
 
 NOT_STORED = "responses are not stored by this server"
@@ -29,10 +29,7 @@ _CHAT_ONLY_FIELDS: Mapping[str, str] = {
     "response_format": "use text.format",
     "reasoning_effort": "use reasoning.effort",
     "logprobs": "use include and top_logprobs",
-    **dict.fromkeys(("n", "best_of", "echo", "prompt_logprobs", "return_token_ids"), "use chat completions"),
-    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), "use chat completions"),
-    **dict.fromkeys(("add_generation_prompt", "continue_final_message"), "use chat completions"),
-    **dict.fromkeys(("return_tokens_as_token_ids", "separate_reasoning"), "use chat completions"),
+    **dict.fromkeys(CHAT_ONLY_FIELDS, "use chat completions"),
 }
 
 

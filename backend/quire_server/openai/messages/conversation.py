@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converts the system prompt and the messages of the Messages API to messages of chat completions.
+
+Successive messages of one role become one message, as in Anthropic's API, because many templates accept only messages
+of alternating roles. For the same reason, a system message after other messages becomes text of the user.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quire_server.openai.chat_messages import MAX_MESSAGES, check_depth
+from quire_server.openai.errors import ApiError
+from quire_server.openai.http.ignored_fields import IgnoredFields
+from quire_spec.errors import truncated_repr
+
+_BLOCK_FIELDS: Mapping[str, frozenset[str]] = {
+    "text": frozenset({"text", "citations"}),
+    "document": frozenset({"source", "title", "context", "citations"}),
+    "thinking": frozenset({"thinking", "signature"}),
+    "redacted_thinking": frozenset({"data"}),
+    "tool_use": frozenset({"id", "name", "input", "caller"}),
+    "tool_result": frozenset({"tool_use_id", "content", "is_error"}),
+}
+"""Fields of each type of content block, beside type and cache_control. Signatures and citations have no effect."""
+_TEXT_BLOCKS = ("text", "document")
+_ROLE_BLOCKS: Mapping[str, tuple[str, ...]] = {
+    "system": _TEXT_BLOCKS,
+    "user": (*_TEXT_BLOCKS, "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+}
+_BILLING_PREFIX = "x-anthropic-billing-header:"
+"""Start of a text with which a client tells Anthropic's API its version. It is dropped, because it differs between
+conversations, which could not share the cached prefix of the system prompt otherwise."""
+
+Document = dict[str, Any]
+
+
+def chat_messages(system: str | list[Any], messages: list[Any], ignored: IgnoredFields) -> list[Document]:
+    """Return the conversation as messages of chat completions. `ignored` gets the fields that are not known.
+
+    Raises:
+        ApiError: a message or a block is invalid or not supported.
+    """
+    if not messages:
+        raise ApiError(400, "messages: must be a list with at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise ApiError(400, f"messages: at most {MAX_MESSAGES} are allowed, got {len(messages)}")
+    chat: list[Document] = []
+    texts = _texts(system, "system", "system", ignored)
+    _add_text(chat, "system", [text for text in texts if not text.startswith(_BILLING_PREFIX)])
+    for i, message in enumerate(messages):
+        path = f"messages[{i}]"
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str) or role not in _ROLE_BLOCKS:
+            raise ApiError(400, f"{path}.role: must be user, assistant or system, got {truncated_repr(role)}")
+        check_depth(message, path)
+        ignored.check(message, {"role", "content"}, "messages.")
+        content = message.get("content")
+        if role == "assistant":
+            _add_assistant(chat, content, f"{path}.content", ignored)
+        elif role == "user" or any(other["role"] != "system" for other in chat):
+            _add_user(chat, content, f"{path}.content", ignored)
+        else:
+            _add_text(chat, "system", _texts(content, f"{path}.content", "system", ignored))
+    if all(message["role"] == "system" for message in chat):
+        raise ApiError(400, "messages: must contain a message of the user")
+    return chat
+
+
+def _add_user(chat: list[Document], content: object, path: str, ignored: IgnoredFields) -> None:
+    texts: list[str] = []
+    num_results = 0
+    for block, block_path in _blocks(content, path, "user", ignored):
+        if block["type"] != "tool_result":
+            texts.append(_text(block, block_path))
+            continue
+        _add_text(chat, "user", texts)
+        texts = []
+        num_results += 1
+        result = "\n".join(_texts(block.get("content") or "", f"{block_path}.content", "system", ignored))
+        if block.get("is_error"):
+            # Templates have no mark for a call that has failed.
+            result = f"Error: {result}"
+        chat.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+    if texts or not num_results:
+        _add_text(chat, "user", texts or [""])
+
+
+def _add_assistant(chat: list[Document], content: object, path: str, ignored: IgnoredFields) -> None:
+    if not chat or chat[-1]["role"] != "assistant":
+        chat.append({"role": "assistant", "content": ""})
+    message = chat[-1]
+    for block, block_path in _blocks(content, path, "assistant", ignored):
+        if block["type"] == "text":
+            message["content"] = _joined(message["content"], _text(block, block_path))
+        elif block["type"] == "thinking":
+            thinking = _string(block, "thinking", block_path)
+            message["reasoning"] = _joined(message.get("reasoning", ""), thinking)
+        elif block["type"] == "tool_use":
+            arguments = block.get("input")
+            if not isinstance(arguments, dict):
+                raise ApiError(400, f"{block_path}.input: must be an object, got {truncated_repr(arguments)}")
+            function = {"name": _string(block, "name", block_path), "arguments": arguments}
+            call = {"id": block.get("id"), "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+
+
+def _add_text(chat: list[Document], role: str, texts: list[str]) -> None:
+    """Add a text to the last message, if that has the same role, or else as a new message."""
+    if not texts:
+        return
+    if not chat or chat[-1]["role"] != role:
+        chat.append({"role": role, "content": ""})
+    chat[-1]["content"] = _joined(chat[-1]["content"], "\n".join(texts))
+
+
+def _texts(content: object, path: str, role: str, ignored: IgnoredFields) -> list[str]:
+    """Return the texts of a content that has only texts."""
+    texts = [_text(block, block_path) for block, block_path in _blocks(content, path, role, ignored)]
+    return [text for text in texts if text]
+
+
+def _blocks(content: object, path: str, role: str, ignored: IgnoredFields) -> Iterator[tuple[Document, str]]:
+    """Yield the blocks of a content, each with its path in the request."""
+    if isinstance(content, str):
+        yield {"type": "text", "text": content}, path
+        return
+    if not isinstance(content, list):
+        raise ApiError(400, f"{path}: must be a text or a list of blocks, got {truncated_repr(content)}")
+    for i, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str) or kind not in _ROLE_BLOCKS[role]:
+            raise ApiError(
+                400,
+                f"{path}[{i}].type: must be one of {', '.join(_ROLE_BLOCKS[role])}, got {truncated_repr(kind)}",
+            )
+        ignored.check(block, _BLOCK_FIELDS[kind] | {"type", "cache_control"}, "messages.content.")
+        yield block, f"{path}[{i}]"
+
+
+def _text(block: Mapping[str, Any], path: str) -> str:
+    if block["type"] == "text":
+        return _string(block, "text", path)
+    source = block.get("source")
+    if not isinstance(source, dict) or source.get("type") != "text":
+        kind = source.get("type") if isinstance(source, dict) else source
+        raise ApiError(400, f"{path}.source.type: must be text, got {truncated_repr(kind)}; send the document as text")
+    parts = [block.get("title"), block.get("context"), _string(source, "data", f"{path}.source")]
+    return "\n".join(part for part in parts if isinstance(part, str) and part)
+
+
+def _string(block: Mapping[str, Any], name: str, path: str) -> str:
+    if not isinstance(value := block.get(name), str):
+        raise ApiError(400, f"{path}.{name}: must be a text, got {truncated_repr(value)}")
+    return value
+
+
+def _joined(text: str, other: str) -> str:
+    return f"{text}\n{other}" if text and other else text or other
