@@ -5,6 +5,13 @@ from urllib.parse import urlsplit
 
 from quire_spec.errors import ConfigError
 
+_LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+
+
+def is_loopback(url: str) -> bool:
+    """Return whether the server is on this machine, so that no proxy can be needed."""
+    return urlsplit(url).hostname in _LOOPBACK_HOSTS
+
 
 def server_root(url: str, option: str, key_option: str) -> str:
     """Return the URL without its last slash and without /v1.

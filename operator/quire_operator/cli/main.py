@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quire_operator.cli import environment, options, pod_options
+from quire_operator.cli.bench import options as bench_options
 from quire_operator.cli.chat import options as chat_options
 from quire_operator.cli.model import options as model_options
 from quire_spec.errors import QuireError
@@ -34,6 +35,7 @@ examples:
   quire serve -f llmservice.yaml                   run it on this machine
   quire chat                                       chat with what runs on this machine
   quire batch -f llmservice.yaml -i in.jsonl -o out.jsonl     run a file of requests
+  quire bench --concurrency 1,8,64                 measure latencies and throughput of a running server
   quire simulate run --model steps.json --trace trace.jsonl   predict latencies and cost
   quire adapter rollback sql                       give an adapter in a cluster its previous content
   quire operate                                    reconcile all LLMServices of a cluster
@@ -128,6 +130,9 @@ def _build_parser() -> argparse.ArgumentParser:
     chat_options.add_chat_options(command)
     batch_help = "run a file of requests, here or on a server"
     options.add_batch_options(add_command(_batch, batch_help, options.BATCH_DESCRIPTION, options.BATCH_EXAMPLES))
+    bench_help = "measure latencies and throughput of a server"
+    command = add_command(_bench, bench_help, bench_options.BENCH_DESCRIPTION, bench_options.BENCH_EXAMPLES)
+    bench_options.add_bench_options(command)
     simulate_help = "predict latencies and cost from a recording"
     command = add_command(_simulate, simulate_help, options.SIMULATE_DESCRIPTION, options.SIMULATE_EXAMPLES)
     options.add_simulate_options(command)
@@ -246,6 +251,12 @@ def _batch(args: argparse.Namespace) -> int:
     from quire_operator.cli import batch
 
     return batch.run(args)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from quire_operator.cli.bench import command
+
+    return command.run(args)
 
 
 def _simulate(args: argparse.Namespace) -> int:

@@ -8,11 +8,10 @@ import urllib.request
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from http.client import HTTPException, HTTPResponse
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from quire_spec.errors import InvalidArgument, NotFound, QuireError, Unavailable
+from quire_spec.net.server_url import is_loopback
 
-_LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 _MODELS_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 600.0
 """Longest time without a byte of the answer. A request can wait in the queue of the server before its first token."""
@@ -37,7 +36,7 @@ class Api:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         handlers: list[urllib.request.BaseHandler] = [_NoRedirects()]
-        if urlsplit(root).hostname in _LOOPBACK_HOSTS:
+        if is_loopback(root):
             handlers.append(urllib.request.ProxyHandler({}))
         self._opener = urllib.request.build_opener(*handlers)
 
