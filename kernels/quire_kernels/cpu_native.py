@@ -205,7 +205,7 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("quire_pack_codes", p, p, p, p, n, n),
         ("quire_linear_codes", p, n, p, p, p, n, n, n, n),
         ("quire_pack_adapter", p, p, p, p, n, n, n),
-        ("quire_lora_embedding", p, p, p, n, p, n, p, n, n),
+        ("quire_lora_embedding", p, p, p, p, n, p, n, n),
         ("quire_adapted_linear", p, n, p, p, p, n, n, n, n, p, p),
         ("quire_rms_norm", p, n, p, p, n, n, f),
         ("quire_norm_heads", p, n, p, p, n, n, n, n, f),

@@ -123,7 +123,7 @@ class ExpertAdapters:
         """The C struct. This object must live at least as long."""
         slots = self.batch.adapter_slots
         assert slots.dtype == torch.int64 and slots.is_contiguous() and slots.device.type == "cpu"
-        return _ExpertAdapters(self.gate_up.address, self.down.address, slots.data_ptr(), len(self.down.slot_weights))
+        return _ExpertAdapters(self.gate_up.address, self.down.address, slots.data_ptr(), len(self.down.host_entries))
 
 
 @Op

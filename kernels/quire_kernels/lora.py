@@ -236,7 +236,7 @@ def _adapted_linear_native(
 ) -> None:
     num_tokens, in_features = x.shape
     # The compiled kernel does not check its arguments.
-    assert x.dtype == out.dtype == adapters.slot_weights.dtype and x.stride(1) == 1 and out.is_contiguous()
+    assert x.dtype == out.dtype == adapters.pages.dtype and x.stride(1) == 1 and out.is_contiguous()
     assert in_features == adapters.target.in_features and out.shape == (num_tokens, sum(adapters.target.widths))
     assert batch.native is not None and len(batch.adapter_slots) == num_tokens
     cpu_native.get_library().quire_adapted_linear(
@@ -272,8 +272,8 @@ def add_lora_embedding(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, ba
 
 @add_lora_embedding.register("cpu")
 def _add_lora_embedding_cpu(out: Tensor, token_ids: Tensor, adapters: ModuleSlots, batch: LoRABatch) -> None:
-    slots, entries = adapters.slot_weights, adapters.entries
-    is_supported = cpu_native.supports(out, slots) and out.is_contiguous() and token_ids.is_contiguous()
+    pages, entries = adapters.pages, adapters.entries
+    is_supported = cpu_native.supports(out, pages) and out.is_contiguous() and token_ids.is_contiguous()
     if not is_supported or batch.native is None:
         add_lora_embedding.reference(out, token_ids, adapters, batch)
         return
@@ -283,8 +283,7 @@ def _add_lora_embedding_cpu(out: Tensor, token_ids: Tensor, adapters: ModuleSlot
     cpu_native.get_library().quire_lora_embedding(
         out.data_ptr(),
         token_ids.data_ptr(),
-        slots.data_ptr(),
-        slots.stride(0),
+        pages.data_ptr(),
         entries.data_ptr(),
         entries.shape[1],
         batch.adapter_slots.data_ptr(),

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter slots, which store the LoRA matrices on the device.
 
-All slots are one tensor, which has a row for each slot.
+All slots share one tensor, which is divided into pages. A page has the size of one LoRA rank of an adapter that changes
+all modules. A slot has as many consecutive pages as its adapter needs; the caller decides which.
 
-The matrices of an adapter are contiguous in its slot, and each matrix has its own LoRA rank. Therefore, an adapter is
-loaded with one copy, and no matrix is padded to the largest rank. A table contains the offset of each matrix. An
-operation gets a `ModuleSlots`, through which it reads the slots and the table for one module.
+The matrices of an adapter are contiguous, and each matrix has its own LoRA rank. Therefore, an adapter is loaded with
+one copy, and no matrix is padded to the largest rank. A table contains the offset of each matrix. An operation gets a
+`ModuleSlots`, through which it reads the pages and the table for one module.
 """
 
 import ctypes
@@ -62,33 +63,33 @@ class LoRATarget:
     is_norm: bool = False
     """True if adapters replace the weight and the bias of a norm. These are a transform, without LoRA matrices."""
 
-    def num_elements(self, max_rank: int) -> int:
-        """Return how many elements of a slot this module needs for an adapter of the largest LoRA rank. Transforms use
-        what the adapter leaves."""
+    @property
+    def page_elements(self) -> int:
+        """Number of elements of this module in a page: half of what two LoRA ranks need, because an odd rank is padded
+        to an even one. Transforms use what the adapter leaves."""
         if self.is_norm:
             return 0
-        rank = _round_up_to_even(self.max_rank or max_rank)
         return max(1, self.num_experts) * sum(
-            _round_up_to_alignment(rank * self.in_features) + _round_up_to_alignment(rank * width)
+            (_round_up_to_alignment(2 * self.in_features) + _round_up_to_alignment(2 * width)) // 2
             for width in self.widths
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An adapter on the host, in the layout that it has in a slot."""
+    """An adapter on the host, in the layout that it has in its pages."""
 
     chunks: tuple[Tensor, ...]
-    """The content of the slot, divided into consecutive tensors [num_elements]."""
+    """The content of the pages, divided into consecutive tensors [num_elements]."""
     entries: Tensor
     """[num_targets, max_slices, 4] int64: the offset of A, the offset of B, the LoRA rank, and the offset of the
-    transform of the base product. The rank is 0 for a slice that the adapter does not change. The last number is 0 for
-    a slice whose base product is not transformed.
+    transform of the base product. The offsets are relative to the first page. The rank is 0 for a slice that the
+    adapter does not change. The last number is 0 for a slice whose base product is not transformed.
     """
 
     @property
     def num_elements(self) -> int:
-        """Number of elements that the adapter needs in a slot."""
+        """Number of elements that the adapter needs on the device."""
         return sum(part.numel() for part in self.chunks)
 
     @property
@@ -106,8 +107,7 @@ class _Linear(ctypes.Structure):
     """The C struct QuireLoraLinear, which csrc/lora.cpp defines."""
 
     _fields_ = (
-        ("slots", ctypes.c_void_p),
-        ("slot_size", ctypes.c_int64),
+        ("pages", ctypes.c_void_p),
         ("entries", ctypes.c_void_p),
         ("ld_entries", ctypes.c_int64),
         ("num_slices", ctypes.c_int64),
@@ -121,18 +121,17 @@ class _Linear(ctypes.Structure):
 class ModuleSlots:
     """One module's view of the slots."""
 
-    def __init__(
-        self, target: LoRATarget, slot_weights: Tensor, entries: Tensor, host_entries: Tensor, max_rank: int
-    ) -> None:
+    def __init__(self, target: LoRATarget, pages: Tensor, entries: Tensor, host_entries: Tensor, max_rank: int) -> None:
         self.target = target
-        self.slot_weights = slot_weights
-        """[num_slots, slot_size]."""
+        self.pages = pages
+        """The matrices of all modules in all slots, [num_elements]."""
         self.entries = entries
-        """[num_slots, max_slices, 4] int64, on the device. `PackedAdapter.entries` describes the numbers."""
+        """[num_slots, max_slices, 4] int64, on the device. `PackedAdapter.entries` describes the numbers, but here the
+        offsets are relative to the first element of `pages`."""
         self.host_entries = host_entries
         """Copy of `entries` on the host. If the device is the CPU, this is the same tensor."""
         self.max_rank = max_rank
-        self.active_slots = set(range(len(slot_weights)))
+        self.active_slots = set(range(len(host_entries)))
         """The module must be computed if a step uses one of these slots. The set also contains the empty slots, because
         warm-up steps use them to measure memory.
         """
@@ -141,14 +140,13 @@ class ModuleSlots:
         (adapter slot, expert). The number of a pair is adapter slot * num_experts + expert."""
         self.transformed_slots: set[int] = set()
         """Slots whose adapter transforms the base product of the module."""
-        self.is_panel_packed = _supports_panels(target, slot_weights)
+        self.is_panel_packed = _supports_panels(target, pages)
         """Whether the matrices have the layout that the compiled kernels need."""
         if self.is_panel_packed:
             slice_ends = [sum(target.widths[: i + 1]) // PANEL_COLUMNS for i in range(len(target.widths))]
             self._slice_ends = torch.tensor(slice_ends)
             self.native = _Linear(
-                slot_weights.data_ptr(),
-                slot_weights.stride(0),
+                pages.data_ptr(),
                 entries.data_ptr(),
                 entries.shape[1],
                 len(target.widths),
@@ -184,69 +182,73 @@ class ModuleSlots:
         width, features = self.target.widths[index], self.target.in_features
         a_size, b_size = self.matrix_sizes(rank, width)
         a_start, b_start = a_start + expert * a_size, b_start + expert * b_size
-        row = self.slot_weights[slot]
+        pages = self.pages
         if not self.is_panel_packed:
             a_shape = (features, rank) if self.target.is_embedding else (rank, features)
-            return row[a_start : a_start + rank * features].view(a_shape), row[b_start : b_start + rank * width].view(
-                rank, width
-            )
+            a_matrix = pages[a_start : a_start + rank * features].view(a_shape)
+            return a_matrix, pages[b_start : b_start + rank * width].view(rank, width)
         a_matrix = (
-            row[a_start : a_start + rank * features]
+            pages[a_start : a_start + rank * features]
             .view(features // 2, rank, 2)
             .transpose(0, 1)
             .reshape(rank, features)
         )
-        b_panels = row[b_start : b_start + _round_up_to_even(rank) * width].view(
+        b_panels = pages[b_start : b_start + _round_up_to_even(rank) * width].view(
             width // PANEL_COLUMNS, -1, PANEL_COLUMNS, 2
         )
         return a_matrix, b_panels.permute(1, 3, 0, 2).reshape(-1, width)[:rank]
 
     def matrix_sizes(self, rank: int, width: int) -> tuple[int, int]:
-        """Return the numbers of elements of a slot that A and B of one slice or of one expert take."""
+        """Return the numbers of elements that A and B of one slice or of one expert take."""
         b_rank = _round_up_to_even(rank) if self.is_panel_packed else rank
         return _round_up_to_alignment(rank * self.target.in_features), _round_up_to_alignment(b_rank * width)
 
     def get_transform(self, slot: int, index: int) -> RowTransform | None:
         """Return the transform of one slice in a slot, or None if its base product is not transformed."""
         start, width = int(self.host_entries[slot, index, 3]), self.target.widths[index]
-        return self.slot_weights[slot, start : start + 2 * width].view(2, width) if start else None
+        return self.pages[start : start + 2 * width].view(2, width) if start else None
 
 
 class LoRASlots:
     """All adapter slots of a model."""
 
-    def __init__(self, targets: Sequence[LoRATarget], num_slots: int, max_rank: int, like: Tensor) -> None:
+    def __init__(
+        self, targets: Sequence[LoRATarget], num_slots: int, max_rank: int, like: Tensor, num_pages: int | None = None
+    ) -> None:
         """`targets` must be in the order in which a step computes them. The slots get the dtype and the device of the
-        tensor `like`.
+        tensor `like`. By default, there are enough pages for an adapter of `max_rank` in each slot.
         """
-        shape = (num_slots, sum(site.num_elements(max_rank) for site in targets))
+        self.page_size = _round_up_to_alignment(sum(site.page_elements for site in targets))
+        """Number of elements of a page."""
+        self.num_pages = num_slots * _round_up_to_even(max_rank) if num_pages is None else num_pages
+        shape = (self.num_pages * self.page_size,)
         if like.device.type == "cpu":
             # Use huge pages, because a step reads all of this memory once. 16 adapters of a 135M Llama take 156 MB.
-            self._slots = HugePageArena().empty(shape, like.dtype)
+            self._pages = HugePageArena().empty(shape, like.dtype)
         else:
-            self._slots = like.new_empty(shape)
+            self._pages = like.new_empty(shape)
         max_slices = max(len(site.widths) for site in targets)
         self._host_entries = torch.zeros(len(targets), num_slots, max_slices, 4, dtype=torch.int64)
         self._entries = self._host_entries.to(like.device)
         self.modules = tuple(
-            ModuleSlots(site, self._slots, self._entries[i], self._host_entries[i], site.max_rank or max_rank)
+            ModuleSlots(site, self._pages, self._entries[i], self._host_entries[i], site.max_rank or max_rank)
             for i, site in enumerate(targets)
         )
         """The views of all modules, in the order of `targets`."""
-        self._experts = _ExpertEntries(self.modules, self._slots)
+        self._experts = _ExpertEntries(self.modules, self._pages)
         linears = [module for module in self.modules if not (module.target.num_experts or module.target.is_norm)]
         for module, next_module in zip(linears, (*linears[1:], *linears[:1]), strict=True):
             module.set_next_module(next_module)
 
     @property
     def num_bytes(self) -> int:
-        """Size of all slots in bytes, without the table of offsets."""
-        return self._slots.nbytes
+        """Size of all pages in bytes, without the table of offsets."""
+        return self._pages.nbytes
 
-    @property
-    def slot_size(self) -> int:
-        """Number of elements of a slot."""
-        return self._slots.shape[1]
+    def count_pages(self, adapter: PackedAdapter) -> int:
+        """Return how many pages an adapter needs. Without transforms, these are at most as many as its LoRA rank, which
+        is padded to an even number."""
+        return -(-adapter.num_elements // self.page_size)
 
     def pack(
         self,
@@ -255,8 +257,7 @@ class LoRASlots:
     ) -> PackedAdapter:
         """Convert an adapter to the layout of a slot.
 
-        For each module, `pairs` contains the matrices of its slices, and `transforms` the transforms. The result can
-        need more than `slot_size` elements if it has transforms.
+        For each module, `pairs` contains the matrices of its slices, and `transforms` the transforms.
         """
         entries = torch.zeros(self._host_entries[:, 0].shape, dtype=torch.int64)
         end, placements, copies = 0, [], list[tuple[int, RowTransform]]()
@@ -279,7 +280,7 @@ class LoRASlots:
                     entries[i, j, 3] = end
                     copies.append((end, transform))
                     end += _round_up_to_alignment(transform.numel())
-        data = self._slots.new_zeros(end, device="cpu")
+        data = self._pages.new_zeros(end, device="cpu")
         for start, transform in copies:
             data[start : start + transform.numel()] = transform.flatten()
         for module, a, b, a_start, b_start in placements:
@@ -289,38 +290,43 @@ class LoRASlots:
                 _write_matrices(module, a[i], b[i], data[a_start + i * a_size :], data[b_start + i * b_size :])
         return PackedAdapter((data,), entries)
 
-    def write(self, slot: int, adapter: PackedAdapter) -> None:
-        """Write an adapter to a slot. No operation may read the slot during this call."""
-        self._host_entries[:, slot] = adapter.entries
+    def write(self, slot: int, adapter: PackedAdapter, first_page: int | None = None) -> None:
+        """Write an adapter to a slot, whose pages begin at `first_page`. By default, these are the pages that the slot
+        has if all slots have equally many. No operation may read the slot or the pages during this call.
+        """
+        if first_page is None:
+            first_page = slot * (self.num_pages // self._host_entries.shape[1])
+        end = first_page * self.page_size
+        assert end + adapter.num_elements <= len(self._pages)
+        offsets = adapter.entries != 0
+        offsets[..., :2] = adapter.entries[..., 2:3] != 0
+        offsets[..., 2] = False
+        self._host_entries[:, slot] = adapter.entries + end * offsets
         for module, entries in zip(self.modules, adapter.entries.any(1).tolist(), strict=True):
             _, _, is_used, is_transformed = entries
             (module.active_slots.add if is_used or is_transformed else module.active_slots.discard)(slot)
             (module.transformed_slots.add if is_transformed else module.transformed_slots.discard)(slot)
-        row, end = self._slots[slot], 0
         for part in adapter.chunks:
             start, end = end, end + part.numel()
-            row[start:end].copy_(part, non_blocking=True)
+            self._pages[start:end].copy_(part, non_blocking=True)
         if self._entries is not self._host_entries:
-            self._entries[:, slot].copy_(adapter.entries, non_blocking=True)
+            self._entries[:, slot].copy_(self._host_entries[:, slot], non_blocking=True)
         self._experts.write(slot)
 
 
 class _ExpertEntries:
     """Offsets of the matrices of all pairs (adapter slot, expert); see `ModuleSlots.by_expert`."""
 
-    def __init__(self, modules: Sequence[ModuleSlots], slots: Tensor) -> None:
+    def __init__(self, modules: Sequence[ModuleSlots], pages: Tensor) -> None:
         self._modules = [module for module in modules if module.target.num_experts and not module.is_panel_packed]
-        self._slot_size, num_slots = slots.shape[1], len(slots)
         if not self._modules:
             return
-        num_experts = self._modules[0].target.num_experts
+        num_experts, num_slots = self._modules[0].target.num_experts, len(modules[0].host_entries)
         self._host_entries = torch.zeros(len(self._modules), num_slots, num_experts, 4, dtype=torch.int64)
-        self._entries = self._host_entries.to(slots.device)
+        self._entries = self._host_entries.to(pages.device)
         for module, host_entries, entries in zip(self._modules, self._host_entries, self._entries, strict=True):
-            # The offsets are relative to the first slot.
-            pairs = slots.view(-1).expand(num_slots * num_experts, -1)
             tables = entries.view(-1, 1, 4), host_entries.view(-1, 1, 4)
-            module.by_expert = ModuleSlots(replace(module.target, num_experts=0), pairs, *tables, module.max_rank)
+            module.by_expert = ModuleSlots(replace(module.target, num_experts=0), pages, *tables, module.max_rank)
 
     def write(self, slot: int) -> None:
         """Update the offsets after an adapter was written to a slot."""
@@ -329,8 +335,7 @@ class _ExpertEntries:
         for module, entries in zip(self._modules, self._host_entries[:, slot], strict=True):
             a_start, b_start, rank, _ = module.host_entries[slot, 0].tolist()
             sizes = torch.tensor(module.matrix_sizes(rank, module.target.widths[0]))
-            starts = torch.tensor((a_start, b_start)) + slot * self._slot_size
-            entries[:, :2] = starts + torch.arange(len(entries))[:, None] * sizes
+            entries[:, :2] = torch.tensor((a_start, b_start)) + torch.arange(len(entries))[:, None] * sizes
             entries[:, 2] = rank
         if self._entries is not self._host_entries:
             self._entries[:, slot].copy_(self._host_entries[:, slot], non_blocking=True)
@@ -347,9 +352,9 @@ def _write_matrices(module: ModuleSlots, a: Tensor, b: Tensor, a_dst: Tensor, b_
     b_dst[: b.numel()] = b.t().flatten()
 
 
-def _supports_panels(target: LoRATarget, slot_weights: Tensor) -> bool:
+def _supports_panels(target: LoRATarget, pages: Tensor) -> bool:
     is_aligned = target.in_features % 2 == 0 and all(width % PANEL_COLUMNS == 0 for width in target.widths)
-    return is_aligned and not target.is_embedding and cpu_native.supports(slot_weights)
+    return is_aligned and not target.is_embedding and cpu_native.supports(pages)
 
 
 def _round_up_to_even(rank: int) -> int:

@@ -190,7 +190,7 @@ def make_adapters(sizes: tuple[int, int, int], dtype, num_tokens: int):
     # A linear before and after the experts: its matrices must not be read as theirs.
     linear = LoRATarget(hidden, (hidden,))
     slots = LoRASlots([linear, *targets, linear], len(RANKS), 18, torch.empty(0, dtype=dtype))
-    matrices = {}
+    matrices, last_page = {}, slots.num_pages
     for slot, ranks in RANKS.items():
         pairs = matrices[slot] = [
             None
@@ -202,7 +202,9 @@ def make_adapters(sizes: tuple[int, int, int], dtype, num_tokens: int):
             for rank, (d_in, d_out) in zip(ranks, shapes, strict=True)
         ]
         other = torch.randn(3, hidden), torch.randn(hidden, 3)
-        slots.write(slot, slots.pack([[other], *([pair] for pair in pairs), [other]]))
+        packed = slots.pack([[other], *([pair] for pair in pairs), [other]])
+        last_page -= slots.count_pages(packed)
+        slots.write(slot, packed, last_page)
     ends = torch.randint(0, num_tokens + 1, (6,)).sort().values.tolist()
     segments = [
         AdapterSegment(slot, start, end)

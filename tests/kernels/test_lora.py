@@ -40,17 +40,26 @@ def no_amx(monkeypatch):
 
 
 def _slots(site, dtype, ranks=RANKS):
-    """Return filled slots of one module, which contained other adapters before, and each slot's dense delta."""
-    slots = LoRASlots([LoRATarget(6, (32,)), site], NUM_SLOTS, MAX_RANK, torch.empty(0, dtype=dtype))
+    """Return filled slots of one module, which contained other adapters before, and each slot's dense delta.
+
+    There are only as many pages as the adapters need, and the order of the pages is not that of the slots.
+    """
+    num_pages = sum(max(own) + max(own) % 2 for own in ranks)
+    slots = LoRASlots([LoRATarget(6, (32,)), site], NUM_SLOTS, MAX_RANK, torch.empty(0, dtype=dtype), num_pages)
     deltas = torch.zeros(NUM_SLOTS, sum(site.widths), site.in_features, dtype=torch.float64)
-    for slot, own in enumerate(ranks):
+    for slot in range(len(ranks)):
         before = [(torch.randn(MAX_RANK, site.in_features), torch.randn(w, MAX_RANK)) for w in site.widths]
-        slots.write(slot, slots.pack([[None], before]))
+        slots.write(slot, slots.pack([[None], before]), slot)
+    first_page = 0
+    for slot, own in reversed(list(enumerate(ranks))):
         pairs = [
             (torch.randn(rank, site.in_features).to(dtype) / 4, torch.randn(width, rank).to(dtype) / 4)
             for rank, width in zip(own, site.widths, strict=True)
         ]
-        slots.write(slot, slots.pack([[None], [pair if pair[0].shape[0] else None for pair in pairs]]))
+        packed = slots.pack([[None], [pair if pair[0].shape[0] else None for pair in pairs]])
+        assert slots.count_pages(packed) <= max(own) + max(own) % 2
+        slots.write(slot, packed, first_page)
+        first_page += slots.count_pages(packed)
         deltas[slot] = torch.cat([b.double() @ a.double() for a, b in pairs])
     return slots.modules[1], deltas
 
@@ -202,8 +211,10 @@ def test_pinned_chunks_equal_the_adapter(monkeypatch):
     for slot, adapter in enumerate((packed, pinned)):
         slots.write(slot, adapter)
     num = packed.chunks[0].numel()
-    assert torch.equal(slots._slots[0, :num], slots._slots[1, :num])
-    assert torch.equal(slots._entries[:, 0], slots._entries[:, 1])
+    first, second = slots._pages.view(2, -1)
+    assert torch.equal(first[:num], second[:num])
+    offsets = torch.tensor([len(first), len(first), 0, 0])
+    assert torch.equal(slots._entries[:, 0] + offsets, slots._entries[:, 1])
 
 
 @requires_native_kernels

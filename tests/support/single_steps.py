@@ -47,7 +47,7 @@ def run_prompt(
 ) -> SpanOutput:
     """Load adapters (digest, slot), then run a whole prompt alone."""
     for adapter_digest, slot in loads:
-        runner.load_adapter_slot(SlotLoad(adapter_digest, SlotId(slot)))()
+        runner.load_adapter_slot(SlotLoad(adapter_digest, SlotId(slot), slot * CONFIG.max_lora_rank))()
     slot_id = None if adapter_slot is None else SlotId(adapter_slot)
     sequence = SequenceFactory().create(token_ids, **params)
     (output,) = runner.execute(StepPlan([ScheduledSpan(sequence, 0, len(token_ids), slot_id)]))

@@ -208,7 +208,7 @@ def _run_steps(model: CausalLM, capability: tuple[int, int]) -> None:
         kv_cache = _create_cache(model.shape, dtype)
         for spans in _steps(model.shape):
             _run_step(model, kv_cache, [replace(span, adapter_slot=None) for span in spans])
-    create_slots(model, _CONFIG, _DTYPE, _DEVICE)
+    create_slots(model, _CONFIG, _CONFIG.num_lora_pages(model.shape), _DTYPE, _DEVICE)
     kv_cache = _create_cache(model.shape, _DTYPE)
     for spans in _steps(model.shape):
         _run_step(model, kv_cache, spans)

@@ -36,7 +36,7 @@ from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
 from quire_spec.model.capabilities import DTYPE_BYTES
-from quire_spec.model.memory_sizing import lora_slot_bytes
+from quire_spec.model.memory_sizing import lora_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import (
     AdapterEvent,
@@ -478,28 +478,17 @@ def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: M
     """Return an empty registry.
 
     Raises:
-        ConfigError: cpu_lora_memory_bytes is less than the size of `max_loras` adapters, so host memory cannot hold one
-            adapter for each slot.
+        ConfigError: cpu_lora_memory_bytes is less than the memory of all slots.
     """
-    max_adapter_bytes = (
-        lora_slot_bytes(
-            shape,
-            config.max_lora_rank,
-            DTYPE_BYTES[memory.dtype],
-            config.lora_experts,
-            config.lora_modules_to_save,
-        )
-        if config.enable_lora
-        else 0
-    )
-    min_host_bytes, max_host_bytes = config.max_loras * max_adapter_bytes, config.cpu_lora_memory_bytes
+    num_pages, max_host_bytes = config.num_lora_pages(shape), config.cpu_lora_memory_bytes
+    min_host_bytes = lora_bytes(shape, num_pages, DTYPE_BYTES[memory.dtype], config.lora_experts)
     if max_host_bytes is not None and max_host_bytes < min_host_bytes:
         raise ConfigError(
             f"cpu_lora_memory_bytes: {max_host_bytes} is less than {min_host_bytes}. Host memory must have room for "
-            f"{config.max_loras} adapters of {max_adapter_bytes} bytes each; "
-            "raise cpu_lora_memory_bytes, or lower max_loras or max_lora_rank"
+            f"the adapters in slots, whose LoRA ranks can add up to {num_pages}; raise cpu_lora_memory_bytes, or lower "
+            "max_loaded_lora_ranks, max_loras or max_lora_rank"
         )
-    return AdapterRegistry(config.max_loras, config.max_host_loras, max_host_bytes, config.max_lora_rank)
+    return AdapterRegistry(config.max_loras, config.max_host_loras, max_host_bytes, config.max_lora_rank, num_pages)
 
 
 def _check_digest(path: Path, digest: AdapterDigest) -> None:

@@ -56,11 +56,8 @@ def log_memory(engine: Engine) -> None:
     shape = TensorParallelShard(engine.shape, 0, config.tensor_parallel_size).local_config
     element_bytes = DTYPE_BYTES[memory.dtype]
     kv_element_bytes = element_bytes if config.kv_cache_dtype == "auto" else 1
-    num_slots = config.max_loras if config.enable_lora else 0
     weights = memory_sizing.weights_bytes(engine.shape, element_bytes) // config.tensor_parallel_size
-    lora = num_slots * memory_sizing.lora_slot_bytes(
-        shape, config.max_lora_rank, element_bytes, config.lora_experts, config.lora_modules_to_save
-    )
+    lora = memory_sizing.lora_bytes(shape, config.num_lora_pages(engine.shape), element_bytes, config.lora_experts)
     kv = memory.num_blocks * memory_sizing.kv_block_bytes(
         shape,
         memory.block_size,

@@ -140,7 +140,8 @@ class TensorParallelRunner(ModelRunner):
         adapter = self._adapter_by_digest[slot_load.adapter_digest]
 
         def copy_to_slot() -> None:
-            call_id = self._worker_group.start_call("copy_to_slot", key=adapter.key, slot=slot_load.adapter_slot)
+            place = {"slot": slot_load.adapter_slot, "first_page": slot_load.first_page}
+            call_id = self._worker_group.start_call("copy_to_slot", key=adapter.key, **place)
             try:
                 copy_local()
             finally:

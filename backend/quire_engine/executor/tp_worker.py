@@ -120,7 +120,7 @@ class TensorParallelWorker:
                 folders = tuple(WeightedFolder(Path(path), weight) for path, weight in call["folders"])
                 runner.store_adapter(key, runner.read_adapter(folders))
             elif call["call"] == "copy_to_slot":
-                runner.load_adapter_slot(SlotLoad(key, SlotId(call["slot"])))()
+                runner.load_adapter_slot(SlotLoad(key, SlotId(call["slot"]), call["first_page"]))()
             else:
                 runner.discard_adapter(key)
         except QuireError as error:

@@ -19,10 +19,12 @@ class AdapterInfo:
     """The tokens from which it applies (aLoRA). If there are none, it applies to all tokens."""
     not_combinable: str = ""
     """The field of adapter_config.json for which it cannot be part of a sum; empty if it can."""
+    num_pages: int = 0
+    """Number of pages that it needs in a slot."""
 
 
 def combined_info(infos: Sequence[AdapterInfo], max_rank: int) -> AdapterInfo:
-    """Return what is known about a sum of adapters before it is read. Its size is an upper bound.
+    """Return what is known about a sum of adapters before it is read. Its sizes are upper bounds.
 
     Raises:
         InvalidArgument: the adapters cannot be added.
@@ -37,7 +39,9 @@ def combined_info(infos: Sequence[AdapterInfo], max_rank: int) -> AdapterInfo:
             f"the sum of the adapters' ranks is {rank}, but max_lora_rank is {max_rank}; raise it (spec.lora.maxRank "
             "of an LLMService), or add fewer adapters"
         )
-    return AdapterInfo(sum(info.num_bytes for info in infos), rank, invocations.pop())
+    # A page is one rank of all modules, and an odd rank is padded.
+    num_pages = min(sum(info.num_pages for info in infos), rank + rank % 2)
+    return AdapterInfo(sum(info.num_bytes for info in infos), rank, invocations.pop(), num_pages=num_pages)
 
 
 def check_combinable(not_combinable: str) -> None:

@@ -48,7 +48,7 @@ class DeviceAdapterSlots:
         """Convert an adapter to the form that `copy_to_slot` requires. Safe to call from any thread.
 
         Raises:
-            InvalidArgument: the adapter needs more memory than a slot has.
+            InvalidArgument: the adapter needs more pages than all slots have together.
         """
         modules = zip(self._module_keys, self._slots.modules, strict=True)
         packed_adapter = self._slots.pack(
@@ -61,32 +61,37 @@ class DeviceAdapterSlots:
             ],
             [[adapter.transforms.get(key) for key in slices] for slices in self._module_keys],
         )
-        if packed_adapter.num_elements > self._slots.slot_size:
+        if (num_pages := self._slots.count_pages(packed_adapter)) > self._slots.num_pages:
             raise InvalidArgument(
-                f"magnitudes, biases and norms do not fit beside the LoRA matrices: a slot has {self._slots.slot_size} "
-                f"elements, the adapter needs {packed_adapter.num_elements}; raise max_lora_rank"
+                f"the adapter needs {num_pages} pages of LoRA rank with its magnitudes, biases and norms, and all "
+                f"slots have {self._slots.num_pages}; raise max_loaded_lora_ranks (spec.lora.maxLoadedRanks)"
             )
         return packed_adapter if self._stream is None else packed_adapter.pin_memory()
 
-    def copy_to_slot(self, packed_adapter: PackedAdapter, adapter_slot: int) -> Callable[[], None]:
-        """Return a function that copies an adapter from host memory into a slot; any thread can call it.
+    def count_pages(self, packed_adapter: PackedAdapter) -> int:
+        """Return how many pages an adapter needs."""
+        return self._slots.count_pages(packed_adapter)
+
+    def copy_to_slot(self, packed_adapter: PackedAdapter, adapter_slot: int, first_page: int) -> Callable[[], None]:
+        """Return a function that copies an adapter from host memory into a slot, whose pages begin at `first_page`; any
+        thread can call it.
 
         On a GPU the copy runs on a separate stream. This stream waits for the work that is already queued, because a
         step may still read the slot. The copy does not delay work that is queued later. When the function returns, the
         copy is done.
         """
         queued_work = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
-        return lambda: self._copy(adapter_slot, packed_adapter, queued_work)
+        return lambda: self._copy(adapter_slot, first_page, packed_adapter, queued_work)
 
     @torch.inference_mode()
-    def _copy(self, adapter_slot: int, packed_adapter: PackedAdapter, queued_work: "torch.cuda.Event | None") -> None:
+    def _copy(self, slot: int, first_page: int, adapter: PackedAdapter, queued_work: "torch.cuda.Event | None") -> None:
         if self._stream is None or queued_work is None:
-            self._slots.write(adapter_slot, packed_adapter)
+            self._slots.write(slot, adapter, first_page)
             return
         # The context also sets the current device. Without it, a new thread would use the first device.
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(queued_work)
-            self._slots.write(adapter_slot, packed_adapter)
+            self._slots.write(slot, adapter, first_page)
         self._stream.synchronize()
 
 
@@ -99,8 +104,11 @@ def _pad_outputs(pair: LoRAPair | None, width: int) -> LoRAPair | None:
     )
 
 
-def create_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> DeviceAdapterSlots:
-    """Create slots for every module that adapters can change, and attach them to the modules."""
+def create_slots(
+    model: CausalLM, config: EngineConfig, num_pages: int, dtype: torch.dtype, device: torch.device
+) -> DeviceAdapterSlots:
+    """Create slots for every module that adapters can change, and attach them to the modules. All tensor-parallel ranks
+    have `num_pages` pages, in which an adapter has the same place on each rank."""
     sites = [each for each in model.adapter_sites() if config.lora_experts or not each[1].num_experts]
     module_keys = [[(layer, name) for name in site.slices] for layer, site in sites]
     vocab_size, embedding_size = model.embed_tokens.shape
@@ -115,7 +123,8 @@ def create_slots(model: CausalLM, config: EngineConfig, dtype: torch.dtype, devi
     ]
     outer_keys = [(NO_LAYER, "lm_head"), *((NO_LAYER, name) for name in norms)]
     module_keys = [[(NO_LAYER, "embed_tokens")], *module_keys, *([key] for key in outer_keys)]
-    slots = LoRASlots(targets, config.max_loras, config.max_lora_rank, torch.empty(0, dtype=dtype, device=device))
+    like = torch.empty(0, dtype=dtype, device=device)
+    slots = LoRASlots(targets, config.max_loras, config.max_lora_rank, like, num_pages)
     modules = iter(slots.modules)
     model.embedding_adapters = next(modules)
     for part in (*(site for _, site in sites), model.lm_head, *norms.values()):

@@ -63,17 +63,23 @@ class AdapterRegistry:
     """
 
     def __init__(
-        self, max_loras: int, max_host_loras: int, max_host_bytes: int | None = None, max_rank: int = sys.maxsize
+        self,
+        max_loras: int,
+        max_host_loras: int,
+        max_host_bytes: int | None = None,
+        max_rank: int = sys.maxsize,
+        num_pages: int = 0,
     ) -> None:
         """Create an empty registry.
 
-        `max_rank` is the largest rank of a weighted sum of adapters.
-        `max_host_bytes` limits all host copies together; None means no limit. The limit must leave room for one adapter
-        per slot, even if each of these adapters has the largest possible size.
+        `max_rank` is the largest rank of a weighted sum of adapters. `num_pages` is the number of pages that the
+        adapters in slots share.
+        `max_host_bytes` limits all host copies together; None means no limit. The limit must leave room for adapters
+        that fill all pages.
         """
         self._changed: set[AdapterDigest] = set()
         """Adapters whose residency may have changed since `pop_changes`."""
-        self.slot_table = SlotTable(max_loras, self._changed)
+        self.slot_table = SlotTable(max_loras, self._changed, num_pages, self._num_pages)
         self._max_host_loras = max_host_loras
         self._max_host_bytes = max_host_bytes
         self._max_rank = max_rank
@@ -102,14 +108,14 @@ class AdapterRegistry:
             for longer, or if the adapter was removed during the read.
 
         Raises:
-            InvalidArgument: every slot is pinned already.
+            InvalidArgument: every slot is pinned already, or the pinned adapters leave too few pages.
         """
-        adapter = self._adapter_by_digest.get(digest)
+        adapter, info = self._adapter_by_digest.get(digest), info or AdapterInfo()
         if adapter is None or slot_pinned is not None:
             assert isinstance(source, Path), "only its sequences register a sum"
-            adapter = self._register(digest, source, bool(slot_pinned))
+            adapter = self._register(digest, source, bool(slot_pinned), info)
         self._reading.discard(digest)
-        adapter.info = info or AdapterInfo()
+        adapter.info = info
         if self._remove_if_unused(digest, adapter):
             return False
         return digest in self._on_host or self._add_host_copy(digest, adapter)
@@ -344,11 +350,17 @@ class AdapterRegistry:
             return "slot"
         return "host" if digest in self._on_host else "disk"
 
-    def _register(self, digest: AdapterDigest, path: Path, slot_pinned: bool) -> _Adapter:
-        if slot_pinned and len(self.slot_table.slot_pinned_adapters - {digest}) >= len(self.slot_table):
+    def _register(self, digest: AdapterDigest, path: Path, slot_pinned: bool, info: AdapterInfo) -> _Adapter:
+        pinned, num_pages = self.slot_table.slot_pinned_adapters - {digest}, self.slot_table.num_pages
+        if slot_pinned and len(pinned) >= len(self.slot_table):
             raise InvalidArgument(
                 f"adapter {digest!r} cannot be pinned: all {len(self.slot_table)} slots are pinned; "
                 "raise max_loras or unpin another adapter"
+            )
+        if slot_pinned and (num_pinned_pages := sum(map(self._num_pages, pinned))) + info.num_pages > num_pages:
+            raise InvalidArgument(
+                f"adapter {digest!r} cannot be pinned: it needs {info.num_pages} pages of LoRA rank, and other pinned "
+                f"adapters have {num_pinned_pages} of {num_pages}; raise max_loaded_lora_ranks or unpin another adapter"
             )
         adapter = self._adapter_by_digest.setdefault(digest, _Adapter(path))
         adapter.path, adapter.removed = path, False
@@ -365,7 +377,9 @@ class AdapterRegistry:
             raise NotFound(f"adapter {min(missing)!r} of a sum is not loaded; load it first")
         info = combined_info([part.info for _, part, _ in known], self._max_rank)
         adapter = self._adapter_by_digest.setdefault(digest, _Adapter(Path()))
-        adapter.parts, adapter.info, adapter.removed = tuple(known), info, False
+        if digest not in self._on_host:
+            adapter.info = info
+        adapter.parts, adapter.removed = tuple(known), False
         self._changed.add(digest)
         return adapter
 
@@ -423,6 +437,9 @@ class AdapterRegistry:
     def _copy_bytes(self, digest: AdapterDigest) -> int:
         return self._adapter_by_digest[digest].info.num_bytes
 
+    def _num_pages(self, digest: AdapterDigest) -> int:
+        return self._adapter_by_digest[digest].info.num_pages
+
     def _fits(self, num_copies: int, num_bytes: int) -> bool:
         """Return whether `num_copies` further copies fit if they have `num_bytes` bytes in total."""
         if len(self._on_host) + len(self._reading) + num_copies > self._max_host_loras:
@@ -437,8 +454,11 @@ class AdapterRegistry:
         if self._fits(1, num_bytes):
             return True
         protected_clients = self._protected_clients(digest)
+        can_evict_slot_pinned = self.slot_table.can_evict_slot_pinned or (
+            needed_since not in (None, math.inf) and not self._fits_beside_slot_pinned(digest)
+        )
         candidates = sorted(
-            (d for d in self._on_host if self._is_evictable(d, needed_since, protected_clients)),
+            (d for d in self._on_host if self._is_evictable(d, needed_since, protected_clients, can_evict_slot_pinned)),
             key=lambda candidate: self._eviction_key(candidate, protected_clients),
         )
         for num_victims in range(1, len(candidates) + 1):
@@ -449,6 +469,11 @@ class AdapterRegistry:
                     self._remove_if_unused(victim, self._adapter_by_digest[victim])
                 return True
         return False
+
+    def _fits_beside_slot_pinned(self, digest: AdapterDigest) -> bool:
+        """Return whether the host copy of an adapter fits if those of the slot-pinned adapters stay."""
+        num_bytes = sum(map(self._copy_bytes, {digest, *(self.slot_table.slot_pinned_adapters & self._on_host)}))
+        return self._max_host_bytes is None or num_bytes <= self._max_host_bytes
 
     def _protected_clients(self, newcomer: AdapterDigest) -> set[str]:
         """Return the clients that have at most an equal share of the host copies, in number and bytes, with the copy of
@@ -465,14 +490,19 @@ class AdapterRegistry:
 
     def _eviction_key(
         self, digest: AdapterDigest, protected_clients: Collection[str]
-    ) -> tuple[bool, int, bool, bool, int, str]:
+    ) -> tuple[bool, int, bool, bool, bool, int, str]:
         """Return the sort key of a host copy; the lowest is evicted first."""
         adapter, in_slot = self._adapter_by_digest[digest], self.slot_table.lookup(digest) is not None
         need = adapter.needed_since is not None, -(adapter.needed_since or 0)
-        return *need, adapter.client in protected_clients, in_slot, adapter.last_used, digest
+        is_slot_pinned = digest in self.slot_table.slot_pinned_adapters
+        return *need, is_slot_pinned, adapter.client in protected_clients, in_slot, adapter.last_used, digest
 
     def _is_evictable(
-        self, digest: AdapterDigest, needed_since: float | None, protected_clients: Collection[str]
+        self,
+        digest: AdapterDigest,
+        needed_since: float | None,
+        protected_clients: Collection[str],
+        can_evict_slot_pinned: bool,
     ) -> bool:
         """Return whether a host copy can be evicted to make room for a copy that has been needed since the tick
         `needed_since`. A copy that nothing needs yet does not evict one of a protected client: when a sequence needs
@@ -481,7 +511,7 @@ class AdapterRegistry:
         is_kept = is_slot_pinned or self.slot_table.lookup(digest) is not None or adapter.client in protected_clients
         if needed_since is None and is_kept:
             return False
-        if self.slot_table.num_running(digest) or (is_slot_pinned and not self.slot_table.can_evict_slot_pinned):
+        if self.slot_table.num_running(digest) or (is_slot_pinned and not can_evict_slot_pinned):
             return False
         return adapter.needed_since is None or (needed_since is not None and adapter.needed_since > needed_since)
 

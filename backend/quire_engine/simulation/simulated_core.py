@@ -12,6 +12,7 @@ from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.block_events import block_changes
 from quire_engine.kv_cache.layout_choice import choose_layout, num_host_blocks
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.adapter_source import AdapterSource
 from quire_engine.simulation.event_queue import Channel, EventQueue
 from quire_engine.simulation.simulated_runner import SimulatedRunner
@@ -23,7 +24,7 @@ from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.capabilities import DTYPE_BYTES
-from quire_spec.model.memory_sizing import lora_slot_bytes
+from quire_spec.model.memory_sizing import lora_bytes, lora_pages
 from quire_spec.protocol.messages import SequenceRequest, StepResult
 
 _MIN_WAIT_S = 1e-6
@@ -55,14 +56,11 @@ class SimulatedCore:
             report_blocks: whether results contain the changes of the prefix cache.
         """
         info = model.info
-        adapter_bytes = lora_slot_bytes(
-            info.shape,
-            config.max_lora_rank,
-            DTYPE_BYTES[info.memory.dtype],
-            config.lora_experts,
-            config.lora_modules_to_save,
-        )
-        self.runner = SimulatedRunner(model, _swap_costs(model, config), adapter_bytes)
+        # The ranks of the adapters are not known.
+        num_pages = lora_pages(info.shape, 1, config.max_lora_rank, config.lora_experts, config.lora_modules_to_save)
+        adapter_bytes = lora_bytes(info.shape, num_pages, DTYPE_BYTES[info.memory.dtype], config.lora_experts)
+        adapter_info = AdapterInfo(adapter_bytes, num_pages=num_pages)
+        self.runner = SimulatedRunner(model, _swap_costs(model, config), adapter_info)
         self.on_step: Callable[[StepResult], None] = lambda result: None
         """Called with the results of each step when it ends."""
         checkpoint = Checkpoint(Path(config.model), info.shape, frozenset(), "simulated")

@@ -17,12 +17,12 @@ from quire_spec.constants import AdapterDigest
 class SimulatedRunner:
     """Runs the steps of one engine; implements ModelRunner."""
 
-    def __init__(self, model: StepModel, swap_costs: SwapCosts, adapter_bytes: int) -> None:
-        """`adapter_bytes` is the size of each adapter in host memory."""
+    def __init__(self, model: StepModel, swap_costs: SwapCosts, adapter_info: AdapterInfo) -> None:
+        """`adapter_info` is that of each adapter."""
         self.swap_costs = swap_costs
         self.host_rows: HostRows | None = None
         self._model = model
-        self._adapter_bytes = adapter_bytes
+        self._adapter_info = adapter_info
         self._step_s = 0.0
         self._random = Random(0)
         # Every output token. Outputs end by their length, but no prompt must continue like an output.
@@ -60,8 +60,8 @@ class SimulatedRunner:
         return source
 
     def adapter_info(self, packed_adapter: object) -> AdapterInfo:
-        """Return the size of an adapter. Nothing reads the rest."""
-        return AdapterInfo(self._adapter_bytes)
+        """Return the sizes of an adapter. Nothing reads the rest."""
+        return self._adapter_info
 
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """Do nothing."""

@@ -84,6 +84,8 @@ class SlotLoad:
 
     adapter_digest: AdapterDigest
     adapter_slot: SlotId
+    first_page: int
+    """Its pages of the memory of all slots begin here."""
 
 
 @dataclass(frozen=True, slots=True)

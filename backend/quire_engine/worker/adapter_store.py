@@ -62,7 +62,11 @@ class AdapterStore:
             checkpoint: folder of the base model.
             factory: dtype, device and communicator of the model.
         """
-        slots = create_slots(model, config, factory.dtype, factory.device) if config.enable_lora else None
+        slots = (
+            create_slots(model, config, config.num_lora_pages(shape), factory.dtype, factory.device)
+            if config.enable_lora
+            else None
+        )
         shard = None if factory.communicator is None else factory.communicator.shard
         reader = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=factory.dtype)
         reader = partial(reader, has_experts=config.lora_experts, has_vocab_modules=config.lora_modules_to_save)
@@ -94,7 +98,8 @@ class AdapterStore:
         assert self.slots is not None
         packed = self.slots.pack(adapter)
         invocation, not_combinable = adapter.invocation_tokens, adapter.not_combinable
-        return StoredAdapter(packed, AdapterInfo(packed.num_bytes, adapter.rank, invocation, not_combinable))
+        num_pages = self.slots.count_pages(packed)
+        return StoredAdapter(packed, AdapterInfo(packed.num_bytes, adapter.rank, invocation, not_combinable, num_pages))
 
     def store(self, adapter_digest: AdapterDigest, adapter: StoredAdapter) -> None:
         """Keep an adapter in host memory, under the digest of its content."""
@@ -113,4 +118,5 @@ class AdapterStore:
         The function uses the copy of the adapter that is in host memory when `load_slot` is called. See `ModelRunner`.
         """
         assert self.slots is not None
-        return self.slots.copy_to_slot(self._adapter_by_digest[slot_load.adapter_digest].packed, slot_load.adapter_slot)
+        packed = self._adapter_by_digest[slot_load.adapter_digest].packed
+        return self.slots.copy_to_slot(packed, slot_load.adapter_slot, slot_load.first_page)

@@ -22,7 +22,7 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import batch_invariance
 from quire_spec.model.host_memory import CGROUP, available_memory_bytes, read_system_file
-from quire_spec.model.memory_sizing import lora_slot_bytes, weights_bytes
+from quire_spec.model.memory_sizing import lora_bytes, weights_bytes
 from quire_spec.model.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -225,12 +225,7 @@ def check_free_memory(
         gc.collect()
         torch.cuda.empty_cache()
     size = dtype.itemsize
-    lora = (
-        config.max_loras
-        * lora_slot_bytes(shape, config.max_lora_rank, size, config.lora_experts, config.lora_modules_to_save)
-        if config.enable_lora
-        else 0
-    )
+    lora = lora_bytes(shape, config.num_lora_pages(shape), size, config.lora_experts)
     # Ranks on a CPU load at the same time and share the free memory, so another rank may already have used some of it.
     weights = weights_bytes(shape, size)
     if quantized_bytes is not None and has_quantized_kernel(dtype, device):

@@ -92,7 +92,7 @@ def check_model_fits(config: EngineConfig, weights: int, lora: int, free: int) -
     remedy = "raise tensor_parallel_size, use a GPU with more memory" if config.device == "cuda" else "free memory"
     raise ConfigError(
         f"model: {config.model!r} does not fit into the memory that is free; {remedy}, or choose a smaller model"
-        f"{', or lower max_loras or max_lora_rank' if lora else ''}\n"
+        f"{', or lower max_loaded_lora_ranks, max_loras or max_lora_rank' if lora else ''}\n"
         f"{_format_table([('weights', weights), *_adapter_slot_rows(config, lora), ('free', free)])}"
     )
 
@@ -161,7 +161,8 @@ def _kv_cache_too_small_message(
 
 
 def _adapter_slot_rows(config: EngineConfig, lora: int) -> list[tuple[str, int]]:
-    return [(f"adapter slots ({config.max_loras} of rank {config.max_lora_rank})", lora)] if lora else []
+    slots = f"adapter slots ({config.max_loras} with {config.total_lora_rank} LoRA ranks)"
+    return [(slots, lora)] if lora else []
 
 
 def _format_table(rows: list[tuple[str, int]]) -> str:

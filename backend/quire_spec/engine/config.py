@@ -16,6 +16,8 @@ from quire_spec.engine.kv_events_config import KVEventsConfig
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
+from quire_spec.model.memory_sizing import lora_pages
+from quire_spec.model.model_config import ModelConfig
 
 _DEFAULT_MAX_LORAS = 8
 
@@ -117,11 +119,16 @@ class EngineConfig:
     max_cpu_loras is given, and it is less than 8, the default is max_cpu_loras."""
 
     max_lora_rank: int = 16
-    """Largest LoRA rank that an adapter can have. Every adapter slot reserves memory for this rank."""
+    """Largest LoRA rank that an adapter can have."""
+
+    max_loaded_lora_ranks: int | None = None
+    """Largest sum of the LoRA ranks of the adapters in slots. Memory is reserved for it, in pages of one rank of all
+    modules, and an adapter takes as many pages as it fills. None: max_loras times max_lora_rank, so that an adapter of
+    the largest rank fits into each slot."""
 
     lora_experts: bool = False
-    """Accept adapters that change experts. Every adapter slot then also reserves memory for the matrices of all
-    experts. Routers can be changed without this setting. Models without experts ignore it."""
+    """Accept adapters that change experts. Every page then also has memory for the matrices of all experts. Routers can
+    be changed without this setting. Models without experts ignore it."""
 
     lora_modules_to_save: bool = False
     """Accept adapters with a whole embedding or output projection (`modules_to_save` of PEFT), on a CPU. Every adapter
@@ -234,6 +241,11 @@ class EngineConfig:
         return 4 * self.max_loras if self.cpu_lora_memory_bytes is None else sys.maxsize
 
     @property
+    def total_lora_rank(self) -> int:
+        """Largest sum of the LoRA ranks of the adapters in slots. An odd rank takes one more."""
+        return self.max_loaded_lora_ranks or self.max_loras * (self.max_lora_rank + self.max_lora_rank % 2)
+
+    @property
     def publishes_kv_events(self) -> bool:
         """True if the engine publishes KV events."""
         return self.kv_events_config is not None and self.kv_events_config.is_enabled
@@ -249,6 +261,13 @@ class EngineConfig:
         if self.speculative_config is not None:
             return False
         return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
+
+    def num_lora_pages(self, model_config: ModelConfig) -> int:
+        """Return the number of pages that the adapter slots of a model share; see `memory_sizing.lora_pages`."""
+        if not self.enable_lora:
+            return 0
+        parts = self.lora_experts, self.lora_modules_to_save
+        return lora_pages(model_config, self.max_loras, self.total_lora_rank, *parts)
 
     @classmethod
     def from_json(cls, data: object) -> Self:
@@ -281,6 +300,12 @@ class EngineConfig:
             )
         if self.lora_modules_to_save and self.device != "cpu":
             raise ConfigError(f"lora_modules_to_save: supported only with device cpu, got {self.device}; remove it")
+        largest = max(2, self.max_lora_rank)
+        if self.max_loaded_lora_ranks is not None and self.max_loaded_lora_ranks < largest:
+            raise ConfigError(
+                f"max_loaded_lora_ranks: must be at least {largest}, so that an adapter of max_lora_rank fits, got "
+                f"{self.max_loaded_lora_ranks}; raise it, or lower max_lora_rank"
+            )
         if self.kv_events_config is not None:
             self.kv_events_config.validate()
         if self.publishes_kv_events and not self.enable_prefix_caching:

@@ -29,33 +29,42 @@ def kv_block_bytes(
     return 2 * (num_layers or model_config.num_layers) * block_size * model_config.num_kv_heads * row_bytes
 
 
-def lora_slot_bytes(
-    model_config: ModelConfig,
-    max_rank: int,
-    element_bytes: int,
-    has_experts: bool = False,
-    has_vocab_modules: bool = False,
+def lora_pages(
+    model_config: ModelConfig, num_slots: int, rank: int, has_experts: bool = False, has_vocab_modules: bool = False
 ) -> int:
-    """Return the size of one adapter slot in bytes. It has room for an adapter of the largest LoRA rank.
+    """Return the number of pages for adapters in slots whose LoRA ranks add up to `rank`. An odd rank is padded to an
+    even number. If `has_vocab_modules` is true, each slot has further pages for a whole embedding and a whole output
+    projection."""
+    vocab_pages = 0
+    if has_vocab_modules:
+        sizes = [size for pair in vocab_module_sizes(model_config).values() for size in pair]
+        elements = sum(-(-vocab_module_rank(model_config) * size // 32) * 32 for size in sizes)
+        vocab_pages = -(-elements // _page_elements(model_config, has_experts))
+    return rank + rank % 2 + num_slots * vocab_pages
 
-    A slot contains the LoRA matrices A and B of the embedding, of the output projection, of every linear and of the
-    router in every layer, and if `has_experts` is true, of every expert. If `has_vocab_modules` is true, it has room
-    for a whole embedding and a whole output projection beside these. A LoRA rank that is odd is padded to an even
-    number. Every matrix starts at a multiple of 32 elements.
+
+def lora_bytes(model_config: ModelConfig, num_pages: int, element_bytes: int, has_experts: bool = False) -> int:
+    """Return the size of the pages of the adapter slots in bytes.
+
+    A page has the memory of one LoRA rank of an adapter with the matrices A and B of the embedding, of the output
+    projection, of every linear and of the router in every layer, and if `has_experts` is true, of every expert.
     """
-    rank = max_rank + max_rank % 2
+    return num_pages * _page_elements(model_config, has_experts) * element_bytes
+
+
+def _page_elements(model_config: ModelConfig, has_experts: bool) -> int:
+    """Return half of the elements that two LoRA ranks need. Every matrix starts at a multiple of 32 elements."""
     by_path = linear_sizes(model_config)
     sizes = [by_path[path] for layer in range(model_config.num_layers) for path in model_config.layer_linears(layer)]
+    sizes += vocab_module_sizes(model_config).values()
     if model_config.moe is not None:
         num_experts, num_layers = model_config.moe.num_experts, sum(model_config.moe.layers)
         router = model_config.hidden_size, -(-num_experts // _ROUTER_ALIGNMENT) * _ROUTER_ALIGNMENT
         sizes += [router] * num_layers
         if has_experts:
             sizes += [*expert_sizes(model_config).values()] * (num_layers * num_experts)
-    vocab_rank = rank + (vocab_module_rank(model_config) if has_vocab_modules else 0)
-    ranks = [(size, rank) for pair in sizes for size in pair]
-    ranks += [(size, vocab_rank) for pair in vocab_module_sizes(model_config).values() for size in pair]
-    return element_bytes * sum(-(-rank * size // 32) * 32 for size, rank in ranks)
+    elements = sum(-(-2 * size // 32) * 16 for pair in sizes for size in pair)
+    return -(-elements // 32) * 32
 
 
 def vocab_module_rank(model_config: ModelConfig) -> int:

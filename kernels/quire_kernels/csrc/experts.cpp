@@ -97,12 +97,11 @@ class RowDeltas {
     const Entry& e = l.entries[tile.slot * l.ld_entries];
     if (!e.rank) return;
     const int64_t pairs = pairs_of(e.rank), width = l.ends[0] * kColumns;
-    const bf16* const slot = l.slots + tile.slot * l.slot_size;
     bf16* const out = shrunk_.data() + tile.first * l.max_rank;
-    quire_shrink(x + tile.first * l.in_features, l.in_features, slot + e.a + tile.expert * aligned(e.rank * l.in_features),
+    quire_shrink(x + tile.first * l.in_features, l.in_features, l.pages + e.a + tile.expert * aligned(e.rank * l.in_features),
                  e.rank, l.in_features, out, tile.end - tile.first);
     for (int64_t r = tile.first; r < tile.end; r++)
-      deltas_[r] = {out + (r - tile.first) * 2 * pairs, slot + e.b + tile.expert * aligned(2 * pairs * width), pairs,
+      deltas_[r] = {out + (r - tile.first) * 2 * pairs, l.pages + e.b + tile.expert * aligned(2 * pairs * width), pairs,
                     nullptr, nullptr};
   }
 

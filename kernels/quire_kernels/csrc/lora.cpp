@@ -111,7 +111,7 @@ class Ahead {
       for (; slice_ < linear_->num_slices; slice_++) {
         const Entry& e = entry(*linear_, slot, slice_);
         if (!e.rank) continue;
-        at_ = (const char*)(linear_->slots + slot * linear_->slot_size + e.a);
+        at_ = (const char*)(linear_->pages + e.a);
         stop_ = at_ + e.rank * linear_->in_features * (int64_t)sizeof(bf16);
         return;
       }
@@ -171,8 +171,7 @@ class Coming {
       if (!linear || slots_[i] < 0) continue;
       const Entry& e = entry(*linear, slots_[i], slice);
       const int64_t size = pairs_of(e.rank) * 2 * kColumns;
-      runs_[i] = {(const char*)(linear->slots + slots_[i] * linear->slot_size + e.b + at * size),
-                  size * (int64_t)sizeof(bf16) / kLine};
+      runs_[i] = {(const char*)(linear->pages + e.b + at * size), size * (int64_t)sizeof(bf16) / kLine};
     }
   }
 
@@ -209,16 +208,15 @@ void quire_shrink(const bf16* x, int64_t ldx, const bf16* a, int64_t rank, int64
   for (; t.first_rank < rank; t.first_rank += kLanes) kShrink[1][rows](t);
 }
 
-// Add B A[token] to the rows of out [tokens, width]: slots contain A [vocab, rank] and B [rank, width]. `entries` has rows
+// Add B A[token] to the rows of out [tokens, width]: pages contain A [vocab, rank] and B [rank, width]. `entries` has rows
 // of ld_entries; `of_rows` are the slots of the rows, -1: none.
-void quire_lora_embedding(bf16* out, const int64_t* ids, const bf16* slots, int64_t slot_size, const Entry* entries,
-                          int64_t ld_entries, const int64_t* of_rows, int64_t tokens, int64_t width) {
+void quire_lora_embedding(bf16* out, const int64_t* ids, const bf16* pages, const Entry* entries, int64_t ld_entries,
+                          const int64_t* of_rows, int64_t tokens, int64_t width) {
 #pragma omp parallel for schedule(static)
   for (int64_t t = 0; t < tokens; t++) {
     if (of_rows[t] < 0) continue;
     const Entry& e = entries[of_rows[t] * ld_entries];
-    const bf16* slot = slots + of_rows[t] * slot_size;
-    const bf16 *a = slot + e.a + ids[t] * e.rank, *b = slot + e.b;
+    const bf16 *a = pages + e.a + ids[t] * e.rank, *b = pages + e.b;
     for (int64_t i = 0; e.rank && i < width; i += kLanes) {
       const __mmask16 mask = first(width - i);
       __m512 sum = _mm512_setzero_ps();
@@ -249,7 +247,7 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
       for (int64_t s = 0, num = 0; s < l.num_slices; s += num) {
         t.rank = entry(l, slot, s).rank;
         for (num = 0; num < kMostSlices && s + num < l.num_slices && entry(l, slot, s + num).rank == t.rank; num++) {
-          t.a[num] = l.slots + slot * l.slot_size + entry(l, slot, s + num).a;
+          t.a[num] = l.pages + entry(l, slot, s + num).a;
           t.out[num] = shrunk + row * lds + (s + num) * l.max_rank;
         }
         for (t.first_rank = 0; t.first_rank < t.rank; t.first_rank += kLanes) kShrink[num][end - row](t);
@@ -285,9 +283,8 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
             const int64_t slot = rows->slots[m0 + r];
             const Entry e = slot < 0 ? Entry{0, 0, 0, 0} : entry(l, slot, slice);
             const int64_t rank_pairs = pairs_of(e.rank);
-            const bf16* b = slot < 0 ? nullptr : l.slots + slot * l.slot_size + e.b + panel * rank_pairs * 2 * kColumns;
-            const bf16* scale =
-                e.transform && packed ? l.slots + slot * l.slot_size + e.transform + panel * kColumns : nullptr;
+            const bf16* b = slot < 0 ? nullptr : l.pages + e.b + panel * rank_pairs * 2 * kColumns;
+            const bf16* scale = e.transform && packed ? l.pages + e.transform + panel * kColumns : nullptr;
             const int64_t width = (slice_end - (slice ? l.ends[slice - 1] : 0)) * kColumns;
             deltas[r] = {shrunk + (m0 + r) * lds + slice * l.max_rank, b, rank_pairs, scale, scale + (scale ? width : 0)};
           }

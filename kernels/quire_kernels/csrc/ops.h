@@ -19,8 +19,7 @@ extern "C" {
 
 // The adapters of a linear, or of one projection of all experts; `_Linear` of lora_slots.py.
 struct QuireLoraLinear {
-  const bf16* slots;  // all slots of the model
-  int64_t slot_size;
+  const bf16* pages;     // of all slots
   const Entry* entries;  // [num_slots, num_slices], rows of `ld_entries`
   int64_t ld_entries;
   int64_t num_slices;

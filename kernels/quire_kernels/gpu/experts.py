@@ -109,7 +109,7 @@ def _route_pairs(adapters: ExpertAdapters, ids: Tensor, num_experts: int) -> LoR
     """Return a batch of the (token, expert) pairs, whose slots are those of `ModuleSlots.by_expert`."""
     slots = adapters.batch.adapter_slots[:, None]
     pairs = (slots * num_experts + ids).masked_fill(slots < 0, -1).view(-1)
-    num_slots = len(adapters.down.slot_weights) * num_experts
+    num_slots = len(adapters.down.host_entries) * num_experts
     return build_routed_lora_batch(pairs, TokenRouting.empty(len(pairs), num_slots, ids.device))
 
 

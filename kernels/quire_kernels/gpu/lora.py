@@ -109,8 +109,7 @@ def _launch_shrink(planes: Tensor, x: Tensor, adapters: ModuleSlots, batch: LoRA
         x.stride(0),
         routing.tile_slots,
         routing.tile_rows,
-        adapters.slot_weights,
-        adapters.slot_weights.stride(0),
+        adapters.pages,
         adapters.entries,
         adapters.entries.stride(0),
         planes,
@@ -185,8 +184,7 @@ def _launch_expand(
         out.stride(0),
         routing.tile_slots,
         routing.tile_rows,
-        adapters.slot_weights,
-        adapters.slot_weights.stride(0),
+        adapters.pages,
         adapters.entries,
         adapters.entries.stride(0),
         source,
@@ -215,8 +213,7 @@ def _shrink(
     ld_x,
     tile_slots_ptr,
     tile_rows_ptr,
-    slots_ptr,
-    slot_size,
+    pages_ptr,
     entries_ptr,
     ld_entries,
     planes_ptr,
@@ -241,7 +238,7 @@ def _shrink(
         entry = entries_ptr + slot * ld_entries + index * 4
         # Every matrix begins at a multiple of ALIGNMENT. Without this hint, each load instruction would load only one
         # element.
-        a_ptr = slots_ptr + slot * slot_size + tl.multiple_of(tl.load(entry), ALIGNMENT)
+        a_ptr = pages_ptr + tl.multiple_of(tl.load(entry), ALIGNMENT)
         rank = tl.load(entry + 2).to(tl.int32)
         dst_ptrs = planes_ptr + split.to(tl.int64) * plane_size + rows * ld_planes + index * slice_size
         first, last = split * share, min(split * share + share, in_features)
@@ -297,8 +294,7 @@ def _expand(
     ld_out,
     tile_slots_ptr,
     tile_rows_ptr,
-    slots_ptr,
-    slot_size,
+    pages_ptr,
     entries_ptr,
     ld_entries,
     source_ptr,
@@ -332,12 +328,12 @@ def _expand(
         first = (part - before) * share
         last = min(first + share, width)
         entry = entries_ptr + slot * ld_entries + index * 4
-        b_ptr = slots_ptr + slot * slot_size + tl.multiple_of(tl.load(entry + 1), ALIGNMENT)
+        b_ptr = pages_ptr + tl.multiple_of(tl.load(entry + 1), ALIGNMENT)
         rank = tl.load(entry + 2).to(tl.int32)
         rows = tl.load(tile_rows_ptr + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         if LOOKED_UP:
             tokens = tl.load(source_ptr + rows, mask=rows >= 0, other=0)
-            shrunk_ptr = slots_ptr + slot * slot_size + tl.load(entry) + tokens * rank
+            shrunk_ptr = pages_ptr + tl.load(entry) + tokens * rank
         else:
             shrunk_ptr = source_ptr + rows * ld_source + index * slice_size
         dst_ptrs = out_ptr + rows * ld_out + start

@@ -20,17 +20,27 @@ class LoraSpec:
             "maxCached must be at least maxLoaded, because every adapter in a slot also has a copy in host memory; "
             "raise spec.lora.maxCached or lower spec.lora.maxLoaded.",
         ),
+        Rule(
+            "!has(self.maxLoadedRanks) || self.maxLoadedRanks >= self.maxRank",
+            "maxLoadedRanks must be at least maxRank, because an adapter of maxRank must fit; raise "
+            "spec.lora.maxLoadedRanks or lower spec.lora.maxRank.",
+        ),
     )
 
     maxLoaded: int = schema_field(8, minimum=0, maximum=256)
     """Number of adapter slots on the device: adapters that can be used at the same time. 0 disables adapters and frees
     their memory. Default 8, even without adapters, so that adding the first adapter restarts no pod."""
     maxRank: int = schema_field(16, enum=capabilities.LORA_RANKS)
-    """Largest LoRA rank. Every adapter slot has the size for this rank: for a model with 8 billion parameters, 80 MiB
-    at rank 16 and 320 MiB at rank 64. Default 16, the most common LoRA rank."""
+    """Largest LoRA rank. Without maxLoadedRanks, memory is reserved for an adapter of this rank in every slot: for a
+    model with 8 billion parameters, 80 MiB at rank 16 and 320 MiB at rank 64. Default 16, the most common LoRA rank."""
+    maxLoadedRanks: int | None = schema_field(None, minimum=2, maximum=131072)
+    """Largest sum of the LoRA ranks of the adapters in slots, for which memory is reserved: 192 for eight adapters of
+    rank 8 and one of rank 128. An adapter that changes only some modules takes less. If the sum is reached, adapters
+    that are not in use leave their slots. Default maxLoaded times maxRank, so that an adapter of maxRank fits into each
+    slot."""
     experts: bool | None = schema_field(None)
-    """Accept adapters that change the experts of a mixture of experts. Every adapter slot and every copy in host memory
-    then has room for the matrices of all experts: for Qwen3-30B-A3B, 1.2 GiB at rank 16. Routers can be changed without
+    """Accept adapters that change the experts of a mixture of experts. Adapter slots and copies in host memory then
+    have room for the matrices of all experts: for Qwen3-30B-A3B, 1.2 GiB at rank 16. Routers can be changed without
     this. Default false."""
     modulesToSave: bool | None = schema_field(None)
     """Accept adapters with a whole embedding or output projection (modules_to_save of PEFT), on a CPU. Every adapter
@@ -40,12 +50,19 @@ class LoraSpec:
     """Number of adapters cached in host memory. Copying one of them to a slot takes milliseconds. Default: four times
     maxLoaded, or as many as fit into maxCachedMemory if that is set."""
     maxCachedMemory: str | None = schema_field(None, **QUANTITY)
-    """Host memory for cached adapters, such as 8Gi. Adapters with a small LoRA rank need less of it. At least maxLoaded
-    adapters of maxRank must fit. Default: only maxCached limits the number."""
+    """Host memory for cached adapters, such as 8Gi. Adapters with a small LoRA rank need less of it. The adapters in
+    slots must fit: maxLoadedRanks, or maxLoaded adapters of maxRank. Default: only maxCached limits the number."""
     onNoEffect: OnNoEffect | None = schema_field(None, restarts=Restarts.NO)
     """Policy for adapters that do not change the outputs of the base model. Refuse: such an adapter is not used. Warn:
     it is used, and status.adapters contains a warning. Default Warn, because training by reinforcement learning starts
     with such an adapter."""
+
+    @property
+    def total_rank(self) -> int:
+        """Sum of the LoRA ranks for which the slots have memory. An odd rank is padded to an even number."""
+        if not self.maxLoaded or self.maxLoadedRanks is None:
+            return self.maxLoaded * (self.maxRank + self.maxRank % 2)
+        return self.maxLoadedRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

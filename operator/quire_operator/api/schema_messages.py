@@ -42,6 +42,7 @@ PathsByName = Mapping[str, Sequence[FieldPath]]
 """For each normalized name (see `normalize_name`), the paths of the fields that have this name."""
 
 _VLLM_ALIASES = {
+    "maxloadedloraranks": "maxloadedranks",
     "maxloras": "maxloaded",
     "maxlorarank": "maxrank",
     "loraexperts": "experts",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from quire_operator.api.engine_spec import KVCacheOffloadingSpec
+from quire_operator.api.engine_spec import KVCacheOffloadingSpec, LoraSpec
 from quire_operator.api.quantity import to_bytes
 from quire_operator.plan import device_memory, limits
 from quire_operator.plan.candidates import Candidate, best_candidate, generate_candidates, round_up_to_blocks
@@ -135,7 +135,7 @@ def _reduction_options(inputs: PlannerInputs) -> str:
     """Return changes to the spec that reduce the memory of the model: values to lower, and fields to omit."""
     engine, options = inputs.engine, ["a smaller model"]
     if inputs.lora.maxLoaded:
-        options.append(f"lower spec.lora.maxLoaded ({inputs.lora.maxLoaded}) or maxRank ({inputs.lora.maxRank})")
+        options.append(_lower_ranks(inputs.lora))
     if inputs.lora.maxLoaded and inputs.lora.experts:
         options.append("omit spec.lora.experts")
     if inputs.lora.maxLoaded and inputs.lora.modulesToSave:
@@ -241,9 +241,15 @@ def _fewer_adapter_slots_options(inputs: PlannerInputs, candidate: Candidate) ->
     if candidate.costs.lora * _LARGE_LORA_DIVISOR > max(candidate.kv_bytes, 1):
         size, lora = candidate.costs.lora / GIB, inputs.lora
         yield (
-            f"lower spec.lora.maxLoaded or maxRank (the {lora.maxLoaded} adapter slots of LoRA rank {lora.maxRank} use "
-            f"{size:.1f} GiB)"
+            f"{_lower_ranks(lora)}: {lora.total_rank} LoRA ranks in {lora.maxLoaded} adapter slots use {size:.1f} GiB"
         )
+
+
+def _lower_ranks(lora: LoraSpec) -> str:
+    """Return how to reduce the memory of the adapter slots."""
+    if lora.maxLoadedRanks is None:
+        return f"lower spec.lora.maxLoaded ({lora.maxLoaded}) or maxRank ({lora.maxRank}), or set maxLoadedRanks"
+    return f"lower spec.lora.maxLoadedRanks ({lora.maxLoadedRanks})"
 
 
 def _best_candidate_with(inputs: PlannerInputs, **changes: Any) -> Candidate | None:

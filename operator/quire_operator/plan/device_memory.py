@@ -83,11 +83,12 @@ def weights_bytes(files_bytes: int, tp: int) -> int:
     return math.ceil(files_bytes * _WEIGHTS_PERCENT / (100 * tp))
 
 
-def lora_bytes(shape: ModelConfig, num_slots: int, lora: LoraSpec, element_bytes: int) -> int:
-    """Return the number of bytes of `num_slots` adapter slots on each device. With tensor parallelism, one matrix of
-    each LoRA pair is replicated."""
-    parts = bool(lora.experts), bool(lora.modulesToSave)
-    return num_slots * memory_sizing.lora_slot_bytes(shape, lora.maxRank, element_bytes, *parts)
+def lora_bytes(shape: ModelConfig, num_slots: int, rank: int, lora: LoraSpec, element_bytes: int) -> int:
+    """Return the number of bytes on each device of `num_slots` adapters whose LoRA ranks add up to `rank`. With tensor
+    parallelism, one matrix of each LoRA pair is replicated."""
+    experts = bool(lora.experts)
+    num_pages = memory_sizing.lora_pages(shape, num_slots, rank, experts, bool(lora.modulesToSave))
+    return memory_sizing.lora_bytes(shape, num_pages, element_bytes, experts)
 
 
 def activation_bytes(

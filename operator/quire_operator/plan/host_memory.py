@@ -196,5 +196,5 @@ def _lora_copy_bytes(inputs: PlannerInputs) -> int:
     if bound is not None and lora.maxCached is None:
         return bound
     num = 4 * lora.maxLoaded if lora.maxCached is None else lora.maxCached
-    largest = device_memory.lora_bytes(inputs.model.shape, num, lora, limits.element_bytes(inputs))
+    largest = num * device_memory.lora_bytes(inputs.model.shape, 1, lora.maxRank, lora, limits.element_bytes(inputs))
     return largest if bound is None else min(bound, largest)

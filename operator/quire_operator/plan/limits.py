@@ -161,8 +161,7 @@ def check_quantization(inputs: PlannerInputs) -> None:
 
 
 def check_lora_cache(inputs: PlannerInputs) -> None:
-    """Check that maxCachedMemory has space for as many adapters as there are slots. The engine keeps copies of the
-    adapters in host memory.
+    """Check that maxCachedMemory has space for the adapters in slots. The engine keeps copies of them in host memory.
 
     Raises:
         Unplannable: maxCachedMemory is too small, and the engine would reject it.
@@ -170,10 +169,12 @@ def check_lora_cache(inputs: PlannerInputs) -> None:
     lora = inputs.lora
     if lora.maxCachedMemory is None or not lora.maxLoaded:
         return
-    min_bytes = device_memory.lora_bytes(inputs.model.shape, lora.maxLoaded, lora, element_bytes(inputs))
+    min_bytes = device_memory.lora_bytes(
+        inputs.model.shape, lora.maxLoaded, lora.total_rank, lora, element_bytes(inputs)
+    )
     if to_bytes(lora.maxCachedMemory) < min_bytes:
-        size_text = f"{lora.maxLoaded} adapters of LoRA rank {lora.maxRank} need {-(-min_bytes // MIB)}Mi"
-        fix = f"{size_text}; raise it, or lower spec.lora.maxLoaded or maxRank"
+        size_text = f"adapters in slots with {lora.total_rank} LoRA ranks in total need {-(-min_bytes // MIB)}Mi"
+        fix = f"{size_text}; raise it, or lower spec.lora.maxLoadedRanks, maxLoaded or maxRank"
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"spec.lora.maxCachedMemory: {lora.maxCachedMemory}: {fix}")
 
 

@@ -63,13 +63,13 @@ def render_lines(
         yield from _wrap(f"draft model: {_describe_draft(draft)}", width)
     yield from _wrap(_describe_invariance(model, plan), width)
     yield ""
-    rows = _host_rows(plan) if plan.gpu is None else _gpu_rows(service, plan)
+    rows = _host_rows(service, plan) if plan.gpu is None else _gpu_rows(service, plan)
     title = "memory of the pod" if plan.gpu is None else "memory of each GPU"
     yield memory_bar(rows, width, use_color)
     yield from _table(title, rows, width)
     if plan.gpu is not None:
         yield ""
-        yield from _table("host memory of the pod", _host_rows(plan), width)
+        yield from _table("host memory of the pod", _host_rows(service, plan), width)
     if text := _kv_folder_text(service):
         yield from _wrap(text, width)
     yield ""
@@ -138,17 +138,17 @@ def _size_source_text(model: CheckpointInfo) -> str:
 
 
 def _gpu_rows(service: LLMService, plan: Plan) -> list[MemoryRow]:
-    lora = service.spec.lora
-    parts = (lora.experts, ", with experts"), (lora.modulesToSave, ", with whole embeddings and output projections")
-    extras = "".join(text for is_set, text in parts if is_set)
     return [
-        *_model_rows(plan, f"{lora.maxLoaded} slots of LoRA rank {lora.maxRank}{extras}"),
+        *_model_rows(service, plan),
         MemoryRow(".", "0", "unused", plan.bytes.reserve, "CUDA graphs, the server, fragmentation"),
     ]
 
 
-def _model_rows(plan: Plan, lora_note: str = "") -> list[MemoryRow]:
-    sizes = plan.bytes
+def _model_rows(service: LLMService, plan: Plan) -> list[MemoryRow]:
+    sizes, lora = plan.bytes, service.spec.lora
+    parts = (lora.experts, ", with experts"), (lora.modulesToSave, ", with whole embeddings and output projections")
+    extras = "".join(text for is_set, text in parts if is_set)
+    lora_note = f"{lora.maxLoaded} slots, {lora.total_rank} pages of one LoRA rank, maxRank {lora.maxRank}{extras}"
     kv_note = f"{plan.kvTokens} tokens, {plan.concurrency:.1f} requests of {plan.maxModelLen.value}"
     return [
         MemoryRow("W", "44", "weights", sizes.weights),
@@ -160,10 +160,10 @@ def _model_rows(plan: Plan, lora_note: str = "") -> list[MemoryRow]:
     ]
 
 
-def _host_rows(plan: Plan) -> list[MemoryRow]:
+def _host_rows(service: LLMService, plan: Plan) -> list[MemoryRow]:
     host = plan.hostBytes
     return [
-        *(_model_rows(plan) if plan.gpu is None else []),
+        *(_model_rows(service, plan) if plan.gpu is None else []),
         MemoryRow("c", "46", "adapter copies", host.loraCopies),
         MemoryRow("S", "104", "swap space", host.swap, "KV blocks of preempted requests"),
         MemoryRow("O", "105", "KV offloading", host.kvOffloading, "KV blocks of repeated prompts"),

@@ -51,6 +51,7 @@ _SPEC_FIELDS: Mapping[str, tuple[FieldPath, Callable[[Any], Any]]] = {
     "enable_prefix_caching": (("engine", "prefixCaching"), _keep),
     "max_loras": (("lora", "maxLoaded"), _keep),
     "max_lora_rank": (("lora", "maxRank"), _keep),
+    "max_loaded_lora_ranks": (("lora", "maxLoadedRanks"), _keep),
     "lora_experts": (("lora", "experts"), lambda value: value or None),
     "lora_modules_to_save": (("lora", "modulesToSave"), lambda value: value or None),
     "max_cpu_loras": (("lora", "maxCached"), _keep),
@@ -73,9 +74,10 @@ _OTHER_PATHS: Mapping[str, FieldPath] = {
     "kv_offloading_folder_size": ("engine", "kvCacheOffloading", "secondary", 0, "size"),
 }  # fmt: skip
 """Paths in the spec of the fields of EngineConfig that follow from the spec in another way."""
-_ADAPTER_FIELDS = frozenset(
-    ("max_loras", "lora_experts", "lora_modules_to_save", "max_cpu_loras", "cpu_lora_memory_bytes")
-)
+_ADAPTER_FIELDS = frozenset((
+    "max_loras", "max_loaded_lora_ranks", "lora_experts", "lora_modules_to_save", "max_cpu_loras",
+    "cpu_lora_memory_bytes",
+))  # fmt: skip
 """Fields that are set only if the engine accepts adapters."""
 
 

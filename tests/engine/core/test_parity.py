@@ -529,6 +529,61 @@ def test_adapters_on_a_quantized_base_equal_peft_on_the_dequantized_base(name, t
     _check(_generate(_adapted_engine(case), case.prompts, digests, arrival_ratio=0.3), references)
 
 
+RANKS = {"r8": 8, "r16": 16, "r128": 128, "r9": 9, "r64": 64}
+
+
+@pytest.fixture(scope="module")
+def rank_case(tmp_path_factory):
+    """Adapters of ranks from 8 to 128, one with DoRA and one of two modules; four prompts and outputs for each."""
+    root = tmp_path_factory.mktemp("ranks")
+    folder = make_checkpoint(root / "model", "llama")
+    configs: dict[str, dict[str, Any]] = {name: {"r": rank, "lora_alpha": 2 * rank} for name, rank in RANKS.items()}
+    configs |= {"dora": {"r": 8, "use_dora": True}, "some": {"r": 32, "target_modules": ["q_proj", "v_proj"]}}
+    adapters = {
+        name: make_adapter(folder, root / name, i, **config) for i, (name, config) in enumerate(configs.items())
+    }
+    prompts, references = _prompts(4, seed=7), []
+    for path in adapters.values():
+        references += _reference(load_adapted_oracle(folder, path), prompts)
+    digests = [name for name in adapters for _ in prompts]
+    return AdapterCase(folder, dict(adapters), prompts * len(adapters), digests, references)
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "options"),
+    [
+        (256, {}),
+        (1 << 10, {"max_loras": 7}),
+        (140, {}),
+        (128, {"enable_prefix_caching": False}),
+        (140, {"tensor_parallel_size": 2}),
+    ],
+)
+def test_adapters_of_many_ranks_share_pages_and_equal_peft(rank_case, num_pages, options):
+    """With few pages, adapters leave for each other while others run, which leaves gaps between them."""
+    limits = {"max_loras": 9, "max_lora_rank": 128, "max_loaded_lora_ranks": num_pages, "lora_modules_to_save": False}
+    engine = _adapted_engine(rank_case, **(limits | options))
+    for _ in range(2):
+        outputs = _generate(engine, rank_case.prompts, rank_case.adapter_digests, arrival_ratio=0.3)
+        _check(outputs, rank_case.references)
+    in_slots = engine.adapter_states()
+    assert (engine.stats().num_adapter_evictions > 0) == (num_pages < 256)
+    assert (set(in_slots.values()) == {"slot"}) == (num_pages >= 256)
+
+
+def test_eight_adapters_of_rank_8_and_one_of_rank_128_share_192_pages(rank_case, tmp_path):
+    adapters: dict[str | None, Path | None] = {"large": rank_case.adapters["r128"]}
+    adapters |= {f"a{i}": make_adapter(rank_case.folder, tmp_path / f"a{i}", 20 + i) for i in range(8)}
+    prompts, digests = _prompts(1, seed=8) * 9, list(adapters)
+    references = [_reference(load_adapted_oracle(rank_case.folder, path), prompts[:1])[0] for path in adapters.values()]
+    case = AdapterCase(rank_case.folder, adapters, prompts, digests, references)
+    limits = {"max_lora_rank": 128, "lora_modules_to_save": False}
+    engine = _adapted_engine(case, max_loras=9, max_loaded_lora_ranks=192, **limits)
+    _check(_generate(engine, prompts, digests), references)
+    assert set(engine.adapter_states().values()) == {"slot"} and not engine.stats().num_adapter_evictions
+    assert engine.memory.lora_bytes * 6 == _adapted_engine(case, max_loras=9, **limits).memory.lora_bytes
+
+
 INVOCATIONS: dict[str, tuple[int, ...]] = {"one": (5,), "two": (9, 9), "three": (5, 9, 2)}
 INVOCATION_SCENARIOS: dict[str, dict[str, Any]] = {
     "one batch": {},

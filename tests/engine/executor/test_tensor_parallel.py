@@ -29,7 +29,7 @@ from quire_engine.step.plan import RunnerLost
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError, InvalidArgument
-from quire_spec.model.memory_sizing import kv_block_bytes, lora_slot_bytes
+from quire_spec.model.memory_sizing import kv_block_bytes, lora_bytes, lora_pages
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
 from quire_spec.protocol.messages import SequenceRequest
@@ -205,7 +205,8 @@ def test_one_batch_with_different_adapters_and_the_base_model(folders, adapters,
     assert all(c.replayed == captures[1].replayed != [] for c in captures[1:])
     base = _generate(engine_with_thread_workers(_config(folders[name], 1)))[0]
     assert {i for i in base if base[i] == outputs[1][i]} == {3, 7}
-    assert slots < lora_slot_bytes(ModelConfig.load(folders[name]), 8, 4, has_vocab_modules=True) * 2
+    shape = ModelConfig.load(folders[name])
+    assert slots < lora_bytes(shape, lora_pages(shape, 2, 2 * 8, has_vocab_modules=True), 4)
 
 
 def _outputs(llm):

@@ -9,6 +9,7 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.lora.slot_table import RESERVE_AFTER_S
 
@@ -21,12 +22,19 @@ LONGEST_S = 2.0
 class Traffic:
     """Runs sequences with a registry as a scheduler does, with unlimited KV blocks and batch size."""
 
-    def __init__(self, rng: random.Random, num_adapters: int, num_slots: int, num_extra_copies: int) -> None:
+    def __init__(
+        self, rng: random.Random, num_adapters: int, num_slots: int, num_extra_copies: int, num_pages: int = 0
+    ) -> None:
+        """With `num_pages`, each adapter needs a random number of them."""
         self.rng = rng
-        self.registry = AdapterRegistry(num_slots, num_slots + num_extra_copies)
-        self.names = [f"d{i}" for i in range(num_adapters)]
+        self.registry = AdapterRegistry(num_slots, num_slots + num_extra_copies, num_pages=num_pages)
+        self.infos = {
+            f"d{i}": AdapterInfo(num_pages=rng.choice([1, 4, 8, num_pages]) if num_pages else 0)
+            for i in range(num_adapters)
+        }
+        self.names = list(self.infos)
         for name in self.names:
-            self.registry.add(name, Path(name), False)
+            self.registry.add(name, Path(name), False, self.infos[name])
         self.now = 0.0
         self.waiting: deque[tuple[str, float]] = deque()
         """(name, arrival time) in order of arrival."""
@@ -49,7 +57,7 @@ class Traffic:
         for due_time, task in [entry for entry in self.due if entry[0] <= self.now]:
             self.due.remove((due_time, task))
             if isinstance(task, str):
-                self.registry.add(task, Path(task))
+                self.registry.add(task, Path(task), None, self.infos[task])
             else:
                 self.registry.slot_table.on_loaded(task)  # type: ignore[arg-type]
         # Before the step, as in the engine loop: a finished sequence may allow the eviction of a copy.
@@ -84,8 +92,29 @@ def bound(num_adapters: int, num_slots: int) -> float:
 # Slots were reserved in another order than host copies were granted: 57 s, where the bound is 41 s.
 @example(seed=168095560, num_slots=1, num_adapters=14, num_extra_copies=0, skew=0.0)
 def test_wait_for_a_slot_is_bounded(seed: int, num_slots: int, num_adapters: int, num_extra_copies: int, skew: float):
+    check_waits(Traffic(random.Random(seed), num_adapters, num_slots, num_extra_copies), skew, num_slots)
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**32),
+    num_slots=st.integers(1, 12),
+    num_adapters=st.integers(2, 24),
+    num_extra_copies=st.integers(0, 30),
+    num_pages=st.integers(8, 48),
+    skew=st.sampled_from([0.0, 1.0, 3.0]),
+)
+def test_wait_for_pages_is_bounded(
+    seed: int, num_slots: int, num_adapters: int, num_extra_copies: int, num_pages: int, skew: float
+):
+    """Some adapters need all pages, and drain all others. Pages for at least one adapter can be reserved at a time."""
     rng = random.Random(seed)
-    traffic = Traffic(rng, num_adapters, num_slots, num_extra_copies)
+    check_waits(Traffic(rng, num_adapters, num_slots, num_extra_copies, num_pages), skew, num_slots=1)
+
+
+def check_waits(traffic: Traffic, skew: float, num_slots: int) -> None:
+    """Check the longest wait of a random load."""
+    rng, num_adapters = traffic.rng, len(traffic.names)
     weights = [1 / (i + 1) ** skew for i in range(num_adapters)]
     for _ in range(600):
         for name in rng.choices(traffic.names, weights, k=rng.choice([0, 1, 2])):

@@ -30,7 +30,7 @@ from quire_engine.lora.peft.config import CONFIG_FILE
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument
-from quire_spec.model.memory_sizing import lora_slot_bytes
+from quire_spec.model.memory_sizing import lora_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import SequenceRequest
 
@@ -406,7 +406,7 @@ def test_only_the_setting_reserves_memory_for_experts(mixture, tmp_path):
     engines = {on: Engine.from_config(_config(mixture, lora_experts=on)) for on in (False, True)}
     for on, engine in engines.items():
         # The router needs whole panels only with compiled kernels, which are not used in float32.
-        assert 0 <= 8 * lora_slot_bytes(shape, 16, 4, on) - engine.memory.lora_bytes <= 8 * 2 * 16 * 4 * 32
+        assert 0 <= lora_bytes(shape, 8 * 16, 4, on) - engine.memory.lora_bytes <= 8 * 2 * 16 * 4 * 32
     assert engines[False].memory.lora_bytes < engines[True].memory.lora_bytes / 2
     experts = _adapter(mixture, tmp_path / "experts", 0, ADAPTERS["experts"])
     with pytest.raises(InvalidArgument, match=r"changes experts .*layers.0.mlp.experts.*; set lora_experts .*to true"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire_engine.lora.adapter_info import AdapterInfo
+from quire_engine.lora.adapter_info import AdapterInfo, combined_info
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.lora.slot_table import RESERVE_AFTER_S
 from quire_spec.errors import Internal, InvalidArgument, NotFound
@@ -119,7 +119,7 @@ def test_pinned_adapters_get_their_slot_first_and_keep_it() -> None:
 
 def test_rejects_more_pins_than_slots() -> None:
     registry = make_registry("ab", pinned="ab")
-    with pytest.raises(InvalidArgument, match="'c' cannot be pinned: all 2 slots are pinned"):
+    with pytest.raises(InvalidArgument, match=r"'c' cannot be pinned: all 2 slots are pinned"):
         registry.add("c", PATH / "c", True)
     assert "c" not in registry.adapter_states()
     # Pinning again is allowed, and so is pinning after another adapter was unpinned.
@@ -294,3 +294,71 @@ def test_a_client_that_uses_many_adapters_evicts_its_own_host_copies() -> None:
         use(digest, "third")
     states = registry.adapter_states()
     assert [states[digest] for digest in "ab"].count("disk") <= 1, "a third client makes the shares smaller"
+
+
+def test_as_many_idle_adapters_leave_as_pages_are_needed() -> None:
+    """The least recently used ones leave, but none whose pages do not help."""
+    pages = {"a": 4, "b": 4, "c": 4, "d": 4, "e": 8, "f": 2}
+    registry = Registry(6, 6, num_pages=16)
+    for digest, num_pages in pages.items():
+        registry.add(digest, PATH / digest, False, AdapterInfo(num_pages=num_pages))
+    for digest in "cabd":
+        registry.add_sequence(digest)
+        assert registry.run(digest)
+    registry.end("c")
+    registry.end("a")
+    registry.end("b")
+    # The order of the pages is c, a, b, d. Only a and b, or c and a, are adjacent; c was used before b.
+    registry.add_sequence("e")
+    assert registry.run("e")
+    assert registry.slot_table.pop_evicted() == ["c", "a"]
+    registry.add_sequence("f")
+    assert registry.run("f")
+    assert registry.slot_table.pop_evicted() == ["b"]
+    assert registry.slot_table.num_used_pages == 4 + 8 + 2
+
+
+def test_an_adapter_of_high_rank_drains_others_and_pins_yield_to_it() -> None:
+    registry = Registry(4, 8, num_pages=16)
+    for digest in "abc":
+        registry.add(digest, PATH / digest, digest == "c", AdapterInfo(num_pages=4))
+        registry.add_sequence(digest)
+        assert registry.run(digest)
+    registry.add("large", PATH / "large", False, AdapterInfo(num_pages=16))
+    registry.add_sequence("large")
+    registry.end("c")
+    assert not registry.run("large", 0.0)
+    assert not registry.run("large", RESERVE_AFTER_S)
+    # New sequences do not start with the adapters that must leave.
+    registry.add_sequence("a")
+    assert not registry.run("a", RESERVE_AFTER_S)
+    registry.end("a")
+    assert not registry.run("large", RESERVE_AFTER_S)
+    registry.end("b")
+    assert registry.run("large", RESERVE_AFTER_S)
+    assert registry.slot_table.adapters_in_slots() == ["large"]
+    registry.end("large")
+    assert registry.run("a", 2 * RESERVE_AFTER_S)
+    registry.begin_step(2 * RESERVE_AFTER_S)
+    assert sorted(registry.slot_table.adapters_in_slots()) == ["a", "c"]  # the pinned one is back
+
+
+def test_rejects_pins_that_leave_no_pages() -> None:
+    registry = Registry(4, 8, num_pages=16)
+    for digest in "ab":
+        registry.add(digest, PATH / digest, True, AdapterInfo(num_pages=8))
+    with pytest.raises(
+        InvalidArgument, match=r"'c' cannot be pinned: it needs 1 pages .* have 16 of 16; raise max_loaded"
+    ):
+        registry.add("c", PATH / "c", True, AdapterInfo(num_pages=1))
+    registry.add("a", PATH / "a", False, AdapterInfo(num_pages=8))
+    registry.add("c", PATH / "c", True, AdapterInfo(num_pages=1))
+
+
+def test_pages_of_a_sum_are_at_most_its_rank() -> None:
+    """A bound, from before the sum is read: parts of odd rank are padded, their sum is not."""
+    infos = [AdapterInfo(rank=3, num_pages=4), AdapterInfo(rank=5, num_pages=6), AdapterInfo(rank=8, num_pages=2)]
+    assert combined_info(infos, 16).num_pages == 12
+    assert combined_info(infos[:2], 16).num_pages == 8
+    with pytest.raises(InvalidArgument, match="the sum of the adapters' ranks is 16, but max_lora_rank is 8; raise it"):
+        combined_info(infos, 8)

@@ -18,12 +18,17 @@ PATH = Path("/adapters")
 
 
 SIZES = {"a": 10, "b": 10, "c": 4, "d": 1, "e": 7, "f": 2}
+"""Bytes in host memory, and pages in slots."""
 SUMS = ("c+d", "d+f", "f+c", "d")
 """The last one is an adapter with another weight than 1."""
 
 
 def size(digest: str) -> int:
     return sum(SIZES[part] for part in digest.removesuffix("*").split("+"))
+
+
+def info(digest: str) -> AdapterInfo:
+    return AdapterInfo(size(digest), size(digest), num_pages=size(digest))
 
 
 def source(digest: str) -> Path | tuple[WeightedFolder, ...]:
@@ -33,14 +38,19 @@ def source(digest: str) -> Path | tuple[WeightedFolder, ...]:
 
 
 class RegistryMachine(RuleBasedStateMachine):
-    """Any order of events. The test counts sequences itself, and tracks copies and slots as a runner does."""
+    """Any order of events. The test counts sequences itself, and tracks copies, slots and pages as a runner does."""
 
     @initialize(
-        max_loras=st.integers(1, 3), num_extra_copies=st.integers(0, 2), spare_bytes=st.none() | st.integers(0, 30)
+        max_loras=st.integers(1, 4),
+        num_extra_copies=st.integers(0, 2),
+        spare_bytes=st.none() | st.integers(0, 30),
+        num_pages=st.integers(max(SIZES.values()), 4 * max(SIZES.values())),
     )
-    def start(self, max_loras: int, num_extra_copies: int, spare_bytes: int | None) -> None:
-        self.host_bytes = None if spare_bytes is None else max_loras * max(SIZES.values()) + spare_bytes
-        self.registry = AdapterRegistry(max_loras, max_loras + num_extra_copies, self.host_bytes)
+    def start(self, max_loras: int, num_extra_copies: int, spare_bytes: int | None, num_pages: int) -> None:
+        self.host_bytes = None if spare_bytes is None else num_pages + spare_bytes
+        self.registry = AdapterRegistry(max_loras, max_loras + num_extra_copies, self.host_bytes, num_pages=num_pages)
+        self.page_owners: list[str | None] = [None] * num_pages
+        self.first_pages: dict[str, int] = {}
         self.waiting: list[str] = []
         self.running: list[str] = []
         self.reads: list[str] = []
@@ -58,7 +68,7 @@ class RegistryMachine(RuleBasedStateMachine):
     @rule(digest=st.sampled_from("abcdef"), pinned=st.booleans())
     def register(self, digest: str, pinned: bool) -> None:
         try:
-            keep_copy = self.registry.add(digest, PATH / digest, pinned, AdapterInfo(SIZES[digest]))
+            keep_copy = self.registry.add(digest, PATH / digest, pinned, info(digest))
         except InvalidArgument:
             assert pinned
             return
@@ -123,10 +133,18 @@ class RegistryMachine(RuleBasedStateMachine):
             assert slot_load.adapter_digest in self.copies
             # Two concurrent copies into one slot would corrupt it.
             assert slot_load.adapter_slot not in {other.adapter_slot for other in self.loading}
+            assert set(self.pages(slot_load)).isdisjoint(page for other in self.loading for page in self.pages(other))
             self.slots.pop(slot_load.adapter_slot, None)
+            for page in self.pages(slot_load):
+                self.page_owners[page] = None
             self.loading.append(slot_load)
         for digest in self.running:
             assert self.slots[self.registry.get_slot(digest)] == digest
+            first = self.first_pages[digest]
+            assert self.page_owners[first : first + size(digest)] == [digest] * size(digest)
+
+    def pages(self, slot_load: SlotLoad) -> range:
+        return range(slot_load.first_page, slot_load.first_page + size(slot_load.adapter_digest))
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data(), succeeded=st.booleans())
@@ -137,6 +155,9 @@ class RegistryMachine(RuleBasedStateMachine):
     def fill(self, slot_load: SlotLoad, succeeded: bool) -> None:
         if succeeded:
             self.slots[slot_load.adapter_slot] = slot_load.adapter_digest
+            self.first_pages[slot_load.adapter_digest] = slot_load.first_page
+            for page in self.pages(slot_load):
+                self.page_owners[page] = slot_load.adapter_digest
         self.registry.slot_table.on_loaded(slot_load, succeeded)
 
     @rule(read_fails=st.booleans())
@@ -152,7 +173,7 @@ class RegistryMachine(RuleBasedStateMachine):
                 for _ in range(self.waiting.count(digest)):
                     self.waiting.remove(digest)
                     self.registry.remove_sequence(digest)
-            elif self.registry.add(digest, source(digest), None, AdapterInfo(size(digest))):
+            elif self.registry.add(digest, source(digest), None, info(digest)):
                 self.copies.add(digest)
             self.discard_evicted()
 

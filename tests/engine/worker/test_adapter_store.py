@@ -24,8 +24,8 @@ class _FakeSlots:
     def pack(self, adapter):
         return f"packed {adapter}"
 
-    def copy_to_slot(self, packed_adapter, adapter_slot):
-        return lambda: self.copies.append((packed_adapter, adapter_slot))
+    def copy_to_slot(self, packed_adapter, adapter_slot, first_page):
+        return lambda: self.copies.append((packed_adapter, adapter_slot, first_page))
 
 
 @pytest.fixture
@@ -35,12 +35,12 @@ def store():
 
 def test_load_copies_the_host_copy_of_the_time_of_the_call(store):
     store.store("d0", StoredAdapter("first", AdapterInfo()))
-    copy_to_slot = store.load_slot(SlotLoad("d0", SlotId(3)))
+    copy_to_slot = store.load_slot(SlotLoad("d0", SlotId(3), 40))
     store.store("d0", StoredAdapter("second", AdapterInfo()))
     store.discard("d0")
     assert store.slots.copies == []
     copy_to_slot()
-    assert store.slots.copies == [("first", 3)]
+    assert store.slots.copies == [("first", 3, 40)]
 
 
 def test_model_without_lora_has_no_slots(llama_folder, llama_shape):

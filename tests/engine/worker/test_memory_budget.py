@@ -47,5 +47,5 @@ def test_too_small_cache_error_names_the_setting_and_the_bytes(changes, fix):
         "max_model_len: a sequence of 128 tokens does not fit into the KV cache; lower max_model_"
     )
     assert fix in message.splitlines()[0]
-    assert "adapter slots (2 of rank 8)" in message
+    assert "adapter slots (2 with 16 LoRA ranks)" in message
     assert "4,294,967,296 bytes      4.00 GiB" in message

@@ -20,7 +20,7 @@ from quire_engine.worker.startup import RunnerStartup
 from quire_engine.worker.warmup import compile_steps, peak_memory_steps
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
-from quire_spec.model.memory_sizing import kv_block_bytes, lora_slot_bytes
+from quire_spec.model.memory_sizing import kv_block_bytes, lora_bytes
 from quire_spec.protocol.messages import SequenceRequest
 
 FACTORY = ParamFactory(torch.float32, torch.device("cpu"))
@@ -30,7 +30,7 @@ MIB = 1 << 20
 def test_measured_memory_equals_what_is_allocated(llama_folder, llama_shape):
     memory = DeviceModelRunner(CONFIG, llama_shape, llama_folder).memory
     assert memory.weights_bytes == sum(t.nbytes for t in load_file(llama_folder / "model.safetensors").values())
-    assert memory.lora_bytes == 2 * lora_slot_bytes(llama_shape, 8, 4)
+    assert memory.lora_bytes == lora_bytes(llama_shape, 2 * 8, 4)
     assert memory.num_blocks == 8 * 128 // 8
     assert memory.kv_bytes == memory.num_blocks * kv_block_bytes(llama_shape, 8, 4)
     assert (memory.block_size, memory.max_model_len, memory.dtype, memory.device) == (8, 128, "float32", "cpu")
@@ -75,7 +75,9 @@ def test_rejects_memory_settings_that_do_not_fit(llama_shape, name, value, error
         _allocate(llama_shape, **{name: value})
 
 
-@pytest.mark.parametrize(("loras", "more"), [(0, ""), (4, ", or lower max_loras or max_lora_rank")])
+@pytest.mark.parametrize(
+    ("loras", "more"), [(0, ""), (4, ", or lower max_loaded_lora_ranks, max_loras or max_lora_rank")]
+)
 def test_rejects_a_model_that_does_not_fit_before_loading_it(llama_folder, llama_shape, monkeypatch, loras, more):
     monkeypatch.setattr("quire_engine.worker.device.available_memory_bytes", lambda: 100_000)
     monkeypatch.setattr(startup, "load_weights", None)
@@ -85,7 +87,7 @@ def test_rejects_a_model_that_does_not_fit_before_loading_it(llama_folder, llama
     first, *table = str(error.value).splitlines()
     fix = f"free memory, or choose a smaller model{more}"
     assert first == f"model: {config.model!r} does not fit into the memory that is free; {fix}"
-    slot_rows = ["adapter slots (4 of rank 8)"] * (loras > 0)
+    slot_rows = ["adapter slots (4 with 32 LoRA ranks)"] * (loras > 0)
     assert [line.split("  ")[1] for line in table] == ["weights", *slot_rows, "free"]
     assert table[-1].split()[1:] == ["100,000", "bytes", "0.00", "GiB"]
 

@@ -50,14 +50,16 @@ def _batch(slots):
 def _filled(sites, index, ranks, dtype):
     max_rank = max(24, *map(max, ranks))
     slots = LoRASlots(sites, 4, max_rank, torch.empty(0, dtype=dtype))
-    site = sites[index]
+    site, last_page = sites[index], slots.num_pages
     for slot, each in enumerate(ranks):
         pairs = [[None] for _ in sites]
         pairs[index] = [
             (torch.randn(r, site.in_features) / site.in_features**0.5, torch.randn(w, r) / 4) if r else None
             for r, w in zip(each, site.widths, strict=True)
         ]
-        slots.write(slot, slots.pack(pairs))
+        packed = slots.pack(pairs)
+        last_page -= slots.count_pages(packed)
+        slots.write(slot, packed, last_page)
     return slots.modules[index]
 
 

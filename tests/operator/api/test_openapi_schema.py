@@ -33,12 +33,12 @@ INVALID = [
     (
         {"spec.lora.maxRanks": 8},
         "spec.lora.maxRanks: unknown field; did you mean maxRank? Known fields: experts, maxCached, maxCachedMemory, "
-        "maxLoaded, maxRank, modulesToSave, onNoEffect",
+        "maxLoaded, maxLoadedRanks, maxRank, modulesToSave, onNoEffect",
     ),
     (
         {"spec.lora.qqq": 8},
-        "spec.lora.qqq: unknown field; known fields: experts, maxCached, maxCachedMemory, maxLoaded, maxRank, "
-        "modulesToSave, onNoEffect",
+        "spec.lora.qqq: unknown field; known fields: experts, maxCached, maxCachedMemory, maxLoaded, maxLoadedRanks, "
+        "maxRank, modulesToSave, onNoEffect",
     ),
     (
         {"spec.lora.maxRank": 12},

@@ -438,8 +438,9 @@ def test_slots_and_copies_of_adapters_have_room_for_whole_modules_if_these_can_b
     )
     # 128,256 tokens and 4,096 features, and for each of both modules an identity; four bytes for each element.
     adapter = 2 * (128256 + 4096) * 4096 * 4
-    assert whole.bytes.lora - plain.bytes.lora == pytest.approx(2 * adapter, abs=2**20)
-    assert whole.hostBytes.loraCopies - plain.hostBytes.loraCopies == pytest.approx(8 * adapter, abs=2**20)
+    page = (32 * 81_920 + 2 * (128256 + 4096)) * 4  # they take whole pages of one LoRA rank of all modules
+    assert 2 * adapter <= whole.bytes.lora - plain.bytes.lora <= 2 * (adapter + page)
+    assert 8 * adapter <= whole.hostBytes.loraCopies - plain.hostBytes.loraCopies <= 8 * (adapter + page)
 
 
 def test_max_cached_memory_limits_adapter_copies():
@@ -454,7 +455,7 @@ def test_max_cached_memory_limits_adapter_copies():
     why, text = unplannable("8b", H100, "lora: {maxCachedMemory: 704Mi}")
     assert why is UnplannableReason.DOES_NOT_FIT
     assert text.startswith(
-        "spec.lora.maxCachedMemory: 704Mi: 8 adapters of LoRA rank 16 need 705Mi; raise it, or lower "
+        "spec.lora.maxCachedMemory: 704Mi: adapters in slots with 128 LoRA ranks in total need 705Mi; raise it, or "
     )
 
 

@@ -34,6 +34,14 @@ def test_engine_config_round_trip():
         ),
         ({"model": "m", "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras: must be at least max_loras 8, got 4"),
         ({"model": "m", "swap_space": -1}, "swap_space: must be a size in GiB, got -1.0"),
+        (
+            {"model": "m", "max_loaded_lora_ranks": 15},
+            "max_loaded_lora_ranks: must be at least 16, .* got 15; raise it",
+        ),
+        (
+            {"model": "m", "max_lora_rank": 1, "max_loaded_lora_ranks": 1},
+            "max_loaded_lora_ranks: must be at least 2, .* got 1",
+        ),
         ({"model": "m", "kv_offloading_size": -1}, "kv_offloading_size: must be a size in GiB, got -1.0"),
         (
             {"model": "m", "kv_offloading_size": 1, "enable_prefix_caching": False},

@@ -3,7 +3,7 @@
 
 import pytest
 
-from quire_spec.model.memory_sizing import kv_block_bytes, lora_slot_bytes, weights_bytes
+from quire_spec.model.memory_sizing import kv_block_bytes, lora_bytes, lora_pages, weights_bytes
 from quire_spec.model.model_config import ModelConfig
 
 LLAMA_8B = {
@@ -109,15 +109,18 @@ def test_llama_8b():
     assert weights_bytes(model_config, 2) == 2 * (8_030_261_248 - 65 * 4096)
     # The sum of (in + out) over the seven linears is 81,920 per layer: 80 MiB at rank 16. The embedding and the output
     # projection have 132,352 each.
-    assert lora_slot_bytes(model_config, 16, 2) == 80 * 2**20 + 2 * 16 * 2 * 132_352
+    assert lora_bytes(model_config, 16, 2) == 80 * 2**20 + 2 * 16 * 2 * 132_352
 
 
 def test_adapter_slot_is_padded_to_even_rank_and_cache_lines():
     model_config = ModelConfig.from_config(LLAMA_8B)
-    assert lora_slot_bytes(model_config, 15, 2) == lora_slot_bytes(model_config, 16, 2)
+    assert lora_pages(model_config, 1, 15) == lora_pages(model_config, 1, 16) == 16
+    # A whole embedding and a whole output projection have the rank 4096 of 2 * (128256 + 4096) elements.
+    elements, page = 4096 * 2 * 132_352, 32 * 81_920 + 2 * 132_352
+    assert lora_pages(model_config, 3, 16, has_vocab_modules=True) == 16 + 3 * -(-elements // page)
     odd = ModelConfig.from_config(LLAMA_8B | {"vocab_size": 1001})
     even = ModelConfig.from_config(LLAMA_8B | {"vocab_size": 1008})
-    assert lora_slot_bytes(odd, 2, 2) == lora_slot_bytes(even, 2, 2)
+    assert lora_bytes(odd, 2, 2) == lora_bytes(even, 2, 2)
 
 
 # The published number of parameters, and how many of them are norms and biases, which weights_bytes ignores.
@@ -143,6 +146,6 @@ def test_kv_block_with_explicit_head_dim():
 
 def test_adapter_slot_of_fused_linears():
     # qkv (3072 + 9216), o (2 x 3072), gate and up (3072 + 16384), down (8192 + 3072), 32 layers.
-    assert lora_slot_bytes(ModelConfig.from_config(PHI3_MINI), 16, 2) == 16 * 32 * 2 * (
+    assert lora_bytes(ModelConfig.from_config(PHI3_MINI), 16, 2) == 16 * 32 * 2 * (
         12288 + 6144 + 19456 + 11264
     ) + 2 * 16 * 2 * (32064 + 3072)

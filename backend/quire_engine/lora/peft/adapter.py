@@ -29,7 +29,7 @@ from quire_engine.weights.safetensors_reader import SafetensorsReader, open_safe
 from quire_engine.weights.tensor_files import CONVERT_COMMAND
 from quire_kernels import RowTransform
 from quire_spec.errors import InvalidArgument
-from quire_spec.model.memory_sizing import lora_slot_bytes
+from quire_spec.model.memory_sizing import lora_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
@@ -146,7 +146,7 @@ def _check_size(path: Path, shape: ModelConfig, max_rank: int) -> None:
     The parser holds the interpreter lock, which the steps need, for 2 ms per thousand tensors.
     """
     size = path.stat().st_size
-    max_bytes = lora_slot_bytes(shape, max_rank, torch.float32.itemsize, has_experts=True) + _MAX_HEADER_BYTES
+    max_bytes = lora_bytes(shape, max_rank, torch.float32.itemsize, has_experts=True) + _MAX_HEADER_BYTES
     # PEFT can also save the embedding and the output projection of the base model.
     max_bytes += 2 * shape.vocab_size * shape.embedding_size * torch.float32.itemsize
     if size > max_bytes:

@@ -25,6 +25,12 @@ SPEC_OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--quantization", "engine.quantization", {"metavar": "NAME"}, "quantize the weights: int8, int4 or fp8"),
     ("--kv-cache-dtype", "engine.kvCacheDtype", {"metavar": "DTYPE"}, "dtype of the KV cache, such as fp8"),
     ("--max-loras", "lora.maxLoaded", _COUNT, "number of adapter slots"),
+    (
+        "--max-loaded-lora-ranks",
+        "lora.maxLoadedRanks",
+        _COUNT,
+        "largest sum of the LoRA ranks of the adapters in slots (default: --max-loras times --max-lora-rank)",
+    ),
     ("--max-cpu-loras", "lora.maxCached", _COUNT, "number of adapters in host memory"),
     (
         "--max-lora-rank",
