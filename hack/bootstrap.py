@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "operator"))
 
 from quire_operator.cli.doctor import machine  # noqa: E402
 
-EXTRAS = "engine,streamer,trust,server,openai,operator"
+EXTRAS = "engine,streamer,tracing,trust,server,openai,operator"
 TORCH_RANGE = ((2, 11), (3, 0))
 """The first version of torch that is supported, and the first version that is too new. pyproject.toml contains the same
 range."""

@@ -132,6 +132,10 @@ class Sequence:
     """The client that sent the request. Clients share the engine equally."""
 
     status: SequenceStatus = SequenceStatus.WAITING
+    adapter_wait_start: float | None = None
+    """Since this time, the sequence waits for its adapter; None: it does not."""
+    adapter_wait_s: float = 0.0
+    """Seconds for which it has waited for its adapter, without the present wait."""
     output_token_ids: list[int] = field(default_factory=list)
     """Output tokens. The last token can be PLACEHOLDER_TOKEN: when the next step is planned, the step that samples this
     token may still be in flight.

@@ -81,6 +81,9 @@ OUTPUT_IDS = "output_ids"
 PROMPT_LOGPROBS = "prompt_logprobs"
 
 LORA_NAME = "lora_name"
+TRACE_HEADER = "traceparent"
+"""Header of W3C Trace Context. Triton Inference Server forwards it over gRPC if requests are traced. Its generate
+routes forward no headers, so that clients put it into the body."""
 
 
 def core_names(data_parallel_size: int) -> tuple[str, ...]:

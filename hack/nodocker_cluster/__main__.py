@@ -44,6 +44,7 @@ def _run_command(command: str, archive: Path | None) -> None:
         print_progress(f"Helm: {helm.find_or_build(print_progress)}")
         try:
             print_progress(f"endpoint picker: {controllers.PICKER.find_or_build(print_progress)}")
+            print_progress(f"OpenTelemetry Collector: {controllers.COLLECTOR.find_or_build(print_progress)}")
             print_progress(f"CRDs of {', '.join(crds.find_or_download(print_progress))}")
         except binaries.Unavailable as error:
             print_progress(f"tests that need other projects will be skipped: {error}")

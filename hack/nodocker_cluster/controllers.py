@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controllers of other projects, built from Go modules, which tests run as processes with a kubeconfig.
+"""Programs of other projects, built from Go modules, which tests run as processes: controllers with a kubeconfig, and
+the OpenTelemetry Collector.
 
 Each has a module of its own in go/, because they need different releases of Kubernetes' libraries. `make cluster-tools`
-builds the endpoint picker, and `make test-controllers` the others.
+builds the endpoint picker and the collector, and `make test-controllers` the others.
 """
 
 import tempfile
@@ -65,6 +66,8 @@ class Controller:
 
 PICKER = Controller("picker", "sigs.k8s.io/gateway-api-inference-extension", 3 * 2**30)
 """The endpoint picker `epp` of the Gateway API's inference extension (2 minutes on two idle cores)."""
+COLLECTOR = Controller("collector", "go.opentelemetry.io/collector/otelcol", 3 * 2**30)
+"""The OpenTelemetry Collector `otelcol`, with OTLP only (2 minutes on two idle cores)."""
 KEDA = Controller("keda", "github.com/kedacore/keda/v2", 6 * 2**30)
 """KEDA's `operator` and metrics `adapter` (8 minutes on two idle cores)."""
 KUEUE = Controller("kueue", "sigs.k8s.io/kueue", 4 * 2**30)

@@ -142,11 +142,11 @@ class RequestRunner:
             while self._engine.has_work:
                 self._engine.read_pending_adapters(verify_digests=True)
                 step = self._engine.step()
-                for sequence_id, queued_s in step.started:
+                for started in step.started:
                     # If an earlier call failed, its sequences can still return results. They are ignored.
-                    started = by_sequence.get(sequence_id)
-                    if started is not None and started.state.start_time is None:
-                        started.state.start_time = started.state.arrival_time + queued_s
+                    owner = by_sequence.get(started.id)
+                    if owner is not None and owner.state.start_time is None:
+                        owner.state.start_time = owner.state.arrival_time + started.queued_s
                 for result in step.results:
                     request = by_sequence[result.id]
                     if request.update(result):

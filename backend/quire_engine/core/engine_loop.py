@@ -250,7 +250,7 @@ class EngineLoop:
         return replace(
             result,
             results=[delta for delta in result.results if delta.id >= 0],
-            started=[(sequence_id, queue_s) for sequence_id, queue_s in result.started if sequence_id >= 0],
+            started=[started for started in result.started if started.id >= 0],
         )
 
     def _end_internal(self, batch: InternalBatch) -> None:

@@ -17,7 +17,7 @@ from quire_engine.sequence import FinishReason, Logprob, Sequence
 from quire_engine.step.plan import InFlightStep, RunnerLost, SpanOutput, StepPlan
 from quire_engine.worker.interface import ModelRunner
 from quire_spec.errors import PROCESS_ENDS, Code, Internal, InvalidArgument
-from quire_spec.protocol.messages import RankedToken, SequenceDelta
+from quire_spec.protocol.messages import RankedToken, SequenceDelta, StartedSequence
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class StepExecutor:
         self._load_slots = load_slots
         # The step that was launched while the previous one was in flight.
         self._in_flight: InFlightStep | None = None
-        self._started: list[tuple[int, float]] = []
+        self._started: list[StartedSequence] = []
 
     def step(self) -> list[SequenceDelta]:
         """Run at most one step. With async scheduling, launch the next step before waiting for this one.
@@ -60,11 +60,8 @@ class StepExecutor:
         """
         return self._step_async() if self.async_scheduling else self._step_sync()
 
-    def pop_started(self) -> list[tuple[int, float]]:
-        """Return the sequences whose first step ended after the previous call of this method.
-
-        Each item contains the id of the sequence and the seconds that it spent in the queue.
-        """
+    def pop_started(self) -> list[StartedSequence]:
+        """Return the sequences whose first step ended after the previous call of this method."""
         started, self._started = self._started, []
         return started
 

@@ -109,11 +109,17 @@ def set_parent_death_signal() -> None:
         exit_now(EXIT_SOFTWARE)
 
 
-def install_exit_handlers(loop: asyncio.AbstractEventLoop) -> None:
-    """Make `loop` exit the process on an unhandled exception, and on SIGTERM and SIGINT."""
+def install_exit_handlers(loop: asyncio.AbstractEventLoop, before_exit: Callable[[], None] = lambda: None) -> None:
+    """Make `loop` exit the process on an unhandled exception, and on SIGTERM and SIGINT after a call of
+    `before_exit`."""
+
+    def on_signal() -> None:
+        before_exit()
+        exit_now(0)
+
     loop.set_exception_handler(_on_loop_exception)
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, exit_now, 0)
+        loop.add_signal_handler(signum, on_signal)
 
 
 def _parse_args(process_name: str) -> ProcessArgs:

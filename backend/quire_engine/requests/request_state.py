@@ -58,6 +58,7 @@ class RequestState:
     ) -> None:
         self.request = replace(request, prompt=None, prompt_token_ids=None, chat=None)
         """The request without its prompt, which can be large."""
+        self.is_chat = request.chat is not None
         self.params = request.params
         self.sequence_ids = range(first_sequence_id, first_sequence_id + self.params.num_results)
         """Ids of the request's sequences in the engine core. There is one sequence for each output."""
@@ -67,13 +68,16 @@ class RequestState:
         """Time when the sequences of the request were sent to the engine core; None before that."""
         self.start_time: float | None = None
         """Start of the first step that ran one of the sequences; None while the request is queued."""
+        self.adapter_wait_s = 0.0
+        """Seconds for which the request waited for its adapter while it was queued."""
         self.first_token_time: float | None = None
         self.num_input_tokens = 0
+        self.num_cached_tokens = 0
+        """Number of prompt tokens whose KV blocks were in the prefix cache."""
         self.completions: list[CompletionState] = []
         """The outputs of the request, in the order of `sequence_ids`. The list is empty until the request is
         submitted."""
         self._prompt_token_ids: list[int] | None = None
-        self._num_cached_tokens = 0
         self._tokenizer: Tokenizer | None = None
         self._parsers: list[OutputParser] = []
         """The parser of each output. The list is empty if outputs are returned as text."""
@@ -162,7 +166,7 @@ class RequestState:
         index = result.id - self.sequence_ids.start
         events = self._parse(index, delta)
         if index == 0 and result.num_cached_tokens is not None:
-            self._num_cached_tokens = result.num_cached_tokens
+            self.num_cached_tokens = result.num_cached_tokens
         if self.request.stream:
             return [self._to_output_delta(index, delta, events)]
         output = self._collected_outputs[index]
@@ -203,7 +207,7 @@ class RequestState:
             index=index,
             other_outputs_pending=not self._all_finished(),
             stop_reason=completion.stop_reason,
-            num_cached_tokens=self._num_cached_tokens,
+            num_cached_tokens=self.num_cached_tokens,
             prompt_token_ids=prompt_token_ids,
             parsed=events if self._parsers else None,
             num_reasoning_tokens=self._parsers[index].num_reasoning_tokens if self._parsers else 0,

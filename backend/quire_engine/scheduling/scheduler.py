@@ -41,6 +41,7 @@ from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
 from quire_spec.model.kv_layout import KVLayout
+from quire_spec.protocol.messages import StartedSequence
 
 MAX_SHARING_CLIENTS = 4
 """Maximum number of clients whose prompts a step computes in equal parts. With more clients, the parts would be so
@@ -610,7 +611,7 @@ class Scheduler:
         self.block_manager.allocate(sequence, prefix, builder)
         if is_first_run:
             self._clock.advance(sequence, len(self._clients))
-            builder.started.append((sequence.id, now - sequence.arrival_time))
+            builder.started.append(StartedSequence(sequence.id, now - sequence.arrival_time, sequence.adapter_wait_s))
             self.prefix_cache.record_hit(sequence, prefix)
         if self._restore(sequence, builder):
             builder.add_prefill(self._make_span(sequence, length))
@@ -623,6 +624,11 @@ class Scheduler:
         can_run = self._adapter_registry.can_run(sequence.adapter_digest, now, is_new=not was_preempted)
         if not was_preempted:
             sequence.status = SequenceStatus.WAITING if can_run else SequenceStatus.WAITING_FOR_ADAPTER
+            if can_run and sequence.adapter_wait_start is not None:
+                sequence.adapter_wait_s += now - sequence.adapter_wait_start
+                sequence.adapter_wait_start = None
+            elif not can_run and sequence.adapter_wait_start is None:
+                sequence.adapter_wait_start = now
         return can_run
 
     def _kv_ready(self, sequence: Sequence, now: float) -> bool:

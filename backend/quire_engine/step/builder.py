@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from quire_engine.sequence import Sequence
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan, SwapCopy
+from quire_spec.protocol.messages import StartedSequence
 
 
 @dataclass(slots=True)
@@ -19,7 +20,7 @@ class StepPlanBuilder:
     swap_outs: list[SwapCopy] = field(default_factory=list)
     swap_ins: list[SwapCopy] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
-    started: list[tuple[int, float]] = field(default_factory=list)
+    started: list[StartedSequence] = field(default_factory=list)
     restoring: list[Sequence] = field(default_factory=list)
     """Sequences whose blocks the step copies from host memory."""
     copy_budget: int = 0

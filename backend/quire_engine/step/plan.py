@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from quire_engine.sequence import PLACEHOLDER_TOKEN, BlockId, Logprob, Sequence, SlotId
 from quire_spec.constants import AdapterDigest
 from quire_spec.errors import Unavailable
+from quire_spec.protocol.messages import StartedSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +119,8 @@ class StepPlan:
     copies: list[BlockCopy] = field(default_factory=list)
     """Copies of blocks that other sequences share. The spans of the step write to the copies. A block is never both a
     source and a destination."""
-    started: list[tuple[int, float]] = field(default_factory=list)
-    """For each sequence that runs for the first time: its id, and how many seconds it has waited in the queue. The
-    runner does not use this list."""
+    started: list[StartedSequence] = field(default_factory=list)
+    """The sequences that run for the first time. The runner does not use this list."""
     restoring: list[Sequence] = field(default_factory=list)
     """Sequences to whose blocks `swap_ins` copy. Some have no span, because their last blocks follow in later steps.
     The runner does not use this list."""

@@ -36,6 +36,7 @@ from quire_engine.text.request_manager import RequestManager
 from quire_engine.text.result_coalescer import RESPONSES_PER_S_PER_CORE, ResponseThrottle, ResultCoalescer
 from quire_engine.text.server import TextServer
 from quire_engine.text.tokenizer_threads import TokenizerThreads
+from quire_engine.text.tracing import create_tracer
 from quire_engine.tokenization.chat_template import ChatTemplate
 from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.tokenizer import Tokenizer
@@ -106,7 +107,8 @@ async def _serve(
     templates: ChatTemplateFiles,
     sampling_defaults: Mapping[str, Any],
 ) -> None:
-    process.install_exit_handlers(asyncio.get_running_loop())
+    tracer = create_tracer(args.config.otlp_traces_endpoint, args.served_name)
+    process.install_exit_handlers(asyncio.get_running_loop(), tracer.close)
     metrics = RequestMetrics(args.config, args.served_name, limits.max_model_len)
     clients = _create_clients(args)
     cores = (
@@ -124,7 +126,7 @@ async def _serve(
     tokenizer_threads = TokenizerThreads()
     processor = RequestProcessor(limits, tokenizer, chat_renderer, grammar_checker, tokenizer_threads.run)
     finder = AdapterFinder(admission, args.socket_path(SUPERVISOR_SOCKET))
-    request_manager = RequestManager(admission, processor, metrics, cores, finder=finder)
+    request_manager = RequestManager(admission, processor, metrics, cores, finder=finder, tracer=tracer)
     throttle = _create_throttle(args.config)
     methods = TextMethods(
         admission,

@@ -25,6 +25,7 @@ from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_engine.text.admission.client_turns import ClientTurns
 from quire_engine.text.admission.rate_limiter import AdapterRateLimiter
 from quire_engine.text.metrics import RequestMetrics
+from quire_engine.text.tracing import NoTracer, Tracer
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.errors import PROCESS_ENDS, Code, Internal, InvalidArgument, QuireError, Unavailable, error_text
@@ -33,6 +34,7 @@ from quire_spec.protocol.messages import (
     OutputDelta,
     SequenceDelta,
     SequenceRequest,
+    StartedSequence,
     StepResult,
 )
 
@@ -80,8 +82,10 @@ class RequestManager:
         cores: Cores,
         clock: Callable[[], float] = time.monotonic,
         finder: AdapterFinder | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """Without `finder`, adapters that are not loaded do not exist."""
+        self._tracer = tracer or NoTracer()
         self._queued_by_client: Counter[str] = Counter()
         """Number of open requests that no step has run yet, for each client that has any."""
         self._admission = admission
@@ -189,6 +193,7 @@ class RequestManager:
         try:
             if missing is not None:
                 template = await self._find_adapter(request, request_state, missing)
+                request_state.adapter_wait_s = self._clock() - request_state.arrival_time
             async with self._client_turns.turn(request.client):
                 prepared = await self._processor.prepare(request, template)
         except QuireError as rejection:
@@ -240,9 +245,9 @@ class RequestManager:
         Then abort the sequences that have ended in the text process, but that the core still runs.
         """
         now = self._clock()
-        for sequence_id, core_queue_s in step.started:
-            if (entry := self._by_sequence.get(sequence_id)) and entry[0].start_time is None:
-                self._mark_started(entry[0], core_queue_s)
+        for started in step.started:
+            if (entry := self._by_sequence.get(started.id)) and entry[0].start_time is None:
+                self._mark_started(entry[0], started)
         aborted_ids = [sequence_id for result in step.results for sequence_id in self._on_result(result, now)]
         if aborted_ids:
             self._cores.abort(aborted_ids)
@@ -343,15 +348,16 @@ class RequestManager:
         """End an open request with an error."""
         _, frontend = self._by_sequence[self._open_sequence_ids(request_state)[0]]
         self._metrics.record_failed(error.code)
-        self._close(request_state, frontend, "error")
+        self._close(request_state, frontend, "error", error.code)
         frontend.send(request_state.to_error_delta(error.code, error_text(error)))
 
-    def _mark_started(self, request_state: RequestState, core_queue_s: float) -> None:
+    def _mark_started(self, request_state: RequestState, started: StartedSequence) -> None:
         assert request_state.submit_time is not None, "the core runs only submitted requests"
         self._leave_queue(request_state)
         # Only the core can measure how long a request was in its queue, because the first result arrives after the
         # prompt was computed.
-        request_state.start_time = request_state.submit_time + core_queue_s
+        request_state.start_time = request_state.submit_time + started.queued_s
+        request_state.adapter_wait_s += started.adapter_wait_s
         self._metrics.record_started(request_state.adapter.name, request_state.start_time - request_state.arrival_time)
 
     def _on_result(self, result: SequenceDelta, now: float) -> list[int]:
@@ -391,7 +397,8 @@ class RequestManager:
             aborted_ids += self._open_sequence_ids(request_state)
             if error_code := deltas[-1].error_code:
                 self._metrics.record_failed(error_code)
-            self._close(request_state, frontend, "error" if error_code else deltas[-1].finish_reason or "")
+            reason = "error" if error_code else deltas[-1].finish_reason or ""
+            self._close(request_state, frontend, reason, error_code or "")
         version = version_of(request_state.adapter.name or "")
         for delta in deltas:
             frontend.send(replace(delta, adapter_version=version) if version else delta)
@@ -423,7 +430,7 @@ class RequestManager:
         """Return the unfinished sequences of a request."""
         return [sequence_id for sequence_id in request_state.sequence_ids if sequence_id in self._by_sequence]
 
-    def _close(self, request_state: RequestState, frontend: FrontendSink, reason: str) -> None:
+    def _close(self, request_state: RequestState, frontend: FrontendSink, reason: str, error_code: str = "") -> None:
         if (preparation := self._preparations.pop(request_state, None)) is not None:
             preparation.cancel()
         self._rate_limiter.release(request_state.adapter.names)
@@ -434,7 +441,9 @@ class RequestManager:
         if request_state.start_time is None:
             self._leave_queue(request_state)
         self._metrics.record_api_key_output(request.api_key_name, request_state.num_output_tokens)
-        self._metrics.record_finished(reason, request_state.summary(self._clock()))
+        now = self._clock()
+        self._metrics.record_finished(reason, request_state.summary(now))
+        self._tracer.record(request_state, reason, error_code, now)
         self._notify_if_drained()
 
     def _leave_queue(self, request_state: RequestState) -> None:

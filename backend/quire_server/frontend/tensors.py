@@ -47,6 +47,7 @@ CLIENT_HEADER = "x-gateway-inference-fairness-id"
 """Header that names the client of a request, if the server forwards it. Clients share the engine equally. Gateways of
 the Gateway API Inference Extension set this header. All requests without it belong to one client."""
 
+_MAX_HEADER_CHARS = 128
 _SERVER_PARAMETERS = frozenset(("id", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"))
 """Fields that belong to the server's own protocol. They are not parameters of Quire. They appear among the parameters
 because the generate endpoint passes on every top-level key."""
@@ -100,7 +101,7 @@ def parse_request(
     """
     stream = _flag(inputs, constants.STREAM, False)
     prompt, token_ids = _prompt(inputs)
-    values, client = _parameters(inputs, parameters, forwarded_headers)
+    values, headers = _parameters(inputs, parameters, forwarded_headers)
     adapter_name = _pop_string(values, constants.LORA_NAME)
     cache_salt = _pop_string(values, CACHE_SALT)
     priority = _pop_int(values, PRIORITY)
@@ -111,7 +112,16 @@ def parse_request(
         params = structs.replace(params, logprobs=0)
     target_model = _target_model(model, base, AdapterName(adapter_name) if adapter_name is not None else None)
     request = GenerateRequest(
-        request_id, target_model, prompt, token_ids, params, stream, cache_salt, priority, client=client
+        request_id,
+        target_model,
+        prompt,
+        token_ids,
+        params,
+        stream,
+        cache_salt,
+        priority,
+        client=headers.get(CLIENT_HEADER, ""),
+        traceparent=headers.get(constants.TRACE_HEADER, ""),
     )
     return request, options
 
@@ -245,23 +255,23 @@ def _flag(inputs: Mapping[str, Array], name: str, default: bool) -> bool:
 
 def _parameters(
     inputs: Mapping[str, Array], parameters: str, forwarded_headers: re.Pattern[str] | None
-) -> tuple[dict[str, Any], str]:
-    """Return the parameters that the tensor and the request set, as a mapping from names to values, and the value of
-    the header CLIENT_HEADER.
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the parameters that the tensor and the request set, as a mapping from names to values, and the headers
+    that the server forwarded, with names in lower case.
 
     Fields of the server's protocol and parameters that are null are left out.
     """
-    client = ""
+    headers: dict[str, str] = {}
     merged = {
         k: v for k, v in _parse_object(parameters or "{}", "request parameters").items() if k not in _SERVER_PARAMETERS
     }
     if forwarded_headers is not None:
-        headers = {k: v for k, v in merged.items() if k not in _KNOWN_NAMES and forwarded_headers.fullmatch(k)}
-        merged = {k: v for k, v in merged.items() if k not in headers}
-        client = next((str(v)[:128] for k, v in headers.items() if k.lower() == CLIENT_HEADER), "")
+        names = {k for k in merged if k not in _KNOWN_NAMES and forwarded_headers.fullmatch(k)}
+        headers = {k.lower(): str(merged[k])[:_MAX_HEADER_CHARS] for k in names}
+        merged = {k: v for k, v in merged.items() if k not in names}
     if constants.SAMPLING_PARAMETERS in inputs:
         merged |= _parse_object(_string_value(inputs, constants.SAMPLING_PARAMETERS), constants.SAMPLING_PARAMETERS)
-    return {key: value for key, value in merged.items() if value is not None}, client
+    return {key: value for key, value in merged.items() if value is not None}, headers
 
 
 def _parse_object(text: str, source_name: str) -> dict[str, Any]:

@@ -106,6 +106,7 @@ class Generation:
         self._data_parallel_rank = http_request.data_parallel_rank
         user = fields.user if isinstance(fields.user, str) else ""
         self._session = http_request.session_id or user or http_request.request_id
+        self._traceparent = http_request.traceparent
         self._response_headers = http_request.response_headers
         self._num_input_tokens = [0] * (len(prompts) * copies)
         self._num_cached_tokens = [0] * (len(prompts) * copies)
@@ -210,6 +211,7 @@ class Generation:
                 self._client,
                 self._data_parallel_rank,
                 self._session,
+                self._traceparent,
             )
             for prompt in self.prompts
             for _ in range(self.copies)

@@ -39,6 +39,7 @@ from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.stub_watcher import StubProcess, StubWatcher
 from quire_spec import constants
 from quire_spec.documents.pod_status import CoreState
+from quire_spec.documents.server_arguments import with_forwarded_header
 from quire_spec.errors import QuireError
 from quire_spec.protocol.client import ConnectionLost
 
@@ -93,7 +94,9 @@ class ProcessManager:
             exit_timeout_s=_EXIT_TIMEOUT_S,
             other_repository=run_dir / OTHER_REPOSITORY if config.server.modelRepository is not None else None,
             model_env=frozenset(config.server.modelEnv),
-            arguments=config.server.serverArgs,
+            arguments=config.server.serverArgs
+            if config.engine.otlp_traces_endpoint is None
+            else with_forwarded_header(config.server.serverArgs, constants.TRACE_HEADER),
         )
         self.other_models: OtherModels | None = None
         """The models of server.modelRepository. The supervisor sets this attribute before it calls `run`."""

@@ -79,6 +79,16 @@ def parse_server_arguments(arguments: Sequence[str], field: str) -> dict[str, li
     return values
 
 
+def with_forwarded_header(arguments: Sequence[str], header: str) -> tuple[str, ...]:
+    """Return the arguments of the server, with which it also forwards a header. Header names have no upper case in
+    gRPC, but can have it in HTTP."""
+    patterns = {name: value for name, _, value in (argument.partition("=") for argument in arguments)}
+    others = [argument for argument in arguments if argument.partition("=")[0] not in HEADER_PATTERNS]
+    wanted = f"(?i:{re.escape(header)})"
+    forwarded = (f"{name}={'|'.join(filter(None, (patterns.get(name), wanted)))}" for name in HEADER_PATTERNS)
+    return *others, *forwarded
+
+
 def check_server_files(values: dict[str, list[str]], field: str) -> None:
     """Raise ConfigError if an argument names a file that cannot be read on this machine."""
     for name in _FILES:

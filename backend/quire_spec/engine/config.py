@@ -7,6 +7,7 @@ setting overrides the document. The environment variables in docs/gpu-design.md 
 """
 
 import math
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any, Self
@@ -207,6 +208,10 @@ class EngineConfig:
     """Publish which KV blocks are cached, so that a router can send a prompt to the engine that has its beginning.
     None: nothing is published."""
 
+    otlp_traces_endpoint: str | None = None
+    """URL to which spans of requests are sent by OTLP, such as http://collector:4317 for gRPC or
+    http://collector:4318/v1/traces for HTTP; None: requests are not traced."""
+
     tool_call_parser: str = "auto"
     """Format in which the model writes tool calls.
 
@@ -376,6 +381,10 @@ class EngineConfig:
             self._check_kv_offloading_folder()
         elif self.kv_offloading_folder_size is not None:
             raise ConfigError("kv_offloading_folder_size: needs kv_offloading_folder; set it, or remove the size")
+        if self.otlp_traces_endpoint is not None and not re.match(r"(https?|grpc)://[^/]", self.otlp_traces_endpoint):
+            raise ConfigError(
+                f"otlp_traces_endpoint: must be a URL such as http://collector:4317, got {self.otlp_traces_endpoint!r}"
+            )
         if not self.model:
             raise ConfigError("model: must not be empty; give a folder or a hub id such as org/name")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -40,7 +40,6 @@ _IGNORED_ARGUMENTS = frozenset(
             "lora_extra_vocab_size",
             "served_model_name",
             "guided_decoding_backend",
-            "otlp_traces_endpoint",
         ),
     )
 )

@@ -115,6 +115,9 @@ class GenerateRequest(RequestMessage, frozen=True, tag=2):
     """The core that must run the request, if the pod has several. None: the text process chooses one."""
     session: str = ""
     """Requests with the same session get the same version of an adapter. Empty: each request is its own session."""
+    traceparent: str = ""
+    """The header traceparent of W3C Trace Context; the spans of the request belong to this trace. Empty: it starts a
+    trace of its own."""
 
 
 class CancelRequests(Message, frozen=True, tag=3):
@@ -413,13 +416,21 @@ class BlockChanges(Value, frozen=True):
     """Hashes of blocks that are not cached any more."""
 
 
+class StartedSequence(Value, frozen=True):
+    """A sequence that ran for the first time, and how long it waited in the core before."""
+
+    id: int
+    queued_s: float
+    adapter_wait_s: float = 0.0
+    """The part of queued_s in which its adapter was not in a slot."""
+
+
 class StepResult(Message, frozen=True, tag=8):
     """core -> text: the results of one step."""
 
     results: list[SequenceDelta]
-    started: list[tuple[int, float]]
-    """The sequences that ran for the first time in this step. Each item contains the id of a sequence, and the number
-    of seconds for which it waited in the core."""
+    started: list[StartedSequence]
+    """The sequences that ran for the first time in this step."""
     stats: SchedulerStats
     adapter_events: list[AdapterEvent] = []
     """The adapter events that happened since the previous step."""

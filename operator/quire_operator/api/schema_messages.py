@@ -73,6 +73,10 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "must contain only letters, digits, '-', '_' and '.', and begin and end with a letter or digit",
         "use a name such as Tales-1.5",
     ),
+    r"^(https?|grpc)://[^/\s]+(/\S*)?$": (
+        "must be a URL with http, https or grpc",
+        "use a URL such as http://collector.monitoring:4317",
+    ),
     r"^[A-Za-z0-9]([-A-Za-z0-9._/:@]*[A-Za-z0-9])?$": (
         "must contain only letters, digits and -._/:@, and begin and end with a letter or digit",
         "use a name such as organization/model",

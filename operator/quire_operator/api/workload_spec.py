@@ -188,6 +188,16 @@ class DisruptionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracingSpec:
+    """spec.observability.tracing"""
+
+    endpoint: str = schema_field(pattern=r"^(https?|grpc)://[^/\s]+(/\S*)?$", maxLength=1024)
+    """URL to which pods send spans of requests by OTLP, such as http://collector.monitoring:4317 for gRPC, or
+    http://collector.monitoring:4318/v1/traces for HTTP. Variables such as OTEL_TRACES_SAMPLER and
+    OTEL_EXPORTER_OTLP_HEADERS can be set in spec.runtime.env."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservabilitySpec:
     """spec.observability"""
 
@@ -196,3 +206,5 @@ class ObservabilitySpec:
     Auto."""
     metricsLabels: dict[str, str] = schema_field(factory=dict, **LABELS)
     """Labels of the PodMonitor, for a Prometheus that selects PodMonitors by label. Default: none."""
+    tracing: TracingSpec | None = schema_field(None, restarts=Restarts.YES)
+    """OpenTelemetry traces of requests. Default: none."""

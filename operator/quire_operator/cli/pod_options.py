@@ -158,6 +158,13 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "chat template to use instead of the one in the checkpoint",
     ),
     (
+        "--otlp-traces-endpoint",
+        "engine.otlp_traces_endpoint",
+        {"metavar": "URL"},
+        "send spans of requests there by OTLP: http://HOST:4317 for gRPC, or http://HOST:4318/v1/traces for HTTP "
+        "(default: spec.observability.tracing.endpoint, otherwise requests are not traced)",
+    ),
+    (
         "--tool-call-parser",
         "engine.tool_call_parser",
         {"choices": ("auto", "none", *capabilities.TOOL_CALL_PARSERS), "metavar": "NAME"},

@@ -69,6 +69,7 @@ _PLANNED_FIELDS = frozenset((
 contains the same value."""
 _OTHER_PATHS: Mapping[str, FieldPath] = {
     "model": ("model", "source"), "device": ("device",),
+    "otlp_traces_endpoint": ("observability", "tracing", "endpoint"),
     "kv_offloading_size": ("engine", "kvCacheOffloading", "memory"),
     "kv_offloading_folder": ("engine", "kvCacheOffloading", "secondary", 0, "folder"),
     "kv_offloading_folder_size": ("engine", "kvCacheOffloading", "secondary", 0, "size"),
@@ -148,6 +149,8 @@ def _fields(
     if service.kv_tier is not None:
         yield "kv_offloading_folder", kv_folder
         yield "kv_offloading_folder_size", to_bytes(service.kv_tier.size) / GIB
+    if spec.observability.tracing is not None:
+        yield "otlp_traces_endpoint", spec.observability.tracing.endpoint
     if spec.networking.kvEvents is not None:
         ports = service.kv_event_ports
         yield (

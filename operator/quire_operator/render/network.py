@@ -44,7 +44,7 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
     endpoint picker can connect to the health port. Only Prometheus can connect to the port with the metrics of the
     server, and only the subscribers in the spec to the ports of KV events. For egress, the pods can connect to DNS, to
     the ports of the adapters' sources and, for a bucket without credentials, to the identity agent of EKS. The ports
-    always include 443, because adapters can be added later.
+    always include 443, because adapters can be added later. With tracing, they can connect to the collector's port.
     """
     ports = service.spec.runtime.ports
     client_ports = [service.ports[name] for name in ("http", "grpc", "openai") if name in service.ports]
@@ -63,6 +63,8 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
     if pods_download := model_storage.pods_download(service):
         sources += model_storage.downloaded_sources(service)
     egress = _source_egress(service, sources) if pods_download or service.spec.lora.maxLoaded else []
+    if (tracing := service.spec.observability.tracing) is not None:
+        egress.append({"ports": _tcp_ports(_url_port(tracing.endpoint))})
     return _network_policy(service, service.name, object_names.SERVER, ingress, egress)
 
 

@@ -192,7 +192,7 @@ def test_other_streams_go_on_during_checks_and_a_canary_that_never_ends(
             step = text.receive()
             assert isinstance(step, StepResult)
             assert {result.id for result in step.results} <= {1}, "internal sequences are not published"
-            assert {sequence_id for sequence_id, _ in step.started} <= {1}
+            assert {started.id for started in step.started} <= {1}
             tokens += [token for result in step.results for token in result.token_ids]
             times.append(time.monotonic())
         text.send(AbortSequences([1]))

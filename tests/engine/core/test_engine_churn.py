@@ -115,7 +115,7 @@ class EngineHarness:
     def step(self) -> None:
         self.now += 0.05
         result = self.engine.step()
-        self.started_ids += [sequence_id for sequence_id, _ in result.started]
+        self.started_ids += [started.id for started in result.started]
         for delta in result.results:
             self.update(delta)
 
@@ -461,6 +461,6 @@ def test_queue_time_ends_when_the_first_step_starts() -> None:
     first, second = harness.add([1, 2], max_tokens=3), harness.add([3, 4], max_tokens=1)
     started: dict[int, float] = {}
     while harness.engine.has_work:
-        started |= dict(harness.engine.step().started)
+        started |= {item.id: item.queued_s for item in harness.engine.step().started}
     # The second sequence waits for the three steps of the first one. Neither time includes a step of the sequence.
     assert started == {first: 0.0, second: 6.0}

@@ -81,7 +81,7 @@ def receive_results(peer: IpcClient, ids: list[int]) -> dict[int, list[SequenceD
         if isinstance(step, Failure):
             step = StepResult([SequenceDelta(step.id, error_code=step.error_code)], [], SchedulerStats())
         assert isinstance(step, StepResult)
-        started_ids += [sequence_id for sequence_id, _ in step.started]
+        started_ids += [started.id for started in step.started]
         for result in step.results:
             results_by_id[result.id].append(result)
             if result.finish_reason or result.error_code:

@@ -37,6 +37,7 @@ from quire_spec.protocol.messages import (
     SchedulerStats,
     SequenceDelta,
     SequenceRequest,
+    StartedSequence,
     StepResult,
     TokenLogprob,
 )
@@ -300,7 +301,7 @@ class RequestManagerMachine(RuleBasedStateMachine):
             if end is not None and id in self.core:
                 del self.core[id]
                 self.ended.add(id)
-        step = StepResult(results, [(i, 0.0) for i in ids], SchedulerStats(num_blocks=4))
+        step = StepResult(results, [StartedSequence(i, 0.0) for i in ids], SchedulerStats(num_blocks=4))
         self.call(partial(self.manager.on_step, step))
 
     @invariant()
@@ -419,7 +420,11 @@ async def test_adapter_limits_reject_only_its_own_requests():
     request = sent[1]
     assert isinstance(request, SequenceRequest) and request.adapter_digest == "d2"
     # Prompt and output both count: 7 + 4 tokens exceed the burst of 10 s.
-    manager.on_step(StepResult([SequenceDelta(request.id, [65] * 4, "length")], [(request.id, 0.0)], SchedulerStats()))
+    manager.on_step(
+        StepResult(
+            [SequenceDelta(request.id, [65] * 4, "length")], [StartedSequence(request.id, 0.0)], SchedulerStats()
+        )
+    )
     await submit(manager, frontend, GenerateRequest(4, "b", None, [5], SamplingParams(), True))
     assert "maxTokensPerSecond is 1" in frontend.deltas[4][0].error
     await submit(manager, frontend, GenerateRequest(5, "base", None, [5], SamplingParams(), True))
@@ -451,7 +456,7 @@ async def test_metrics_of_a_request():
     await settle()
     now = 10.0  # the first step took until now, and started after a second in the queue of the core
     (request,) = sent
-    manager.on_step(StepResult([SequenceDelta(request.id, [65])], [(request.id, 1.0)], SchedulerStats()))
+    manager.on_step(StepResult([SequenceDelta(request.id, [65])], [StartedSequence(request.id, 1.0)], SchedulerStats()))
     now = 12.0
     manager.on_step(StepResult([SequenceDelta(request.id, [66], "length")], [], SchedulerStats()))
     await submit(manager, RecordingFrontend(), make_request(2, ids=[999], prompt=None))

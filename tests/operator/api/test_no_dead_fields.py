@@ -88,7 +88,7 @@ runtime:
   sharedMemory: 2Gi
 rollout: {maxSurge: 1, maxUnavailable: 1, minReadySeconds: 10, drainSeconds: 60, progressDeadlineSeconds: 900}
 disruption: {pdb: Auto}
-observability: {podMonitor: Auto, metricsLabels: {a: b}}
+observability: {podMonitor: Auto, metricsLabels: {a: b}, tracing: {endpoint: "http://collector:4317"}}
 networking:
   networkPolicy:
     enabled: true

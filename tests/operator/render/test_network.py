@@ -118,3 +118,11 @@ def test_only_subscribers_reach_the_ports_of_kv_events(num_cores, replay):
         "enable_kv_cache_events": True,
         "replay_endpoint": f"tcp://*:{replay[0]}",
     }
+
+
+def test_pods_send_traces_to_the_collector():
+    spec = "lora: {maxLoaded: 0}\nobservability: {tracing: {endpoint: 'http://collector.monitoring:4317'}}"
+    objects = rendered_objects(llm_service(f"{GPU}{spec}"))
+    policy = objects["NetworkPolicy", "s"]["spec"]
+    assert [port["port"] for rule in policy["egress"] for port in rule["ports"]] == [*DNS, 4317]
+    assert pod_document(objects.values())["engine"]["otlp_traces_endpoint"] == "http://collector.monitoring:4317"

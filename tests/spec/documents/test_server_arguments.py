@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The allow list of the server's arguments: each with its form; the CRD contains the same list."""
 
+import re
+
 import pytest
 
 from quire_operator.api import crd
-from quire_spec.documents.server_arguments import ALLOWED, PATTERN, parse_server_arguments
+from quire_spec.documents.server_arguments import (
+    ALLOWED,
+    HEADER_PATTERNS,
+    PATTERN,
+    parse_server_arguments,
+    with_forwarded_header,
+)
 from quire_spec.errors import ConfigError
 
 TLS = ["grpc-use-ssl=true", "grpc-server-cert=/c.pem", "grpc-server-key=/k.pem"]
@@ -57,3 +65,17 @@ def test_repeated_arguments_are_rejected():
 def test_the_resource_has_the_same_list():
     runtime = crd.load_schema()["properties"]["spec"]["properties"]["runtime"]["properties"]
     assert runtime["serverArgs"]["items"]["pattern"] == PATTERN
+
+
+@pytest.mark.parametrize(
+    ("pattern", "forwarded", "not_forwarded"),
+    [(None, {"traceparent", "Traceparent"}, {"x-a", "traceparent2"}), ("x-.*", {"x-a", "traceparent"}, {"y"})],
+)
+def test_header_is_forwarded_beside_those_of_the_user(pattern, forwarded, not_forwarded):
+    given = ["rate-limit=off", *([] if pattern is None else [f"{name}={pattern}" for name in HEADER_PATTERNS])]
+    arguments = with_forwarded_header(given, "traceparent")
+    values = parse_server_arguments(arguments, "f")
+    assert values.keys() == {"rate-limit", *HEADER_PATTERNS}
+    for name in HEADER_PATTERNS:
+        matching = {header for header in forwarded | not_forwarded if re.fullmatch(values[name][0], header)}
+        assert matching == forwarded

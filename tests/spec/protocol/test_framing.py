@@ -35,6 +35,7 @@ from quire_spec.protocol.messages import (
     SchedulerStats,
     SequenceDelta,
     SequenceRequest,
+    StartedSequence,
     StepResult,
     to_raw,
 )
@@ -228,10 +229,12 @@ def test_an_item_that_cannot_be_encoded_fails_alone(problem: str, monkeypatch: p
     assert received[3].final and received[3].error_code is Code.INTERNAL
 
     results = [SequenceDelta(i, [i], error=bad_text if i == 3 else "") for i in range(7)]
-    steps = list(FrameDecoder().feed(encode_frame(StepResult(results, [(3, 0.5)], SchedulerStats(num_running=7)))))
+    steps = list(
+        FrameDecoder().feed(encode_frame(StepResult(results, [StartedSequence(3, 0.5)], SchedulerStats(num_running=7))))
+    )
     assert [r.id for step in steps for r in step.results] == list(range(7))
     assert [r.error_code for step in steps for r in step.results] == [None] * 3 + [Code.INTERNAL] + [None] * 3
-    assert [started for step in steps for started in step.started] == [(3, 0.5)]
+    assert [started for step in steps for started in step.started] == [StartedSequence(3, 0.5)]
     assert all(step.stats == SchedulerStats(num_running=7) for step in steps)
 
 

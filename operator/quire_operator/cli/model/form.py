@@ -45,6 +45,7 @@ _POD_FIELDS = {
     "engine.data_parallel_size": "engine.dataParallelSize",
     "engine.lora_experts": "lora.experts",
     "engine.lora_modules_to_save": "lora.modulesToSave",
+    "engine.otlp_traces_endpoint": "observability.tracing.endpoint",
     "engine.tool_call_parser": "openai.toolCallParser",
     "engine.reasoning_parser": "openai.reasoningParser",
     **{f"ports.{name}": f"runtime.ports.{name}" for name in ("http", "grpc", "metrics", "health")},
