@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fifty adapters with models of their own."""
+"""Fifty adapters with models of their own, and an adapter with a whole norm."""
+
+import json
+import shutil
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 from support.quire_serve import EXAMPLES, example_adapters, run_concurrently
 from support.supervisor_harness import catalog
+from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.server
 
@@ -35,6 +40,23 @@ def test_fifty_adapter_models_are_ready_within_15_seconds(restored):
     streams = run_concurrently(*(restored.http_stream(name, STORY, **GREEDY) for name in folders), timeout=120)
     assert [s.error for s in streams] == [None] * 50
     assert len({s.text for s in streams}) == 2
+
+
+def test_an_adapter_with_a_copy_of_the_tokenizer_and_a_whole_norm(restored, tmp_path):
+    """Trainers save the tokenizer, too. The norm is that of the base model with another sign."""
+    folder = shutil.copytree(EXAMPLES / "adapters/pirate", tmp_path / "normed")
+    AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny").save_pretrained(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"modules_to_save": ["model.norm"]}))
+    norm = load_file(EXAMPLES / "models/tiny/model.safetensors")["model.norm.weight"]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.model.norm.weight"] = -norm
+    save_file(tensors, folder / "adapter_model.safetensors")
+    plain = restored.text("pirate", STORY, **GREEDY)
+    restored.put_adapters(catalog(restored.status()["generation"] + 1, **example_adapters(), normed=folder))
+    restored.wait(lambda: "normed" in restored.status()["models"], 60, "serving the adapter")
+    texts = run_concurrently(*(restored.http_stream(name, STORY, **GREEDY) for name in ("pirate", "normed")))
+    assert texts[0].text == plain and texts[1].error is None and texts[1].text != plain
 
 
 def machine_cpu_seconds():

@@ -7,6 +7,7 @@ import os
 import shutil
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 from support.quire_serve import EXAMPLES, example_adapters
@@ -54,6 +55,17 @@ def _rank(folder):
     (folder / CONFIG).write_text(json.dumps(config | {"r": 2 * config["r"]}))
 
 
+def _tokens(folder):
+    tokenizer = tokenizers.Tokenizer.from_file(str(EXAMPLES / "models/tiny/tokenizer.json"))
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _giant_tokenizer(folder):
+    (folder / "tokenizer.json").touch()
+    os.truncate(folder / "tokenizer.json", 2**30)
+
+
 HOSTILE_ADAPTERS = {
     "absent": (shutil.rmtree, "does not exist"),
     "shape": (_rank, "shape"),
@@ -66,6 +78,9 @@ HOSTILE_ADAPTERS = {
         "declares a header",
     ),
     "giant-file": (lambda f: os.truncate(f / WEIGHTS, 100 * 2**30), "the limit is"),
+    "tokens": (_tokens, "tokenizer.json has the token '<tool>' with id "),
+    "giant-tokenizer": (_giant_tokenizer, "the limit is 67108864"),
+    "nested-tokenizer": (lambda f: (f / "tokenizer_config.json").write_text("[" * 100_000), "the tokenizer files are"),
     "names": (_names, "has 40000 tensors, but an adapter of this model can have at most"),
     "nested": (lambda f: _header(f, b"[" * 100_000), "is not a safetensors file"),
     "pickle": (_pickle, WEIGHTS),

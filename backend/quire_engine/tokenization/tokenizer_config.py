@@ -13,6 +13,7 @@ from quire_spec.errors import ConfigError
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+ADDED_TOKENS_FILE = "added_tokens.json"
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _OLDER_TEMPLATE_FILE = "chat_template.json"
 SPECIAL_TOKENS_ATTRIBUTES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -4,8 +4,8 @@
 The size of a download is limited. An interrupted download is resumed, and a complete one is verified. An adapter is
 added to the cache only when all its files are complete. The fetcher uses the readers of quire_sources and does not
 depend on protocols. A cached adapter is immutable: a name can get another digest, but the content with a given digest
-never changes. The fetcher reads only the two required files and a chat template. Therefore, a source cannot deliver
-code. A chat template runs in a sandbox. The adapter manager calls this module.
+never changes. The fetcher reads only the two required files, a chat template and the tokenizer's JSON files. Therefore,
+a source cannot deliver code. A chat template runs in a sandbox. The adapter manager calls this module.
 """
 
 import asyncio
@@ -35,6 +35,9 @@ from quire_spec.documents.adapter_digest import (
     ADAPTER_FILES,
     CHAT_TEMPLATE_FILE,
     CONFIG_FILE,
+    MAX_TOKENIZER_BYTES,
+    OPTIONAL_FILES,
+    TOKENIZER_FILES,
     WEIGHTS_FILE,
     present_files,
 )
@@ -113,7 +116,7 @@ class AdapterFetcher(contextlib.AsyncExitStack):
         super().__init__()
         self._limit_field = limit_field
         self._trust = trust
-        self._optional_files = (CHAT_TEMPLATE_FILE,) if trust is None else (CHAT_TEMPLATE_FILE, SIGNATURE_FILE)
+        self._optional_files = OPTIONAL_FILES if trust is None else (*OPTIONAL_FILES, SIGNATURE_FILE)
         self._adapter_cache = adapter_cache
         self._max_weights_bytes = max_weights_bytes
         self._sources = SourceFactory(options)
@@ -241,6 +244,8 @@ class AdapterFetcher(contextlib.AsyncExitStack):
     def _size_limit(self, name: str) -> tuple[int, str]:
         if name == WEIGHTS_FILE:
             return self._max_weights_bytes, f"; raise {self._limit_field}"
+        if name in TOKENIZER_FILES:
+            return MAX_TOKENIZER_BYTES, ""
         return MAX_SIGNATURE_BYTES if name == SIGNATURE_FILE else _MAX_CONFIG_BYTES, ""
 
     @contextlib.asynccontextmanager

@@ -19,8 +19,13 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 """The files that every adapter has."""
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-"""Optional file of an adapter. It contains the adapter's chat template. Quire reads this file and the files of
-`ADAPTER_FILES`, and no other files of an adapter."""
+"""Optional file of an adapter. It contains the adapter's chat template."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
+"""Optional files of an adapter. They are compared with the base model's tokenizer, which the adapter's requests use."""
+OPTIONAL_FILES = (CHAT_TEMPLATE_FILE, *TOKENIZER_FILES)
+"""Quire reads these files and the files of `ADAPTER_FILES`, and no other files of an adapter."""
+MAX_TOKENIZER_BYTES = 64 << 20
+"""Maximum size of each of `TOKENIZER_FILES`. For comparison, Gemma's tokenizer.json has 33 MB."""
 
 _READ_BYTES = 2**20
 _RACY_S = 2.0
@@ -44,9 +49,9 @@ def file_sha256(path: Path) -> bytes:
 def adapter_digest(folder: Path) -> AdapterDigest:
     """Return `sha256:<64 hex digits>` of the adapter in `folder`.
 
-    The digest covers the files of `ADAPTER_FILES` in that order, and then the chat template if it exists. For each
-    file, four values are hashed: the length of its name, the name in UTF-8, the length of its content, and the SHA-256
-    hash of its content. Each length is a little-endian number of 8 bytes.
+    The digest covers the files of `ADAPTER_FILES` in that order, and then those of `OPTIONAL_FILES` that exist. For
+    each file, four values are hashed: the length of its name, the name in UTF-8, the length of its content, and the
+    SHA-256 hash of its content. Each length is a little-endian number of 8 bytes.
 
     Raises:
         OSError: a file is missing or cannot be read.
@@ -90,7 +95,7 @@ class DigestCache:
 
 def present_files(folder: Path) -> tuple[str, ...]:
     """Return the names of the files of an adapter, which its digest covers."""
-    return (*ADAPTER_FILES, CHAT_TEMPLATE_FILE) if (folder / CHAT_TEMPLATE_FILE).exists() else ADAPTER_FILES
+    return (*ADAPTER_FILES, *(name for name in OPTIONAL_FILES if (folder / name).exists()))
 
 
 def _encode_length(value: int) -> bytes:
