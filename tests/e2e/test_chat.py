@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.browser import requires_chromium, running_browser
 from support.engine_processes import wait_for
 from support.openai_front import running_front
 from support.quire_serve import EXAMPLES, ROOT
@@ -247,3 +248,23 @@ def test_a_model_that_does_not_start_shows_why(environment, tmp_path):
     done = chat(environment, str(tmp_path), "--once", "x")
     assert (done.returncode, done.stdout) == (1, "") and "quire serve did not start" in done.stderr
     assert "NoSuchModel" in done.stderr or "has no tokenizer" in done.stderr
+
+
+@requires_chromium
+def test_the_page_talks_to_an_adapter(service, url, tmp_path):
+    with running_browser(tmp_path) as browser:
+        browser.open(f"{url}/live")
+        browser.wait("document.getElementById('models').length", "the models")
+        names = "return [...document.getElementById('models').options].map((option) => option.value)"
+        assert browser.run(names) == ["tales", "pirate", "sql", "tools"]
+        for name, value in (("models", "pirate"), ("max-tokens", 24), ("temperature", 0)):
+            browser.run("document.getElementById(arguments[0]).value = arguments[1]", name, value)
+        browser.run("document.getElementById('prompt').focus()")
+        browser.type("Hello")
+        browser.press("Enter")
+        browser.wait("!answering && document.querySelector('.assistant')", "an answer")
+        answer = browser.run("return document.querySelector('.assistant .body').textContent")
+        # The page leaves the newlines at the end of a text out.
+        assert answer == expected(service, "pirate", user("Hello"), max_tokens=24).rstrip("\n")
+        assert browser.run("return document.querySelector('.who').textContent") == "pirate"
+        assert browser.problems() == []

@@ -50,6 +50,18 @@ class Browser:
         """Wait until an expression of the page is true, and return it."""
         return wait_for(lambda: self.run(f"return {expression}"), what=what)
 
+    def type(self, text: str) -> None:
+        """Enter a text where the focus is."""
+        self.command("Input.insertText", text=text)
+
+    def press(self, key: str, shift: bool = False) -> None:
+        """Press one of the keys with a name."""
+        code = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowUp": 38}[key]
+        fields = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
+        text = {"text": "\r"} if key == "Enter" else {}
+        self.command("Input.dispatchKeyEvent", type="keyDown", **fields, **text)
+        self.command("Input.dispatchKeyEvent", type="keyUp", **fields)
+
     def resize(self, width: int, height: int, dark: bool = False) -> None:
         """Set the size of the page and its colour scheme."""
         self.command(

@@ -17,7 +17,7 @@ from quire_server.openai.live import routes
 KEY = "sk-live-test"
 SECRET = "the purple hippopotamus"
 HOSTILE = "<img src=x onerror=\"document.title='hacked'\">"
-PAGE_BYTES = 30 * 2**10
+PAGE_BYTES = 34 * 2**10
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +130,21 @@ def test_events_outlive_the_core(live):
     watcher.close()
 
 
+ANSWERS = "[...document.querySelectorAll('.assistant .body')].map((body) => body.textContent)"
+IS_ANSWERED = "!answering && document.querySelectorAll('.assistant').length"
+
+
+def open_page(live, browser):
+    """Open the page in a tab without conversations, and enter the key if the tab does not have it."""
+    browser.open(f"{live.url}/live")
+    browser.run("sessionStorage.removeItem('quire-chats'); location.reload()")
+    browser.run("sessionStorage.setItem('quire-key', arguments[0]); location.reload()", KEY)
+    browser.wait("document.getElementById('state').className === 'on'", "the first event")
+    browser.wait("document.getElementById('models').length", "the models")
+    browser.run("document.getElementById('max-tokens').value = 12; document.getElementById('temperature').value = 0")
+    browser.run("document.getElementById('prompt').focus()")
+
+
 @requires_chromium
 def test_the_page_in_a_browser(live, browser, tmp_path):
     browser.open(f"{live.url}/live")
@@ -144,13 +159,84 @@ def test_the_page_in_a_browser(live, browser, tmp_path):
     browser.wait("document.getElementById('models').length", "the models")
     assert browser.run("return [document.title, location.search]") == ["base · Quire live", ""]
     assert browser.run("return document.getElementById('grid').childElementCount") == 400
-    browser.run("document.getElementById('prompt-form').requestSubmit()")
-    browser.wait("document.getElementById('answer').textContent.length > 40", "an answer")
     for width in (1280, 390):
         browser.resize(width, 900, dark=width == 390)
         assert browser.run("return document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+        is_visible = "return ['chat', 'engine'].map((id) => document.getElementById(id).offsetParent !== null)"
+        assert browser.run(is_visible) == [True, width == 1280]
+    browser.run("document.querySelector('#views [data-view=engine]').click()")
+    assert browser.run(is_visible) == [False, True]
     browser.screenshot(tmp_path / "live.png")
+    browser.resize(1280, 900)
     assert browser.problems() == []
+
+
+@requires_chromium
+def test_a_conversation_by_keyboard(live, browser):
+    open_page(live, browser)
+    bodies = "window.bodies = []; const real = fetch; window.fetch = (url, options) => {"
+    browser.run(f"{bodies} if (options.body) bodies.push(JSON.parse(options.body)); return real(url, options) }}")
+    browser.run("document.getElementById('system').value = 'Be brief'; document.getElementById('system')"
+                ".dispatchEvent(new Event('input'))")  # fmt: skip
+    browser.type("Hello")
+    browser.press("Enter", shift=True)
+    browser.type("there")
+    browser.press("Enter")
+    browser.wait(IS_ANSWERED, "an answer")
+    [first] = browser.run(f"return {ANSWERS}")
+    browser.type("And?")
+    browser.press("Enter")
+    browser.wait("!answering && document.querySelectorAll('.assistant').length === 2", "the second answer")
+    system = {"role": "system", "content": "Be brief"}
+    question = {"role": "user", "content": "Hello\nthere"}
+    turns = [question, {"role": "assistant", "content": first}, {"role": "user", "content": "And?"}]
+    assert [body["messages"] for body in browser.run("return bodies")] == [[system, question], [system, *turns]]
+    assert browser.run("return bodies[0].model") == "base" and browser.run("return bodies[0].max_tokens") == 12
+    note = browser.run("return document.querySelector('.tools .note').textContent")
+    assert re.search(r"[1-9]\d* tokens, first after", note), note
+    browser.run("document.querySelectorAll('.again')[1].click()")
+    browser.wait("!answering && bodies.length === 3", "the answer again")
+    assert browser.run("return bodies[1]") == browser.run("return bodies[2]")
+    answers = browser.run(f"return {ANSWERS}")
+    browser.run("document.getElementById('new').click()")
+    assert browser.run(f"return {ANSWERS}") == []
+    # The tab keeps its conversations when it is loaded again.
+    browser.run("location.reload()")
+    browser.wait("document.getElementById('models').length", "the models")
+    assert browser.run(f"return {ANSWERS}") == answers
+    assert browser.run("return document.getElementById('system').value") == "Be brief"
+    browser.run("document.getElementById('show-past').click()")
+    browser.press("Tab")
+    browser.press("Enter")  # on the button that deletes it
+    browser.wait("document.querySelectorAll('article').length === 0", "the deletion")
+    assert browser.run("return JSON.parse(sessionStorage.getItem('quire-chats'))") == []
+    assert browser.problems() == []
+
+
+@requires_chromium
+def test_an_answer_is_stopped_and_copied(live, browser):
+    open_page(live, browser)
+    browser.command("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    browser.run("document.getElementById('max-tokens').value = 1900; document.getElementById('temperature').value = 2")
+    browser.run("document.getElementById('route').value = 'completion'")
+    browser.type("Once upon a time")
+    browser.press("Enter")
+    browser.wait(f"{ANSWERS}.join('').length > 20", "the start of an answer")
+    browser.press("Escape")
+    browser.wait("!answering", "the end of the answer")
+    live.engine.wait_idle()
+    assert "stopped" in browser.run("return document.querySelector('.tools .note').textContent")
+    browser.run("document.querySelector('.tools button').click()")
+    browser.wait("document.querySelector('.tools button').textContent === 'Copied'", "the copy")
+    browser.press("ArrowUp")
+    assert browser.run("return document.getElementById('prompt').value") == "Once upon a time"
+    # A message that the server rejects comes back, with the reason.
+    browser.run("document.getElementById('max-tokens').value = -1; answer()")
+    browser.wait("document.getElementById('problem').textContent", "the reason")
+    assert "max_tokens" in browser.run("return document.getElementById('problem').textContent")
+    assert browser.run("return document.getElementById('prompt').value") == "Once upon a time"
+    assert browser.run("return document.querySelectorAll('article').length") == 2
+    assert all("400" in problem for problem in browser.problems())
 
 
 @requires_chromium
@@ -167,10 +253,15 @@ def test_names_and_output_are_text(live, browser):
     script = "draw(arguments[0]); return arguments[1].map((id) => document.getElementById(id).textContent)"
     model, *others = browser.run(f"{script}.concat([document.title])", state, ["model", "owners", "rows"])
     assert model == HOSTILE and all(HOSTILE in text for text in others)
-    chunk = json.dumps({"choices": [{"text": HOSTILE}]})
-    browser.run("window.fetch = async () => new Response(arguments[0]); answer()", f"data: {chunk}\n\ndata: [DONE]\n\n")
-    browser.wait("document.getElementById('answer').textContent", "the answer")
-    assert browser.run("return document.getElementById('answer').textContent") == HOSTILE
+    delta = {"content": f"{HOSTILE}\n```html\n{HOSTILE}\n```\n", "reasoning": HOSTILE}
+    events = f"data: {json.dumps({'choices': [{'delta': delta, 'finish_reason': 'stop'}]})}\n\ndata: [DONE]\n\n"
+    browser.run("document.getElementById('models').replaceChildren(new Option(arguments[0]))", HOSTILE)
+    ask = "window.fetch = async () => new Response(arguments[0]); show(newChat()); ask(arguments[1])"
+    browser.run(ask, events, HOSTILE)
+    browser.wait("!answering && document.querySelector('pre')", "the answer")
+    texts = "return ['.user', '.who', 'details div', '.assistant .body', 'pre', '#past li'].map((s) => document"
+    for shown in browser.run(f"{texts}.querySelector(s).textContent)"):
+        assert HOSTILE in shown
     assert browser.run("return document.querySelectorAll('img').length") == 0
     # A script of another origin, or one that was added, does not run.
     browser.run("const s = document.createElement('script'); s.textContent = 'window.ran = 1'; document.body.append(s)")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two routes. GET /live returns a page about the running engine. GET /live/events sends the state that this page shows,
-once a second.
+"""Two routes. GET /live returns a page with a chat and the state of the engine. GET /live/events sends this state
+once a second. The chat sends its requests to the routes that all clients use.
 
 The page is a single file, which needs no build step. The page is sent with a Content-Security-Policy. This policy
 allows only the page's own script and style, which it identifies by hashes. A client can load the page without a key,
