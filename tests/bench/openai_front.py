@@ -7,6 +7,9 @@ sends. The difference of the two times to a first token is what the front adds.
 slow: connections that read one byte a second, beside normal streams. They hold complete outputs that their clients have
 not read. Reported are memory of front and text process for each connection, and the time between tokens of the normal
 streams, with the connections and without, in alternating runs.
+
+messages: streams of the Messages API beside streams of chat completions, in alternating runs. The checkpoint needs a
+chat template.
 """
 
 import argparse
@@ -32,6 +35,7 @@ from workload import Workload
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / path) for path in ("tests", "hack", "backend", "kernels")]
 
+import routes  # noqa: E402
 from support.engine_processes import first_event, wait_for  # noqa: E402
 from support.openai_front import OpenAIFront, running_front  # noqa: E402
 
@@ -43,6 +47,7 @@ EXAMPLES = """\
 examples:
   python tests/bench/openai_front.py --model examples/models/tiny --parts ttft
   python tests/bench/openai_front.py --model examples/models/tiny --parts slow --connections 100 --runs 1
+  python tests/bench/openai_front.py --model examples/models/tiny --parts messages --streams 24 --runs 10
   python tests/bench/openai_front.py --shape 135m
 """
 
@@ -201,6 +206,11 @@ def main(args: argparse.Namespace) -> int:
                     ratio = slow["itl_ratio"][p]["median"]  # type: ignore[index]
                     is_met &= ratio <= bar
                     print(f"ITL {p} beside / alone {ratio:.3f}, bar {bar:g}")
+            if "messages" in args.parts:
+                speeds = routes.measure_routes(front, args.streams, args.tokens, args.runs)
+                print(json.dumps(speeds))
+                is_met &= speeds["ratio"] >= routes.MIN_MESSAGES_RATIO
+                print(f"messages / chat {speeds['ratio']:.3f}, bar {routes.MIN_MESSAGES_RATIO:g}")
     print(f"load {load[0]:.1f} before, {os.getloadavg()[0]:.1f} after")
     return not is_met
 
@@ -212,7 +222,12 @@ if __name__ == "__main__":
     add = parser.add_argument
     add("--model", type=Path, help="folder of a checkpoint")
     add("--shape", choices=sorted(random_checkpoint.SHAPES), default="135m", help="random weights")
-    add("--parts", type=lambda text: text.split(","), default=["ttft", "slow"], help="parts: ttft,slow (default: both)")
+    add(
+        "--parts",
+        type=lambda text: text.split(","),
+        default=["ttft", "slow"],
+        help="parts: ttft,slow,messages (default: ttft,slow)",
+    )
     add("--pairs", type=int, default=200, help="requests through each path (default: %(default)s)")
     add("--prompt-tokens", type=int, default=32, help="tokens of each prompt (default: %(default)s)")
     add("--connections", type=int, default=1000, help="connections that read one byte a second (default: %(default)s)")

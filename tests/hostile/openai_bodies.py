@@ -13,6 +13,8 @@ ROUTES = {
     "/v1/completions": COMPLETION,
     "/v1/chat/completions": CHAT,
     "/v1/responses": {"model": "tales", "input": "Hi", "max_output_tokens": 2},
+    "/v1/messages": CHAT,
+    "/v1/messages/count_tokens": CHAT,
     "/tokenize": {"model": "tales", "prompt": "Hi"},
     "/detokenize": {"model": "tales", "tokens": [5]},
 }
@@ -105,9 +107,40 @@ def _large() -> Iterator[Attack]:
         "chat_template_kwargs": {str(i): i for i in range(50_000)},
     }.items():
         yield _post(f"{field} of {len(value)}", "/v1/chat/completions", CHAT | {field: value})
+    yield from _messages()
     for outputs in (1024, 10**6, 10**9):
         for field in ("n", "best_of", "logprobs", "prompt_logprobs", "max_tokens"):
             yield _post(f"{field} {outputs}", "/v1/completions", COMPLETION | {"max_tokens": 1, field: outputs})
+
+
+def _messages() -> Iterator[Attack]:
+    """Yield bodies of the Messages API whose parts are merged, converted or nested."""
+    deep: object = "x"
+    for _ in range(400):
+        deep = [{"type": "tool_result", "content": deep}]
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    tool = {"name": "f", "input_schema": {"type": "object", "properties": {}}}
+    for name, fields in {
+        "merged messages": {"messages": [{"role": "user", "content": "x" * 500}] * 9_999},
+        "text blocks": {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 40_000}]},
+        "thinking blocks": {
+            "messages": [
+                CHAT["messages"][0],
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}] * 40_000},
+            ]
+        },
+        "tool results": {"messages": [{"role": "user", "content": [{"type": "tool_result"}] * 60_000}]},
+        "calls": {"messages": [CHAT["messages"][0], {"role": "assistant", "content": [call] * 20_000}]},
+        "nested results": {"messages": [{"role": "user", "content": deep}]},
+        "system blocks": {"system": [{"type": "text", "text": "x"}] * 40_000},
+        "tools": {"tools": [tool] * 20_000},
+        "stop sequences": {"stop_sequences": ["x"] * 100_000},
+        "unknown fields": {f"field-{i}\n": 1 for i in range(60_000)},
+        "a budget": {"thinking": {"type": "enabled", "budget_tokens": 10**30}},
+        "a schema": {"output_config": {"format": {"type": "json_schema", "schema": {"anyOf": [{}] * 50_000}}}},
+    }.items():
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            yield _post(f"{path}: {name}", path, CHAT | fields)
 
 
 def _post(name: str, path: str, body: object) -> Attack:

@@ -18,6 +18,7 @@ from support import fake_engine
 from support.openai_front import running_front
 from support.pod_config import write_pod_config
 
+from quire_server.openai.chat_messages import normalize_messages
 from quire_server.openai.errors import ApiError
 from quire_server.openai.http.ignored_fields import HEADER, IgnoredFields
 from quire_server.openai.messages.content_blocks import ContentBlocks
@@ -191,6 +192,18 @@ def test_a_whole_conversation_goes_back_as_input(post):
     assert chat["add_generation_prompt"] and not chat["continue_final_message"]
 
 
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_many_parts_are_joined_in_linear_time(role):
+    block = {"type": "thinking", "thinking": "x" * 60} if role == "assistant" else {"type": "text", "text": "x" * 60}
+    content = [block] * 10
+    messages = [USER, *([{"role": role, "content": content}] * 9_999)]
+    started = time.process_time()
+    _, chat = parse_message_request({"model": "base", "messages": messages}, IgnoredFields(), True)
+    normalized = normalize_messages(chat["messages"])
+    assert time.process_time() - started < 2
+    assert len(normalized[-1]["content" if role == "user" else "reasoning"]) > 99_000 * 61
+
+
 def test_the_last_message_of_the_assistant_is_continued(post):
     chat = chat_of(post, messages=[USER, {"role": "assistant", "content": "It is"}])
     assert chat["continue_final_message"] and not chat["add_generation_prompt"]
@@ -246,7 +259,8 @@ def test_thinking_reaches_the_template(post, thinking, effort, expected):
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "'g' is not among the tools"),
         ({"thinking": {"type": "always"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": -5}}, "thinking.budget_tokens"),
-        ({"output_config": {"effort": "huge"}}, "huge"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort: must be one of"),
+        ({"stop_sequences": [""]}, "stop_sequences: "),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ],
     ids=lambda value: str(value)[:50],

@@ -36,7 +36,8 @@ Document = dict[str, Any]
 
 
 def chat_messages(system: str | list[Any], messages: list[Any], ignored: IgnoredFields) -> list[Document]:
-    """Return the conversation as messages of chat completions. `ignored` gets the fields that are not known.
+    """Return the conversation as messages of chat completions, whose contents are lists of texts. `ignored` gets the
+    fields that are not known.
 
     Raises:
         ApiError: a message or a block is invalid or not supported.
@@ -64,6 +65,9 @@ def chat_messages(system: str | list[Any], messages: list[Any], ignored: Ignored
             _add_text(chat, "system", _texts(content, f"{path}.content", "system", ignored))
     if all(message["role"] == "system" for message in chat):
         raise ApiError(400, "messages: must contain a message of the user")
+    for message in chat:
+        if "reasoning" in message:
+            message["reasoning"] = "\n".join(message["reasoning"])
     return chat
 
 
@@ -82,20 +86,18 @@ def _add_user(chat: list[Document], content: object, path: str, ignored: Ignored
             # Templates have no mark for a call that has failed.
             result = f"Error: {result}"
         chat.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
-    if texts or not num_results:
-        _add_text(chat, "user", texts or [""])
+    _add_text(chat, "user", texts if texts or num_results else [""])
 
 
 def _add_assistant(chat: list[Document], content: object, path: str, ignored: IgnoredFields) -> None:
     if not chat or chat[-1]["role"] != "assistant":
-        chat.append({"role": "assistant", "content": ""})
+        chat.append({"role": "assistant", "content": []})
     message = chat[-1]
     for block, block_path in _blocks(content, path, "assistant", ignored):
         if block["type"] == "text":
-            message["content"] = _joined(message["content"], _text(block, block_path))
+            message["content"] += filter(None, [_text(block, block_path)])
         elif block["type"] == "thinking":
-            thinking = _string(block, "thinking", block_path)
-            message["reasoning"] = _joined(message.get("reasoning", ""), thinking)
+            message.setdefault("reasoning", []).append(_string(block, "thinking", block_path))
         elif block["type"] == "tool_use":
             arguments = block.get("input")
             if not isinstance(arguments, dict):
@@ -106,12 +108,12 @@ def _add_assistant(chat: list[Document], content: object, path: str, ignored: Ig
 
 
 def _add_text(chat: list[Document], role: str, texts: list[str]) -> None:
-    """Add a text to the last message, if that has the same role, or else as a new message."""
+    """Add texts to the last message, if that has the same role, or else as a new message."""
     if not texts:
         return
     if not chat or chat[-1]["role"] != role:
-        chat.append({"role": role, "content": ""})
-    chat[-1]["content"] = _joined(chat[-1]["content"], "\n".join(texts))
+        chat.append({"role": role, "content": []})
+    chat[-1]["content"] += filter(None, texts)
 
 
 def _texts(content: object, path: str, role: str, ignored: IgnoredFields) -> list[str]:
@@ -153,7 +155,3 @@ def _string(block: Mapping[str, Any], name: str, path: str) -> str:
     if not isinstance(value := block.get(name), str):
         raise ApiError(400, f"{path}.{name}: must be a text, got {truncated_repr(value)}")
     return value
-
-
-def _joined(text: str, other: str) -> str:
-    return f"{text}\n{other}" if text and other else text or other

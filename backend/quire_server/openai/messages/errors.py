@@ -18,6 +18,14 @@ _TYPES = {
 }
 _STATUSES = {503: 529}
 """Statuses that Anthropic's API has other numbers for."""
+_NAMES = {
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "continue_final_message": "messages",
+}
+"""Fields of chat completions, and the fields of the Messages API from which they result."""
+_FIELD = re.compile(rf"(?:sampling parameter )?'?({'|'.join(_NAMES)})'?(?=[:.\[])")
 _PROMPT_TOO_LONG = re.compile(r"the prompt has (\d+) tokens and max_model_len is (\d+)")
 
 
@@ -44,4 +52,4 @@ def _message(error: ApiError) -> str:
         return f"prompt is too long: {match[1]} tokens > {int(match[2]) - 1} maximum"
     if error.status == 400 and error.message.startswith("the request has "):
         return f"prompt is too long: {error.message}"
-    return error.message
+    return _NAMES[match[1]] + error.message[match.end() :] if (match := _FIELD.match(error.message)) else error.message

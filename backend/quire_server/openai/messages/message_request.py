@@ -3,7 +3,7 @@
 field is passed on unchanged, and the chat route checks it."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -38,7 +38,7 @@ class Thinking(msgspec.Struct, kw_only=True):
     """Field `thinking`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     """Maximum number of tokens of the reasoning."""
     display: Literal["summarized", "omitted"] | None = None
     """With omitted, the response contains no reasoning. Other responses contain the complete reasoning."""
@@ -174,8 +174,6 @@ def _thinking_fields(
         kwargs = dict.fromkeys(("enable_thinking", "thinking"), is_enabled)
         chat["chat_template_kwargs"] = kwargs | (template_kwargs or {})
     if is_enabled and thinking.budget_tokens is not None:
-        if thinking.budget_tokens < 0:
-            raise ApiError(400, f"thinking.budget_tokens: must be at least 0, got {thinking.budget_tokens}")
         if has_thinking_budget:
             chat["thinking_token_budget"] = thinking.budget_tokens
         else:
