@@ -304,12 +304,6 @@ CEL_RULE_CASES = [
         "spec.lora.maxCached",
     ),
     (
-        "maxLoadedRanks must be at least maxRank",
-        {"spec.lora": {"maxRank": 32, "maxLoadedRanks": 32}},
-        {"spec.lora": {"maxRank": 32, "maxLoadedRanks": 31}},
-        "spec.lora.maxLoadedRanks",
-    ),
-    (
         "maxNumBatchedTokens must be at least maxNumSeqs",
         {"spec.engine": {"maxNumSeqs": 64, "maxNumBatchedTokens": 64}},
         {"spec.engine": {"maxNumSeqs": 64, "maxNumBatchedTokens": 63}},

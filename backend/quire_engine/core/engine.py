@@ -484,6 +484,8 @@ def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: M
     """
     num_pages, max_host_bytes = config.num_lora_pages(shape), config.cpu_lora_memory_bytes
     min_host_bytes = lora_bytes(shape, num_pages, DTYPE_BYTES[memory.dtype], config.lora_experts)
+    if max_host_bytes is None and config.max_loaded_lora_ranks is not None:
+        max_host_bytes = -(-config.max_host_loras * min_host_bytes // config.max_loras)
     if max_host_bytes is not None and max_host_bytes < min_host_bytes:
         raise ConfigError(
             f"cpu_lora_memory_bytes: {max_host_bytes} is less than {min_host_bytes}. Host memory must have room for "

@@ -37,7 +37,7 @@ def combined_info(infos: Sequence[AdapterInfo], max_rank: int) -> AdapterInfo:
     if rank > max_rank:
         raise InvalidArgument(
             f"the sum of the adapters' ranks is {rank}, but max_lora_rank is {max_rank}; raise it (spec.lora.maxRank "
-            "of an LLMService), or add fewer adapters"
+            "or maxLoadedRanks of an LLMService), or add fewer adapters"
         )
     # A page is one rank of all modules, and an odd rank is padded.
     num_pages = min(sum(info.num_pages for info in infos), rank + rank % 2)

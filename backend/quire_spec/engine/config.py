@@ -140,8 +140,9 @@ class EngineConfig:
     limited. Otherwise, None means four times max_loras."""
 
     cpu_lora_memory_bytes: int | None = None
-    """Host memory for adapters, in bytes. None: only the number of adapters is limited, by max_cpu_loras. An adapter
-    with a small LoRA rank needs less memory. Therefore, more adapters fit into the limit if their rank is small."""
+    """Host memory for adapters, in bytes. An adapter with a small LoRA rank needs less memory. Therefore, more adapters
+    fit into the limit if their rank is small. None: only the number of adapters is limited, by max_cpu_loras. With
+    max_loaded_lora_ranks, None means the memory of the slots, times max_cpu_loras, divided by max_loras."""
 
     load_format: str = "auto"
     """Reader of the weights. runai_streamer: Model Streamer, whose threads read ahead; it is not used with

@@ -20,24 +20,19 @@ class LoraSpec:
             "maxCached must be at least maxLoaded, because every adapter in a slot also has a copy in host memory; "
             "raise spec.lora.maxCached or lower spec.lora.maxLoaded.",
         ),
-        Rule(
-            "!has(self.maxLoadedRanks) || self.maxLoadedRanks >= self.maxRank",
-            "maxLoadedRanks must be at least maxRank, because an adapter of maxRank must fit; raise "
-            "spec.lora.maxLoadedRanks or lower spec.lora.maxRank.",
-        ),
     )
 
     maxLoaded: int = schema_field(8, minimum=0, maximum=256)
     """Number of adapter slots on the device: adapters that can be used at the same time. 0 disables adapters and frees
     their memory. Default 8, even without adapters, so that adding the first adapter restarts no pod."""
     maxRank: int = schema_field(16, enum=capabilities.LORA_RANKS)
-    """Largest LoRA rank. Without maxLoadedRanks, memory is reserved for an adapter of this rank in every slot: for a
-    model with 8 billion parameters, 80 MiB at rank 16 and 320 MiB at rank 64. Default 16, the most common LoRA rank."""
-    maxLoadedRanks: int | None = schema_field(None, minimum=2, maximum=131072)
+    """Largest LoRA rank, and the memory of each adapter slot: for a model with 8 billion parameters, 80 MiB at rank 16
+    and 320 MiB at rank 64. Not used with maxLoadedRanks. Default 16, the most common LoRA rank."""
+    maxLoadedRanks: int | None = schema_field(None, minimum=8, maximum=131072)
     """Largest sum of the LoRA ranks of the adapters in slots, for which memory is reserved: 192 for eight adapters of
-    rank 8 and one of rank 128. An adapter that changes only some modules takes less. If the sum is reached, adapters
-    that are not in use leave their slots. Default maxLoaded times maxRank, so that an adapter of maxRank fits into each
-    slot."""
+    rank 8 and one of rank 128. Adapters can have any LoRA rank that fits, at most 512, so that adapters of a higher
+    rank than before restart no pod. An adapter that changes only some modules takes less. If the sum is reached,
+    adapters that are not in use leave their slots. Default maxLoaded times maxRank."""
     experts: bool | None = schema_field(None)
     """Accept adapters that change the experts of a mixture of experts. Adapter slots and copies in host memory then
     have room for the matrices of all experts: for Qwen3-30B-A3B, 1.2 GiB at rank 16. Routers can be changed without
@@ -51,11 +46,19 @@ class LoraSpec:
     maxLoaded, or as many as fit into maxCachedMemory if that is set."""
     maxCachedMemory: str | None = schema_field(None, **QUANTITY)
     """Host memory for cached adapters, such as 8Gi. Adapters with a small LoRA rank need less of it. The adapters in
-    slots must fit: maxLoadedRanks, or maxLoaded adapters of maxRank. Default: only maxCached limits the number."""
+    slots must fit: maxLoadedRanks, or maxLoaded adapters of maxRank. Default: only maxCached limits the number. With
+    maxLoadedRanks, the default is as much memory as the slots have, times maxCached, divided by maxLoaded."""
     onNoEffect: OnNoEffect | None = schema_field(None, restarts=Restarts.NO)
     """Policy for adapters that do not change the outputs of the base model. Refuse: such an adapter is not used. Warn:
     it is used, and status.adapters contains a warning. Default Warn, because training by reinforcement learning starts
     with such an adapter."""
+
+    @property
+    def largest_rank(self) -> int:
+        """Largest LoRA rank that an adapter can have."""
+        if self.maxLoadedRanks is None:
+            return self.maxRank
+        return max(rank for rank in capabilities.LORA_RANKS if rank <= self.maxLoadedRanks)
 
     @property
     def total_rank(self) -> int:

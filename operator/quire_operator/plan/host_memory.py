@@ -196,5 +196,9 @@ def _lora_copy_bytes(inputs: PlannerInputs) -> int:
     if bound is not None and lora.maxCached is None:
         return bound
     num = 4 * lora.maxLoaded if lora.maxCached is None else lora.maxCached
-    largest = num * device_memory.lora_bytes(inputs.model.shape, 1, lora.maxRank, lora, limits.element_bytes(inputs))
+    slots = lora.maxLoaded, lora.total_rank
+    # The engine divides by the slots last, so that copies of all slots fit.
+    largest = -(
+        -num * device_memory.lora_bytes(inputs.model.shape, *slots, lora, limits.element_bytes(inputs)) // slots[0]
+    )
     return largest if bound is None else min(bound, largest)

@@ -148,7 +148,7 @@ def _model_rows(service: LLMService, plan: Plan) -> list[MemoryRow]:
     sizes, lora = plan.bytes, service.spec.lora
     parts = (lora.experts, ", with experts"), (lora.modulesToSave, ", with whole embeddings and output projections")
     extras = "".join(text for is_set, text in parts if is_set)
-    lora_note = f"{lora.maxLoaded} slots, {lora.total_rank} pages of one LoRA rank, maxRank {lora.maxRank}{extras}"
+    lora_note = f"{lora.maxLoaded} slots, {lora.total_rank} pages of one LoRA rank{extras}"
     kv_note = f"{plan.kvTokens} tokens, {plan.concurrency:.1f} requests of {plan.maxModelLen.value}"
     return [
         MemoryRow("W", "44", "weights", sizes.weights),

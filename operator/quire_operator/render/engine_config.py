@@ -166,6 +166,8 @@ def _fields(
             continue
         planned = getattr(plan, str(path[-1])) if plan is not None and name in _PLANNED_FIELDS else None
         value = attrgetter(".".join(map(str, path)))(spec) if planned is None else planned.value
+        if name == "max_lora_rank":
+            value = spec.lora.largest_rank
         if value is None and name == "max_num_batched_tokens":
             value = _batched_tokens(cpu, spec.engine.maxNumSeqs)
         if value is not None and (converted := convert(value)) is not None:

@@ -581,6 +581,8 @@ def test_eight_adapters_of_rank_8_and_one_of_rank_128_share_192_pages(rank_case,
     engine = _adapted_engine(case, max_loras=9, max_loaded_lora_ranks=192, **limits)
     _check(_generate(engine, prompts, digests), references)
     assert set(engine.adapter_states().values()) == {"slot"} and not engine.stats().num_adapter_evictions
+    # Copies in host memory are limited to four times as much.
+    assert engine._adapter_registry._max_host_bytes == 4 * engine.memory.lora_bytes
     assert engine.memory.lora_bytes * 6 == _adapted_engine(case, max_loras=9, **limits).memory.lora_bytes
 
 

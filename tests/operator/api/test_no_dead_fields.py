@@ -42,7 +42,7 @@ SOURCES = """
 """.replace("HEX", "0" * 64)
 
 COMMON = """
-lora: {maxLoaded: 4, maxRank: 16, maxLoadedRanks: 48, experts: false, modulesToSave: false, maxCached: 8,
+lora: {maxLoaded: 4, maxRank: 16, experts: false, modulesToSave: false, maxCached: 8,
   maxCachedMemory: 768Mi}
 engine:
   prefixCaching: true

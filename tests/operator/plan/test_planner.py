@@ -443,6 +443,20 @@ def test_slots_and_copies_of_adapters_have_room_for_whole_modules_if_these_can_b
     assert 8 * adapter <= whole.hostBytes.loraCopies - plain.hostBytes.loraCopies <= 8 * (adapter + page)
 
 
+def test_loaded_ranks_limit_slots_and_copies():
+    """Eight adapters of LoRA rank 8 and one of rank 128; copies of four times as many."""
+    largest, sum_ = (
+        plan_for("8b", H100, f"lora: {{maxLoaded: 9, {field}}}") for field in ("maxRank: 128", "maxLoadedRanks: 192")
+    )
+    for before, after in (
+        (largest.bytes.lora, sum_.bytes.lora),
+        (largest.hostBytes.loraCopies, sum_.hostBytes.loraCopies),
+    ):
+        assert after / before == pytest.approx(192 / 1152, rel=1e-3)
+    assert sum_.bytes.lora == -(-192 * SLOT // 16 // 2**20) * 2**20
+    assert sum_.hostBytes.loraCopies == -(-4 * 192 * SLOT // 16 // 2**20) * 2**20
+
+
 def test_max_cached_memory_limits_adapter_copies():
     by_number, by_bytes = "lora: {maxCached: 32}", "lora: {maxCachedMemory: 1Gi}"
     assert plan_for("8b", H100, by_number).hostBytes.loraCopies == -(-32 * SLOT // 2**20) * 2**20

@@ -145,6 +145,19 @@ engine: {kvCacheOffloading: {memory: 16Gi, secondary: [{folder: %s, size: 40Gi}]
 """
 
 
+def test_loaded_ranks_limit_the_rank_instead_of_max_rank():
+    """Therefore, adapters of a higher rank than before restart no pod."""
+    template = []
+    for max_rank, loaded in ((16, ", maxLoadedRanks: 192"), (32, ", maxLoadedRanks: 192"), (32, "")):
+        service = llm_service(f"lora: {{maxLoaded: 9, maxRank: {max_rank}{loaded}}}")
+        manifests = render_objects(service, plan_of_service(service), RENDER_CONTEXT).manifests
+        template.append(server_container(manifests)[0])
+        engine = pod_config(manifests)[0].engine
+        expected = (128, 192, 192) if loaded else (32, None, 288)
+        assert (engine.max_lora_rank, engine.max_loaded_lora_ranks, engine.total_lora_rank) == expected
+    assert template[0] == template[1] != template[2]
+
+
 @pytest.mark.parametrize(
     ("folder", "volume", "request_", "path"),
     [

@@ -282,8 +282,8 @@ def _check_shapes(
     for rank in ranks.values():
         if rank > max_rank:
             raise InvalidArgument(
-                f"rank {rank} exceeds max_lora_rank {max_rank}; raise it (spec.lora.maxRank of an LLMService) or "
-                f"train with a smaller rank{' (gate and up are fused)' if rank == 2 * config.r else ''}"
+                f"rank {rank} exceeds max_lora_rank {max_rank}; raise it (spec.lora.maxRank or maxLoadedRanks of an "
+                f"LLMService) or train with a smaller rank{' (gate and up are fused)' if rank == 2 * config.r else ''}"
             )
     for module, pair in names.pairs.items():
         d_in, d_out = sizes[module.path]
