@@ -31,7 +31,7 @@ def add_adapters(engine: Engine, ranks: Sequence[int], everywhere: bool) -> list
         slots = runner.adapter_store.slots
         for places, module in zip(slots._module_keys, slots._slots.modules, strict=True):
             for place, width in zip(places, module.target.widths, strict=True):
-                if everywhere or place[0] != NO_LAYER:
+                if not module.target.is_norm and (everywhere or place[0] != NO_LAYER):
                     features = module.target.in_features
                     a, b = (torch.randn(shape, generator=draw) for shape in ((rank, features), (width, rank)))
                     pairs[place] = a / features**0.5, b / 8
