@@ -64,7 +64,7 @@ async def _run(args: argparse.Namespace) -> int:
         await runner.run_alone()
         check, results = OutputCheck(), []
         for load in _loads(args):
-            progress.start(str(load))
+            progress.start(str(load) if seconds is None else f"{load}, {seconds:g} s")
             result = await runner.run(load)
             progress.close()
             results.append(result)
@@ -166,7 +166,7 @@ class _Progress:
     def start(self, name: str) -> None:
         self._num_failed = 0
         self._bar = tqdm(
-            desc=name, total=self._num_prompts, unit="request", dynamic_ncols=True, disable=not sys.stderr.isatty()
+            desc=name, total=self._num_prompts, unit=" requests", dynamic_ncols=True, disable=not sys.stderr.isatty()
         )
 
     def advance(self, outcome: Outcome) -> None:
