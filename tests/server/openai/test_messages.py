@@ -279,6 +279,7 @@ def test_other_errors_have_the_form_of_the_api(post):
         response = post(headers=headers)
         assert (response.status_code, response.json()["error"]["type"]) == (401, "authentication_error")
     assert post(headers={"authorization": "Bearer secret"}).status_code == 200
+    assert post(path="/v1/chat/completions").status_code == 200, "every route accepts X-Api-Key"
     for response in (post(model="absent"), post(path="/v1/messages/batches")):
         assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
     for stream in (False, True):

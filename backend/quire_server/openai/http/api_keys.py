@@ -45,7 +45,8 @@ class ApiKeys:
             if hmac.compare_digest(digest, key_digest):
                 name = key_name
         if not name or scheme.lower() != b"bearer":
-            raise ApiError(401, "authorization: send 'Authorization: Bearer KEY' with a valid API key", "authorization")
+            problem = "authorization: send 'Authorization: Bearer KEY' or 'X-Api-Key: KEY' with a valid API key"
+            raise ApiError(401, problem, "authorization")
         return name
 
     def _reload_if_changed(self) -> None:
