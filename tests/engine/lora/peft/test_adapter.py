@@ -93,7 +93,7 @@ def test_rejects_an_adapter_of_another_family_and_lists_the_linears_of_this_one(
 @pytest.mark.parametrize("config", [{"r": 17}, {"rank_pattern": {"q_proj": 17}}], ids=str)
 def test_rejects_a_rank_above_the_limit(config, checkpoint, shape, tmp_path):
     folder = make_adapter(checkpoint, tmp_path, **config)
-    error = rf"^adapter '{tmp_path}': .*rank 17 exceeds max_lora_rank 16; raise it .spec.lora.maxRank of an"
+    error = rf"^adapter '{tmp_path}': .*rank 17 exceeds max_lora_rank 16; raise it .spec.lora.maxRank or maxLoadedRanks"
     with pytest.raises(InvalidArgument, match=error):
         read_adapter(folder, shape, MAX_RANK, torch.float32)
 
