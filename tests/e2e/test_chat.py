@@ -128,7 +128,7 @@ def test_ctrl_c_stops_the_answer_and_only_the_answer(service, url, environment):
             terminal.enter(TALE)
             terminal.wait_for(TALE + "\r\n")
             terminal.type(CTRL_C)
-            if "stopped" in terminal.wait_for(">>> "):
+            if "(stopped)" in terminal.wait_for(">>> "):
                 break
         else:
             raise AssertionError("no answer was stopped")

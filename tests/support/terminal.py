@@ -5,6 +5,7 @@ import contextlib
 import os
 import pty
 import select
+import signal
 import subprocess
 import termios
 import time
@@ -27,8 +28,7 @@ class Terminal:
             stderr=user_side,
             env=dict(environment),
             start_new_session=True,
-            # The terminal becomes the controlling one, so that Ctrl-C sends SIGINT.
-            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
+            preexec_fn=_take_terminal,
         )
         os.close(user_side)
         self.screen = ""
@@ -79,6 +79,13 @@ class Terminal:
             return False
         self.screen += data.decode(errors="replace")
         return bool(data)
+
+
+def _take_terminal() -> None:
+    """Make the terminal the controlling one, so that Ctrl-C sends SIGINT. A shell that runs the tests in the background
+    ignores SIGINT, and its children inherit this."""
+    os.close(os.open(os.ttyname(0), os.O_RDWR))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
