@@ -109,8 +109,8 @@ def _receive_results(
         if not isinstance(step, StepResult):
             continue
         adapter_events += step.adapter_events
-        for request_id, _ in step.started:
-            responses[request_id].started_at = now
+        for started in step.started:
+            responses[started.id].started_at = now
         for result in step.results:
             response = responses[result.id]
             if result.error_code:
