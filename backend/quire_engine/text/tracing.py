@@ -78,7 +78,8 @@ def create_tracer(endpoint: str | None, served_name: str, environment: Mapping[s
 
 def _exporter(endpoint: str, environment: Mapping[str, str]) -> Any:
     by_path = "http/protobuf" if endpoint.rstrip("/").endswith(_TRACES_PATH) else "grpc"
-    protocol = next((value for name in _PROTOCOL_VARIABLES if (value := environment.get(name))), by_path)
+    variable = next((name for name in _PROTOCOL_VARIABLES if environment.get(name)), None)
+    protocol = by_path if variable is None else environment[variable]
     if protocol == "http/protobuf":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
@@ -87,7 +88,7 @@ def _exporter(endpoint: str, environment: Mapping[str, str]) -> Any:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
         return GrpcExporter(endpoint, insecure=not endpoint.startswith("https://"))
-    raise ConfigError(f"{_PROTOCOL_VARIABLES[0]}: {protocol!r} is not supported; use grpc or http/protobuf")
+    raise ConfigError(f"{variable}: {protocol!r} is not supported; use grpc or http/protobuf")
 
 
 class OtlpTracer:

@@ -57,7 +57,8 @@ examples:
 
 _SERVE_DESCRIPTION = """\
 Run an LLMService on this machine: Triton Inference Server, the engine, and the adapters in the file.
-The model comes from a folder (path), from the Hugging Face hub, or from a claim, for which --volume gives a folder."""
+The model comes from a folder (path), from the Hugging Face hub, from a bucket or a web server, or from a claim, for
+which --volume gives a folder."""
 
 _SERVE_EXAMPLES = """\
 examples:

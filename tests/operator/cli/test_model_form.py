@@ -148,6 +148,8 @@ def test_saved_file_serves_the_same(tmp_path, capsys):
         ([TINY, "--speculative-config={"], "--speculative-config: '{' is not JSON"),
         ([TINY, '--speculative-config={"method": "guess"}'], '--speculative-config: "guess": must be one of'),
         ([TINY, "--revision=a"], "--revision: "),
+        ([TINY, "--otlp-traces-endpoint=collector:4317"], '--otlp-traces-endpoint: "collector:4317": must be a URL'),
+        ([TINY, "--grpc-port=8000"], "--http-port, --grpc-port, --metrics-port, --health-port, --port: ports must be"),
         ([TINY, "--device=cuda"], '--device: "GPU": this machine has no NVIDIA GPU'),
     ],
 )

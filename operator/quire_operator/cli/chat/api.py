@@ -91,7 +91,9 @@ class Api:
         except TimeoutError as error:
             raise Unavailable(f"{self.root}: no answer within the time limit; try again") from error
         except urllib.error.URLError as error:
-            raise Unavailable(f"{self.root}: no connection: {_reason(error)}") from error
+            raise Unavailable(
+                f"{self.root}: no connection: {_reason(error)}; start the server, or correct the URL"
+            ) from error
         except (OSError, HTTPException) as error:
             raise Unavailable(f"{self.root}: the connection was lost: {error or type(error).__name__}") from error
 

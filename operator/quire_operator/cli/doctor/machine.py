@@ -16,7 +16,7 @@ def missing_requirements() -> list[str]:
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
         problems.append(
             f"Python {platform.python_version()} at {sys.executable}: the server runs models on 3.11 and 3.12; "
-            "install python3.11 and run make PYTHON=python3.11 ..."
+            "install python3.11 and use it (in a clone: make PYTHON=python3.11 ...)"
         )
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         problems.append(f"{sys.platform} {platform.machine()}: the server is built for Linux on x86_64 and aarch64")

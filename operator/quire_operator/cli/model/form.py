@@ -37,6 +37,7 @@ _OTHER_OPTIONS = {
     "openai.servedModelNames": "--served-model-name",
     "adapters": "--lora",
     "engine.speculativeConfig": "--speculative-config",
+    "runtime.ports": "--http-port, --grpc-port, --metrics-port, --health-port, --port",
     "device": "--device",
 }
 _POD_FIELDS = {
@@ -176,7 +177,8 @@ def _to_yaml(document: Mapping[str, Any]) -> str:
 
 
 def _name_options(text: str) -> str:
-    options = {path: option for option, path, _, _ in SPEC_OPTIONS} | _OTHER_OPTIONS
+    options = {path: option_of(field) for field, path in _POD_FIELDS.items()}
+    options |= {path: option for option, path, _, _ in SPEC_OPTIONS} | _OTHER_OPTIONS
     for path in sorted(options, key=len, reverse=True):
         text = re.sub(rf"\bspec\.{re.escape(path)}(?![A-Za-z])(\.\w+|\[\d+\])*", options[path], text)
     return text
