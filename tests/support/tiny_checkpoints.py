@@ -2,6 +2,7 @@
 """Tiny random checkpoints of each family, and adapters for them, written by transformers and peft themselves."""
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -216,15 +217,32 @@ def make_checkpoint(folder: Path, name: str, **save: Any) -> Path:
 
 def write_checkpoint(folder: Path, config: Any, seed: int, **save: Any) -> Path:
     """Write a random checkpoint of a config of transformers into `folder`; `save` goes to its save_pretrained."""
-    torch.manual_seed(seed)
-    model = _auto_class(config).from_config(config, dtype=torch.float32)
+    model = make_initial_model(config, seed)
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            # transformers starts biases at 0 and norms at 1, where a mistake would not show.
-            if key.endswith("bias") or "norm" in key:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, tensor in trained_tensors(model).items():
+            # transformers starts biases at 0, norms at 1 and others at fixed values, where a mistake would not show.
+            if tensor.dim() < 2 or len(tensor.unique()) == 1:
+                # Sinks must be as large as the scores of these weights.
+                tensor.add_(torch.randn_like(tensor) * (20.0 if name.endswith("sinks") else 0.3))
     model.save_pretrained(folder, **save)
     return folder
+
+
+def make_initial_model(config: Any, seed: int) -> Any:
+    """The model of a config of transformers, as training would start."""
+    torch.manual_seed(seed)
+    return _auto_class(config).from_config(config, dtype=torch.float32).eval()
+
+
+def trained_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of a model of transformers, without the parts for images."""
+    tensors = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point() and not re.search(r"vision|visual|multi_modal", name)
+    }
+    # A tied output projection is the embedding.
+    return {name: tensors[name] for name in {tensor.data_ptr(): name for name, tensor in tensors.items()}.values()}
 
 
 def load_oracle(folder: Path, dtype: torch.dtype = torch.float32, **load: Any) -> Any:

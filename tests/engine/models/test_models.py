@@ -6,7 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 from support.requirements_of_machine import requires_native_kernels
-from support.tiny_checkpoints import BASE, CHECKPOINTS, LLAMA3_ROPE, VOCAB, YARN_ROPE, load_oracle, make_checkpoint
+from support.tiny_checkpoints import (
+    BASE,
+    CHECKPOINTS,
+    LLAMA3_ROPE,
+    VOCAB,
+    YARN_ROPE,
+    load_oracle,
+    make_checkpoint,
+    make_initial_model,
+    trained_tensors,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quire_engine.kv_cache.device_cache import KVCache
@@ -28,6 +38,8 @@ from quire_spec.model.memory_sizing import weights_bytes
 from quire_spec.model.model_config import ModelConfig
 
 CPU = torch.device("cpu")
+MAX_LOGIT_ERROR = 2e-5
+"""In float32, relative to the largest logit."""
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
@@ -66,11 +78,13 @@ def test_named_tensors_cover_every_parameter_once(folder):
     assert sum(tensor.nbytes for tensor in matrices) == weights_bytes(model.shape, 4)
 
 
+def _prompts():
+    return [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(1)).tolist() for n in (33, 7, 16)]
+
+
 @torch.inference_mode()
 def test_logits_equal_transformers(folder):
-    model = _load(folder)
-    torch.manual_seed(1)
-    prompts = [torch.randint(0, VOCAB, (n,)).tolist() for n in (33, 7, 16)]
+    model, prompts = _load(folder), _prompts()
     oracle = load_oracle(folder)
     kv = KVCache(model.shape, 12, 8, torch.float32, CPU)
     firsts = (0, 5, 6)
@@ -80,7 +94,25 @@ def test_logits_equal_transformers(folder):
     )
     for row, prompt in zip(logits, prompts, strict=True):
         expected = oracle(torch.tensor([prompt])).logits[0, -1]
-        assert (row - expected).abs().max() < 2e-5 * expected.abs().max()
+        assert (row - expected).abs().max() < MAX_LOGIT_ERROR * expected.abs().max()
+
+
+@torch.inference_mode()
+def test_logits_depend_on_every_tensor(folder):
+    """Without this, the comparison above could hide that a model ignores a tensor."""
+    oracle, ids = load_oracle(folder), torch.tensor(_prompts()[:1])
+    initial = trained_tensors(make_initial_model(oracle.config, seed=0))
+    expected = oracle(ids).logits[0, -1]
+    unused = []
+    for name, tensor in trained_tensors(oracle).items():
+        drawn = tensor.clone()
+        tensor.copy_(initial[name])
+        change = (oracle(ids).logits[0, -1] - expected).abs().max()
+        tensor.copy_(drawn)
+        if change < 10 * MAX_LOGIT_ERROR * expected.abs().max():
+            unused.append(name)
+    # Without rotary positions, a bias of all keys of a head does not change its attention.
+    assert [name for name in unused if not (name.endswith("k_proj.bias") and oracle.config.model_type == "opt")] == []
 
 
 @torch.inference_mode()
