@@ -8,15 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from support.tokenizer import byte_level, save_tokenizer
+from support.written_calls import written_calls
 
+from quire_engine.parsers.formats.harmony import HarmonyFormat
+from quire_engine.parsers.formats.tool_formats import TOOL_FORMATS
+from quire_engine.parsers.parser_names import REASONING_MARKS
 from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.model.capabilities import TOOL_CALL_PARSERS
 from quire_spec.protocol.parsed_output import ParsedOutput, ToolCall
 
-MARKS = (
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    *("<|python_tag|>", "<|python_start|>", "<|python_end|>", "<|channel|>", "<|message|>", "<|end|>"),
-    *("<|call|>", "<|return|>", "<|start|>", "<|constrain|>"),
+_WRITTEN_MARKS = frozenset(
+    {"<function=", "</function>", "<parameter=", ">", "</parameter>", "<invoke name=", "</invoke>", "<parameter name="}
+    | {"functools[", "```", "<function_calls>", "</function_calls>", "<tool_calls>", "</tool_calls>"}
+    | {"<answer>", "</answer>", *REASONING_MARKS["granite"].starts, *REASONING_MARKS["granite"].ends}
 )
+"""Marks that no tokenizer has as a token."""
+ALL_MARKS = sorted(
+    {mark for tool_format in TOOL_FORMATS.values() for mark in tool_format.create(()).marks}
+    | {mark for marks in REASONING_MARKS.values() for mark in (*marks.starts, *marks.ends, *(marks.answer or ()))}
+    | HarmonyFormat.marks
+)
+MARKS = tuple(mark for mark in ALL_MARKS if mark not in _WRITTEN_MARKS)
 SCHEMA = {
     "n": {"type": "integer"},
     "s": {"type": "string"},
@@ -58,6 +70,246 @@ def hermes(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+WITHOUT_TEXT = ("openai", "xlam", "pythonic", "llama4_pythonic")
+"""Formats in which calls begin the output, or no text can precede them."""
+MANY_CALLS = [
+    ("f", {"n": 5, "s": "a, b: {c} [d] é🙂 </x>\n=1", "o": {"k": [True, None, {"t": "x"}], "u": -1.5}, "b": None}),
+    ("f", {"s": "5", "x": 2.5}),
+]
+# Source: tests/tool_parsers/test_granite_tool_parser.py and tests/reasoning/test_granite_reasoning_parser.py of vLLM;
+# chat template of ibm-granite/granite-3.3-8b-instruct.
+GRANITE = [
+    Vector("granite", '<|tool_call|> [{"name": "f", "arguments": {"a": "x"}}]', (("f", {"a": "x"}),)),
+    Vector(
+        "granite",
+        '<tool_call> [\n  {"arguments": {"a": 1}, "name": "f"},\n  {"name": "g", "arguments": {}}\n]',
+        (("f", {"a": 1}), ("g", {})),
+    ),
+    Vector("granite", 'Wait.\n<|tool_call|> [{"name": "f", "arguments": {}}]\nDone.', (("f", {}),), "Wait.Done."),
+    Vector("granite", '<|tool_call|> {"name": "f", "arguments": {}}', (("f", {}),)),
+    Vector("granite", '<|tool_call|> [{"name": "f", "arguments": {', (("f", None),), arguments=("{",)),
+    Vector("granite", '<|tool_call|>[{"a": 1}] x', content='<|tool_call|>[{"a": 1}] x'),
+    Vector("granite", '<|tool_call|>[{"name": "f", "arguments": {}}, {"a": 1}, {"name": "g"}]', (("f", {}), ("g", {}))),
+    Vector(None, "Here is my thought process:\nHm.\nHere is my response: Hi", (), " Hi", "Hm.", "granite"),
+    Vector(None, "Here's my thought process: Hm. Here's my response:\nHi", (), "Hi", " Hm. ", "granite"),
+    Vector(None, "Here is my answer: x", (), "Here is my answer: x", "", "granite"),
+]
+# Source: tests/tool_parsers/test_phi4mini_tool_parser.py of vLLM; model card of microsoft/Phi-4-mini-instruct.
+PHI = [
+    Vector("phi4_mini_json", 'functools[\n {"name": "f", "arguments": {"a": "]"}}]', (("f", {"a": "]"}),)),
+    Vector(
+        "phi4_mini_json",
+        "from functools import cache\nfunctools[1]\n",
+        content="from functools import cache\nfunctools[1]\n",
+    ),
+]
+# Source: tests/tool_parsers/test_hunyuan_a13b_tool_parser.py and vllm/reasoning/hunyuan_a13b_reasoning_parser.py of
+# vLLM.
+HUNYUAN = [
+    Vector(
+        "hunyuan_a13b",
+        'Ok<tool_calls>[{"name": "f", "arguments": {"a": {"b": 1}}}]</tool_calls>!',
+        (("f", {"a": {"b": 1}}),),
+        "Ok!",
+    ),
+    Vector("hunyuan_a13b", '<tool_calls>[{"name": "f", "arguments": {}}', (("f", {}),)),
+    Vector("hunyuan_a13b", "<think>\nHm.\n</think>\n<answer>\nHi\n</answer>", (), "Hi\n", "Hm.", "hunyuan_a13b"),
+    Vector(
+        "hunyuan_a13b",
+        '<think>\n\n</think>\n<answer>\n<tool_calls>[{"name": "f", "arguments": {"a": "<answer>"}}]'
+        "</tool_calls>\n</answer>",
+        (("f", {"a": "<answer>"}),),
+        "",
+        "",
+        "hunyuan_a13b",
+    ),
+    Vector(None, "<answer>x</answer> y</answer>\n", (), "x</answer> y", "", "hunyuan_a13b"),
+]
+# Source: tests/tool_parsers/test_xlam_tool_parser.py of vLLM.
+XLAM = [
+    Vector(
+        "xlam", '[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]', (("f", {"a": 1}), ("f", {}))
+    ),
+    Vector("xlam", 'Ok.\n```json\n[{"name": "f", "arguments": {"a": "```"}}]\n```', (("f", {"a": "```"}),), "Ok."),
+    Vector("xlam", 'Ok.[TOOL_CALLS][{"name": "g", "arguments": {}}]', (("g", {}),), "Ok."),
+    Vector("xlam", 'Ok.<tool_call>[{"name": "g", "arguments": {}}]</tool_call>', (("g", {}),), "Ok."),
+    Vector("xlam", '<think>Hm.</think>[{"name": "f", "arguments": {}}]', (("f", {}),), "<think>Hm.</think>"),
+    Vector("xlam", '<think>Hm.</think>[{"name": "f", "arguments": {}}]', (("f", {}),), "", "Hm.", "qwen3"),
+    Vector("xlam", '```json\n{"name": "Alice"}\n```\n', content='```json\n{"name": "Alice"}\n```\n'),
+    Vector("xlam", '[{"name": "Alice", "arguments": {}}]', content='[{"name": "Alice", "arguments": {}}]'),
+]
+# Source: tests/tool_parsers/test_ernie45_moe_tool_parser.py and vllm/reasoning/ernie45_reasoning_parser.py of vLLM.
+ERNIE = [
+    Vector("ernie45", "a\n</think>\n\n\n" + hermes("f", "{}") + "\n", (("f", {}),), "", "a", "ernie45", is_open=True),
+    Vector("ernie45", "a\n</think>\n\n<response>\nb\n</response>\n", (), "b\n", "a", "ernie45", is_open=True),
+]
+# Source: tests/tool_parsers/test_seed_oss_tool_parser.py of vLLM; chat template of Seed-OSS-36B-Instruct.
+SEED = [
+    Vector(
+        "seed_oss",
+        "<seed:think>Use <seed:tool_call>.</seed:think>\n" + written_calls("seed_oss", [("f", {"n": 1})]),
+        (("f", {"n": 1}),),
+        "",
+        "Use <seed:tool_call>.",
+        "seed_oss",
+    ),
+    Vector(
+        "seed_oss",
+        "<seed:tool_call>\n<function=f>\n<parameter=s>\na</parameter>\n</function>\n</seed:tool_call>",
+        (("f", {"s": "\na"}),),
+    ),
+]
+# Source: tests/tool_parsers/test_minimax_m2_tool_parser.py of vLLM; chat template of MiniMaxAI/MiniMax-M2.
+MINIMAX = [
+    Vector(
+        "minimax_m2",
+        'Ok. <minimax:tool_call><invoke name="f"><parameter name="n">5</parameter></invoke>'
+        "<invoke name=g></invoke></minimax:tool_call>",
+        (("f", {"n": 5}), ("g", {})),
+        "Ok. ",
+    ),
+    Vector("minimax_m2", "Hm.\n</think>\n\nHi", (), "Hi", "Hm.", "minimax_m2", is_open=True),
+]
+# Source: tests/tool_parsers/test_glm4_moe_tool_parser.py and test_glm47_moe_tool_parser.py of vLLM; chat templates of
+# zai-org/GLM-4.5 and GLM-4.7.
+GLM = [
+    Vector(name, text, calls, content)
+    for name in ("glm45", "glm47")
+    for text, calls, content in (
+        (
+            "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>5</arg_value>\n"
+            "<arg_key>s</arg_key>\n<arg_value> a\n</arg_value>\n</tool_call>",
+            (("f", {"n": 5, "s": " a\n"}),),
+            "",
+        ),
+        ("Ok.<tool_call>g</tool_call> Hi", (("g", {}),), "Ok. Hi"),
+        (
+            "<tool_call>f<arg_key>s</arg_key><arg_value>use </arg_value> here</arg_value></tool_call>",
+            (("f", {"s": "use </arg_value> here"}),),
+            "",
+        ),
+        (
+            '<tool_call>f<arg_key>o</arg_key><arg_value>{"a": "</arg_value>"}</arg_value></tool_call>',
+            (("f", {"o": {"a": "</arg_value>"}}),),
+            "",
+        ),
+        ("<tool_call>f<arg_key>n</arg_key><arg_value>5</arg_value>", (("f", {"n": 5}),), ""),
+        ("<tool_call>", (), "<tool_call>"),
+    )
+] + [
+    Vector(name, "<think>Hm.</think>\n" + written_calls(name, [("f", {})]), (("f", {}),), "", "Hm.", name)
+    for name in ("glm45", "glm47")
+]
+# Source: tests/tool_parsers/test_deepseekv3_tool_parser.py and test_deepseekv31_tool_parser.py of vLLM; chat templates
+# of deepseek-ai/DeepSeek-V3-0324 and DeepSeek-V3.1.
+DEEPSEEK = [
+    Vector(
+        "deepseek_v3",
+        "Ok.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+        '{"a": "<｜tool▁call▁end｜>"}\n```<｜tool▁call▁end｜>',
+        (("f", {"a": "<｜tool▁call▁end｜>"}),),
+        "Ok.",
+    ),
+    Vector("deepseek_v31", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1', (("f", None),), arguments=('{"a": 1',)),
+    Vector(
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜><｜tool▁call▁end｜>Hi",
+        (("f", {}),),
+        "Hi",
+    ),
+    Vector("deepseek_v31", "a<｜tool▁call▁begin｜>b", content="a<｜tool▁call▁begin｜>b"),
+    Vector("deepseek_v31", "Hm.</think>Hi", (), "Hi", "Hm.", "deepseek_v3", is_open=True),
+]
+# Source: tests/tool_parsers/test_kimi_k2_tool_parser.py of vLLM; docs/tool_call_guidance.md of moonshotai/Kimi-K2.
+KIMI = [
+    Vector(
+        "kimi_k2",
+        "Ok.<|tool_calls_section_begin|> <|tool_call_begin|> functions.f:0 <|tool_call_argument_begin|> "
+        '{"a": 1} <|tool_call_end|> <|tool_calls_section_end|>',
+        (("f", {"a": 1}),),
+        "Ok.",
+    ),
+    Vector(
+        "kimi_k2", "<|tool_call_begin|>functions.a.b:12<|tool_call_argument_begin|>{}<|tool_call_end|>", (("a.b", {}),)
+    ),
+    Vector(
+        "kimi_k2",
+        "<think>Hm.<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>{}",
+        (("f", {}),),
+        "",
+        "Hm.",
+        "kimi_k2",
+    ),
+]
+# Source: tests/tool_parsers/test_lfm2_tool_parser.py of vLLM; chat template of LiquidAI/LFM2-1.2B.
+LFM2 = [
+    Vector(
+        "lfm2",
+        "<|tool_call_start|> [f(a='Martha\\'s', b=[1], c=None)]<|tool_call_end|>\nHi",
+        (("f", {"a": "Martha's", "b": [1], "c": None}),),
+        "Hi",
+    ),
+    Vector("lfm2", "<|tool_call_start|>[f(a=\"grep ']' x\ny\")]<|tool_call_end|>", (("f", {"a": "grep ']' x\ny"}),)),
+    Vector("lfm2", "[f(a=1)]", content="[f(a=1)]"),
+    Vector("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", content="[]"),
+]
+# Source: tests/tool_parsers/test_olmo3_tool_parser.py of vLLM.
+OLMO = [
+    Vector(
+        "olmo3",
+        "<function_calls>f(a='x', b={'c': null}, d=true)\ng()</function_calls>",
+        (("f", {"a": "x", "b": {"c": None}, "d": True}), ("g", {})),
+    ),
+    Vector(
+        "olmo3",
+        "Ok.\n<function_calls>\nf(a='</function_calls>\n')\n</function_calls>\nHi",
+        (("f", {"a": "</function_calls>\n"}),),
+        "Ok.Hi",
+    ),
+    Vector("olmo3", "<function_calls>f(x=1])</function_calls>", content="<function_calls>f(x=1])"),
+    Vector("olmo3", "<think>Hm.</think>Hi", (), "Hi", "Hm.", "olmo3"),
+]
+# Source: tests/tool_parsers/test_gemma4_tool_parser.py and test_functiongemma_tool_parser.py of vLLM; chat templates of
+# google/gemma-4-E2B-it and functiongemma-270m-it.
+GEMMA = [
+    Vector(
+        "gemma4",
+        '<|tool_call>call:get-weather{a:<|"|>Paris, France<|"|>,b:42,c:3.14,d:true,e:null}<tool_call|>',
+        (("get-weather", {"a": "Paris, France", "b": 42, "c": 3.14, "d": True, "e": None}),),
+    ),
+    Vector(
+        "gemma4",
+        '<|tool_call>call:g{a:{<|"|>3<|"|>:<|"|>x"}]\n<|"|>},b:[<|"|>a<|"|>,[42,true]],c:[]}<tool_call|>',
+        (("g", {"a": {"3": 'x"}]\n'}, "b": ["a", [42, True]], "c": []}),),
+    ),
+    Vector(
+        "functiongemma",
+        '<start_function_call>call:g{a:{"k": ["x\\n<escape>", 1]}, "b" : Paris }<end_function_call>',
+        (("g", {"a": {"k": ["x\n<escape>", 1]}, "b": "Paris"}),),
+    ),
+    Vector("gemma4", "<|tool_call>call:g{a:,b:[1,],c:2<tool_call|>Hi", (("g", {"a": "", "b": [1], "c": 2}),), "Hi"),
+    Vector("gemma4", '<|tool_call>call:g{a:<|"|>cut', (("g", None),), arguments=('{"a": "cut',)),
+    Vector("gemma4", "<|tool_call>go {x}<tool_call|>!", content="<|tool_call>go {x}!"),
+    Vector(
+        "gemma4",
+        '<|tool_call>call:f{n:<|"|>42<|"|>,s:42,b:<|"|>x<|"|>}<tool_call|>',
+        (("f", {"n": 42, "s": "42", "b": "x"}),),
+    ),
+    Vector("gemma4", "<|channel>thought\nHm.\n<channel|>Hi", (), "Hi", "Hm.", "gemma4"),
+    Vector("gemma4", "<|channel>thought\n<channel|>Hi", (), "Hi", "", "gemma4"),
+    Vector(None, "<|channel>though it<channel|>Hi", (), "Hi", "though it", "gemma4"),
+    Vector(
+        "functiongemma",
+        "<start_function_call>call:g{a:<escape>NYC<escape>b:<escape>c<escape>,}<end_function_call>"
+        "<start_function_call>call:f{}<end_function_call>",
+        (("g", {"a": "NYC", "b": "c"}), ("f", {})),
+    ),
+    Vector(
+        "functiongemma",
+        "<start_function_call>call:f{n:<escape>42<escape>,b:<escape>true<escape>}<end_function_call>",
+        (("f", {"n": 42, "b": True}),),
+    ),
+]
 ESCAPES = r'{"s": "a \"quoted\" }] \\ \u00e9 {", "l": [1, {"x": null}], "n": -1.5e3}'
 VECTORS = [
     Vector(None, "plain <tool_call> text\n", content="plain <tool_call> text\n"),
@@ -179,6 +431,25 @@ VECTORS = [
     Vector("openai", "<|channel|>commentary<|message|>First. <|end|><|start|>assistant<|channel|>final<|message|>Hi"
            "<|return|>", (), "First. Hi"),
     Vector("openai", "<|start|>assistant to=functions.f<|channel|>commentary json<|message|><|call|>", (("f", {}),)),
+    *GRANITE,
+    *PHI,
+    *HUNYUAN,
+    *XLAM,
+    *ERNIE,
+    *SEED,
+    *MINIMAX,
+    *GLM,
+    *DEEPSEEK,
+    *KIMI,
+    *LFM2,
+    *OLMO,
+    *GEMMA,
+    *(
+        Vector(name, "Wait.\n" + written_calls(name, calls) if name not in WITHOUT_TEXT else written_calls(name, calls),
+               tuple(calls), "" if name in WITHOUT_TEXT else "Wait.")
+        for name in TOOL_CALL_PARSERS
+        for calls in (MANY_CALLS[:1] if name == "openai" else MANY_CALLS, [("f", {})])
+    ),
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ KEYS = ("n", "from", "class", "a-b", "x.y", "unit_é", "type", "name", "argument
 FRAGMENTS = (
     *("</tool_call>", "<tool_call>", "\n</parameter>\n", "</parameter>", "<parameter=n>\n", "</function>", "</think>"),
     *("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|python_end|>", "<|end|>", "<|call|>", '"}]', "}}", "')", "\\n"),
+    *("</arg_value>", "<arg_key>", "<escape>", '<|"|>', "<tool_call|>", "</function_calls>", "```"),
     *("1e400", "-1E4000", "12345678901234567890", "null", '{"name": "f", "parameters": {}}', "[f(n=1)]", "🙂", "日"),
 )
 """Texts that a walk writes wherever the grammar allows it: marks inside strings, numbers that Python does not have."""

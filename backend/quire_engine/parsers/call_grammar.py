@@ -46,6 +46,27 @@ class Marks:
         """Return the grammar terminal that matches a mark: its token or its characters."""
         return f"<[{self.token_ids[mark]}]>" if mark in self.token_ids else quote(mark)
 
+    def written(self, text: str, marks: Iterable[str]) -> str:
+        """Return the expression for a text that contains some of the marks."""
+        return " ".join(map(self.terminal, self._pieces(text, marks)))
+
+    def until(self, end: str, marks: Iterable[str], name: str, body: str) -> tuple[str, list[str]]:
+        """Return the expression for a text that ends with `end`, and its rules.
+
+        `end` contains one of the marks, and `body` is the expression of a terminal: the text before `end`.
+        """
+        terminal, pieces = f"{name.upper()}_BODY", self._pieces(end, marks)
+        if pieces == [end] and end not in self.token_ids:
+            return name, [f"{name}[lazy]: {terminal} {quote(end)}", f"{terminal}: {body}"]
+        # The terminal takes all text before the token, so that text before the mark is a part of it.
+        first = next(i for i, piece in enumerate(pieces) if piece in self.token_ids)
+        return " ".join([terminal, *map(self.terminal, pieces[first:])]), [f"{terminal}: {body}"]
+
+    def _pieces(self, text: str, marks: Iterable[str]) -> list[str]:
+        """Return the marks in a text that are tokens, and the text between them."""
+        tokens = [re.escape(mark) for mark in marks if mark in self.token_ids]
+        return [piece for piece in re.split(f"({'|'.join(tokens)})", text) if piece] if tokens else [text]
+
     def text_without(self, marks: Iterable[str], *patterns: str) -> str:
         """Return the expression of a terminal: any text that contains neither the marks nor the patterns."""
         excluded = [re.escape(mark).replace("/", r"\/") for mark in marks if mark not in self.special]

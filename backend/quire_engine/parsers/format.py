@@ -28,8 +28,10 @@ class Format(Protocol):
 class ContentFormat(Format, Protocol):
     """A format in which reasoning can come before the answer."""
 
-    start_mark: str
-    """Mark that begins a call and ends open reasoning; empty if the format has none."""
+    @property
+    def start_marks(self) -> tuple[str, ...]:
+        """Marks that begin a call and end open reasoning."""
+        ...
 
     def cut(self) -> None:
         """Drop the line breaks before and after the current position."""
@@ -71,11 +73,10 @@ class Content:
 class LeadingCalls(ABC):
     """Base of formats whose calls stand at the beginning of an output or after a mark."""
 
-    marks: frozenset[str]
-    start_mark: str
-    """Mark after which a call can follow."""
-
-    def __init__(self) -> None:
+    def __init__(self, *marks: str) -> None:
+        """A call can follow the first of the marks."""
+        self.marks = frozenset(marks)
+        self.start_marks = marks[:1]
         self._content = Content()
         self._num_calls = 0
         self._is_content = False
@@ -96,16 +97,27 @@ class LeadingCalls(ABC):
         """Take the next lexeme."""
         if lexeme.is_mark and not self._in_string:
             # Some checkpoints write content before the mark.
-            if lexeme.text == self.start_mark:
+            if lexeme.text in self.start_marks:
                 yield from self._give_up()
                 self._is_content, self._is_marked = False, True
                 self._content.cut()
+                self._open()
+            else:
+                yield from self._close()
             return
         for position, char in enumerate(lexeme.text):
             if self._is_content:
                 yield from self._content.write(lexeme.text[position:])
                 return
             yield from self._take(char)
+
+    def _open(self) -> None:
+        """Process the start mark."""
+        return
+
+    def _close(self) -> Iterator[Event]:
+        """Process another mark."""
+        return iter(())
 
     @abstractmethod
     def _take(self, char: str) -> Iterator[Event]:
@@ -120,7 +132,7 @@ class PlainText:
     """The format of models without tool calls: all text is content."""
 
     marks: frozenset[str] = frozenset()
-    start_mark = ""
+    start_marks: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self._content = Content()
@@ -144,14 +156,16 @@ class CallsOrAnswer:
     """
 
     def __init__(self, calls: ContentFormat) -> None:
-        self.marks, self.start_mark = calls.marks, calls.start_mark
+        self.marks, self.start_marks = calls.marks, calls.start_marks
         self._format: ContentFormat = calls
         self._is_decided = False
         self._space = ""
         """Whitespace at the beginning of the output."""
+        self._is_cut = False
 
     def cut(self) -> None:
         """Drop the line breaks before and after the current position."""
+        self._is_cut = True
         self._format.cut()
 
     def feed(self, lexeme: Lexeme) -> Iterator[Event]:
@@ -163,6 +177,8 @@ class CallsOrAnswer:
             self._is_decided = True
             if not lexeme.is_mark:
                 self._format = PlainText()
+                if self._is_cut:
+                    self._format.cut()
             yield from self._format.feed(Lexeme(self._space))
             self._space = ""
         is_text = isinstance(self._format, PlainText)

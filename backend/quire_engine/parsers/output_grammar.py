@@ -6,28 +6,17 @@ also builds the grammar if the request constrains the answer of a reasoning mode
 It is compiled together with these schemas in the process that checks constraints.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire_engine.parsers import harmony, hermes, llama_json, mistral, pythonic, qwen_xml
 from quire_engine.parsers.call_grammar import CallGrammar, Marks
+from quire_engine.parsers.formats import harmony
+from quire_engine.parsers.formats.tool_formats import TOOL_FORMATS
 from quire_engine.parsers.parser_names import HARMONY, REASONING_MARKS, ParserNames
 from quire_engine.parsers.tool import Tool
 from quire_engine.structured_outputs.composed_constraint import ANSWER, ComposedConstraint, quote
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.protocol.parsed_output import OutputParsing
-
-_CALL_GRAMMARS: Mapping[str, Callable[[Sequence[Tool], Marks, bool], CallGrammar]] = {
-    "hermes": hermes.call_grammar,
-    "qwen3_coder": qwen_xml.call_grammar,
-    "qwen3_xml": qwen_xml.call_grammar,
-    "llama3_json": llama_json.call_grammar,
-    "llama4_json": llama_json.call_grammar,
-    "pythonic": pythonic.call_grammar,
-    "llama4_pythonic": pythonic.call_grammar,
-    "mistral": mistral.call_grammar,
-    HARMONY: harmony.call_grammar,
-}
 
 
 def compose_grammar(
@@ -88,7 +77,9 @@ def _calls(
     enforced = [Tool.from_request(tool, enforces_all or bool(tool["function"].get("strict"))) for tool in tools]
     # A function that tool_choice names is called only once.
     parallel = parsing.parallel_tool_calls and parsing.function is None
-    return _CALL_GRAMMARS[names.tool_call_parser](enforced, _marks(tokenizer), parallel)
+    is_harmony = names.tool_call_parser == HARMONY
+    grammar = harmony.call_grammar if is_harmony else TOOL_FORMATS[names.tool_call_parser].grammar
+    return grammar(enforced, _marks(tokenizer), parallel)
 
 
 def _required(calls: CallGrammar, marks: Marks) -> str:
@@ -114,9 +105,10 @@ def _reasoning(names: ParserNames, marks: Marks, state: str, rules: list[str]) -
     """Return the grammar expression that matches the reasoning before the answer."""
     if names.reasoning_parser not in REASONING_MARKS or state == "done":
         return ""
-    start, end = REASONING_MARKS[names.reasoning_parser]
-    thoughts = f'{_until(end, marks, "thoughts", rules)} ("\\n\\n" | "\\n")?'
-    return thoughts if state == "open" else f"({marks.terminal(start)} {thoughts})?"
+    reasoning = REASONING_MARKS[names.reasoning_parser]
+    thoughts = f'{_until(reasoning.ends[0], marks, "thoughts", rules)} ("\\n\\n" | "\\n")?'
+    label = quote(reasoning.label) if reasoning.label else ""
+    return thoughts if state == "open" else f"({marks.terminal(reasoning.starts[0])} {label} {thoughts})?"
 
 
 def _until(mark: str, marks: Marks, name: str, rules: list[str]) -> str:

@@ -11,35 +11,18 @@ The result does not depend on how tokens are grouped into deltas.
 import secrets
 import string
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from quire_engine.parsers.format import CallsOrAnswer, ContentFormat, Format, LeadingCalls, PlainText
-from quire_engine.parsers.harmony import HarmonyFormat
-from quire_engine.parsers.hermes import HermesFormat
+from quire_engine.parsers.format import CallsOrAnswer, ContentFormat, Format, PlainText
+from quire_engine.parsers.formats.harmony import HarmonyFormat
+from quire_engine.parsers.formats.tool_formats import TOOL_FORMATS, Tools, names_of
 from quire_engine.parsers.lexer import Lexer
-from quire_engine.parsers.llama_json import LlamaJsonFormat
-from quire_engine.parsers.mistral import MistralFormat
 from quire_engine.parsers.parser_names import REASONING_MARKS, ParserNames
-from quire_engine.parsers.pythonic import PythonicFormat
-from quire_engine.parsers.qwen_xml import QwenXmlFormat
 from quire_engine.parsers.reasoning import ReasoningFormat
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCallStart, join_neighbours
-
-_Tools = Sequence[Mapping[str, Any]]
-_FORMATS: dict[str, Callable[[_Tools], ContentFormat]] = {
-    "hermes": lambda tools: HermesFormat(),
-    "qwen3_coder": QwenXmlFormat,
-    "qwen3_xml": QwenXmlFormat,
-    "llama3_json": lambda tools: LlamaJsonFormat(_names(tools)),
-    "llama4_json": lambda tools: LlamaJsonFormat(_names(tools)),
-    "pythonic": lambda tools: PythonicFormat(_names(tools)),
-    "llama4_pythonic": lambda tools: PythonicFormat(_names(tools)),
-    "mistral": lambda tools: MistralFormat(),
-}
 
 
 class OutputParser:
@@ -79,14 +62,16 @@ class OutputParser:
         return self._parallel_tool_calls or not isinstance(event, ToolCallStart | ToolCallArguments) or not event.index
 
     def _with_id(self, event: Event) -> Event:
-        return msgspec.structs.replace(event, id=self._new_call_id()) if isinstance(event, ToolCallStart) else event
+        if not isinstance(event, ToolCallStart) or event.id:
+            return event
+        return msgspec.structs.replace(event, id=self._new_call_id())
 
 
 def create_parser(
     names: ParserNames,
     tokenizer: Tokenizer | None,
     prompt_token_ids: Sequence[int] | None = None,
-    tools: _Tools = (),
+    tools: Tools = (),
     is_reasoning_open: bool = False,
     parallel_tool_calls: bool = True,
     skip_special_tokens: bool = True,
@@ -99,17 +84,15 @@ def create_parser(
     """
     output_format: Format
     if names.is_harmony:
-        output_format = HarmonyFormat(_names(tools))
+        output_format = HarmonyFormat(names_of(tools))
     else:
-        answer: ContentFormat = (
-            PlainText() if names.tool_call_parser is None else _FORMATS[names.tool_call_parser](tools)
-        )
-        if has_constrained_answer and not isinstance(answer, LeadingCalls):
+        tool_format = TOOL_FORMATS.get(names.tool_call_parser or "")
+        answer: ContentFormat = PlainText() if tool_format is None else tool_format.create(tools)
+        if has_constrained_answer and not (tool_format is not None and tool_format.can_lead):
             answer = CallsOrAnswer(answer)
         output_format = answer
         if names.reasoning_parser is not None:
-            start, end = REASONING_MARKS[names.reasoning_parser]
-            output_format = ReasoningFormat(answer, start, end, is_reasoning_open)
+            output_format = ReasoningFormat(answer, REASONING_MARKS[names.reasoning_parser], is_reasoning_open)
     lexer = Lexer(output_format.marks, tokenizer, prompt_token_ids, skip_special_tokens)
     new_call_id = _mistral_call_id if names.tool_call_parser == "mistral" else _call_id
     return OutputParser(output_format, lexer, new_call_id, parallel_tool_calls)
@@ -121,20 +104,17 @@ def reasoning_state(names: ParserNames, prompt: str, prefill: str = "") -> str:
     The state is "open" if the reasoning has begun, "done" if it has ended, and "possible" if the prompt ends without a
     mark. `prefill` is the text of the last message if the output continues it.
     """
-    start, end = REASONING_MARKS.get(names.reasoning_parser or "", ("", ""))
+    marks = REASONING_MARKS.get(names.reasoning_parser or "")
+    if marks is None:
+        return "possible"
     text = prompt.rstrip()
-    if start and (start in prefill or end in prefill):
-        return "open" if prefill.rfind(start) > prefill.rfind(end) else "done"
-    if end and text.endswith(end):
+    begin, end = (max(prefill.rfind(mark) for mark in kind) for kind in (marks.starts, marks.ends))
+    if max(begin, end) >= 0:
+        return "open" if begin > end else "done"
+    if text.endswith(marks.ends):
         return "done"
-    # Only some templates of DeepSeek-R1 write the start mark, but its outputs always begin with reasoning.
-    is_open = names.reasoning_parser == "deepseek_r1" or (start and text.endswith(start))
-    return "open" if is_open else "possible"
-
-
-def _names(tools: _Tools) -> frozenset[str] | None:
-    """Return the names of the tools of a request; None if the request has no tools."""
-    return frozenset(str(tool["function"]["name"]) for tool in tools) or None
+    # Only some templates of these models write the start mark, but the outputs always begin with reasoning.
+    return "open" if marks.is_always_open or text.endswith(marks.starts) else "possible"
 
 
 def _call_id() -> str:

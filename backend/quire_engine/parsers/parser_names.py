@@ -11,15 +11,58 @@ from typing import Self
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.errors import InvalidArgument
 
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """The marks between which a model writes its reasoning."""
+
+    starts: tuple[str, ...] = ("<think>",)
+    """Marks that begin the reasoning. Grammars contain the first one."""
+    ends: tuple[str, ...] = ("</think>",)
+    label: str = ""
+    """Text that follows the start mark and is not part of the reasoning."""
+    answer: tuple[str, str] | None = None
+    """Marks before and after the answer, if the model writes them."""
+    is_always_open: bool = False
+    """True if outputs begin with reasoning, with or without the start mark."""
+    ends_at_call: bool = True
+    """True if the mark of a call ends the reasoning. False if the model writes such marks in its reasoning."""
+
+
+_THINK = ReasoningMarks()
+_OPEN_THINK = ReasoningMarks(is_always_open=True)
 REASONING_MARKS = {
-    "qwen3": ("<think>", "</think>"),
-    "deepseek_r1": ("<think>", "</think>"),
-    "mistral": ("[THINK]", "[/THINK]"),
+    **dict.fromkeys(("qwen3", "glm45", "glm47", "deepseek_v3", "kimi_k2", "olmo3"), _THINK),
+    **dict.fromkeys(("deepseek_r1", "minimax_m2"), _OPEN_THINK),
+    "ernie45": ReasoningMarks(answer=("<response>", "</response>")),
+    "hunyuan_a13b": ReasoningMarks(answer=("<answer>", "</answer>")),
+    "mistral": ReasoningMarks(("[THINK]",), ("[/THINK]",)),
+    "seed_oss": ReasoningMarks(("<seed:think>",), ("</seed:think>",), ends_at_call=False),
+    "gemma4": ReasoningMarks(("<|channel>",), ("<channel|>",), label="thought\n"),
+    "granite": ReasoningMarks(
+        ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
+    ),
 }
-"""Maps the name of each reasoning parser to the two marks between which the model writes its reasoning."""
+"""The marks of each reasoning parser. The template of DeepSeek V3 decides for each request whether the model reasons:
+the prompt then ends with one of the marks."""
 HARMONY, _HARMONY_REASONING = "openai", "openai_gptoss"
 _TOOL_CALL_MARKS = (
+    ("seed_oss", "<seed:tool_call>"),
+    ("minimax_m2", "<minimax:tool_call>"),
+    ("gemma4", "<|tool_call>"),
+    ("functiongemma", "<start_function_call>"),
+    ("kimi_k2", "<|tool_calls_section_begin|>"),
+    ("deepseek_v3", "'```json'"),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜>"),
+    ("granite", "<|tool_call|>"),
+    ("phi4_mini_json", "<|/tool|>"),
+    ("lfm2", "<|tool_list_start|>"),
+    ("hunyuan_a13b", "<tool_calls>"),
+    ("olmo3", "<function_calls>"),
+    ("glm47", "</arg_key><arg_value>"),
+    ("glm45", "<arg_key>"),
     ("qwen3_coder", "<function="),
+    ("ernie45", "<response>"),
     ("hermes", "<tool_call>"),
     ("mistral", "[TOOL_CALLS]"),
     ("llama4_pythonic", "<|python_start|>"),
@@ -29,6 +72,21 @@ _TOOL_CALL_MARKS = (
 )
 """Each entry contains the name of a parser, and a text that occurs in the chat templates of the parser's format. The
 first entry whose text occurs in a template selects the parser."""
+_REASONING = (
+    ("seed_oss", "</seed:think>"),
+    ("gemma4", "<|channel>"),
+    ("mistral", "[/THINK]"),
+    ("granite", "Here is my thought process"),
+    ("ernie45", "<response>"),
+    ("hunyuan_a13b", "<answer>"),
+    ("qwen3", "</think>"),
+)
+"""As `_TOOL_CALL_MARKS`, for reasoning parsers."""
+_REASONING_OF_TOOL_CALLS = {
+    **{name: name for name in ("minimax_m2", "glm45", "glm47", "kimi_k2", "olmo3")},
+    **dict.fromkeys(("deepseek_v3", "deepseek_v31"), "deepseek_v3"),
+}
+"""Where reasoning stands between `<think>` and `</think>`, the format of the calls selects the reasoning parser."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +124,9 @@ class ParserNames:
 
         `check_thinking_budget` must be called first.
         """
-        start, end = (
-            tokenizer.encode(mark, add_special_tokens=False) for mark in REASONING_MARKS[self.reasoning_parser or ""]
-        )
-        # The outputs of DeepSeek-R1 begin with reasoning, with or without the start mark.
-        return [[] if self.reasoning_parser == "deepseek_r1" else start, end]
+        marks = REASONING_MARKS[self.reasoning_parser or ""]
+        start, end = (tokenizer.encode(mark, add_special_tokens=False) for mark in (marks.starts[0], marks.ends[0]))
+        return [[] if marks.is_always_open else start, end]
 
     @classmethod
     def detect(cls, template: str, added_tokens: Iterable[str] = ()) -> Self:
@@ -79,8 +135,12 @@ class ParserNames:
         known = set(added_tokens)
         if "<|channel|>" in template or {"<|channel|>", "<|constrain|>"} <= known:
             return cls(HARMONY, _HARMONY_REASONING)
-        reasoning = "qwen3" if "</think>" in template else "mistral" if "[/THINK]" in template else None
-        return cls(next((name for name, mark in _TOOL_CALL_MARKS if mark in template), None), reasoning)
+        tool_calls, reasoning = (
+            next((name for name, mark in table if mark in template), None) for table in (_TOOL_CALL_MARKS, _REASONING)
+        )
+        if reasoning == "qwen3":
+            reasoning = _REASONING_OF_TOOL_CALLS.get(tool_calls or "", reasoning)
+        return cls(tool_calls, reasoning)
 
     def configured(self, tool_call_parser: str, reasoning_parser: str) -> "ParserNames":
         """Return the names that the configuration sets. If it sets a name to "auto", the name in this object is

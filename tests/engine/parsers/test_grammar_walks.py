@@ -14,6 +14,7 @@ from support.parser_vectors import make_tokenizers
 from support.tool_walks import NAMES, random_tool, split, walk
 
 from quire_engine import SamplingParams
+from quire_engine.parsers.formats.tool_formats import TOOL_FORMATS
 from quire_engine.parsers.output_grammar import compose_grammar
 from quire_engine.parsers.output_parser import create_parser
 from quire_engine.parsers.parser_names import ParserNames
@@ -26,6 +27,8 @@ from quire_spec.model.capabilities import TOOL_CALL_PARSERS
 from quire_spec.protocol.parsed_output import OutputParsing, ParsedOutput, merge_events
 
 EOS = 1
+FORMATS = {TOOL_FORMATS.get(name): name for name in reversed(TOOL_CALL_PARSERS)}.values()
+"""One name of each format."""
 NUM_WALKS = int(os.environ.get("QUIRE_WALKS", "60"))
 ANSWER = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
@@ -95,7 +98,7 @@ def check_walk(tokenizers: dict[str, Tokenizer], parser: str, seed: int) -> int 
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+@pytest.mark.parametrize("parser", FORMATS)
 def test_outputs_of_the_grammar_are_read_as_valid_calls(tokenizers: dict[str, Tokenizer], parser: str) -> None:
     results = [check_walk(tokenizers, parser, seed) for seed in range(NUM_WALKS)]
     num_refused, num_endless = results.count(None), results.count(-1)

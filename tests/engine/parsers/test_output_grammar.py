@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.parser_vectors import hermes, make_tokenizers
+from support.written_calls import Calls, written_calls
 
 from quire_engine.parsers.output_grammar import compose_grammar
 from quire_engine.parsers.output_parser import create_parser
@@ -42,35 +43,13 @@ REQUIRED, AUTO, NAMED = OutputParsing("required"), OutputParsing("auto"), Output
 SINGLE = OutputParsing("required", parallel_tool_calls=False)
 ONE = ("f", {"n": 1, "s": "}] </x>", "e": "y z", "b": True})
 TWO = [("f", {"n": 1}), ("g.h", {})]
+WITHOUT_QUOTES = ("qwen3_coder", "qwen3_xml", "seed_oss", "minimax_m2", "glm45", "glm47")
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
 
-def written(parser: str, calls: list[tuple[str, dict[str, Any]]], marked: bool) -> str:
-    """Return calls as a model of this format writes them."""
-    texts = [json.dumps(arguments) for _, arguments in calls]
-    names = [name for name, _ in calls]
-    if parser == "hermes":
-        return "\n".join(map(hermes, names, texts))
-    if parser == "llama3_json":
-        return "; ".join(f'{{"name": "{name}", "parameters": {text}}}' for name, text in zip(names, texts, strict=True))
-    if parser == "mistral" and marked:
-        return "".join(f"[TOOL_CALLS]{name}[ARGS]{text}" for name, text in zip(names, texts, strict=True))
-    if parser == "mistral":
-        objects = (f'{{"name": "{name}", "arguments": {text}}}' for name, text in zip(names, texts, strict=True))
-        return f"[TOOL_CALLS] [{', '.join(objects)}]"
-    if parser == "openai":
-        [name], [text] = names, texts
-        return f"{ANALYSIS}<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}"
-    if parser == "pythonic":
-        values = [", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items()) for _, arguments in calls]
-        return f"[{', '.join(f'{name}({value})' for name, value in zip(names, values, strict=True))}]"
-    blocks = []
-    for name, arguments in calls:
-        values = [value if isinstance(value, str) else json.dumps(value) for value in arguments.values()]
-        parameters = zip(arguments, values, strict=True)
-        body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
-        blocks.append(f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>")
-    return "\n".join(blocks)
+def written(parser: str, calls: Calls, has_tokens: bool) -> str:
+    """Return an output with calls."""
+    return (ANALYSIS if parser == "openai" else "") + written_calls(parser, calls, has_tokens)
 
 
 class Checker:
@@ -110,7 +89,7 @@ def checkers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checker]:
     return {kind: Checker(tokenizer) for kind, tokenizer in tokenizers.items()}
 
 
-@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "openai"])
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
 def test_grammar_and_parser_agree(checkers: dict[str, Checker], parser: str) -> None:
     names = ParserNames(parser, "openai_gptoss" if parser == "openai" else None)
     kinds = ["marked"] if parser == "openai" else ["marked", "plain"]
@@ -126,8 +105,8 @@ def test_grammar_and_parser_agree(checkers: dict[str, Checker], parser: str) -> 
             assert accepted == [True, True, False, False]
         for wrong in ({"n": "1"}, {"s": "a"}, {"n": 1, "e": "z"}, {"n": 1, "other": 2}):
             text = written(parser, [("f", wrong)], is_marked)
-            # In the format without quotes a text looks like a number.
-            if parser != "qwen3_coder" or wrong != {"n": "1"}:
+            # In the formats without quotes a text looks like a number.
+            if parser not in WITHOUT_QUOTES or wrong != {"n": "1"}:
                 assert not checker.accepts(names, REQUIRED, text) and not checker.accepts(names, AUTO, text), text
         assert not checker.accepts(names, REQUIRED, written(parser, [("other", {})], is_marked))
         text = "<|channel|>final<|message|>Hello" if parser == "openai" else "Hello"

@@ -4,7 +4,17 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.parser_vectors import MARKS, TOOLS, VECTORS, Vector, expected, groups, hermes, make_tokenizers, normalized
+from support.parser_vectors import (
+    ALL_MARKS,
+    TOOLS,
+    VECTORS,
+    Vector,
+    expected,
+    groups,
+    hermes,
+    make_tokenizers,
+    normalized,
+)
 
 from quire_engine import SamplingParams
 from quire_engine.parsers.output_parser import OutputParser, create_parser, reasoning_state
@@ -54,11 +64,11 @@ def test_every_split_gives_the_same_result(vector: Vector, tokenizers: dict[str,
 
 PIECES = (
     *(
-        *MARKS,
+        *ALL_MARKS,
         "<function=f>",
-        "</function>",
         "<parameter=n>",
-        "</parameter>",
+        "call:f{n:",
+        "f\n",
         '{"name": "f", "arguments": ',
         "f(a=",
         "1",
@@ -136,6 +146,21 @@ def test_parsers_are_found_from_the_template() -> None:
         ("[TOOL_CALLS]", ("mistral", None)),
         ("<|python_start|>", ("llama4_pythonic", None)),
         ("<|start|>assistant<|channel|>final", ("openai", "openai_gptoss")),
+        ("'<｜tool▁calls▁begin｜>' + '```json' </think>", ("deepseek_v3", "deepseek_v3")),
+        ("'<｜tool▁calls▁begin｜>' </think>", ("deepseek_v31", "deepseek_v3")),
+        ("<seed:tool_call>\\n<function= </seed:think>", ("seed_oss", "seed_oss")),
+        ("<minimax:tool_call> </think>", ("minimax_m2", "minimax_m2")),
+        ("<|tool_call> <|channel>", ("gemma4", "gemma4")),
+        ("<start_function_call>", ("functiongemma", None)),
+        ("<|tool_calls_section_begin|> </think>", ("kimi_k2", "kimi_k2")),
+        ("<|tool_call|> Here is my thought process:", ("granite", "granite")),
+        ("<|tool|> <|/tool|>", ("phi4_mini_json", None)),
+        ("<|tool_list_start|>", ("lfm2", None)),
+        ("<tool_calls> </think> <answer>", ("hunyuan_a13b", "hunyuan_a13b")),
+        ("<function_calls> </think>", ("olmo3", "olmo3")),
+        ("<tool_call>f<arg_key></arg_key>\\n<arg_value> </think>", ("glm45", "glm45")),
+        ("<tool_call>f<arg_key></arg_key><arg_value> </think>", ("glm47", "glm47")),
+        ("<tool_call> <response> </think>", ("ernie45", "ernie45")),
         ("{{ messages }}", (None, None)),
     ):
         assert ParserNames.detect(template) == ParserNames(*names)
@@ -159,6 +184,19 @@ def test_the_prompt_decides_whether_the_output_begins_with_reasoning() -> None:
 )
 def test_an_output_can_continue_reasoning(prefill: str, state: str) -> None:
     assert reasoning_state(ParserNames(None, "qwen3"), f"Hi.{prefill}", prefill) == state
+
+
+def test_each_parser_has_vectors() -> None:
+    assert {vector.tool_call_parser for vector in VECTORS if vector.calls} == set(TOOL_CALL_PARSERS)
+    assert {vector.reasoning_parser for vector in VECTORS if vector.reasoning} >= set(REASONING_PARSERS)
+
+
+def test_no_mark_begins_another_mark() -> None:
+    """The lexer would recognise the shorter mark before the longer one has arrived."""
+    for name in TOOL_CALL_PARSERS:
+        for reasoning in (None, *REASONING_PARSERS):
+            marks = create_parser(ParserNames(name, reasoning), None)._format.marks
+            assert not [(a, b) for a in marks for b in marks if a != b and b.startswith(a)], (name, reasoning)
 
 
 def test_each_configurable_parser_exists() -> None:

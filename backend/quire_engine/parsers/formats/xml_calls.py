@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls of Qwen3-Coder and Qwen3.5: `<function=f><parameter=k>v</parameter></function>` in `<tool_call>`.
+"""Tool calls in the manner of XML, such as `<function=f><parameter=k>v</parameter></function>` in `<tool_call>`.
 
-Texts have no quotes, so the JSON type of a value is taken from the schema of the tool.
+Qwen3-Coder, Seed-OSS, MiniMax M2 and GLM 4.5 write such calls with different marks. Texts have no quotes, so the JSON
+type of a value is taken from the schema of the tool.
 """
 
 import ast
@@ -22,17 +23,52 @@ from quire_engine.structured_outputs.composed_constraint import quote
 from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCallStart
 
-_START, _END = "<tool_call>", "</tool_call>"
-_FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER = "<function=", "</function>", "<parameter=", "</parameter>"
-_VALUE_END = f"\n{_END_PARAMETER}\n"
-_VALUE_ENDS = (_END_PARAMETER, _PARAMETER, _END_FUNCTION, _END)
-
-_MARKS = (_START, _END, _FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER)
 _NAME = re.compile(r"[^\s<>]([^<>\n]*[^\s<>])?")
 _TEXT_KEYWORDS = frozenset(
     {"enum", "const", "pattern", "format", "minLength", "maxLength", "$ref", "allOf", "anyOf", "oneOf", "not", "if"}
 )
 """Keywords that can restrict a string."""
+
+
+@dataclass(frozen=True, slots=True)
+class XmlMarks:
+    """The marks of one format, and how a model writes a call with them."""
+
+    start: str
+    end: str
+    function: str
+    """Mark before the name of a function. If it is empty, the name follows the start mark and ends at the next mark."""
+    end_function: str
+    """Mark that ends a function; empty if the end mark of the call does."""
+    parameter: str
+    """Mark before the name of a parameter."""
+    value: str
+    """What ends the name of a parameter: `>`, or a mark."""
+    end_parameter: str
+    written_function: str
+    """What a model writes between the start mark and the first parameter; contains `{}` for the name."""
+    written_parameter: str
+    """What a model writes before a value; contains `{}` for the name."""
+    written_end_parameter: str
+    """What a model writes after a value; contains `end_parameter`."""
+    written_end: str
+    """What a model writes between the last parameter and the end mark."""
+    other: str = ""
+    """Mark without a meaning of its own."""
+
+    @property
+    def has_quoted_names(self) -> bool:
+        """Whether a model writes names between quotation marks."""
+        return '"{}"' in self.written_parameter
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All marks."""
+        marks = (
+            *(self.start, self.end, self.function, self.end_function, self.parameter, self.end_parameter, self.other),
+            "" if self.value == ">" else self.value,
+        )
+        return tuple(filter(None, marks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +80,25 @@ class _Notation:
     types: frozenset[str]
 
     @classmethod
-    def of(cls, tool: Tool, schema: Any) -> "_Notation":
+    def of(cls, syntax: XmlMarks, tool: Tool, schema: Any) -> "_Notation":
         """Return the notation of a parameter of a tool with this schema."""
         types = tool.types_of(schema)
         is_free = isinstance(schema, Mapping) and _TEXT_KEYWORDS.isdisjoint(schema)
-        return cls((is_free and types in ({"string"}, ALL_TYPES)) or _texts(schema) != [], types)
+        return cls((is_free and types in ({"string"}, ALL_TYPES)) or _texts(syntax, schema) != [], types)
 
 
 _ANY_TEXT = _Notation(True, ALL_TYPES)
 
 
-class QwenXmlFormat:
+class XmlCallsFormat:
     """The parser of one output."""
 
-    marks = frozenset(_MARKS)
-    start_mark = _START
-
-    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, syntax: XmlMarks, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """`tools` are the tools of the request, in the form of the OpenAI API."""
+        self.marks = frozenset(syntax.all)
+        self.start_marks = (syntax.start,)
+        self._syntax = syntax
+        self._value_ends = (syntax.end_parameter, syntax.parameter, syntax.end_function, syntax.end)
         self._tools = {str(tool["function"]["name"]): tool["function"] for tool in tools}
         self._content = Content()
         self._num_calls = 0
@@ -89,8 +126,8 @@ class QwenXmlFormat:
         """Take the next lexeme."""
         text, is_mark = lexeme.text, lexeme.is_mark
         if self._state == "value":
-            is_end = is_mark and text in _VALUE_ENDS and not self._json.in_string
-            if is_end and text == _END_PARAMETER:
+            is_end = is_mark and text in self._value_ends and not self._json.in_string
+            if is_end and text == self._syntax.end_parameter:
                 self._state, self._held = "end_of_value", text
                 return
             if not is_end:
@@ -99,7 +136,7 @@ class QwenXmlFormat:
             # The end mark of the value is missing.
             yield from self._end_value()
         elif self._state == "end_of_value":
-            if not (is_mark and text != _END_PARAMETER):
+            if not (is_mark and text != self._syntax.end_parameter):
                 self._held += text
                 if is_mark or text.strip():
                     self._continue_value()
@@ -110,8 +147,9 @@ class QwenXmlFormat:
         elif self._state == "content":
             yield from self._content.write(text)
         elif self._state in ("name", "key"):
-            name, end, rest = (self._text + text).partition(">")
-            self._text = name
+            # A name is short, but a model can write any text.
+            name, end, rest = text.partition(">") if self._syntax.value == ">" else (text, "", "")
+            self._text += name
             if end:
                 yield from self._end_name()
                 if self._state == "value":
@@ -124,10 +162,11 @@ class QwenXmlFormat:
     def _continue_value(self) -> None:
         """Continue a value, because its end mark was text. If a second end mark has arrived, it can be the real one."""
         held, self._held, self._state = self._held, "", "value"
-        is_second_mark = held.endswith(_END_PARAMETER)
-        self._add_to_value(held.removesuffix(_END_PARAMETER) if is_second_mark else held)
+        end = self._syntax.end_parameter
+        is_second_mark = held.endswith(end)
+        self._add_to_value(held.removesuffix(end) if is_second_mark else held)
         if is_second_mark:
-            self._state, self._held = "end_of_value", _END_PARAMETER
+            self._state, self._held = "end_of_value", end
 
     def _add_to_value(self, text: str) -> None:
         self._text += text
@@ -136,35 +175,53 @@ class QwenXmlFormat:
                 self._json.feed(char)
 
     def _take_mark(self, mark: str) -> Iterator[Event]:
-        if mark in (_START, _FUNCTION) and self._state == "function":
+        syntax = self._syntax
+        if self._state == "name" and not syntax.function:
+            yield from self._end_name()
+        if mark in (syntax.start, syntax.function) and self._state == "function":
             # The end marks of the function and of the call are missing.
-            yield from self._end_call(_END)
-        if mark == _START:
-            self._state = "call"
+            yield from self._end_call(syntax.end)
+        if mark == syntax.start:
+            self._state, self._text = "call" if syntax.function else "name", ""
             self._content.cut()
-        elif mark == _FUNCTION and self._state in ("content", "call", "end"):
+        elif mark == syntax.function and self._state in ("content", "call", "end"):
             self._content.cut()
             self._state, self._text = "name", ""
-        elif mark == _PARAMETER and self._state == "function":
+        elif mark == syntax.parameter and self._state == "function":
             self._state, self._text = "key", ""
-        elif mark == _END or (mark == _END_FUNCTION and self._state != "content"):
+        elif mark == syntax.value and self._state == "key":
+            yield from self._end_name()
+        elif mark == syntax.end or (mark == syntax.end_function and self._state != "content"):
             yield from self._end_call(mark)
-        elif self._state == "content":
+        elif self._state == "content" and mark != syntax.other:
             yield from self._content.write(mark)
 
     def _end_name(self) -> Iterator[Event]:
         name, self._text = self._text.strip(), ""
+        if self._syntax.has_quoted_names:
+            name = name.removeprefix('"').removesuffix('"')
         if self._state == "key":
             self._state, self._key, self._json = "value", name, JsonValueReader()
             self._notation = self._notations.get(name, _ANY_TEXT)
             return
-        self._state, self._notations = "function", _notations(name, self._tools.get(name, {}).get("parameters"))
+        if not self._syntax.function and not _NAME.fullmatch(name):
+            self._state = "content"
+            yield from self._content.write(self._syntax.start + name)
+            return
+        self._state, self._notations = "function", _notations(self._syntax, name, self._parameters(name))
         self._num_arguments = 0
         yield ToolCallStart(self._num_calls, name)
         self._num_calls += 1
 
+    def _parameters(self, name: str) -> Any:
+        """Return the JSON schema of the arguments of a function."""
+        return self._tools.get(name, {}).get("parameters")
+
     def _end_value(self) -> Iterator[Event]:
-        value = _to_json(self._text.removeprefix("\n").removesuffix("\n"), self._notation)
+        text = self._text
+        if self._syntax.written_parameter.endswith("\n"):
+            text = text.removeprefix("\n").removesuffix("\n")
+        value = _to_json(text, self._notation)
         separator = ", " if self._num_arguments else "{"
         self._state, self._num_arguments = "function", self._num_arguments + 1
         yield ToolCallArguments(self._num_calls - 1, f"{separator}{dump_json(self._key)}: {value}")
@@ -172,7 +229,7 @@ class QwenXmlFormat:
     def _end_call(self, mark: str) -> Iterator[Event]:
         if self._state == "function":
             yield ToolCallArguments(self._num_calls - 1, "}" if self._num_arguments else "{}")
-        self._state = "content" if mark == _END else "end"
+        self._state = "content" if mark == self._syntax.end else "end"
         self._content.cut()
 
     def finish(self) -> Iterator[Event]:
@@ -180,13 +237,13 @@ class QwenXmlFormat:
         if self._state == "end_of_value":
             yield from self._end_value()
         if self._state == "function":
-            yield from self._end_call(_END)
+            yield from self._end_call(self._syntax.end)
         elif self._state == "name":
-            yield from self._content.write(_FUNCTION + self._text)
+            yield from self._content.write((self._syntax.function or self._syntax.start) + self._text)
         yield from self._content.finish()
 
 
-def _notations(name: str, schema: Any) -> dict[str, _Notation]:
+def _notations(syntax: XmlMarks, name: str, schema: Any) -> dict[str, _Notation]:
     """Return the notations of the parameters of a tool."""
     tool = Tool(name, schema if isinstance(schema, Mapping) else {})
     try:
@@ -194,16 +251,18 @@ def _notations(name: str, schema: Any) -> dict[str, _Notation]:
     except InvalidArgument:
         properties = tool.schema.get("properties")
         parameters = dict(properties) if isinstance(properties, Mapping) else {}
-    return {name: _Notation.of(tool, parameter) for name, parameter in parameters.items()}
+    return {name: _Notation.of(syntax, tool, parameter) for name, parameter in parameters.items()}
 
 
-def _texts(schema: Any) -> list[str]:
+def _texts(syntax: XmlMarks, schema: Any) -> list[str]:
     """Return the texts of an enum or a const that can be written without quotes; an empty list if there are none."""
     keywords = set(schema) & _TEXT_KEYWORDS if isinstance(schema, Mapping) else set()
     if keywords not in ({"enum"}, {"const"}) or schema.get("type", "string") != "string":
         return []
     values = [schema["const"]] if keywords == {"const"} else schema["enum"]
-    is_plain = isinstance(values, list) and all(isinstance(v, str) and not any(m in v for m in _MARKS) for v in values)
+    is_plain = isinstance(values, list) and all(
+        isinstance(value, str) and not any(mark in value for mark in syntax.all) for value in values
+    )
     return list(values) if is_plain else []
 
 
@@ -223,31 +282,34 @@ def _to_json(text: str, notation: _Notation) -> str:
     return dump_json(text)
 
 
-def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
+def call_grammar(syntax: XmlMarks, tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
     """Return the grammar of calls."""
-    rules = [
-        f"TEXT_VALUE: {marks.text_without(_MARKS)}",
-        f"text_value[lazy]: TEXT_VALUE {quote(_VALUE_END)}",
-        f'other: {quote(_PARAMETER)} NAME ">\\n" text_value',
-        r"NAME: /[\w.-]+/",
-    ]
+    end = marks.written(syntax.written_end_parameter, syntax.all)
+    text_value, rules = marks.until(
+        syntax.written_end_parameter, syntax.all, "text_value", marks.text_without(syntax.all)
+    )
+    other = " NAME ".join(marks.written(piece, syntax.all) for piece in syntax.written_parameter.split("{}"))
+    rules += [f"other: {other} {text_value}", r"NAME: /[\w.-]+/"]
     parts: dict[str, Any] = {}
     for i, tool in enumerate(tools):
         parameters = [] if tool.is_enforced else ["other*"]
         for j, parameter in enumerate(tool.parameters() if tool.is_enforced else ()):
             check_parameter_name(tool, parameter.name, _NAME)
-            head = quote(f"{_PARAMETER}{parameter.name}>\n")
-            texts = _texts(parameter.schema)
-            if not _Notation.of(tool, parameter.schema).is_text:
-                value = f"@value_{i}_{j} {quote(_VALUE_END)}"
+            head = marks.written(syntax.written_parameter.replace("{}", parameter.name), syntax.all)
+            texts = _texts(syntax, parameter.schema)
+            if not _Notation.of(syntax, tool, parameter.schema).is_text:
+                value = f"@value_{i}_{j} {end}"
                 parts[f"value_{i}_{j}"] = parameter.schema
             elif texts:
-                value = f"{either(quote(text + _VALUE_END) for text in texts)}"
+                value = f"{either(quote(text) for text in texts)} {end}"
             else:
-                value = "text_value"
+                value = text_value
             parameters.append(f"({head} {value})" + ("" if parameter.is_required else "?"))
-        rules.append(f"call_{i}: {quote(f'{_FUNCTION}{tool.name}>' + chr(10))} {' '.join(parameters)}")
+        head = marks.written(syntax.written_function.replace("{}", tool.name), syntax.all)
+        rules.append(f"call_{i}: {head} {' '.join(parameters)}")
     call = either(f"call_{i}" for i in range(len(tools)))
-    expression = f'"\\n" {call} {quote(_END_FUNCTION + chr(10))} {marks.terminal(_END)}'
-    text = marks.text_without([_START, _FUNCTION])
-    return CallGrammar(_START, expression, "\n" if parallel else None, tuple(rules), parts, text)
+    expression = f"{call} {marks.written(syntax.written_end + syntax.end, syntax.all)}"
+    starts = [syntax.start, syntax.function] if syntax.function else [syntax.start]
+    return CallGrammar(
+        syntax.start, expression, "\n" if parallel else None, tuple(rules), parts, marks.text_without(starts)
+    )

@@ -1,46 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls of Llama 3.2 and Llama 4 as a Python list: `[f(a=1), g(b="x")]`.
+"""Tool calls in Python notation: `[f(a=1), g(b="x")]`.
 
-A list must be parsed as a whole, so its text is withheld until the last bracket is closed. Names of tools and
-parameters can have characters that Python's names do not have, and values can be JSON.
+Llama 3.2, Llama 4 and LFM2 write a list. OLMo 3 writes each call in a line of its own. The calls must be parsed as a
+whole, so their text is withheld until the last bracket is closed. Names of tools and parameters can have characters
+that Python's names do not have, and values can be JSON.
 """
 
 import ast
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
-from quire_engine.parsers.call_grammar import CallGrammar, Marks, check_parameter_name
+from quire_engine.parsers.call_grammar import CallGrammar, Marks, either
 from quire_engine.parsers.format import LeadingCalls
+from quire_engine.parsers.formats.keyword_grammar import KeywordNotation, keyword_calls
 from quire_engine.parsers.json_text import dump_json, load_json
 from quire_engine.parsers.tool import Tool
-from quire_engine.structured_outputs.composed_constraint import quote
 from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCallStart
 
-_START, _END = "<|python_start|>", "<|python_end|>"
 _MAX_CHARS = 65_536
 _MAX_DEPTH = 64
 """Maximum nesting depth of brackets. The depth is limited because the parser is recursive."""
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[\w.:/-]+")
 _KEYWORD = re.compile(r"""[^\s=(){}\[\],'"]+""")
+_NOTATION = KeywordNotation("{}(", "=", ", ", ")", _KEYWORD)
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?(?![\w.])")
 _STRING = re.compile(r"""(?s)"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""")
 _SCALAR = re.compile(r"[^\s,\])}]+")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 
 
+@dataclass(frozen=True, slots=True)
+class PythonicMarks:
+    """The marks of one format, and the text between its calls."""
+
+    start: str
+    end: str
+    can_lead: bool = False
+    """True if a list can stand without a mark at the beginning of the answer."""
+    has_lines: bool = False
+    """True if the calls stand in lines. False if they stand in a list."""
+
+
 class PythonicFormat(LeadingCalls):
     """The parser of one output."""
 
-    marks = frozenset((_START, _END))
-    start_mark = _START
-
-    def __init__(self, known_names: Collection[str] | None = None) -> None:
+    def __init__(self, syntax: PythonicMarks, known_names: Collection[str] | None = None) -> None:
         """A list without the mark contains calls only if one of its names is in `known_names`. If that is None, the
         calls can have any names."""
-        super().__init__()
+        super().__init__(syntax.start, syntax.end)
+        self._has_lines = syntax.has_lines
+        self._is_content = not syntax.can_lead
         self._known_names = known_names
         self._list = ""
         """Text of the list so far, including whitespace before the list."""
@@ -51,6 +63,15 @@ class PythonicFormat(LeadingCalls):
     @property
     def _in_string(self) -> bool:
         return self._quote != ""
+
+    def _open(self) -> None:
+        if self._has_lines:
+            self._list, self._depth = "[", 1
+
+    def _close(self) -> Iterator[Event]:
+        if self._has_lines and self._list:
+            self._list += "]"
+            yield from self._end_list()
 
     def _take(self, char: str) -> Iterator[Event]:
         self._list += char
@@ -79,7 +100,7 @@ class PythonicFormat(LeadingCalls):
 
     def _end_list(self) -> Iterator[Event]:
         """Emit the calls of the list. Emit the list as content if it has no complete call."""
-        calls = _Reader(self._list).calls()
+        calls = _Reader(self._list).calls("" if self._has_lines else ",")
         is_known = self._is_marked or self._known_names is None or any(name in self._known_names for name, _ in calls)
         if not calls or not is_known:
             yield from self._give_up()
@@ -93,6 +114,8 @@ class PythonicFormat(LeadingCalls):
 
     def _give_up(self) -> Iterator[Event]:
         text, self._list, self._quote, self._depth, self._is_content = self._list, "", "", 0, True
+        if self._has_lines and text:
+            text = self.start_marks[0] + text[1:].removesuffix("]")
         yield from self._content.write(text)
 
     def finish(self) -> Iterator[Event]:
@@ -109,13 +132,13 @@ class _Reader:
         self._text = text
         self._position = 0
 
-    def calls(self) -> list[tuple[str, str]]:
+    def calls(self, separator: str) -> list[tuple[str, str]]:
         """Return the name and the JSON text of the arguments of each call. A list that is cut off has the calls before
         its end. The result is empty if the text is not a list of calls."""
         calls: list[tuple[str, str]] = []
         try:
             self._expect("[")
-            while not calls or (self._skip(",") and not self._skip("]")):
+            while not calls or (self._skip(separator) and not self._skip("]")):
                 calls.append(self._call())
             if self._text[self._position - 1] != "]":
                 self._expect("]")
@@ -221,27 +244,14 @@ def _object(members: Mapping[str, str]) -> str:
     return "{" + ", ".join(f"{dump_json(key)}: {value}" for key, value in members.items()) + "}"
 
 
-def call_grammar(tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
+def call_grammar(syntax: PythonicMarks, tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
     """Return the grammar of calls. Values are written as JSON."""
-    rules = [r"KEYWORD: /[\w.-]+/", 'keywords: (keyword (", " keyword)*)?', 'keyword: KEYWORD "=" @any_value']
-    parts: dict[str, Any] = {"any_value": {}}
-    for i, tool in enumerate(tools):
-        if not tool.is_enforced:
-            rules.append(f'call_{i}: {quote(tool.name + "(")} keywords ")"')
-            continue
-        parameters = tool.parameters()
-        rules.append(f'call_{i}: {quote(tool.name + "(")} keywords_{i}_0 ")"')
-        for j, parameter in enumerate(parameters):
-            check_parameter_name(tool, parameter.name, _KEYWORD)
-            # The rule "more" applies after a keyword, so it begins with a comma.
-            value, rest = f"{quote(parameter.name + '=')} @value_{i}_{j}", f"more_{i}_{j + 1}"
-            skipped = "" if parameter.is_required else f" | keywords_{i}_{j + 1}"
-            rules.append(f"keywords_{i}_{j}: {value} {rest}{skipped}")
-            skipped = "" if parameter.is_required else f" | more_{i}_{j + 1}"
-            rules.append(f'more_{i}_{j}: ", " {value} {rest}{skipped}')
-            parts[f"value_{i}_{j}"] = parameter.schema
-        rules += [f'keywords_{i}_{len(parameters)}: ""', f'more_{i}_{len(parameters)}: ""']
-    call = "(" + " | ".join(f"call_{i}" for i in range(len(tools))) + ")"
-    repeated = f'(", " {call})*' if parallel else ""
-    text = r"/(\s*[^\s\[](.|\n)*)?/ & " + marks.text_without([_START])
-    return CallGrammar("", f'"[" {call} {repeated} "]"', None, tuple(rules), parts, text)
+    rules, parts = keyword_calls(_NOTATION, tools)
+    call = either(f"call_{i}" for i in range(len(tools)))
+    separator, text = r'"\n"' if syntax.has_lines else '", "', marks.text_without([syntax.start])
+    calls = f"{call} ({separator} {call})*" if parallel else call
+    if syntax.can_lead:
+        text = r"/(\s*[^\s\[](.|\n)*)?/ & " + text
+        return CallGrammar("", f'"[" {calls} "]"', None, rules, parts, text)
+    body = rf'"\n" {calls} "\n"' if syntax.has_lines else f'"[" {calls} "]"'
+    return CallGrammar(syntax.start, f"{body} {marks.terminal(syntax.end)}", None, rules, parts, text)

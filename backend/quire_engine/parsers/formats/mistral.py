@@ -28,7 +28,7 @@ class MistralFormat:
     """The parser of one output."""
 
     marks = frozenset((_CALLS, _ARGUMENTS, _CALL_ID))
-    start_mark = _CALLS
+    start_marks = (_CALLS,)
 
     def __init__(self) -> None:
         self._content = Content()

@@ -21,13 +21,10 @@ _TAG = "<|python_tag|>"
 class LlamaJsonFormat(LeadingCalls):
     """The parser of one output."""
 
-    marks = frozenset((_TAG,))
-    start_mark = _TAG
-
     def __init__(self, known_names: Collection[str] | None = None) -> None:
         """An object without the mark is a call only if its name is one of `known_names`. If that is None, it can have
         any name."""
-        super().__init__()
+        super().__init__(_TAG)
         self._known_names = known_names
         self._call: JsonCallReader | None = None
         self._skipped: JsonValueReader | None = None
