@@ -11,6 +11,7 @@ from typing import NewType
 from quire_engine.structured_outputs.grammar import Grammar
 from quire_engine.tokenization.stop_strings import StopStrings
 from quire_spec.constants import AdapterDigest
+from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
 
 BlockId = NewType("BlockId", int)
@@ -130,6 +131,10 @@ class Sequence:
     """Time of arrival in monotonic seconds."""
     client: str = ""
     """The client that sent the request. Clients share the engine equally."""
+    pooling: PoolingParams | None = None
+    """If it is set, the sequence ends after its prompt with a vector instead of an output."""
+    pools_all_tokens: bool = False
+    """Whether the vector depends on the last hidden states of all tokens, and not only on that of the last one."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     adapter_wait_start: float | None = None
@@ -164,6 +169,8 @@ class Sequence:
     """Number of prompt tokens that the prefix cache contained at the first run; None before the first run."""
     num_computed_prompt_logprobs: int = 0
     """If the request requires prompt log probabilities: the number of positions for which they are already computed."""
+    num_pooled_tokens: int = 0
+    """If the sequence pools all tokens: the number of tokens that are already pooled."""
     prompt_logprobs: list[list[Logprob]] = field(default_factory=list)
     """Log probabilities of prompt positions computed so far; returned with the first output token."""
     host_blocks: list[BlockId] = field(default_factory=list)
@@ -230,6 +237,13 @@ class Sequence:
         )
 
     @property
+    def needs_hidden_states(self) -> bool:
+        """True while the last hidden states of prompt tokens are needed that are not computed yet, so that the prefix
+        cache must not replace these tokens."""
+        is_pooling = self.pools_all_tokens and self.num_pooled_tokens < len(self.prompt_token_ids)
+        return is_pooling or self.needs_prompt_logprobs
+
+    @property
     def requires_host_tokens(self) -> bool:
         """True if a step of this sequence must not start before the previous step is complete.
 
@@ -240,6 +254,7 @@ class Sequence:
             bool(self.bad_words)
             or self.beam_group is not None
             or self.needs_prompt_logprobs
+            or self.pooling is not None
             or not (logprobs is None or 0 <= logprobs <= MAX_ASYNC_LOGPROBS)
         )
 

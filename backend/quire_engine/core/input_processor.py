@@ -22,6 +22,7 @@ from quire_spec.documents.adapter_digest import TOKENIZER_FILES
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument
+from quire_spec.model.pooler_config import PoolerConfig
 from quire_spec.protocol.messages import SequenceRequest
 
 _MAX_CHECKED = 4096
@@ -40,6 +41,8 @@ class InputProcessor:
         self._vocab_size = checkpoint.shape.vocab_size
         self._eos_token_ids = checkpoint.eos_token_ids
         self._max_model_len = max_model_len
+        pooler = PoolerConfig.load(checkpoint.folder, checkpoint.shape, config.convert, config.pooling_type)
+        self._pools_all_tokens = pooler is not None and pooler.pooling != "last"
         self._clock = clock
         self._seed_generator = random.Random(config.seed)
         # The tokenizer and the grammar compiler are created in another thread at startup, or by the first request that
@@ -123,6 +126,8 @@ class InputProcessor:
             priority=request.priority,
             arrival_time=self._clock(),
             client=request.client,
+            pooling=request.pooling,
+            pools_all_tokens=request.pooling is not None and self._pools_all_tokens,
         )
 
     def _create_grammar(self, request: SequenceRequest) -> Grammar | None:

@@ -173,6 +173,8 @@ def _sequence_result(sequence: Sequence, span_output: SpanOutput) -> SequenceDel
         return error_result(sequence, InvalidArgument.code, sequence.grammar.error)
     if sequence.finish_reason is FinishReason.ERROR and sequence.beam_group is not None:
         return error_result(sequence, Internal.code, "beam search: the model returned no finite log probability")
+    if span_output.pooled == b"":
+        return error_result(sequence, Internal.code, "pooling: the model returned NaN or infinity; check its weights")
     logprobs = None if span_output.logprobs is None else _logprob_lists(span_output.logprobs)
     reason = None if sequence.finish_reason is None else sequence.finish_reason.value
     result = SequenceDelta(
@@ -184,6 +186,7 @@ def _sequence_result(sequence: Sequence, span_output: SpanOutput) -> SequenceDel
         num_draft_tokens=span_output.num_draft_tokens,
         num_accepted_draft_tokens=span_output.num_accepted_tokens,
         cumulative_logprob=span_output.cumulative_logprob,
+        pooled=span_output.pooled,
     )
     if len(sequence.output_token_ids) > len(span_output.token_ids):
         return result

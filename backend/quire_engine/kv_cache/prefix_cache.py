@@ -78,9 +78,10 @@ class PrefixCache:
         These blocks can be cached on the device or in host memory, shared with the sequence's parent, or swapped out.
 
         The prefix is shorter than the sequence, so that at least one token is computed. The prefix is empty while the
-        request needs prompt log probabilities, because these require the logits of every prompt token.
+        request needs prompt log probabilities or pools all tokens, because the hidden state of every prompt token is
+        then necessary.
         """
-        if sequence.needs_prompt_logprobs:
+        if sequence.needs_hidden_states:
             return PrefixHit(0, [], [])
         parent, block_size = sequence.parent, self._block_hasher.block_size
         if parent is not None and (
@@ -104,7 +105,7 @@ class PrefixCache:
     def missing_blocks(self, sequence: Sequence) -> dict[bytes, AdapterDigest | None]:
         """Return the keys of the full blocks after those that `match` finds, and the adapter of each block. A sequence
         could restore these blocks if a store had them."""
-        if sequence.needs_prompt_logprobs or not self._enabled:
+        if sequence.needs_hidden_states or not self._enabled:
             return {}
         hit, block_size = self.match(sequence), self._block_hasher.block_size
         max_tokens = sequence.num_prefill_tokens - 1

@@ -34,6 +34,8 @@ class CausalLM(ABC):
         self.communicator = factory.communicator
         self.embed_tokens = factory.empty(num_vocab_rows(shape, factory), shape.embedding_size)
         self.lm_head = build_lm_head(shape, factory, self.embed_tokens if shape.tie_word_embeddings else None)
+        self.score = factory.empty(shape.num_labels, shape.embedding_size) if shape.head == "score" else None
+        """The head of a classifier, on every rank; None if the model has no such head."""
         self.embedding_adapters: ModuleSlots | None = None
         self.adapted_norms: Sequence[Norm] = ()
         """The norms that adapters can replace; empty on a GPU and without adapters."""
@@ -72,6 +74,11 @@ class CausalLM(ABC):
         """Write keys and values to the KV cache; return the last layer's output [num_tokens, hidden_size]."""
 
     @abstractmethod
+    def final_norm(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return what the output projection reads, [num_rows, embedding_size]; this is `last_hidden_state` of
+        transformers. The arguments are those of `compute_logits`."""
+
+    @abstractmethod
     def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """Compute the logits [num_rows, vocab_size] from the hidden states [num_rows, hidden_size]. `batch` must
         contain only these rows, see ForwardBatch.for_logit_rows.
@@ -108,6 +115,8 @@ class CausalLM(ABC):
         yield from self.top_level_tensors(f"{parent}.")
         if not self.shape.tie_word_embeddings:
             yield from self.lm_head.tensors("")
+        if self.score is not None:
+            yield "score.weight", self.score
 
     @abstractmethod
     def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:

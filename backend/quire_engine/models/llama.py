@@ -127,9 +127,13 @@ class LlamaForCausalLM(CausalLM):
             self.aux_hidden_states = torch.cat([inputs[index] for index in aux_layers], dim=-1)
         return hidden
 
+    def final_norm(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """See CausalLM.final_norm."""
+        return self.norm(hidden, batch)
+
     def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """See CausalLM.compute_logits."""
-        return self.lm_head(self.norm(hidden, batch), batch)
+        return self.lm_head(self.final_norm(hidden, batch), batch)
 
     def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See CausalLM.top_level_tensors."""

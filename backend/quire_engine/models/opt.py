@@ -107,13 +107,15 @@ class OPTForCausalLM(CausalLM):
             hidden = layer(hidden, layer_cache, batch)
         return hidden
 
-    def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """See CausalLM.compute_logits."""
+    def final_norm(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """See CausalLM.final_norm."""
         if self.final_layer_norm is not None:
             hidden = self.final_layer_norm(hidden, batch)
-        if self.project_out is not None:
-            hidden = self.project_out(hidden, batch)
-        return self.lm_head(hidden, batch)
+        return hidden if self.project_out is None else self.project_out(hidden, batch)
+
+    def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """See CausalLM.compute_logits."""
+        return self.lm_head(self.final_norm(hidden, batch), batch)
 
     def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See CausalLM.top_level_tensors."""

@@ -5,6 +5,7 @@ Policy only: no socket, no clock, no thread. Every request is checked here once,
 offline `LLM`. The engine core does not check it again.
 """
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Self
@@ -13,9 +14,11 @@ from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from quire_spec.errors import InvalidArgument
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.pooler_config import PoolerConfig
 from quire_spec.protocol.framing import MAX_PAYLOAD_BYTES
 from quire_spec.protocol.messages import GenerateRequest
 from quire_spec.protocol.parsed_output import OutputParsing
@@ -53,6 +56,12 @@ class RequestLimits:
     """Maximum number of log probabilities at a position; -1: all tokens."""
     data_parallel_size: int = 1
     """Number of cores."""
+    pooler: PoolerConfig | None = None
+    """What the model returns for requests with `pooling`; None if it only generates."""
+    has_score_template: bool = False
+    """Whether the chat template has the roles query and document, instead of those of a conversation."""
+    can_generate: bool = True
+    """Whether the checkpoint has an output projection."""
 
     @classmethod
     def from_config(
@@ -62,6 +71,7 @@ class RequestLimits:
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         templates: ChatTemplateFiles,
+        pooler: PoolerConfig | None = None,
     ) -> Self:
         """Return the limits of an engine's configuration and checkpoint."""
         detected = ParserNames.detect(templates.sources, tokenizer.added_tokens.values() if tokenizer else ())
@@ -77,6 +87,9 @@ class RequestLimits:
             eos_token_ids=eos_token_ids,
             max_logprobs=config.max_logprobs,
             data_parallel_size=config.data_parallel_size,
+            pooler=pooler,
+            has_score_template=all(role.search(templates.default or "") for role in _SCORE_ROLES),
+            can_generate=model_config.head == "lm",
         )
 
     @property
@@ -98,6 +111,7 @@ class RequestLimits:
         rank, num_cores = request.data_parallel_rank, self.data_parallel_size
         if rank is not None and not 0 <= rank < num_cores:
             raise InvalidArgument(f"data_parallel_rank: must be from 0 to {num_cores - 1}, got {rank}; or omit it")
+        self._check_task(request.pooling)
         self._check_params(request.params, request.stream)
         if [request.prompt, request.prompt_token_ids, request.chat].count(None) != 2:
             raise InvalidArgument("prompt: give either a text or token ids, but not both")
@@ -106,7 +120,8 @@ class RequestLimits:
         elif request.prompt is not None:
             self.check_prompt_text(request.prompt)
         elif request.prompt_token_ids is not None:
-            self.check_prompt(request.params.truncate_prompt(request.prompt_token_ids, self.max_model_len))
+            token_ids = request.params.truncate_prompt(request.prompt_token_ids, self.max_model_len)
+            self.check_prompt(token_ids, request.pooling is not None)
         if request.parsing is not None:
             self._check_parsing(request.parsing, request.params)
 
@@ -138,15 +153,21 @@ class RequestLimits:
             f"tokens has at most {self.max_prompt_bytes} bytes; shorten the prompt or raise max_model_len"
         )
 
-    def check_prompt(self, token_ids: list[int]) -> None:
-        """Check the token ids of a prompt. If the request sets truncate_prompt_tokens, they are already truncated.
+    def check_prompt(self, token_ids: list[int], has_pooling: bool = False) -> None:
+        """Check the token ids of a prompt. If the request sets truncate_prompt_tokens, they are already truncated. A
+        request with `pooling` has no output tokens.
 
         Raises:
             InvalidArgument: there are no token ids or too many, or one is outside the vocabulary.
         """
         if not token_ids:
             raise InvalidArgument("the prompt is empty; give at least one token")
-        if len(token_ids) >= self.max_model_len:
+        if has_pooling and len(token_ids) > self.max_model_len:
+            raise InvalidArgument(
+                f"the input has {len(token_ids)} tokens and max_model_len is {self.max_model_len}; shorten the input, "
+                "set truncate_prompt_tokens, or raise max_model_len"
+            )
+        if not has_pooling and len(token_ids) >= self.max_model_len:
             raise InvalidArgument(
                 f"the prompt has {len(token_ids)} tokens and max_model_len is {self.max_model_len}, which includes at "
                 f"least one output token; shorten the prompt to {self.max_model_len - 1} tokens, set "
@@ -196,6 +217,40 @@ class RequestLimits:
                 f"of the {params.num_sequences} outputs needs a copy; at most {_MAX_GRAMMAR_CHARS} characters in total "
                 "are allowed; request fewer outputs, or shorten the constraint"
             )
+
+    def _check_task(self, pooling: PoolingParams | None) -> None:
+        """Reject a request that the model cannot answer."""
+        pooler = self.pooler
+        if pooling is None:
+            if not self.can_generate:
+                route = "/v1/classify" if pooler is not None and pooler.task == "classify" else "/v1/embeddings"
+                raise InvalidArgument(f"model: has no output projection, so it cannot generate; use {route}")
+            return
+        if pooler is None:
+            raise InvalidArgument(
+                f"model: only generates, so it has no {_RESULTS[pooling.task]}; start the server with --convert "
+                f"{pooling.task}, or use another model"
+            )
+        if pooler.task != pooling.task:
+            raise InvalidArgument(
+                f"model: returns {_RESULTS[pooler.task]}, and not {_RESULTS[pooling.task]}; use "
+                f"{_ROUTES[pooler.task]}, or another model"
+            )
+        if pooling.dimensions is not None:
+            self._check_dimensions(pooler, pooling.dimensions)
+
+    def _check_dimensions(self, pooler: PoolerConfig, dimensions: int) -> None:
+        if pooler.dimensions is None and dimensions != pooler.size:
+            raise InvalidArgument(
+                f"dimensions: must be {pooler.size} for this model, got {dimensions}; omit it, or, if the model was "
+                "trained with Matryoshka representations, add is_matryoshka or matryoshka_dimensions to its config.json"
+            )
+        if pooler.dimensions and dimensions not in pooler.dimensions:
+            raise InvalidArgument(
+                f"dimensions: must be one of {', '.join(map(str, pooler.dimensions))} for this model, got {dimensions}"
+            )
+        if not 1 <= dimensions <= pooler.size:
+            raise InvalidArgument(f"dimensions: must be from 1 to {pooler.size}, got {dimensions}; or omit it")
 
     def _check_priority(self, priority: int) -> None:
         if abs(priority) > _MAX_PRIORITY:
@@ -255,6 +310,9 @@ class RequestLimits:
             )
 
 
+_SCORE_ROLES = (re.compile(r"""(["'])query\1"""), re.compile(r"""(["'])document\1"""))
+_RESULTS = {"embed": "embeddings", "classify": "classes"}
+_ROUTES = {"embed": "/v1/embeddings, /v1/score or /v1/rerank", "classify": "/v1/classify, /v1/score or /v1/rerank"}
 _TEXT_PARAMETERS = {
     "stop": "use stop_token_ids",
     "structured_outputs": "leave it out",

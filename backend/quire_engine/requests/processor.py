@@ -140,7 +140,7 @@ class RequestProcessor:
         text = request.prompt if request.chat is None else await self.render(request.chat, template)
         token_ids, bad_word_ids = await self._encode(request, text)
         if request.prompt_token_ids is None:
-            self.limits.check_prompt(token_ids)
+            self.limits.check_prompt(token_ids, request.pooling is not None)
         return text, token_ids, bad_word_ids
 
     async def render(self, chat: Conversation, template: str | None) -> str:

@@ -140,6 +140,7 @@ class RequestState:
             reasoning_marks=prepared.reasoning_marks,
             client=self.request.client,
             adapter_parts=[(part.digest, part.weight) for part in self.adapter.parts if part.digest is not None],
+            pooling=self.request.pooling,
         )
         return fan_out(base_request)
 
@@ -155,6 +156,10 @@ class RequestState:
         if result.error_code is not None:
             return [self.to_error_delta(result.error_code, result.error)]
         completion = self.completion(result.id)
+        if result.pooled is not None:
+            completion.finish_reason = result.finish_reason
+            self.num_cached_tokens = result.num_cached_tokens or 0
+            return [self._to_pooled_delta(result)]
         delta = completion.update(result)
         if delta.token_ids:
             completion.last_token_time = now
@@ -181,6 +186,16 @@ class RequestState:
         """Return the final delta of a failed request."""
         output_delta = OutputDelta(self.request.id, error_code=code, error=message)
         return replace(output_delta, num_input_tokens=self.num_input_tokens, num_output_tokens=self.num_output_tokens)
+
+    def _to_pooled_delta(self, result: SequenceDelta) -> OutputDelta:
+        return OutputDelta(
+            self.request.id,
+            finish_reason=result.finish_reason,
+            num_input_tokens=self.num_input_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            prompt_token_ids=self._prompt_token_ids,
+            pooled=result.pooled,
+        )
 
     def _parse(self, index: int, delta: CompletionDelta) -> list[Event]:
         """Return the parsed events of a delta. The list is empty if the output is returned as text."""

@@ -11,7 +11,7 @@ from quire_spec.errors import InvalidArgument
 def check_request(sequence: Sequence, config: EngineConfig, max_model_len: int) -> None:
     """Raise InvalidArgument if a sequence is too long."""
     num_tokens = sequence.num_tokens
-    if num_tokens >= max_model_len:
+    if num_tokens >= max_model_len + (sequence.pooling is not None):
         raise InvalidArgument(
             f"prompt: {num_tokens} tokens leave no room for output, max_model_len is {max_model_len}; "
             "shorten the prompt"

@@ -313,8 +313,8 @@ class Scheduler:
         return self._in_flight.add(builder.build())
 
     def update_from_step(self, plan: StepPlan, span_outputs: list[SpanOutput]) -> list[tuple[Sequence, SpanOutput]]:
-        """Apply the outputs of the earlier step in flight. Return each sequence that has new tokens, together with
-        these tokens."""
+        """Apply the outputs of the earlier step in flight. Return each sequence that has new tokens or was pooled,
+        together with its output."""
         assert len(span_outputs) == len(plan.spans)
         self._complete_step(plan, step_failed=False)
         has_placeholders = plan is self._placeholder_plan
@@ -332,6 +332,11 @@ class Scheduler:
             if span_output.prompt_logprobs:
                 sequence.prompt_logprobs += span_output.prompt_logprobs
                 sequence.num_computed_prompt_logprobs += len(span_output.prompt_logprobs)
+            if sequence.pools_all_tokens:
+                sequence.num_pooled_tokens = max(sequence.num_pooled_tokens, span.end)
+            if span_output.pooled is not None:
+                self._finish_sequence(sequence, FinishReason.STOP)
+                updates.append((sequence, span_output))
             if span_output.candidates is not None:
                 beam_outputs[sequence] = span_output
             if span_output.token_ids:

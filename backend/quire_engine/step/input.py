@@ -19,7 +19,7 @@ from torch import Tensor
 from quire_engine.sequence import BlockId
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan, SwapCopy
 
-_HEADER_SIZE = 12
+_HEADER_SIZE = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,13 @@ class StepInput:
     """[num_blocks] int64 on the CPU. For each span, it contains the entries of the block table for all tokens up to the
     end of the span."""
     logit_rows: list[int]
-    """Indices of the tokens whose logits are computed: first those for sampling, then those for prompt log
-    probabilities.
+    """Indices of the tokens whose last hidden states are used: first those for sampling, then those for prompt log
+    probabilities, and then those that are pooled. The last ones need no logits.
     """
     num_sampled: int
     """Number of `logit_rows` whose logits are sampled."""
+    num_pooled: int = 0
+    """Number of `logit_rows` that are pooled."""
     awaits_tokens: bool = False
     """True if the previous step samples some of these tokens. These tokens exist only on the device of rank 0, which
     broadcasts them."""
@@ -126,11 +128,13 @@ def build_step_input(
         block_ids += span.sequence.block_table[: -(-span.end // block_size) * num_groups]
     sampled_rows: list[int] = []
     prompt_logprob_rows: list[int] = []
+    pooled_rows: list[int] = []
     end = 0
     for span in spans:
         end += span.length
         sampled_rows += range(end - span.num_sampled_rows, end)
         prompt_logprob_rows += [end - span.end + position for position in span.prompt_logprob_positions]
+        pooled_rows += [end - span.end + position for position in span.pooled_positions]
     is_long = (
         [] if long_rope_threshold is None else [int(span.sequence.num_tokens > long_rope_threshold) for span in spans]
     )
@@ -141,8 +145,9 @@ def build_step_input(
         adapter_slots=[-1 if span.active_slot is None else span.active_slot for span in spans],
         token_ids=int64_tensor(token_ids),
         block_ids=int64_tensor(block_ids),
-        logit_rows=sampled_rows + prompt_logprob_rows,
+        logit_rows=sampled_rows + prompt_logprob_rows + pooled_rows,
         num_sampled=len(sampled_rows),
+        num_pooled=len(pooled_rows),
         awaits_tokens=any(span.awaits_token for span in spans),
         long_rope=is_long if any(is_long) else [],
         num_base_tokens=num_base_tokens if any(num_base_tokens) else [],
@@ -174,13 +179,13 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
     if isinstance(step_input, GraphStepInput):
         num_inputs, size = step_input.inputs.shape
         header = [size, *header, num_inputs, step_input.has_adapters]
-        header += [step_input.table_updates.shape[1], len(step_input.logit_rows), 0, 0, 0]
+        header += [step_input.table_updates.shape[1], len(step_input.logit_rows), 0, 0, 0, 0]
         lists = [*header, *block_numbers, *step_input.logit_rows]
         tensors = step_input.inputs.flatten(), step_input.table_updates.flatten()
     else:
         header = [0, *header, len(step_input.starts), len(step_input.token_ids), len(step_input.block_ids)]
         header += [len(step_input.logit_rows), step_input.num_sampled, len(step_input.long_rope)]
-        header += [len(step_input.num_base_tokens)]
+        header += [len(step_input.num_base_tokens), step_input.num_pooled]
         lists = [*header, *block_numbers, *step_input.starts, *step_input.lengths, *step_input.adapter_slots]
         lists += [*step_input.logit_rows, *step_input.long_rope, *step_input.num_base_tokens]
         tensors = step_input.token_ids, step_input.block_ids
@@ -202,7 +207,7 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
         inputs, table_updates = inputs.view(num_inputs, size), table_updates.view(3, num_updates)
         rest = bool(awaits_tokens), swap_outs, swap_ins, copies
         return GraphStepInput(bool(has_adapters), inputs, table_updates, logit_rows, *rest)
-    num_spans, num_tokens, num_blocks, num_logits, num_sampled, num_long_rope, num_bases = counts
+    num_spans, num_tokens, num_blocks, num_logits, num_sampled, num_long_rope, num_bases, num_pooled = counts
     num_list_elements = 3 * num_spans + num_logits + num_long_rope + num_bases
     numbers = iter(row[end : end + num_list_elements].tolist())
 
@@ -220,6 +225,7 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
         block_ids=block_ids,
         logit_rows=logit_rows,
         num_sampled=num_sampled,
+        num_pooled=num_pooled,
         awaits_tokens=bool(awaits_tokens),
         long_rope=long_rope,
         num_base_tokens=num_base_tokens,

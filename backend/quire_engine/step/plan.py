@@ -48,7 +48,26 @@ class ScheduledSpan:
 
     @property
     def samples(self) -> bool:
-        """True if the span reaches the last token of the sequence, so that its last logits yield the next token."""
+        """True if the span reaches the last token of the sequence, so that its last logits yield the next token. A
+        sequence that is pooled never samples."""
+        return self._reaches_end and self.sequence.pooling is None
+
+    @property
+    def completes_pooling(self) -> bool:
+        """True if the span reaches the end of a sequence that is pooled."""
+        return self._reaches_end and self.sequence.pooling is not None
+
+    @property
+    def pooled_positions(self) -> range:
+        """Positions whose hidden states are pooled; empty unless the sequence is pooled."""
+        if self.sequence.pooling is None:
+            return range(0)
+        if self.sequence.pools_all_tokens:
+            return range(max(self.start, self.sequence.num_pooled_tokens), self.end)
+        return range(self.end - 1, self.end) if self._reaches_end else range(0)
+
+    @property
+    def _reaches_end(self) -> bool:
         return self.end - len(self.draft_token_ids) == self.sequence.num_tokens
 
     @property
@@ -156,6 +175,8 @@ class SpanOutput:
     """For a finished output of a beam search: the sum of the log probabilities of its tokens."""
     next_draft_token_ids: tuple[int, ...] = ()
     """The draft for the next step, if a draft model computes the drafts."""
+    pooled: bytes | None = None
+    """If the span completes the pooling of its sequence: the vector, float32 numbers; empty if it is not finite."""
     num_draft_tokens: int = 0
     """Number of draft tokens that were verified. The scheduler sets this field and `num_accepted_tokens`."""
     num_accepted_tokens: int = 0

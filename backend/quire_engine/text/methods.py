@@ -128,7 +128,7 @@ class TextMethods:
     def models(self, api_key_name: str = "") -> ServedModels:
         """Return the model names that requests of an API key can use, and the reason why requests are rejected at the
         moment."""
-        admission = self._admission
+        admission, pooler = self._admission, self._admission.limits.pooler
         return ServedModels(
             served_name=admission.served_name,
             adapters=sorted({*admission.visible_adapters(api_key_name), *admission.visible_sums(api_key_name)}),
@@ -137,6 +137,9 @@ class TextMethods:
             sampling_defaults=self._sampling_defaults,
             closed_reason="draining" if admission.draining else admission.closed_reason,
             has_thinking_budget=admission.limits.parser_names.has_thinking_budget,
+            pooling_task="" if pooler is None else pooler.task,
+            labels=[] if pooler is None else list(pooler.labels),
+            has_score_template=admission.limits.has_score_template,
         )
 
     def adapters(self) -> list[dict[str, Any]]:

@@ -49,6 +49,7 @@ from quire_spec.constants import SUPERVISOR_SOCKET, TEXT_SOCKET, core_names, pro
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.pooler_config import PoolerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ def main(args: process.ProcessArgs) -> None:
     model_config = ModelConfig.load(folder)
     eos_token_ids, sampling_defaults = load_eos_token_ids(folder, model_config), _load_sampling_defaults(config, folder)
     templates = _load_chat_templates(folder, config)
-    limits = RequestLimits.from_config(config, model_config, tokenizer, eos_token_ids, templates)
+    pooler = PoolerConfig.load(folder, model_config, config.convert, config.pooling_type)
+    limits = RequestLimits.from_config(config, model_config, tokenizer, eos_token_ids, templates, pooler)
     logger.info(
         "text process starting model=%s tokenizer=%s max_model_len=%d max_prompt_bytes=%d max_num_queued_reqs=%d",
         args.served_name,
@@ -76,7 +78,9 @@ def main(args: process.ProcessArgs) -> None:
         limits.parser_names.reasoning_parser or "none",
         config.chat_template or ("of the checkpoint" if limits.has_chat_template else "none"),
     )
-    if not limits.has_chat_template:
+    if pooler is not None:
+        logger.info("pooling task=%s pooling=%s size=%d", pooler.task, pooler.pooling, pooler.size)
+    if not limits.has_chat_template and pooler is None:
         logger.warning(
             "the checkpoint has no chat template, so only completions are served: chat requests are errors; "
             "give a template with --chat-template FILE, or spec.openai.chatTemplate"

@@ -12,6 +12,7 @@ wait until the other has downloaded the files.
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,7 @@ import huggingface_hub
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from quire_spec.errors import ConfigError
+from quire_spec.model.pooler_config import MODULE_FILES, module_folders
 from quire_spec.net.redaction import describe_error, redact_urls
 
 _ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
@@ -64,14 +66,18 @@ def resolve_model(
     timeout_error = _probe_hub(model, revision)
     try:
         with _progress_bars(progress):
-            path: str = huggingface_hub.snapshot_download(
+            download = partial(
+                huggingface_hub.snapshot_download,
                 model,
                 revision=revision,
                 cache_dir=download_dir,
-                allow_patterns=[*_ALLOW_PATTERNS, *more_patterns],
-                ignore_patterns=_IGNORE_PATTERNS,
                 local_files_only=timeout_error is not None,
             )
+            patterns = [*_ALLOW_PATTERNS, *more_patterns]
+            path: str = download(allow_patterns=patterns, ignore_patterns=_IGNORE_PATTERNS)
+            # The parts of a model for embeddings that follow the layers are in folders of their own.
+            if names := [f"{name}/{file}" for name in module_folders(Path(path)) for file in MODULE_FILES]:
+                download(allow_patterns=names)
     except _ERRORS as error:
         revision_text = f" at revision {revision!r}" if revision else ""
         cause = timeout_error or error

@@ -234,7 +234,7 @@ class CudaGraphRunner:
     def _select_shape(self, spans: Sequence[ScheduledSpan]) -> GraphShape | None:
         if len(spans) > self._max_num_seqs or self._model.shape.long_rope_threshold is not None:
             return None
-        if any(span.prompt_logprob_positions for span in spans):
+        if any(span.prompt_logprob_positions or span.pooled_positions for span in spans):
             return None
         num_tokens = sum(span.length for span in spans)
         has_adapters = any(span.active_slot is not None for span in spans)

@@ -32,6 +32,7 @@ from quire_engine.worker.drafting.builder import build_drafter
 from quire_engine.worker.future_tokens import FutureTokens
 from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.model_builder import build_model
+from quire_engine.worker.pooler import Pooler
 from quire_engine.worker.profiling import annotate
 from quire_engine.worker.sampling.grammar_bitmask import BitmaskFuture
 from quire_engine.worker.sampling.logprobs import compute_prompt_logprobs, logit_row_chunks
@@ -39,7 +40,9 @@ from quire_engine.worker.sampling.span_sampler import SpanSampler
 from quire_engine.worker.startup import RunnerStartup
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.pooler_config import PoolerConfig
 
 
 class DeviceModelRunner(ModelRunner):
@@ -76,6 +79,14 @@ class DeviceModelRunner(ModelRunner):
         if communicator is None or communicator.shard.rank == 0:
             log_batch_invariance(config, shape, factory.dtype)
         self.adapter_store = AdapterStore.from_model(self._model, config, shape, folder, factory)
+        pooler = PoolerConfig.load(folder, shape, config.convert, config.pooling_type)
+        if pooler is not None and config.has_drafter:
+            raise ConfigError(
+                "speculative_config: a model that is pooled cannot have a draft model; remove it, or set convert none"
+            )
+        self._pooler = None
+        if pooler is not None and (communicator is None or communicator.shard.rank == 0):
+            self._pooler = Pooler(pooler, folder, shape, self._model.score, self._device)
         self._drafter = build_drafter(config, self._model, folder, factory, progress)
         # Dummy steps run during startup, before these attributes exist.
         self._graphs: CudaGraphRunner | None = None
@@ -211,7 +222,13 @@ class DeviceModelRunner(ModelRunner):
             for rows in logit_row_chunks(step_input, self._model.shape.vocab_size)
         )
         outputs = self._sampler.sample(spans, logit_chunks, bitmask)
-        if step_input.num_sampled < batch.num_logits:
+        num_with_logits = batch.num_logits - step_input.num_pooled
+        if step_input.num_pooled:
+            rows = slice(num_with_logits, batch.num_logits)
+            assert self._pooler is not None, "the text process rejects requests that need a pooler"
+            pooled = self._pooler.pool(spans, self._model.final_norm(hidden[rows], batch.for_logit_rows(rows)))
+            outputs = [replace(o, pooled=p) for o, p in zip(outputs, pooled, strict=True)]
+        if step_input.num_sampled < num_with_logits:
             prompt_logprobs = compute_prompt_logprobs(spans, logit_chunks, self._device)
             outputs = [replace(o, prompt_logprobs=p) for o, p in zip(outputs, prompt_logprobs, strict=True)]
         return outputs

@@ -36,6 +36,7 @@ from quire_spec.documents.checkpoint_digest import compute_digest
 from quire_spec.documents.download_progress import PROGRESS_PATH, PROGRESS_PORT_VARIABLE
 from quire_spec.documents.download_result import KEPT_FOLDERS_VARIABLE, DownloadReason, DownloadResult
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
+from quire_spec.model.pooler_config import MODULE_FILES, MODULES_FILE, module_folders
 from quire_spec.model.safetensors_header import expected_file_bytes
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ CONFIG_FILE, INDEX_FILE, SINGLE_WEIGHTS_FILE = "config.json", "model.safetensors
 OPTIONAL_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt", "model.sig",
+    MODULES_FILE,
 )  # fmt: skip
 _WEIGHTS_SUFFIX = ".safetensors"
 _MAX_CONCURRENT_FILES = 4
@@ -151,6 +153,8 @@ async def _download_all(downloader: "_ModelDownloader", reader: SourceReader, ha
     file."""
     await downloader.download(CONFIG_FILE)
     file_names = [CONFIG_FILE, *[name for name in OPTIONAL_FILES if await downloader.download_optional(name)]]
+    if MODULES_FILE in file_names:
+        file_names += await _download_modules(downloader)
     if not await downloader.download_optional(INDEX_FILE):
         downloader.meter.set_weights([SINGLE_WEIGHTS_FILE])
         await downloader.download(SINGLE_WEIGHTS_FILE)
@@ -175,6 +179,22 @@ async def _download_all(downloader: "_ModelDownloader", reader: SourceReader, ha
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [*file_names, INDEX_FILE, *shards]
+
+
+async def _download_modules(downloader: "_ModelDownloader") -> list[str]:
+    """Download the files of the modules that follow the layers, in folders of their own. Return their names.
+
+    Raises:
+        InvalidArgument: modules.json is wrong.
+    """
+    folder = downloader.partial.folder
+    try:
+        names = [f"{name}/{file}" for name in module_folders(folder) for file in MODULE_FILES]
+    except ConfigError as error:
+        raise InvalidArgument(str(error)) from None
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+    return [name for name in names if await downloader.download_optional(name)]
 
 
 def _keep_digest(folder: Path) -> None:
@@ -368,8 +388,8 @@ def _partial_download(target: Path) -> PartialDownload:
 def _commit(partial: PartialDownload, file_names: list[str], target: Path) -> None:
     """Write the files to disk and then rename the folder. In this order, a power failure cannot leave an incomplete
     model behind."""
-    for path in partial.folder.iterdir():
-        if path.name in file_names:
+    for path in sorted(partial.folder.rglob("*"), reverse=True):
+        if path.is_dir() or path.relative_to(partial.folder).as_posix() in file_names:
             fsync_path(path)
         else:
             path.unlink()
@@ -392,7 +412,7 @@ def _translate_disk_errors(target: Path) -> Iterator[None]:
 def _folder_bytes(folder: Path) -> int:
     """Return the total size of the files in a folder, in bytes; 0 if the folder does not exist or cannot be read."""
     try:
-        return sum(path.stat().st_size for path in folder.iterdir())
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     except OSError:
         return 0
 

@@ -227,6 +227,19 @@ class EngineConfig:
     chat_template: str | None = None
     """File that contains a chat template; None: the chat template of the checkpoint is used."""
 
+    convert: str = "auto"
+    """What the model answers instead of, or in addition to, generating: the values are those of vLLM's --convert.
+
+    With auto, the checkpoint decides: one with the files of sentence-transformers, or without an output projection,
+    returns embeddings, and one with the head of a classifier classifies. With embed, any model returns embeddings. With
+    classify, a model that generates returns the probability of one token against another: those of
+    `classifier_from_token` in config.json, by default no and yes. With none, the model only generates.
+    """
+
+    pooling_type: str = "auto"
+    """Which hidden states an embedding is made of: last (of the last token) or mean (of all tokens). With auto, the
+    checkpoint decides, and it is the last one if the checkpoint names none."""
+
     skip_tokenizer_init: bool = False
     """Do not load a tokenizer. Prompts must then be token ids, and outputs have no text. If this is false, a model
     without a tokenizer is an error."""
@@ -342,6 +355,8 @@ class EngineConfig:
                 (None, *dict.fromkeys((*capabilities.QUANTIZATIONS, *capabilities.CHECKPOINT_QUANTIZATIONS))),
             ),
             ("max_lora_rank", self.max_lora_rank, capabilities.LORA_RANKS),
+            ("convert", self.convert, capabilities.CONVERSIONS),
+            ("pooling_type", self.pooling_type, capabilities.POOLING_TYPES),
             ("tool_call_parser", self.tool_call_parser, ("auto", "none", *capabilities.TOOL_CALL_PARSERS)),
             ("reasoning_parser", self.reasoning_parser, ("auto", "none", *capabilities.REASONING_PARSERS)),
         ]

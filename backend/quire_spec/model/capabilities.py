@@ -51,5 +51,8 @@ REASONING_PARSERS = (
     *("granite", "hunyuan_a13b", "kimi_k2", "minimax_m2", "olmo3", "seed_oss"),
 )
 """Formats of reasoning that are supported. The names are those of vLLM's --reasoning-parser."""
+CONVERSIONS = ("auto", "none", "embed", "classify")
+"""Values of `convert`, as in vLLM."""
+POOLING_TYPES = ("auto", "last", "mean")
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -77,6 +77,10 @@ class ModelConfig:
     quantization: QuantizationScheme | None
     """Describes how the weights of linear layers are quantized in the checkpoint. None: they are not quantized."""
     eos_token_ids: tuple[int, ...]
+    head: str = "lm"
+    """What reads the last hidden state: lm (an output projection), score (the head of a classifier), or none."""
+    num_labels: int = 0
+    """Number of labels of a classifier."""
 
     @property
     def max_length(self) -> int:
@@ -144,7 +148,7 @@ class ModelConfig:
         if not isinstance(config, Mapping):
             raise ConfigError(f"config.json: expected an object, got {type(config).__name__}")
         names = config.get("architectures") or ["none"]
-        architecture = names[0] if isinstance(names, list) else names
+        architecture, head = _split_head(names[0] if isinstance(names, list) else names)
         if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             raise ConfigError(
                 f"config.json: architecture {architecture!r} is not supported; "
@@ -163,7 +167,12 @@ class ModelConfig:
             config, architecture_info = _text_config(config, architecture_info)
         values = {key: value for key, value in config.items() if key not in architecture_info.ignored_keys}
         reader = HFConfigReader(values, architecture_info.defaults)
-        return cls._from_hf_config(reader, architecture, architecture_info)
+        model_config = cls._from_hf_config(reader, architecture, architecture_info)
+        if head == "lm":
+            return model_config
+        # There is no output projection. The embedding takes its place, and nothing reads it.
+        num_labels = _num_labels(config) if head == "score" else 0
+        return replace(model_config, head=head, num_labels=num_labels, tie_word_embeddings=True)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -218,6 +227,25 @@ class ModelConfig:
             quantization=QuantizationScheme.from_hf_config(config.get_section(*_QUANTIZATION_KEYS)),
             eos_token_ids=config.get_token_ids("eos_token_id"),
         )
+
+
+def _split_head(name: object) -> tuple[object, str]:
+    """Return the architecture with an output projection that has the same layers, and the head of `name`."""
+    for suffix, head in (("ForSequenceClassification", "score"), ("Model", "none")):
+        if isinstance(name, str) and name.endswith(suffix):
+            causal = f"{name.removesuffix(suffix)}ForCausalLM"
+            return (causal, head) if causal in ARCHITECTURES else (name, "lm")
+    return name, "lm"
+
+
+def _num_labels(config: Mapping[str, Any]) -> int:
+    """Return the number of labels as transformers reads it."""
+    labels = config.get("id2label")
+    if labels is None:
+        return HFConfigReader(config, {}).get_int("num_labels", 2)
+    if not isinstance(labels, Mapping) or not labels:
+        raise ConfigError(f"config.json: id2label must be an object with a name for each label, got {labels!r:.80}")
+    return len(labels)
 
 
 def _text_config(config: Mapping[str, Any], architecture_info: Architecture) -> tuple[dict[str, Any], Architecture]:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 
 from quire_spec.constants import AdapterDigest
+from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code, InvalidArgument, QuireError, Unavailable, error_text
 from quire_spec.protocol.parsed_output import Event, OutputParsing
@@ -118,6 +119,8 @@ class GenerateRequest(RequestMessage, frozen=True, tag=2):
     traceparent: str = ""
     """The header traceparent of W3C Trace Context; the spans of the request belong to this trace. Empty: it starts a
     trace of its own."""
+    pooling: PoolingParams | None = None
+    """If it is set, the request ends after its prompt, and its only delta contains a vector instead of an output."""
 
 
 class CancelRequests(Message, frozen=True, tag=3):
@@ -203,6 +206,8 @@ class OutputDelta(Value, frozen=True):
     """Number of reasoning tokens in the output so far. It is counted only if the request has `parsing`."""
     adapter_version: str = ""
     """Version of the adapter that answers; empty if the adapter has no versions."""
+    pooled: bytes | None = None
+    """The vector of a request with `pooling`: float32 numbers in little-endian order."""
 
     @classmethod
     def from_error(cls, request_id: int, error: QuireError) -> Self:
@@ -283,6 +288,8 @@ class SequenceRequest(RequestMessage, frozen=True, tag=6):
     """See GenerateRequest."""
     adapter_parts: list[tuple[AdapterDigest, float]] = []
     """If the adapter is a weighted sum of adapters: their digests and weights."""
+    pooling: PoolingParams | None = None
+    """See GenerateRequest."""
 
 
 class AbortSequences(Message, frozen=True, tag=7):
@@ -317,6 +324,8 @@ class SequenceDelta(Value, frozen=True):
     """Number of drafts that were verified for this sequence."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    pooled: bytes | None = None
+    """See OutputDelta. The delta with the vector is the only one of its sequence."""
 
     @classmethod
     def from_error(cls, sequence_id: int, error: QuireError) -> Self:

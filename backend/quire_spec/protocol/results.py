@@ -71,6 +71,12 @@ class ServedModels(msgspec.Struct, frozen=True):
     """Reason why requests are rejected at the moment; empty while requests are accepted."""
     has_thinking_budget: bool = False
     """Whether requests can set thinking_token_budget."""
+    pooling_task: str = ""
+    """What the model returns for requests with `pooling`: embed or classify; empty if it only generates."""
+    labels: list[str] = []
+    """Names of the classes of a classifier."""
+    has_score_template: bool = False
+    """Whether the chat template has the roles query and document."""
 
 
 class Tokenized(msgspec.Struct, frozen=True):

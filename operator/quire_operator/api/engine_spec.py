@@ -246,6 +246,14 @@ class EngineSpec:
     skipTokenizerInit: bool | None = schema_field(None)
     """Load no tokenizer: requests contain input_ids, outputs contain token ids, and text is rejected. If false, a model
     without a tokenizer does not start. Default false."""
+    convert: str | None = schema_field(None, enum=capabilities.CONVERSIONS)
+    """What the model returns besides text. With auto, the checkpoint decides: embeddings if it has the files of
+    sentence-transformers or no output projection, classes if it has the head of a classifier, otherwise nothing. embed:
+    any model returns embeddings. classify: a model that generates returns the probability of the token yes against no.
+    none: the model only generates. Default auto."""
+    poolingType: str | None = schema_field(None, enum=capabilities.POOLING_TYPES)
+    """Hidden states that an embedding is made of: that of the last token, or the mean of all tokens. With auto, the
+    checkpoint decides; last if it contains no pooling. Default auto."""
     schedulingPolicy: str | None = schema_field(None, enum=capabilities.SCHEDULING_POLICIES)
     """Order in which requests run. fcfs is first come, first served. With priority, requests with the lowest value of
     the parameter `priority` run first, and requests with equal values run in order of arrival. Default fcfs."""

@@ -152,6 +152,20 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "the CPU cores (default: spec.engine.dataParallelSize, otherwise 1)",
     ),
     (
+        "--convert",
+        "engine.convert",
+        {"choices": capabilities.CONVERSIONS, "metavar": "NAME"},
+        "what the model returns besides text: embed, classify or none (default: spec.engine.convert, otherwise the "
+        "checkpoint decides)",
+    ),
+    (
+        "--pooling-type",
+        "engine.pooling_type",
+        {"choices": capabilities.POOLING_TYPES, "metavar": "NAME"},
+        "hidden states that an embedding is made of: last or mean (default: spec.engine.poolingType, otherwise the "
+        "checkpoint decides)",
+    ),
+    (
         "--chat-template",
         "engine.chat_template",
         {"type": parse_file, "metavar": "FILE"},

@@ -43,6 +43,8 @@ _SPEC_FIELDS: Mapping[str, tuple[FieldPath, Callable[[Any], Any]]] = {
     "max_num_queued_reqs": (("engine", "maxNumQueuedReqs"), _keep),
     "max_logprobs": (("engine", "maxLogprobs"), _keep),
     "skip_tokenizer_init": (("engine", "skipTokenizerInit"), lambda value: value or None),
+    "convert": (("engine", "convert"), _unless("auto")),
+    "pooling_type": (("engine", "poolingType"), _unless("auto")),
     "scheduling_policy": (("engine", "schedulingPolicy"), _keep),
     "swap_space": (("engine", "swapSpace"), lambda size: to_bytes(size) / GIB),
     "tensor_parallel_size": (("engine", "tensorParallelSize"), _keep),

@@ -38,6 +38,7 @@ def test_step_input_round_trips_through_a_ring_row(
         block_ids=torch.tensor(blocks, dtype=torch.int64),
         logit_rows=logit_rows,
         num_sampled=len(logit_rows) // 2,
+        num_pooled=len(logit_rows) // 3,
         awaits_tokens=awaits,
         long_rope=[int(b) for b in beyond] if long else [],
         swap_outs=[SwapCopy(*pair) for pair in outs],

@@ -91,16 +91,19 @@ except ConfigError as error:
 
 def test_only_weights_and_configuration_are_downloaded(tmp_path: Path) -> None:
     downloaded = ["chat_template.jinja", "config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
-    downloaded += ["tokenizer.model", "vocab.json"]
+    downloaded += ["modules.json", "tokenizer.model", "vocab.json"]
+    nested = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+    modules = [{"type": "x.Transformer", "path": ""}, *({"type": "x", "path": p} for p in ("1_Pooling", "2_Dense"))]
     ignored = ["README.md", "consolidated.safetensors", "modeling.py", "original/model.safetensors", "weights.bin"]
+    names = downloaded + nested + ignored
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             name = self.path.partition(f"/resolve/{COMMIT}/")[2]
-            reply: Any = {"id": "org/name", "sha": COMMIT, "siblings": [{"rfilename": n} for n in downloaded + ignored]}
+            reply: Any = {"id": "org/name", "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]}
             if "/tree/" in self.path:
-                reply = [{"type": "file", "path": n, "size": len(n), "oid": n} for n in downloaded + ignored]
-            body = (name or json.dumps(reply)).encode()
+                reply = [{"type": "file", "path": n, "size": len(n), "oid": n} for n in names]
+            body = (json.dumps(modules) if name == "modules.json" else name or json.dumps(reply)).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.send_header("ETag", f'"{name}"')
@@ -117,7 +120,8 @@ def test_only_weights_and_configuration_are_downloaded(tmp_path: Path) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         folder = resolve_in_a_process(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(tmp_path))
         server.shutdown()
-    assert sorted(file.name for file in Path(folder).rglob("*") if file.is_file()) == downloaded
+    found = [file.relative_to(folder).as_posix() for file in Path(folder).rglob("*") if file.is_file()]
+    assert sorted(found) == sorted(downloaded + nested)
 
 
 @pytest.mark.parametrize("model", ["org/other", "no such/model/at all"])

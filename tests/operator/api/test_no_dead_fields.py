@@ -154,7 +154,7 @@ def bases():
     pins |= {"maxNumBatchedTokens": 4096, "quantization": "None", "swapSpace": "4Gi", "maxLogprobs": 5}
     folder = {"emptyDir": {}}
     pins |= {"kvCacheOffloading": {"memory": "16Gi", "secondary": [{"folder": folder, "size": "40Gi"}]}}
-    pins |= {"schedulingPolicy": "fcfs", "skipTokenizerInit": True}
+    pins |= {"schedulingPolicy": "fcfs", "skipTokenizerInit": True, "convert": "embed", "poolingType": "mean"}
     for kv in ({"gpuMemoryUtilization": "0.90"}, {"kvCacheMemory": "8Gi"}):
         yield body(COMMON + GPU, sources[0], engine=pins | kv)
     claim = {"folder": {"pvc": {"claimName": "blocks", "path": "a"}}, "size": "40Gi"}

@@ -241,7 +241,8 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
   lora: {maxLoaded: 2, maxCached: 5}
   engine: {maxModelLen: 4096, gpuMemoryUtilization: "0.85", blockSize: 32, tensorParallelSize: 1, dtype: float16,
     maxNumSeqs: 12, maxNumBatchedTokens: 3000, maxNumQueuedReqs: 7, prefixCaching: false,
-    schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5, skipTokenizerInit: true}
+    schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5, skipTokenizerInit: true,
+    convert: embed, poolingType: mean}
 """
     assert launch(folder, spec, dev=folder / "dev").config.engine == EngineConfig(
         model="org/model",
@@ -257,6 +258,8 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
         scheduling_policy="priority",
         swap_space=1.5,
         max_logprobs=5,
+        convert="embed",
+        pooling_type="mean",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         enable_lora=True,

@@ -66,6 +66,18 @@ async def test_http(tmp_path, web):
     assert not [path for path in web.paths() if path.endswith((".py", ".bin"))]
 
 
+async def test_modules_of_an_embedding_model(tmp_path, web):
+    modules = [{"type": "x.Transformer", "path": ""}, {"type": "x.Pooling", "path": "1_Pooling"}]
+    nested = {"1_Pooling/config.json": b"{}"}
+    web.files |= at("/embedding", SINGLE | nested | {"modules.json": json.dumps(modules).encode()})
+    await download(http(web, "embedding"), tmp_path / "m", SourceOptions())
+    assert (tmp_path / "m/1_Pooling/config.json").read_bytes() == b"{}"
+    modules[1]["path"] = "../other"
+    web.files |= at("/embedding", {"modules.json": json.dumps(modules).encode()})
+    with pytest.raises(InvalidArgument, match="path: must be a folder in the checkpoint"):
+        await download(http(web, "embedding"), tmp_path / "n", SourceOptions())
+
+
 async def test_cut_downloads_resume(tmp_path, web):
     # Four small files are complete.
     web.cut_after_bytes = [*[10_000_000] * 4, 1_000_000, 500_000, 2_000_000]

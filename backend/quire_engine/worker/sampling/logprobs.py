@@ -79,9 +79,9 @@ def logit_row_chunks(step_input: StepInput, vocab_size: int) -> Iterator[slice]:
     """Yield the rows of hidden states in chunks. The logits of one chunk are computed together.
 
     All rows that sample a token come first, in one chunk. The rows of prompt log probabilities follow in several
-    chunks, because the logits of a whole prompt need gigabytes.
+    chunks, because the logits of a whole prompt need gigabytes. Rows that are pooled have no logits.
     """
-    num_rows, num_sampled = len(step_input.logit_rows), step_input.num_sampled
+    num_rows, num_sampled = len(step_input.logit_rows) - step_input.num_pooled, step_input.num_sampled
     if num_sampled:
         yield slice(num_sampled)
     size = max_rows(vocab_size)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pooler: turns the last hidden states of prompts into vectors, as PoolerConfig describes it.
+
+The model runner calls it on tensor-parallel rank 0, where the hidden states are complete. All numbers are float32.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire_engine.sequence import Sequence
+from quire_engine.step.plan import ScheduledSpan
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_engine.weights.loader import CheckpointTensors, read_tensor
+from quire_spec.engine.pooling_params import PoolingParams
+from quire_spec.errors import ConfigError
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.pooler_config import DenseConfig, PoolerConfig
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Identity": lambda x: x,
+    "Tanh": torch.tanh,
+    "ReLU": torch.relu,
+    "GELU": functional.gelu,
+    "Sigmoid": torch.sigmoid,
+    "SiLU": functional.silu,
+    "Softmax": lambda x: torch.softmax(x, -1),
+}
+
+
+class Pooler:
+    """The parts of a checkpoint after the last hidden states. Sequences that are prefilled in chunks have a sum."""
+
+    def __init__(
+        self, config: PoolerConfig, folder: Path, shape: ModelConfig, score: Tensor | None, device: torch.device
+    ) -> None:
+        """Read the weights of the Dense layers. `score` [num_labels, hidden_size] is the head of a classifier, which
+        the caller fills later.
+
+        Raises:
+            ConfigError: a tensor is missing or has the wrong shape, or a token of `token_names` does not exist.
+        """
+        self._config = config
+        self._dense = [(*_read_dense(folder, dense, device), dense.activation) for dense in config.dense]
+        self._score = score if config.token_names is None else _token_score(folder, shape, config.token_names, device)
+        self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()
+
+    def pool(self, spans: Items[ScheduledSpan], hidden: Tensor) -> list[bytes | None]:
+        """Return the vector of each span that completes a prompt. It is empty if it is not finite.
+
+        `hidden` [num_rows, hidden_size] contains the hidden states of the spans' `pooled_positions`.
+        """
+        pooled: list[Tensor] = []
+        start = 0
+        for span in spans:
+            positions = span.pooled_positions
+            rows, start = hidden[start : start + len(positions)], start + len(positions)
+            if span.sequence.pools_all_tokens:
+                rows = self._add(span.sequence, rows, positions)
+            if span.completes_pooling:
+                pooled.append(rows[-1])
+        ends = [span for span in spans if span.completes_pooling]
+        if not ends:
+            return [None] * len(spans)
+        vectors = iter(self._finish(torch.stack(pooled).float(), [_params(span) for span in ends]))
+        return [next(vectors) if span.completes_pooling else None for span in spans]
+
+    def _add(self, sequence: Sequence, rows: Tensor, positions: range) -> Tensor:
+        """Add the hidden states at some positions to the sum of a sequence. Return the weighted mean so far,
+        [1, hidden_size]."""
+        is_weighted = self._config.pooling == "weighted_mean"
+        weights = torch.tensor(
+            [position + 1 for position in positions] if is_weighted else [1] * len(positions),
+            dtype=torch.float32,
+            device=rows.device,
+        )
+        total = weights @ rows.float()
+        if (previous := self._sums.get(sequence)) is not None:
+            total += previous
+        self._sums[sequence] = total
+        num_tokens = positions.stop
+        return (total / (num_tokens * (num_tokens + 1) / 2 if is_weighted else num_tokens))[None]
+
+    def _finish(self, vectors: Tensor, params: Items[PoolingParams]) -> list[bytes]:
+        """Apply what follows the pooling to vectors [num_vectors, hidden_size]."""
+        for weight, bias, activation in self._dense:
+            vectors = _ACTIVATIONS[activation](functional.linear(vectors, weight, bias))
+        if self._score is not None:
+            vectors = functional.linear(vectors, self._score.float())
+        results = [b""] * len(params)
+        for kind in dict.fromkeys(params):
+            indices = [i for i, each in enumerate(params) if each == kind]
+            group = vectors if len(indices) == len(vectors) else vectors[indices]
+            if kind.dimensions is not None:
+                group = group[:, : kind.dimensions]
+            if kind.use_activation:
+                is_normalized = self._config.normalize
+                group = functional.normalize(group) if is_normalized else _ACTIVATIONS[self._config.activation](group)
+            group = group.cpu().contiguous()
+            for i, vector, is_finite in zip(indices, group, torch.isfinite(group).all(-1).tolist(), strict=True):
+                results[i] = vector.numpy().astype("<f4").tobytes() if is_finite else b""
+        return results
+
+
+def _params(span: ScheduledSpan) -> PoolingParams:
+    assert span.sequence.pooling is not None
+    return span.sequence.pooling
+
+
+def _read_dense(folder: Path, dense: DenseConfig, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and the bias of a Dense layer."""
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (dense.out_features, dense.in_features)}
+    if dense.has_bias:
+        shapes["linear.bias"] = (dense.out_features,)
+    tensors = []
+    for name, shape in shapes.items():
+        tensor = read_tensor(folder / dense.folder, name)
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(f"{folder / dense.folder}: {name} has shape {tuple(tensor.shape)}, must be {shape}")
+        tensors.append(tensor.float().to(device))
+    return tensors[0], tensors[1] if dense.has_bias else None
+
+
+def _token_score(folder: Path, shape: ModelConfig, names: tuple[str, str], device: torch.device) -> Tensor:
+    """Return the head [1, hidden_size] whose score is the difference between the logits of two tokens."""
+    if (tokenizer := Tokenizer.from_folder(folder)) is None:
+        raise ConfigError("convert: classify needs a tokenizer to find its tokens; add its files")
+    tensors = CheckpointTensors(folder, shape.quantization)
+    head = tensors.find(shape.tied_embedding_name or "lm_head.weight")
+    assert head is not None, "the model has loaded it"
+    rows = []
+    for name in names:
+        ids = tokenizer.encode(name, None, False)
+        if len(ids) != 1:
+            raise ConfigError(f"config.json: classifier_from_token: {name!r} is {len(ids)} tokens, must be one")
+        rows.append(head.read(0, range(ids[0], ids[0] + 1), range(shape.embedding_size), torch.float32).float())
+    return (rows[1] - rows[0]).to(device)
