@@ -31,6 +31,9 @@ from quire_server.openai.lora_adapters import LoraAdapters
 from quire_server.openai.messages import errors as message_errors
 from quire_server.openai.messages.messages import Messages
 from quire_server.openai.models import Models
+from quire_server.openai.pooling.embeddings import Embeddings
+from quire_server.openai.pooling.generative_scoring import GenerativeScoring
+from quire_server.openai.pooling.scores import Scores
 from quire_server.openai.responses.responses import Responses
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
@@ -60,6 +63,7 @@ class Application:
         lora_adapters = LoraAdapters(settings.run_dir)
         completions = Completions(client, settings)
         chat = ChatCompletions(client, settings)
+        embeddings, scores = Embeddings(client, settings), Scores(client, settings)
         responses, messages = Responses(client, chat), Messages(client, chat)
         self._routes: dict[str, Mapping[str, _Handler]] = {
             "/health": {"GET": models.health},
@@ -81,6 +85,11 @@ class Application:
             "/v1/messages/count_tokens": {"POST": messages.count_tokens},
             "/v1/load_lora_adapter": {"POST": lora_adapters.load},
             "/v1/unload_lora_adapter": {"POST": lora_adapters.unload},
+            "/v1/embeddings": {"POST": embeddings.create},
+            **{path: {"POST": scores.score} for path in ("/score", "/v1/score")},
+            **{path: {"POST": scores.rerank} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
+            **{path: {"POST": scores.classify} for path in ("/classify", "/v1/classify")},
+            "/generative_scoring": {"POST": GenerativeScoring(client, settings).score},
             "/tokenize": {"POST": tokenization.tokenize},
             "/detokenize": {"POST": tokenization.detokenize},
         }

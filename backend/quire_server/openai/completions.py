@@ -80,21 +80,21 @@ class Completions:
         return Prompt(text, prompt.token_ids)
 
 
-def parse_prompts(value: object) -> list[Prompt]:
-    """Return the prompts in the field `prompt`; raises ApiError if the value has none of the four allowed forms."""
+def parse_prompts(value: object, name: str = "prompt", max_prompts: int = MAX_PROMPTS) -> list[Prompt]:
+    """Return the prompts in the field `name`; raises ApiError if the value has none of the four allowed forms."""
     if isinstance(value, str):
         return [Prompt(value)]
     if isinstance(value, list) and value:
         if set(map(type, value)) == {int}:
             return [Prompt(None, value)]
-        if len(value) > MAX_PROMPTS:
-            raise ApiError(400, f"prompt: at most {MAX_PROMPTS} prompts are allowed, got {len(value)}; send fewer")
+        if len(value) > max_prompts:
+            raise ApiError(400, f"{name}: at most {max_prompts} prompts are allowed, got {len(value)}; send fewer")
         if all(isinstance(item, str) for item in value):
             return [Prompt(item) for item in value]
         if all(isinstance(item, list) and item and set(map(type, item)) == {int} for item in value):
             return [Prompt(None, item) for item in value]
     problem = "missing" if value is None else "empty" if value == [] else "not of a valid form"
-    raise ApiError(400, f"prompt: {problem}; give a text, a list of texts, token ids, or a list of lists of token ids")
+    raise ApiError(400, f"{name}: {problem}; give a text, a list of texts, token ids, or a list of lists of token ids")
 
 
 class CompletionFormatter(Formatter):

@@ -140,14 +140,17 @@ def parse_fields(
         raise ApiError(400, "stream_options: requires stream; set stream to true, or leave stream_options out")
     if not 1 <= fields.stream_interval <= MAX_STREAM_INTERVAL:
         raise ApiError(400, f"stream_interval: must be from 1 to {MAX_STREAM_INTERVAL}, got {fields.stream_interval}")
-    if fields.cache_salt is not None and (
-        len(fields.cache_salt) > MAX_SALT_CHARS or not _SALT.fullmatch(fields.cache_salt)
-    ):
+    check_cache_salt(fields.cache_salt)
+    values = {name: present[name] for name in present if name in SAMPLING_FIELDS and name not in own_fields}
+    return fields, values | merge_response_format(fields.response_format, values.get("structured_outputs"))
+
+
+def check_cache_salt(salt: str | None) -> None:
+    """Raise ApiError if a salt is too long, or contains characters that are not allowed."""
+    if salt is not None and (len(salt) > MAX_SALT_CHARS or not _SALT.fullmatch(salt)):
         raise ApiError(
             400, f"cache_salt: must have at most {MAX_SALT_CHARS} characters and none of '@', '/', '\\' and NUL"
         )
-    values = {name: present[name] for name in present if name in SAMPLING_FIELDS and name not in own_fields}
-    return fields, values | merge_response_format(fields.response_format, values.get("structured_outputs"))
 
 
 def build_sampling_params(values: dict[str, Any], stream: bool) -> tuple[SamplingParams, int]:

@@ -34,6 +34,10 @@ class TextClient(RequestClient):
         """Return whether requests can limit the reasoning of the model; raises QuireError as above."""
         return (await self._base_model()).has_thinking_budget
 
+    async def pooling(self) -> ServedModels:
+        """Return what the base model returns for requests with `pooling`; raises QuireError as above."""
+        return await self._base_model()
+
     def on_closed(self, connection: Connection) -> None:
         """Called when the connection closes. The next text process can have other defaults."""
         self._base = None

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings through the `openai` client and a real front, text and core process."""
+
+import base64
+import math
+import struct
+
+import openai
+import pytest
+import torch
+from support.openai_front import running_front
+from support.pooling_checkpoints import embed, make_embedding_model
+from transformers import AutoTokenizer
+
+pytestmark = pytest.mark.timeout(120)
+
+TEXTS = ["the quick brown fox", "Grüße aus Köln", "x"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_embedding_model(tmp_path_factory.mktemp("model"), matryoshka_dimensions=[16, 32])
+
+
+@pytest.fixture(scope="module")
+def front(model, tmp_path_factory):
+    config = {"max_model_len": 64, "dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 32}
+    with running_front(tmp_path_factory.mktemp("front"), model=model, **config) as front:
+        yield front
+
+
+@pytest.fixture(scope="module")
+def client(front):
+    with front.client() as client:
+        yield client
+
+
+def _tokens(model, text):
+    return [0, *AutoTokenizer.from_pretrained(model).encode(text, add_special_tokens=False)]
+
+
+def _assert_close(vector, expected):
+    assert (torch.tensor(vector) - expected).abs().max() < 2e-5
+
+
+def test_the_client_gets_the_embeddings_of_transformers(client, model):
+    ids = [_tokens(model, text) for text in TEXTS]
+    for value in (TEXTS, ids):
+        answer = client.embeddings.create(model="base", input=value)
+        assert [entry.index for entry in answer.data] == [0, 1, 2] and answer.model == "base"
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+        for entry, tokens in zip(answer.data, ids, strict=True):
+            _assert_close(entry.embedding, embed(model, tokens))
+    for value in (TEXTS[0], ids[0]):
+        [entry] = client.embeddings.create(model="base", input=value, encoding_format="float").data
+        _assert_close(entry.embedding, embed(model, ids[0]))
+
+
+def test_base64_contains_the_same_numbers(front):
+    bodies = [
+        front.request("/v1/embeddings", {"input": TEXTS[0], "encoding_format": name}).body
+        for name in ("float", "base64")
+    ]
+    plain, encoded = (body["data"][0]["embedding"] for body in bodies)
+    assert list(struct.unpack("<64f", base64.b64decode(encoded))) == plain
+
+
+def test_dimensions(client, model):
+    [entry] = client.embeddings.create(model="base", input=TEXTS[0], dimensions=16).data
+    expected = embed(model, _tokens(model, TEXTS[0]))[:16]
+    _assert_close(entry.embedding, expected / expected.norm())
+
+
+def test_a_long_list_is_answered_in_order(front, model):
+    """More texts than the queue would accept at once, with tokens that arrive in chunks."""
+    inputs = [[i % 300 + 2] * (i % 40 + 1) for i in range(700)]
+    answer = front.request("/v1/embeddings", {"input": inputs})
+    assert answer.status == 200 and [entry["index"] for entry in answer.body["data"]] == list(range(700))
+    for i in (0, 399, 699):
+        _assert_close(answer.body["data"][i]["embedding"], embed(model, inputs[i]))
+
+
+def test_truncation(front, model):
+    ids = list(range(2, 102))
+    fields = {"input": ids, "truncate_prompt_tokens": 10}
+    for side, kept in ((None, ids[:10]), ("left", ids[-10:])):
+        answer = front.request("/v1/embeddings", fields | ({"truncation_side": side} if side else {}))
+        _assert_close(answer.body["data"][0]["embedding"], embed(model, kept))
+        assert answer.body["usage"]["prompt_tokens"] == 10
+
+
+def test_scores_are_the_cosine(front, model):
+    expected = [float(embed(model, _tokens(model, TEXTS[0])) @ embed(model, _tokens(model, t))) for t in TEXTS]
+    answer = front.request("/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS})
+    assert [entry["score"] for entry in answer.body["data"]] == pytest.approx(expected, abs=2e-5)
+    pairs = front.request("/score", {"queries": TEXTS, "documents": TEXTS[::-1]}).body["data"]
+    assert pairs[1]["score"] == pytest.approx(1) and pairs[0]["score"] == pytest.approx(expected[2], abs=2e-5)
+    ranked = front.request("/v1/rerank", {"query": TEXTS[0], "documents": TEXTS, "top_n": 2}).body["results"]
+    assert [entry["index"] for entry in ranked] == sorted(range(3), key=lambda i: -expected[i])[:2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "input: missing; give a text"),
+        ({"input": []}, "input: empty"),
+        ({"input": [[]]}, "input: not of a valid form"),
+        ({"input": [1, "a"]}, "input: not of a valid form"),
+        ({"input": {"text": "a"}}, "input: not of a valid form"),
+        ({"input": [math.inf]}, "body: is not JSON"),
+        ({"input": ["a"] * 2049}, "input: at most 2048 prompts are allowed, got 2049; send fewer"),
+        ({"input": [[5] * 65]}, "the input has 65 tokens and max_model_len is 64; shorten the input"),
+        ({"input": [[5, 384]]}, "contains '384', which is not a token id"),
+        ({"input": "a", "dimensions": 0}, "dimensions: must be at least 1, got 0"),
+        ({"input": "a", "dimensions": 17}, "dimensions: must be one of 16, 32 for this model, got 17"),
+        ({"input": "a", "dimensions": "x"}, "dimensions: expected `int"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format: invalid enum value 'hex'"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "'truncate_prompt_tokens': must be -1 or at least 1, got 0"),
+        ({"input": "a", "cache_salt": "@"}, "cache_salt: must have"),
+        ({"input": "a", "priority": 2**40}, "priority: must be a 32-bit integer"),
+    ],
+    ids=str,
+)
+def test_a_wrong_request_gets_one_clear_error(front, fields, message):
+    answer = front.request("/v1/embeddings", fields)
+    assert (answer.status, message in answer.message) == (400, True), answer.message
+
+
+def test_an_unknown_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError, match="'other' is not served"):
+        client.embeddings.create(model="other", input="a")
+
+
+def test_a_model_without_output_projection_does_not_generate(front):
+    answer = front.request("/v1/completions", {"prompt": "a"})
+    assert (answer.status, answer.message) == (
+        400,
+        "model: has no output projection, so it cannot generate; use /v1/embeddings",
+    )
+
+
+def test_a_client_that_disconnects_frees_the_engine(front):
+    """The fixture checks at its end that no request is left."""
+    http = front.client().with_options(timeout=0.05)
+    with pytest.raises(openai.APITimeoutError):
+        http.embeddings.create(model="base", input=[[5] * 64] * 2048)
+
+
+def test_metrics_count_the_requests(front):
+    before = _finished(front)
+    front.request("/v1/embeddings", {"input": TEXTS})
+    assert _finished(front) == before + 3
+
+
+def _finished(front):
+    lines = front.request("/metrics").body.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total"))
