@@ -12,12 +12,18 @@ from quire_kernels.dispatch import Op
 
 _gelu_tanh = functools.partial(F.gelu, approximate="tanh")
 
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square_()
+
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
+    "relu2": _relu2,
 }
 """Elementwise activations by name."""
 

@@ -13,27 +13,47 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.tokenizer import byte_level, save_tokenizer
 from transformers import (
+    ApertusConfig,
+    ArceeConfig,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Cohere2Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    GemmaConfig,
     Glm4Config,
+    GlmConfig,
+    GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
     Phi3Config,
+    PhiConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2VLConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
+    SeedOssConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
+from transformers.models.internlm3.configuration_internlm3 import InternLM3Config
 
 VOCAB = 320
 BASE: dict[str, Any] = {
@@ -124,6 +144,35 @@ GRANITE = {
 }
 # Prompts and outputs of the tests are up to four times as long as the first context.
 MINISTRAL3_ROPE = {**YARN_ROPE, "original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4}
+COHERE2 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.2}
+EXAONE4 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+OLMO3 = {
+    "rope_parameters": {
+        "full_attention": {**YARN_ROPE, "rope_theta": 500000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+GRANITE4 = {
+    **GRANITE,
+    "num_local_experts": 0,
+    "layer_types": ["full_attention"] * 2,
+    "shared_intermediate_size": 80,
+    "position_embedding_type": "rope",
+}
+NTK_ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "embed_dim": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -143,6 +192,11 @@ def _gemma3_with_vision(**values: Any) -> Gemma3Config:
 def _mistral3(text_type: type, **values: Any) -> Mistral3Config:
     text, vision = text_type(**values).to_dict(), VISION | {"model_type": "pixtral"}
     return Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=text["tie_word_embeddings"])
+
+
+def _qwen_vl(kind: type, **values: Any) -> Any:
+    tokens = {f"{name}_token_id": VOCAB + i for i, name in enumerate(("image", "video", "vision_start", "vision_end"))}
+    return kind(text_config=values, vision_config=QWEN_VISION, **tokens)
 
 
 CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -204,6 +258,29 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         functools.partial(_mistral3, Ministral3Config),
         {"rope_parameters": MINISTRAL3_ROPE, "head_dim": 24, "tie_word_embeddings": True},
     ),
+    "gemma": (GemmaConfig, {"head_dim": 24, "pad_token_id": 0}),
+    "olmo2": (Olmo2Config, {"attention_bias": True, "pad_token_id": 0}),
+    "olmo3": (Olmo3Config, {**OLMO3, "pad_token_id": 0}),
+    "seed_oss": (SeedOssConfig, {"head_dim": 24, "attention_out_bias": True, "pad_token_id": 0}),
+    "exaone4": (Exaone4Config, EXAONE4),
+    "exaone4-unlimited": (Exaone4Config, {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "apertus": (ApertusConfig, {"pad_token_id": 0, "rope_parameters": LLAMA3_ROPE}),
+    "hunyuan": (HunYuanDenseV1Config, {"head_dim": 24, "rope_parameters": NTK_ALPHA_ROPE, "tie_word_embeddings": True}),
+    "ernie4_5": (Ernie4_5Config, {"head_dim": 24, "use_bias": True}),
+    "internlm3": (InternLM3Config, {"head_dim": 24, "pad_token_id": 0}),
+    "glm": (GlmConfig, GLM4),
+    "cohere2": (Cohere2Config, COHERE2),
+    "phi": (PhiConfig, {}),
+    "phi-qk_layernorm": (PhiConfig, {"qk_layernorm": True, "tie_word_embeddings": True}),
+    "starcoder2": (Starcoder2Config, {"sliding_window": 24}),
+    "gpt_neox": (GPTNeoXConfig, {}),
+    "gpt_neox-sequential": (GPTNeoXConfig, {"use_parallel_residual": False, "attention_bias": False}),
+    "granite4": (GraniteMoeHybridConfig, GRANITE4),
+    "nemotron": (NemotronConfig, {"head_dim": 24, "mlp_bias": True}),
+    "arcee": (ArceeConfig, {"head_dim": 24, "attention_bias": True}),
+    "qwen2_vl": (functools.partial(_qwen_vl, Qwen2VLConfig), {"rope_parameters": MROPE}),
+    "qwen2_5_vl": (functools.partial(_qwen_vl, Qwen2_5_VLConfig), {"rope_parameters": MROPE}),
+    "qwen3_vl": (functools.partial(_qwen_vl, Qwen3VLConfig), {"rope_parameters": MROPE, "head_dim": 16}),
     "smollm3": (SmolLM3Config, {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0}),
 }
 """One row per family and per shape that takes another path."""
@@ -224,6 +301,8 @@ def write_checkpoint(folder: Path, config: Any, seed: int, **save: Any) -> Path:
             if tensor.dim() < 2 or len(tensor.unique()) == 1:
                 # Sinks must be as large as the scores of these weights.
                 tensor.add_(torch.randn_like(tensor) * (20.0 if name.endswith("sinks") else 0.3))
+            if name.endswith("act_fn.eps"):
+                tensor.sub_(2.0)  # it replaces negative inputs above it
     model.save_pretrained(folder, **save)
     return folder
 

@@ -5,7 +5,9 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -26,6 +28,8 @@ class CausalLM(ABC):
     Parameters are allocated but not filled: `weights.loader` fills them, using `tensors`.
     """
 
+    NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Maps attributes to the names that the checkpoint uses for them, if these differ."""
     layers: Sequence[Module]
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
@@ -97,7 +101,7 @@ class CausalLM(ABC):
         """Yield the norms with learned weights, each with its name in the checkpoint."""
         parent = self.shape.architecture_info.layers_path.removesuffix("layers")
         layers = ((f"layers.{index}", layer) for index, layer in enumerate(self.layers))
-        outer = ((name, part) for name, part in vars(self).items() if isinstance(part, Norm))
+        outer = ((self.NAMES.get(name, name), part) for name, part in vars(self).items() if isinstance(part, Norm))
         for path, part in (*layers, *outer):
             yield from ((parent + name, norm) for name, norm in find_norms(part, path) if norm.size)
 
@@ -109,12 +113,17 @@ class CausalLM(ABC):
         """Yield the name of every tensor in the checkpoint, and the parameter or shard into which the tensor is
         loaded."""
         parent = self.shape.architecture_info.layers_path.removesuffix(".layers")
-        yield f"{parent}.embed_tokens.weight", embedding_shard(self.embed_tokens, self.communicator)
+        yield (
+            f"{parent}.{self.shape.architecture_info.embedding}.weight",
+            embedding_shard(self.embed_tokens, self.communicator),
+        )
         for index, layer in enumerate(self.layers):
             yield from layer.tensors(f"{parent}.layers.{index}.")
         yield from self.top_level_tensors(f"{parent}.")
-        if not self.shape.tie_word_embeddings:
-            yield from self.lm_head.tensors("")
+        for name, target in self.lm_head.tensors(""):
+            is_tied = self.shape.tie_word_embeddings and name.endswith(".weight")
+            if not is_tied and self.shape.head == "lm":
+                yield name, target
         if self.score is not None:
             yield "score.weight", self.score
 

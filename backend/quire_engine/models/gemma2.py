@@ -5,31 +5,24 @@ It differs from Llama in these ways: attention and MLP each have a norm before a
 scaled, attention scores and logits have a soft cap, and every second layer has a sliding window.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory
-from quire_engine.models.layers.norm import RMSNorm
+from quire_engine.models.layers.norm import UnitOffsetRMSNorm
 from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
-from quire_kernels import rms_norm, softcap
+from quire_kernels import softcap
 from quire_spec.model.model_config import ModelConfig
-
-
-class Gemma2RMSNorm(RMSNorm):
-    """Root-mean-square normalization with the factor 1 + weight."""
-
-    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Normalize in float32, because 1 + weight would lose precision in a narrower dtype; see Norm.normalize."""
-        assert weight is not None
-        return rms_norm(x.float(), 1.0 + weight.float(), self.eps).to(x.dtype)
 
 
 class Gemma2DecoderLayer(LlamaDecoderLayer):
     """Llama's layer, except that the outputs of attention and MLP are normalized before they are added to the residual
     stream."""
 
-    NORM = Gemma2RMSNorm
+    NORM = UnitOffsetRMSNorm
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         super().__init__(shape, index, factory)
@@ -43,14 +36,11 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
         mlp_output = self.mlp(self.pre_feedforward_layernorm(hidden, batch), batch)
         return hidden.add_(self.post_feedforward_layernorm(mlp_output, batch))
 
-    def weights(self) -> None:
-        """See LlamaDecoderLayer.weights."""
-
 
 class Gemma2ForCausalLM(LlamaForCausalLM):
     """See LlamaForCausalLM."""
 
-    LAYER = Gemma2DecoderLayer
+    LAYER: ClassVar[type[LlamaDecoderLayer]] = Gemma2DecoderLayer
 
     def build_layers(self, factory: ParamFactory) -> None:
         """See CausalLM.build_layers."""

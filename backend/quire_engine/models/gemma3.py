@@ -8,9 +8,10 @@ on attention scores. Second, layers with a sliding window use another rope base.
 from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
-from quire_engine.models.gemma2 import Gemma2DecoderLayer, Gemma2ForCausalLM, Gemma2RMSNorm
+from quire_engine.models.gemma2 import Gemma2DecoderLayer, Gemma2ForCausalLM
 from quire_engine.models.layers.attention import RotaryAttention
 from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.layers.norm import UnitOffsetRMSNorm
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -19,8 +20,8 @@ class Gemma3Attention(RotaryAttention):
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         super().__init__(shape, index, factory)
-        self.q_norm = Gemma2RMSNorm(shape.head_dim, shape.norm_eps, factory)
-        self.k_norm = Gemma2RMSNorm(shape.head_dim, shape.norm_eps, factory)
+        self.q_norm = UnitOffsetRMSNorm(shape.head_dim, shape.norm_eps, factory)
+        self.k_norm = UnitOffsetRMSNorm(shape.head_dim, shape.norm_eps, factory)
 
     def project_qkv(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """See Attention.project_qkv."""

@@ -24,9 +24,6 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
         mlp_output = self.mlp(self.post_attention_layernorm(hidden, batch), batch)
         return hidden.add_(mlp_output, alpha=self.residual_multiplier)
 
-    def weights(self) -> None:
-        """See LlamaDecoderLayer.weights."""
-
 
 class GraniteForCausalLM(LlamaForCausalLM):
     """See LlamaForCausalLM."""

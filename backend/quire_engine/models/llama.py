@@ -12,10 +12,11 @@ from quire_engine.models.base import CausalLM
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.attention import RotaryAttention
 from quire_engine.models.layers.linear import ParamFactory
-from quire_engine.models.layers.mlp import MLP
+from quire_engine.models.layers.mlp import MLP, UngatedMLP
 from quire_engine.models.layers.module import Module
 from quire_engine.models.layers.moe import MoE
-from quire_engine.models.layers.norm import RMSNorm
+from quire_engine.models.layers.norm import LayerNorm, RMSNorm
+from quire_engine.models.layers.qk_norm import HeadNormAttention
 from quire_engine.models.layers.rotary import RotaryEmbedding
 from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import (
@@ -27,7 +28,7 @@ from quire_kernels import (
 )
 from quire_spec.model.model_config import ModelConfig
 
-FeedForward: TypeAlias = MLP | MoE
+FeedForward: TypeAlias = MLP | UngatedMLP | MoE
 
 
 class LlamaDecoderLayer(Module):
@@ -37,8 +38,8 @@ class LlamaDecoderLayer(Module):
     """
 
     ATTENTION: ClassVar[type[RotaryAttention]] = RotaryAttention
-    MLP: ClassVar[type[MLP]] = MLP
-    NORM: ClassVar[type[RMSNorm]] = RMSNorm
+    MLP: ClassVar[type[MLP] | type[UngatedMLP]] = MLP
+    NORM: ClassVar[type[RMSNorm] | type[LayerNorm]] = RMSNorm
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         self.input_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, factory)
@@ -58,18 +59,22 @@ class LlamaDecoderLayer(Module):
 
     def weights(self) -> LayerWeights | None:
         """Return the packed weights for the fused decoder; None if it cannot compute this layer."""
-        if isinstance(self.mlp, MoE) or self.mlp.activate is not silu_mul:
+        attention, mlp, is_same = self.self_attn, self.mlp, type(self).__call__ is LlamaDecoderLayer.__call__
+        if not isinstance(mlp, MLP) or mlp.activate is not silu_mul or not is_same or not attention.is_fusable:
+            return None
+        attention_norm, mlp_norm = self.input_layernorm, self.post_attention_layernorm
+        if type(attention_norm) is not RMSNorm or type(mlp_norm) is not RMSNorm:
             return None
         return LayerWeights(
-            attention_norm=self.input_layernorm.weight,
-            qkv=self.self_attn.qkv_proj.weights(),
-            query_norm=None,
-            key_norm=None,
-            output=self.self_attn.o_proj.weights(),
-            mlp_norm=self.post_attention_layernorm.weight,
-            gate_up=self.mlp.gate_up_proj.weights(),
-            down=self.mlp.down_proj.weights(),
-            window=self.self_attn.window,
+            attention_norm=attention_norm.weight,
+            qkv=attention.qkv_proj.weights(),
+            query_norm=attention.q_norm.weight if isinstance(attention, HeadNormAttention) else None,
+            key_norm=attention.k_norm.weight if isinstance(attention, HeadNormAttention) else None,
+            output=attention.o_proj.weights(),
+            mlp_norm=mlp_norm.weight,
+            gate_up=mlp.gate_up_proj.weights(),
+            down=mlp.down_proj.weights(),
+            window=attention.window,
         )
 
 
@@ -137,4 +142,4 @@ class LlamaForCausalLM(CausalLM):
 
     def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See CausalLM.top_level_tensors."""
-        yield from self.norm.tensors(f"{prefix}norm.")
+        yield from self.norm.tensors(f"{prefix}{self.NAMES.get('norm', 'norm')}.")

@@ -8,7 +8,6 @@ from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.attention import RotaryAttention
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
-from quire_kernels import LayerWeights
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -28,16 +27,16 @@ class Ministral3Attention(RotaryAttention):
             qkv[:, : self.num_heads].mul_(factors.to(qkv.dtype)[:, None, None])
         return qkv
 
+    @property
+    def is_fusable(self) -> bool:
+        """See RotaryAttention.is_fusable."""
+        return not self.rope.query_scaling_beta
+
 
 class Ministral3DecoderLayer(LlamaDecoderLayer):
     """Llama's layer with Ministral3Attention."""
 
     ATTENTION = Ministral3Attention
-    self_attn: Ministral3Attention
-
-    def weights(self) -> LayerWeights | None:
-        """See LlamaDecoderLayer.weights."""
-        return None if self.self_attn.rope.query_scaling_beta else super().weights()
 
 
 class Ministral3ForCausalLM(LlamaForCausalLM):

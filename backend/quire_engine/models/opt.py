@@ -16,24 +16,19 @@ from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.linear import Linear, ParamFactory, build_linear
 from quire_engine.models.layers.module import Module
-from quire_engine.models.layers.norm import Norm
+from quire_engine.models.layers.norm import LayerNorm
 from quire_engine.weights.param_shard import LoadTarget
 from quire_kernels import ACTIVATIONS, write_kv
 from quire_spec.model.model_config import ModelConfig
 
 
-class LayerNorm(Norm):
-    """Normalization to mean 0 and variance 1, with a learned scale and shift in most checkpoints."""
+class OPTLayerNorm(LayerNorm):
+    """LayerNorm without weights in some checkpoints."""
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
-        super().__init__(shape.norm_eps)
-        affine = shape.flags["layer_norm_elementwise_affine"]
-        self.weight = factory.empty(shape.hidden_size) if affine else None
-        self.bias = factory.empty(shape.hidden_size) if affine else None
-
-    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """See Norm.normalize."""
-        return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
+        super().__init__(shape.hidden_size, shape.norm_eps, factory)
+        if not shape.flags["layer_norm_elementwise_affine"]:
+            self.weight = self.bias = None
 
 
 class OPTAttention(Attention):
@@ -57,10 +52,10 @@ class OPTDecoderLayer(Module):
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         self.norm_first = shape.flags["do_layer_norm_before"]
         self.self_attn = OPTAttention(shape, index, factory)
-        self.self_attn_layer_norm = LayerNorm(shape, factory)
+        self.self_attn_layer_norm = OPTLayerNorm(shape, factory)
         self.fc1 = build_linear(shape, ["fc1"], factory, shape.mlp_bias)
         self.fc2 = build_linear(shape, ["fc2"], factory, shape.mlp_bias)
-        self.final_layer_norm = LayerNorm(shape, factory)
+        self.final_layer_norm = OPTLayerNorm(shape, factory)
         self.activate = ACTIVATIONS[shape.activation]
 
     def __call__(self, hidden: Tensor, kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
@@ -95,7 +90,7 @@ class OPTForCausalLM(CausalLM):
             self.project_out = Linear(shape.hidden_size, {"project_out": shape.embedding_size}, factory)
         self.layers = [OPTDecoderLayer(shape, index, factory) for index in range(shape.num_layers)]
         has_final_norm = shape.flags["do_layer_norm_before"] and not shape.flags["_remove_final_layer_norm"]
-        self.final_layer_norm = LayerNorm(shape, factory) if has_final_norm else None
+        self.final_layer_norm = OPTLayerNorm(shape, factory) if has_final_norm else None
 
     def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """See CausalLM.forward_layers."""

@@ -14,6 +14,10 @@ from quire_spec.model.architectures import ARCHITECTURES
 
 _ALIASES = {
     **dict.fromkeys(("MistralForCausalLM", "Qwen2ForCausalLM", "SmolLM3ForCausalLM"), "LlamaForCausalLM"),
+    **dict.fromkeys(("SeedOssForCausalLM", "InternLM3ForCausalLM"), "LlamaForCausalLM"),
+    **dict.fromkeys(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), "LlamaForCausalLM"),
+    "Olmo3ForCausalLM": "Olmo2ForCausalLM",
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Mistral3ForConditionalGeneration": "Ministral3ForCausalLM",
 }

@@ -31,10 +31,11 @@ FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _CHUNK_BYTES = device_copier.BUFFER_BYTES
 _LM_HEAD_NAME = "lm_head.weight"
 _MISSING_HINT = "config.json does not match this checkpoint, or the checkpoint is incomplete"
-# Names of tensors that are not loaded. Old Llama checkpoints contain rope frequencies, but the engine computes them
+# Names of tensors that are not loaded. Old checkpoints contain rope frequencies and masks, but the engine computes them
 # from config.json. Some models have parts for images, but the engine serves only their language model.
 _UNUSED_TENSORS = re.compile(
-    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*"
+    r"\w+\.layers\.\d+\.(self_attn|attention)\.(rotary_emb\.inv_freq|bias|masked_bias)"
+    r"|(model\.)?(vision_tower|multi_modal_projector|visual)\..*"
 )
 
 
@@ -182,10 +183,13 @@ class _FloatTensor:
         return self
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
-        """Return `rows` and `columns` of a matrix, or the elements `rows` of a vector.
+        """Return `rows` and `columns` of a matrix, the elements `rows` of a vector, or the only element of a scalar.
 
         If the tensor contains several matrices, `expert` is the index of the matrix.
         """
+        if not self.shape:
+            scalar: Tensor = self._slice[...]
+            return scalar.view(1)
         index: tuple[int | slice, ...] = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
         values: Tensor = self._slice[(expert, *index)[-len(self.shape) :] if len(self.shape) > 1 else index[0]]
         return values

@@ -57,6 +57,10 @@ def unsharded(target: LoadTarget) -> ParamShard:
     """
     if isinstance(target, ParamShard):
         return target
+    if target.dim() == 0:
+        return ParamShard(target.view(1), (), (range(1),))
+    if target.dim() == 0:
+        return ParamShard(target.view(1), (), (range(1),))
     return ParamShard(target, tuple(target.shape), (range(target.shape[0 if target.dim() < 3 else 1]),))
 
 
@@ -80,5 +84,5 @@ def read_rows(source: TensorSource, target: ParamShard, expert: int, rows: range
 
     `rows` is a range that `ParamShard.chunks` yielded. It can have a step.
     """
-    columns = range(target.checkpoint_shape[-1]) if target.columns is None else target.columns
+    columns = range((1, *target.checkpoint_shape)[-1]) if target.columns is None else target.columns
     return source.read(expert, range(rows[0], rows[-1] + 1), columns, target.tensor.dtype)[:: rows.step]

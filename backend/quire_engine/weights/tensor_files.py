@@ -12,6 +12,9 @@ from quire_spec.errors import ConfigError
 
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 SAFE_WEIGHTS_NAME = "model.safetensors"
+_LANGUAGE_MODEL = "model.language_model."
+_EMBED_OUT = "embed_out"
+"""The output projection in checkpoints of GPT-NeoX."""
 CONVERT_COMMAND = "python -m quire_engine convert"
 
 
@@ -32,6 +35,9 @@ class TensorFiles:
         self._has_outer_module = any(name.startswith("model.") for name in self.file_by_tensor)
         # If the language model is part of a larger model, all its tensor names have this prefix.
         self._is_part = any(name.startswith("language_model.") for name in self.file_by_tensor)
+        # In early checkpoints with images, the tensors of the language model have the names of a model without images.
+        self._is_flat = not any(name.startswith(_LANGUAGE_MODEL) for name in self.file_by_tensor)
+        self._has_embed_out = f"{_EMBED_OUT}.weight" in self.file_by_tensor
 
     def __contains__(self, name: str) -> bool:
         return name in self.file_by_tensor
@@ -44,7 +50,11 @@ class TensorFiles:
     def name_in_file(self, name: str) -> str:
         """Return the name that a tensor or module of the model has in the files."""
         if self._is_part:
-            return f"language_model.{name.replace('model.language_model.', 'model.', 1)}"
+            return f"language_model.{name.replace(_LANGUAGE_MODEL, 'model.', 1)}"
+        if self._has_embed_out and name.startswith("lm_head"):
+            return name.replace("lm_head", _EMBED_OUT, 1)
+        if self._is_flat and name.startswith(_LANGUAGE_MODEL):
+            return name.replace(_LANGUAGE_MODEL, "model.", 1)
         return name if self._has_outer_module else name.removeprefix("model.")
 
     def get_slice(self, name: str) -> Any:

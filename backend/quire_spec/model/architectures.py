@@ -47,6 +47,39 @@ GLM4_LINEARS = {
 }
 
 
+APERTUS_LINEARS = {path: kinds for path, kinds in LLAMA_LINEARS.items() if path != "mlp.gate_proj"}
+PHI_LINEARS = {
+    "self_attn.q_proj": ("hidden", "q"),
+    "self_attn.k_proj": ("hidden", "kv"),
+    "self_attn.v_proj": ("hidden", "kv"),
+    "self_attn.dense": ("q", "hidden"),
+    "mlp.fc1": ("hidden", "inner"),
+    "mlp.fc2": ("inner", "hidden"),
+}
+STARCODER2_LINEARS = {
+    "self_attn.q_proj": ("hidden", "q"),
+    "self_attn.k_proj": ("hidden", "kv"),
+    "self_attn.v_proj": ("hidden", "kv"),
+    "self_attn.o_proj": ("q", "hidden"),
+    "mlp.c_fc": ("hidden", "inner"),
+    "mlp.c_proj": ("inner", "hidden"),
+}
+GPT_NEOX_LINEARS = {
+    "attention.query_key_value": ("hidden", "qkv_by_head"),
+    "attention.dense": ("q", "hidden"),
+    "mlp.dense_h_to_4h": ("hidden", "inner"),
+    "mlp.dense_4h_to_h": ("inner", "hidden"),
+}
+GRANITE_HYBRID_LINEARS = {
+    "self_attn.q_proj": ("hidden", "q"),
+    "self_attn.k_proj": ("hidden", "kv"),
+    "self_attn.v_proj": ("hidden", "kv"),
+    "self_attn.o_proj": ("q", "hidden"),
+    "shared_mlp.input_linear": ("hidden", "gate_up"),
+    "shared_mlp.output_linear": ("inner", "hidden"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
     """Names of a mixture of experts within a layer."""
@@ -127,6 +160,26 @@ class Architecture:
     """Numeric keys of config.json that are used only by the model code of this architecture. Their values must be
     positive, and `defaults` has a value for each key."""
 
+    activations: tuple[str, ...] = ()
+    """Names of activation functions that this architecture supports besides capabilities.ACTIVATIONS."""
+
+    activation_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Some activation functions have another meaning in this architecture. Maps the name in config.json to the name of
+    the function that it means."""
+
+    required: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """Keys of config.json of which only one value is supported. Maps a key to this value, and to the name of the
+    feature that other values need. null is the same as this value."""
+
+    saved_as: str = ""
+    """transformers writes the name of this architecture for a model of this type. Empty: the key of the row."""
+
+    embedding: str = "embed_tokens"
+    """The name of the embedding in a checkpoint."""
+
+    has_lm_head_bias: bool = False
+    """Whether the output projection has a bias."""
+
     uses_experts: Callable[[HFConfigReader, int], bool] | None = None
     """A function that returns True if a layer has a mixture of experts instead of an MLP; see MoEConfig. If it is None,
     no layer has experts."""
@@ -171,9 +224,24 @@ def _is_sliding_even_layer(config: HFConfigReader, index: int) -> bool:
     return index % 2 == 0 if is_sliding is None else is_sliding
 
 
-def _is_sliding_unless_sixth(config: HFConfigReader, index: int) -> bool:
+def _is_sliding_by_pattern(config: HFConfigReader, index: int) -> bool:
     is_sliding = _is_sliding_by_layer_types(config, index)
     return (index + 1) % config.get_int("sliding_window_pattern") != 0 if is_sliding is None else is_sliding
+
+
+def _uses_rope_in_window(config: HFConfigReader, index: int) -> bool:
+    return "sliding_window" in config and _is_sliding_by_pattern(config, index)
+
+
+def _uses_rope_unless_hybrid(config: HFConfigReader, index: int) -> bool:
+    return "sliding_window" not in config or _is_sliding_by_pattern(config, index)
+
+
+def _uses_rope_of_granite_hybrid(config: HFConfigReader, index: int) -> bool:
+    layer_types = config.get_str_list("layer_types") if "layer_types" in config else ("linear_attention",)
+    if layer_types[min(index, len(layer_types) - 1)] not in ("full_attention", "attention"):
+        raise config.error("layer_types", list(layer_types), "full_attention in every layer (no Mamba-2 layers)")
+    return config.get_raw("position_embedding_type") == "rope"
 
 
 def _uses_rope_unless_listed(config: HFConfigReader, index: int) -> bool:
@@ -361,7 +429,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "tie_word_embeddings": True,
         },
         biases=("attention_bias", "attention_bias", False),
-        uses_sliding_window=_is_sliding_unless_sixth,
+        uses_sliding_window=_is_sliding_by_pattern,
         local_rope_theta="rope_local_base_freq",
     ),
     "Gemma3ForConditionalGeneration": Architecture(
@@ -428,5 +496,263 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         uses_sliding_window=_is_sliding_without_rope,
         uses_rope=_uses_rope_unless_listed,
     ),
+    "GemmaForCausalLM": Architecture(
+        "gemma",
+        "dense.gemma",
+        defaults={
+            "head_dim": 256,
+            "num_key_value_heads": 16,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        activation_aliases={"gelu": "gelu_pytorch_tanh"},
+    ),
+    "Olmo2ForCausalLM": Architecture(
+        "olmo2",
+        "dense.olmo",
+        defaults={"rms_norm_eps": 1e-5},
+        biases=("attention_bias", "attention_bias", False),
+    ),
+    "Olmo3ForCausalLM": Architecture(
+        "olmo3",
+        "dense.olmo",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        uses_sliding_window=_is_sliding_by_pattern,
+        local_rope_theta="rope_theta",
+    ),
+    "SeedOssForCausalLM": Architecture(
+        "seed_oss",
+        "llama",
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        biases=("attention_bias", "attention_out_bias", "mlp_bias"),
+    ),
+    "Exaone4ForCausalLM": Architecture(
+        "exaone4",
+        "dense.exaone4",
+        defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        uses_sliding_window=_is_sliding_by_pattern,
+        uses_rope=_uses_rope_unless_hybrid,
+    ),
+    "ApertusForCausalLM": Architecture(
+        "apertus",
+        "dense.apertus",
+        linears=APERTUS_LINEARS,
+        defaults={
+            "hidden_act": "xielu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 12000000.0,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12000000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+        biases=("attention_bias", "attention_bias", False),
+        activations=("xielu", "relu2"),
+    ),
+    "HunYuanDenseV1ForCausalLM": Architecture(
+        "hunyuan_v1_dense",
+        "dense.hunyuan",
+        defaults={"rms_norm_eps": 1e-5},
+        biases=("attention_bias", "attention_bias", False),
+        rope_aliases={"dynamic": "ntk_alpha"},
+    ),
+    "Ernie4_5ForCausalLM": Architecture(
+        "ernie4_5",
+        "dense.ernie4_5",
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+        biases=("use_bias", "use_bias", "use_bias"),
+    ),
+    "InternLM3ForCausalLM": Architecture(
+        "internlm3",
+        "llama",
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
+        biases=("attention_bias", "attention_bias", "mlp_bias"),
+        required={
+            "qkv_bias": (False, "biases"),
+            "bias": (False, "biases"),
+        },
+        saved_as="LlamaForCausalLM",
+    ),
+    "GlmForCausalLM": Architecture(
+        "glm",
+        "glm4",
+        linears=GLM4_LINEARS,
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1.5625e-7,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
+        biases=("attention_bias", False, False),
+    ),
+    "Cohere2ForCausalLM": Architecture(
+        "cohere2",
+        "dense.cohere2",
+        key_aliases={"rms_norm_eps": "layer_norm_eps"},
+        ignored_keys=("head_dim", "rms_norm_eps"),
+        defaults={
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.0625,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "tie_word_embeddings": True,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        uses_sliding_window=_is_sliding_by_pattern,
+        uses_rope=_uses_rope_in_window,
+        factors=("logit_scale",),
+    ),
+    "PhiForCausalLM": Architecture(
+        "phi",
+        "dense.phi",
+        linears=PHI_LINEARS,
+        key_aliases={"rms_norm_eps": "layer_norm_eps"},
+        defaults={
+            "hidden_act": "gelu_new",
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "qk_layernorm": False,
+        },
+        biases=(True, True, True),
+        activations=("relu2",),
+        flags=("qk_layernorm",),
+        has_lm_head_bias=True,
+    ),
+    "Starcoder2ForCausalLM": Architecture(
+        "starcoder2",
+        "dense.starcoder2",
+        linears=STARCODER2_LINEARS,
+        key_aliases={"rms_norm_eps": "norm_epsilon"},
+        defaults={
+            "num_key_value_heads": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "norm_epsilon": 1e-5,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+        biases=("use_bias", "use_bias", "use_bias"),
+        activations=("relu2",),
+        uses_sliding_window=_is_sliding_always,
+    ),
+    "GPTNeoXForCausalLM": Architecture(
+        "gpt_neox",
+        "dense.gpt_neox",
+        linears=GPT_NEOX_LINEARS,
+        layers_path="gpt_neox.layers",
+        key_aliases={
+            "rms_norm_eps": "layer_norm_eps",
+            "rope_theta": "rotary_emb_base",
+            "partial_rotary_factor": "rotary_pct",
+        },
+        ignored_keys=("num_key_value_heads", "head_dim"),
+        defaults={
+            "hidden_act": "gelu",
+            "attention_bias": True,
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25,
+            "use_parallel_residual": True,
+        },
+        biases=("attention_bias", "attention_bias", True),
+        activations=("relu2",),
+        flags=("use_parallel_residual",),
+        embedding="embed_in",
+    ),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        "granitemoehybrid",
+        "dense.granite_hybrid",
+        linears=GRANITE_HYBRID_LINEARS,
+        key_aliases={"intermediate_size": "shared_intermediate_size"},
+        defaults={
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 8,
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        required={"num_local_experts": (0, "experts beside a shared MLP")},
+        uses_rope=_uses_rope_of_granite_hybrid,
+        factors=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    ),
+    "NemotronForCausalLM": Architecture(
+        "nemotron",
+        "dense.nemotron",
+        linears=APERTUS_LINEARS,
+        key_aliases={"rms_norm_eps": "norm_eps"},
+        defaults={"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        biases=("attention_bias", "attention_bias", "mlp_bias"),
+        activations=("relu2",),
+    ),
+    "ArceeForCausalLM": Architecture(
+        "arcee",
+        "dense.arcee",
+        linears=APERTUS_LINEARS,
+        defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+        biases=("attention_bias", "attention_bias", "mlp_bias"),
+        activations=("relu2",),
+    ),
+    "Qwen2VLForConditionalGeneration": Architecture(
+        "qwen2_vl", "llama", layers_path="model.language_model.layers", text_types=("qwen2_vl_text",)
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Architecture(
+        "qwen2_5_vl", "llama", layers_path="model.language_model.layers", text_types=("qwen2_5_vl_text",)
+    ),
+    "Qwen3VLForConditionalGeneration": Architecture(
+        "qwen3_vl", "qwen3", layers_path="model.language_model.layers", text_types=("qwen3_vl_text",)
+    ),
 }
 """Rows of the table. The key of a row is the name that config.json has in `architectures`."""
+
+QWEN_VL_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 80,
+}
+TEXT_MODELS: Mapping[str, Architecture] = {
+    name: Architecture(
+        name,
+        "llama",
+        defaults=QWEN_VL_DEFAULTS,
+        biases=(True, False, False),
+        uses_sliding_window=_is_sliding_upper_layer,
+        rope_aliases={"mrope": "default"},
+    )
+    for name in ("qwen2_vl_text", "qwen2_5_vl_text")
+} | {
+    "qwen3_vl_text": Architecture(
+        "qwen3_vl_text",
+        "qwen3",
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0},
+        biases=("attention_bias", "attention_bias", False),
+        rope_aliases={"mrope": "default"},
+    ),
+}
+"""Rows for language models that exist only inside a multimodal model, by `model_type`. The three positions of a text
+token are equal, so mrope is the same as rope."""

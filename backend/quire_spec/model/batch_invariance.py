@@ -67,9 +67,10 @@ def _size_without_kernel(shape: ModelConfig) -> str | None:
             f"{_MAX_HEADS_PER_KV_HEAD} heads per KV head; the model has {shape.head_dim} and "
             f"{shape.num_heads} to {shape.num_kv_heads}"
         )
-    # OPT's activation is not gated, so that torch computes it.
-    is_opt = shape.architecture == "OPTForCausalLM"
-    if shape.activation == "gelu" or (is_opt and shape.activation != "relu"):
+    # torch computes activations without a gate. Those with an exponential can depend on how its threads divide rows.
+    linears = shape.architecture_info.linears
+    has_gate = "mlp.gate_proj" in linears or any("gate_up" in kinds for kinds in linears.values())
+    if shape.activation == "gelu" or (not has_gate and shape.activation not in ("relu", "relu2")):
         return f"torch computes the activation {shape.activation}"
     sizes = {path: linear_sizes(shape)[path][1] for i in range(shape.num_layers) for path in shape.layer_linears(i)}
     if shape.moe is not None and any(shape.moe.layers):

@@ -11,7 +11,7 @@ from quire_spec.model.architectures import ARCHITECTURES
 
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
-ACTIVATION_ALIASES = {"swish": "silu"}
+ACTIVATION_ALIASES = {"swish": "silu", "gelu_fast": "gelu_new"}
 """For some of these activations, transformers also uses another name. Maps that name to the name in ACTIVATIONS."""
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

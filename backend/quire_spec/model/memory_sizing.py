@@ -129,6 +129,7 @@ def linear_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
         "q": q,
         "kv": kv,
         "qkv": q + 2 * kv,
+        "qkv_by_head": 3 * q,
         "inner": inner,
         "gate_up": 2 * inner,
     }

@@ -12,7 +12,7 @@ from typing import Any, Self
 from quire_spec.dataclass_json import read_json
 from quire_spec.errors import ConfigError, truncated_repr
 from quire_spec.model import capabilities
-from quire_spec.model.architectures import ARCHITECTURES, Architecture
+from quire_spec.model.architectures import ARCHITECTURES, TEXT_MODELS, Architecture
 from quire_spec.model.hf_config import HFConfigReader
 from quire_spec.model.moe_config import MoEConfig
 from quire_spec.model.quantization import QuantizationScheme
@@ -127,7 +127,7 @@ class ModelConfig:
         None if the output projection has its own tensor.
         """
         return (
-            f"{self.architecture_info.layers_path.removesuffix('layers')}embed_tokens.weight"
+            f"{self.architecture_info.layers_path.removesuffix('layers')}{self.architecture_info.embedding}.weight"
             if self.tie_word_embeddings
             else None
         )
@@ -154,8 +154,11 @@ class ModelConfig:
                 f"config.json: architecture {architecture!r} is not supported; "
                 f"supported architectures are {', '.join(capabilities.SUPPORTED_ARCHITECTURES)}"
             )
-        architecture_info = ARCHITECTURES[architecture]
         model_type = config.get("model_type")
+        for name, info in ARCHITECTURES.items():
+            if info.model_type == model_type and info.saved_as == architecture:
+                architecture = name
+        architecture_info = ARCHITECTURES[architecture]
         # transformers selects the model by type, vLLM by architecture. The two must agree.
         known_types = [info.model_type for info in ARCHITECTURES.values()]
         if model_type != architecture_info.model_type and model_type in known_types:
@@ -166,6 +169,8 @@ class ModelConfig:
         if architecture_info.text_types:
             config, architecture_info = _text_config(config, architecture_info)
         values = {key: value for key, value in config.items() if key not in architecture_info.ignored_keys}
+        aliases = architecture_info.key_aliases.items()
+        values |= {key: values[alias] for key, alias in aliases if alias in values and key not in values}
         reader = HFConfigReader(values, architecture_info.defaults)
         model_config = cls._from_hf_config(reader, architecture, architecture_info)
         if head == "lm":
@@ -188,7 +193,7 @@ class ModelConfig:
         qkv_bias, output_bias, mlp_bias = (
             b if isinstance(b, bool) else config.get_bool(b, False) for b in architecture_info.biases
         )
-        _reject_unsupported(config)
+        _reject_unsupported(config, architecture_info)
         learned_offset = architecture_info.learned_position_offset
         return cls(
             architecture=architecture,
@@ -212,7 +217,7 @@ class ModelConfig:
             or (_get_declared_float(config, architecture_info, "query_pre_attn_scalar") or head_dim) ** -0.5,
             attention_softcap=_get_declared_float(config, architecture_info, "attn_logit_softcapping"),
             logits_softcap=_get_declared_float(config, architecture_info, "final_logit_softcapping"),
-            norm_eps=config.get_float("rms_norm_eps", 1e-6),
+            norm_eps=config.get_float(architecture_info.key_aliases.get("rms_norm_eps", "rms_norm_eps"), 1e-6),
             activation=_activation(config, architecture_info),
             tie_word_embeddings=config.get_bool("tie_word_embeddings", False),
             attention_bias=qkv_bias,
@@ -251,6 +256,9 @@ def _num_labels(config: Mapping[str, Any]) -> int:
 def _text_config(config: Mapping[str, Any], architecture_info: Architecture) -> tuple[dict[str, Any], Architecture]:
     """Return the config of the language model inside a multimodal model, and the table row for that language model."""
     text_config = config.get("text_config")
+    if text_config is None and "hidden_size" in config:
+        # Early Qwen-VL checkpoints have the keys of the language model at the top level.
+        text_config = {**config, "model_type": architecture_info.text_types[0]}
     text_type = text_config.get("model_type") if isinstance(text_config, Mapping) else None
     if not isinstance(text_config, Mapping) or text_type not in architecture_info.text_types:
         raise ConfigError(
@@ -258,11 +266,15 @@ def _text_config(config: Mapping[str, Any], architecture_info: Architecture) -> 
             f"got {truncated_repr(text_type)}"
         )
     outer = {key: config[key] for key in _KEYS_OF_WHOLE_MODEL if config.get(key) is not None}
-    return {**text_config, **outer}, next(info for info in ARCHITECTURES.values() if info.model_type == text_type)
+    rows = (*TEXT_MODELS.values(), *ARCHITECTURES.values())
+    return {**text_config, **outer}, next(info for info in rows if info.model_type == text_type)
 
 
-def _reject_unsupported(config: HFConfigReader) -> None:
-    """Reject settings that transformers supports for every architecture, but this engine does not."""
+def _reject_unsupported(config: HFConfigReader, architecture_info: Architecture) -> None:
+    """Reject settings that transformers supports for every architecture or for this one, but this engine does not."""
+    for key, (required, feature) in architecture_info.required.items():
+        if key in config and config.get_raw(key) != required:
+            raise config.error(key, config.get_raw(key), f"{required} ({feature}: not supported)")
     if not config.get_section("per_layer_config").is_empty:
         raise ConfigError("config.json: per_layer_config: a separate configuration for each layer is not supported")
     for key, required in (("is_causal", True), ("use_bidirectional_attention", False)):
@@ -331,7 +343,8 @@ def _get_declared_float(config: HFConfigReader, architecture_info: Architecture,
 def _activation(config: HFConfigReader, architecture_info: Architecture) -> str:
     key = architecture_info.key_aliases.get("hidden_act", "hidden_act")
     name = config.get_str(key, architecture_info.defaults.get(key, "silu"))
-    name = capabilities.ACTIVATION_ALIASES.get(name, name)
-    if name not in capabilities.ACTIVATIONS:
-        raise config.error(key, name, f"one of {', '.join(capabilities.ACTIVATIONS)}")
+    name = {**capabilities.ACTIVATION_ALIASES, **architecture_info.activation_aliases}.get(name, name)
+    supported = (*capabilities.ACTIVATIONS, *architecture_info.activations)
+    if name not in supported:
+        raise config.error(key, name, f"one of {', '.join(supported)}")
     return name

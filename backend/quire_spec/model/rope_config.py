@@ -15,6 +15,8 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.hf_config import MAX_INTEGER, HFConfigReader
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_NTK_ALPHA = "ntk_alpha"
+"""What Hunyuan means by `dynamic`: the base grows by a constant factor that depends on `alpha`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,11 @@ class RopeConfig:
                 "config.json: head_dim x partial_rotary_factor must be an even number from 2 to head_dim "
                 f"{head_dim}, got {dim}"
             )
+        if rope_type == _NTK_ALPHA:
+            rope_type = "dynamic"
+            if "alpha" in scaling:
+                # The factor is constant, so that no frequency depends on the length of the sequence.
+                theta, rope_type = theta * scaling.get_float("alpha") ** (dim / (dim - 2)), "default"
         rope = cls._read_scaling(config, scaling, cls(rope_type, theta, dim), max_positions)
         if "llama_4_scaling_beta" not in scaling:
             return rope
@@ -193,7 +200,7 @@ def _read_rope_type(scaling: HFConfigReader, aliases: Mapping[str, str]) -> str:
     rope_type = scaling.get_str("rope_type", scaling.get_str("type", "default"))
     # The original name of longrope was su.
     rope_type = {"su": "longrope", **aliases}.get(rope_type, rope_type)
-    if rope_type not in ROPE_TYPES:
+    if rope_type not in (*ROPE_TYPES, *aliases.values()):
         raise ConfigError(
             f"config.json: rope scaling {rope_type!r} is not supported; supported types are {', '.join(ROPE_TYPES)}"
         )

@@ -113,6 +113,8 @@ class TensorParallelShard:
             return (range(self.model_config.hidden_size),)
         if kind == "inner":
             return (mlp,)
+        if kind == "qkv_by_head":  # query, key and value of a head are neighbors
+            return (range(3 * self.model_config.head_dim * q.start, 3 * self.model_config.head_dim * q.stop),)
         if kind == "gate_up":
             return (mlp, _shift_range(mlp, self.model_config.intermediate_size))
         head_ranges = {"q": (q,), "kv": (kv,), "qkv": (q, _shift_range(kv, all_q), _shift_range(kv, all_q + all_kv))}

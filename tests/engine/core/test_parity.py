@@ -192,6 +192,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
+DENSE_FAMILIES = [
+    *("gemma", "olmo2", "olmo3", "seed_oss", "exaone4", "apertus", "hunyuan", "ernie4_5", "internlm3", "glm"),
+    *("cohere2", "phi", "starcoder2", "gpt_neox", "granite4", "nemotron", "arcee"),
+]
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gemma2"]
 # The other checkpoints of a family differ in the model, not in the engine.
 SOME_SCENARIOS = ["preempted in chunks", "blocks of 128"]
@@ -482,7 +486,9 @@ def test_each_adapter_changes_the_output(adapter_cases):
     ("name", "target_modules"),
     [
         *((name, r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)") for name in ("gemma3-vision", "mistral3")),
+        *((name, r".*language_model.*\.(k_proj|up_proj|down_proj)") for name in ("qwen2_5_vl", "qwen3_vl")),
         *((name, ["q_proj", "k_proj", "v_proj", "o_proj"]) for name in ("qwen3_moe-mixed", "mixtral", "gpt_oss")),
+        *((name, "all-linear") for name in DENSE_FAMILIES),
     ],
 )
 def test_adapter_of_some_linears_equals_peft(cases, name, target_modules, tmp_path):

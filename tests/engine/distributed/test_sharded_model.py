@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel shards: what each rank loads, and the logits that all ranks compute together."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_engine.weights import loader
 from quire_engine.weights.loader import load_weights
 from quire_engine.weights.param_shard import unsharded
+from quire_engine.weights.tensor_files import TensorFiles
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
@@ -118,10 +120,11 @@ def test_rank_reads_only_its_shard(folder, monkeypatch):
     if unsupported_reason(shape, size):
         size = 2
     monkeypatch.setattr(loader, "_CHUNK_BYTES", 1000)
+    files = TensorFiles(folder)
     tensors = {
-        name.replace("language_model.model.", "model.language_model.").removeprefix("language_model."): tensor
+        name: tensor.view(tensor.shape or 1)
         for name, tensor in load_file(folder / "model.safetensors").items()
-        if not name.startswith(("vision_tower.", "multi_modal_projector."))
+        if not re.match(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.", name)
     }
     load_counts = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
     bytes_read = 0
@@ -129,12 +132,12 @@ def test_rank_reads_only_its_shard(folder, monkeypatch):
         model = _load_model(folder, Communicator(TensorParallelShard(shape, rank, size), lambda: folder))
         for name, target in model.tensors():
             shard = unsharded(target)
-            source = tensors.get(name, tensors.get(name.removeprefix("model.")))
+            source = tensors[files.name_in_file(name)]
             columns = slice(None) if shard.columns is None else slice(shard.columns.start, shard.columns.stop)
             index = torch.tensor([row for rows in shard.rows for row in rows], dtype=torch.int64)
             expected = source[index] if source.dim() == 1 else source[..., index, :][..., columns]
             assert torch.equal(shard.tensor, expected), name
-            counts = load_counts[name if name in load_counts else name.removeprefix("model.")]
+            counts = load_counts[files.name_in_file(name)]
             if counts.dim() == 1:
                 counts[index] += 1
             else:

@@ -67,7 +67,7 @@ def lora_modules(shape: ModelConfig) -> dict[str, LoRAModule]:
         ]
     parent = layers_path.removesuffix("layers")
     outer_modules = (
-        LoRAModule(f"{parent}embed_tokens", NO_LAYER, "embed_tokens"),
+        LoRAModule(f"{parent}{shape.architecture_info.embedding}", NO_LAYER, "embed_tokens"),
         LoRAModule("lm_head", NO_LAYER, "lm_head"),
     )
     return {module.name: module for module in (*layer_modules, *outer_modules)}

@@ -16,6 +16,8 @@ class Attention(Module):
     """Grouped-query attention over the paged KV cache. Subclasses define how positions are encoded, the names of the
     linear layers, and `project_qkv`."""
 
+    PATH: ClassVar[str] = "self_attn"
+    """Path of the attention in a decoder layer."""
     QKV: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
     """Names of the linear layers for queries, keys and values; a single name if the checkpoint has one fused layer."""
     OUTPUT: ClassVar[str] = "o_proj"
@@ -28,8 +30,9 @@ class Attention(Module):
         self.window = shape.sliding_windows[index]
         self.softcap = shape.attention_softcap
         self.sinks: Tensor | None = None
-        self.qkv_proj = build_linear(shape, [f"self_attn.{name}" for name in self.QKV], factory, shape.attention_bias)
-        self.o_proj = build_linear(shape, [f"self_attn.{self.OUTPUT}"], factory, shape.output_bias)
+        qkv = [f"{self.PATH}.{name}" for name in self.QKV]
+        self.qkv_proj = build_linear(shape, qkv, factory, shape.attention_bias)
+        self.o_proj = build_linear(shape, [f"{self.PATH}.{self.OUTPUT}"], factory, shape.output_bias)
 
     def project_qkv(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Compute queries, keys and values of the input [num_tokens, hidden_size]; return them in one tensor
@@ -51,6 +54,12 @@ class Attention(Module):
 class RotaryAttention(Attention):
     """Attention with rotary position embedding."""
 
+    @property
+    def is_fusable(self) -> bool:
+        """Whether the fused decoder computes this attention."""
+        is_same = type(self).project_qkv is Attention.project_qkv and type(self).__call__ is RotaryAttention.__call__
+        return is_same and self.sinks is None
+
     def __call__(
         self,
         x: Tensor,
@@ -67,3 +76,20 @@ class RotaryAttention(Attention):
         qkv = self.project_qkv(x, batch)
         queries = rope_and_cache(qkv, *rope, kv_cache, batch.addresses, self.num_heads)
         return self.attend(queries, kv_cache, batch, residual)
+
+
+class InterleavedAttention(RotaryAttention):
+    """Attention that rotates the adjacent elements 2 i and 2 i + 1 of each head."""
+
+    def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
+        super().__init__(shape, index, factory)
+        self.rotary_dim = shape.ropes[index].dim
+
+    def project_qkv(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """See Attention.project_qkv. Moves pair (2 i, 2 i + 1) to (i, i + dim / 2), the order that other architectures
+        use. Attention scores do not change, because queries and keys are reordered in the same way.
+        """
+        qkv = super().project_qkv(x, batch)
+        rotated = qkv[:, : self.num_rotated, : self.rotary_dim]
+        rotated.copy_(rotated.reshape(*rotated.shape[:-1], -1, 2).mT.flatten(-2))
+        return qkv

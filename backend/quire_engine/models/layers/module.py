@@ -4,7 +4,9 @@
 It finds the linear layers of a part, and the checkpoint tensors that fill the part's parameters.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -16,9 +18,13 @@ from quire_kernels import HugePageArena
 class Module:
     """A part of a model.
 
-    Each attribute has the name that the checkpoint uses for it. The attributes are defined in the order in which the
-    model computes them. A merged linear layer is an exception: its slices have the names that the checkpoint uses.
+    Each attribute has the name that the checkpoint uses for it, unless NAMES has another name. The attributes are
+    defined in the order in which the model computes them. A merged linear layer is an exception: its slices have the
+    names that the checkpoint uses.
     """
+
+    NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Maps attributes to the names that the checkpoint uses for them, if these differ."""
 
     def adapter_sites(self) -> Iterator[Linear | AdapterSite]:
         """Yield the linear layers, routers and projections of experts, which adapters can change."""
@@ -49,7 +55,8 @@ class Module:
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """Yield the checkpoint tensors under `prefix`, each with the parameter or shard that the tensor fills."""
-        for name, part in vars(self).items():
+        for attribute, part in vars(self).items():
+            name = self.NAMES.get(attribute, attribute)
             if isinstance(part, Tensor):
                 yield f"{prefix}{name}", part
             elif isinstance(part, Linear):

@@ -4,6 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
@@ -72,10 +73,53 @@ class RMSNorm(Norm):
         return rms_norm(x, weight, self.eps)
 
 
+class UnitOffsetRMSNorm(RMSNorm):
+    """Root-mean-square normalization with the factor 1 + weight."""
+
+    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Normalize in float32, because 1 + weight would lose precision in a narrower dtype; see Norm.normalize."""
+        assert weight is not None
+        return rms_norm(x.float(), 1.0 + weight.float(), self.eps).to(x.dtype)
+
+
+class LayerNorm(Norm):
+    """Normalization to mean 0 and variance 1, with a learned scale and shift."""
+
+    def __init__(self, size: int, eps: float, factory: ParamFactory) -> None:
+        super().__init__(eps)
+        self.weight = factory.empty(size)
+        self.bias = factory.empty(size)
+
+    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """See Norm.normalize."""
+        return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
+
+
+class UnitOffsetLayerNorm(LayerNorm):
+    """LayerNorm with the factor 1 + weight."""
+
+    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """See Norm.normalize."""
+        assert weight is not None
+        return super().normalize(x, weight + 1.0, bias)
+
+
+class BiaslessLayerNorm(LayerNorm):
+    """LayerNorm without a shift."""
+
+    def __init__(self, size: int, eps: float, factory: ParamFactory) -> None:
+        super().__init__(size, eps, factory)
+        self.bias = None
+
+    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """See Norm.normalize."""
+        return super().normalize(x, weight, None)
+
+
 def find_norms(part: Module, path: str) -> Iterator[tuple[str, Norm]]:
     """Yield the norms of a part of a model, which can itself be a norm, each with its path."""
     if isinstance(part, Norm):
         yield path, part
     for name, each in vars(part).items():
         if isinstance(each, Module):
-            yield from find_norms(each, f"{path}.{name}")
+            yield from find_norms(each, f"{path}.{part.NAMES.get(name, name)}")

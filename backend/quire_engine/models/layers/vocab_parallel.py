@@ -4,6 +4,7 @@
 from dataclasses import replace
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire_engine.distributed.communicator import Communicator
@@ -27,6 +28,8 @@ class LMHead(Linear):
         weight = self.weight
         if isinstance(weight, Tensor) and not weight.is_meta and len(padded := pad_outputs(weight)) > len(weight):
             self.weight = pack_weight(padded, arena)
+            if self.bias is not None:
+                self.bias = F.pad(self.bias, (0, len(padded) - len(weight)))
         else:
             super().pack(arena)
 
@@ -58,14 +61,16 @@ def build_lm_head(shape: ModelConfig, factory: ParamFactory, tied_embedding: Ten
     If the output projection shares its weight with the embedding, `tied_embedding` is the embedding table.
     """
     d_in, slices = shape.embedding_size, {"lm_head": num_vocab_rows(shape, factory)}
+    bias = shape.architecture_info.has_lm_head_bias
     if factory.quantization == "int4":
         # Rounding errors of the output projection change the logits directly. So its weight gets 8 bits, as in other
         # engines.
         factory = replace(factory, quantization="int8_weight_only")
     if factory.communicator is None:
-        return LMHead(d_in, slices, factory, weight=tied_embedding)
+        return LMHead(d_in, slices, factory, bias, weight=tied_embedding)
     shard = LinearShard((shape.vocab_size, d_in), (factory.communicator.shard.vocab_range,), range(d_in))
-    return ParallelLMHead(factory.communicator, d_in, slices, factory, weight=tied_embedding, shards={"lm_head": shard})
+    shards = {"lm_head": shard}
+    return ParallelLMHead(factory.communicator, d_in, slices, factory, bias, weight=tied_embedding, shards=shards)
 
 
 def embedding_shard(table: Tensor, communicator: Communicator | None) -> LoadTarget:
