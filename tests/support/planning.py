@@ -87,6 +87,20 @@ GEMMA3_12B = {
     "hidden_activation": "gelu_pytorch_tanh",
     "torch_dtype": "bfloat16",
 }
+# Few KV heads with a window, and larger ones without. 15 layers have keys of their own.
+GEMMA4_SMALL = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+    "torch_dtype": "bfloat16",
+}
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 192,
@@ -117,6 +131,7 @@ MODELS = {
     "qwen-0.5b": checkpoint_info(QWEN_05B),
     "tiny": checkpoint_info(TINY),
     "gemma": checkpoint_info(GEMMA3_12B),
+    "gemma-4": checkpoint_info(GEMMA4_SMALL),
     "gemma-full": checkpoint_info(GEMMA3_12B | {"sliding_window": None}),
 }
 

@@ -24,6 +24,10 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedTextConfig,
     GemmaConfig,
     Glm4Config,
     GlmConfig,
@@ -135,6 +139,30 @@ GEMMA3 = {
     },
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
 }
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_hidden_layers": 5,
+    "sliding_window": 16,
+    "pad_token_id": 0,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+}
+# E2B has embeddings of layers and shared keys. 31B has layers without v, whose keys are smaller.
+GEMMA4_E2B = {
+    **GEMMA4,
+    "num_key_value_heads": 1,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 12,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+GEMMA4_31B = {
+    **GEMMA4,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 60.0,
+}
 GLM4 = {"head_dim": 24, "pad_token_id": 0, "eos_token_id": [], "num_key_value_heads": 2}
 GRANITE = {
     "attention_multiplier": 0.1,
@@ -187,6 +215,10 @@ VISION = {
 def _gemma3_with_vision(**values: Any) -> Gemma3Config:
     text = Gemma3TextConfig(**values).to_dict()
     return Gemma3Config(text_config=text, vision_config=VISION | {"model_type": "siglip_vision_model"})
+
+
+def _gemma4(kind: type, text_kind: type, **values: Any) -> Any:
+    return kind(text_config=text_kind(**values).to_dict(), vision_config=None, audio_config=None)
 
 
 def _mistral3(text_type: type, **values: Any) -> Mistral3Config:
@@ -249,6 +281,16 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
     ),
     "gemma3": (Gemma3TextConfig, GEMMA3),
+    "gemma4": (Gemma4TextConfig, GEMMA4_E2B),
+    "gemma4-multimodal": (
+        functools.partial(_gemma4, Gemma4Config, Gemma4TextConfig),
+        {**GEMMA4_31B, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4_unified": (Gemma4UnifiedTextConfig, GEMMA4_31B),
+    "gemma4_unified-multimodal": (
+        functools.partial(_gemma4, Gemma4UnifiedConfig, Gemma4UnifiedTextConfig),
+        GEMMA4_31B,
+    ),
     "glm4": (Glm4Config, GLM4),
     "granite": (GraniteConfig, {**GRANITE, "tie_word_embeddings": True}),
     "ministral3": (Ministral3Config, {"head_dim": 24, "rope_parameters": MINISTRAL3_ROPE}),

@@ -7,12 +7,14 @@ passes its own tensor to the kernels.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire_kernels import HugePageArena, as_indexable, pinned_empty, reads_whole_blocks, row_size, to_device_async
-from quire_spec.model.kv_layout import KVLayout
+from quire_spec.errors import ConfigError
+from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, KVLayout
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 
@@ -25,6 +27,23 @@ def block_bytes(shape: ModelConfig, block_size: int, dtype: torch.dtype, layout:
     """Return the bytes of one block in this layout; by default, the block contains all layers."""
     num_layers = None if layout is None else layout.num_layers
     return kv_block_bytes(shape, block_size, dtype.itemsize, row_size(0, dtype), num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share blocks; see KVLayout."""
+
+    first_entry: int
+    """Index of the group's first entry among the entries of a block table for `block_size` tokens."""
+    num_entries: int
+    """Number of adjacent entries that belong to the group."""
+    layer: Tensor
+    """Cache of one of the layers."""
+
+    @property
+    def block_size(self) -> int:
+        """Number of tokens of a block of this group."""
+        return self.layer.shape[2]
 
 
 class KVCache:
@@ -50,22 +69,41 @@ class KVCache:
         If `layout` is None, every block contains all layers.
         """
         self.layout = layout = layout or KVLayout.uniform(shape.num_layers)
+        if block_size % layout.blocks_per_layer:
+            raise ConfigError(
+                f"block_size: {block_size} is not a multiple of {layout.blocks_per_layer}, the number of blocks into "
+                "which the larger keys of this model are divided; use 16"
+            )
         self.num_blocks = num_blocks
         self.block_size = block_size
         # The memory is not zeroed here, because a page on a CPU takes memory only after the first write.
-        row = row_size(shape.head_dim, dtype)
-        size = (layout.num_layers, 2, num_blocks + num_spare_blocks, block_size, shape.num_kv_heads, row)
+        num_kv_heads, head_dim = shape.smallest_heads
+        all_blocks = num_blocks + num_spare_blocks
+        size = (layout.num_layers, 2, all_blocks, block_size, num_kv_heads, row_size(head_dim, dtype))
         on_cpu = device.type == "cpu"
         typed_data = HugePageArena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
         # This is a view of the same memory with a dtype that torch can index. torch cannot index 8-bit floats on any
         # device.
         self._data = as_indexable(typed_data)
-        self.layers: tuple[Tensor, ...] = tuple(typed_data[row] for row in layout.rows)
+        splits = layout.splits or (1,) * shape.num_layers
+        heads = [(each.num_kv_heads, each.head_dim) for each in map(shape.for_layer, range(shape.num_layers))]
+        if len(set(heads)) > 1 and dtype == torch.int8:
+            raise ConfigError(f"kv_cache_dtype: int8_per_token_head: {UNSUPPORTED_KEY_SIZES}")
+        self.layers: tuple[Tensor, ...] = tuple(
+            typed_data[row].view(2, all_blocks, block_size // split, kv_heads, row_size(dim, dtype))
+            for row, split, (kv_heads, dim) in zip(layout.rows, splits, heads, strict=True)
+        )
         """One tensor [2, num_blocks, block_size, num_kv_heads, row_size] per layer: keys at index 0, values at 1; see
-        `write_kv`. Layers of different groups can share a tensor, but they use different blocks of it."""
+        `write_kv`. Layers of different groups can share memory, but they use different blocks of it."""
+        places = sorted(set(zip(layout.groups, splits, strict=True)))
+        self.groups = [LayerGroup(*place, self.layers[layout.groups.index(place[0])]) for place in places]
+        """The groups, in the order of their entries in a block table."""
+        self.layer_groups = tuple(places.index(place) for place in zip(layout.groups, splits, strict=True))
+        """For each layer, the index of its group in `groups`."""
         # With an int8 cache, only the kernel for bfloat16 queries never reads unwritten tokens. The dtype of the
         # queries is not known here, so new blocks of an int8 cache are always zeroed.
-        self._zeroes_new_blocks = reads_whole_blocks(self.layers[0], shape.num_heads) or dtype == torch.int8
+        reads_all = any(reads_whole_blocks(layer, shape.num_heads) for layer in self.layers)
+        self._zeroes_new_blocks = reads_all or dtype == torch.int8
 
     @property
     def num_bytes(self) -> int:
@@ -86,9 +124,9 @@ class KVCache:
         """Maximum number of blocks in the temporary buffer of a copy."""
         return max(1, _MAX_COPY_BYTES // (self.num_bytes // self._data.shape[2]))
 
-    def pad_tables(self, blocks: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return block tables [num_groups, num_spans, max_blocks], int64 on the CPU; short rows are padded with one of
-        their blocks.
+    def pad_tables(self, blocks: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Return a block table [num_spans, max_blocks] for each group, int64 on the CPU; short rows are padded with one
+        of their blocks.
 
         Args:
             blocks: the concatenated tables of all sequences, [num_blocks] int64 on the CPU; see Sequence.block_table.
@@ -100,18 +138,26 @@ class KVCache:
         column_indices = torch.where(columns < num_blocks[:, None], columns, 0)
         rows = (num_blocks.cumsum(0) - num_blocks)[:, None] + column_indices
         if self.layout.num_groups == 1:
-            return blocks[rows][None]
-        return blocks.view(-1, self.layout.num_groups).T[:, rows]
+            return [blocks[rows]]
+        entries = blocks.view(-1, self.layout.num_groups)[rows]
+        return [
+            entries[..., g.first_entry : g.first_entry + g.num_entries].reshape(len(rows), -1).contiguous()
+            for g in self.groups
+        ]
 
-    def addresses(self, tables: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the addresses of tokens for `write_kv`, [num_tokens] int64. An address is block * block_size + offset.
+    def addresses(self, tables: Sequence[Tensor], rows: Tensor, positions: Tensor) -> Tensor:
+        """Return the addresses of tokens for `write_kv`, [num_groups, num_tokens] int64. An address is
+        block * block_size + offset.
 
         Args:
-            tables: the block tables of one group, from `pad_tables`.
+            tables: the block tables of all groups, from `pad_tables`.
             rows: [num_tokens], the row of each token in `tables`.
             positions: [num_tokens], the position of each token in its sequence.
         """
-        return tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
+        sizes = [group.block_size for group in self.groups]
+        return torch.stack(
+            [t[rows, positions // size] * size + positions % size for t, size in zip(tables, sizes, strict=True)]
+        )
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy the contents of blocks: the keys and values of all their layers. A block cannot be both a source and a
@@ -166,13 +212,14 @@ class KVCache:
             yield to_device_async(blocks[start:end], self._data.device), rows[start:end]
 
     def zero_new_blocks(self, addresses: Tensor) -> None:
-        """Zero the blocks whose first token is among `addresses` (a tensor on the CPU). Call this before a step writes
-        to them.
+        """Zero the blocks whose first token is among `addresses` (on the CPU, see `addresses`). Call this before a step
+        writes to them.
 
         Does nothing if the attention kernels read only tokens that were written.
         """
         if not self._zeroes_new_blocks:
             return
-        new_blocks = addresses[addresses % self.block_size == 0] // self.block_size
+        sizes = torch.tensor([group.block_size for group in self.groups])[:, None]
+        new_blocks = (addresses // sizes)[addresses % sizes == 0]
         if len(new_blocks):
             self._data.index_fill_(2, to_device_async(new_blocks, self._data.device), 0)

@@ -40,6 +40,8 @@ class CausalLM(ABC):
         self.lm_head = build_lm_head(shape, factory, self.embed_tokens if shape.tie_word_embeddings else None)
         self.score = factory.empty(shape.num_labels, shape.embedding_size) if shape.head == "score" else None
         """The head of a classifier, on every rank; None if the model has no such head."""
+        self.outer_linears: list[Linear] = [self.lm_head]
+        """Linear layers outside the layers."""
         self.embedding_adapters: ModuleSlots | None = None
         self.adapted_norms: Sequence[Norm] = ()
         """The norms that adapters can replace; empty on a GPU and without adapters."""
@@ -56,7 +58,8 @@ class CausalLM(ABC):
         """Bytes of all parameters on this rank; before `pack`, quantized weights are counted with their dequantized
         size.
         """
-        self.num_bytes += self.lm_head.unread_bytes + sum(layer.unread_bytes for layer in self.layers)
+        self.num_bytes += sum(linear.unread_bytes for linear in self.outer_linears)
+        self.num_bytes += sum(layer.unread_bytes for layer in self.layers)
 
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor | None:
         """Compute the batch and write its keys and values to the KV cache.
@@ -136,7 +139,8 @@ class CausalLM(ABC):
         arena, loaded_bytes = HugePageArena(), self._num_packed_bytes()
         for layer in self.layers:
             layer.pack(arena)
-        self.lm_head.pack(arena)
+        for linear in self.outer_linears:
+            linear.pack(arena)
         if self.shape.tie_word_embeddings and supports_embedding(self.lm_head.weight):
             self.embed_tokens = self.lm_head.weight
         self.num_bytes += self._num_packed_bytes() - loaded_bytes
@@ -144,6 +148,5 @@ class CausalLM(ABC):
     def _num_packed_bytes(self) -> int:
         """Return the bytes of the linear layers and the experts. An output projection that is tied to the embedding
         does not count."""
-        is_tied = self.lm_head.weight is self.embed_tokens
-        head = 0 if is_tied else self.lm_head.num_bytes
-        return head + sum(layer.packed_bytes for layer in self.layers)
+        outer = sum(linear.num_bytes for linear in self.outer_linears if linear.weight is not self.embed_tokens)
+        return outer + sum(layer.packed_bytes for layer in self.layers)

@@ -71,10 +71,13 @@ def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.
         step_input.block_ids, [start + length for start, length in zip(starts, lengths, strict=True)]
     )
     rows, positions = _positions(starts, lengths)
-    addresses = torch.stack([kv_cache.addresses(table, rows, positions) for table in block_tables])
-    kv_cache.zero_new_blocks(addresses.flatten())
+    addresses = kv_cache.addresses(block_tables, rows, positions)
+    kv_cache.zero_new_blocks(addresses)
     group_addresses = to_device_async(addresses, device).unbind()
-    attentions = [build_attention_metadata(starts, lengths, t, kv_cache.layers[0], device) for t in block_tables]
+    attentions = [
+        build_attention_metadata(starts, lengths, table, group.layer, device)
+        for table, group in zip(block_tables, kv_cache.groups, strict=True)
+    ]
     segments = _adapter_segments(step_input.adapter_slots, step_input.lengths, step_input.num_base_tokens)
     long_rope = torch.tensor(step_input.long_rope, dtype=torch.bool)[rows] if step_input.long_rope else None
     all_rows = step_input.logit_rows == list(range(num_tokens))

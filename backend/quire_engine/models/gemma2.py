@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory
-from quire_engine.models.layers.norm import UnitOffsetRMSNorm
+from quire_engine.models.layers.norm import RMSNorm, UnitOffsetRMSNorm
 from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from quire_kernels import softcap
 from quire_spec.model.model_config import ModelConfig
@@ -22,7 +22,7 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
     """Llama's layer, except that the outputs of attention and MLP are normalized before they are added to the residual
     stream."""
 
-    NORM = UnitOffsetRMSNorm
+    NORM: ClassVar[type[RMSNorm]] = UnitOffsetRMSNorm
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         super().__init__(shape, index, factory)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama, the base of most other architectures."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -105,10 +105,7 @@ class LlamaForCausalLM(CausalLM):
     def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """See CausalLM.forward_layers."""
         hidden = self.embed(batch)
-        angles = {
-            rope: embedding(batch.positions, batch.long_rope, hidden.dtype) for rope, embedding in self.rotary.items()
-        }
-        ropes = [angles[rope] for rope in self.shape.ropes]
+        ropes, caches, batches = self.layer_arguments(hidden, batch, kv_cache)
         aux_layers = self.aux_hidden_state_layers
         # The decoder computes all layers in one call, with one block table.
         decoder = None if aux_layers or batch.groups else self.fused_decoder
@@ -118,15 +115,13 @@ class LlamaForCausalLM(CausalLM):
             and decoder.supports_adapters(batch.adapters)
             and not (batch.adapters and any(norm.is_replaced(batch) for norm in self.adapted_norms))
         ):
-            caches = kv_cache.layers
             return decoder(hidden, ropes[0], caches, batch.addresses, batch.attention, batch.adapters)
         inputs: dict[int, Tensor] = {}
-        batches = [batch.groups[g] for g in kv_cache.layout.groups] if batch.groups else [batch] * len(self.layers)
-        for index, (layer, rope, layer_cache) in enumerate(zip(self.layers, ropes, kv_cache.layers, strict=True)):
+        for index, layer in enumerate(self.layers):
             if index in aux_layers:
                 # The layer updates the residual stream in place, so its input is copied.
                 inputs[index] = hidden.clone()
-            hidden = layer(hidden, rope, layer_cache, batches[index])
+            hidden = layer(hidden, ropes[index], caches[index], batches[index])
         if aux_layers:
             inputs[len(self.layers)] = hidden
             self.aux_hidden_states = torch.cat([inputs[index] for index in aux_layers], dim=-1)
@@ -135,6 +130,16 @@ class LlamaForCausalLM(CausalLM):
     def final_norm(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """See CausalLM.final_norm."""
         return self.norm(hidden, batch)
+
+    def layer_arguments(
+        self, hidden: Tensor, batch: ForwardBatch, kv_cache: KVCache
+    ) -> tuple[list[tuple[Tensor, Tensor]], Sequence[Tensor], Sequence[ForwardBatch]]:
+        """Return the cosines and sines, the KV cache, and the batch of each layer."""
+        angles = {
+            rope: embedding(batch.positions, batch.long_rope, hidden.dtype) for rope, embedding in self.rotary.items()
+        }
+        batches = [batch.groups[g] for g in kv_cache.layer_groups] if batch.groups else [batch] * len(self.layers)
+        return [angles[rope] for rope in self.shape.ropes], kv_cache.layers, batches
 
     def compute_logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """See CausalLM.compute_logits."""

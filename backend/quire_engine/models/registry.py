@@ -19,6 +19,10 @@ _ALIASES = {
     "Olmo3ForCausalLM": "Olmo2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    **dict.fromkeys(
+        ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+        "Gemma4ForCausalLM",
+    ),
     "Mistral3ForConditionalGeneration": "Ministral3ForCausalLM",
 }
 """Maps an architecture to the name of the class that it uses.

@@ -2,7 +2,8 @@
 """Prepares the attention of long prompts at startup.
 
 The plans of cuDNN and their memory then exist before the first request arrives. The startup of a model runner calls it.
-For a model with a soft cap on attention logits, the project's own kernel is always used instead of cuDNN.
+For a model with a soft cap on attention logits, or with heads of different sizes, the project's own kernel is always
+used instead of cuDNN.
 """
 
 import torch
@@ -21,7 +22,7 @@ def select_for_prompts(
     A trial run covers every length that a prompt can have in one step.
     """
     shape = model.shape
-    if shape.attention_softcap is None:
+    if shape.attention_softcap is None and shape.variants is None:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         select_prefill_attention(heads, dtype, device, min(config.max_num_batched_tokens, max_model_len))
 
@@ -33,7 +34,7 @@ def prepare_for_chunks(
 
     The plans depend on the number of blocks of `kv_cache`.
     """
-    if model.shape.attention_softcap is None:
+    if model.shape.attention_softcap is None and model.shape.variants is None:
         prepare_chunk_attention(
             kv_cache.layers[0],
             model.shape.num_heads,

@@ -96,9 +96,10 @@ class CudaGraphRunner:
         # are rarely assigned again.
         self._num_rows = 2 * max_num_seqs
         self._block_tables = DeviceBlockTables(self._num_rows)
-        num_groups, self._max_blocks = kv_cache.layout.num_groups, max_blocks
         # A row contains the block tables of all groups of layers, one after the other.
-        self._state = SequenceState.empty(self._num_rows + 1, num_groups * max_blocks, self._device)
+        self._table_widths = [max_blocks * group.num_entries for group in kv_cache.groups]
+        self._table_columns = _TableColumns(kv_cache, max_blocks)
+        self._state = SequenceState.empty(self._num_rows + 1, sum(self._table_widths), self._device)
         self._state.tables[self._num_rows] = kv_cache.num_blocks
         self._inputs = torch.zeros((5, max_tokens), dtype=torch.int64, device=self._device)
         """[5, max_tokens] int64, see `GraphStepInput.inputs`."""
@@ -106,7 +107,7 @@ class CudaGraphRunner:
         # These tensors have the size that the largest step needs. Smaller steps use their first rows. The steps can
         # share the tensors, because only one step runs at a time.
         self._step_inputs = [
-            StepInputs.empty(max_tokens, max_spans, max_blocks, self._device) for _ in range(num_groups)
+            StepInputs.empty(max_tokens, max_spans, width, self._device) for width in self._table_widths
         ]
         """By group of layers."""
         self._decode_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=self._device)
@@ -220,9 +221,7 @@ class CudaGraphRunner:
         """
         if graph_input.table_updates.numel():
             row, entry, block = to_device_async(graph_input.table_updates, self._device)
-            num_groups = len(self._step_inputs)
-            column = entry if num_groups == 1 else entry % num_groups * self._max_blocks + entry // num_groups
-            self._state.tables.index_put_((row, column), block)
+            self._state.tables.index_put_((row, self._table_columns(entry)), block)
         num_inputs, size = graph_input.inputs.shape
         self._inputs[:num_inputs, :size].copy_(to_device_async(graph_input.inputs, self._device))
         if graph_input.awaits_tokens:
@@ -266,7 +265,8 @@ class CudaGraphRunner:
             # and long spans.
             lengths = (1, size)
         inputs = [each.first(size, num_spans) for each in self._step_inputs]
-        tables = torch.split(self._state.tables, self._max_blocks, dim=1)
+        tables = torch.split(self._state.tables, self._table_widths, dim=1)
+        sizes = [group.block_size for group in self._kv_cache.groups]
         states = [SequenceState(self._state.lengths, table) for table in tables]
         routing = TokenRouting.empty(size, self._num_adapter_slots, self._device) if shape.has_adapters else None
 
@@ -274,8 +274,8 @@ class CudaGraphRunner:
             self._state.lengths.index_copy_(0, rows, starts.to(torch.int32))
             if shape.is_mixed:
                 query_starts[:num_spans].copy_(self._inputs[_QUERY_STARTS, :num_spans])
-            for state, out in zip(states, inputs, strict=True):
-                prepare_inputs(rows, query_starts, state, self._kv_cache.block_size, out)
+            for state, size_of_block, out in zip(states, sizes, inputs, strict=True):
+                prepare_inputs(rows, query_starts, state, size_of_block, out)
             adapters = None if routing is None else build_routed_lora_batch(slots, routing)
             # Each run creates a new batch, because a batch caches the attention plan, which is valid for one run only.
             batch = self._build_batch(size, query_starts, lengths, adapters)
@@ -325,6 +325,26 @@ class CudaGraphRunner:
             return 0
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
+
+
+class _TableColumns:
+    """Converts indices of entries of a block table to columns of the tables on the device."""
+
+    def __init__(self, kv_cache: KVCache, max_blocks: int) -> None:
+        """`max_blocks` is the number of columns of a group with one block for every `block_size` tokens."""
+        groups, device = kv_cache.groups, kv_cache.layers[0].device
+        # One element for each entry for the first `block_size` tokens: its column, and the distance to the column of
+        # the entry for the next tokens.
+        firsts = [g.first_entry * max_blocks + i for g in groups for i in range(g.num_entries)]
+        self._firsts = torch.tensor(firsts, device=device)
+        self._steps = torch.tensor([g.num_entries for g in groups for _ in range(g.num_entries)], device=device)
+
+    def __call__(self, entries: Tensor) -> Tensor:
+        """Return the columns of entries, both [num_entries] int64 on the device."""
+        if len(self._firsts) == 1:
+            return entries
+        first = entries % len(self._firsts)
+        return self._firsts[first] + entries // len(self._firsts) * self._steps[first]
 
 
 def _reject_uncapturable_attention() -> tuple[AttentionGroup, ...]:

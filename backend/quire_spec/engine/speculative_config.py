@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
+from quire_spec.model.architectures import ARCHITECTURES
+from quire_spec.model.model_config import ModelConfig
 
 MAX_SPECULATIVE_TOKENS = 16
 MAX_TREE_DEPTH = 128
@@ -98,7 +100,13 @@ class SpeculativeConfig:
         self._check_range("suffix_decoding_min_token_prob", 0, 1)
 
     def check_architecture(self, architecture: str) -> None:
-        """Raise ConfigError if this method uses heads, but heads cannot be used with models of `architecture`."""
+        """Raise ConfigError if this method uses heads or a draft model, but these cannot be used with models of
+        `architecture`."""
+        if self.method in capabilities.SPECULATIVE_MODEL_METHODS and ARCHITECTURES[architecture].has_layer_variants:
+            raise ConfigError(
+                f"speculative_config.method: {self.method} does not support architecture {architecture!r}, whose "
+                "layers have keys of different sizes; use suffix or ngram"
+            )
         if self.method in ("eagle3", "medusa") and architecture in capabilities.ARCHITECTURES_WITHOUT_HEADS:
             raise ConfigError(
                 f"speculative_config.method: {self.method} does not support architecture {architecture!r}; use suffix "
@@ -108,3 +116,18 @@ class SpeculativeConfig:
     def _check_range(self, name: str, smallest: int, largest: int) -> None:
         if not smallest <= (value := getattr(self, name)) <= largest:
             raise ConfigError(f"speculative_config.{name}: must be from {smallest} to {largest}, got {value}")
+
+
+def draft_model_problem(draft: ModelConfig, target: ModelConfig) -> str:
+    """Return why `draft` cannot be the draft model of `target`. The result is empty if it can."""
+    if draft.variants is not None:
+        return (
+            f"the draft model has the architecture {draft.architecture}, whose layers have keys of different sizes; "
+            "use another draft model"
+        )
+    if draft.vocab_size != target.vocab_size:
+        return (
+            f"the draft model has vocab_size {draft.vocab_size}, but the model has {target.vocab_size}; use a draft "
+            "model with the same vocabulary"
+        )
+    return ""

@@ -46,6 +46,35 @@ GLM4_LINEARS = {
     "mlp.down_proj": ("inner", "hidden"),
 }
 
+GEMMA4_LINEARS = {
+    **LLAMA_LINEARS,
+    "per_layer_input_gate": ("hidden", "per_layer"),
+    "per_layer_projection": ("per_layer", "hidden"),
+}
+_GEMMA4_DEFAULTS = {
+    "vocab_size": 262144,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "global_head_dim": 512,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 512,
+    "attention_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "tie_word_embeddings": True,
+    "rope_local_base_freq": 10000.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    },
+}
+
 
 APERTUS_LINEARS = {path: kinds for path, kinds in LLAMA_LINEARS.items() if path != "mlp.gate_proj"}
 PHI_LINEARS = {
@@ -148,6 +177,9 @@ class Architecture:
     """Key of config.json that contains the rope base of the layers with a sliding window. None: all layers have the
     same base."""
 
+    has_layer_variants: bool = False
+    """Whether layers differ in their heads, their MLP and their inputs; see LayerVariants."""
+
     text_types: tuple[str, ...] = ()
     """For a multimodal architecture: the values that `model_type` in `text_config` can have. Quire serves only the
     language model; the row with this model type describes it."""
@@ -242,6 +274,12 @@ def _uses_rope_of_granite_hybrid(config: HFConfigReader, index: int) -> bool:
     if layer_types[min(index, len(layer_types) - 1)] not in ("full_attention", "attention"):
         raise config.error("layer_types", list(layer_types), "full_attention in every layer (no Mamba-2 layers)")
     return config.get_raw("position_embedding_type") == "rope"
+
+
+def _is_sliding_unless_sixth_or_last(config: HFConfigReader, index: int) -> bool:
+    is_sliding = _is_sliding_by_layer_types(config, index)
+    is_last = index + 1 == config.get_int("num_hidden_layers")
+    return not is_last and ((index + 1) % 6 != 0 if is_sliding is None else is_sliding)
 
 
 def _uses_rope_unless_listed(config: HFConfigReader, index: int) -> bool:
@@ -434,6 +472,47 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "Gemma3ForConditionalGeneration": Architecture(
         "gemma3", "gemma3", layers_path="model.language_model.layers", text_types=("gemma3_text",)
+    ),
+    "Gemma4ForCausalLM": Architecture(
+        "gemma4_text",
+        "gemma4",
+        linears=GEMMA4_LINEARS,
+        key_aliases={"hidden_act": "hidden_activation"},
+        defaults=_GEMMA4_DEFAULTS,
+        biases=("attention_bias", "attention_bias", False),
+        uses_sliding_window=_is_sliding_unless_sixth_or_last,
+        local_rope_theta="rope_local_base_freq",
+        has_layer_variants=True,
+    ),
+    "Gemma4ForConditionalGeneration": Architecture(
+        "gemma4",
+        "gemma4",
+        layers_path="model.language_model.layers",
+        linears=GEMMA4_LINEARS,
+        text_types=("gemma4_text",),
+    ),
+    "Gemma4UnifiedForCausalLM": Architecture(
+        "gemma4_unified_text",
+        "gemma4",
+        linears=GEMMA4_LINEARS,
+        key_aliases={"hidden_act": "hidden_activation"},
+        defaults={
+            **_GEMMA4_DEFAULTS,
+            "max_position_embeddings": 262144,
+            "sliding_window": 1024,
+            "hidden_size_per_layer_input": 0,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        uses_sliding_window=_is_sliding_unless_sixth_or_last,
+        local_rope_theta="rope_local_base_freq",
+        has_layer_variants=True,
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Architecture(
+        "gemma4_unified",
+        "gemma4",
+        layers_path="model.language_model.layers",
+        linears=GEMMA4_LINEARS,
+        text_types=("gemma4_unified_text",),
     ),
     "Glm4ForCausalLM": Architecture(
         "glm4",

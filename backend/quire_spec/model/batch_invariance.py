@@ -6,12 +6,12 @@ Pure. The engine logs the result when it starts, and the planner prints it.
 
 from dataclasses import dataclass
 
-from quire_spec.model.memory_sizing import linear_sizes
+from quire_spec.model.memory_sizing import layer_linear_sizes
 from quire_spec.model.model_config import ModelConfig
 
 _PANEL_COLUMNS = 32
 """The compiled kernels of linear layers compute this number of output features together."""
-_HEAD_DIMS = range(16, 257, 16)
+_HEAD_DIMS = range(16, 513, 16)
 _MAX_HEADS_PER_KV_HEAD = 48
 
 
@@ -61,18 +61,21 @@ def describe(reason: str | None) -> str:
 
 def _size_without_kernel(shape: ModelConfig) -> str | None:
     """Return the size of the model for which there is no compiled kernel; None if there is none."""
-    if shape.head_dim not in _HEAD_DIMS or shape.num_heads > _MAX_HEADS_PER_KV_HEAD * shape.num_kv_heads:
-        return (
-            f"the compiled attention needs a head_dim that is a multiple of 16 and at most 256, and at most "
-            f"{_MAX_HEADS_PER_KV_HEAD} heads per KV head; the model has {shape.head_dim} and "
-            f"{shape.num_heads} to {shape.num_kv_heads}"
-        )
+    for each in map(shape.for_layer, range(shape.num_layers)):
+        if each.head_dim not in _HEAD_DIMS or each.num_heads > _MAX_HEADS_PER_KV_HEAD * each.num_kv_heads:
+            return (
+                f"the compiled attention needs a head_dim that is a multiple of 16 and at most {_HEAD_DIMS[-1]}, and "
+                f"at most {_MAX_HEADS_PER_KV_HEAD} heads per KV head; the model has {each.head_dim} and "
+                f"{each.num_heads} to {each.num_kv_heads}"
+            )
     # torch computes activations without a gate. Those with an exponential can depend on how its threads divide rows.
     linears = shape.architecture_info.linears
     has_gate = "mlp.gate_proj" in linears or any("gate_up" in kinds for kinds in linears.values())
     if shape.activation == "gelu" or (not has_gate and shape.activation not in ("relu", "relu2")):
         return f"torch computes the activation {shape.activation}"
-    sizes = {path: linear_sizes(shape)[path][1] for i in range(shape.num_layers) for path in shape.layer_linears(i)}
+    sizes: dict[str, int] = {}
+    for layer in range(shape.num_layers):
+        sizes |= {path: size for path, (_, size) in layer_linear_sizes(shape, layer).items()}
     if shape.moe is not None and any(shape.moe.layers):
         sizes["an expert"] = shape.moe.intermediate_size
         if shape.activation != "silu":

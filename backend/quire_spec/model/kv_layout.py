@@ -15,6 +15,9 @@ Block = TypeVar("Block")
 UNSUPPORTED_LAYOUT = "only some layers of this model have a sliding window, so its blocks cannot be kept in host memory"
 """Why KV offloading refuses a model whose layout has several groups."""
 
+UNSUPPORTED_KEY_SIZES = "this model has layers with keys of different sizes, which have no int8 rows; use auto"
+"""Why kv_cache_dtype int8_per_token_head is refused for such a model."""
+
 _MAX_GROUPS = 16
 """Maximum number of groups. It is limited because each group costs time in every step. There can be one group more than
 this, because the layers of a group are all of one kind."""
@@ -28,13 +31,18 @@ class KVLayout:
     without a window are in different groups. Each group has `num_layers` layers. Therefore, all blocks have the same
     size and come from one pool. A block table then has `num_groups` entries for every `block_size` tokens. The entries
     of the groups without a window come first.
+
+    If the keys of some layers are n times as large as those of the others (Gemma 4), their groups have n blocks for
+    every `block_size` tokens. Each of these blocks contains `block_size` / n tokens. They count as n groups, so that
+    only the device needs to know that they belong together.
     """
 
     num_layers: int = 1
     """Number of layers that a block has room for. The last group of each kind may have fewer layers. Its blocks then
     have places that are not used."""
     groups: tuple[int, ...] = (0,)
-    """For each layer of the model, the index of its group."""
+    """For each layer of the model, the index of its group; the first one if the layer has several. A layer that reads
+    the keys and values of another layer has the place of that layer."""
     rows: tuple[int, ...] = (0,)
     """For each layer of the model, its place in the blocks of its group."""
     num_groups: int = 1
@@ -44,6 +52,8 @@ class KVLayout:
     window: int | None = None
     """Number of keys to which a token attends in the other groups, including its own key. None: it attends to all
     keys."""
+    splits: tuple[int, ...] = ()
+    """For each layer of the model, the number of its blocks for every `block_size` tokens. Empty: it is 1."""
 
     @classmethod
     def uniform(cls, num_layers: int, window: int | None = None) -> Self:
@@ -60,21 +70,35 @@ class KVLayout:
             # The cache of the draft model uses the same block tables, and the layers of the draft model may have no
             # window.
             return cls.uniform(shape.num_layers)
+        kinds: dict[tuple[bool, int], list[int]] = {}
+        for layer, window in enumerate(shape.sliding_windows):
+            if shape.kv_source(layer) == layer:
+                is_windowed = window is not None and window < max_model_len
+                kinds.setdefault((is_windowed, shape.kv_elements(layer)), []).append(layer)
+        num_layers = sum(map(len, kinds.values()))
+        size = num_layers if len(kinds) == 1 else max(min(map(len, kinds.values())), -(-num_layers // _MAX_GROUPS))
+        smallest = min(elements for _, elements in kinds)
+        places: dict[int, tuple[int, int, int]] = {}
+        num_groups = num_full_groups = 0
+        for (is_windowed, elements), layers in sorted(kinds.items()):
+            split = elements // smallest
+            for i, layer in enumerate(layers):
+                index, row = divmod(i, size)
+                places[layer] = num_groups + index * split, row, split
+            num_groups += -(-len(layers) // size) * split
+            num_full_groups = num_full_groups if is_windowed else num_groups
+        groups, rows, splits = zip(*(places[shape.kv_source(layer)] for layer in range(shape.num_layers)), strict=True)
+        if num_groups == 1:
+            return cls(size, groups, rows, window=shape.max_sliding_window)
         windows = [window for window in shape.sliding_windows if window is not None and window < max_model_len]
-        num_windowed, num_full = len(windows), shape.num_layers - len(windows)
-        if not (num_windowed and num_full):
-            return cls.uniform(shape.num_layers, shape.max_sliding_window)
-        size = max(min(num_windowed, num_full), -(-shape.num_layers // _MAX_GROUPS))
-        num_full_groups, num_windowed_groups = -(-num_full // size), -(-num_windowed // size)
-        groups, rows, counts = [], [], {True: 0, False: 0}
-        for window in shape.sliding_windows:
-            is_full = window is None or window >= max_model_len
-            index, row = divmod(counts[is_full], size)
-            groups.append(index if is_full else num_full_groups + index)
-            rows.append(row)
-            counts[is_full] += 1
-        num_groups = num_full_groups + num_windowed_groups
-        return cls(size, tuple(groups), tuple(rows), num_groups, num_full_groups, max(windows))
+        has_splits = any(split > 1 for split in splits)
+        window = max(windows, default=None)
+        return cls(size, groups, rows, num_groups, num_full_groups, window, splits if has_splits else ())
+
+    @property
+    def blocks_per_layer(self) -> int:
+        """Largest number of blocks that a layer has for every `block_size` tokens, which must be a multiple of it."""
+        return max(self.splits, default=1)
 
     @property
     def total_layers(self) -> int:

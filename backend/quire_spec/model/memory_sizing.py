@@ -7,6 +7,8 @@ The planner calls these functions before an engine exists. The engine calls them
 results.
 """
 
+import math
+
 from quire_spec.model.model_config import ModelConfig
 
 _ROUTER_ALIGNMENT = 32
@@ -23,10 +25,12 @@ def kv_block_bytes(
     """Return the size of a KV block in bytes. A block contains the keys and values of `block_size` tokens.
 
     `scale_bytes` is the size of the scale that belongs to each key and each value. 0 means that there are no scales.
-    `num_layers` is the number of layers for which the block has room. The default is all layers of the model.
+    `num_layers` is the number of layers for which the block has room. The default is all layers of the model. If layers
+    have keys of different sizes, those with the smallest ones are counted.
     """
-    row_bytes = model_config.head_dim * element_bytes + scale_bytes
-    return 2 * (num_layers or model_config.num_layers) * block_size * model_config.num_kv_heads * row_bytes
+    num_kv_heads, head_dim = model_config.smallest_heads
+    row_bytes = head_dim * element_bytes + scale_bytes
+    return 2 * (num_layers or model_config.num_layers) * block_size * num_kv_heads * row_bytes
 
 
 def lora_pages(
@@ -54,9 +58,10 @@ def lora_bytes(model_config: ModelConfig, num_pages: int, element_bytes: int, ha
 
 def _page_elements(model_config: ModelConfig, has_experts: bool) -> int:
     """Return half of the elements that two LoRA ranks need. Every matrix starts at a multiple of 32 elements."""
-    by_path = linear_sizes(model_config)
-    sizes = [by_path[path] for layer in range(model_config.num_layers) for path in model_config.layer_linears(layer)]
-    sizes += vocab_module_sizes(model_config).values()
+    sizes = [
+        size for layer in range(model_config.num_layers) for size in layer_linear_sizes(model_config, layer).values()
+    ]
+    sizes += outer_module_sizes(model_config).values()
     if model_config.moe is not None:
         num_experts, num_layers = model_config.moe.num_experts, sum(model_config.moe.layers)
         router = model_config.hidden_size, -(-num_experts // _ROUTER_ALIGNMENT) * _ROUTER_ALIGNMENT
@@ -86,12 +91,14 @@ def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
 
     All experts are counted. Biases and norms are not counted, because they are at most 0.2 % of the weights.
     """
-    elements = {path: d_in * d_out for path, (d_in, d_out) in linear_sizes(model_config).items()}
     layers = sum(
-        sum(elements[path] for path in model_config.layer_linears(layer)) + _expert_elements(model_config, layer)
+        sum(math.prod(size) for size in layer_linear_sizes(model_config, layer).values())
+        + _expert_elements(model_config, layer)
         for layer in range(model_config.num_layers)
     )
     embeddings = model_config.vocab_size * model_config.embedding_size * (1 if model_config.tie_word_embeddings else 2)
+    per_layer = model_config.num_layers * model_config.per_layer_size
+    embeddings += (model_config.vocab_size + model_config.hidden_size) * per_layer
     positions = model_config.num_learned_positions * model_config.hidden_size
     projections = (
         0
@@ -119,9 +126,24 @@ def vocab_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {"embed_tokens": (tokens, hidden), "lm_head": (hidden, tokens)}
 
 
+def outer_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return the input size and the output size of all modules outside the layers that adapters can change."""
+    sizes = vocab_module_sizes(model_config)
+    if model_config.per_layer_size:
+        width = model_config.num_layers * model_config.per_layer_size
+        sizes["per_layer_model_projection"] = model_config.hidden_size, width
+    return sizes
+
+
+def layer_linear_sizes(model_config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """Return the input size and the output size of the linears that a layer has, by path."""
+    sizes = linear_sizes(model_config.for_layer(layer))
+    return {path: sizes[path] for path in model_config.layer_linears(layer)}
+
+
 def linear_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return the input size and the output size of each linear in a layer. The key is the path of the linear in a
-    checkpoint, relative to its layer."""
+    checkpoint, relative to its layer. If layers differ, pass the result of `ModelConfig.for_layer`."""
     q, kv = model_config.num_heads * model_config.head_dim, model_config.num_kv_heads * model_config.head_dim
     inner = model_config.intermediate_size
     sizes = {
@@ -132,5 +154,6 @@ def linear_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
         "qkv_by_head": 3 * q,
         "inner": inner,
         "gate_up": 2 * inner,
+        "per_layer": model_config.per_layer_size,
     }
     return {path: (sizes[d_in], sizes[d_out]) for path, (d_in, d_out) in model_config.architecture_info.linears.items()}

@@ -4,6 +4,7 @@
 It contains the values that memory sizing and the model definitions need.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from quire_spec.errors import ConfigError, truncated_repr
 from quire_spec.model import capabilities
 from quire_spec.model.architectures import ARCHITECTURES, TEXT_MODELS, Architecture
 from quire_spec.model.hf_config import HFConfigReader
+from quire_spec.model.layer_variants import LayerVariants
 from quire_spec.model.moe_config import MoEConfig
 from quire_spec.model.quantization import QuantizationScheme
 from quire_spec.model.rope_config import RopeConfig
@@ -81,6 +83,8 @@ class ModelConfig:
     """What reads the last hidden state: lm (an output projection), score (the head of a classifier), or none."""
     num_labels: int = 0
     """Number of labels of a classifier."""
+    variants: LayerVariants | None = None
+    """Describes how layers differ in their heads, their MLP and their inputs. None: they do not differ."""
 
     @property
     def max_length(self) -> int:
@@ -99,19 +103,65 @@ class ModelConfig:
         return "max_position_embeddings"
 
     @property
+    def per_layer_size(self) -> int:
+        """Number of elements of the embedding that each layer has for each token; 0 if layers have none."""
+        return 0 if self.variants is None else self.variants.per_layer_size
+
+    @property
     def architecture_info(self) -> Architecture:
         """The row for this model's architecture in the table of architectures."""
         return ARCHITECTURES[self.architecture]
+
+    @property
+    def smallest_heads(self) -> tuple[int, int]:
+        """Number of KV heads and head dimension of the layers with the smallest keys."""
+        own, variants = (self.num_kv_heads, self.head_dim), self.variants
+        return (
+            own if variants is None else min(own, (variants.full_num_kv_heads, variants.full_head_dim), key=math.prod)
+        )
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has a mixture of experts instead of an MLP."""
         return self.moe is not None and self.moe.layers[layer]
 
+    def for_layer(self, layer: int) -> Self:
+        """Return the configuration with the heads and the intermediate size of one layer. Layers are counted from 0."""
+        if (variants := self.variants) is None:
+            return self
+        is_full, is_shared = self.sliding_windows[layer] is None, self.kv_source(layer) != layer
+        return replace(
+            self,
+            num_kv_heads=variants.full_num_kv_heads if is_full else self.num_kv_heads,
+            head_dim=variants.full_head_dim if is_full else self.head_dim,
+            intermediate_size=self.intermediate_size * (variants.shared_mlp_factor if is_shared else 1),
+        )
+
+    def kv_elements(self, layer: int) -> int:
+        """Return the number of elements of a token's key in a layer, with all KV heads; a value has as many."""
+        shape = self.for_layer(layer)
+        return shape.num_kv_heads * shape.head_dim
+
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads. In most models, this is the layer itself."""
+        num_own = self.num_layers - (0 if self.variants is None else self.variants.num_kv_shared_layers)
+        if layer < num_own:
+            return layer
+        is_full = self.sliding_windows[layer] is None
+        return next(each for each in reversed(range(num_own)) if (self.sliding_windows[each] is None) == is_full)
+
     def layer_linears(self, layer: int) -> tuple[str, ...]:
         """Return the paths of the linears in a layer. Adapters can change each of these linears. Experts and routers
         are not included."""
-        paths = self.architecture_info.linears
-        return tuple(path for path in paths if not (self.has_experts(layer) and path.startswith("mlp.")))
+        paths, variants = self.architecture_info.linears, self.variants
+        absent = tuple(path for path in paths if self.has_experts(layer) and path.startswith("mlp."))
+        if variants is not None:
+            if self.kv_source(layer) != layer:
+                absent += ("self_attn.k_proj", "self_attn.v_proj")
+            elif self.sliding_windows[layer] is None and not variants.full_has_values:
+                absent += ("self_attn.v_proj",)
+            if not variants.per_layer_size:
+                absent += ("per_layer_input_gate", "per_layer_projection")
+        return tuple(path for path in paths if path not in absent)
 
     @property
     def max_sliding_window(self) -> int | None:
@@ -195,6 +245,10 @@ class ModelConfig:
         )
         _reject_unsupported(config, architecture_info)
         learned_offset = architecture_info.learned_position_offset
+        windows = _sliding_windows(config, architecture_info, num_layers)
+        variants = LayerVariants.from_hf_config(config, windows) if architecture_info.has_layer_variants else None
+        if variants is not None:
+            _check_full_heads(config, variants, heads, kv_heads * head_dim)
         return cls(
             architecture=architecture,
             num_layers=num_layers,
@@ -211,8 +265,11 @@ class ModelConfig:
             num_learned_positions=0 if learned_offset is None else positions + learned_offset,
             ropes=()
             if learned_offset is not None
-            else _ropes(config, architecture_info, head_dim, positions, num_layers),
-            sliding_windows=_sliding_windows(config, architecture_info, num_layers),
+            else _ropes(
+                *(config, architecture_info, head_dim, None if variants is None else variants.full_head_dim),
+                *(positions, num_layers),
+            ),
+            sliding_windows=windows,
             attention_scale=_get_declared_float(config, architecture_info, "attention_multiplier")
             or (_get_declared_float(config, architecture_info, "query_pre_attn_scalar") or head_dim) ** -0.5,
             attention_softcap=_get_declared_float(config, architecture_info, "attn_logit_softcapping"),
@@ -231,6 +288,7 @@ class ModelConfig:
             dtype=config.get_str("dtype", config.get_str("torch_dtype", "float32")),
             quantization=QuantizationScheme.from_hf_config(config.get_section(*_QUANTIZATION_KEYS)),
             eos_token_ids=config.get_token_ids("eos_token_id"),
+            variants=variants,
         )
 
 
@@ -275,8 +333,10 @@ def _reject_unsupported(config: HFConfigReader, architecture_info: Architecture)
     for key, (required, feature) in architecture_info.required.items():
         if key in config and config.get_raw(key) != required:
             raise config.error(key, config.get_raw(key), f"{required} ({feature}: not supported)")
-    if not config.get_section("per_layer_config").is_empty:
+    if not architecture_info.has_layer_variants and not config.get_section("per_layer_config").is_empty:
         raise ConfigError("config.json: per_layer_config: a separate configuration for each layer is not supported")
+    if config.get_raw("use_bidirectional_attention") == "vision":
+        return  # Only the tokens of images attend in both directions.
     for key, required in (("is_causal", True), ("use_bidirectional_attention", False)):
         if config.get_bool(key, required) is not required:
             raise config.error(key, not required, f"{required} (only causal attention is supported)")
@@ -295,6 +355,18 @@ def _head_counts(config: HFConfigReader, hidden_size: int) -> tuple[int, int, in
     return heads, kv_heads, config.get_int("head_dim", hidden_size // heads)
 
 
+def _check_full_heads(config: HFConfigReader, variants: LayerVariants, num_heads: int, kv_elements: int) -> None:
+    """Check the heads of the layers without a window. `kv_elements` is the size of a key of the other layers."""
+    if num_heads % variants.full_num_kv_heads:
+        raise config.error("num_attention_heads", num_heads, f"a multiple of {variants.full_num_kv_heads} KV heads")
+    sizes = kv_elements, variants.full_num_kv_heads * variants.full_head_dim
+    if max(sizes) % min(sizes):
+        raise ConfigError(
+            "config.json: head_dim x num_key_value_heads: the sizes of a key with and without a window are "
+            f"{sizes[0]} and {sizes[1]}; the larger one must be a multiple of the other one"
+        )
+
+
 def _sliding_windows(
     config: HFConfigReader, architecture_info: Architecture, num_layers: int
 ) -> tuple[int | None, ...]:
@@ -307,9 +379,15 @@ def _sliding_windows(
 
 
 def _ropes(
-    config: HFConfigReader, architecture_info: Architecture, head_dim: int, max_positions: int, num_layers: int
+    config: HFConfigReader,
+    architecture_info: Architecture,
+    head_dim: int,
+    full_head_dim: int | None,
+    max_positions: int,
+    num_layers: int,
 ) -> tuple[RopeConfig, ...]:
-    """Return the rotary settings for each layer."""
+    """Return the rotary settings for each layer. `full_head_dim` is the head dimension of the layers without a window
+    if it differs."""
     scaling = config.get_section("rope_scaling", "rope_parameters")
     is_by_type = "full_attention" in scaling or "sliding_attention" in scaling
     if is_by_type and architecture_info.local_rope_theta is None:
@@ -317,7 +395,7 @@ def _ropes(
     rope = RopeConfig.from_hf_config(
         config,
         scaling.get_section("full_attention") if is_by_type else scaling,
-        head_dim,
+        full_head_dim or head_dim,
         max_positions,
         supports_partial="partial_rotary_factor" in architecture_info.defaults,
         aliases=architecture_info.rope_aliases,

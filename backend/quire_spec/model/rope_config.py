@@ -14,7 +14,7 @@ from typing import Self
 from quire_spec.errors import ConfigError
 from quire_spec.model.hf_config import MAX_INTEGER, HFConfigReader
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _NTK_ALPHA = "ntk_alpha"
 """What Hunyuan means by `dynamic`: the base grows by a constant factor that depends on `alpha`."""
 
@@ -52,6 +52,9 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     """For longrope: if a sequence has more than original_max_position tokens, its rotary frequencies are divided by
     these numbers, one number for each frequency."""
+    num_rotated_pairs: int = 0
+    """For proportional: number of pairs of elements that are rotated, counted from the first one. The frequencies
+    depend on `dim`, and not on this number."""
     query_scaling_beta: float = 0.0
     """llama_4_scaling_beta: the query at position p is multiplied by
     1 + beta * ln(1 + floor(p / original_max_position)). Only Ministral 3 sets this parameter."""
@@ -103,6 +106,9 @@ class RopeConfig:
         if theta <= 1:
             raise config.error("rope_theta", theta, "more than 1")
         rotary_fraction = scaling.get_float("partial_rotary_factor", config.get_float("partial_rotary_factor", 1.0))
+        if rope_type == "proportional":
+            factor = scaling.get_float("factor", 1.0)
+            return cls(rope_type, theta, head_dim, factor, num_rotated_pairs=int(rotary_fraction * head_dim // 2))
         if not supports_partial and rope_type != "default" and rotary_fraction != 1:
             raise config.error(
                 "partial_rotary_factor", rotary_fraction, f"1 with rope scaling {rope_type!r} in this architecture"

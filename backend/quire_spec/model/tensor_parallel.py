@@ -20,6 +20,10 @@ def unsupported_reason(model_config: ModelConfig, size: int) -> str:
         return f"the number of attention heads, {model_config.num_heads}, is not a multiple of {size}"
     if model_config.num_kv_heads % size and size % model_config.num_kv_heads:
         return f"the number of KV heads, {model_config.num_kv_heads}, is neither a multiple nor a divisor of {size}"
+    full_heads = model_config.variants.full_num_kv_heads if model_config.variants else model_config.num_kv_heads
+    # With fewer heads than ranks, the sizes of the two kinds of layers would have another ratio on a rank.
+    if full_heads != model_config.num_kv_heads and full_heads % size:
+        return f"the number of KV heads of layers without a window, {full_heads}, is not a multiple of {size}"
     if model_config.intermediate_size % size:
         return f"the intermediate size, {model_config.intermediate_size}, is not a multiple of {size}"
     if model_config.moe is not None and model_config.moe.intermediate_size % size:
@@ -36,6 +40,10 @@ class TensorParallelShard:
     rank: int = 0
     size: int = 1
     """Number of tensor-parallel ranks."""
+
+    def for_layer(self, layer: int) -> "TensorParallelShard":
+        """Return the part of one layer, see ModelConfig.for_layer."""
+        return replace(self, model_config=self.model_config.for_layer(layer))
 
     def validate(self) -> None:
         """Raise ConfigError if the model cannot be split over `size` ranks."""
@@ -56,9 +64,10 @@ class TensorParallelShard:
         """
         if self.size == 1:
             return self.model_config
-        moe = self.model_config.moe
+        moe, variants = self.model_config.moe, self.model_config.variants
         return replace(
             self.model_config,
+            variants=variants and replace(variants, full_num_kv_heads=max(1, variants.full_num_kv_heads // self.size)),
             moe=moe and replace(moe, intermediate_size=moe.intermediate_size // self.size),
             num_heads=self.model_config.num_heads // self.size,
             num_kv_heads=max(1, self.model_config.num_kv_heads // self.size),
@@ -97,7 +106,7 @@ class TensorParallelShard:
     def needs_all_reduce(self, path: str) -> bool:
         """Return whether the linear `path` is row-parallel. If it is, an all-reduce must add up the outputs of the
         ranks."""
-        return self.size > 1 and self.model_config.architecture_info.linears[path][0] != "hidden"
+        return self.size > 1 and self.model_config.architecture_info.linears[path][0] not in ("hidden", "per_layer")
 
     def _ranges(self, kind: str) -> tuple[range, ...]:
         """Return which features of one kind the rank stores, as ranges. The kinds are those of
@@ -111,6 +120,8 @@ class TensorParallelShard:
         mlp = range(rank * inner, (rank + 1) * inner)
         if kind == "hidden":
             return (range(self.model_config.hidden_size),)
+        if kind == "per_layer":
+            return (range(self.model_config.per_layer_size),)
         if kind == "inner":
             return (mlp,)
         if kind == "qkv_by_head":  # query, key and value of a head are neighbors

@@ -25,7 +25,9 @@ constexpr int64_t kChunk = 64;
 constexpr int64_t kTouched = 8 * kChunk;
 constexpr int64_t kFetchedByTile = 12, kFetchedByPair = 4;
 constexpr int64_t kMaxRows = 96;
-constexpr int64_t kMaxHeadDim = 256;
+// The scratch of heads of up to 256 elements is smaller, so that more of it stays in the caches: prompts with heads of
+// 64 to 256 take 4 to 8 % less time than with the scratch for 512.
+constexpr int64_t kSmallHeadDim = 256, kMaxHeadDim = 512;
 constexpr float kLowest = -1e30f;
 
 struct Shape {
@@ -154,16 +156,17 @@ class Fetch {
 
 // Workspace of a thread: 8 + 8 KiB of a chunk for a head_dim of 64, 24 + 24 + 12 KiB of scores, sums and
 // probabilities.
+template <int64_t kHeadDim>
 struct alignas(64) Scratch {
-  bf16 keys[kChunk / kLanes][kMaxHeadDim / 2][kLanes][2];
-  bf16 values[kChunk / 2][kMaxHeadDim][2];
+  bf16 keys[kChunk / kLanes][kHeadDim / 2][kLanes][2];
+  bf16 values[kChunk / 2][kHeadDim][2];
   float scores[kMaxRows][kChunk];
   bf16 probs[kMaxRows][kChunk];
-  float sums[kMaxRows][kMaxHeadDim];
+  float sums[kMaxRows][kHeadDim];
   float highest[kMaxRows], total[kMaxRows];
   const bf16 *queries[kMaxRows], *key_rows[kChunk], *value_rows[kChunk];
   // Only for int8: codes as bf16, which represents them exactly, and scales. The last row may write 48 elements more.
-  alignas(64) bf16 key_codes[kChunk * kMaxHeadDim + 64], value_codes[kChunk * kMaxHeadDim + 64];
+  alignas(64) bf16 key_codes[kChunk * kHeadDim + 64], value_codes[kChunk * kHeadDim + 64];
   float key_scales[kChunk], value_scales[kChunk];
 };
 
@@ -226,7 +229,8 @@ inline float expand(const Table&, const char* row, int64_t head_dim, bf16* out) 
 #endif
 
 // Find the rows of a chunk; missing rows repeat the last one.
-void find_rows(const Shape& s, Scratch& w, const Keys& k) {
+template <typename W>
+void find_rows(const Shape& s, W& w, const Keys& k) {
   int64_t count = 0;
   if (s.is_int8) {
     const Table table;
@@ -251,7 +255,8 @@ void find_rows(const Shape& s, Scratch& w, const Keys& k) {
   }
 }
 
-void transpose_keys(const Shape& s, Scratch& w, int64_t tiles, Fetch& fetch) {
+template <typename W>
+void transpose_keys(const Shape& s, W& w, int64_t tiles, Fetch& fetch) {
   const int64_t pairs = s.head_dim / 2;
   for (int64_t tile = 0; tile < tiles; tile++)
     for (int64_t p = 0; p < pairs; p += kLanes) {
@@ -266,7 +271,8 @@ void transpose_keys(const Shape& s, Scratch& w, int64_t tiles, Fetch& fetch) {
 
 // Interleave the values of two keys. The unpack instructions split the 32 dimensions of a register, the low halves of
 // its four lanes first; `natural` restores the order at the end.
-void interleave_values(const Shape& s, Scratch& w, int64_t pairs, Fetch& fetch) {
+template <typename W>
+void interleave_values(const Shape& s, W& w, int64_t pairs, Fetch& fetch) {
   for (int64_t j = 0; j < pairs; j++) {
     fetch.lines(kFetchedByPair);
     const bf16 *even = w.value_rows[2 * j], *odd = w.value_rows[2 * j + 1];
@@ -301,8 +307,8 @@ void natural(const Shape& s, const float* sums, float scale, bf16* out) {
 }
 
 // Scores of R rows and T tiles of 16 keys: R x T sums, enough to hide the latency of vdpbf16ps.
-template <int R, int T>
-void score(const Shape& s, Scratch& w, int64_t row, int64_t tile) {
+template <int R, int T, typename W>
+void score(const Shape& s, W& w, int64_t row, int64_t tile) {
   __m512 sums[R][T];
   for (int r = 0; r < R; r++)
     for (int t = 0; t < T; t++) sums[r][t] = _mm512_setzero_ps();
@@ -319,16 +325,16 @@ void score(const Shape& s, Scratch& w, int64_t row, int64_t tile) {
     for (int t = 0; t < T; t++) _mm512_store_ps(&w.scores[row + r][(tile + t) * kLanes], sums[r][t]);
 }
 
-template <int R>
-void score_rows(const Shape& s, Scratch& w, int64_t row, int64_t tiles) {
+template <int R, typename W>
+void score_rows(const Shape& s, W& w, int64_t row, int64_t tiles) {
   int64_t tile = 0;
   for (; tile + 2 <= tiles; tile += 2) score<R, 2>(s, w, row, tile);
   if (tile < tiles) score<R, 1>(s, w, row, tile);
 }
 
 // Add probs x values to R rows of sums, C registers of head_dim at a time.
-template <int R, int C>
-void weigh(Scratch& w, int64_t row, int64_t column, int64_t pairs) {
+template <int R, int C, typename W>
+void weigh(W& w, int64_t row, int64_t column, int64_t pairs) {
   __m512 sums[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) sums[r][c] = _mm512_load_ps(&w.sums[row + r][column + c * kLanes]);
@@ -345,8 +351,8 @@ void weigh(Scratch& w, int64_t row, int64_t column, int64_t pairs) {
     for (int c = 0; c < C; c++) _mm512_store_ps(&w.sums[row + r][column + c * kLanes], sums[r][c]);
 }
 
-template <int R>
-void weigh_rows(const Shape& s, Scratch& w, int64_t row, int64_t pairs) {
+template <int R, typename W>
+void weigh_rows(const Shape& s, W& w, int64_t row, int64_t pairs) {
   int64_t column = 0;
   for (; column + 4 * kLanes <= s.head_dim; column += 4 * kLanes) weigh<R, 4>(w, row, column, pairs);
   for (; column < s.head_dim; column += kLanes) weigh<R, 1>(w, row, column, pairs);
@@ -369,8 +375,8 @@ inline __m512 probability(__m512 x) {
 
 // Convert the scores of one row to probabilities in bf16, and rescale earlier sums to the new maximum. Masked: only
 // keys [low, high) of the chunk are visible; otherwise all of them.
-template <bool Masked>
-void soften(const Shape& s, Scratch& w, int64_t row, int64_t tiles, int64_t low, int64_t high) {
+template <bool Masked, typename W>
+void soften(const Shape& s, W& w, int64_t row, int64_t tiles, int64_t low, int64_t high) {
   // The exponent of a score is its product with `scale`, which is applied after the subtraction of the maximum.
   const __m512 scale = _mm512_set1_ps(s.softcap > 0 ? 1.f : s.scale * kLog2E);
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -425,7 +431,8 @@ Keys seen(const Shape& s, const Item& i) {
 }
 
 // Process one chunk of keys for the rows of one KV head, the first of which is `row`.
-void compute_chunk(const Shape& s, Scratch& w, const Item& item, int64_t row, const Keys& k, Fetch& fetch) {
+template <typename W>
+void compute_chunk(const Shape& s, W& w, const Item& item, int64_t row, const Keys& k, Fetch& fetch) {
   const int64_t group = s.heads / s.kv_heads, end = row + (item.end - item.begin) * group;
   const int64_t tiles = (k.to - k.from + kLanes - 1) / kLanes, pairs = tiles * kLanes / 2;
   find_rows(s, w, k);
@@ -454,7 +461,8 @@ void compute_chunk(const Shape& s, Scratch& w, const Item& item, int64_t row, co
   }
 }
 
-void attend(const Shape& s, Scratch& w, const Item& item, Fetch& fetch) {
+template <typename W>
+void attend(const Shape& s, W& w, const Item& item, Fetch& fetch) {
   const int64_t group = s.heads / s.kv_heads, per_head = (item.end - item.begin) * group;
   const int64_t num_rows = per_head * (item.last - item.head);
   bf16* outs[kMaxRows];
@@ -479,11 +487,31 @@ void attend(const Shape& s, Scratch& w, const Item& item, Fetch& fetch) {
   for (int64_t r = 0; r < num_rows; r++) natural(s, w.sums[r], 1.f / w.total[r], outs[r]);
 }
 
+// Compute all items. W: a scratch whose heads are large enough.
+template <typename W>
+void attend_all(const Shape& s, const std::vector<Item>& work) {
+  const int64_t size = work.size();
+  std::atomic<int64_t> taken{0};
+#pragma omp parallel
+  {
+    static thread_local W scratch;
+    // Take one item ahead, to know which keys to prefetch.
+    for (int64_t i = taken++, next; i < size; i = next) {
+      next = taken++;
+      Keys keys = {nullptr, 0, 0, 0};
+      if (next < size) keys = seen(s, work[next]);
+      keys.to = std::min(keys.from + kTouched, keys.to);
+      Fetch fetch(s, keys);
+      attend(s, scratch, work[i], fetch);
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
 
-// See quire_kernels.attention.paged_attention. head_dim is a multiple of 16, at most 256; heads / kv_heads at most 48.
+// See quire_kernels.attention.paged_attention. head_dim is a multiple of 16, at most 512; heads / kv_heads at most 48.
 void quire_attention(const bf16* queries, int64_t ldq, const void* keys, const void* values, const int64_t* tables,
                      int64_t max_blocks, const int32_t* starts, const int32_t* contexts, bf16* out, int64_t spans,
                      int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale,
@@ -507,21 +535,10 @@ void quire_attention(const bf16* queries, int64_t ldq, const void* keys, const v
         work.push_back({span, head, std::min(head + take, kv_heads), begin, end});
     }
   }
-  const int64_t size = work.size();
-  std::atomic<int64_t> taken{0};
-#pragma omp parallel
-  {
-    static thread_local Scratch scratch;
-    // Take one item ahead, to know which keys to prefetch.
-    for (int64_t i = taken++, next; i < size; i = next) {
-      next = taken++;
-      Keys keys = {nullptr, 0, 0, 0};
-      if (next < size) keys = seen(s, work[next]);
-      keys.to = std::min(keys.from + kTouched, keys.to);
-      Fetch fetch(s, keys);
-      attend(s, scratch, work[i], fetch);
-    }
-  }
+  if (head_dim <= kSmallHeadDim)
+    attend_all<Scratch<kSmallHeadDim>>(s, work);
+  else
+    attend_all<Scratch<kMaxHeadDim>>(s, work);
 }
 
 }  // extern "C"

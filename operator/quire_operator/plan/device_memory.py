@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass
 from quire_operator.api.engine_spec import LoraSpec
 from quire_spec.model import memory_sizing
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.tensor_parallel import TensorParallelShard
 
 MIB = 2**20
 GIB = 2**30
@@ -73,8 +74,8 @@ def kv_bytes_per_token(
     If the model has fewer than `tp` KV heads, the heads are replicated. By default, all layers are counted;
     `num_layers` sets another number of layers.
     """
-    heads = max(1, shape.num_kv_heads // tp)
-    return memory_sizing.kv_block_bytes(shape, 1, element_bytes, scale_bytes, num_layers) // shape.num_kv_heads * heads
+    local_shape = TensorParallelShard(shape, 0, tp).local_config
+    return memory_sizing.kv_block_bytes(local_shape, 1, element_bytes, scale_bytes, num_layers)
 
 
 def weights_bytes(files_bytes: int, tp: int) -> int:
@@ -99,8 +100,12 @@ def activation_bytes(
     It is the larger of two values: the forward pass of a step with `num_tokens` tokens, and sampling for `num_seqs`
     sequences.
     """
-    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    layer = num_tokens * element_bytes * (4 * shape.hidden_size + (3 * shape.intermediate_size + heads) // tp)
+    layers = [shape.for_layer(layer) for layer in range(shape.num_layers)]
+    heads = max((each.num_heads + 2 * each.num_kv_heads) * each.head_dim for each in layers)
+    inner = max(each.intermediate_size for each in layers)
+    layer = num_tokens * element_bytes * (4 * shape.hidden_size + (3 * inner + heads) // tp)
+    # The inputs of all layers, and the three tensors from which they are computed.
+    layer += num_tokens * element_bytes * 4 * shape.num_layers * shape.per_layer_size
     if shape.moe is not None:
         # Each token is copied once for each of its experts, and once more for their adapters.
         per_expert = (3 if lora.experts else 2) * shape.hidden_size + (3 * shape.moe.intermediate_size + heads) // tp

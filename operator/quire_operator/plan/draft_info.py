@@ -13,6 +13,7 @@ from typing import Self
 
 from quire_operator.api.engine_spec import SpeculativeConfigSpec
 from quire_operator.plan.checkpoint import CheckpointInfo
+from quire_spec.engine.speculative_config import draft_model_problem
 from quire_spec.errors import ConfigError
 from quire_spec.model.eagle3_config import Eagle3Config
 from quire_spec.model.medusa_config import MedusaConfig
@@ -73,12 +74,8 @@ class DraftInfo:
             heads = MedusaConfig.from_config(config, num_tokens)
             return cls(spec.method, digest, None, heads.num_elements(target, num_tokens), None)
         checkpoint = CheckpointInfo.from_files(config, index, header)
-        vocab_size = checkpoint.shape.vocab_size
-        if vocab_size != target.vocab_size:
-            raise ConfigError(
-                f"config.json: the draft model has vocab_size {vocab_size}, but the model has {target.vocab_size}; "
-                "use a draft model with the same vocabulary"
-            )
+        if problem := draft_model_problem(checkpoint.shape, target):
+            raise ConfigError(f"config.json: {problem}")
         return cls(spec.method, digest, checkpoint, 0, checkpoint.shape)
 
     @property

@@ -15,7 +15,7 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
-from quire_spec.model.kv_layout import UNSUPPORTED_LAYOUT, KVLayout
+from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.quantization import resolve_quantization
 from quire_spec.model.tensor_parallel import unsupported_reason
 
@@ -196,6 +196,18 @@ def check_kv_offloading(inputs: PlannerInputs) -> None:
         problem = f"{field}.secondary: not possible with speculativeConfig.model; remove one of the two"
     if problem:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, problem)
+
+
+def check_kv_cache_dtype(inputs: PlannerInputs) -> None:
+    """Check that the engine can store this model's keys in spec.engine.kvCacheDtype.
+
+    Raises:
+        Unplannable: it cannot.
+    """
+    dtype = inputs.engine.kvCacheDtype
+    if dtype == "int8_per_token_head" and inputs.model.shape.variants is not None:
+        message = f"spec.engine.kvCacheDtype: {dtype}: {UNSUPPORTED_KEY_SIZES}"
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
 
 
 def element_bytes(inputs: PlannerInputs) -> int:

@@ -31,6 +31,7 @@ def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES)
     limits.check_speculation(inputs)
     limits.check_lora_cache(inputs)
     limits.check_kv_offloading(inputs)
+    limits.check_kv_cache_dtype(inputs)
     candidates = list(generate_candidates(inputs))
     candidate = best_candidate(inputs, candidates)
     if candidate is None:

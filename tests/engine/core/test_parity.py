@@ -97,7 +97,9 @@ def _config(folder: Path, num_blocks: int | None = None, **changes: Any) -> Engi
     )
     config = dataclasses.replace(config, **changes)
     if num_blocks is not None:
-        bytes_per_block = kv_block_bytes(ModelConfig.load(folder), config.block_size, 4)
+        shape = ModelConfig.load(folder)
+        num_layers = None if shape.variants is None else KVLayout.from_model(shape, MAX_MODEL_LEN).total_layers
+        bytes_per_block = kv_block_bytes(shape, config.block_size, 4, num_layers=num_layers)
         config = dataclasses.replace(config, kv_cache_memory_bytes=num_blocks * bytes_per_block)
     config.validate()
     return config
@@ -321,7 +323,7 @@ def test_blocks_that_have_left_the_window_of_all_layers_are_freed(cases, changes
     ],
     ids=["default", "async", "chunks", "ngram"],
 )
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "qwen2-windows"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4", "gemma4_unified", "gpt_oss", "qwen2-windows"])
 def test_layers_with_a_window_keep_the_blocks_of_their_window(cases, name, changes):
     """A sequence has three blocks for the window of 16 tokens, and all blocks of the other layers."""
     case, num_tokens = cases(name), MAX_MODEL_LEN - 40
@@ -488,7 +490,7 @@ def test_each_adapter_changes_the_output(adapter_cases):
         *((name, r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)") for name in ("gemma3-vision", "mistral3")),
         *((name, r".*language_model.*\.(k_proj|up_proj|down_proj)") for name in ("qwen2_5_vl", "qwen3_vl")),
         *((name, ["q_proj", "k_proj", "v_proj", "o_proj"]) for name in ("qwen3_moe-mixed", "mixtral", "gpt_oss")),
-        *((name, "all-linear") for name in DENSE_FAMILIES),
+        *((name, "all-linear") for name in (*DENSE_FAMILIES, "gemma4", "gemma4_unified")),
     ],
 )
 def test_adapter_of_some_linears_equals_peft(cases, name, target_modules, tmp_path):

@@ -27,6 +27,7 @@ from quire_engine.weights.param_shard import unsharded
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
+from quire_spec.model.kv_layout import KVLayout
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard, unsupported_reason
 
@@ -56,13 +57,15 @@ def _load_model(folder, communicator=None, quantization=None):
 def _logits(model, prompt):
     """Return the logits of all tokens of a prompt, computed in two chunks."""
     sequence = Sequence(0, prompt, SamplingParams(prompt_logprobs=0), seed=0, max_output_tokens=1)
-    sequence.block_table = [BlockId(3), BlockId(0), BlockId(2), BlockId(1)]
-    kv = KVCache(model.shape, 4, 8, torch.float32, CPU)
+    layout = None if model.shape.variants is None else KVLayout.from_model(model.shape, 512)
+    num_groups = 1 if layout is None else layout.num_groups
+    sequence.block_table = [BlockId(i * num_groups + group) for i in (3, 0, 2, 1) for group in range(num_groups)]
+    kv = KVCache(model.shape, 4 * num_groups, 8, torch.float32, CPU, layout=layout)
     logits = []
     with torch.inference_mode():
         for start, length in ((0, 19), (19, len(prompt) - 19)):
             step_input = build_step_input(
-                [ScheduledSpan(sequence, start, length, None)], 8, model.shape.long_rope_threshold
+                [ScheduledSpan(sequence, start, length, None)], 8, model.shape.long_rope_threshold, None, num_groups
             )
             batch = build_forward_batch(step_input, kv, CPU)
             logits.append(model.compute_logits(model(batch, kv), batch))

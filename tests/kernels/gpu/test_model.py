@@ -68,7 +68,7 @@ def _run(folder):
 
 # numpy, which the interpreter uses, warns when a number becomes infinite; a GPU does not, and 1 / infinity is intended.
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize("name", ["gemma2", "qwen3", "phi3-partial"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma4", "gemma4_unified", "qwen3", "phi3-partial"])
 def test_equals_the_cpu_implementations(name, tmp_path, monkeypatch):
     """Together the models use soft caps, windows, head norms and partial rotation."""
     folder = make_checkpoint(tmp_path, name)

@@ -272,6 +272,23 @@ def test_counts_layers_with_a_window_up_to_their_window():
     assert lengths[0] > 3 * lengths[1]
 
 
+def test_layers_with_keys_of_different_sizes():
+    """12 layers with heads of 256 elements and 3 layers with heads of 512; the others read their keys."""
+    inputs = planner_inputs("gemma-4", H100, NO_LORA)
+    assert kv_bytes_per_token(inputs, 1) == kv_bytes_per_token(inputs, 2) == 2 * 2 * (12 * 256 + 3 * 512)
+    # The embeddings of layers are 2.3 of 4.6 billion parameters.
+    assert inputs.model.weights_bytes > 2 * 262144 * 35 * 256 + 2 * 262144 * 1536
+    for gpu, text, message in (
+        (None, "kvCacheDtype: int8_per_token_head", "kvCacheDtype: int8_per_token_head: this model has layers"),
+        (H100, "kvCacheOffloading: {memory: 1Gi}", "kvCacheOffloading: only some layers"),
+    ):
+        assert f"spec.engine.{message}" in unplannable("gemma-4", gpu, f"{NO_LORA}\nengine: {{{text}}}")[1]
+    fields = {"model": {"source": {"huggingFace": {"repo": "org/draft"}}}, "method": "draft_model"}
+    engine = {"speculativeConfig": {**fields, "numSpeculativeTokens": 3}}
+    _, message = unplannable("gemma-4", H100, f"{NO_LORA}\nengine: {json.dumps(engine)}")
+    assert "draft_model does not support architecture 'Gemma4ForCausalLM'" in message
+
+
 def test_rejects_a_context_longer_than_the_model_supports():
     assert unplannable("qwen", H100, "lora: {maxLoaded: 0}\nengine: {maxModelLen: 32769}") == (
         UnplannableReason.UNSUPPORTED_BY_ENGINE,

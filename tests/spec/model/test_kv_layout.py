@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 from quire_spec.model.kv_layout import KVLayout
 
 
-def make_layout(windows, max_model_len=100):
+def make_layout(windows, max_model_len=100, full_elements=1, windowed_elements=1, sources=None):
+    """A layout for layers whose keys have these numbers of elements, depending on whether they have a window."""
     is_uniform = None not in windows
     shape = SimpleNamespace(
         sliding_windows=tuple(windows),
         num_layers=len(windows),
         max_sliding_window=max(windows) if is_uniform else None,
+        kv_source=lambda layer: layer if sources is None else sources[layer],
+        kv_elements=lambda layer: full_elements if windows[layer] is None else windowed_elements,
     )
     return KVLayout.from_model(shape, max_model_len)
 
@@ -37,6 +40,36 @@ def test_each_layer_has_a_place_of_its_own_beside_layers_of_its_kind(windows):
         assert layout.num_groups <= 17
         # Fewer places are unused than a group of each kind has.
         assert 0 <= layout.num_layers * layout.num_groups - len(windows) < 2 * layout.num_layers
+
+
+@given(
+    st.lists(st.sampled_from([None, 16]), min_size=1, max_size=40).filter(lambda windows: len(set(windows)) == 2),
+    st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 1)]),
+    st.integers(0, 10),
+    st.sampled_from([8, 100]),
+)
+def test_layers_with_larger_keys_have_several_blocks(windows, elements, num_shared, max_model_len):
+    """Each block has room for `num_layers` keys of the smallest size, and each place belongs to one layer and to the
+    layers that read its keys. A short context makes all layers full ones."""
+    num_own = max(len(windows) - num_shared, windows.index(None) + 1, windows.index(16) + 1)
+    sources = [
+        i if i < num_own else next(j for j in reversed(range(num_own)) if windows[j] == windows[i])
+        for i in range(len(windows))
+    ]
+    layout = make_layout(windows, max_model_len, *elements, sources)
+    splits = layout.splits or (1,) * len(windows)
+    used = set()
+    for layer, source in enumerate(sources):
+        size = elements[0] if windows[layer] is None else elements[1]
+        assert splits[layer] == size // min(elements)
+        place = {(layout.groups[layer] + i, layout.rows[layer]) for i in range(splits[layer])}
+        assert used.isdisjoint(place) if source == layer else place <= used
+        used |= place
+        is_full = windows[layer] is None or max_model_len == 8
+        if layout.num_groups > 1:
+            assert all((group < layout.num_full_groups) == is_full for group, _ in place)
+    assert {group for group, _ in used} == set(range(layout.num_groups))
+    assert {row for _, row in used} == set(range(layout.num_layers))
 
 
 @pytest.mark.parametrize(("num_layers", "period", "expected"), [(26, 2, (13, 2)), (48, 6, (8, 6)), (26, 6, (4, 7))])

@@ -193,7 +193,7 @@ def _read_tensors(
     pairs: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
     transforms: dict[tuple[int, str], RowTransform] = {}
     for module in dict.fromkeys((*names.pairs, *names.extras)):
-        d_in, d_out = sizes[module.path]
+        d_in, d_out = sizes[module.layer, module.path]
         if (pair := names.pairs.get(module)) is not None:
             a, b, labels = file.get_tensor(pair["A"]), file.get_tensor(pair["B"]).float(), (pair["A"], pair["B"])
             b *= config.scale(_pattern_name(module, config))
@@ -205,13 +205,13 @@ def _read_tensors(
             b *= 1 + transform[0, :, None]
             transform = transform.to(dtype)
             check_finite(f"magnitude or bias of {module.name} contains", transform, dtype)
-            transforms[module.key] = transform if shard is None else shard_transform(transform, module.path, shard)
+            transforms[module.key] = transform if shard is None else shard_transform(transform, module, shard)
         rounded_b = b.to(dtype)
         for label, matrix in zip(labels, (a, rounded_b), strict=True):
             check_finite(f"{label} contains", matrix, dtype)
         _check_norm(module, a, b)
         b = rounded_b
-        pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
+        pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module, shard)
     for module, tensors in names.experts.items():
         a, b = tensors.read(file, module, config)
         a, rounded_b = a.to(dtype), b.to(dtype)
@@ -219,14 +219,14 @@ def _read_tensors(
             check_finite(f"tensors of {module.name} contain", matrix, dtype)
         _check_norm(module, a, b)
         b = rounded_b
-        pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
+        pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module, shard)
     for module, a, b in read_trained_tokens(file, names.token_rows, config, shape, base, max_rank):
         if module.key in pairs:
             raise InvalidArgument(f"trainable_token_indices is not supported if {module.path} is adapted, too")
         a, b = a.to(dtype), b.to(dtype)
         for matrix in (a, b):
             check_finite(f"trained rows of {module.path} contain", matrix, dtype)
-        pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
+        pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module, shard)
     transforms |= {
         (NO_LAYER, path): _read_norm(file, tensors, norms[path], dtype) for path, tensors in names.saved_norms.items()
     }
@@ -241,7 +241,7 @@ def _read_tensors(
         a, b = a.to(dtype), b.to(dtype)
         for matrix in (a, b):
             check_finite(f"{name} contains", matrix, dtype)
-        pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module.path, shard)
+        pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module, shard)
     return HostAdapter(rank, pairs, transforms, config.invocation_tokens, config.not_combinable)
 
 
@@ -272,7 +272,7 @@ def _check_shapes(
     file: SafetensorsReader,
     names: AdapterTensors,
     config: PeftConfig,
-    sizes: Mapping[str, tuple[int, int]],
+    sizes: Mapping[tuple[int, str], tuple[int, int]],
     max_rank: int,
 ) -> None:
     """Reject ranks above `max_rank` and wrong shapes, before a tensor is read. `sizes` are (in_features, out_features)
@@ -286,14 +286,14 @@ def _check_shapes(
                 f"LLMService) or train with a smaller rank{' (gate and up are fused)' if rank == 2 * config.r else ''}"
             )
     for module, pair in names.pairs.items():
-        d_in, d_out = sizes[module.path]
+        d_in, d_out = sizes[module.layer, module.path]
         check_tensor(file, pair["A"], (ranks[module], d_in))
         check_tensor(file, pair["B"], (d_out, ranks[module]))
     for module, tensors in names.experts.items():
-        tensors.check(file, module, config, sizes[module.path])
+        tensors.check(file, module, config, sizes[module.layer, module.path])
     for module, extras in names.extras.items():
         for name in extras.values():
-            check_tensor(file, name, sizes[module.path][1:])
+            check_tensor(file, name, sizes[module.layer, module.path][1:])
 
 
 def _pattern_name(module: LoRAModule, config: PeftConfig) -> str:

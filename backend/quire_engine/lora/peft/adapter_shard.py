@@ -4,23 +4,26 @@
 import torch
 from torch import Tensor
 
+from quire_engine.lora.peft.lora_module import NO_LAYER, LoRAModule
 from quire_kernels import RowTransform
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 
-def shard_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelShard) -> tuple[Tensor, Tensor]:
+def shard_pair(a: Tensor, b: Tensor, module: LoRAModule, shard: TensorParallelShard) -> tuple[Tensor, Tensor]:
     """Return the parts of A [rank, in_features] and B [out_features, rank] that a tensor-parallel rank needs.
 
     The results are copies, so that the full tensors are freed.
     """
+    path = module.path
     if path == "embed_tokens":
         return _vocab_shard_rows(a.t(), shard).t(), b
     if path == "lm_head":
         return a, _vocab_shard_rows(b, shard)
     if path.startswith("mlp.experts."):
         return _shard_expert_pair(a, b, path, shard)
-    if path not in shard.model_config.architecture_info.linears:  # a router, which every rank has
+    if path not in shard.model_config.architecture_info.linears:  # a router, or another linear that every rank has
         return a, b
+    shard = shard.for_layer(module.layer)
     (input_columns,) = shard.input_ranges(path)
     return a[:, input_columns.start : input_columns.stop].clone(), torch.cat(
         [b[r.start : r.stop] for r in shard.output_ranges(path)]
@@ -38,11 +41,15 @@ def _shard_expert_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelSha
     return a, torch.cat([half[:, part.start : part.stop] for half in b.chunk(2, dim=1)], dim=1)
 
 
-def shard_transform(transform: RowTransform, path: str, shard: TensorParallelShard) -> RowTransform:
+def shard_transform(transform: RowTransform, module: LoRAModule, shard: TensorParallelShard) -> RowTransform:
     """Return the part of a transform that a tensor-parallel rank needs. If the ranks add up their outputs, only the
     first one adds the addends."""
+    path = module.path
     if path == "lm_head":
         return _vocab_shard_rows(transform.t(), shard).t().contiguous()
+    if module.layer == NO_LAYER:
+        return transform
+    shard = shard.for_layer(module.layer)
     part = torch.cat([transform[:, r.start : r.stop] for r in shard.output_ranges(path)], dim=1)
     if shard.rank and shard.needs_all_reduce(path):
         part[1] = 0

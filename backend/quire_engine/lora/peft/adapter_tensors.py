@@ -67,7 +67,7 @@ class AdapterTensors:
         saved_norms: dict[str, dict[str, str]] = {}
         is_part = bool(shape.architecture_info.text_types)
         # In this case, PEFT saves both weights, even if modules_to_save contains only one of the two modules.
-        outer = [module for module in modules.values() if module.layer == NO_LAYER]
+        outer = [modules[name] for name in modules if name.rpartition(".")[2] in ("embed_tokens", "lm_head")]
         saves_both = config.ensure_weight_tying and shape.tie_word_embeddings
         saves_both &= any(config.saves_module(module.name) for module in outer)
         old_router = f".{shape.architecture_info.expert_names.block}."
@@ -93,7 +93,7 @@ class AdapterTensors:
             if match is not None and (match["base"] or match["bias"]) and is_saved:
                 if name in norms:
                     saved_norms.setdefault(name, {})["weight" if match["base"] else "bias"] = tensor_name
-                elif match["base"] and module is not None and module.layer == NO_LAYER:
+                elif match["base"] and module is not None and module in outer:
                     saved_modules[module] = tensor_name
                 else:
                     raise InvalidArgument(
@@ -103,10 +103,10 @@ class AdapterTensors:
                 continue
             if match is None or module is None or module.num_experts:
                 raise InvalidArgument(_unexpected_tensor_error(tensor_name, shape))
-            if match["base"] and module.layer == NO_LAYER:
+            if match["base"] and module in outer:
                 base_copies[tensor_name] = module
                 continue
-            if match["tokens"] and module.layer == NO_LAYER:
+            if match["tokens"] and module in outer:
                 token_rows[module] = tensor_name
                 continue
             if (extra := next((kind for kind in _EXTRAS if match[kind]), None)) is not None:

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from quire_spec.model.memory_sizing import expert_sizes, linear_sizes, vocab_module_sizes
+from quire_spec.model.memory_sizing import expert_sizes, layer_linear_sizes, outer_module_sizes
 from quire_spec.model.model_config import ModelConfig
 
 NO_LAYER = -1
@@ -66,10 +66,10 @@ def lora_modules(shape: ModelConfig) -> dict[str, LoRAModule]:
             )
         ]
     parent = layers_path.removesuffix("layers")
-    outer_modules = (
-        LoRAModule(f"{parent}{shape.architecture_info.embedding}", NO_LAYER, "embed_tokens"),
-        LoRAModule("lm_head", NO_LAYER, "lm_head"),
-    )
+    names = {"embed_tokens": f"{parent}{shape.architecture_info.embedding}", "lm_head": "lm_head"}
+    outer_modules = [
+        LoRAModule(names.get(path, f"{parent}{path}"), NO_LAYER, path) for path in outer_module_sizes(shape)
+    ]
     return {module.name: module for module in (*layer_modules, *outer_modules)}
 
 
@@ -78,10 +78,12 @@ def router_path(shape: ModelConfig) -> str:
     return f"mlp.{shape.architecture_info.expert_names.router}"
 
 
-def module_sizes(shape: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the input size and the output size of all modules, by their paths."""
-    sizes = linear_sizes(shape) | vocab_module_sizes(shape)
-    if shape.moe is not None:
-        sizes[router_path(shape)] = shape.hidden_size, shape.moe.num_experts
-        sizes |= {f"mlp.experts.{name}": size for name, size in expert_sizes(shape).items()}
+def module_sizes(shape: ModelConfig) -> dict[tuple[int, str], tuple[int, int]]:
+    """Return the input size and the output size of all modules, by their layers and paths."""
+    sizes = {(NO_LAYER, path): size for path, size in outer_module_sizes(shape).items()}
+    for layer in range(shape.num_layers):
+        sizes |= {(layer, path): size for path, size in layer_linear_sizes(shape, layer).items()}
+        if shape.moe is not None and shape.has_experts(layer):
+            sizes[layer, router_path(shape)] = shape.hidden_size, shape.moe.num_experts
+            sizes |= {(layer, f"mlp.experts.{name}"): size for name, size in expert_sizes(shape).items()}
     return sizes

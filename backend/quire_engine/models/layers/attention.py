@@ -23,16 +23,17 @@ class Attention(Module):
     OUTPUT: ClassVar[str] = "o_proj"
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
+        layer_shape, linears = shape.for_layer(index), shape.layer_linears(index)
         self.num_heads = shape.num_heads
-        self.num_rotated = shape.num_heads + shape.num_kv_heads
-        self.head_dim = shape.head_dim
+        self.num_rotated = shape.num_heads + layer_shape.num_kv_heads
+        self.head_dim = layer_shape.head_dim
         self.scale = shape.attention_scale
         self.window = shape.sliding_windows[index]
         self.softcap = shape.attention_softcap
         self.sinks: Tensor | None = None
-        qkv = [f"{self.PATH}.{name}" for name in self.QKV]
-        self.qkv_proj = build_linear(shape, qkv, factory, shape.attention_bias)
-        self.o_proj = build_linear(shape, [f"{self.PATH}.{self.OUTPUT}"], factory, shape.output_bias)
+        qkv = [path for name in self.QKV if (path := f"{self.PATH}.{name}") in linears]
+        self.qkv_proj = build_linear(shape, qkv, factory, shape.attention_bias, index)
+        self.o_proj = build_linear(shape, [f"{self.PATH}.{self.OUTPUT}"], factory, shape.output_bias, index)
 
     def project_qkv(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Compute queries, keys and values of the input [num_tokens, hidden_size]; return them in one tensor

@@ -260,16 +260,16 @@ class RowParallelLinear(Linear):
         return out if residual is None else residual.add_(out)
 
 
-def build_linear(shape: ModelConfig, paths: Sequence[str], factory: ParamFactory, bias: bool) -> Linear:
+def build_linear(shape: ModelConfig, paths: Sequence[str], factory: ParamFactory, bias: bool, layer: int = 0) -> Linear:
     """Build one linear layer from the given paths in a decoder layer; several paths are merged into one layer. `shape`:
-    this rank's shard.
+    this rank's shard. `layer` is needed only if layers differ in size.
     """
-    sizes = linear_sizes(shape)
+    sizes = linear_sizes(shape.for_layer(layer))
     in_features = sizes[paths[0]][0]
     slices = {_last_component(path): sizes[path][1] for path in paths}
     if factory.communicator is None:
         return Linear(in_features, slices, factory, bias)
-    shard = factory.communicator.shard
+    shard = factory.communicator.shard.for_layer(layer)
     full_sizes = linear_sizes(shard.model_config)
     shards = {}
     for path in paths:

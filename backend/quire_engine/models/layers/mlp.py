@@ -21,10 +21,11 @@ class MLP(Module):
     """Names of the gate and up layers; a single name if the checkpoint has one fused layer."""
     DOWN: ClassVar[str] = "down_proj"
 
-    def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
+    def __init__(self, shape: ModelConfig, factory: ParamFactory, layer: int = 0) -> None:
+        """`layer` is needed only if layers differ in size."""
         gate_up = [f"{self.PATH}.{name}" for name in self.GATE_UP]
-        self.gate_up_proj = build_linear(shape, gate_up, factory, shape.mlp_bias)
-        self.down_proj = build_linear(shape, [f"{self.PATH}.{self.DOWN}"], factory, shape.mlp_bias)
+        self.gate_up_proj = build_linear(shape, gate_up, factory, shape.mlp_bias, layer)
+        self.down_proj = build_linear(shape, [f"{self.PATH}.{self.DOWN}"], factory, shape.mlp_bias, layer)
         self.activate = get_gated_op(shape.activation)
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:

@@ -60,6 +60,9 @@ def inverse_frequencies(rope: RopeConfig, *, long_rope: bool = False) -> Tensor:
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "none":
         return torch.zeros_like(frequencies)
+    if rope.rope_type == "proportional":
+        frequencies[rope.num_rotated_pairs :] = 0.0
+        return frequencies / rope.factor
     if rope.rope_type == "linear":
         return frequencies / rope.factor
     if rope.rope_type == "llama3":

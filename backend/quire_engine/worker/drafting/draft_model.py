@@ -22,6 +22,7 @@ from quire_engine.weights.loader import equals_checkpoint, load_weights, read_te
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_kernels import embedding
+from quire_spec.engine.speculative_config import draft_model_problem
 from quire_spec.errors import ConfigError
 from quire_spec.model.eagle3_config import Eagle3Config
 from quire_spec.model.model_config import ModelConfig
@@ -168,12 +169,9 @@ class Eagle3DraftModel(DraftModel):
 
 
 def _check_vocabularies(draft: ModelConfig, folder: Path, target: ModelConfig, target_folder: Path) -> None:
-    """Raise ConfigError unless both models have the same vocabulary."""
-    if draft.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"speculative_config.model: the draft model has vocab_size {draft.vocab_size}, but the model has "
-            f"{target.vocab_size}; use a draft model with the same vocabulary"
-        )
+    """Raise ConfigError if `draft` cannot be the draft model of `target`, or if their vocabularies differ."""
+    if problem := draft_model_problem(draft, target):
+        raise ConfigError(f"speculative_config.model: {problem}")
     vocabularies = [_read_vocabulary(path / "tokenizer.json") for path in (folder, target_folder)]
     if None not in vocabularies and vocabularies[0] != vocabularies[1]:
         raise ConfigError(
