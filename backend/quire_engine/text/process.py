@@ -41,11 +41,11 @@ from quire_engine.tokenization.chat_template import ChatTemplate
 from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_engine.tokenization.tokenizer_config import read_tokenizer_config
-from quire_engine.tokenization.tokenizer_files import ALL_FORMATS
 from quire_engine.weights.checkpoint import load_eos_token_ids
 from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_engine.weights.hub import resolve_model
 from quire_spec.constants import SUPERVISOR_SOCKET, TEXT_SOCKET, core_names, process_socket
+from quire_spec.documents.tokenizer_files import ALL_FORMATS
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.model_config import ModelConfig

@@ -17,13 +17,13 @@ import msgspec
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_engine.tokenization.tokenizer_config import (
     ADDED_TOKENS_FILE,
-    TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     read_tokenizer_config,
     special_token_texts,
 )
 from quire_spec.dataclass_json import read_json_object
 from quire_spec.documents.adapter_digest import MAX_TOKENIZER_BYTES, TOKENIZER_FILES
+from quire_spec.documents.tokenizer_files import TOKENIZER_CONFIG_FILE
 from quire_spec.errors import ConfigError, InvalidArgument, truncated_repr
 
 _ERRORS = (AttributeError, KeyError, TypeError, ValueError, RecursionError)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire_engine.tokenization.tokenizer_config import (
-    TOKENIZER_CONFIG_FILE,
     read_tokenizer_config,
     special_token_texts,
 )
 from quire_spec.documents.adapter_digest import CHAT_TEMPLATE_FILE
+from quire_spec.documents.tokenizer_files import TOKENIZER_CONFIG_FILE
 from quire_spec.errors import ConfigError
 
 TOOL_USE_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the files of a checkpoint's tokenizer, as transformers does.
 
-Usually, this is tokenizer.json. If tokenizer.json does not exist, tokenizer.model is read. If that does not exist
-either, vocab.json and merges.txt are read. tokenizer.py calls this module.
+Usually, this is tokenizer.json. If it does not exist, the files of another format are read, which
+quire_spec.documents.tokenizer_files lists. tokenizer.py calls this module.
 """
 
 from pathlib import Path
@@ -11,18 +11,17 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from quire_engine.tokenization.byte_pair_ranks import read_tekken, read_tiktoken
 from quire_engine.tokenization.sentencepiece_model import read_sentencepiece_model
 from quire_engine.tokenization.tokenizer_config import (
     SPECIAL_TOKENS_ATTRIBUTES,
-    TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     read_tokenizer_config,
 )
+from quire_spec.documents.tokenizer_files import TOKENIZER_CONFIG_FILE, TokenizerFormat, find_tokenizer
 from quire_spec.errors import ConfigError
 
-SENTENCEPIECE_FILE = "tokenizer.model"
 VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
-ALL_FORMATS = f"{TOKENIZER_FILE}, {SENTENCEPIECE_FILE} or {VOCAB_FILE} with {MERGES_FILE}"
 _BYTE_LEVEL_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 _SENTENCEPIECE_CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast")
 _END_OF_TEXT = "<|endoftext|>"
@@ -30,8 +29,11 @@ _END_OF_TEXT = "<|endoftext|>"
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a checkpoint's folder contains a tokenizer in one of the supported formats."""
-    formats = ((TOKENIZER_FILE,), (SENTENCEPIECE_FILE,), (VOCAB_FILE, MERGES_FILE))
-    return any(all((folder / name).exists() for name in names) for names in formats)
+    return _find(folder) is not None
+
+
+def _find(folder: Path) -> tuple[TokenizerFormat, tuple[str, ...]] | None:
+    return find_tokenizer(lambda name: (folder / name).exists())
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
@@ -41,21 +43,28 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         ConfigError: there is no tokenizer, a file is invalid, or the tokenizer's class cannot be built from its files.
     """
     config_path, config = folder / TOKENIZER_CONFIG_FILE, read_tokenizer_config(folder)
-    if (folder / TOKENIZER_FILE).exists() or not has_tokenizer(folder):
-        tokenizer = _read_tokenizer_json(folder / TOKENIZER_FILE)
+    kind, (name, *_) = _find(folder) or (TokenizerFormat.TOKENIZERS, (TOKENIZER_FILE,))
+    path = folder / name
+    if kind is TokenizerFormat.TOKENIZERS:
+        tokenizer = _read_tokenizer_json(path)
         _apply_tokenizer_config(tokenizer, config, config_path)
-    elif (folder / SENTENCEPIECE_FILE).exists():
-        _check_class(config_path, config, _SENTENCEPIECE_CLASSES, SENTENCEPIECE_FILE)
-        tokenizer, bos, eos = read_sentencepiece_model(folder / SENTENCEPIECE_FILE)
-        _apply_tokenizer_config(tokenizer, config, config_path)
-        _add_post_processor(
-            tokenizer, {"add_bos_token": True, "bos_token": bos, "eos_token": eos} | config, config_path
-        )
+        return tokenizer
+    defaults: dict[str, Any] = {}
+    if kind is TokenizerFormat.SENTENCEPIECE:
+        _check_class(config_path, config, _SENTENCEPIECE_CLASSES, name)
+        tokenizer, bos, eos = read_sentencepiece_model(path)
+        defaults = {"add_bos_token": True, "bos_token": bos, "eos_token": eos}
+    elif kind is TokenizerFormat.TEKKEN:
+        tokenizer = read_tekken(path)
+        defaults = {"add_bos_token": True}
+    elif kind is TokenizerFormat.TIKTOKEN:
+        tokenizer = read_tiktoken(path, config, config_path)
     else:
         _check_class(config_path, config, _BYTE_LEVEL_CLASSES, f"{VOCAB_FILE} with {MERGES_FILE}")
         tokenizer = _read_byte_level(folder, bool(config.get("add_prefix_space")))
-        _apply_tokenizer_config(tokenizer, config, config_path)
-        _add_post_processor(tokenizer, {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT} | config, config_path)
+        defaults = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT}
+    _apply_tokenizer_config(tokenizer, config, config_path)
+    _add_post_processor(tokenizer, defaults | config, config_path)
     return tokenizer
 
 
@@ -105,7 +114,8 @@ def _add_post_processor(tokenizer: tokenizers.Tokenizer, config: dict[str, Any],
     for name, form in (("bos_token", "{} $A"), ("eos_token", "{} {}")):
         if not config.get(f"add_{name}"):
             continue
-        token = config[name]["content"] if isinstance(config[name], dict) else config[name]
+        entry = config.get(name)
+        token = entry["content"] if isinstance(entry, dict) else entry
         token_id = None if token is None else tokenizer.token_to_id(token)
         if token_id is None:
             raise ConfigError(

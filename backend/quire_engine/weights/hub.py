@@ -19,11 +19,12 @@ import httpx
 import huggingface_hub
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+from quire_spec.documents.tokenizer_files import FORMATS
 from quire_spec.errors import ConfigError
 from quire_spec.model.pooler_config import MODULE_FILES, module_folders
 from quire_spec.net.redaction import describe_error, redact_urls
 
-_ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
+_ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja", *(name for _, names in FORMATS for name in names)]
 PICKLE_PATTERNS = ["pytorch_model*.bin", "adapter_model.bin"]
 """File name patterns of weights that only the converter downloads."""
 # Subfolders contain other formats, and `consolidated` files contain the same weights again.

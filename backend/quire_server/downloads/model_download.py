@@ -31,6 +31,7 @@ from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.reader import SourceReader
 from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.dataclass_json import from_json
+from quire_spec.documents import tokenizer_files
 from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.checkpoint_digest import compute_digest
 from quire_spec.documents.download_progress import PROGRESS_PATH, PROGRESS_PORT_VARIABLE
@@ -49,7 +50,8 @@ EXIT_PERMANENT_FAILURE = 2
 CONFIG_FILE, INDEX_FILE, SINGLE_WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 OPTIONAL_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt", "model.sig",
+    "chat_template.jinja", "chat_template.json", "model.sig",
+    *(name for _, names in tokenizer_files.FORMATS for name in names if name != "tokenizer.json"),
     MODULES_FILE,
 )  # fmt: skip
 _WEIGHTS_SUFFIX = ".safetensors"

@@ -101,7 +101,8 @@ def _read_model(args: argparse.Namespace, manifest: Manifest, service: LLMServic
             raise ConfigError(f"--model-config {path}: does not exist; give a model's folder, or its {CONFIG_FILE}")
         return asyncio.run(read_local_checkpoint(path, CheckpointInfo.from_files))
     try:
-        return _read_source(args, manifest, service, MODEL_SOURCE, CheckpointInfo.from_files)
+        needs_tokenizer = not service.spec.engine.skipTokenizerInit
+        return _read_source(args, manifest, service, MODEL_SOURCE, CheckpointInfo.from_files, needs_tokenizer)
     except InvalidService as error:
         raise InvalidService(list(map(_with_model_config_hint, error.problems)), manifest.location) from error
     except Unavailable as error:
@@ -121,7 +122,12 @@ def _read_draft(
 
 
 def _read_source(
-    args: argparse.Namespace, manifest: Manifest, service: LLMService, path: FieldPath, parse: Parser[T]
+    args: argparse.Namespace,
+    manifest: Manifest,
+    service: LLMService,
+    path: FieldPath,
+    parse: Parser[T],
+    needs_tokenizer: bool = False,
 ) -> T:
     """Read the source at `path`. Raise InvalidService if this machine cannot read the source."""
     local_sources = LocalSources(manifest.folder, dict(args.volumes), args.secrets_dir)
@@ -129,8 +135,12 @@ def _read_source(
     if problems := list(local_sources.iter_problems(source, path, (CONFIG_FILE,))):
         raise InvalidService(problems, manifest.location)
     if (folder := local_sources.resolve(source)) is not None:
-        return asyncio.run(read_local_checkpoint(folder, parse))
-    return asyncio.run(read_source_checkpoint(local_sources.localize(source), local_sources.read_secret, parse))
+        return asyncio.run(read_local_checkpoint(folder, parse, needs_tokenizer))
+    return asyncio.run(
+        read_source_checkpoint(
+            local_sources.localize(source), local_sources.read_secret, parse, needs_tokenizer=needs_tokenizer
+        )
+    )
 
 
 def _with_model_config_hint(problem: Problem) -> Problem:

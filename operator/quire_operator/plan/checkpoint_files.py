@@ -16,6 +16,13 @@ from quire_sources.http.borders import Borders
 from quire_sources.reader import SourceReader, read_range
 from quire_sources.readers.folder_reader import FolderReader
 from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.tokenizer_files import (
+    ALL_FORMATS,
+    FORMATS,
+    TOKENIZER_CONFIG_FILE,
+    TokenizerFormat,
+    check_tiktoken_class,
+)
 from quire_spec.errors import ConfigError, truncated_repr
 from quire_spec.model.checkpoint_documents import (
     MAX_CONFIG_BYTES,
@@ -36,7 +43,11 @@ _MAX_HIDDEN_VALUES = 10_000
 
 
 async def read_source_checkpoint(
-    source: Source, read_secret: SecretValues, parse: Parser[T], borders: Borders | None = None
+    source: Source,
+    read_secret: SecretValues,
+    parse: Parser[T],
+    borders: Borders | None = None,
+    needs_tokenizer: bool = False,
 ) -> T:
     """Read the checkpoint of a remote source; raises ConfigError, Unavailable and NotFound.
 
@@ -45,18 +56,18 @@ async def read_source_checkpoint(
     """
     async with SourceFactory(SourceOptions(borders=borders), read_secret) as sources:
         quotes_values = borders is None or source.huggingFace is not None
-        return await read_checkpoint(sources.open_reader(source), parse, quotes_values)
+        return await read_checkpoint(sources.open_reader(source), parse, quotes_values, needs_tokenizer)
 
 
-async def read_local_checkpoint(path: Path, parse: Parser[T]) -> T:
+async def read_local_checkpoint(path: Path, parse: Parser[T], needs_tokenizer: bool = False) -> T:
     """Read the folder of a model, or a single config.json. If there is only a config.json, the size of the weights is
-    estimated from it.
+    estimated from it, and a tokenizer is not needed.
 
     Raises:
         ConfigError, Unavailable: see `read_checkpoint`.
     """
     if path.is_dir():
-        return await read_checkpoint(FolderReader.unrestricted(path), parse)
+        return await read_checkpoint(FolderReader.unrestricted(path), parse, needs_tokenizer=needs_tokenizer)
     data = await _read(FolderReader.unrestricted(path.parent), path.name, MAX_CONFIG_BYTES)
     try:
         return parse(parse_config(data or b""), None, None)
@@ -64,12 +75,15 @@ async def read_local_checkpoint(path: Path, parse: Parser[T]) -> T:
         raise ConfigError(f"{path}: {error}") from error
 
 
-async def read_checkpoint(reader: SourceReader, parse: Parser[T], quotes_values: bool = True) -> T:
+async def read_checkpoint(
+    reader: SourceReader, parse: Parser[T], quotes_values: bool = True, needs_tokenizer: bool = False
+) -> T:
     """Read the files that a plan for the model needs, pass them to `parse`, and return its result. If `quotes_values`
     is false, the error does not contain values of the files.
 
     Raises:
-        ConfigError: config.json does not exist, or a file has invalid content.
+        ConfigError: config.json does not exist, or a file has invalid content; or `needs_tokenizer` is true, and the
+            model has no tokenizer that the engine reads.
         Unavailable, NotFound: `SourceReader.open` raised this error.
     """
     config_data = await _read(reader, CONFIG_FILE, MAX_CONFIG_BYTES)
@@ -84,10 +98,29 @@ async def read_checkpoint(reader: SourceReader, parse: Parser[T], quotes_values:
     header = _parse(reader, WEIGHTS_FILE, parse_header, header_data)
     config = _parse(reader, CONFIG_FILE, parse_config, config_data)
     try:
-        return parse(config, index, header)
+        parsed = parse(config, index, header)
     except ConfigError as error:
         text = str(error) if quotes_values else without_values(str(error), config)
         raise ConfigError(f"{reader.display_name('').rstrip('/')}: {text}") from error
+    if needs_tokenizer:
+        await _check_tokenizer(reader)
+    return parsed
+
+
+async def _check_tokenizer(reader: SourceReader) -> None:
+    """Raise ConfigError if the model has no tokenizer that the engine reads."""
+    for kind, names in FORMATS:
+        if not all([await read_range(reader, name, 0, 1) is not None for name in names]):
+            continue
+        if kind is TokenizerFormat.TIKTOKEN:
+            data = await _read(reader, TOKENIZER_CONFIG_FILE, MAX_CONFIG_BYTES)
+            config = _parse(reader, TOKENIZER_CONFIG_FILE, parse_config, data) or {}
+            check_tiktoken_class(reader.display_name(TOKENIZER_CONFIG_FILE), config.get("tokenizer_class"), names[0])
+        return
+    raise ConfigError(
+        f"{reader.display_name('').rstrip('/')}: has no tokenizer ({ALL_FORMATS}); add the files, or set "
+        "spec.engine.skipTokenizerInit and send input_ids"
+    )
 
 
 def without_values(text: str, document: object) -> str:

@@ -91,7 +91,7 @@ except ConfigError as error:
 
 def test_only_weights_and_configuration_are_downloaded(tmp_path: Path) -> None:
     downloaded = ["chat_template.jinja", "config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
-    downloaded += ["modules.json", "tokenizer.model", "vocab.json"]
+    downloaded = sorted([*downloaded, "hy.tiktoken", "modules.json", "tekken.json", "tokenizer.model", "vocab.json"])
     nested = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
     modules = [{"type": "x.Transformer", "path": ""}, *({"type": "x", "path": p} for p in ("1_Pooling", "2_Dense"))]
     ignored = ["README.md", "consolidated.safetensors", "modeling.py", "original/model.safetensors", "weights.bin"]

@@ -201,6 +201,7 @@ def config_of(folder, **changes):
     config = json.loads((EXAMPLES / "models/tiny/config.json").read_text())
     sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
     (folder / "config.json").write_text(json.dumps(config | sizes | {"num_key_value_heads": 32} | changes))
+    (folder / "tokenizer.json").write_text("{}")
     return str(folder)
 
 

@@ -180,3 +180,30 @@ async def test_rejects_a_file_that_is_too_large(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_documents, "MAX_CONFIG_BYTES", 100)
     with pytest.raises(ConfigError, match=r"config.json: is larger than 100 bytes; check that it is the file"):
         await read_local_checkpoint(folder(tmp_path, SINGLE), PARSE)
+
+
+@pytest.mark.parametrize(
+    ("files", "error"),
+    [
+        ({}, r"has no tokenizer \(tokenizer\.json, .*tekken\.json.*set spec\.engine\.skipTokenizerInit"),
+        ({"vocab.json": b"{}"}, "has no tokenizer"),
+        ({"vocab.json": b"{}", "merges.txt": b""}, None),
+        ({"tekken.json": b"{}"}, None),
+        ({"tokenizer.json": b"{}"}, None),
+        ({"hy.tiktoken": b"", "tokenizer_config.json": b'{"tokenizer_class": "HYTokenizer"}'}, None),
+        (
+            {"hy.tiktoken": b"", "tokenizer_config.json": b'{"tokenizer_class": "X"}'},
+            "tokenizer_class 'X' cannot be built",
+        ),
+        ({"qwen.tiktoken": b""}, "tokenizer_class None cannot be built from qwen.tiktoken"),
+    ],
+    ids=str,
+)
+async def test_a_model_needs_a_tokenizer_that_the_engine_reads(tmp_path, files, error):
+    model = folder(tmp_path, {**SINGLE, **files})
+    await read_local_checkpoint(model, PARSE)
+    if error is None:
+        await read_local_checkpoint(model, PARSE, needs_tokenizer=True)
+        return
+    with pytest.raises(ConfigError, match=error):
+        await read_local_checkpoint(model, PARSE, needs_tokenizer=True)

@@ -43,7 +43,7 @@ def summarize(
     source = service.model_sources[MODEL_SOURCE]
     place = place_of(source, local_sources, cache_dir, environment)
     try:
-        model = asyncio.run(_read(source, local_sources, place))
+        model = asyncio.run(_read(source, local_sources, place, not service.spec.engine.skipTokenizerInit))
     except AccessDenied:
         raise
     except (Unavailable, TimeoutError) as error:
@@ -55,12 +55,14 @@ def summarize(
     return [line, _check_memory(service, model)]
 
 
-async def _read(source: Source, local_sources: LocalSources, place: Place) -> CheckpointInfo:
+async def _read(source: Source, local_sources: LocalSources, place: Place, needs_tokenizer: bool) -> CheckpointInfo:
     async with asyncio.timeout(_TIMEOUT_S):
         if place.is_complete:
-            return await read_local_checkpoint(place.folder, CheckpointInfo.from_files)
+            return await read_local_checkpoint(place.folder, CheckpointInfo.from_files, needs_tokenizer)
         localized = local_sources.localize(source)
-        return await read_source_checkpoint(localized, local_sources.read_secret, CheckpointInfo.from_files)
+        return await read_source_checkpoint(
+            localized, local_sources.read_secret, CheckpointInfo.from_files, needs_tokenizer=needs_tokenizer
+        )
 
 
 def _check_disk(place: Place, num_bytes: int) -> str:
