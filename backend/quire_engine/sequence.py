@@ -188,6 +188,16 @@ class Sequence:
     """Key of its first block that is in no cache. It waits while a store reads this block."""
     store_deadline: float = math.inf
     """Monotonic seconds after which it no longer waits for a store."""
+    state_row: int = -1
+    """For a model with linear attention: row of its state; -1 if the sequence does not run. The state contains the
+    computed tokens."""
+    state_stops: tuple[int, ...] = ()
+    """Positions at which a chunk of its prompt ends, because a snapshot of its state is taken there; ascending."""
+    num_matched_tokens: int = 0
+    """Number of tokens at its start whose full blocks the prefix cache contained, with or without a snapshot of the
+    state after them."""
+    decode_snapshot: bytes = b""
+    """Key of the last snapshot of its state that was taken while it decoded."""
     num_cached_blocks: int = 0
     """Number of blocks at the start of the table that came from the prefix cache or were passed to it."""
     sort_key: tuple[int, float, int, int] = (0, 0.0, 0, 0)
@@ -270,6 +280,10 @@ class Sequence:
         if self.beam_group is None and preempted in (self.status, parent.status):
             return None
         return parent if parent.num_computed_tokens < len(parent.prompt_token_ids) else None
+
+    def chunk_end(self, start: int, end: int) -> int:
+        """Return where a chunk of the prompt ends that begins at `start` and could end at `end`."""
+        return next((stop for stop in self.state_stops if start < stop < end), end)
 
     def adapter_until(self, end: int) -> AdapterDigest | None:
         """Return the adapter that changes tokens before position `end`; None if the base model computes all of them."""

@@ -29,6 +29,13 @@ from quire_kernels.experts import (
     topk_softmax,
 )
 from quire_kernels.fused_decoder import AttentionShape, FusedDecoder, LayerWeights, LinearWeights, build_fused_decoder
+from quire_kernels.gated_delta import (
+    StateBatch,
+    build_state_batch,
+    gated_delta_rule,
+    gated_rms_norm,
+    short_convolution,
+)
 from quire_kernels.host_device_copy import pinned_empty, to_device_async
 from quire_kernels.huge_pages import HugePageArena
 from quire_kernels.kv_cache_layout import row_size

@@ -46,6 +46,8 @@ class TokenEchoRunner:
         self.cells: list[list[Cell | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.swap_costs = swap_costs or SwapCosts()
         self.host_cells: dict[int, list[Cell | None]] = {}
+        self.states: dict[int, list[Cell]] = {}
+        """By row: what was written to the state since its first token."""
         self.host_adapters: dict[str, object] = {}
         self.digest_by_adapter_slot: dict[int, str] = {}
         self.invocation_by_path: dict[str, tuple[int, ...]] = {}
@@ -104,6 +106,8 @@ class TokenEchoRunner:
         assert not {c.source for c in plan.copies} & {c.destination for c in plan.copies}
         for copy in plan.copies:
             self.cells[copy.destination] = list(self.cells[copy.source])
+        for state_copy in plan.state_copies:
+            self.states[state_copy.destination] = list(self.states[state_copy.source])
         for index, span in enumerate(plan.spans):
             if index == fail_at:
                 raise RuntimeError("the device failed")
@@ -137,6 +141,14 @@ class TokenEchoRunner:
                 position, digest = span.start + index, None if index < span.num_base_tokens else adapter_digest
                 self.cells[table[position // size]][position % size] = (token, position, digest, group)
         self._check_cells(span, self._tokens(sequence, 0, span.start) + tokens)
+        if sequence.state_row >= 0:
+            state = self.states[sequence.state_row] if span.start else []
+            self.states[sequence.state_row] = state + [
+                (token, span.start + i, sequence.adapter_until(span.start + i + 1), 0) for i, token in enumerate(tokens)
+            ]
+            expected = enumerate(self._tokens(sequence, 0, span.start) + tokens)
+            expected_state = [(token, i, sequence.adapter_until(i + 1), 0) for i, token in expected]
+            assert self.states[sequence.state_row] == expected_state, f"sequence {sequence.id}: wrong state"
 
     def _output(self, span: ScheduledSpan) -> SpanOutput:
         """Return the sampled tokens of a span, or the candidates of a beam that was computed completely."""

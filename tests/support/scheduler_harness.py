@@ -12,6 +12,7 @@ from support.scripted_drafts import ScriptedProposer
 
 from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.kv_cache.block_pool import BlockPool
+from quire_engine.kv_cache.state_pool import StatePool
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.registry import AdapterRegistry
@@ -46,6 +47,8 @@ class SchedulerHarness:
     """Invocation tokens of some adapters."""
     has_store: bool = False
     """Whether a FakeStore is behind the cache in host memory; its transfers end when nothing else can run."""
+    num_states: int = 0
+    """Number of rows for states; 0 if the model has none."""
     now: float = 0.0
     next_id: int = 0
     outputs: dict[int, list[int]] = field(default_factory=dict)
@@ -72,7 +75,10 @@ class SchedulerHarness:
             self.swap_costs,
             self.layout,
             self.store,
+            StatePool(self.num_states) if self.num_states else None,
         )
+        if self.scheduler.states is not None:
+            self.scheduler.states._decode_interval = 2 * self.config.block_size
         if self.scheduler.draft_planner is not None:
             self.scheduler.draft_planner._proposer = ScriptedProposer(
                 lambda sequence, num_tokens: expected_output(

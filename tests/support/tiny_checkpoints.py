@@ -50,8 +50,13 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Qwen3VLConfig,
     SeedOssConfig,
     SmolLM3Config,
@@ -106,6 +111,33 @@ LONG_ROPE = {
 }
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 QWEN3_MOE = {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+# One layer in four has attention, with rotary positions in a part of each head.
+HYBRID = {
+    # Each layer divides small outputs by their norm, which amplifies errors of float32 less with a larger epsilon.
+    "rms_norm_eps": 1e-2,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+HYBRID_MOE = {
+    **HYBRID,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+QWEN3_5_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 GPT_OSS = {
     "head_dim": 24,
     "intermediate_size": 48,
@@ -231,6 +263,11 @@ def _qwen_vl(kind: type, **values: Any) -> Any:
     return kind(text_config=values, vision_config=QWEN_VISION, **tokens)
 
 
+def _qwen3_5(config_type: type, text_type: type, **values: Any) -> Any:
+    text = text_type(**values).to_dict()
+    return config_type(text_config=text, vision_config=QWEN3_5_VISION, tie_word_embeddings=text["tie_word_embeddings"])
+
+
 CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-head_dim": (LlamaConfig, {"head_dim": 32, "num_hidden_layers": 3, "tie_word_embeddings": True}),
@@ -323,6 +360,14 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "qwen2_vl": (functools.partial(_qwen_vl, Qwen2VLConfig), {"rope_parameters": MROPE}),
     "qwen2_5_vl": (functools.partial(_qwen_vl, Qwen2_5_VLConfig), {"rope_parameters": MROPE}),
     "qwen3_vl": (functools.partial(_qwen_vl, Qwen3VLConfig), {"rope_parameters": MROPE, "head_dim": 16}),
+    "qwen3_next": (Qwen3NextConfig, {**HYBRID_MOE, "mlp_only_layers": [1]}),
+    "qwen3_5": (Qwen3_5TextConfig, {**HYBRID, "tie_word_embeddings": True, "linear_num_key_heads": 4}),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, {**HYBRID_MOE, "layer_types": None}),
+    "qwen3_5-vision": (functools.partial(_qwen3_5, Qwen3_5Config, Qwen3_5TextConfig), HYBRID),
+    "qwen3_5_moe-vision": (
+        functools.partial(_qwen3_5, Qwen3_5MoeConfig, Qwen3_5MoeTextConfig),
+        {**HYBRID_MOE, "num_experts": 8},
+    ),
     "smollm3": (SmolLM3Config, {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0}),
 }
 """One row per family and per shape that takes another path."""
@@ -345,6 +390,9 @@ def write_checkpoint(folder: Path, config: Any, seed: int, **save: Any) -> Path:
                 tensor.add_(torch.randn_like(tensor) * (20.0 if name.endswith("sinks") else 0.3))
             if name.endswith("act_fn.eps"):
                 tensor.sub_(2.0)  # it replaces negative inputs above it
+            if name.endswith("A_log"):
+                # Otherwise, most states forget all tokens before the last one.
+                tensor.sub_(3.0)
     model.save_pretrained(folder, **save)
     return folder
 

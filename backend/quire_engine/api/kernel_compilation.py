@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.kv_cache.state_cache import StateCache
 from quire_engine.lora.device_slots import create_slots
 from quire_engine.models.base import CausalLM
 from quire_engine.models.forward_batch import build_forward_batch
@@ -35,6 +36,7 @@ from quire_kernels import (
 )
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
+from quire_spec.model.architectures import module_name
 from quire_spec.model.capabilities import QUANTIZATIONS
 from quire_spec.model.kv_layout import KVLayout
 from quire_spec.model.model_config import ModelConfig
@@ -135,7 +137,7 @@ def _quantize_like_checkpoint(model: CausalLM, quantization: QuantizationScheme)
     if quantization.method == "mxfp4":
         return  # only experts are quantized
     info = model.shape.architecture_info
-    path_by_name = {path.rpartition(".")[2]: path for path in info.linears}
+    path_by_name = {module_name(path): path for path in info.linears}
     for layer, linear in model.linears():
         try:
             scheme = quantization.scheme_of(f"{info.layers_path}.{layer}.{path_by_name[next(iter(linear.slices))]}")
@@ -216,7 +218,10 @@ def _run_steps(model: CausalLM, capability: tuple[int, int]) -> None:
 
 def _create_cache(shape: ModelConfig, dtype: torch.dtype) -> KVCache:
     layout = KVLayout.from_model(shape, shape.max_length)
-    return KVCache(shape, 1, _CONFIG.block_size, dtype, _DEVICE, layout=layout)
+    states = None
+    if shape.linear_attention is not None:
+        states = StateCache(shape.linear_attention, 1, _DTYPE, torch.float32, _DEVICE)
+    return KVCache(shape, 1, _CONFIG.block_size, dtype, _DEVICE, layout=layout, states=states)
 
 
 def _steps(shape: ModelConfig) -> Iterator[list[ScheduledSpan]]:

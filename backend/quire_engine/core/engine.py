@@ -19,7 +19,8 @@ from quire_engine.core.step_executor import StepExecutor, error_result
 from quire_engine.kv_cache.block_events import BlockEvent, BlockEventLog
 from quire_engine.kv_cache.block_hash import BlockHasher, group_of
 from quire_engine.kv_cache.block_pool import BlockPool
-from quire_engine.kv_cache.layout_choice import check_kv_offloading, choose_layout
+from quire_engine.kv_cache.layout_choice import check_kv_offloading, check_states, choose_layout
+from quire_engine.kv_cache.state_pool import StatePool
 from quire_engine.kv_transfer.store import KVStore
 from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
 from quire_engine.lora.registry import AdapterRegistry
@@ -36,6 +37,7 @@ from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
 from quire_spec.model.capabilities import DTYPE_BYTES
+from quire_spec.model.hybrid.linear_attention_config import num_state_rows
 from quire_spec.model.memory_sizing import lora_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import (
@@ -108,6 +110,7 @@ class Engine:
             runner.swap_costs,
             layout,
             store,
+            _create_state_pool(config, checkpoint.shape),
         )
         self._start_slot_copy: Callable[[SlotLoad, Callable[[], None]], None] = self._copy_slot_sync
         """Starts the copy of an adapter into a slot; see `delegate_slot_copies`."""
@@ -141,6 +144,7 @@ class Engine:
         checkpoint = Checkpoint.load(folder, full_digest=config.kv_offloading_folder is not None)
         check_max_model_len(config, checkpoint.shape)
         check_kv_offloading(config, checkpoint.shape)
+        check_states(config, checkpoint.shape)
         # Imported here, so that importing the engine does not import torch.
         from quire_engine.executor.runner_factory import create_runner
 
@@ -474,6 +478,12 @@ class Engine:
     def _discard_evicted_copies(self) -> None:
         for digest in self._adapter_registry.pop_evicted_copies():
             self._runner.discard_adapter(digest)
+
+
+def _create_state_pool(config: EngineConfig, shape: ModelConfig) -> StatePool | None:
+    if shape.linear_attention is None:
+        return None
+    return StatePool(num_state_rows(config.max_num_seqs, config.enable_prefix_caching))
 
 
 def _create_adapter_registry(config: EngineConfig, shape: ModelConfig, memory: MeasuredMemory) -> AdapterRegistry:

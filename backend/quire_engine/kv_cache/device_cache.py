@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire_engine.kv_cache.state_cache import StateCache
 from quire_kernels import HugePageArena, as_indexable, pinned_empty, reads_whole_blocks, row_size, to_device_async
 from quire_spec.errors import ConfigError
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, KVLayout
@@ -63,12 +64,13 @@ class KVCache:
         device: torch.device,
         num_spare_blocks: int = 0,
         layout: KVLayout | None = None,
+        states: StateCache | None = None,
     ) -> None:
         """Allocate `num_blocks` blocks, followed by `num_spare_blocks` blocks that sequences do not use.
 
-        If `layout` is None, every block contains all layers.
+        If `layout` is None, every block contains all layers. `states` are the states of layers with linear attention.
         """
-        self.layout = layout = layout or KVLayout.uniform(shape.num_layers)
+        self.layout = layout = layout or _uniform_layout(shape)
         if block_size % layout.blocks_per_layer:
             raise ConfigError(
                 f"block_size: {block_size} is not a multiple of {layout.blocks_per_layer}, the number of blocks into "
@@ -95,6 +97,7 @@ class KVCache:
         )
         """One tensor [2, num_blocks, block_size, num_kv_heads, row_size] per layer: keys at index 0, values at 1; see
         `write_kv`. Layers of different groups can share memory, but they use different blocks of it."""
+        self.states = states
         places = sorted(set(zip(layout.groups, splits, strict=True)))
         self.groups = [LayerGroup(*place, self.layers[layout.groups.index(place[0])]) for place in places]
         """The groups, in the order of their entries in a block table."""
@@ -223,3 +226,7 @@ class KVCache:
         new_blocks = (addresses // sizes)[addresses % sizes == 0]
         if len(new_blocks):
             self._data.index_fill_(2, to_device_async(new_blocks, self._data.device), 0)
+
+
+def _uniform_layout(shape: ModelConfig) -> KVLayout:
+    return KVLayout.uniform(shape.num_layers) if shape.linear_attention is None else KVLayout.from_model(shape, 1)

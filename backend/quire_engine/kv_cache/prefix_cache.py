@@ -11,6 +11,7 @@ from quire_engine.kv_cache.block_events import BlocksStored
 from quire_engine.kv_cache.block_hash import BlockHasher, group_hash
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.host_cache import HostCache
+from quire_engine.kv_cache.state_pool import StatePool
 from quire_engine.sequence import BlockId, Sequence
 from quire_spec.constants import AdapterDigest
 from quire_spec.model.kv_layout import KVLayout
@@ -56,13 +57,16 @@ class PrefixCache:
         layout: KVLayout,
         enabled: bool,
         host_cache: HostCache,
+        state_pool: StatePool | None = None,
     ) -> None:
-        """Create the cache. A fork shares the blocks of its parent even if the cache is disabled."""
+        """Create the cache. A fork shares the blocks of its parent even if the cache is disabled. With a `state_pool`,
+        a prefix ends where a snapshot of the state exists."""
         self._block_pool = block_pool
         self._host_cache = host_cache
         self._layout = layout
         self._block_hasher = block_hasher
         self._enabled = enabled
+        self._state_pool = state_pool
         self.num_queries = 0
         """Number of tokens of all sequences that started."""
         self.num_hits = 0
@@ -100,6 +104,8 @@ class PrefixCache:
             hit = self._make_hit(parent.block_table, num_parent_tokens)
         else:
             hit = self._make_hit(cached_blocks, num_cached_tokens)
+        if self._state_pool is not None:
+            return self._cut_to_snapshot(sequence, hit, self._state_pool)
         return self._extend_with_host(sequence, self._extend_with_swapped(sequence, hit), max_tokens)
 
     def missing_blocks(self, sequence: Sequence) -> dict[bytes, AdapterDigest | None]:
@@ -113,7 +119,7 @@ class PrefixCache:
             return {}
         end = min(sequence.num_tokens // block_size, -(-max_tokens // block_size))
         return {
-            self._block_hash(sequence, index): sequence.adapter_until((index + 1) * block_size)
+            self.block_hash(sequence, index): sequence.adapter_until((index + 1) * block_size)
             for index in range(len(hit.blocks) + len(hit.host_blocks), end)
         }
 
@@ -157,7 +163,7 @@ class PrefixCache:
             num_groups, event_log = self._layout.num_groups, self._block_pool.event_log
             for group in range(num_groups):
                 for index in range(sequence.num_cached_blocks, num_full):
-                    key = group_hash(self._block_hash(sequence, index), group)
+                    key = group_hash(self.block_hash(sequence, index), group)
                     is_new = self._block_pool.cache_block(sequence.block_table[index * num_groups + group], key)
                     if is_new and event_log is not None:
                         event_log.add_stored(self._stored_event(sequence, index, group))
@@ -178,6 +184,15 @@ class PrefixCache:
         kept_blocks, _ = self._layout.split_entries(blocks[:first])
         entries = self._layout.without_freed(blocks[:first]) + blocks[first:end]
         return PrefixHit(num_tokens, entries, copy_sources, first, kept_blocks)
+
+    def _cut_to_snapshot(self, sequence: Sequence, hit: PrefixHit, pool: StatePool) -> PrefixHit:
+        """Return the longest part of `hit` at whose end a snapshot of the state exists."""
+        block_size = self._block_hasher.block_size
+        num_blocks = hit.num_tokens // block_size
+        sequence.num_matched_tokens = num_blocks * block_size
+        while num_blocks and self.block_hash(sequence, num_blocks - 1) not in pool:
+            num_blocks -= 1
+        return self._make_hit(hit.blocks, num_blocks * block_size)
 
     def _num_unread(self, num_blocks: int) -> int:
         """Return how many blocks at the start of a prefix are outside the sliding window of every later token.
@@ -207,7 +222,7 @@ class PrefixCache:
             return hit
         # The last block can contain the last token, although this token is computed again: the sequence has a copy.
         end = min(sequence.num_tokens // block_size, -(-max_tokens // block_size))
-        rows = self._host_cache.find(self._block_hash(sequence, index) for index in range(first, end))
+        rows = self._host_cache.find(self.block_hash(sequence, index) for index in range(first, end))
         num_tokens = min((first + len(rows)) * block_size, max_tokens)
         if not rows or not self._host_cache.costs.is_worthwhile(len(rows), num_tokens - hit.num_tokens):
             return hit
@@ -239,7 +254,7 @@ class PrefixCache:
 
     def _keys(self, sequence: Sequence, index: int) -> list[bytes]:
         """Return the hashes of full block `index` of a sequence, one for each group of layers."""
-        block_hash = self._block_hash(sequence, index)
+        block_hash = self.block_hash(sequence, index)
         return [group_hash(block_hash, group) for group in range(self._layout.num_groups)]
 
     def _stored_event(self, sequence: Sequence, index: int, group: int) -> BlocksStored:
@@ -262,7 +277,7 @@ class PrefixCache:
         long_rope = self._uses_long_rope(sequence)
         return self._block_hasher.root(sequence.adapter_until(1), sequence.cache_salt, long_rope=long_rope)
 
-    def _block_hash(self, sequence: Sequence, index: int) -> bytes:
+    def block_hash(self, sequence: Sequence, index: int) -> bytes:
         """Return the content hash of full block `index`."""
         hashes = sequence.block_hashes
         # Earlier hashes are missing only if a fork shares blocks with a parent whose step is in flight.

@@ -19,8 +19,10 @@ from quire_kernels import (
     AdapterSegment,
     AttentionMetadata,
     LoRABatch,
+    StateBatch,
     build_attention_metadata,
     build_lora_batch,
+    build_state_batch,
     to_device_async,
 )
 
@@ -48,6 +50,8 @@ class ForwardBatch:
     num_logits: int
     logit_adapter_slots: tuple[int, ...] = ()
     """Adapter slot of each token that needs logits, -1 if the token has no adapter; empty if no span has an adapter."""
+    states: StateBatch | None = None
+    """The states of the spans; None if no layer has linear attention."""
     groups: tuple["ForwardBatch", ...] = ()
     """Copies of the batch, one for each group of layers (see KVLayout). Each copy has the addresses and the attention
     of its group. Empty if there is only one group."""
@@ -65,7 +69,8 @@ class ForwardBatch:
 
 
 def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.device) -> ForwardBatch:
-    """Build the batch of a step, and zero the KV blocks whose first token the step writes."""
+    """Build the batch of a step, and zero the KV blocks whose first token the step writes, and the states of sequences
+    that begin."""
     starts, lengths, num_tokens = step_input.starts, step_input.lengths, len(step_input.token_ids)
     block_tables = kv_cache.pad_tables(
         step_input.block_ids, [start + length for start, length in zip(starts, lengths, strict=True)]
@@ -73,6 +78,8 @@ def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.
     rows, positions = _positions(starts, lengths)
     addresses = kv_cache.addresses(block_tables, rows, positions)
     kv_cache.zero_new_blocks(addresses)
+    if kv_cache.states is not None:
+        kv_cache.states.zero([row for row, start in zip(step_input.state_rows, starts, strict=True) if start == 0])
     group_addresses = to_device_async(addresses, device).unbind()
     attentions = [
         build_attention_metadata(starts, lengths, table, group.layer, device)
@@ -91,6 +98,7 @@ def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.
         logit_rows=None if all_rows else to_device_async(step_input.logit_rows, device),
         num_logits=len(step_input.logit_rows),
         logit_adapter_slots=_logit_adapter_slots(segments, step_input.logit_rows) if segments else (),
+        states=build_state_batch(step_input.state_rows, lengths, device) if kv_cache.states is not None else None,
     )
     if len(attentions) == 1:
         return batch

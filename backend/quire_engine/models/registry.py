@@ -24,6 +24,10 @@ _ALIASES = {
         "Gemma4ForCausalLM",
     ),
     "Mistral3ForConditionalGeneration": "Ministral3ForCausalLM",
+    **dict.fromkeys(
+        ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        "Qwen3_5ForCausalLM",
+    ),
 }
 """Maps an architecture to the name of the class that it uses.
 

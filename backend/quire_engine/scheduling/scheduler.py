@@ -21,6 +21,8 @@ from quire_engine.kv_cache.block_manager import BlockManager
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.host_cache import HostCache
 from quire_engine.kv_cache.prefix_cache import PrefixCache, PrefixHit
+from quire_engine.kv_cache.state_manager import StateManager
+from quire_engine.kv_cache.state_pool import StatePool
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer.store import KVStore
 from quire_engine.kv_transfer.store_traffic import StoreTraffic
@@ -40,6 +42,7 @@ from quire_engine.step.plan import ScheduledSpan, SpanOutput, StepPlan
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
+from quire_spec.model.hybrid.linear_attention_config import UNSUPPORTED_BEAMS
 from quire_spec.model.kv_layout import KVLayout
 from quire_spec.protocol.messages import StartedSequence
 
@@ -104,6 +107,10 @@ class Scheduler:
     a few blocks, so that it does not delay them. If nothing else runs, one step copies all of them. The step's copies
     come before its computations on the device, so the copies of earlier steps are complete as well.
 
+    States. With linear attention, each running sequence also owns a state, and a prefix is reused only up to a snapshot
+    of a state (see StateManager). A waiting sequence does not start while sequences that have finished, but are in a
+    step in flight, own the last states.
+
     Store. A sequence whose blocks are in a store outside of the process is WAITING_FOR_KV while the store reads them
     into host memory, and delays no other sequence. It waits at most READ_DEADLINE_S. After that, it starts like every
     other sequence, with the blocks that were read.
@@ -128,6 +135,7 @@ class Scheduler:
         swap_costs: SwapCosts,
         layout: KVLayout,
         store: KVStore | None = None,
+        state_pool: StatePool | None = None,
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
@@ -136,7 +144,11 @@ class Scheduler:
         self.host_cache = HostCache(swap_costs, config.block_size, config.kv_offloading_size > 0)
         self.store_traffic = None if store is None else StoreTraffic(store, self.host_cache, config.block_size)
         self._max_copies = swap_costs.max_copies(config.max_num_batched_tokens)
-        self.prefix_cache = PrefixCache(block_pool, block_hasher, layout, config.enable_prefix_caching, self.host_cache)
+        enabled = config.enable_prefix_caching
+        self.prefix_cache = PrefixCache(block_pool, block_hasher, layout, enabled, self.host_cache, state_pool)
+        self.states = (
+            None if state_pool is None else StateManager(state_pool, self.prefix_cache, config.block_size, enabled)
+        )
         self.block_manager = BlockManager(block_pool, config.block_size, self.host_cache, layout)
         self.draft_planner = DraftPlanner.from_config(config, self.block_manager)
         self._has_long_rope = block_hasher.long_rope_threshold is not None
@@ -233,6 +245,8 @@ class Scheduler:
             raise InvalidArgument(f"id: {sequence.id} is in use by an unfinished sequence; choose another")
         sequence.parent = find_parent(sequence, self._sequences)
         if sequence.params.use_beam_search:
+            if self.states is not None:
+                raise InvalidArgument(f"use_beam_search: {UNSUPPORTED_BEAMS}; use n or sampling instead")
             self._beams.check_request(sequence)
         if sequence.adapter_digest is not None:
             self._adapter_registry.add_sequence(sequence.adapter_digest, sequence.adapter_parts, sequence.client)
@@ -453,6 +467,8 @@ class Scheduler:
         self._beams.check_integrity(self._sequences)
         held_rows = [] if self.store_traffic is None else self.store_traffic.held_rows
         self.block_manager.check_integrity(block_holders, self._waiting, self._in_flight.plans, held_rows)
+        if self.states is not None:
+            self.states.check_integrity(block_holders)
         self._adapter_registry.check_integrity(
             Counter(s.adapter_digest for s in (*self._sequences.values(), *finished) if s.adapter_digest is not None),
             Counter(s.adapter_digest for s in block_holders if s.adapter_digest is not None),
@@ -474,7 +490,7 @@ class Scheduler:
                 if sequence is group.sequences[0] and group.can_decode:
                     self._schedule_beams(group, builder)
             elif self._ensure_block(sequence, builder):
-                builder.decodes.append(self._make_span(sequence, 1))
+                builder.decodes.append(self._make_span(sequence, 1, builder))
         builder.token_budget -= len(builder.decodes)
         return partial_prefills
 
@@ -485,7 +501,7 @@ class Scheduler:
             self._preempt(victim, builder)
             if victim.beam_group is group:
                 return
-        builder.decodes += [self._make_span(beam, 1) for beam in group.sequences]
+        builder.decodes += [self._make_span(beam, 1, builder) for beam in group.sequences]
 
     def _ensure_block(self, sequence: Sequence, builder: StepPlanBuilder) -> bool:
         """Ensure that a decoding sequence has a block for its token. Return False if it was preempted instead."""
@@ -579,7 +595,7 @@ class Scheduler:
             budget = builder.budget_of(sequence.client)
             if sequence.status is SequenceStatus.RUNNING and budget and self._restore(sequence, builder):
                 remaining = sequence.num_prefill_tokens - sequence.num_computed_tokens
-                builder.add_prefill(self._make_span(sequence, min(remaining, budget)))
+                builder.add_prefill(self._make_span(sequence, min(remaining, budget), builder))
 
     def _restore(self, sequence: Sequence, builder: StepPlanBuilder) -> bool:
         """Copy as many host blocks of a running sequence as the step has room for. Return whether none is left."""
@@ -605,7 +621,7 @@ class Scheduler:
         if (prefix := self._usable_prefix(sequence, builder)) is None:
             return False
         length = self._chunk_length(sequence.num_prefill_tokens - prefix.num_tokens, builder.budget_of(sequence.client))
-        if length == 0:
+        if length == 0 or (self.states is not None and not self.states.pool.num_available):
             return False
         self._waiting.remove(sequence)
         is_first_run = sequence.status is not SequenceStatus.PREEMPTED
@@ -614,12 +630,14 @@ class Scheduler:
             self._adapter_registry.on_start(sequence.adapter_digest)
         self._running.add(sequence)
         self.block_manager.allocate(sequence, prefix, builder)
+        if self.states is not None:
+            self.states.start(sequence, prefix, builder)
         if is_first_run:
             self._clock.advance(sequence, len(self._clients))
             builder.started.append(StartedSequence(sequence.id, now - sequence.arrival_time, sequence.adapter_wait_s))
             self.prefix_cache.record_hit(sequence, prefix)
         if self._restore(sequence, builder):
-            builder.add_prefill(self._make_span(sequence, length))
+            builder.add_prefill(self._make_span(sequence, length, builder))
         return True
 
     def _adapter_ready(self, sequence: Sequence, now: float) -> bool:
@@ -682,11 +700,16 @@ class Scheduler:
         self.block_manager.release_host_blocks(prefix)
         return True
 
-    def _make_span(self, sequence: Sequence, length: int) -> ScheduledSpan:
+    def _make_span(self, sequence: Sequence, length: int, builder: StepPlanBuilder) -> ScheduledSpan:
+        """Return the next span of a sequence. It has at most `length` tokens."""
+        start = sequence.num_computed_tokens
+        if self.states is not None:
+            self.states.take_snapshot(sequence, builder)
+            length = sequence.chunk_end(start, start + length) - start
         adapter_slot = (
             None if sequence.adapter_digest is None else self._adapter_registry.get_slot(sequence.adapter_digest)
         )
-        return ScheduledSpan(sequence, sequence.num_computed_tokens, length, adapter_slot)
+        return ScheduledSpan(sequence, start, length, adapter_slot)
 
     def _append_tokens(self, sequence: Sequence, span_output: SpanOutput) -> SpanOutput:
         """Append tokens to the sequence, and return those that were appended. Tokens after the one that finishes the
@@ -734,6 +757,8 @@ class Scheduler:
     def _release_resources(self, sequence: Sequence) -> None:
         """Release the blocks and the adapter slot of a running sequence that no step in flight contains."""
         self.block_manager.free(sequence)
+        if self.states is not None:
+            self.states.free(sequence)
         if sequence.adapter_digest is not None:
             self._adapter_registry.on_stop(sequence.adapter_digest)
 
@@ -748,6 +773,8 @@ class Scheduler:
         self.num_steps += 1
         self.num_step_tokens += sum(span.length for span in plan.spans)
         self.block_manager.complete_step(plan, step_failed)
+        if self.states is not None:
+            self.states.complete_step(plan, step_failed)
 
     def _free_finished(self) -> None:
         """Release the resources of finished sequences that no step in flight contains."""

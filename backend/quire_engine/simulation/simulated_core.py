@@ -141,7 +141,7 @@ def _swap_costs(model: StepModel, config: EngineConfig) -> SwapCosts:
     info = model.info
     size_ratio = config.block_size / info.memory.block_size
     block_bytes = info.memory.kv_bytes / info.memory.num_blocks * size_ratio
-    num_blocks = num_host_blocks(config, choose_layout(config, info.shape), max(1, int(block_bytes)))
+    num_blocks = num_host_blocks(config, info.shape, choose_layout(config, info.shape), max(1, int(block_bytes)))
     if not num_blocks:
         return SwapCosts()
     num_tokens = min(config.max_num_batched_tokens, config.max_model_len or info.shape.max_length)

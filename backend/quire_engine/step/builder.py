@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from quire_engine.sequence import Sequence
-from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan, SwapCopy
+from quire_engine.step.plan import BlockCopy, ScheduledSpan, StateCopy, StepPlan, SwapCopy
 from quire_spec.protocol.messages import StartedSequence
 
 
@@ -20,6 +20,7 @@ class StepPlanBuilder:
     swap_outs: list[SwapCopy] = field(default_factory=list)
     swap_ins: list[SwapCopy] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    state_copies: list[StateCopy] = field(default_factory=list)
     started: list[StartedSequence] = field(default_factory=list)
     restoring: list[Sequence] = field(default_factory=list)
     """Sequences whose blocks the step copies from host memory."""
@@ -58,7 +59,7 @@ class StepPlanBuilder:
         """Give the tokens that no share has used to the chunks that a share has cut."""
         self.client_share = None
         for i, span in enumerate(self.prefills):
-            missing = span.sequence.num_prefill_tokens - span.end
+            missing = span.sequence.chunk_end(span.start, span.sequence.num_prefill_tokens) - span.end
             if extra := min(missing, self.token_budget):
                 self.prefills[i] = replace(span, length=span.length + extra)
                 self.token_budget -= extra
@@ -66,4 +67,5 @@ class StepPlanBuilder:
     def build(self) -> StepPlan:
         """Return the plan."""
         spans = self.decodes + self.prefills
-        return StepPlan(spans, self.swap_outs, self.swap_ins, self.copies, self.started, self.restoring)
+        copies = self.swap_outs, self.swap_ins, self.copies, self.state_copies
+        return StepPlan(spans, *copies, self.started, self.restoring)

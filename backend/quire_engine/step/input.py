@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from quire_engine.sequence import BlockId
-from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan, SwapCopy
+from quire_engine.step.plan import BlockCopy, ScheduledSpan, StateCopy, StepPlan, SwapCopy
 
-_HEADER_SIZE = 13
+_HEADER_SIZE = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,9 @@ class StepInput:
     """`swap_outs`, `swap_ins` and `copies` are explained in StepPlan."""
     swap_ins: list[SwapCopy] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    state_rows: list[int] = field(default_factory=list)
+    """Per span: row of the state of its sequence. The list is empty if no layer has linear attention."""
+    state_copies: list[StateCopy] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,8 @@ def build_step_input(
         swap_outs=plan.swap_outs if plan is not None else [],
         swap_ins=plan.swap_ins if plan is not None else [],
         copies=plan.copies if plan is not None else [],
+        state_rows=[span.sequence.state_row for span in spans] if spans[0].sequence.state_row >= 0 else [],
+        state_copies=plan.state_copies if plan is not None else [],
     )
 
 
@@ -163,7 +168,8 @@ def max_elements(
     """Return the number of elements that a row needs for the largest possible input. A step swaps at most `num_swaps`
     blocks, and copies at most one block of each group per span. `max_blocks_per_seq` is the number of blocks of one
     group."""
-    num_elements = max_num_seqs * (6 + (2 + max_blocks_per_seq) * num_groups) + 2 * max_num_tokens
+    # A span has a state row, and at most two copies: from one snapshot, and to another one.
+    num_elements = max_num_seqs * (11 + (2 + max_blocks_per_seq) * num_groups) + 2 * max_num_tokens
     num_graph_elements = max_num_seqs * (2 + 3 * max_blocks_per_seq) * num_groups
     num_graph_elements += 6 * max(max_num_seqs, max_num_tokens)
     return _HEADER_SIZE + max(num_elements, num_graph_elements) + 2 * num_swaps
@@ -179,15 +185,17 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
     if isinstance(step_input, GraphStepInput):
         num_inputs, size = step_input.inputs.shape
         header = [size, *header, num_inputs, step_input.has_adapters]
-        header += [step_input.table_updates.shape[1], len(step_input.logit_rows), 0, 0, 0, 0]
+        header += [step_input.table_updates.shape[1], len(step_input.logit_rows), *[0] * 6]
         lists = [*header, *block_numbers, *step_input.logit_rows]
         tensors = step_input.inputs.flatten(), step_input.table_updates.flatten()
     else:
         header = [0, *header, len(step_input.starts), len(step_input.token_ids), len(step_input.block_ids)]
         header += [len(step_input.logit_rows), step_input.num_sampled, len(step_input.long_rope)]
         header += [len(step_input.num_base_tokens), step_input.num_pooled]
+        header += [len(step_input.state_rows), len(step_input.state_copies)]
         lists = [*header, *block_numbers, *step_input.starts, *step_input.lengths, *step_input.adapter_slots]
-        lists += [*step_input.logit_rows, *step_input.long_rope, *step_input.num_base_tokens]
+        lists += [*step_input.logit_rows, *step_input.long_rope, *step_input.num_base_tokens, *step_input.state_rows]
+        lists += [number for copy in step_input.state_copies for number in (copy.source, copy.destination)]
         tensors = step_input.token_ids, step_input.block_ids
     chunks = (int64_tensor(lists), *tensors)
     torch.cat(chunks, out=row[: sum(map(len, chunks))])
@@ -207,8 +215,9 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
         inputs, table_updates = inputs.view(num_inputs, size), table_updates.view(3, num_updates)
         rest = bool(awaits_tokens), swap_outs, swap_ins, copies
         return GraphStepInput(bool(has_adapters), inputs, table_updates, logit_rows, *rest)
-    num_spans, num_tokens, num_blocks, num_logits, num_sampled, num_long_rope, num_bases, num_pooled = counts
-    num_list_elements = 3 * num_spans + num_logits + num_long_rope + num_bases
+    num_spans, num_tokens, num_blocks, num_logits, num_sampled, num_long_rope, *other_counts = counts
+    num_bases, num_pooled, num_states, num_state_copies = other_counts
+    num_list_elements = 3 * num_spans + num_logits + num_long_rope + num_bases + num_states + 2 * num_state_copies
     numbers = iter(row[end : end + num_list_elements].tolist())
 
     def next_list(num: int) -> list[int]:
@@ -217,6 +226,8 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
     token_ids, block_ids = _split(row[end + num_list_elements :], num_tokens, num_blocks)
     starts, lengths, adapter_slots = (next_list(num_spans) for _ in range(3))
     logit_rows, long_rope, num_base_tokens = map(next_list, (num_logits, num_long_rope, num_bases))
+    state_rows = next_list(num_states)
+    state_copies = [StateCopy(*pair) for pair in _block_pairs(next_list(2 * num_state_copies))]
     return StepInput(
         starts=starts,
         lengths=lengths,
@@ -232,6 +243,8 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
         swap_outs=swap_outs,
         swap_ins=swap_ins,
         copies=copies,
+        state_rows=state_rows,
+        state_copies=state_copies,
     )
 
 

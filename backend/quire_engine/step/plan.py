@@ -126,6 +126,14 @@ class SwapCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCopy:
+    """Copies the state of one row to another row, for all layers with linear attention."""
+
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. `spans` is never empty."""
 
@@ -138,6 +146,9 @@ class StepPlan:
     copies: list[BlockCopy] = field(default_factory=list)
     """Copies of blocks that other sequences share. The spans of the step write to the copies. A block is never both a
     source and a destination."""
+    state_copies: list[StateCopy] = field(default_factory=list)
+    """Copies to and from snapshots. They are made in this order, before the step writes anything; a copy can read what
+    an earlier one has written."""
     started: list[StartedSequence] = field(default_factory=list)
     """The sequences that run for the first time. The runner does not use this list."""
     restoring: list[Sequence] = field(default_factory=list)

@@ -32,11 +32,12 @@ _CHUNK_BYTES = device_copier.BUFFER_BYTES
 _LM_HEAD_NAME = "lm_head.weight"
 _MISSING_HINT = "config.json does not match this checkpoint, or the checkpoint is incomplete"
 # Names of tensors that are not loaded. Old checkpoints contain rope frequencies and masks, but the engine computes them
-# from config.json. Some models have parts for images, but the engine serves only their language model.
+# from config.json. Some models have parts for images or for drafts, but the engine serves only their language model.
 _UNUSED_TENSORS = re.compile(
     r"\w+\.layers\.\d+\.(self_attn|attention)\.(rotary_emb\.inv_freq|bias|masked_bias)"
-    r"|(model\.)?(vision_tower|multi_modal_projector|visual)\..*"
+    r"|(model\.)?(vision_tower|multi_modal_projector|visual)\..*|mtp\..*"
 )
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)\.weight")
 
 
 def load_weights(
@@ -68,7 +69,11 @@ def load_weights(
     files = quantized.files
     targets = {files.name_in_file(name): unsharded(target) for name, target in tensors}
     lm_head_name = files.name_in_file(_LM_HEAD_NAME)
-    sources = {name: tensor for name in targets if (tensor := quantized.find(name)) is not None}
+    sources: dict[str, TensorSource] = {
+        name: tensor for name in targets if (tensor := quantized.find(name)) is not None
+    }
+    stacked = {} if checkpoint is not None else _find_stacked_experts(files, targets)
+    sources |= stacked
     if tied_to and lm_head_name not in files and quantized.find(lm_head_name) is not None:
         raise ConfigError(
             f"{folder}: {lm_head_name} is quantized, but config.json ties it to {tied_to}; set tie_word_embeddings to "
@@ -77,6 +82,7 @@ def load_weights(
     names = {name for name in files.file_by_tensor if not _UNUSED_TENSORS.fullmatch(name)} - (
         {lm_head_name} if tied_to else set()
     )
+    names -= {tensor.name for tensor in stacked.values()}
     if missing := sorted(set(targets) - names - set(sources)):
         hint = quantized.describe_missing_config() or f"; {_MISSING_HINT}"
         raise ConfigError(f"{folder}: {summarize_names(missing)} missing{hint}")
@@ -165,6 +171,38 @@ def _iter_sources(
     yield from floats.items()
 
 
+def _find_stacked_experts(files: TensorFiles, names: Iterable[str]) -> dict[str, "_StackedExpertTensor"]:
+    """Return the sources of those projections of experts that the checkpoint stores in one tensor for all experts."""
+    found = {}
+    for name in names:
+        match = _EXPERT.fullmatch(name)
+        if match is None or name in files:
+            continue
+        projection = match["projection"]
+        stacked = f"{match['experts']}.{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"
+        if stacked in files:
+            found[name] = _StackedExpertTensor(files, stacked, int(match["expert"]), projection)
+    return found
+
+
+class _StackedExpertTensor:
+    """A projection of one expert, in a tensor [num_experts, out_features, in_features] of all experts. In the tensor of
+    gate and up, the features of gate come first."""
+
+    def __init__(self, files: TensorFiles, name: str, expert: int, projection: str) -> None:
+        self.name = name
+        self._tensor, self._expert = _FloatTensor(files, name), expert
+        _, rows, columns = self._tensor.shape
+        half = rows if projection == "down_proj" else rows // 2
+        self.shape = half, columns
+        self._first_row = half if projection == "up_proj" else 0
+
+    def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
+        """See TensorSource.read."""
+        first = self._first_row
+        return self._tensor.read(self._expert, range(rows.start + first, rows.stop + first), columns, dtype)
+
+
 class _FloatTensor:
     """A tensor of a checkpoint. It is not quantized."""
 
@@ -190,6 +228,9 @@ class _FloatTensor:
         if not self.shape:
             scalar: Tensor = self._slice[...]
             return scalar.view(1)
+        if len(self.shape) == 3 and self.shape[1] == 1:  # the weight of a convolution of each feature by itself
+            weight: Tensor = self._slice[rows.start : rows.stop, 0, columns.start : columns.stop]
+            return weight
         index: tuple[int | slice, ...] = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
         values: Tensor = self._slice[(expert, *index)[-len(self.shape) :] if len(self.shape) > 1 else index[0]]
         return values

@@ -36,11 +36,13 @@ class MemoryBudget:
     processes."""
     graphs: int = 0
     """Memory of the captured CUDA graphs; 0 on a CPU."""
+    states: int = 0
+    """Memory of the states of layers with linear attention."""
 
     @property
     def available_for_kv(self) -> int:
         """Bytes for KV blocks."""
-        return self.total - self.weights - self.lora - self.activations - self.graphs
+        return self.total - self.weights - self.lora - self.activations - self.graphs - self.states
 
 
 def num_kv_blocks(
@@ -61,9 +63,10 @@ def num_kv_blocks(
     if config.kv_cache_memory_bytes is not None:
         kv_bytes = config.kv_cache_memory_bytes
         # Without this check, Linux would grant the allocation, but kill a process later, when the memory is used.
-        if config.device == "cpu" and kv_bytes > budget.total:
+        if config.device == "cpu" and kv_bytes > budget.total - budget.states:
             raise ConfigError(
-                f"kv_cache_memory_bytes: {kv_bytes} is more than the {budget.total} bytes that are free; lower it"
+                f"kv_cache_memory_bytes: {kv_bytes} is more than the {budget.total - budget.states} bytes that are "
+                f"free{' beside the states; lower it or max_num_seqs' if budget.states else '; lower it'}"
             )
     elif config.device == "cpu":
         max_bytes = CPU_KV_BYTES // config.num_ranks
@@ -145,6 +148,7 @@ def _kv_cache_too_small_message(
             *_adapter_slot_rows(config, budget.lora),
             ("activations and other use", budget.activations),
             *((("CUDA graphs", budget.graphs),) if budget.graphs else ()),
+            *((("states of max_num_seqs sequences", budget.states),) if budget.states else ()),
             ("device", budget.total),
         ]
     )

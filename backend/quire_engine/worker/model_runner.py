@@ -268,6 +268,10 @@ class DeviceModelRunner(ModelRunner):
             kv_cache.copy_blocks(
                 [copy.source for copy in step_input.copies], [copy.destination for copy in step_input.copies]
             )
+        if isinstance(step_input, StepInput) and step_input.state_copies:
+            assert kv_cache.states is not None
+            copies = step_input.state_copies
+            kv_cache.states.copy([copy.source for copy in copies], [copy.destination for copy in copies])
 
     def _wait_on_device(self, logits: Tensor) -> Tensor:
         """Wait until the device has computed the logits.

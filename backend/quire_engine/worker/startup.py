@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,6 +19,7 @@ import torch
 from quire_engine.kv_cache import layout_choice
 from quire_engine.kv_cache.device_cache import KVCache, block_bytes
 from quire_engine.kv_cache.host_swap import HostSwap
+from quire_engine.kv_cache.state_cache import StateCache
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.models.base import CausalLM
 from quire_engine.models.layers.linear import ParamFactory
@@ -44,7 +46,9 @@ from quire_engine.worker.warmup import compile_steps, dummy_span, peak_memory_st
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.host_memory import available_memory_bytes
+from quire_spec.model.hybrid.linear_attention_config import num_state_rows, state_bytes
 
+_STATE_DTYPE = torch.float32
 _CPU_MEASURED_TOKENS = 128
 """Number of prompt tokens in the step that measures the speed of a CPU. The swap policy uses this speed. On a GPU, the
 largest step is measured instead."""
@@ -85,6 +89,7 @@ class RunnerStartup:
         self._cache_dtype = resolve_cache_dtype(config, factory.dtype)
         self._max_model_len = config.max_model_len or model.shape.max_length
         should_capture = graph_capture.should_capture(factory.device) and not config.has_drafter
+        should_capture &= model.shape.linear_attention is None
         self._layout = layout_choice.choose_layout(config, model.shape)
         self._num_spare_blocks = 1 if should_capture else 0
         self._capture = graph_capture.GraphCapture(factory.device) if should_capture else None
@@ -118,19 +123,19 @@ class RunnerStartup:
         bytes_per_block = block_bytes(shape, config.block_size, self._cache_dtype, self._layout)
         if self._drafter is not None:
             bytes_per_block += self._drafter.block_bytes
-        budget = self._measure_memory()
+        budget = replace(self._measure_memory(), states=self._state_bytes)
         num_blocks = num_kv_blocks(config, self._max_model_len, bytes_per_block, budget, self._layout.num_groups)
         if self._communicator is not None:
             num_blocks = self._communicator.all_reduce_min(num_blocks)
         with naming_setting_on_oom("kv_cache_memory_bytes"):
-            kv_cache = self._create_cache(num_blocks)
+            kv_cache = self._create_cache(num_blocks, self._num_state_rows)
             draft_cache = None if self._drafter is None else self._drafter.allocate(num_blocks)
             kv_caches = [kv_cache, *([] if draft_cache is None else [draft_cache])]
         attention_plans.prepare_for_chunks(config, self._model, self._max_model_len, self._dtype, kv_cache)
         graphs = self._build_graphs(kv_cache)
         if graphs is not None:
             graphs.capture_all(budget.graphs)
-        num_host_blocks = layout_choice.num_host_blocks(config, self._layout, bytes_per_block)
+        num_host_blocks = layout_choice.num_host_blocks(config, shape, self._layout, bytes_per_block)
         setting = "kv_offloading_size" if config.kv_offloading_size else "swap_space"
         if config.kv_offloading_size:
             check_host_memory(config, num_host_blocks * bytes_per_block, available_memory_bytes())
@@ -141,6 +146,7 @@ class RunnerStartup:
             weights_bytes=budget.weights,
             lora_bytes=budget.lora,
             kv_bytes=sum(cache.num_bytes for cache in kv_caches),
+            state_bytes=budget.states,
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_model_len=self._max_model_len,
@@ -269,10 +275,23 @@ class RunnerStartup:
                 future.result()
                 self._has_compiled = True
 
-    def _create_cache(self, num_blocks: int) -> KVCache:
+    @property
+    def _num_state_rows(self) -> int:
+        return num_state_rows(self._config.max_num_seqs, self._config.enable_prefix_caching)
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of all states of layers with linear attention."""
+        state = state_bytes(self._model.shape.linear_attention, self._dtype.itemsize, _STATE_DTYPE.itemsize)
+        return self._num_state_rows * state
+
+    def _create_cache(self, num_blocks: int, num_state_rows: int = 1) -> KVCache:
         block_size, num_spare_blocks = self._config.block_size, self._num_spare_blocks
-        dtype, device = self._cache_dtype, self._device
-        return KVCache(self._model.shape, num_blocks, block_size, dtype, device, num_spare_blocks, self._layout)
+        dtype, device, shape = self._cache_dtype, self._device, self._model.shape
+        states = None
+        if shape.linear_attention is not None:
+            states = StateCache(shape.linear_attention, num_state_rows, self._dtype, _STATE_DTYPE, device)
+        return KVCache(shape, num_blocks, block_size, dtype, device, num_spare_blocks, self._layout, states)
 
 
 def _compiles_kernels(device: torch.device) -> bool:

@@ -97,6 +97,7 @@ def set_block_tables(spans: list[ScheduledSpan], block_size: int, num_groups: in
     """
     for span in spans:
         span.sequence.block_table = [BlockId(0)] * (-(-span.end // block_size) * num_groups)
+        span.sequence.state_row = 0
 
 
 def _all_sampling_params(vocab_size: int, num_logprobs: int) -> SamplingParams:

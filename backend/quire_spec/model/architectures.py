@@ -9,7 +9,7 @@ code.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire_spec.model.hf_config import HFConfigReader
@@ -45,6 +45,38 @@ GLM4_LINEARS = {
     "mlp.gate_up_proj": ("hidden", "gate_up"),
     "mlp.down_proj": ("inner", "hidden"),
 }
+GATED_ATTENTION_LINEARS = {
+    **LLAMA_LINEARS,
+    # The features of each head are followed by those of its output gate.
+    "self_attn.q_proj": ("hidden", "q_gate"),
+}
+QWEN3_NEXT_LINEARS = {
+    **GATED_ATTENTION_LINEARS,
+    "linear_attn.in_proj_qkvz": ("hidden", "state_qkvz"),
+    "linear_attn.in_proj_ba": ("hidden", "state_head_pairs"),
+    "linear_attn.out_proj": ("state_values", "hidden"),
+}
+QWEN3_5_LINEARS = {
+    **GATED_ATTENTION_LINEARS,
+    "linear_attn.in_proj_qkv": ("hidden", "state_qkv"),
+    "linear_attn.in_proj_z": ("hidden", "state_values"),
+    "linear_attn.in_proj_b": ("hidden", "state_heads"),
+    "linear_attn.in_proj_a": ("hidden", "state_heads"),
+    "linear_attn.out_proj": ("state_values", "hidden"),
+}
+SHARED_EXPERT_LINEARS = {
+    "mlp.shared_expert.gate_proj": ("hidden", "shared_inner"),
+    "mlp.shared_expert.up_proj": ("hidden", "shared_inner"),
+    "mlp.shared_expert.down_proj": ("shared_inner", "hidden"),
+    "mlp.shared_expert_gate": ("hidden", "one"),
+}
+
+
+def module_name(path: str) -> str:
+    """Return the name that identifies a linear among those of a layer: the last component of its path. The linears of a
+    shared expert have the names of those of an MLP, so their names contain that of the shared expert."""
+    return path.partition(".")[2] if ".shared_expert." in path else path.rpartition(".")[2]
+
 
 GEMMA4_LINEARS = {
     **LLAMA_LINEARS,
@@ -219,6 +251,10 @@ class Architecture:
     expert_names: ExpertNames = ExpertNames()
     """Names of the experts, if layers have them."""
 
+    uses_state: Callable[[HFConfigReader, int], bool] | None = None
+    """A function that returns True if a layer has linear attention; see LinearAttentionConfig. If it is None, all
+    layers have full attention."""
+
 
 def _is_sliding_always(config: HFConfigReader, index: int) -> bool:
     return True
@@ -307,6 +343,52 @@ def _uses_experts_unless_listed(config: HFConfigReader, index: int) -> bool:
     if "mlp_only_layers" in config and index in config.get_int_list("mlp_only_layers"):
         return False
     return (index + 1) % config.get_int("decoder_sparse_step") == 0
+
+
+def _uses_state_unless_interval(config: HFConfigReader, index: int) -> bool:
+    """Read `layer_types`, or `full_attention_interval` if it is absent."""
+    if "layer_types" not in config:
+        return (index + 1) % config.get_int("full_attention_interval") != 0
+    layer_types = config.get_str_list("layer_types")
+    if index >= len(layer_types) or layer_types[index] not in ("full_attention", "linear_attention"):
+        raise config.error("layer_types", list(layer_types), "full_attention or linear_attention for each layer")
+    return layer_types[index] == "linear_attention"
+
+
+_GATED_DELTA_NET_DEFAULTS = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_QWEN3_5 = Architecture(
+    "qwen3_5_text",
+    "qwen3_next",
+    linears=QWEN3_5_LINEARS,
+    defaults={**_GATED_DELTA_NET_DEFAULTS, "num_key_value_heads": 4},
+    biases=("attention_bias", "attention_bias", False),
+    uses_state=_uses_state_unless_interval,
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    linears={**QWEN3_5_LINEARS, **SHARED_EXPERT_LINEARS},
+    defaults={
+        **_GATED_DELTA_NET_DEFAULTS,
+        "num_key_value_heads": 2,
+        # No layer has an MLP.
+        "intermediate_size": 512,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    uses_experts=_uses_experts_always,
+)
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -802,6 +884,34 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "Qwen3VLForConditionalGeneration": Architecture(
         "qwen3_vl", "qwen3", layers_path="model.language_model.layers", text_types=("qwen3_vl_text",)
+    ),
+    "Qwen3NextForCausalLM": replace(
+        _QWEN3_5,
+        model_type="qwen3_next",
+        linears={**QWEN3_NEXT_LINEARS, **SHARED_EXPERT_LINEARS},
+        defaults={
+            **_GATED_DELTA_NET_DEFAULTS,
+            "num_key_value_heads": 2,
+            "intermediate_size": 5632,
+            "num_local_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+        },
+        uses_experts=_uses_experts_unless_listed,
+    ),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5ForConditionalGeneration": replace(
+        _QWEN3_5, model_type="qwen3_5", layers_path="model.language_model.layers", text_types=("qwen3_5_text",)
+    ),
+    "Qwen3_5MoeForConditionalGeneration": replace(
+        _QWEN3_5_MOE,
+        model_type="qwen3_5_moe",
+        layers_path="model.language_model.layers",
+        text_types=("qwen3_5_moe_text",),
     ),
 }
 """Rows of the table. The key of a row is the name that config.json has in `architectures`."""

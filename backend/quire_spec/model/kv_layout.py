@@ -44,7 +44,8 @@ class KVLayout:
     """For each layer of the model, the index of its group; the first one if the layer has several. A layer that reads
     the keys and values of another layer has the place of that layer."""
     rows: tuple[int, ...] = (0,)
-    """For each layer of the model, its place in the blocks of its group."""
+    """For each layer of the model, its place in the blocks of its group. A layer with a state instead of keys and
+    values has the place of another layer, and does not use it."""
     num_groups: int = 1
     num_full_groups: int = 0
     """Number of groups whose layers have no window, so that tokens attend to all keys. If there is only one group, the

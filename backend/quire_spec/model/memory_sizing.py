@@ -25,12 +25,12 @@ def kv_block_bytes(
     """Return the size of a KV block in bytes. A block contains the keys and values of `block_size` tokens.
 
     `scale_bytes` is the size of the scale that belongs to each key and each value. 0 means that there are no scales.
-    `num_layers` is the number of layers for which the block has room. The default is all layers of the model. If layers
-    have keys of different sizes, those with the smallest ones are counted.
+    `num_layers` is the number of layers for which the block has room. The default is all layers with keys and values.
+    If layers have keys of different sizes, those with the smallest ones are counted.
     """
     num_kv_heads, head_dim = model_config.smallest_heads
     row_bytes = head_dim * element_bytes + scale_bytes
-    return 2 * (num_layers or model_config.num_layers) * block_size * num_kv_heads * row_bytes
+    return 2 * (num_layers or model_config.num_kv_layers) * block_size * num_kv_heads * row_bytes
 
 
 def lora_pages(
@@ -105,7 +105,9 @@ def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
         if model_config.embedding_size == model_config.hidden_size
         else 2 * model_config.embedding_size * model_config.hidden_size
     )
-    return (layers + embeddings + positions + projections) * element_bytes
+    state = model_config.linear_attention
+    convolutions = 0 if state is None else state.num_layers * state.conv_size * state.kernel_size
+    return (layers + embeddings + positions + projections + convolutions) * element_bytes
 
 
 def _expert_elements(model_config: ModelConfig, layer: int) -> int:
@@ -155,5 +157,13 @@ def linear_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
         "inner": inner,
         "gate_up": 2 * inner,
         "per_layer": model_config.per_layer_size,
+        "q_gate": 2 * q,
+        "one": 1,
     }
-    return {path: (sizes[d_in], sizes[d_out]) for path, (d_in, d_out) in model_config.architecture_info.linears.items()}
+    if model_config.linear_attention is not None:
+        sizes |= model_config.linear_attention.feature_sizes
+    if model_config.moe is not None:
+        sizes["shared_inner"] = model_config.moe.shared_intermediate_size
+    # A model without experts or without linear attention has no features of their kinds.
+    linears = model_config.architecture_info.linears.items()
+    return {path: (sizes.get(d_in, 0), sizes.get(d_out, 0)) for path, (d_in, d_out) in linears}

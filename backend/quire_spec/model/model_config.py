@@ -15,6 +15,7 @@ from quire_spec.errors import ConfigError, truncated_repr
 from quire_spec.model import capabilities
 from quire_spec.model.architectures import ARCHITECTURES, TEXT_MODELS, Architecture
 from quire_spec.model.hf_config import HFConfigReader
+from quire_spec.model.hybrid.linear_attention_config import LinearAttentionConfig
 from quire_spec.model.layer_variants import LayerVariants
 from quire_spec.model.moe_config import MoEConfig
 from quire_spec.model.quantization import QuantizationScheme
@@ -74,6 +75,8 @@ class ModelConfig:
     """Numeric keys of config.json that only this architecture has, with their values. All values are positive."""
     moe: MoEConfig | None
     """Describes the experts that some layers have instead of an MLP. None: no layer has experts."""
+    linear_attention: LinearAttentionConfig | None
+    """Describes the layers that have a state instead of keys and values. None: all layers have full attention."""
     dtype: str
     """Data type of the activations, and of the weights that are not quantized."""
     quantization: QuantizationScheme | None
@@ -124,6 +127,15 @@ class ModelConfig:
         """Return whether a layer has a mixture of experts instead of an MLP."""
         return self.moe is not None and self.moe.layers[layer]
 
+    def has_state(self, layer: int) -> bool:
+        """Return whether a layer has linear attention, so that it has a state instead of keys and values."""
+        return self.linear_attention is not None and self.linear_attention.layers[layer]
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers that have keys and values."""
+        return self.num_layers - (0 if self.linear_attention is None else self.linear_attention.num_layers)
+
     def for_layer(self, layer: int) -> Self:
         """Return the configuration with the heads and the intermediate size of one layer. Layers are counted from 0."""
         if (variants := self.variants) is None:
@@ -142,7 +154,10 @@ class ModelConfig:
         return shape.num_kv_heads * shape.head_dim
 
     def kv_source(self, layer: int) -> int:
-        """Return the layer whose keys and values a layer reads. In most models, this is the layer itself."""
+        """Return the layer whose keys and values a layer reads. In most models, this is the layer itself. A layer with
+        a state reads none; the result is then any layer that has them."""
+        if self.linear_attention is not None:
+            return self.linear_attention.layers.index(False) if self.has_state(layer) else layer
         num_own = self.num_layers - (0 if self.variants is None else self.variants.num_kv_shared_layers)
         if layer < num_own:
             return layer
@@ -153,7 +168,7 @@ class ModelConfig:
         """Return the paths of the linears in a layer. Adapters can change each of these linears. Experts and routers
         are not included."""
         paths, variants = self.architecture_info.linears, self.variants
-        absent = tuple(path for path in paths if self.has_experts(layer) and path.startswith("mlp."))
+        absent = tuple(path for path in paths if not self._is_of_kind(layer, path))
         if variants is not None:
             if self.kv_source(layer) != layer:
                 absent += ("self_attn.k_proj", "self_attn.v_proj")
@@ -162,6 +177,12 @@ class ModelConfig:
             if not variants.per_layer_size:
                 absent += ("per_layer_input_gate", "per_layer_projection")
         return tuple(path for path in paths if path not in absent)
+
+    def _is_of_kind(self, layer: int, path: str) -> bool:
+        """Return whether layers with the kind of attention and of feed-forward part of this layer have a linear."""
+        if path.startswith("mlp."):
+            return path.startswith("mlp.shared_expert") == self.has_experts(layer)
+        return not path.startswith("self_attn." if self.has_state(layer) else "linear_attn.")
 
     @property
     def max_sliding_window(self) -> int | None:
@@ -284,6 +305,9 @@ class ModelConfig:
             factors={name: config.get_float(name) for name in architecture_info.factors},
             moe=MoEConfig.from_hf_config(config, architecture_info.uses_experts, architecture_info.defaults, num_layers)
             if architecture_info.uses_experts is not None
+            else None,
+            linear_attention=LinearAttentionConfig.from_hf_config(config, architecture_info.uses_state, num_layers)
+            if architecture_info.uses_state is not None
             else None,
             dtype=config.get_str("dtype", config.get_str("torch_dtype", "float32")),
             quantization=QuantizationScheme.from_hf_config(config.get_section(*_QUANTIZATION_KEYS)),

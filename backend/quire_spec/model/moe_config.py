@@ -28,6 +28,9 @@ class MoEConfig:
     """Number of intermediate features that one expert has."""
     normalize: bool
     """norm_topk_prob: the router's weights for the experts of a token are divided by their sum."""
+    shared_intermediate_size: int = 0
+    """Number of intermediate features of the shared expert, which computes every token beside the experts that the
+    router chooses; 0 if there is none."""
 
     @classmethod
     def from_hf_config(
@@ -66,4 +69,7 @@ class MoEConfig:
             top_k=top_k,
             intermediate_size=config.get_int(size_key),
             normalize=config.get_bool("norm_topk_prob") if "norm_topk_prob" in defaults else True,
+            shared_intermediate_size=config.get_int("shared_expert_intermediate_size")
+            if "shared_expert_intermediate_size" in defaults
+            else 0,
         )

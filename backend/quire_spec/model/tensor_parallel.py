@@ -28,6 +28,12 @@ def unsupported_reason(model_config: ModelConfig, size: int) -> str:
         return f"the intermediate size, {model_config.intermediate_size}, is not a multiple of {size}"
     if model_config.moe is not None and model_config.moe.intermediate_size % size:
         return f"the intermediate size of an expert, {model_config.moe.intermediate_size}, is not a multiple of {size}"
+    if model_config.moe is not None and model_config.moe.shared_intermediate_size % size:
+        shared = model_config.moe.shared_intermediate_size
+        return f"the intermediate size of the shared expert, {shared}, is not a multiple of {size}"
+    if model_config.linear_attention is not None and model_config.linear_attention.num_key_heads % size:
+        heads = model_config.linear_attention.num_key_heads
+        return f"the number of key heads of linear attention, {heads}, is not a multiple of {size}"
     return ""
 
 
@@ -65,10 +71,17 @@ class TensorParallelShard:
         if self.size == 1:
             return self.model_config
         moe, variants = self.model_config.moe, self.model_config.variants
+        linear_attention = self.model_config.linear_attention
         return replace(
             self.model_config,
             variants=variants and replace(variants, full_num_kv_heads=max(1, variants.full_num_kv_heads // self.size)),
-            moe=moe and replace(moe, intermediate_size=moe.intermediate_size // self.size),
+            moe=moe
+            and replace(
+                moe,
+                intermediate_size=moe.intermediate_size // self.size,
+                shared_intermediate_size=moe.shared_intermediate_size // self.size,
+            ),
+            linear_attention=linear_attention and linear_attention.shard(self.size),
             num_heads=self.model_config.num_heads // self.size,
             num_kv_heads=max(1, self.model_config.num_kv_heads // self.size),
             intermediate_size=self.model_config.intermediate_size // self.size,
@@ -112,6 +125,14 @@ class TensorParallelShard:
         """Return which features of one kind the rank stores, as ranges. The kinds are those of
         `Architecture.linears`."""
         local_config, rank = self.local_config, self.rank
+        if self.model_config.linear_attention is not None and kind.startswith("state_"):
+            return self.model_config.linear_attention.feature_ranges(kind, rank, self.size)
+        if kind == "one":
+            return (range(1),)
+        if kind == "shared_inner":
+            assert local_config.moe is not None
+            size = local_config.moe.shared_intermediate_size
+            return (range(rank * size, (rank + 1) * size),)
         heads, kv_heads, inner = local_config.num_heads, local_config.num_kv_heads, local_config.intermediate_size
         all_q, all_kv = self.model_config.num_heads, self.model_config.num_kv_heads
         q = range(rank * heads, (rank + 1) * heads)
@@ -128,6 +149,8 @@ class TensorParallelShard:
             return (range(3 * self.model_config.head_dim * q.start, 3 * self.model_config.head_dim * q.stop),)
         if kind == "gate_up":
             return (mlp, _shift_range(mlp, self.model_config.intermediate_size))
+        if kind == "q_gate":
+            return (range(2 * q.start * self.model_config.head_dim, 2 * q.stop * self.model_config.head_dim),)
         head_ranges = {"q": (q,), "kv": (kv,), "qkv": (q, _shift_range(kv, all_q), _shift_range(kv, all_q + all_kv))}
         dim = self.model_config.head_dim
         return tuple(range(r.start * dim, r.stop * dim) for r in head_ranges[kind])

@@ -87,7 +87,8 @@ def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidat
     shape, dtype_bytes = inputs.model.shape, limits.element_bytes(inputs)
     costs = DeviceCosts(
         weights=device_memory.weights_bytes(limits.loaded_weights_bytes(inputs, tp), tp),
-        activations=device_memory.activation_bytes(shape, tokens, seqs, dtype_bytes, tp, inputs.lora),
+        activations=device_memory.activation_bytes(shape, tokens, seqs, dtype_bytes, tp, inputs.lora)
+        + limits.state_bytes(inputs, tp, seqs),
         non_torch=device_memory.non_torch_bytes(tp) if inputs.gpu else 0,
         lora=device_memory.lora_bytes(shape, inputs.lora.maxLoaded, inputs.lora.total_rank, inputs.lora, dtype_bytes),
         draft=limits.draft_bytes(inputs, tp),

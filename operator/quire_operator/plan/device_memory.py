@@ -42,7 +42,7 @@ class DeviceCosts:
 
     weights: int
     activations: int
-    """Peak memory of the activations during the largest step."""
+    """Peak memory of the activations during the largest step, and the states of layers with linear attention."""
     non_torch: int
     lora: int
     """Memory of all adapter slots."""

@@ -15,6 +15,8 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
+from quire_spec.model.hybrid import linear_attention_config
+from quire_spec.model.hybrid.linear_attention_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS, num_state_rows
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.quantization import resolve_quantization
 from quire_spec.model.tensor_parallel import unsupported_reason
@@ -137,6 +139,8 @@ def check_speculation(inputs: PlannerInputs) -> None:
     if speculative is None:
         return
     field = "spec.engine.speculativeConfig"
+    if shape.linear_attention is not None:
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"{field}: {UNSUPPORTED_DRAFTS}; remove the field")
     if shape.long_rope_threshold is not None:
         message = f"{field}: speculative decoding does not support models with longrope; remove the field"
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
@@ -188,7 +192,9 @@ def check_kv_offloading(inputs: PlannerInputs) -> None:
     if offloading is None:
         return
     problem = ""
-    if kv_layout(inputs).num_groups > 1:
+    if inputs.model.shape.linear_attention is not None:
+        problem = f"{field}: {UNSUPPORTED_TIERS}; remove the field"
+    elif kv_layout(inputs).num_groups > 1:
         problem = f"{field}: {UNSUPPORTED_LAYOUT}; remove the field"
     elif offloading.secondary and (inputs.engine.tensorParallelSize or 1) > 1:
         problem = f"{field}.secondary: not possible with tensorParallelSize above 1; remove one of the two"
@@ -238,6 +244,17 @@ def kv_bytes_per_token(inputs: PlannerInputs, tp: int) -> int:
     if draft is None or draft.kv_shape is None:
         return model_bytes
     return model_bytes + device_memory.kv_bytes_per_token(draft.kv_shape, element, 1, scale_bytes)
+
+
+def state_bytes(inputs: PlannerInputs, tp: int, num_seqs: int) -> int:
+    """Return the number of bytes of the states of layers with linear attention on each of `tp` devices; 0 if the model
+    has none."""
+    shape = inputs.model.shape
+    if shape.linear_attention is None:
+        return 0
+    num_rows = num_state_rows(num_seqs, has_snapshots=inputs.engine.prefixCaching is not False)
+    bytes_per_element = element_bytes(inputs), capabilities.DTYPE_BYTES["float32"]
+    return num_rows * linear_attention_config.state_bytes(shape.linear_attention, *bytes_per_element) // tp
 
 
 def draft_bytes(inputs: PlannerInputs, tp: int) -> int:

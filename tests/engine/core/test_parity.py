@@ -39,7 +39,7 @@ from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.speculative_config import SpeculativeConfig
-from quire_spec.errors import InvalidArgument, NotFound
+from quire_spec.errors import ConfigError, InvalidArgument, NotFound
 from quire_spec.model.kv_layout import KVLayout
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
@@ -49,6 +49,9 @@ NUM_TOKENS = 20
 MAX_MODEL_LEN = 128
 # float32, 7 sums of up to 112 terms per layer, logits around 30; an error of 1e-5 is typical.
 MAX_LOGPROB_ERROR = 1e-4
+# Gated DeltaNet divides small outputs by their norm, and routers of later layers amplify the errors. transformers
+# itself computes a prompt alone and in a batch with a difference of 1.4e-4 in a model without routers.
+MAX_HYBRID_ERROR = 2e-3
 
 
 class Reference(NamedTuple):
@@ -147,13 +150,17 @@ def _generate(
     return outputs
 
 
-def _check(outputs: list[Output], references: list[Reference]) -> None:
+def _check(outputs: list[Output], references: list[Reference], max_error: float = MAX_LOGPROB_ERROR) -> None:
     for output, reference in zip(outputs, references, strict=True):
         num_comparable = assert_greedy_tokens(output.token_ids, reference.token_ids, reference.logprobs)
         assert len(output.logprobs) == len(output.token_ids)
         for entries, table in list(zip(output.logprobs, reference.logprobs, strict=True))[:num_comparable]:
             assert_top_tokens([int(e[0]) for e in entries[1:]], table)
-            assert max(abs(e[1] - table[int(e[0])]) for e in entries) < MAX_LOGPROB_ERROR
+            assert max(abs(e[1] - table[int(e[0])]) for e in entries) < max_error
+
+
+def _max_error(folder: Path) -> float:
+    return MAX_LOGPROB_ERROR if ModelConfig.load(folder).linear_attention is None else MAX_HYBRID_ERROR
 
 
 class Case(NamedTuple):
@@ -201,7 +208,15 @@ DENSE_FAMILIES = [
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gemma2"]
 # The other checkpoints of a family differ in the model, not in the engine.
 SOME_SCENARIOS = ["preempted in chunks", "blocks of 128"]
+# Their layers have states, which are not swapped.
+HYBRIDS = ["qwen3_5", "qwen3_next"]
 PAIRS = [(name, scenario) for name in CHECKPOINTS for scenario in (SCENARIOS if name in FAMILIES else SOME_SCENARIOS)]
+PAIRS += [
+    (name, scenario)
+    for name in HYBRIDS
+    for scenario in SCENARIOS
+    if "swapped" not in scenario and scenario not in SOME_SCENARIOS
+]
 
 
 @pytest.mark.parametrize(("name", "scenario"), PAIRS)
@@ -210,7 +225,7 @@ def test_outputs_equal_transformers(cases, name, scenario, monkeypatch):
     # Swap always, even if it is not faster on this machine.
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     engine = Engine.from_config(_config(case.folder, **SCENARIOS[scenario]))
-    _check(_generate(engine, case.prompts, arrival_ratio=0.2), case.references)
+    _check(_generate(engine, case.prompts, arrival_ratio=0.2), case.references, _max_error(case.folder))
     # Sequences that free the blocks outside their window may have enough of them, and are not swapped without them.
     if set(ModelConfig.load(case.folder).sliding_windows) == {None}:
         assert (engine.stats().num_preemptions > 0) == scenario.startswith("preempted")
@@ -354,6 +369,68 @@ def test_layers_with_a_window_keep_the_blocks_of_their_window(cases, name, chang
     assert outputs[0] == outputs[1] == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_prompts_continue_after_snapshots_of_states(cases, name):
+    case = cases(name)
+    engine = Engine.from_config(_config(case.folder, block_size=8))
+    _check(_generate(engine, case.prompts), case.references, MAX_HYBRID_ERROR)
+    hits = engine.stats().prefix_cache_hits
+    some = [index for index, prompt in enumerate(case.prompts) if len(prompt) > 8][:8]
+    prompts, references = [case.prompts[i] for i in some], [case.references[i] for i in some]
+    for prompt, reference in zip(prompts, references, strict=True):
+        _check(_generate(engine, [prompt]), [reference], MAX_HYBRID_ERROR)
+        _check(_generate(engine, [prompt]), [reference], MAX_HYBRID_ERROR)
+    # The second time, the snapshot before the last token exists; one of 18 snapshots may have been evicted before.
+    assert engine.stats().prefix_cache_hits - hits >= sum((len(prompt) - 1) // 8 * 8 for prompt in prompts)
+
+
+def test_prompts_with_the_same_beginning_continue_where_they_begin_to_differ(cases):
+    case = cases("qwen3_5")
+    rng = random.Random(1)
+    stem = [rng.randrange(VOCAB) for _ in range(48)]
+    prompts = [stem + [rng.randrange(VOCAB) for _ in range(20)] for _ in range(4)]
+    references = _reference(load_oracle(case.folder), prompts)
+    engine = Engine.from_config(_config(case.folder, block_size=16))
+    hits = []
+    for prompt, reference in zip(prompts, references, strict=True):
+        before = engine.stats().prefix_cache_hits
+        _check(_generate(engine, [prompt]), [reference], MAX_HYBRID_ERROR)
+        hits.append(engine.stats().prefix_cache_hits - before)
+    # The second prompt finds the blocks of the first one, but a state only at its end. It leaves one after the stem.
+    assert hits == [0, 0, 48, 48]
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_forks_of_a_sequence_with_a_state(cases, enable_prefix_caching):
+    case = cases("qwen3_5")
+    changes = {"block_size": 8, "enable_prefix_caching": enable_prefix_caching, "max_num_batched_tokens": 40}
+    engine = Engine.from_config(_config(case.folder, **changes))
+    prompt, reference = max(zip(case.prompts, case.references, strict=True), key=lambda pair: len(pair[0]))
+    params = SamplingParams.from_mapping({"temperature": 0.0, "max_tokens": NUM_TOKENS})
+    outputs: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for fork in outputs:
+        engine.add(SequenceRequest(fork, prompt, params, parent_id=0 if fork else None))
+    while engine.has_work:
+        for result in engine.step().results:
+            outputs[result.id] += result.token_ids
+        engine.check_integrity()
+    assert outputs == dict.fromkeys(outputs, reference.token_ids)
+
+
+def test_what_states_do_not_support_is_refused(cases):
+    folder = cases("qwen3_5").folder
+    for changes, message in (
+        ({"kv_offloading_size": 0.001}, "kv_offloading_size: layers of this model have one state per sequence"),
+        ({"speculative_config": SpeculativeConfig("ngram", 2)}, "speculative_config: layers of this model have one"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Engine.from_config(_config(folder, **changes))
+    engine = Engine.from_config(_config(folder))
+    params = SamplingParams.from_mapping({"use_beam_search": True, "n": 2, "temperature": 0.0, "max_tokens": 4})
+    with pytest.raises(InvalidArgument, match="use_beam_search: layers of this model have one state per sequence"):
+        engine.add(SequenceRequest(0, [1, 2, 3], params))
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "qwen2-windows"])
 def test_more_sequences_run_if_layers_with_a_window_have_their_own_blocks(cases, name, monkeypatch):
     """In the memory of two sequences of the longest length."""
@@ -491,6 +568,9 @@ def test_each_adapter_changes_the_output(adapter_cases):
         *((name, r".*language_model.*\.(k_proj|up_proj|down_proj)") for name in ("qwen2_5_vl", "qwen3_vl")),
         *((name, ["q_proj", "k_proj", "v_proj", "o_proj"]) for name in ("qwen3_moe-mixed", "mixtral", "gpt_oss")),
         *((name, "all-linear") for name in (*DENSE_FAMILIES, "gemma4", "gemma4_unified")),
+        ("qwen3_next", ["q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"]),
+        ("qwen3_5_moe", ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "v_proj"]),
+        ("qwen3_5-vision", r".*language_model.*\.(q_proj|in_proj_qkv|in_proj_z|out_proj|down_proj)"),
     ],
 )
 def test_adapter_of_some_linears_equals_peft(cases, name, target_modules, tmp_path):
@@ -498,7 +578,7 @@ def test_adapter_of_some_linears_equals_peft(cases, name, target_modules, tmp_pa
     path = make_adapter(case.folder, tmp_path, target_modules=target_modules)
     references = _reference(load_adapted_oracle(case.folder, path), prompts)
     adapted = AdapterCase(case.folder, {"only": path}, prompts, ["only"] * len(prompts), references)
-    _check(_generate(_adapted_engine(adapted), prompts, adapted.adapter_digests), references)
+    _check(_generate(_adapted_engine(adapted), prompts, adapted.adapter_digests), references, _max_error(case.folder))
 
 
 ADAPTER_SCENARIOS: dict[str, dict[str, Any]] = {
@@ -512,6 +592,7 @@ ADAPTER_SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 ADAPTER_PAIRS = [("llama", scenario) for scenario in ADAPTER_SCENARIOS]
+ADAPTER_PAIRS += [(c, scenario) for c in ["qwen3_5"] for scenario in ("in chunks", "preempted, two slots")]
 ADAPTER_PAIRS += [(c, "preempted, two slots") for c in (*FAMILIES[1:], "llama-head_dim", "llama-biases")]
 
 
@@ -519,7 +600,8 @@ ADAPTER_PAIRS += [(c, "preempted, two slots") for c in (*FAMILIES[1:], "llama-he
 def test_adapters_in_one_batch_equal_peft(adapter_cases, checkpoint, scenario):
     adapted = adapter_cases(checkpoint)
     engine = _adapted_engine(adapted, **ADAPTER_SCENARIOS[scenario])
-    _check(_generate(engine, adapted.prompts, adapted.adapter_digests, arrival_ratio=0.3), adapted.references)
+    outputs = _generate(engine, adapted.prompts, adapted.adapter_digests, arrival_ratio=0.3)
+    _check(outputs, adapted.references, _max_error(adapted.folder))
     if "slot" in scenario:
         assert engine.stats().num_adapter_evictions > 0
 

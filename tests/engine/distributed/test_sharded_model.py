@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import quantized_checkpoints
+from support.caches import create_cache
 from support.quantized_checkpoints import open_checkpoint
 from support.tiny_checkpoints import CHECKPOINTS, VOCAB, make_checkpoint
 
 from quire_engine.distributed.communicator import Communicator
-from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.models.forward_batch import build_forward_batch
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.registry import get_model_class
@@ -27,7 +27,6 @@ from quire_engine.weights.param_shard import unsharded
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
-from quire_spec.model.kv_layout import KVLayout
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.tensor_parallel import TensorParallelShard, unsupported_reason
 
@@ -57,10 +56,10 @@ def _load_model(folder, communicator=None, quantization=None):
 def _logits(model, prompt):
     """Return the logits of all tokens of a prompt, computed in two chunks."""
     sequence = Sequence(0, prompt, SamplingParams(prompt_logprobs=0), seed=0, max_output_tokens=1)
-    layout = None if model.shape.variants is None else KVLayout.from_model(model.shape, 512)
-    num_groups = 1 if layout is None else layout.num_groups
+    kv = create_cache(model, 4)
+    num_groups = kv.layout.num_groups
     sequence.block_table = [BlockId(i * num_groups + group) for i in (3, 0, 2, 1) for group in range(num_groups)]
-    kv = KVCache(model.shape, 4 * num_groups, 8, torch.float32, CPU, layout=layout)
+    sequence.state_row = 2
     logits = []
     with torch.inference_mode():
         for start, length in ((0, 19), (19, len(prompt) - 19)):
@@ -125,7 +124,7 @@ def test_rank_reads_only_its_shard(folder, monkeypatch):
     monkeypatch.setattr(loader, "_CHUNK_BYTES", 1000)
     files = TensorFiles(folder)
     tensors = {
-        name: tensor.view(tensor.shape or 1)
+        name: tensor.squeeze(1) if name.endswith("conv1d.weight") else tensor.view(tensor.shape or 1)
         for name, tensor in load_file(folder / "model.safetensors").items()
         if not re.match(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.", name)
     }

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.caches import create_cache
 from support.requirements_of_machine import requires_native_kernels
 from support.tiny_checkpoints import (
     BASE,
@@ -19,7 +20,6 @@ from support.tiny_checkpoints import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.models.base import CausalLM
 from quire_engine.models.forward_batch import build_forward_batch
 from quire_engine.models.layers.linear import ParamFactory
@@ -34,7 +34,6 @@ from quire_kernels import LoRASlots, LoRATarget, cpu_native
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.model.architectures import ARCHITECTURES
 from quire_spec.model.capabilities import SUPPORTED_ARCHITECTURES
-from quire_spec.model.kv_layout import KVLayout
 from quire_spec.model.memory_sizing import weights_bytes
 from quire_spec.model.model_config import ModelConfig
 
@@ -59,13 +58,6 @@ def _logits(model, batch, kv):
     return model.compute_logits(model(batch, kv), batch)
 
 
-def _cache(model, num_blocks, dtype):
-    """A cache for `num_blocks` times 8 tokens, with one group of layers if they have equal heads."""
-    layout = None if model.shape.variants is None else KVLayout.from_model(model.shape, 512)
-    num_groups = 1 if layout is None else layout.num_groups
-    return KVCache(model.shape, num_blocks * num_groups, 8, dtype, CPU, layout=layout)
-
-
 def _batch(model, spans, kv):
     num_groups = kv.layout.num_groups
     if num_groups > 1:
@@ -78,6 +70,7 @@ def _batch(model, spans, kv):
 
 def _span(tokens, start, length, first_block, block_size):
     sequence = Sequence(0, tokens, SamplingParams(), seed=0, max_output_tokens=1)
+    sequence.state_row = first_block
     sequence.block_table = list(range(first_block, first_block + -(-len(tokens) // block_size)))
     return ScheduledSpan(sequence, start, length, None)
 
@@ -104,7 +97,7 @@ def _prompts():
 def test_logits_equal_transformers(folder):
     model, prompts = _load(folder), _prompts()
     oracle = load_oracle(folder)
-    kv = _cache(model, 12, torch.float32)
+    kv = create_cache(model, 12)
     firsts = (0, 5, 6)
     spans = [_span(p, 0, len(p), first, 8) for p, first in zip(prompts, firsts, strict=True)]
     logits = _logits(model, _batch(model, spans, kv), kv)
@@ -143,7 +136,7 @@ def test_half_precision_is_as_exact_as_transformers(folder, dtype):
     transformers_error = load_oracle(folder, dtype)(prompts).logits[:, -1].float() - exact
     model = _load(folder, dtype)
     model.pack()
-    kv = _cache(model, 24 * 4, dtype)
+    kv = create_cache(model, 24 * 4, dtype)
     spans = [_span(prompt, 0, 32, 4 * i, 8) for i, prompt in enumerate(prompts.tolist())]
     logits = _logits(model, _batch(model, spans, kv), kv)
     assert logits.dtype == dtype
@@ -177,7 +170,7 @@ def test_fused_decoder_gives_the_same_bits(name, quantization, tmp_path, monkeyp
     for slot_ids in ([None, None, None], [SlotId(0), None, SlotId(1)]):
         logits = []
         for model.fused_decoder in (fused_decoder, None):
-            kv = _cache(model, 41, torch.bfloat16)
+            kv = create_cache(model, 41, torch.bfloat16)
             assert fused_decoder.supports(torch.zeros(1, model.shape.hidden_size, dtype=torch.bfloat16), kv.layers)
             # More rows than the fused decoder computes at once, then one decoded token of each.
             for starts, lengths in (((0, 0, 0), (290, 7, 16)), ((290, 7, 16), (1, 1, 1))):
@@ -202,7 +195,7 @@ def _pair(target, width, share):
 @torch.inference_mode()
 def test_chunk_inside_a_prompt_computes_no_logits(folder):
     model = _load(folder)
-    kv = _cache(model, 4, torch.float32)
+    kv = create_cache(model, 4)
     assert model(_batch(model, [_span(list(range(20)), 0, 9, 0, 8)], kv), kv) is None
 
 

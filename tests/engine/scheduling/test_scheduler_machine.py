@@ -49,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         offload=st.booleans(),
         has_store=st.booleans(),
         miss_ratio=st.sampled_from([0.0, 0.3]),
+        num_snapshots=st.sampled_from([None, None, 0, 1, 4]),
     )
     def start(
         self,
@@ -66,7 +67,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         offload: bool,
         has_store: bool,
         miss_ratio: float,
+        num_snapshots: int | None,
     ) -> None:
+        if num_snapshots is not None:
+            # Models with states refuse or ignore the rest.
+            layout, swap, offload, has_store, num_drafts = ONE_GROUP, NEVER_SWAP, False, False, 0
         if layout.num_groups > 1:
             swap = NEVER_SWAP
         config = EngineConfig(
@@ -94,6 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             layout,
             {"c": (0, 1), "d": (1, 0)},
             has_store,
+            0 if num_snapshots is None else max_num_seqs + num_snapshots,
         )
         if self.harness.store is not None:
             self.harness.store.miss_ratio = miss_ratio

@@ -110,3 +110,13 @@ def test_capacity_of_sequences_that_have_left_their_windows(windows, pool_tokens
     assert used <= pool_tokens * layout.num_groups < used + one_more
     if length:
         assert layout.num_tokens(pool_tokens, length, 8) >= num_seqs * length
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=40).filter(lambda layers: not all(layers)))
+def test_only_layers_without_a_state_have_a_place_in_blocks(has_state):
+    windows, num_kv_layers = [None] * len(has_state), has_state.count(False)
+    sources = [has_state.index(False) if state else layer for layer, state in enumerate(has_state)]
+    layout = make_layout(windows, sources=sources)
+    assert (layout.num_layers, layout.num_groups) == (num_kv_layers, 1)
+    rows = [row for row, state in zip(layout.rows, has_state, strict=True) if not state]
+    assert rows == list(range(num_kv_layers)) and max(layout.rows) < num_kv_layers

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from quire_spec.model.architectures import module_name
 from quire_spec.model.memory_sizing import expert_sizes, layer_linear_sizes, outer_module_sizes
 from quire_spec.model.model_config import ModelConfig
 
@@ -29,7 +30,7 @@ class LoRAModule:
     @property
     def key(self) -> tuple[int, str]:
         """(layer, target): identifies the module in a HostAdapter."""
-        return self.layer, self.target
+        return self.layer, module_name(self.path)
 
     @property
     def target(self) -> str:

@@ -34,6 +34,7 @@ from quire_kernels import (
     weight_bytes,
 )
 from quire_spec.errors import ConfigError
+from quire_spec.model.architectures import module_name
 from quire_spec.model.memory_sizing import linear_sizes
 from quire_spec.model.model_config import ModelConfig
 
@@ -266,7 +267,7 @@ def build_linear(shape: ModelConfig, paths: Sequence[str], factory: ParamFactory
     """
     sizes = linear_sizes(shape.for_layer(layer))
     in_features = sizes[paths[0]][0]
-    slices = {_last_component(path): sizes[path][1] for path in paths}
+    slices = {module_name(path): sizes[path][1] for path in paths}
     if factory.communicator is None:
         return Linear(in_features, slices, factory, bias)
     shard = factory.communicator.shard.for_layer(layer)
@@ -275,7 +276,7 @@ def build_linear(shape: ModelConfig, paths: Sequence[str], factory: ParamFactory
     for path in paths:
         (columns,) = shard.input_ranges(path)
         d_in, d_out = full_sizes[path]
-        shards[_last_component(path)] = LinearShard((d_out, d_in), shard.output_ranges(path), columns)
+        shards[module_name(path)] = LinearShard((d_out, d_in), shard.output_ranges(path), columns)
     if shard.needs_all_reduce(paths[0]):
         return RowParallelLinear(factory.communicator, in_features, slices, factory, bias, shards=shards)
     return Linear(in_features, slices, factory, bias, shards=shards)
@@ -287,7 +288,3 @@ def _describe(part: WeightPart | None) -> str:
 
 def _num_ranks(factory: ParamFactory) -> int:
     return 1 if factory.communicator is None else factory.communicator.shard.size
-
-
-def _last_component(path: str) -> str:
-    return path.rpartition(".")[2]

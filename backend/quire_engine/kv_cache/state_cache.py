@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state cache: device memory for the states of layers with linear attention. Only this module depends on the
+layout of a state.
+
+The scheduler assigns rows to sequences, and each layer passes its own tensors to the kernels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire_kernels import to_device_async
+from quire_spec.model.hybrid.linear_attention_config import LinearAttentionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The states of one layer."""
+
+    convolution: Tensor
+    """[num_rows, kernel_size - 1, conv_size], dtype of the activations; see `short_convolution`."""
+    recurrence: Tensor
+    """[num_rows, num_value_heads, key_head_dim, value_head_dim]; see `gated_delta_rule`."""
+
+
+class StateCache:
+    """States of `num_rows` sequences. A sequence never reads old values of another one: its row is zeroed before its
+    first token, or is a copy of a snapshot."""
+
+    def __init__(
+        self,
+        config: LinearAttentionConfig,
+        num_rows: int,
+        dtype: torch.dtype,
+        state_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate the states. The memory is not zeroed, because a page on a CPU takes memory only after the first
+        write."""
+        self.num_rows = num_rows
+        self._device = device
+        head = config.num_value_heads, config.key_head_dim, config.value_head_dim
+        convolution_size = config.num_layers, num_rows, config.kernel_size - 1, config.conv_size
+        self._convolution = torch.empty(convolution_size, dtype=dtype, device=device)
+        self._recurrence = torch.empty((config.num_layers, num_rows, *head), dtype=state_dtype, device=device)
+        states = map(LayerStates, self._convolution, self._recurrence)
+        self.layers = {layer: next(states) for layer, has_state in enumerate(config.layers) if has_state}
+        """The states of each layer that has them, by index of the layer."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all states."""
+        return self._convolution.nbytes + self._recurrence.nbytes
+
+    def zero(self, rows: Sequence[int]) -> None:
+        """Zero the states of sequences that begin."""
+        if rows:
+            ids = to_device_async(torch.tensor(rows), self._device)
+            for states in (self._convolution, self._recurrence):
+                states.index_fill_(1, ids, 0)
+
+    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy states, one after the other: a copy can read what an earlier one has written."""
+        for source, destination in zip(sources, destinations, strict=True):
+            for states in (self._convolution, self._recurrence):
+                states[:, destination] = states[:, source]

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated DeltaNet: a short convolution, and a recurrence with one matrix per sequence and head.
+
+Each sequence has a state of fixed size instead of keys and values: the last inputs of the convolution, and the matrices
+of the recurrence. A state is a row of a tensor. An operation reads and writes the rows of the sequences of a step in
+place. Sequences that compute one token are updated together. Prompts are computed in chunks of tokens.
+
+Source: Yang, Kautz, Hatamizadeh: "Gated Delta Networks", https://arxiv.org/abs/2412.06464
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire_kernels.dispatch import Op
+from quire_kernels.host_device_copy import to_device_async
+
+_CHUNK = 64
+"""Number of tokens of a prompt that the recurrence computes at once."""
+_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpan:
+    """A prompt chunk of a step."""
+
+    row: int
+    """Row of the sequence's state."""
+    start: int
+    """Index of its first token in the batch."""
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """Which states the tokens of a step read and write."""
+
+    decode_tokens: Tensor
+    """[num_decodes] int64: indices of the tokens that are alone in their span."""
+    decode_rows: Tensor
+    """[num_decodes] int64: rows of their states. All rows are different."""
+    prompts: tuple[StateSpan, ...]
+    """The other spans."""
+    has_all: bool
+    """Whether `decode_tokens` contains all tokens, in the order of the batch."""
+
+
+def build_state_batch(rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> StateBatch:
+    """Return the batch for spans of the given lengths. `rows` are the rows of their states."""
+    tokens, decode_rows, prompts, start = [], [], [], 0
+    for row, length in zip(rows, lengths, strict=True):
+        if length == 1:
+            tokens.append(start)
+            decode_rows.append(row)
+        else:
+            prompts.append(StateSpan(row, start, start + length))
+        start += length
+    ids = (to_device_async(torch.tensor(each, dtype=torch.int64), device) for each in (tokens, decode_rows))
+    return StateBatch(*ids, tuple(prompts), not prompts)
+
+
+@Op
+def short_convolution(x: Tensor, weight: Tensor, states: Tensor, batch: StateBatch) -> Tensor:
+    """Return silu of the causal convolution of each feature over the last `kernel_size` tokens of its sequence.
+
+    Args:
+        x: [num_tokens, size], any float dtype.
+        weight: [size, kernel_size], dtype of x; the last column belongs to the present token.
+        states: [num_rows, kernel_size - 1, size], dtype of x: the inputs before the step, oldest first. The rows of the
+            batch are replaced with the last inputs of the step.
+        batch: the states of the tokens.
+
+    Returns:
+        [num_tokens, size], dtype of x.
+    """
+    out, taps = torch.empty_like(x), weight.float().t()
+    if len(batch.decode_tokens):
+        inputs = x if batch.has_all else x[batch.decode_tokens]
+        window = torch.cat((states[batch.decode_rows], inputs[:, None]), dim=1)
+        states[batch.decode_rows] = window[:, 1:]
+        result = F.silu((window.float() * taps).sum(1)).to(x.dtype)
+        if batch.has_all:
+            return result
+        out[batch.decode_tokens] = result
+    for span in batch.prompts:
+        length = span.end - span.start
+        sequence = torch.cat((states[span.row], x[span.start : span.end]))
+        states[span.row] = sequence[length:]
+        total = sequence[:length].float() * taps[0]
+        for tap in range(1, len(taps)):
+            total.addcmul_(sequence[tap : tap + length].float(), taps[tap])
+        out[span.start : span.end] = F.silu(total)
+    return out
+
+
+@Op
+def gated_delta_rule(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, batch: StateBatch
+) -> Tensor:
+    """Return the output of the gated delta rule for each token and value head.
+
+    For each token, the matrix S of a head decays, then learns that the key k has the value v, and is read with the
+    query q:
+
+        S = exp(-exp(a_log) * softplus(a + dt_bias)) * S
+        S = S + k (sigmoid(b) * (v - S^T k))^T
+        out = S^T q / sqrt(key_head_dim)
+
+    Queries and keys are first divided by their norms. Each key head serves several adjacent value heads.
+
+    Args:
+        qkv: [num_tokens, 2 * num_key_heads * key_head_dim + num_value_heads * value_head_dim], any float dtype.
+        a: [num_tokens, num_value_heads], dtype of qkv.
+        b: [num_tokens, num_value_heads], dtype of qkv.
+        a_log: [num_value_heads] float32.
+        dt_bias: [num_value_heads] float32.
+        states: [num_rows, num_value_heads, key_head_dim, value_head_dim], float32 or bfloat16. The rows of the batch
+            are updated in place. All other values are float32.
+        batch: the states of the tokens.
+
+    Returns:
+        [num_tokens, num_value_heads, value_head_dim], dtype of qkv.
+    """
+    _, num_heads, key_dim, value_dim = states.shape
+    out = qkv.new_empty(len(qkv), num_heads, value_dim)
+    if len(batch.decode_tokens):
+        tokens = slice(None) if batch.has_all else batch.decode_tokens
+        q, k, v, log_decay, beta = _prepare(qkv[tokens], a[tokens], b[tokens], a_log, dt_bias, key_dim, value_dim)
+        state = states[batch.decode_rows].float() * log_decay.exp()[..., None, None]
+        delta = (v - torch.einsum("bhkv,bhk->bhv", state, k)) * beta[..., None]
+        state += k[..., None] * delta[..., None, :]
+        out[tokens] = torch.einsum("bhkv,bhk->bhv", state, q).to(out.dtype)
+        states[batch.decode_rows] = state.to(states.dtype)
+    for span in batch.prompts:
+        rows = slice(span.start, span.end)
+        prepared = _prepare(qkv[rows], a[rows], b[rows], a_log, dt_bias, key_dim, value_dim)
+        out[rows], state = _scan_chunks(*prepared, states[span.row].float())
+        states[span.row] = state
+    return out
+
+
+def _prepare(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, key_dim: int, value_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return q and k [num_tokens, num_value_heads, key_dim], v [num_tokens, num_value_heads, value_dim], the logarithm
+    of the decay, and the learning rate [num_tokens, num_value_heads]. All are float32."""
+    num_tokens, num_heads = a.shape
+    num_key_heads = (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim)
+    q, k, v = qkv.float().split([num_key_heads * key_dim, num_key_heads * key_dim, num_heads * value_dim], dim=1)
+    q, k = (_normalize(x.view(num_tokens, num_key_heads, key_dim)) for x in (q, k))
+    repeats = num_heads // num_key_heads
+    q, k = (x.repeat_interleave(repeats, dim=1) for x in (q * key_dim**-0.5, k))
+    log_decay = -a_log.exp() * F.softplus(a.float() + dt_bias)
+    return q, k, v.view(num_tokens, num_heads, value_dim), log_decay, b.float().sigmoid()
+
+
+def _normalize(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + _NORM_EPS).rsqrt()
+
+
+def _scan_chunks(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the tokens of one sequence from the state [num_heads, key_dim, value_dim] before them. Return the outputs
+    [num_tokens, num_heads, value_dim] and the state after them.
+
+    Within a chunk, the corrections of all tokens are the solution of a triangular system, as in transformers'
+    `torch_chunk_gated_delta_rule`.
+    """
+    num_tokens, outputs = len(q), []
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    for start in range(0, num_tokens, _CHUNK):
+        rows = slice(start, min(start + _CHUNK, num_tokens))
+        chunk_q, chunk_k, chunk_v = q[:, rows], k[:, rows], v[:, rows]
+        total = log_decay[rows].t().cumsum(1)
+        # decay[i, j]: decay of the state between the tokens j and i; 0 if j is later than i.
+        decay = (total[:, :, None] - total[:, None]).tril().exp().tril()
+        k_beta = chunk_k * beta[rows].t()[..., None]
+        system = (k_beta @ chunk_k.mT) * decay
+        known = k_beta * total.exp()[..., None] @ state
+        values = chunk_v * beta[rows].t()[..., None] - known
+        delta = torch.linalg.solve_triangular(system, values, upper=False, unitriangular=True)
+        inner = (chunk_q @ chunk_k.mT) * decay
+        outputs.append((chunk_q * total.exp()[..., None]) @ state + inner @ delta)
+        remaining = (total[:, -1:] - total).exp()[..., None]
+        state = state * total[:, -1].exp()[:, None, None] + (chunk_k * remaining).mT @ delta
+    return torch.cat(outputs, dim=1).transpose(0, 1), state
+
+
+@Op
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return rms_norm(x) * silu(gate).
+
+    Args:
+        x: [num_tokens, num_heads, head_dim], any float dtype.
+        gate: [num_tokens, num_heads, head_dim], dtype of x.
+        weight: [head_dim], dtype of x.
+        eps: added to the mean of squares.
+
+    Returns:
+        [num_tokens, num_heads, head_dim], dtype of x.
+    """
+    wide = x.float()
+    normalized = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
+    return (normalized * F.silu(gate.float())).to(x.dtype)
