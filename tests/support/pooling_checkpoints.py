@@ -103,7 +103,7 @@ def _adapted(model: Any, adapter: Path) -> Any:
         if name.endswith("lora_A.weight"):
             path = name.removeprefix("base_model.model.model.").removesuffix(".lora_A.weight")
             up = tensors[name.replace("lora_A", "lora_B")]
-            modules[path].weight.data += config["lora_alpha"] / config["r"] * up @ low
+            modules[path].weight.data += config["lora_alpha"] / config["r"] * up.float() @ low.float()
     return model
 
 

@@ -25,6 +25,7 @@ from msgspec import structs
 from quire_server.model_server.model_interface import INPUTS, MAX_PROMPT_BYTES
 from quire_spec import constants
 from quire_spec.constants import AdapterName
+from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.structured_outputs import FORMER_NAMES
 from quire_spec.errors import Code, InvalidArgument, QuireError, truncated_repr
@@ -76,6 +77,8 @@ class OutputOptions:
     """Number of outputs in each response."""
     has_logprobs: bool
     """True if the request sets `logprobs`. Otherwise, the output tensor `logprobs` contains null."""
+    is_embedding: bool = False
+    """True if the text is the JSON list of the numbers of an embedding."""
 
 
 def parse_request(
@@ -99,14 +102,15 @@ def parse_request(
     Raises:
         InvalidArgument: a value is invalid; the message names the tensor or parameter, its value, and the valid values.
     """
-    stream = _flag(inputs, constants.STREAM, False)
-    prompt, token_ids = _prompt(inputs)
+    is_embedding = constants.EMBEDDING_REQUEST in inputs
+    stream = not is_embedding and _flag(inputs, constants.STREAM, False)
+    prompt, token_ids, pooling = _embedding_request(inputs) if is_embedding else (*_prompt(inputs), None)
     values, headers = _parameters(inputs, parameters, forwarded_headers)
     adapter_name = _pop_string(values, constants.LORA_NAME)
     cache_salt = _pop_string(values, CACHE_SALT)
     priority = _pop_int(values, PRIORITY)
-    params = _sampling_params(values)
-    options = _output_options(inputs, stream, prompt, params)
+    params = SamplingParams(max_tokens=1) if is_embedding else _sampling_params(values)
+    options = _embedding_options(inputs) if is_embedding else _output_options(inputs, stream, prompt, params)
     if options.cumulative_logprob and params.logprobs is None:
         # The sum needs the log probabilities of the sampled tokens. If logprobs is 0, only these are computed.
         params = structs.replace(params, logprobs=0)
@@ -122,6 +126,7 @@ def parse_request(
         priority,
         client=headers.get(CLIENT_HEADER, ""),
         traceparent=headers.get(constants.TRACE_HEADER, ""),
+        pooling=pooling,
     )
     return request, options
 
@@ -155,7 +160,8 @@ def to_output_tensors(
     one. `output_ids` contains the tokens of all outputs, one output after the other. num_output_tokens contains the
     number of tokens of each output.
     """
-    tensors = {constants.TEXT_OUTPUT: _strings(options.prompt_prefix + delta.text for delta in deltas)}
+    texts = (_embedding_text(delta) if options.is_embedding else options.prompt_prefix + delta.text for delta in deltas)
+    tensors = {constants.TEXT_OUTPUT: _strings(texts)}
     if options.finish_reason:
         # vllm_backend, too, sends str(None) until the output is finished.
         tensors[constants.FINISH_REASON] = _strings(str(delta.finish_reason) for delta in deltas)
@@ -205,6 +211,53 @@ def _prompt(inputs: Mapping[str, Array]) -> tuple[str | None, list[int] | None]:
     if has_text:
         return _string_value(inputs, constants.TEXT_INPUT), None
     return None, _token_ids(inputs[constants.INPUT_IDS])
+
+
+def _embedding_request(inputs: Mapping[str, Array]) -> tuple[str | None, list[int] | None, PoolingParams]:
+    """Return the text or the token ids of an embedding, and its parameters. As in vllm_backend, the tensor contains a
+    JSON object, and all other keys of the object and `text_input` are ignored."""
+    name = constants.EMBEDDING_REQUEST
+    values = _parse_object(_string_value(inputs, name), name)
+    prompt, pooling_params = values.get("input"), values.get("pooling_params") or {}
+    if not isinstance(pooling_params, dict):
+        raise InvalidArgument(f"{name}: pooling_params: must be an object, got {truncated_repr(pooling_params)}")
+    dimensions = pooling_params.get("dimensions", values.get("dimensions"))
+    # NVIDIA's frontend sends a list of one number.
+    dimensions = dimensions[0] if isinstance(dimensions, list) and len(dimensions) == 1 else dimensions
+    if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions < 2**31):
+        raise InvalidArgument(f"{name}: dimensions: must be a positive integer, got {truncated_repr(dimensions)}")
+    pooling = PoolingParams(dimensions=dimensions)
+    if isinstance(prompt, str):
+        _check_encodable(f"{name}: input", prompt)
+        return prompt, None, pooling
+    if isinstance(prompt, list) and prompt and set(map(type, prompt)) == {int}:
+        return None, prompt, pooling
+    raise InvalidArgument(
+        f"{name}: input: must be a text or a list of token ids, got {truncated_repr(prompt)}; send one request for "
+        "each text"
+    )
+
+
+def _embedding_options(inputs: Mapping[str, Array]) -> OutputOptions:
+    """Return the outputs that vllm_backend returns for an embedding."""
+    return OutputOptions(
+        stream=False,
+        prompt_prefix="",
+        finish_reason=False,
+        cumulative_logprob=False,
+        logprobs=False,
+        num_input_tokens=_flag(inputs, constants.RETURN_NUM_INPUT_TOKENS, False),
+        num_output_tokens=_flag(inputs, constants.RETURN_NUM_OUTPUT_TOKENS, False),
+        output_ids=False,
+        prompt_logprobs=False,
+        num_outputs=1,
+        has_logprobs=False,
+        is_embedding=True,
+    )
+
+
+def _embedding_text(delta: OutputDelta) -> str:
+    return json.dumps(np.frombuffer(delta.pooled or b"", "<f4").astype(float).tolist())
 
 
 def _token_ids(array: Array) -> list[int]:

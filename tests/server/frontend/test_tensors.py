@@ -19,6 +19,7 @@ from quire_server.frontend.tensors import (
     to_output_tensors,
 )
 from quire_server.model_server.model_interface import OUTPUTS
+from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code, InvalidArgument, QuireError, Unavailable
 from quire_spec.protocol.framing import FrameDecoder, encode_frame
@@ -55,6 +56,48 @@ def assert_rejected(*words, **kwargs):
     with pytest.raises(InvalidArgument) as caught:
         parse(**kwargs)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+class TestEmbedding:
+    @pytest.mark.parametrize(
+        ("values", "prompt", "token_ids", "dimensions"),
+        [
+            ({"input": "a"}, "a", None, None),
+            ({"input": [5, 6]}, None, [5, 6], None),
+            ({"input": "a", "pooling_params": {"dimensions": [8]}, "model": "m"}, "a", None, 8),
+            ({"input": "a", "dimensions": 8}, "a", None, 8),
+        ],
+    )
+    def test_the_json_of_vllm_backend(self, values, prompt, token_ids, dimensions):
+        # NVIDIA's frontend also sends text_input, which has no effect.
+        request, options = parse(
+            embedding_request=strings(json.dumps(values)), text_input=strings("other"), stream=flag(True)
+        )
+        assert (request.prompt, request.prompt_token_ids) == (prompt, token_ids)
+        assert request.pooling == PoolingParams(dimensions=dimensions) and not request.stream
+        vector = np.array([0.5, -2], "<f4")
+        delta = OutputDelta(7, finish_reason="stop", num_input_tokens=2, pooled=vector.tobytes())
+        tensors = to_output_tensors([delta], options, initial_outputs(7, options))
+        assert {name: array.tolist() for name, array in tensors.items()} == {"text_output": [b"[0.5, -2.0]"]}
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("[]", ["expected a JSON object"]),
+            ("{", ["not JSON"]),
+            ("{}", ["input: must be a text or a list of token ids, got None"]),
+            ('{"input": []}', ["input: must be"]),
+            ('{"input": ["a", "b"]}', ["one request for each text"]),
+            ('{"input": [1, true]}', ["input: must be"]),
+            ('{"input": "\\ud800"}', ["input: must not contain a lone surrogate"]),
+            ('{"input": "a", "dimensions": 0}', ["dimensions: must be a positive integer, got 0"]),
+            ('{"input": "a", "dimensions": "8"}', ["dimensions: must be"]),
+            ('{"input": "a", "pooling_params": {"dimensions": [8, 9]}}', ["dimensions: must be"]),
+            ('{"input": "a", "pooling_params": 5}', ["pooling_params: must be an object, got 5"]),
+        ],
+    )
+    def test_a_wrong_value_is_named(self, text, words):
+        assert_rejected("embedding_request", *words, embedding_request=strings(text))
 
 
 class TestPrompt:
