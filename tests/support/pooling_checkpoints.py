@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from support.tiny_checkpoints import BASE, CHECKPOINTS
+from support.tiny_checkpoints import BASE, CHECKPOINTS, _library_warnings_ignored
 from support.tokenizer import byte_level, save_tokenizer
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForSequenceClassification
@@ -67,7 +68,9 @@ def embed(folder: Path, prompt: list[int], adapter: Path | None = None) -> torch
     """Return the embedding of a prompt, [size] float32."""
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     if adapter is not None:
-        model = _adapted(model, adapter)
+        is_inner = json.loads((adapter / "adapter_config.json").read_text())["task_type"] == "FEATURE_EXTRACTION"
+        with _library_warnings_ignored():
+            model = PeftModel.from_pretrained(model, adapter).eval() if is_inner else _adapted(model, adapter)
     hidden = model(torch.tensor([prompt])).last_hidden_state[0]
     if not (folder / "modules.json").exists():
         return functional.normalize(hidden[-1], dim=0)
@@ -86,11 +89,42 @@ def embed(folder: Path, prompt: list[int], adapter: Path | None = None) -> torch
     return functional.normalize(vector, dim=0) if is_normalized else vector
 
 
+def make_pooled_adapter(checkpoint: Path, folder: Path, num_labels: int = 0, seed: int = 0) -> Path:
+    """Write an adapter that was trained on the inner model, or one with a head of `num_labels` classes."""
+    torch.manual_seed(seed)
+    if num_labels:
+        model = _classifier(checkpoint, num_labels)
+        config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="SEQ_CLS")
+    else:
+        model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32)
+        config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="FEATURE_EXTRACTION")
+    with _library_warnings_ignored():
+        adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    adapted.save_pretrained(folder)
+    return folder
+
+
 @torch.inference_mode()
-def classify(folder: Path, prompt: list[int]) -> torch.Tensor:
-    """Return the scores of a prompt, [num_labels] float32."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    return model(torch.tensor([prompt])).logits[0]
+def classify(
+    folder: Path, prompt: list[int], adapter: Path | None = None, num_labels: int | None = None
+) -> torch.Tensor:
+    """Return the scores of a prompt, [num_labels] float32. `num_labels` is that of the adapter's own head."""
+    model = _classifier(folder, num_labels)
+    if adapter is not None:
+        with _library_warnings_ignored():
+            model = PeftModel.from_pretrained(model, adapter)
+    return model.eval()(torch.tensor([prompt])).logits[0]
+
+
+def _classifier(folder: Path, num_labels: int | None = None) -> Any:
+    options = {} if num_labels is None else {"num_labels": num_labels, "ignore_mismatched_sizes": True}
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, **options)
+    model.config.pad_token_id = None
+    return model
 
 
 def _adapted(model: Any, adapter: Path) -> Any:

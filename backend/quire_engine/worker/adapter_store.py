@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from torch import Tensor
+
 from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
 from quire_engine.lora.device_slots import DeviceAdapterSlots, create_slots
@@ -19,11 +21,13 @@ from quire_engine.lora.peft.adapter import HostAdapter, read_adapter
 from quire_engine.lora.peft.combination import combine
 from quire_engine.models.base import CausalLM
 from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.sequence import SlotId
 from quire_engine.step.plan import SlotLoad
 from quire_kernels import PackedAdapter
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.pooler_config import PoolerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,8 @@ class StoredAdapter:
 
     packed: PackedAdapter
     info: AdapterInfo
+    score: Tensor | None = None
+    """See HostAdapter."""
 
 
 class AdapterStore:
@@ -48,6 +54,7 @@ class AdapterStore:
         self.slots = slots
         self._read_host_adapter = read_host_adapter
         self._adapter_by_digest: dict[AdapterDigest, StoredAdapter] = {}
+        self._score_by_slot: dict[SlotId, Tensor | None] = {}
 
     @classmethod
     def from_model(
@@ -70,6 +77,8 @@ class AdapterStore:
         shard = None if factory.communicator is None else factory.communicator.shard
         reader = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=factory.dtype)
         reader = partial(reader, has_experts=config.lora_experts, has_vocab_modules=config.lora_modules_to_save)
+        pooler = PoolerConfig.load(checkpoint, shape, config.convert, config.pooling_type)
+        reader = partial(reader, has_heads=pooler is not None and pooler.task == "classify")
         norms = {name: norm.size for name, norm in model.norms()}
         is_cpu = factory.device.type == "cpu"
         return cls(slots, partial(reader, shard=shard, checkpoint=checkpoint, has_transforms=is_cpu, norms=norms))
@@ -99,7 +108,13 @@ class AdapterStore:
         packed = self.slots.pack(adapter)
         invocation, not_combinable = adapter.invocation_tokens, adapter.not_combinable
         num_pages = self.slots.count_pages(packed)
-        return StoredAdapter(packed, AdapterInfo(packed.num_bytes, adapter.rank, invocation, not_combinable, num_pages))
+        num_bytes = packed.num_bytes + (0 if adapter.score is None else adapter.score.nbytes)
+        info = AdapterInfo(num_bytes, adapter.rank, invocation, not_combinable, num_pages)
+        return StoredAdapter(packed, info, adapter.score)
+
+    def score(self, adapter_slot: SlotId | None) -> Tensor | None:
+        """Return the head of a classifier of the adapter in a slot; None if it has none."""
+        return None if adapter_slot is None else self._score_by_slot.get(adapter_slot)
 
     def store(self, adapter_digest: AdapterDigest, adapter: StoredAdapter) -> None:
         """Keep an adapter in host memory, under the digest of its content."""
@@ -118,5 +133,6 @@ class AdapterStore:
         The function uses the copy of the adapter that is in host memory when `load_slot` is called. See `ModelRunner`.
         """
         assert self.slots is not None
-        packed = self._adapter_by_digest[slot_load.adapter_digest].packed
-        return self.slots.copy_to_slot(packed, slot_load.adapter_slot, slot_load.first_page)
+        stored = self._adapter_by_digest[slot_load.adapter_digest]
+        self._score_by_slot[slot_load.adapter_slot] = stored.score
+        return self.slots.copy_to_slot(stored.packed, slot_load.adapter_slot, slot_load.first_page)

@@ -86,7 +86,8 @@ class DeviceModelRunner(ModelRunner):
             )
         self._pooler = None
         if pooler is not None and (communicator is None or communicator.shard.rank == 0):
-            self._pooler = Pooler(pooler, folder, shape, self._model.score, self._device)
+            find_score = self.adapter_store.score
+            self._pooler = Pooler(pooler, folder, shape, self._model.score, find_score, self._device)
         self._drafter = build_drafter(config, self._model, folder, factory, progress)
         # Dummy steps run during startup, before these attributes exist.
         self._graphs: CudaGraphRunner | None = None

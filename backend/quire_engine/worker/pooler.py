@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire_engine.sequence import Sequence
+from quire_engine.sequence import Sequence, SlotId
 from quire_engine.step.plan import ScheduledSpan
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_engine.weights.loader import CheckpointTensors, read_tensor
@@ -37,10 +37,16 @@ class Pooler:
     """The parts of a checkpoint after the last hidden states. Sequences that are prefilled in chunks have a sum."""
 
     def __init__(
-        self, config: PoolerConfig, folder: Path, shape: ModelConfig, score: Tensor | None, device: torch.device
+        self,
+        config: PoolerConfig,
+        folder: Path,
+        shape: ModelConfig,
+        score: Tensor | None,
+        find_score: Callable[[SlotId | None], Tensor | None],
+        device: torch.device,
     ) -> None:
         """Read the weights of the Dense layers. `score` [num_labels, hidden_size] is the head of a classifier, which
-        the caller fills later.
+        the caller fills later. `find_score` returns the head of the adapter in a slot, which replaces it.
 
         Raises:
             ConfigError: a tensor is missing or has the wrong shape, or a token of `token_names` does not exist.
@@ -48,6 +54,7 @@ class Pooler:
         self._config = config
         self._dense = [(*_read_dense(folder, dense, device), dense.activation) for dense in config.dense]
         self._score = score if config.token_names is None else _token_score(folder, shape, config.token_names, device)
+        self._find_score = find_score
         self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()
 
     def pool(self, spans: Items[ScheduledSpan], hidden: Tensor) -> list[bytes | None]:
@@ -67,7 +74,7 @@ class Pooler:
         ends = [span for span in spans if span.completes_pooling]
         if not ends:
             return [None] * len(spans)
-        vectors = iter(self._finish(torch.stack(pooled).float(), [_params(span) for span in ends]))
+        vectors = iter(self._finish(torch.stack(pooled).float(), ends))
         return [next(vectors) if span.completes_pooling else None for span in spans]
 
     def _add(self, sequence: Sequence, rows: Tensor, positions: range) -> Tensor:
@@ -86,21 +93,24 @@ class Pooler:
         num_tokens = positions.stop
         return (total / (num_tokens * (num_tokens + 1) / 2 if is_weighted else num_tokens))[None]
 
-    def _finish(self, vectors: Tensor, params: Items[PoolingParams]) -> list[bytes]:
-        """Apply what follows the pooling to vectors [num_vectors, hidden_size]."""
+    def _finish(self, vectors: Tensor, spans: Items[ScheduledSpan]) -> list[bytes]:
+        """Apply what follows the pooling to vectors [num_spans, hidden_size]."""
         for weight, bias, activation in self._dense:
             vectors = _ACTIVATIONS[activation](functional.linear(vectors, weight, bias))
-        if self._score is not None:
-            vectors = functional.linear(vectors, self._score.float())
-        results = [b""] * len(params)
-        for kind in dict.fromkeys(params):
-            indices = [i for i, each in enumerate(params) if each == kind]
-            group = vectors if len(indices) == len(vectors) else vectors[indices]
+        results = [b""] * len(spans)
+        kinds = [(_params(span), None if self._score is None else span.adapter_slot) for span in spans]
+        for kind, adapter_slot in dict.fromkeys(kinds):
+            indices = [i for i, each in enumerate(kinds) if each == (kind, adapter_slot)]
+            group, activation = vectors if len(indices) == len(vectors) else vectors[indices], self._config.activation
+            if self._score is not None:
+                if (score := self._find_score(adapter_slot)) is not None and len(score) != len(self._score):
+                    activation = "Sigmoid" if len(score) == 1 else "Softmax"
+                group = functional.linear(group, (self._score if score is None else score).to(group.device).float())
             if kind.dimensions is not None:
                 group = group[:, : kind.dimensions]
             if kind.use_activation:
                 is_normalized = self._config.normalize
-                group = functional.normalize(group) if is_normalized else _ACTIVATIONS[self._config.activation](group)
+                group = functional.normalize(group) if is_normalized else _ACTIVATIONS[activation](group)
             group = group.cpu().contiguous()
             for i, vector, is_finite in zip(indices, group, torch.isfinite(group).all(-1).tolist(), strict=True):
                 results[i] = vector.numpy().astype("<f4").tobytes() if is_finite else b""

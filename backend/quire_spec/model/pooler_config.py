@@ -28,7 +28,7 @@ ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 """Classes of torch.nn that a Dense layer can have as its activation."""
 _MAX_MODULES = 16
 _FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_MAX_LABELS = 65536
+MAX_LABELS = 65536
 _DEFAULT_TOKENS = ("no", "yes")
 
 
@@ -106,8 +106,8 @@ class PoolerConfig:
         labels = config.get("id2label") or {}
         problem_type = config.get("problem_type")
         activation = "Sigmoid" if model.num_labels == 1 or problem_type == "multi_label_classification" else "Softmax"
-        if model.num_labels > _MAX_LABELS:
-            raise ConfigError(f"config.json: id2label: must have at most {_MAX_LABELS} labels, got {model.num_labels}")
+        if model.num_labels > MAX_LABELS:
+            raise ConfigError(f"config.json: id2label: must have at most {MAX_LABELS} labels, got {model.num_labels}")
         return cls(
             "classify",
             model.num_labels,

@@ -9,7 +9,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 from support.graph_captures import replace_captures
-from support.pooling_checkpoints import VOCAB, classify, embed, make_classifier, make_embedding_model
+from support.pooling_checkpoints import (
+    VOCAB,
+    classify,
+    embed,
+    make_classifier,
+    make_embedding_model,
+    make_pooled_adapter,
+)
 from support.thread_workers import engine_with_thread_workers
 from support.tiny_checkpoints import greedy_output, make_adapter, make_llama
 
@@ -18,7 +25,7 @@ from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.errors import ConfigError
+from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.pooler_config import PoolerConfig
@@ -56,6 +63,7 @@ def _run(engine, requests):
     while waiting or engine.has_work:
         if waiting:
             engine.add(waiting.pop())
+        engine.read_pending_adapters()
         for result in engine.step().results:
             assert not result.error, result.error
             deltas[result.id].append(result)
@@ -127,6 +135,62 @@ def test_embeddings_generation_and_adapters_share_steps(tmp_path):
         elif i % 3 == 0:
             tokens = [token for delta in deltas[i] for token in delta.token_ids]
             assert tokens == greedy_output(model, prompts[i], 8)
+
+
+def test_adapters_of_the_inner_model(tmp_path):
+    folder = make_embedding_model(tmp_path / "model", mode="mean_tokens")
+    adapter = make_pooled_adapter(folder, tmp_path / "adapter")
+    engine = Engine.from_config(_config(folder, enable_lora=True))
+    engine.add_adapter("sha256:a", adapter, engine.read_adapter(adapter))
+    deltas = _run(engine, [_request(i, [5, 6, 7, 8], EMBED, digest) for i, digest in enumerate((None, "sha256:a"))])
+    vectors = [_vector(deltas[i]) for i in (0, 1)]
+    for vector, expected in zip(vectors, (None, adapter), strict=True):
+        assert (vector - embed(folder, [5, 6, 7, 8], expected)).abs().max() < MAX_ERROR
+    assert (vectors[0] - vectors[1]).abs().max() > 100 * MAX_ERROR
+
+
+@pytest.mark.parametrize("base", ["generates", "classifies"])
+def test_heads_of_adapters(base, tmp_path):
+    """Adapters of classifiers with heads of 3, 1 and 5 classes, and one without an own head, share steps."""
+    if base == "generates":
+        folder, convert = make_llama(tmp_path / "model"), "classify"
+        text = (folder / "config.json").read_text().rstrip().removesuffix("}")
+        (folder / "config.json").write_text(text + ', "classifier_from_token": ["a", "b"]}')
+    else:
+        folder, convert = make_classifier(tmp_path / "model", "llama", num_labels=3), "auto"
+    sizes = [3, 1, 5]
+    adapters = [make_pooled_adapter(folder, tmp_path / f"a{n}", n, seed=n) for n in sizes]
+    config = _config(folder, convert=convert, enable_lora=True, max_loras=2, max_cpu_loras=2, max_num_batched_tokens=40)
+    engine = Engine.from_config(config)
+    for size, adapter in zip(sizes, adapters, strict=True):
+        engine.add_adapter(f"sha256:{size}", adapter, engine.read_adapter(adapter))
+    raw = PoolingParams(task="classify", use_activation=False)
+    prompts = _prompts(12, seed=5)
+    kinds = [(None, *sizes)[i % 4] for i in range(12)]
+    requests = [
+        _request(i, p, raw, None if size is None else f"sha256:{size}")
+        for i, (p, size) in enumerate(zip(prompts, kinds, strict=True))
+    ]
+    deltas = _run(engine, requests)
+    for i, (prompt, size) in enumerate(zip(prompts, kinds, strict=True)):
+        if size is not None:
+            expected = classify(folder, prompt, adapters[sizes.index(size)], size)
+            assert (_vector(deltas[i]) - expected).abs().max() < MAX_ERROR * max(1, expected.abs().max())
+        elif base == "classifies":
+            assert (_vector(deltas[i]) - classify(folder, prompt)).abs().max() < 1e-4
+        else:
+            assert len(_vector(deltas[i])) == 1
+    probabilities = _run(engine, [_request(99, prompts[1], PoolingParams(task="classify"), "sha256:5")])[99]
+    expected = torch.softmax(classify(folder, prompts[1], adapters[2], 5), -1)
+    assert (_vector(probabilities) - expected).abs().max() < MAX_ERROR
+
+
+def test_an_adapter_with_a_head_needs_an_engine_that_classifies(tmp_path):
+    folder = make_llama(tmp_path / "model")
+    adapter = make_pooled_adapter(folder, tmp_path / "adapter", 2)
+    engine = Engine.from_config(_config(folder, enable_lora=True))
+    with pytest.raises(InvalidArgument, match="is the head of a classifier, and this engine does not classify; set"):
+        engine.read_adapter(adapter)
 
 
 @pytest.mark.parametrize("replayed", [False, True])

@@ -31,6 +31,7 @@ from quire_kernels import RowTransform
 from quire_spec.errors import InvalidArgument
 from quire_spec.model.memory_sizing import lora_bytes
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.pooler_config import MAX_LABELS
 from quire_spec.model.tensor_parallel import TensorParallelShard
 
 # Maximum size of the file's header in bytes. The header contains names, shapes and metadata.
@@ -59,12 +60,15 @@ class HostAdapter:
     """The tokens from which the adapter applies; if there are none, it applies to all tokens."""
     not_combinable: str = ""
     """The field of adapter_config.json for which it cannot be part of a sum; empty if it can."""
+    score: Tensor | None = None
+    """The head of a classifier [num_labels, hidden_size], float32; None if the adapter has no head of its own."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         matrices = sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
-        return matrices + sum(transform.nbytes for transform in self.transforms.values())
+        score = 0 if self.score is None else self.score.nbytes
+        return matrices + score + sum(transform.nbytes for transform in self.transforms.values())
 
 
 def read_adapter(
@@ -77,6 +81,7 @@ def read_adapter(
     has_transforms: bool = True,
     has_experts: bool = False,
     has_vocab_modules: bool = False,
+    has_heads: bool = False,
     norms: Mapping[str, int] = MappingProxyType({}),
 ) -> HostAdapter:
     """Read and check an adapter folder. The scales are folded into B before conversion to `dtype`.
@@ -90,6 +95,7 @@ def read_adapter(
         has_transforms: whether the device can transform base products and replace norms.
         has_experts: whether the slots have memory for experts.
         has_vocab_modules: whether the slots have memory for a whole embedding and a whole output projection.
+        has_heads: whether the engine classifies, so that an adapter can have the head of a classifier.
         norms: sizes of the model's norms by path.
 
     Raises:
@@ -105,6 +111,11 @@ def read_adapter(
                 raise InvalidArgument(
                     f"the adapter changes experts ({next(iter(names.experts)).name}), but the adapter slots have no "
                     "memory for them; set lora_experts (spec.lora.experts of an LLMService) to true"
+                )
+            if names.score is not None and not has_heads:
+                raise InvalidArgument(
+                    f"tensor {names.score!r} is the head of a classifier, and this engine does not classify; set "
+                    "convert to classify (spec.engine.convert of an LLMService)"
                 )
             if (names.saved_modules or names.saved_norms) and not has_transforms:
                 raise InvalidArgument("modules_to_save is supported only on a CPU (device cpu), not on a GPU")
@@ -242,7 +253,17 @@ def _read_tensors(
         for matrix in (a, b):
             check_finite(f"{name} contains", matrix, dtype)
         pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module, shard)
-    return HostAdapter(rank, pairs, transforms, config.invocation_tokens, config.not_combinable)
+    score = None if names.score is None else _read_score(file, names.score, shape)
+    return HostAdapter(rank, pairs, transforms, config.invocation_tokens, config.not_combinable, score)
+
+
+def _read_score(file: SafetensorsReader, name: str, shape: ModelConfig) -> Tensor:
+    """Return the head of a classifier."""
+    num_labels = next(iter(file.get_slice(name).get_shape()), 1)
+    check_tensor(file, name, (min(max(num_labels, 1), MAX_LABELS), shape.embedding_size))
+    score = file.get_tensor(name).float()
+    check_finite(f"{name} contains", score, torch.float32)
+    return score
 
 
 def _read_norm(file: SafetensorsReader, names: Mapping[str, str], size: int, dtype: torch.dtype) -> Tensor:

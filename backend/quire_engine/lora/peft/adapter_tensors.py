@@ -18,6 +18,8 @@ from quire_spec.model.model_config import ModelConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
+SCORE_NAMES = frozenset(("score", "classifier"))
+"""Names of the head of a classifier, beside the inner model."""
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?P<module>[\w.]{1,200}?)\."
     r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding_half>[AB])|(?P<base>(base_layer\.)?weight)"
@@ -49,6 +51,8 @@ class AdapterTensors:
     """Names of the weights of an embedding and of an output projection that were trained as a whole."""
     saved_norms: dict[str, dict[str, str]]
     """Names of the tensors `weight` and `bias` of norms that were trained as a whole, by path of the norm."""
+    score: str | None = None
+    """Name of the head of a classifier; None if the adapter has no head of its own."""
 
     @classmethod
     def from_names(cls, keys: list[str], shape: ModelConfig, config: PeftConfig, norms: Collection[str] = ()) -> Self:
@@ -65,6 +69,13 @@ class AdapterTensors:
         base_copies: dict[str, LoRAModule] = {}
         saved_modules: dict[LoRAModule, str] = {}
         saved_norms: dict[str, dict[str, str]] = {}
+        score: str | None = None
+        # An adapter that was trained on the inner model, without an output projection, lacks this prefix.
+        outer_path, _, inner_path = shape.architecture_info.layers_path.partition(".")
+        inner_names = (
+            f"{inner_path}.",
+            *(name.removeprefix(f"{outer_path}.") for name in norms if "layers" not in name),
+        )
         is_part = bool(shape.architecture_info.text_types)
         # In this case, PEFT saves both weights, even if modules_to_save contains only one of the two modules.
         outer = [modules[name] for name in modules if name.rpartition(".")[2] in ("embed_tokens", "lm_head")]
@@ -88,6 +99,13 @@ class AdapterTensors:
                 if is_part
                 else name.replace(old_router, ".mlp.")
             )
+            if name.startswith(inner_names):
+                name = f"{outer_path}.{name}"
+            if match is not None and match["base"] and name in SCORE_NAMES and config.saves_module(name):
+                if score is not None:
+                    raise InvalidArgument(f"tensors {score!r} and {tensor_name!r}: an adapter has only one head")
+                score = tensor_name
+                continue
             module = modules.get(name)
             is_saved = config.saves_module(name) or (saves_both and module in outer)
             if match is not None and (match["base"] or match["bias"]) and is_saved:
@@ -128,12 +146,13 @@ class AdapterTensors:
             path = next(iter(saved_modules)).path
             raise InvalidArgument(f"ensure_weight_tying True, but of embed_tokens and lm_head the file has only {path}")
         saved = (*(module.name for module in saved_modules), *saved_norms)
-        for name in sorted(config.modules_to_save):
+        # PEFT adds both names of a head to the adapter of a classifier, and the model has only one of them.
+        for name in sorted(config.modules_to_save.difference(() if score is None else SCORE_NAMES)):
             if not any(module.endswith(name) for module in saved):
                 raise InvalidArgument(
                     f"modules_to_save contains {truncated_repr(name)}, but the file has no such module"
                 )
-        tensors = cls(pairs, experts, extras, token_rows, base_copies, saved_modules, saved_norms)
+        tensors = cls(pairs, experts, extras, token_rows, base_copies, saved_modules, saved_norms, score)
         tensors._check_experts(config)
         tensors._check_extras(config)
         tensors._check_tied_embeddings(config, shape)

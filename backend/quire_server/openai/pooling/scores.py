@@ -110,7 +110,7 @@ class Scores:
         data = [
             {
                 "index": index,
-                "label": labels[max(range(len(vector)), key=vector.__getitem__)],
+                "label": _label(labels, vector),
                 "probs": vector,
                 "num_classes": len(vector),
             }
@@ -134,15 +134,21 @@ class Scores:
             vectors = [floats(vector) for vector in await run.vectors(self._client, prompts, PoolingParams())]
             left, right = vectors[: len(firsts)], vectors[len(firsts) :]
             return [_cosine(a, b) for a, b in zip(left * (len(right) // len(left)), right, strict=True)]
-        if len(served.labels) != 1:
-            raise ApiError(
-                400,
-                f"model: has {len(served.labels)} classes, and a score needs a classifier with one; use /v1/classify",
-            )
         pairs = zip([*firsts] * (len(seconds) // len(firsts)), seconds, strict=True)
         prompts = [_pair_prompt(*pair, served.has_score_template) for pair in pairs]
         pooling = PoolingParams(task="classify", use_activation=fields.use_activation)
-        return [floats(vector)[0] for vector in await run.vectors(self._client, prompts, pooling)]
+        vectors = [floats(vector) for vector in await run.vectors(self._client, prompts, pooling)]
+        if len(vectors[0]) != 1:
+            raise ApiError(
+                400, f"model: has {len(vectors[0])} classes, and a score needs a classifier with one; use /v1/classify"
+            )
+        return [score for [score] in vectors]
+
+
+def _label(labels: Sequence[str], probabilities: Sequence[float]) -> str:
+    """Return the name of the most likely class. The classes of an adapter's own head have no names."""
+    index = max(range(len(probabilities)), key=probabilities.__getitem__)
+    return labels[index] if len(labels) == len(probabilities) else f"LABEL_{index}"
 
 
 def _pair_prompt(query: str, document: str, has_template: bool) -> Prompt:
