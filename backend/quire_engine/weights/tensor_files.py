@@ -16,6 +16,7 @@ _LANGUAGE_MODEL = "model.language_model."
 _EMBED_OUT = "embed_out"
 """The output projection in checkpoints of GPT-NeoX."""
 CONVERT_COMMAND = "python -m quire_engine convert"
+_INNER_MODULES = ("model.", "gpt_neox.")
 
 
 class TensorFiles:
@@ -30,9 +31,9 @@ class TensorFiles:
         self.folder = folder
         self._open_files: dict[Path, tuple[Any, frozenset[str]]] = {}
         self.file_by_tensor = self._locate_tensors()
-        # Some checkpoints, mostly of OPT models, were saved from the inner module `model`. The names of their tensors
-        # lack this prefix.
-        self._has_outer_module = any(name.startswith("model.") for name in self.file_by_tensor)
+        # Some checkpoints, such as those of embedding models, were saved from the inner module. The names of their
+        # tensors lack its prefix.
+        self._has_outer_module = any(name.startswith(_INNER_MODULES) for name in self.file_by_tensor)
         # If the language model is part of a larger model, all its tensor names have this prefix.
         self._is_part = any(name.startswith("language_model.") for name in self.file_by_tensor)
         # In early checkpoints with images, the tensors of the language model have the names of a model without images.
@@ -55,7 +56,7 @@ class TensorFiles:
             return name.replace("lm_head", _EMBED_OUT, 1)
         if self._is_flat and name.startswith(_LANGUAGE_MODEL):
             return name.replace(_LANGUAGE_MODEL, "model.", 1)
-        return name if self._has_outer_module else name.removeprefix("model.")
+        return name if self._has_outer_module else name.removeprefix("model.").removeprefix("gpt_neox.")
 
     def get_slice(self, name: str) -> Any:
         """Return a slice of a tensor.

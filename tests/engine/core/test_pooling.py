@@ -86,6 +86,8 @@ MODELS = {
     "gemma2": {"name": "gemma2"},
     "opt": {"name": "opt", "mode": "mean_tokens"},
     "granite": {"name": "granite"},
+    "states": {"name": "qwen3_next", "mode": "mean_tokens"},
+    "layer norms": {"name": "gpt_neox"},
 }
 SCENARIOS = {
     "whole prompts": {},
