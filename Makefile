@@ -118,7 +118,7 @@ hooks: ## install the git hook that checks each commit message
 format: dev-env ## format and fix what ruff can
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
-generated: dev-env ## write the CRD and docs/llmservice-reference.md from the types of LLMService
+generated: dev-env ## write the CRD, docs/llmservice-reference.md and the table of docs/models.md
 	@$(BIN)/python hack/generated.py
 
 doctor: ## report missing requirements, and install nothing

@@ -26,7 +26,6 @@ from quire_kernels.experts import (
     has_experts_kernel,
     pack_experts,
     quantize_experts,
-    topk_softmax,
 )
 from quire_kernels.fused_decoder import AttentionShape, FusedDecoder, LayerWeights, LinearWeights, build_fused_decoder
 from quire_kernels.gated_delta import (
@@ -80,6 +79,7 @@ from quire_kernels.quantized_linear import (
     supports_int4,
 )
 from quire_kernels.rope import apply_rope, rope_and_cache
+from quire_kernels.routing import Routing, choose_experts
 from quire_kernels.sampling import (
     apply_penalties,
     apply_token_bitmask,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts.
 
-The router chooses experts for each token, and the chosen experts compute their outputs. The LoRA adapter of a token can
-change the projections of its experts.
+The experts that a router has chosen for each token compute their outputs; see routing.py. The LoRA adapter of a token
+can change the projections of its experts.
 """
 
 import ctypes
@@ -124,24 +124,6 @@ class ExpertAdapters:
         slots = self.batch.adapter_slots
         assert slots.dtype == torch.int64 and slots.is_contiguous() and slots.device.type == "cpu"
         return _ExpertAdapters(self.gate_up.address, self.down.address, slots.data_ptr(), len(self.down.host_entries))
-
-
-@Op
-def topk_softmax(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose the experts of each token: those with the largest probabilities in a softmax.
-
-    Return the experts, and their probabilities as weights.
-
-    Args:
-        logits: [num_tokens, num_experts], any float dtype.
-        top_k: number of experts for each token.
-        normalize: whether to divide the weights of each token by their sum.
-
-    Returns:
-        Ids [num_tokens, top_k] int64, largest weight first, and weights [num_tokens, top_k] float32.
-    """
-    weights, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
-    return ids, weights / weights.sum(-1, keepdim=True) if normalize else weights
 
 
 @Op

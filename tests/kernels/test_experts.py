@@ -16,14 +16,15 @@ from quire_kernels import (
     LoRASlots,
     LoRATarget,
     QuantizedWeight,
+    Routing,
     SwiGLU,
     build_lora_batch,
+    choose_experts,
     cpu_native,
     experts,
     fused_experts,
     pack_experts,
     quantize_experts,
-    topk_softmax,
 )
 from quire_kernels.linear import is_panel_packed
 
@@ -43,7 +44,7 @@ def make_inputs(num_tokens, hidden, num_experts, top_k, dtype=torch.float32):
     """Return inputs, and a choice of experts that leaves some without tokens when there are few."""
     x = torch.randn(num_tokens, hidden).to(dtype)
     logits = torch.randn(num_tokens, num_experts) + torch.arange(num_experts)
-    return x, *topk_softmax(logits, top_k, True)
+    return x, *choose_experts(logits, Routing(top_k))
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +56,10 @@ def seed(monkeypatch) -> None:
 
 def test_the_router_chooses_the_likeliest_experts():
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, -1.0, 4.0]]).bfloat16()
-    ids, weights = topk_softmax(logits, 2, False)
+    ids, weights = choose_experts(logits, Routing(2, normalize=False))
     assert ids.tolist() == [[1, 2], [0, 2]]
     torch.testing.assert_close(weights, logits.float().softmax(-1).gather(1, ids))
-    _, normalized = topk_softmax(logits, 2, True)
+    _, normalized = choose_experts(logits, Routing(2))
     torch.testing.assert_close(normalized, logits.float().gather(1, ids).softmax(-1))
 
 

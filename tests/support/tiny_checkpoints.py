@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -30,13 +31,16 @@ from transformers import (
     Gemma4UnifiedTextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
@@ -44,11 +48,13 @@ from transformers import (
     NemotronConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
@@ -221,6 +227,27 @@ GRANITE4 = {
     "shared_intermediate_size": 80,
     "position_embedding_type": "rope",
 }
+GLM4_MOE = {
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+    "use_qk_norm": True,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+}
+ERNIE_MOE = {
+    "num_hidden_layers": 3,
+    "moe_num_experts": 6,
+    "moe_k": 3,
+    "moe_intermediate_size": 48,
+    "moe_num_shared_experts": 2,
+}
+QWEN2_MOE = {"num_experts": 6, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64}
 NTK_ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 QWEN_VISION = {
@@ -357,6 +384,19 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "granite4": (GraniteMoeHybridConfig, GRANITE4),
     "nemotron": (NemotronConfig, {"head_dim": 24, "mlp_bias": True}),
     "arcee": (ArceeConfig, {"head_dim": 24, "attention_bias": True}),
+    "glm4_moe": (Glm4MoeConfig, GLM4_MOE),
+    "glm4_moe-ungrouped": (
+        Glm4MoeConfig,
+        {**GLM4_MOE, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "minimax_m2": (
+        MiniMaxM2Config,
+        {"head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": PARTIAL_ROPE},
+    ),
+    "ernie4_5_moe": (Ernie4_5_MoeConfig, ERNIE_MOE),
+    "hunyuan_moe": (HunYuanMoEV1Config, {"head_dim": 24, "num_experts": 6, "moe_topk": 3}),
+    "qwen2_moe": (Qwen2MoeConfig, {**QWEN2_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1]}),
+    "olmoe": (OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0}),
     "qwen2_vl": (functools.partial(_qwen_vl, Qwen2VLConfig), {"rope_parameters": MROPE}),
     "qwen2_5_vl": (functools.partial(_qwen_vl, Qwen2_5_VLConfig), {"rope_parameters": MROPE}),
     "qwen3_vl": (functools.partial(_qwen_vl, Qwen3VLConfig), {"rope_parameters": MROPE, "head_dim": 16}),
@@ -386,8 +426,9 @@ def write_checkpoint(folder: Path, config: Any, seed: int, **save: Any) -> Path:
         for name, tensor in trained_tensors(model).items():
             # transformers starts biases at 0, norms at 1 and others at fixed values, where a mistake would not show.
             if tensor.dim() < 2 or len(tensor.unique()) == 1:
-                # Sinks must be as large as the scores of these weights.
-                tensor.add_(torch.randn_like(tensor) * (20.0 if name.endswith("sinks") else 0.3))
+                # Sinks must be as large as the scores of attention, and this bias as large as those of experts.
+                scales = {"sinks": 20.0, "e_score_correction_bias": 1.0}
+                tensor.add_(torch.randn_like(tensor) * scales.get(name.rpartition(".")[2], 0.3))
             if name.endswith("act_fn.eps"):
                 tensor.sub_(2.0)  # it replaces negative inputs above it
             if name.endswith("A_log"):
@@ -487,4 +528,8 @@ def _library_warnings_ignored() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", UserWarning)
+        # PEFT adds a pattern for fused experts, and reports that nothing matches it.
+        warnings.filterwarnings(
+            "ignore", "The following (rank|alpha)_pattern keys did not match.*gate_up_proj", RuntimeWarning
+        )
         yield

@@ -39,10 +39,11 @@ class GptOssMoE(MoE):
     features alternate. Matrices are [in_features, out_features]. In mxfp4, the matrices are [out_features,
     in_features]."""
 
+    HAS_ROUTER_BIAS = True
+
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         super().__init__(shape, factory)
         num_experts, inner = self.config.num_experts, self.config.intermediate_size
-        self.router_bias: Tensor = factory.empty(num_experts)
         self.experts = replace(
             self.experts,
             gate_up_bias=factory.empty(num_experts, 2 * inner),
@@ -51,15 +52,12 @@ class GptOssMoE(MoE):
         )
         self._is_transposed = shape.quantization is None or shape.quantization.method != "mxfp4"
 
-    def router_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """See MoE.router_tensors."""
+    def bias_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """See MoE.bias_tensors."""
         experts, num_experts = self.experts, self.config.num_experts
-        assert isinstance(self.router, Tensor)
         assert experts.gate_up_bias is not None and experts.down_bias is not None
         part, inner = self._intermediate_range()
         rows = range(num_experts), range(2 * part.start, 2 * part.stop)
-        yield f"{prefix}router.weight", self.router
-        yield f"{prefix}router.bias", self.router_bias
         yield (
             f"{prefix}experts.gate_up_proj_bias",
             ParamShard(experts.gate_up_bias, (num_experts, 2 * inner), rows[:1], rows[1]),

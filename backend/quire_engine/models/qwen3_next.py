@@ -18,8 +18,8 @@ from quire_engine.models.layers.attention import RotaryAttention
 from quire_engine.models.layers.gated_delta_net import GatedDeltaNet, InterleavedGatedDeltaNet
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.layers.mlp import MLP
+from quire_engine.models.layers.moe import MoE
 from quire_engine.models.layers.norm import UnitOffsetRMSNorm
-from quire_engine.models.layers.shared_expert import SharedExpertMoE
 from quire_engine.models.llama import FeedForward, LlamaDecoderLayer, LlamaForCausalLM
 from quire_kernels import paged_attention, rope_and_cache
 from quire_spec.model.model_config import ModelConfig
@@ -70,7 +70,7 @@ class Qwen3_5DecoderLayer(LlamaDecoderLayer):
     @classmethod
     def build_mlp(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> FeedForward:
         """See LlamaDecoderLayer.build_mlp."""
-        return SharedExpertMoE(shape, factory) if shape.has_experts(index) else MLP(shape, factory)
+        return MoE(shape, factory) if shape.has_experts(index) else MLP(shape, factory)
 
     def __call__(
         self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor | LayerStates, batch: ForwardBatch

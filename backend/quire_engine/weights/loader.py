@@ -32,10 +32,11 @@ _CHUNK_BYTES = device_copier.BUFFER_BYTES
 _LM_HEAD_NAME = "lm_head.weight"
 _MISSING_HINT = "config.json does not match this checkpoint, or the checkpoint is incomplete"
 # Names of tensors that are not loaded. Old checkpoints contain rope frequencies and masks, but the engine computes them
-# from config.json. Some models have parts for images or for drafts, but the engine serves only their language model.
+# from config.json. Some models have parts for images or for the prediction of further tokens, which the engine does not
+# serve.
 _UNUSED_TENSORS = re.compile(
     r"\w+\.layers\.\d+\.(self_attn|attention)\.(rotary_emb\.inv_freq|bias|masked_bias)"
-    r"|(model\.)?(vision_tower|multi_modal_projector|visual)\..*|mtp\..*"
+    r"|model\.mtp_.*|mtp\..*|(model\.)?(vision_tower|multi_modal_projector|visual)\..*"
 )
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)\.weight")
 
@@ -48,6 +49,7 @@ def load_weights(
     progress: bool = False,
     checkpoint: QuantizedTensors | None = None,
     stream: bool = False,
+    unused_prefixes: tuple[str, ...] = (),
 ) -> None:
     """Fill parameters from the checkpoint in `folder`, and convert the values to each parameter's dtype and device.
 
@@ -60,6 +62,7 @@ def load_weights(
         checkpoint: quantized tensors of the checkpoint; None if it has none. If its method `find` has returned a tensor
             before, the caller loads this tensor, and it is not reported as unexpected.
         stream: read the tensors that are not quantized with Model Streamer.
+        unused_prefixes: tensors whose names begin with these prefixes are not loaded.
 
     Raises:
         ConfigError: a file or a tensor is missing, a tensor is unexpected or has the wrong shape or dtype, or `tied_to`
@@ -79,9 +82,11 @@ def load_weights(
             f"{folder}: {lm_head_name} is quantized, but config.json ties it to {tied_to}; set tie_word_embeddings to "
             "false in config.json"
         )
-    names = {name for name in files.file_by_tensor if not _UNUSED_TENSORS.fullmatch(name)} - (
-        {lm_head_name} if tied_to else set()
-    )
+    names = {
+        name
+        for name in files.file_by_tensor
+        if not _UNUSED_TENSORS.fullmatch(name) and not name.startswith(unused_prefixes)
+    } - ({lm_head_name} if tied_to else set())
     names -= {tensor.name for tensor in stacked.values()}
     if missing := sorted(set(targets) - names - set(sources)):
         hint = quantized.describe_missing_config() or f"; {_MISSING_HINT}"

@@ -106,6 +106,7 @@ class RunnerStartup:
                 progress=progress,
                 checkpoint=checkpoint,
                 stream=can_stream(self._config.load_format, self._config.num_ranks),
+                unused_prefixes=self._model.shape.unused_prefixes,
             )
         loaded_bytes = self._model.num_bytes
         self._model.pack()

@@ -64,18 +64,28 @@ QWEN3_5_LINEARS = {
     "linear_attn.in_proj_a": ("hidden", "state_heads"),
     "linear_attn.out_proj": ("state_values", "hidden"),
 }
+
+
+def _shared_linears(path: str) -> dict[str, tuple[str, str]]:
+    """Return the linears of shared experts at a path in the layer."""
+    return {
+        f"{path}.gate_proj": ("hidden", "shared_inner"),
+        f"{path}.up_proj": ("hidden", "shared_inner"),
+        f"{path}.down_proj": ("shared_inner", "hidden"),
+    }
+
+
 SHARED_EXPERT_LINEARS = {
-    "mlp.shared_expert.gate_proj": ("hidden", "shared_inner"),
-    "mlp.shared_expert.up_proj": ("hidden", "shared_inner"),
-    "mlp.shared_expert.down_proj": ("shared_inner", "hidden"),
+    **_shared_linears("mlp.shared_expert"),
     "mlp.shared_expert_gate": ("hidden", "one"),
 }
 
 
 def module_name(path: str) -> str:
-    """Return the name that identifies a linear among those of a layer: the last component of its path. The linears of a
-    shared expert have the names of those of an MLP, so their names contain that of the shared expert."""
-    return path.partition(".")[2] if ".shared_expert." in path else path.rpartition(".")[2]
+    """Return the name that identifies a linear, a router or a projection of experts among those of a layer. It is the
+    path within attention, MLP or experts. The linears of shared experts have the names of those of an MLP, so their
+    names contain that of the shared experts."""
+    return path.rpartition(".")[2] if ".experts." in path else path.partition(".")[2] or path
 
 
 GEMMA4_LINEARS = {
@@ -151,6 +161,15 @@ class ExpertNames:
     projections: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     """Gate, up and down in checkpoints and adapters that have tensors for each expert. None: only tensors for all
     experts together exist, in which gate and up features alternate."""
+    correction_bias: str = ""
+    """Path of the bias that is added to the router's scores to choose experts. Empty: there is none."""
+    shared: str = ""
+    """Path of the shared experts, which compute every token. Empty: there are none."""
+    shared_gate: str = ""
+    """Path of the linear layer whose sigmoid multiplies the output of the shared experts. Empty: there is none."""
+
+
+GATED_SHARED_EXPERT = ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +274,9 @@ class Architecture:
     """A function that returns True if a layer has linear attention; see LinearAttentionConfig. If it is None, all
     layers have full attention."""
 
+    router_scoring: str = "softmax"
+    """The function that computes the scores of experts: "softmax" or "sigmoid"."""
+
 
 def _is_sliding_always(config: HFConfigReader, index: int) -> bool:
     return True
@@ -285,6 +307,14 @@ def _is_sliding_upper_layer(config: HFConfigReader, index: int) -> bool:
         return False
     is_sliding = _is_sliding_by_layer_types(config, index)
     return index >= config.get_int("max_window_layers", minimum=0) if is_sliding is None else is_sliding
+
+
+def _is_sliding_even_lower_layer(config: HFConfigReader, index: int) -> bool:
+    if not config.get_bool("use_sliding_window"):
+        return False
+    is_sliding = _is_sliding_by_layer_types(config, index)
+    is_lower = index < config.get_int("max_window_layers", minimum=0)
+    return index % 2 == 0 and is_lower if is_sliding is None else is_sliding
 
 
 def _is_sliding_even_layer(config: HFConfigReader, index: int) -> bool:
@@ -345,6 +375,18 @@ def _uses_experts_unless_listed(config: HFConfigReader, index: int) -> bool:
     return (index + 1) % config.get_int("decoder_sparse_step") == 0
 
 
+def _uses_experts_after_dense(config: HFConfigReader, index: int) -> bool:
+    return index >= config.get_int("first_k_dense_replace", minimum=0)
+
+
+def _uses_experts_in_range(config: HFConfigReader, index: int) -> bool:
+    last = config.get_raw("moe_layer_end_index")
+    if type(last) is not int:
+        raise config.error("moe_layer_end_index", last, "the index of a layer, or -1 for the last layer")
+    is_inside = config.get_int("moe_layer_start_index", minimum=0) <= index and (last == -1 or index <= last)
+    return is_inside and (index + 1) % config.get_int("moe_layer_interval") == 0
+
+
 def _uses_state_unless_interval(config: HFConfigReader, index: int) -> bool:
     """Read `layer_types`, or `full_attention_interval` if it is absent."""
     if "layer_types" not in config:
@@ -388,6 +430,7 @@ _QWEN3_5_MOE = replace(
         "shared_expert_intermediate_size": 512,
     },
     uses_experts=_uses_experts_always,
+    expert_names=GATED_SHARED_EXPERT,
 )
 
 
@@ -876,6 +919,129 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         biases=("attention_bias", "attention_bias", "mlp_bias"),
         activations=("relu2",),
     ),
+    "Glm4MoeForCausalLM": Architecture(
+        "glm4_moe",
+        "moe.glm4_moe",
+        linears=LLAMA_LINEARS | _shared_linears("mlp.shared_experts"),
+        key_aliases={"num_experts": "n_routed_experts"},
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": False,
+        },
+        biases=("attention_bias", False, False),
+        flags=("use_qk_norm",),
+        uses_experts=_uses_experts_after_dense,
+        expert_names=ExpertNames(correction_bias="gate.e_score_correction_bias", shared="shared_experts"),
+        router_scoring="sigmoid",
+    ),
+    "MiniMaxM2ForCausalLM": Architecture(
+        "minimax_m2",
+        "moe.minimax_m2",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 5000000.0,
+            "partial_rotary_factor": 1.0,
+            "rotary_dim": None,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        uses_experts=_uses_experts_always,
+        expert_names=ExpertNames(
+            block="block_sparse_moe", projections=("w1", "w3", "w2"), correction_bias="e_score_correction_bias"
+        ),
+        router_scoring="sigmoid",
+    ),
+    "Ernie4_5_MoeForCausalLM": Architecture(
+        "ernie4_5_moe",
+        "moe.ernie4_5_moe",
+        linears=LLAMA_LINEARS | _shared_linears("mlp.shared_experts"),
+        key_aliases={
+            "num_experts": "moe_num_experts",
+            "num_experts_per_tok": "moe_k",
+            "n_shared_experts": "moe_num_shared_experts",
+        },
+        defaults={
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1536,
+            "n_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            "moe_norm_min": 1e-12,
+        },
+        biases=("use_bias", "use_bias", "use_bias"),
+        uses_experts=_uses_experts_in_range,
+        expert_names=ExpertNames(correction_bias="moe_statics.e_score_correction_bias", shared="shared_experts"),
+    ),
+    "HunYuanMoEV1ForCausalLM": Architecture(
+        "hunyuan_v1_moe",
+        "moe.hunyuan_moe",
+        linears=LLAMA_LINEARS | _shared_linears("mlp.shared_mlp"),
+        key_aliases={"num_experts_per_tok": "moe_topk"},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "n_shared_experts": 1,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        rope_aliases={"dynamic": "ntk_alpha"},
+        uses_experts=_uses_experts_always,
+        expert_names=ExpertNames(router="gate.wg", shared="shared_mlp"),
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        "qwen2_moe",
+        "moe.qwen2_moe",
+        linears=LLAMA_LINEARS | SHARED_EXPERT_LINEARS,
+        defaults={
+            "num_key_value_heads": 16,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "qkv_bias": True,
+        },
+        biases=("qkv_bias", False, False),
+        uses_sliding_window=_is_sliding_even_lower_layer,
+        uses_experts=_uses_experts_unless_listed,
+        expert_names=GATED_SHARED_EXPERT,
+    ),
+    "OlmoeForCausalLM": Architecture(
+        "olmoe",
+        "moe.olmoe",
+        ignored_keys=("head_dim",),
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        required={"clip_qkv": (None, "clipped queries, keys and values")},
+        uses_experts=_uses_experts_always,
+    ),
     "Qwen2VLForConditionalGeneration": Architecture(
         "qwen2_vl", "llama", layers_path="model.language_model.layers", text_types=("qwen2_vl_text",)
     ),
@@ -901,6 +1067,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "decoder_sparse_step": 1,
         },
         uses_experts=_uses_experts_unless_listed,
+        expert_names=GATED_SHARED_EXPERT,
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,

@@ -84,6 +84,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     head: str = "lm"
     """What reads the last hidden state: lm (an output projection), score (the head of a classifier), or none."""
+    num_nextn_predict_layers: int = 0
+    """Number of layers that predict further tokens. They come after the other layers in the checkpoint, and Quire does
+    not load them."""
     num_labels: int = 0
     """Number of labels of a classifier."""
     variants: LayerVariants | None = None
@@ -164,11 +167,22 @@ class ModelConfig:
         is_full = self.sliding_windows[layer] is None
         return next(each for each in reversed(range(num_own)) if (self.sliding_windows[each] is None) == is_full)
 
+    @property
+    def unused_prefixes(self) -> tuple[str, ...]:
+        """The names of tensors that are not loaded begin with these prefixes."""
+        last, path = self.num_layers + self.num_nextn_predict_layers, self.architecture_info.layers_path
+        return tuple(f"{path}.{layer}." for layer in range(self.num_layers, last))
+
+    @property
+    def has_router_module(self) -> bool:
+        """Whether the router is a linear layer within a module, not a parameter of the mixture itself."""
+        return self.moe is not None and "." in self.architecture_info.expert_names.router
+
     def layer_linears(self, layer: int) -> tuple[str, ...]:
-        """Return the paths of the linears in a layer. Adapters can change each of these linears. Experts and routers
-        are not included."""
-        paths, variants = self.architecture_info.linears, self.variants
-        absent = tuple(path for path in paths if not self._is_of_kind(layer, path))
+        """Return the paths of the linears in a layer. Adapters can change each of these linears. Shared experts are
+        included, other experts and routers are not."""
+        linears, variants = self.architecture_info.linears, self.variants
+        absent = tuple(path for path in linears if not self._is_of_kind(layer, path))
         if variants is not None:
             if self.kv_source(layer) != layer:
                 absent += ("self_attn.k_proj", "self_attn.v_proj")
@@ -176,12 +190,15 @@ class ModelConfig:
                 absent += ("self_attn.v_proj",)
             if not variants.per_layer_size:
                 absent += ("per_layer_input_gate", "per_layer_projection")
-        return tuple(path for path in paths if path not in absent)
+        return tuple(path for path in linears if path not in absent)
 
     def _is_of_kind(self, layer: int, path: str) -> bool:
         """Return whether layers with the kind of attention and of feed-forward part of this layer have a linear."""
-        if path.startswith("mlp."):
-            return path.startswith("mlp.shared_expert") == self.has_experts(layer)
+        kinds, has_experts = self.architecture_info.linears[path], self.has_experts(layer)
+        if "shared_inner" in kinds or "one" in kinds:
+            return has_experts and self.moe is not None and self.moe.shared_intermediate_size > 0
+        if "inner" in kinds or "gate_up" in kinds:
+            return not has_experts
         return not path.startswith("self_attn." if self.has_state(layer) else "linear_attn.")
 
     @property
@@ -242,6 +259,9 @@ class ModelConfig:
         values = {key: value for key, value in config.items() if key not in architecture_info.ignored_keys}
         aliases = architecture_info.key_aliases.items()
         values |= {key: values[alias] for key, alias in aliases if alias in values and key not in values}
+        top_k = values.get("num_experts_per_tok")
+        if isinstance(top_k, list) and top_k and top_k == top_k[:1] * len(top_k):
+            values["num_experts_per_tok"] = top_k[0]  # Hunyuan has a number for each layer
         reader = HFConfigReader(values, architecture_info.defaults)
         model_config = cls._from_hf_config(reader, architecture, architecture_info)
         if head == "lm":
@@ -313,6 +333,7 @@ class ModelConfig:
             quantization=QuantizationScheme.from_hf_config(config.get_section(*_QUANTIZATION_KEYS)),
             eos_token_ids=config.get_token_ids("eos_token_id"),
             variants=variants,
+            num_nextn_predict_layers=config.get_int("num_nextn_predict_layers", 0, maximum=_MAX_LAYERS, minimum=0),
         )
 
 
@@ -396,10 +417,9 @@ def _sliding_windows(
 ) -> tuple[int | None, ...]:
     if architecture_info.uses_sliding_window is None or "sliding_window" not in config:
         return (None,) * num_layers
-    window = config.get_int("sliding_window")
-    return tuple(
-        window if architecture_info.uses_sliding_window(config, index) else None for index in range(num_layers)
-    )
+    uses_window = [architecture_info.uses_sliding_window(config, index) for index in range(num_layers)]
+    window = config.get_int("sliding_window") if any(uses_window) else None
+    return tuple(window if uses else None for uses in uses_window)
 
 
 def _ropes(

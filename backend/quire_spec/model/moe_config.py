@@ -28,9 +28,16 @@ class MoEConfig:
     """Number of intermediate features that one expert has."""
     normalize: bool
     """norm_topk_prob: the router's weights for the experts of a token are divided by their sum."""
+    scale: float = 1.0
+    """routed_scaling_factor: the router's weights are multiplied by this factor."""
+    min_sum: float = 0.0
+    """moe_norm_min: the router's weights are divided by at least this number."""
+    num_groups: int = 1
+    """n_group: number of groups of experts."""
+    num_token_groups: int = 1
+    """topk_group: a token has experts only from this number of groups."""
     shared_intermediate_size: int = 0
-    """Number of intermediate features of the shared expert, which computes every token beside the experts that the
-    router chooses; 0 if there is none."""
+    """Number of intermediate features of the shared experts together; 0 if there are none."""
 
     @classmethod
     def from_hf_config(
@@ -63,13 +70,25 @@ class MoEConfig:
         if top_k > num_experts:
             raise config.error("num_experts_per_tok", top_k, f"at most {key}, which is {num_experts}")
         size_key = "moe_intermediate_size" if "moe_intermediate_size" in defaults else "intermediate_size"
+        inner = config.get_int(size_key)
+        num_groups = config.get_int("n_group") if "n_group" in defaults else 1
+        num_token_groups = config.get_int("topk_group", maximum=num_groups) if "topk_group" in defaults else 1
+        # Each group has at least two experts, because its two largest scores are added.
+        if num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):
+            raise config.error("n_group", num_groups, f"a divisor of {key} {num_experts}, with 2 experts or more each")
+        if top_k > num_token_groups * (num_experts // num_groups):
+            raise config.error("num_experts_per_tok", top_k, "at most the number of experts in topk_group groups")
         return cls(
             layers=layers,
             num_experts=num_experts,
             top_k=top_k,
-            intermediate_size=config.get_int(size_key),
+            intermediate_size=inner,
             normalize=config.get_bool("norm_topk_prob") if "norm_topk_prob" in defaults else True,
+            scale=config.get_float("routed_scaling_factor") if "routed_scaling_factor" in defaults else 1.0,
+            min_sum=config.get_float("moe_norm_min") if "moe_norm_min" in defaults else 0.0,
+            num_groups=num_groups,
+            num_token_groups=num_token_groups,
             shared_intermediate_size=config.get_int("shared_expert_intermediate_size")
             if "shared_expert_intermediate_size" in defaults
-            else 0,
+            else inner * (config.get_int("n_shared_experts", minimum=0) if "n_shared_experts" in defaults else 0),
         )

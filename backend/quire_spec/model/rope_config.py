@@ -106,6 +106,8 @@ class RopeConfig:
         if theta <= 1:
             raise config.error("rope_theta", theta, "more than 1")
         rotary_fraction = scaling.get_float("partial_rotary_factor", config.get_float("partial_rotary_factor", 1.0))
+        if "rotary_dim" in config and "partial_rotary_factor" not in scaling:
+            rotary_fraction = config.get_int("rotary_dim") / head_dim
         if rope_type == "proportional":
             factor = scaling.get_float("factor", 1.0)
             return cls(rope_type, theta, head_dim, factor, num_rotated_pairs=int(rotary_fraction * head_dim // 2))

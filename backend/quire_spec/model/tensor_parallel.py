@@ -30,7 +30,7 @@ def unsupported_reason(model_config: ModelConfig, size: int) -> str:
         return f"the intermediate size of an expert, {model_config.moe.intermediate_size}, is not a multiple of {size}"
     if model_config.moe is not None and model_config.moe.shared_intermediate_size % size:
         shared = model_config.moe.shared_intermediate_size
-        return f"the intermediate size of the shared expert, {shared}, is not a multiple of {size}"
+        return f"the intermediate size of the shared experts, {shared}, is not a multiple of {size}"
     if model_config.linear_attention is not None and model_config.linear_attention.num_key_heads % size:
         heads = model_config.linear_attention.num_key_heads
         return f"the number of key heads of linear attention, {heads}, is not a multiple of {size}"

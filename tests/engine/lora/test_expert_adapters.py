@@ -52,7 +52,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ATTENTION},
 }
 SUMS = {"down and experts": [("down", 0.7), ("experts", -0.4)], "all": [("router", 1.5), ("patterns", 0.3)]}
-FAMILIES = ["qwen3_moe", "qwen3_moe-mixed", "mixtral", "gpt_oss"]
+FAMILIES = ["qwen3_moe", "qwen3_moe-mixed", "mixtral", "gpt_oss", "glm4_moe", "hunyuan_moe"]
 
 
 def _adapter(checkpoint: Path, folder: Path, seed: int, config: dict[str, Any]) -> Path:
@@ -70,10 +70,11 @@ def _adapter_by_expert(checkpoint: Path, folder: Path, seed: int = 0, **changes:
     names, inner, hidden = shape.architecture_info.expert_names, shape.moe.intermediate_size, shape.hidden_size
     gate, up, down = names.projections
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 12, "bias": "none"}
-    # If some layers have no experts, a list would also name their projections.
-    pattern = rf".*(q_proj|gate|experts.*({gate}|{up}|{down}))"
-    is_mixed = not all(shape.moe.layers)
-    config |= {"target_modules": pattern if is_mixed else ["q_proj", "gate", gate, up, down]} | changes
+    # If some layers have no experts, or there are shared experts, a list would also name their projections.
+    router = names.router.rpartition(".")[2]
+    pattern = rf".*(q_proj|{router}|\.experts.*({gate}|{up}|{down}))"
+    is_mixed = not all(shape.moe.layers) or names.shared
+    config |= {"target_modules": pattern if is_mixed else ["q_proj", router, gate, up, down]} | changes
     tensors = {}
 
     def add(name: str, d_in: int, d_out: int) -> None:
@@ -86,7 +87,7 @@ def _adapter_by_expert(checkpoint: Path, folder: Path, seed: int = 0, **changes:
         add(f"model.layers.{layer}.self_attn.q_proj", hidden, shape.num_heads * shape.head_dim)
         if not shape.has_experts(layer):
             continue
-        add(f"{block}.gate", hidden, shape.moe.num_experts)
+        add(f"{block}.{names.router}", hidden, shape.moe.num_experts)
         for expert in range(shape.moe.num_experts):
             for projection in (gate, up):
                 add(f"{block}.experts.{expert}.{projection}", hidden, inner)

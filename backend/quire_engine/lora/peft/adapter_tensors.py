@@ -205,17 +205,22 @@ class AdapterTensors:
                     "use the config and the weights of the same adapter"
                 )
         modules = [module for module in lora_modules(shape).values() if module not in self.pairs | self.experts]
+        # Shared experts have projections with the same names as the other experts. An adapter can change one of both.
+        adapted = {(module.layer, module.target) for module in self.pairs}
+        adapted |= {(module.layer, name) for module in self.experts for name in module.projections}
         for module in modules:
             location = "the file" if module.layer == NO_LAYER else f"layer {module.layer}"
             for name in module.projections if module.num_experts else (module.target,):
-                if name in config.target_modules.names_in_every_layer:
+                if name in config.target_modules.names_in_every_layer and (module.layer, name) not in adapted:
                     raise InvalidArgument(f"target_modules contains {name}, but {location} has no tensors for it")
             if config.targets_parameter(module.parameter):
                 raise InvalidArgument(
                     f"target_parameters contains {module.parameter}, but {location} has no tensors for it"
                 )
         parameters = [module.parameter for module in lora_modules(shape).values()]
-        for name in sorted(config.target_parameters):
+        # PEFT adds this parameter of a router itself, also if the router is a linear layer with another name.
+        added = {"gate.weight"} if shape.has_router_module else set()
+        for name in sorted(set(config.target_parameters) - added):
             if not any(parameter == name or parameter.endswith(f".{name}") for parameter in parameters):
                 raise InvalidArgument(
                     f"target_parameters contains {truncated_repr(name)}, which is not the weight of a linear layer, a "

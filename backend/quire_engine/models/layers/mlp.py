@@ -16,16 +16,17 @@ class MLP(Module):
     """Gated feed-forward layer. Subclasses define the names of the linear layers in it."""
 
     PATH: ClassVar[str] = "mlp"
-    """Path of the layer in a decoder layer."""
+    """Path of the layer in a decoder layer, unless the constructor gets another one."""
     GATE_UP: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
     """Names of the gate and up layers; a single name if the checkpoint has one fused layer."""
     DOWN: ClassVar[str] = "down_proj"
 
-    def __init__(self, shape: ModelConfig, factory: ParamFactory, layer: int = 0) -> None:
+    def __init__(self, shape: ModelConfig, factory: ParamFactory, layer: int = 0, path: str = "") -> None:
         """`layer` is needed only if layers differ in size."""
-        gate_up = [f"{self.PATH}.{name}" for name in self.GATE_UP]
+        path = path or self.PATH
+        gate_up = [f"{path}.{name}" for name in self.GATE_UP]
         self.gate_up_proj = build_linear(shape, gate_up, factory, shape.mlp_bias, layer)
-        self.down_proj = build_linear(shape, [f"{self.PATH}.{self.DOWN}"], factory, shape.mlp_bias, layer)
+        self.down_proj = build_linear(shape, [f"{path}.{self.DOWN}"], factory, shape.mlp_bias, layer)
         self.activate = get_gated_op(shape.activation)
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:

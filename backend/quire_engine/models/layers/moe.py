@@ -6,13 +6,15 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
-from quire_engine.models.layers.linear import AdapterSite, Linear, ParamFactory
+from quire_engine.models.layers.linear import AdapterSite, Linear, ParamFactory, build_linear
+from quire_engine.models.layers.mlp import MLP
 from quire_engine.models.layers.module import Module
+from quire_engine.models.layers.router import Router
 from quire_engine.weights.param_shard import LoadTarget, ParamShard, unsharded
 from quire_engine.weights.quantized.mxfp4 import MXFP4Expert, MXFP4Tensor
 from quire_engine.weights.quantized.packing import WeightPart, dequantize_experts, pack_quantized_experts
@@ -21,17 +23,11 @@ from quire_kernels import (
     ExpertAdapters,
     ExpertWeights,
     HugePageArena,
-    LinearWeight,
-    adapted_linear,
     converts_fp8,
     fused_experts,
-    linear,
     pack_experts,
-    pack_weight,
-    pad_outputs,
     quantize_experts,
     supports_int4,
-    topk_softmax,
     weight_bytes,
 )
 from quire_spec.errors import ConfigError
@@ -46,8 +42,10 @@ class MoE(Module):
 
     Each expert is a gated MLP. With tensor parallelism, every expert is divided among the ranks: each rank has a part
     of the expert's intermediate features. Many checkpoints store one tensor for each projection of each expert;
-    `ExpertNames` contains the names of these tensors.
+    `ExpertNames` contains the names of these tensors. In some architectures, shared experts also compute every token.
     """
+
+    HAS_ROUTER_BIAS: ClassVar[bool] = False
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         """Allocate the parameters.
@@ -63,10 +61,7 @@ class MoE(Module):
         self.config, hidden, inner = shape.moe, shape.hidden_size, shape.moe.intermediate_size
         self.names = shape.architecture_info.expert_names
         _check_quantization(factory, hidden, inner)
-        router = factory.empty(self.config.num_experts, hidden)
-        self.router: LinearWeight = router
-        self.router_bias: Tensor | None = None
-        self.router_site = AdapterSite(hidden, {self.names.router: len(pad_outputs(router))})
+        self.router = Router(shape, factory, self.HAS_ROUTER_BIAS)
         self.expert_sites = tuple(
             AdapterSite(d_in, {name: d_out}, self.config.num_experts)
             for name, (d_in, d_out) in expert_sizes(shape).items()
@@ -79,6 +74,9 @@ class MoE(Module):
             down_bias=None,
             activation=shape.activation,
         )
+        self.shared: SharedExperts | None = None
+        if self.names.shared and self.config.shared_intermediate_size:
+            self.shared = SharedExperts(shape, factory)
         self.communicator = factory.communicator
         self._factory = factory
         self._quantized_parts: tuple[list[WeightPart], list[WeightPart]] | None = None
@@ -87,27 +85,24 @@ class MoE(Module):
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:
         """Compute the output for the input [num_tokens, hidden_size]. If `residual` is given, add the output to it in
         place."""
-        logits = self._route(x, batch)[:, : self.config.num_experts]
-        ids, weights = topk_softmax(logits, self.config.top_k, self.config.normalize)
+        ids, weights = self.router(x, batch)
         adapters = self._expert_adapters(batch)
+        shared = None if self.shared is None else self.shared(x, batch)
         if self.communicator is None:
-            return fused_experts(x, ids, weights, self.experts, residual, adapters)
-        # Only rank 0 adds the output bias.
-        experts = replace(self.experts, down_bias=None) if self.communicator.shard.rank else self.experts
-        out = self.communicator.all_reduce(fused_experts(x, ids, weights, experts, None, adapters))
-        return out if residual is None else residual.add_(out)
+            out = fused_experts(x, ids, weights, self.experts, residual, adapters)
+        else:
+            # Only rank 0 adds the output bias.
+            experts = replace(self.experts, down_bias=None) if self.communicator.shard.rank else self.experts
+            out = self.communicator.all_reduce(fused_experts(x, ids, weights, experts, None, adapters))
+            out = out if residual is None else residual.add_(out)
+        return out if shared is None else out.add_(shared)
 
     def adapter_sites(self) -> Iterator[Linear | AdapterSite]:
         """See Module.adapter_sites."""
-        yield self.router_site
+        yield from self.router.adapter_sites()
         yield from self.expert_sites
-
-    def _route(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the router's logits, [num_tokens, num_experts or more]."""
-        adapters = self.router_site.adapters
-        if adapters is None or batch.adapters is None or not self.router_site.applies_to(batch):
-            return linear(x, self.router, self.router_bias)
-        return adapted_linear(x, self.router, self.router_bias, None, adapters, batch.adapters)
+        if self.shared is not None:
+            yield from self.shared.adapter_sites()
 
     def _expert_adapters(self, batch: ForwardBatch) -> ExpertAdapters | None:
         """Return the adapters of the batch, or None if none of them may change the experts."""
@@ -120,7 +115,10 @@ class MoE(Module):
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See Module.tensors."""
         prefix = f"{prefix.removesuffix('mlp.')}{self.names.block}."
-        yield from self.router_tensors(prefix)
+        yield from self.router.tensors(prefix)
+        yield from self.bias_tensors(prefix)
+        if self.shared is not None:
+            yield from self.shared.tensors(prefix)
         assert isinstance(self.experts.gate_up, Tensor) and isinstance(self.experts.down, Tensor)
         reads_checkpoint = self._factory.checkpoint is not None and self.experts.gate_up.is_meta
         if reads_checkpoint and self._quantized_parts is None:
@@ -133,10 +131,9 @@ class MoE(Module):
             yield from self.gate_up_tensors(prefix)
             yield from self.down_tensors(prefix)
 
-    def router_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """Yield the tensors that fill the router and the biases; `prefix` is the prefix of this module's tensors."""
-        assert isinstance(self.router, Tensor)
-        yield f"{prefix}gate.weight", self.router
+    def bias_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """Yield the tensors that fill the biases of the experts; `prefix` is the prefix of this module's tensors."""
+        yield from ()
 
     def gate_up_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """Yield the checkpoint tensors that fill `experts.gate_up`, in the order of the rows that they fill."""
@@ -157,11 +154,9 @@ class MoE(Module):
         Experts that are quantized in the checkpoint stay quantized if a kernel supports them; otherwise, they are
         dequantized. If the configuration requires it, all other experts are quantized, see `quantize_experts`.
         """
-        assert isinstance(self.router, Tensor)
-        padded = pad_outputs(self.router)
-        if self.router_bias is not None:
-            self.router_bias = F.pad(self.router_bias, (0, len(padded) - len(self.router)))
-        self.router = pack_weight(padded, arena)
+        self.router.pack(arena)
+        if self.shared is not None:
+            self.shared.pack(arena)
         factory = self._factory
         if self._quantized_parts is None:
             self.experts = (
@@ -185,13 +180,14 @@ class MoE(Module):
     @property
     def packed_bytes(self) -> int:
         """See Module.packed_bytes."""
-        return sum(weight_bytes(weight) for weight in (self.router, self.experts.gate_up, self.experts.down))
+        parts = self.router.packed_bytes + (0 if self.shared is None else self.shared.packed_bytes)
+        return parts + sum(weight_bytes(weight) for weight in (self.experts.gate_up, self.experts.down))
 
     @property
     def unread_bytes(self) -> int:
         """See Module.unread_bytes."""
         weights = () if self._quantized_parts is None else (self.experts.gate_up, self.experts.down)
-        return sum(map(weight_bytes, weights))
+        return sum(map(weight_bytes, weights)) + (0 if self.shared is None else self.shared.unread_bytes)
 
     def _find_quantized_parts(self, prefix: str) -> tuple[list[WeightPart], list[WeightPart]] | None:
         """Return the quantized parts of gate_up and of down; None if a part is not quantized in the checkpoint.
@@ -233,6 +229,28 @@ class MoE(Module):
         if is_down:
             return ParamShard(weight, (hidden, inner), (range(hidden),), shard.expert_range)
         return ParamShard(weight, (inner, hidden), (shard.expert_range,))
+
+
+class SharedExperts(Module):
+    """Experts that compute every token. They are one gated MLP; in some architectures, its output is multiplied by the
+    sigmoid of a linear layer."""
+
+    def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
+        names = shape.architecture_info.expert_names
+        self.mlp = MLP(shape, factory, path=f"mlp.{names.shared}")
+        self.gate = build_linear(shape, [f"mlp.{names.shared_gate}"], factory, False) if names.shared_gate else None
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Compute the output for the input [num_tokens, hidden_size]."""
+        out = self.mlp(x, batch)
+        return out if self.gate is None else out.mul_(self.gate(x, batch).sigmoid())
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """See Module.tensors. `prefix` is the prefix of the mixture, because the names of the linear layers contain the
+        path of the shared experts."""
+        yield from self.mlp.tensors(prefix)
+        if self.gate is not None:
+            yield from self.gate.tensors(prefix)
 
 
 def _check_quantization(factory: ParamFactory, hidden_size: int, intermediate_size: int) -> None:

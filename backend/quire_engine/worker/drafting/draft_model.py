@@ -85,7 +85,13 @@ class SmallDraftModel(DraftModel):
     def load(self) -> None:
         """See DraftModel."""
         tied_to = self.shape.tied_embedding_name
-        load_weights(self._folder, self._model.tensors(), tied_to=tied_to, checkpoint=self._checkpoint)
+        load_weights(
+            self._folder,
+            self._model.tensors(),
+            tied_to=tied_to,
+            checkpoint=self._checkpoint,
+            unused_prefixes=self._model.shape.unused_prefixes,
+        )
         self._model.pack()
 
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> tuple[Tensor | None, Tensor]:

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OLMoE: experts in every layer, and queries and keys that are normalized over all heads."""
+
+from quire_engine.models.layers.qk_norm import AllHeadsNormAttention
+from quire_engine.models.llama import LlamaForCausalLM
+from quire_engine.models.moe.sparse import SparseDecoderLayer
+
+
+class OlmoeDecoderLayer(SparseDecoderLayer):
+    """SparseDecoderLayer with AllHeadsNormAttention."""
+
+    ATTENTION = AllHeadsNormAttention
+
+
+class OlmoeForCausalLM(LlamaForCausalLM):
+    """See LlamaForCausalLM."""
+
+    LAYER = OlmoeDecoderLayer
