@@ -12,11 +12,14 @@ from support.written_calls import written_calls
 
 from quire_engine.parsers.formats.harmony import HarmonyFormat
 from quire_engine.parsers.formats.tool_formats import TOOL_FORMATS
-from quire_engine.parsers.parser_names import REASONING_MARKS
+from quire_engine.parsers.parser_names import REASONING_MARKS, RESPONSE_TEMPLATE
 from quire_engine.tokenization.tokenizer import Tokenizer
-from quire_spec.model.capabilities import TOOL_CALL_PARSERS
+from quire_spec.model.capabilities import REASONING_PARSERS, TOOL_CALL_PARSERS
 from quire_spec.protocol.parsed_output import ParsedOutput, ToolCall
 
+TOOL_CALL_FORMATS = tuple(name for name in TOOL_CALL_PARSERS if name != RESPONSE_TEMPLATE)
+REASONING_FORMATS = tuple(name for name in REASONING_PARSERS if name != RESPONSE_TEMPLATE)
+"""The formats that do not depend on the checkpoint. test_response_template.py tests the other one."""
 _WRITTEN_MARKS = frozenset(
     {"<function=", "</function>", "<parameter=", ">", "</parameter>", "<invoke name=", "</invoke>", "<parameter name="}
     | {"functools[", "```", "<function_calls>", "</function_calls>", "<tool_calls>", "</tool_calls>"}
@@ -447,7 +450,7 @@ VECTORS = [
     *(
         Vector(name, "Wait.\n" + written_calls(name, calls) if name not in WITHOUT_TEXT else written_calls(name, calls),
                tuple(calls), "" if name in WITHOUT_TEXT else "Wait.")
-        for name in TOOL_CALL_PARSERS
+        for name in TOOL_CALL_FORMATS
         for calls in (MANY_CALLS[:1] if name == "openai" else MANY_CALLS, [("f", {})])
     ),
 ]  # fmt: skip

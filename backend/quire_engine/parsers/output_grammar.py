@@ -16,6 +16,7 @@ from quire_engine.parsers.parser_names import HARMONY, REASONING_MARKS, ParserNa
 from quire_engine.parsers.tool import Tool
 from quire_engine.structured_outputs.composed_constraint import ANSWER, ComposedConstraint, quote
 from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.errors import InvalidArgument
 from quire_spec.protocol.parsed_output import OutputParsing
 
 
@@ -35,6 +36,9 @@ def compose_grammar(
     """
     is_required = parsing.tool_choice in ("required", "function")
     assert answer is None or not is_required, "admission rejects a format of an answer that cannot occur"
+    if names.is_template:
+        _check_without_grammar(names, parsing, tools, answer is not None)
+        return None
     calls = _calls(names, tokenizer, parsing, tools, is_required or answer is not None)
     if calls is None and (answer is None or names.reasoning_parser is None):
         return None
@@ -56,6 +60,24 @@ def compose_grammar(
         if calls is not None:
             bodies = [_required(calls, marks)] if is_required else _optional(calls, marks, rules, bodies)
     return ComposedConstraint("\n".join([f"start: {prefix} ({' | '.join(bodies)})", *rules]), parts)
+
+
+def _check_without_grammar(
+    names: ParserNames, parsing: OutputParsing, tools: Sequence[Mapping[str, Any]], has_answer: bool
+) -> None:
+    """Raise InvalidArgument if a request needs a grammar. A response template describes how outputs are read, but not
+    how they are written."""
+    can_call = parsing.tool_choice != "none" and names.tool_call_parser is not None
+    reason = "not possible, because the response template of this model gives no grammar of its outputs"
+    if can_call and parsing.tool_choice != "auto":
+        raise InvalidArgument(f"tool_choice: {parsing.tool_choice} is {reason}; use auto")
+    if can_call and any(tool["function"].get("strict") for tool in tools):
+        raise InvalidArgument(f"tools: strict is {reason}; leave it out")
+    if has_answer and (can_call or names.reasoning_parser is not None):
+        raise InvalidArgument(
+            f"response_format: {reason}; leave it out, or start the server with another tool_call_parser and "
+            "reasoning_parser"
+        )
 
 
 def _calls(

@@ -21,6 +21,8 @@ from quire_engine.parsers.formats.tool_formats import TOOL_FORMATS, Tools, names
 from quire_engine.parsers.lexer import Lexer
 from quire_engine.parsers.parser_names import REASONING_MARKS, ParserNames
 from quire_engine.parsers.reasoning import ReasoningFormat
+from quire_engine.parsers.response_template.response_format import ResponseTemplateFormat
+from quire_engine.parsers.response_template.template import load_response_template
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.protocol.parsed_output import Event, ToolCallArguments, ToolCallStart, join_neighbours
 
@@ -50,7 +52,7 @@ class OutputParser:
             events.extend(self._format.feed(lexeme))
             if (
                 not lexeme.is_mark
-                and isinstance(self._format, ReasoningFormat | HarmonyFormat)
+                and isinstance(self._format, ReasoningFormat | HarmonyFormat | ResponseTemplateFormat)
                 and self._format.in_reasoning
             ):
                 self.num_reasoning_tokens += lexeme.num_tokens
@@ -83,7 +85,18 @@ def create_parser(
     an output without calls must match a constraint. For the other arguments see `OutputParser` and `Lexer`.
     """
     output_format: Format
-    if names.is_harmony:
+    if names.is_template:
+        assert tokenizer is not None, "a response template needs the text of the prompt"
+        output_format = ResponseTemplateFormat(
+            load_response_template(tokenizer.response_template),
+            tools,
+            tokenizer.decode(prompt_token_ids or [], skip_special_tokens=False),
+            names.tool_call_parser is not None,
+            names.reasoning_parser is not None,
+        )
+        # The template describes outputs with all special tokens.
+        skip_special_tokens = False
+    elif names.is_harmony:
         output_format = HarmonyFormat(names_of(tools))
     else:
         tool_format = TOOL_FORMATS.get(names.tool_call_parser or "")

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
+from quire_engine.parsers.response_template.template import CALLS, REASONING, load_response_template
 from quire_engine.tokenization.tokenizer import Tokenizer
-from quire_spec.errors import InvalidArgument
+from quire_spec.errors import ConfigError, InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ REASONING_MARKS = {
 """The marks of each reasoning parser. The template of DeepSeek V3 decides for each request whether the model reasons:
 the prompt then ends with one of the marks."""
 HARMONY, _HARMONY_REASONING = "openai", "openai_gptoss"
+RESPONSE_TEMPLATE = "response_template"
+"""Name of both parsers if the response template of the checkpoint describes its outputs."""
 _TOOL_CALL_MARKS = (
     ("seed_oss", "<seed:tool_call>"),
     ("minimax_m2", "<minimax:tool_call>"),
@@ -105,6 +108,29 @@ class ParserNames:
         return self.tool_call_parser == HARMONY or self.reasoning_parser == _HARMONY_REASONING
 
     @property
+    def is_template(self) -> bool:
+        """Whether the response template of the checkpoint describes outputs."""
+        return RESPONSE_TEMPLATE in (self.tool_call_parser, self.reasoning_parser)
+
+    def check_template(self, response_template: str) -> None:
+        """Raise ConfigError if the parsers need a response template, and it is missing or invalid. Its argument is the
+        JSON text of the template; it is empty if the checkpoint has none."""
+        if not self.is_template:
+            return
+        others = {self.tool_call_parser, self.reasoning_parser} - {RESPONSE_TEMPLATE, None}
+        if others:
+            raise ConfigError(
+                f"tool_call_parser, reasoning_parser: {RESPONSE_TEMPLATE} cannot be combined with {others.pop()}; set "
+                "both to one of them, or the other to none"
+            )
+        if not response_template:
+            raise ConfigError(
+                f"tool_call_parser, reasoning_parser: {RESPONSE_TEMPLATE} needs response_template in "
+                "tokenizer_config.json, which this checkpoint does not have; set another parser"
+            )
+        load_response_template(response_template)
+
+    @property
     def has_thinking_budget(self) -> bool:
         """Whether a thinking budget is possible. It requires known marks before and after the reasoning. A format that
         writes messages in channels has no such marks."""
@@ -129,15 +155,18 @@ class ParserNames:
         return [[] if marks.is_always_open else start, end]
 
     @classmethod
-    def detect(cls, template: str, added_tokens: Iterable[str] = ()) -> Self:
+    def detect(cls, template: str, added_tokens: Iterable[str] = (), response_template: str = "") -> Self:
         """Return the parsers that a checkpoint needs. They are detected in its chat template and in the added tokens of
-        its tokenizer."""
+        its tokenizer. If they show no format of tool calls, the JSON text of its response template decides."""
         known = set(added_tokens)
         if "<|channel|>" in template or {"<|channel|>", "<|constrain|>"} <= known:
             return cls(HARMONY, _HARMONY_REASONING)
         tool_calls, reasoning = (
             next((name for name, mark in table if mark in template), None) for table in (_TOOL_CALL_MARKS, _REASONING)
         )
+        if tool_calls is None and response_template:
+            names = load_response_template(response_template).field_names
+            return cls(*(RESPONSE_TEMPLATE if name in names else None for name in (CALLS, REASONING)))
         if reasoning == "qwen3":
             reasoning = _REASONING_OF_TOOL_CALLS.get(tool_calls or "", reasoning)
         return cls(tool_calls, reasoning)

@@ -74,7 +74,11 @@ class RequestLimits:
         pooler: PoolerConfig | None = None,
     ) -> Self:
         """Return the limits of an engine's configuration and checkpoint."""
-        detected = ParserNames.detect(templates.sources, tokenizer.added_tokens.values() if tokenizer else ())
+        added_tokens = tokenizer.added_tokens.values() if tokenizer else ()
+        response_template = tokenizer.response_template if tokenizer else ""
+        detected = ParserNames.detect(templates.sources, added_tokens, response_template)
+        parser_names = detected.configured(config.tool_call_parser, config.reasoning_parser)
+        parser_names.check_template(response_template)
         max_model_len = config.max_model_len or model_config.max_length
         longest_prompt_bytes = max_model_len * (tokenizer.max_token_bytes if tokenizer else 1)
         return cls(
@@ -83,7 +87,7 @@ class RequestLimits:
             max_prompt_bytes=max(longest_prompt_bytes, _MIN_PROMPT_BYTES),
             has_tokenizer=tokenizer is not None,
             has_chat_template=templates.default is not None,
-            parser_names=detected.configured(config.tool_call_parser, config.reasoning_parser),
+            parser_names=parser_names,
             eos_token_ids=eos_token_ids,
             max_logprobs=config.max_logprobs,
             data_parallel_size=config.data_parallel_size,

@@ -5,6 +5,7 @@ The module tokenizer_files.py reads the files. This module does not depend on re
 are the offline LLM and the text process's request manager.
 """
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +41,11 @@ class Tokenizer:
         """The ids of tokens that skip_special_tokens removes from a text."""
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._segment_cache = SegmentCache()
-        self._special_tokens = special_token_texts(read_tokenizer_config(folder))
+        config = read_tokenizer_config(folder)
+        self._special_tokens = special_token_texts(config)
+        template = config.get("response_template")
+        self.response_template = json.dumps(template) if template else ""
+        """JSON text of the description of the outputs; empty if the checkpoint has none."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self | None:

@@ -44,11 +44,13 @@ TOOL_CALL_PARSERS = (
     *("hermes", "qwen3_coder", "qwen3_xml", "llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "mistral"),
     *("openai", "deepseek_v3", "deepseek_v31", "ernie45", "functiongemma", "gemma4", "glm45", "glm47", "granite"),
     *("granite4", "hunyuan_a13b", "kimi_k2", "lfm2", "minimax_m2", "olmo3", "phi4_mini_json", "seed_oss", "xlam"),
+    "response_template",
 )
 """Formats of tool calls that are supported. The names are those of vLLM's --tool-call-parser."""
 REASONING_PARSERS = (
     *("qwen3", "deepseek_r1", "mistral", "openai_gptoss", "deepseek_v3", "ernie45", "gemma4", "glm45", "glm47"),
     *("granite", "hunyuan_a13b", "kimi_k2", "minimax_m2", "olmo3", "seed_oss"),
+    "response_template",
 )
 """Formats of reasoning that are supported. The names are those of vLLM's --reasoning-parser."""
 CONVERSIONS = ("auto", "none", "embed", "classify")

@@ -10,6 +10,7 @@ import random
 
 import jsonschema
 import pytest
+from support.parser_vectors import TOOL_CALL_FORMATS as TOOL_CALL_PARSERS
 from support.parser_vectors import make_tokenizers
 from support.tool_walks import NAMES, random_tool, split, walk
 
@@ -23,7 +24,6 @@ from quire_engine.structured_outputs.grammar_text import compose_grammar_text
 from quire_engine.tokenization.detokenizer import IncrementalDetokenizer
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.errors import InvalidArgument
-from quire_spec.model.capabilities import TOOL_CALL_PARSERS
 from quire_spec.protocol.parsed_output import OutputParsing, ParsedOutput, merge_events
 
 EOS = 1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.parser_vectors import TOOL_CALL_FORMATS as TOOL_CALL_PARSERS
 from support.parser_vectors import hermes, make_tokenizers
 from support.written_calls import Calls, written_calls
 
@@ -18,7 +19,7 @@ from quire_engine.structured_outputs.grammar_text import compose_grammar_text
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_server.openai.tools import normalize_tools
 from quire_spec.errors import InvalidArgument
-from quire_spec.model.capabilities import REASONING_PARSERS, TOOL_CALL_PARSERS
+from quire_spec.model.capabilities import REASONING_PARSERS
 from quire_spec.protocol.parsed_output import OutputParsing, merge_events
 
 EOS = 1

@@ -15,13 +15,14 @@ from support.parser_vectors import (
     make_tokenizers,
     normalized,
 )
+from support.parser_vectors import REASONING_FORMATS as REASONING_PARSERS
+from support.parser_vectors import TOOL_CALL_FORMATS as TOOL_CALL_PARSERS
 
 from quire_engine import SamplingParams
 from quire_engine.parsers.output_parser import OutputParser, create_parser, reasoning_state
 from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.tokenization.detokenizer import IncrementalDetokenizer
 from quire_engine.tokenization.tokenizer import Tokenizer
-from quire_spec.model.capabilities import REASONING_PARSERS, TOOL_CALL_PARSERS
 from quire_spec.protocol.parsed_output import Event, ParsedOutput, ToolCall, merge_events
 
 

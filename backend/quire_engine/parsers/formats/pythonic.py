@@ -125,6 +125,14 @@ class PythonicFormat(LeadingCalls):
         yield from self._content.finish()
 
 
+def read_calls(text: str) -> list[tuple[str, str]] | None:
+    """Return the name and the JSON text of the arguments of each call in a complete list; None if the text is not a
+    list of calls."""
+    if len(text) > _MAX_CHARS or not text.rstrip().endswith("]"):
+        return None
+    return _Reader(text).calls(",") or None
+
+
 class _Reader:
     """Reads a list of calls."""
 
