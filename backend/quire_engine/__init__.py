@@ -14,19 +14,33 @@ if TYPE_CHECKING:
     from quire_engine.api.engine_args import EngineArgs
     from quire_engine.api.inputs import TextPrompt, TokensPrompt
     from quire_engine.api.llm import LLM
-    from quire_engine.api.outputs import CompletionOutput, Logprob, LoRARequest, RequestMetrics, RequestOutput
+    from quire_engine.api.outputs import (
+        ClassificationOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        Logprob,
+        LoRARequest,
+        PoolingRequestOutput,
+        RequestMetrics,
+        RequestOutput,
+    )
     from quire_engine.api.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
+    from quire_spec.engine.pooling_params import PoolingParams
 
 __all__ = [
     "LLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EngineArgs",
     "GuidedDecodingParams",
     "LoRARequest",
     "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -42,6 +56,7 @@ _MODULES = {
     "EngineArgs": "quire_engine.api.engine_args",
     "GuidedDecodingParams": "quire_engine.api.sampling_params",
     "LLM": "quire_engine.api.llm",
+    "PoolingParams": "quire_spec.engine.pooling_params",
     "SamplingParams": "quire_engine.api.sampling_params",
     "StructuredOutputsParams": "quire_engine.api.sampling_params",
     "TextPrompt": "quire_engine.api.inputs",

@@ -20,7 +20,14 @@ from tqdm import tqdm
 from quire_engine.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from quire_engine.api.inline_workers import InlineGrammarChecker, InlineRenderer
 from quire_engine.api.inputs import ParsedPrompt, Prompt, as_prompt_list, broadcast_to_prompts
-from quire_engine.api.outputs import CompletionOutput, LoRARequest, RequestOutput
+from quire_engine.api.outputs import (
+    ClassificationOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    LoRARequest,
+    PoolingRequestOutput,
+    RequestOutput,
+)
 from quire_engine.api.request_runner import ProgressBar, RequestRunner, RunningRequest
 from quire_engine.api.sampling_params import SamplingParams
 from quire_engine.core.engine import Engine
@@ -34,9 +41,11 @@ from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_digest import CHAT_TEMPLATE_FILE, DigestCache
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams as FrozenParams
 from quire_spec.engine.vllm_arguments import from_vllm_arguments
 from quire_spec.errors import ConfigError, InvalidArgument, truncated_repr
+from quire_spec.model.pooler_config import PoolerConfig
 from quire_spec.protocol.messages import Conversation, GenerateRequest, to_raw
 from quire_spec.protocol.parsed_output import OutputParsing
 
@@ -152,6 +161,55 @@ class LLM:
             request.to_request_output(prompt.text, lora)
             for request, prompt, lora in zip(running, parsed_prompts, options.lora_requests, strict=True)
         ]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool | Callable[..., "tqdm[NoReturn]"] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Return the embedding of each prompt. For the other arguments see `generate`.
+
+        Raises:
+            InvalidArgument: the model does not return embeddings (see `convert` in EngineConfig), or a prompt, a
+                parameter or an adapter is invalid.
+        """
+        params = structs.replace(pooling_params or PoolingParams(), task="embed")
+        outputs = self._pool(prompts, use_tqdm, params, lora_request)
+        return [output.with_outputs(EmbeddingOutput) for output in outputs]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool | Callable[..., "tqdm[NoReturn]"] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Return the probabilities of the classes for each prompt. The arguments and errors are those of `embed`."""
+        params = structs.replace(pooling_params or PoolingParams(), task="classify")
+        outputs = self._pool(prompts, use_tqdm, params, lora_request)
+        return [output.with_outputs(ClassificationOutput) for output in outputs]
+
+    def _pool(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool | Callable[..., "tqdm[NoReturn]"],
+        params: PoolingParams,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+    ) -> list[PoolingRequestOutput[list[float]]]:
+        parsed_prompts = [ParsedPrompt.from_prompt(prompt) for prompt in as_prompt_list(prompts)]
+        inputs: list[dict[str, Any]] = [
+            {
+                "prompt": prompt.text if prompt.token_ids is None else None,
+                "prompt_token_ids": prompt.token_ids,
+                "cache_salt": prompt.cache_salt,
+                "pooling": params,
+            }
+            for prompt in parsed_prompts
+        ]
+        options = self._options(len(inputs), SamplingParams(max_tokens=1), lora_request, None)
+        return [request.to_pooling_output() for request in self._run(inputs, options, use_tqdm)]
 
     def beam_search(
         self,
@@ -319,7 +377,9 @@ class LLM:
     @cached_property
     def _processor(self) -> RequestProcessor:
         engine, tokenizer, templates = self.engine, self.tokenizer, self._template_files
-        limits = RequestLimits.from_config(engine.config, engine.shape, tokenizer, engine.eos_token_ids, templates)
+        config, shape = engine.config, engine.shape
+        pooler = PoolerConfig.load(engine.model_folder, shape, config.convert, config.pooling_type)
+        limits = RequestLimits.from_config(config, shape, tokenizer, engine.eos_token_ids, templates, pooler)
         # A prompt of any length is tokenized, because truncate_prompt_tokens can shorten it.
         limits = replace(limits, max_prompt_bytes=sys.maxsize)
         renderer = None if tokenizer is None else InlineRenderer(templates, tokenizer)

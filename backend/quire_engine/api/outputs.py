@@ -3,9 +3,14 @@
 results."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from quire_spec.errors import InvalidArgument
+
+_T = TypeVar("_T")
+_U = TypeVar("_U")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +135,45 @@ class RequestOutput:
     """Number of prompt tokens found in the prefix cache."""
     metrics: RequestMetrics | None = field(default=None, compare=False)
     """Times of the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The embedding of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Number of elements."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """The classes of a prompt."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput(Generic[_T]):
+    """The result of a prompt whose hidden states are pooled."""
+
+    request_id: str
+    outputs: _T
+    prompt_token_ids: list[int]
+    finished: bool
+    num_cached_tokens: int = 0
+    """Number of prompt tokens that were found in the prefix cache."""
+
+    def with_outputs(self, kind: Callable[[_T], _U]) -> "PoolingRequestOutput[_U]":
+        """Return a copy whose outputs are converted."""
+        return PoolingRequestOutput(
+            self.request_id, kind(self.outputs), self.prompt_token_ids, self.finished, self.num_cached_tokens
+        )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs requests on an engine in this process, with the request layer of the text process. `LLM` owns it."""
 
+import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,14 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from quire_engine.api.outputs import CompletionOutput, Logprob, LoRARequest, RequestMetrics, RequestOutput
+from quire_engine.api.outputs import (
+    CompletionOutput,
+    Logprob,
+    LoRARequest,
+    PoolingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+)
 from quire_engine.core.engine import Engine
 from quire_engine.requests.processor import PreparedRequest, RequestProcessor, run_without_waiting
 from quire_engine.requests.request_adapter import RequestAdapter
@@ -82,6 +90,17 @@ class RunningRequest:
                 max(last_token_times, default=queued_ts),
                 state.num_output_tokens,
             ),
+        )
+
+    def to_pooling_output(self) -> PoolingRequestOutput[list[float]]:
+        """Return the vector of a request with `pooling`, which has finished."""
+        pooled, state = self.deltas[-1].pooled or b"", self.state
+        return PoolingRequestOutput(
+            request_id=str(state.sequence_ids.start),
+            outputs=list(struct.unpack(f"<{len(pooled) // 4}f", pooled)),
+            prompt_token_ids=self.prepared.prompt_token_ids,
+            finished=True,
+            num_cached_tokens=state.num_cached_tokens,
         )
 
 

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+    *("/v1/score", "/v1/rerank", "/v1/classify"),
+)
 """Routes that a request can use. If a server does not have the route of a request, it responds with 404."""
 MAX_CUSTOM_ID_CHARS = 512
 _MAX_SORT_CHARS = 2048
