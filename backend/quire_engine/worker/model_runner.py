@@ -227,7 +227,8 @@ class DeviceModelRunner(ModelRunner):
         if step_input.num_pooled:
             rows = slice(num_with_logits, batch.num_logits)
             assert self._pooler is not None, "the text process rejects requests that need a pooler"
-            pooled = self._pooler.pool(spans, self._model.final_norm(hidden[rows], batch.for_logit_rows(rows)))
+            hidden_rows = self._model.final_norm(hidden[rows], batch.for_logit_rows(rows))
+            pooled = self._pooler.pool(spans, self._wait_on_device(hidden_rows))
             outputs = [replace(o, pooled=p) for o, p in zip(outputs, pooled, strict=True)]
         if step_input.num_sampled < num_with_logits:
             prompt_logprobs = compute_prompt_logprobs(spans, logit_chunks, self._device)
@@ -274,12 +275,12 @@ class DeviceModelRunner(ModelRunner):
             copies = step_input.state_copies
             kv_cache.states.copy([copy.source for copy in copies], [copy.destination for copy in copies])
 
-    def _wait_on_device(self, logits: Tensor) -> Tensor:
-        """Wait until the device has computed the logits.
+    def _wait_on_device(self, tensor: Tensor) -> Tensor:
+        """Wait until the device has computed a tensor.
 
         The device is polled, so that the wait ends with an error if a tensor-parallel worker has died. Returns the
-        logits.
+        tensor.
         """
-        if self._worker_group is not None and logits.is_cuda:
+        if self._worker_group is not None and tensor.is_cuda:
             self._worker_group.wait_until(torch.cuda.current_stream().record_event().query)
-        return logits
+        return tensor

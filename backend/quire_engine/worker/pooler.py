@@ -49,11 +49,11 @@ class Pooler:
         the caller fills later. `find_score` returns the head of the adapter in a slot, which replaces it.
 
         Raises:
-            ConfigError: a tensor is missing or has the wrong shape, or a token of `token_names` does not exist.
+            ConfigError: a tensor is missing or has the wrong shape, or a token of the score does not exist.
         """
         self._config = config
         self._dense = [(*_read_dense(folder, dense, device), dense.activation) for dense in config.dense]
-        self._score = score if config.token_names is None else _token_score(folder, shape, config.token_names, device)
+        self._score = _token_score(folder, shape, config.tokens, device) if config.tokens else score
         self._find_score = find_score
         self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()
 
@@ -136,17 +136,23 @@ def _read_dense(folder: Path, dense: DenseConfig, device: torch.device) -> tuple
     return tensors[0], tensors[1] if dense.has_bias else None
 
 
-def _token_score(folder: Path, shape: ModelConfig, names: tuple[str, str], device: torch.device) -> Tensor:
-    """Return the head [1, hidden_size] whose score is the difference between the logits of two tokens."""
-    if (tokenizer := Tokenizer.from_folder(folder)) is None:
-        raise ConfigError("convert: classify needs a tokenizer to find its tokens; add its files")
+def _token_score(folder: Path, shape: ModelConfig, tokens: Items[str | int], device: torch.device) -> Tensor:
+    """Return the head [1, hidden_size] whose score is the logit of a token, minus that of another one if there is
+    one."""
     tensors = CheckpointTensors(folder, shape.quantization)
     head = tensors.find(shape.tied_embedding_name or "lm_head.weight")
     assert head is not None, "the model has loaded it"
     rows = []
-    for name in names:
-        ids = tokenizer.encode(name, None, False)
-        if len(ids) != 1:
-            raise ConfigError(f"config.json: classifier_from_token: {name!r} is {len(ids)} tokens, must be one")
-        rows.append(head.read(0, range(ids[0], ids[0] + 1), range(shape.embedding_size), torch.float32).float())
-    return (rows[1] - rows[0]).to(device)
+    for token in tokens:
+        token_id = token if isinstance(token, int) else _token_id(folder, token)
+        rows.append(head.read(0, range(token_id, token_id + 1), range(shape.embedding_size), torch.float32).float())
+    return (rows[0] - rows[1] if len(rows) > 1 else rows[0]).to(device)
+
+
+def _token_id(folder: Path, text: str) -> int:
+    if (tokenizer := Tokenizer.from_folder(folder)) is None:
+        raise ConfigError("convert: classify needs a tokenizer to find its tokens; add its files")
+    ids = tokenizer.encode(text, None, False)
+    if len(ids) != 1:
+        raise ConfigError(f"config.json: classifier_from_token: {text!r} is {len(ids)} tokens, must be one")
+    return ids[0]

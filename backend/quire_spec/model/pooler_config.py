@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from quire_spec.dataclass_json import read_json
 from quire_spec.errors import ConfigError, truncated_repr
@@ -65,8 +65,9 @@ class PoolerConfig:
     """What converts the scores of a classifier to probabilities: Softmax, Sigmoid, or Identity."""
     labels: tuple[str, ...] = ()
     """Names of the scores of a classifier."""
-    token_names: tuple[str, str] | None = None
-    """If the score is the difference between the logits of two tokens, the second minus the first: their texts."""
+    tokens: tuple[str | int, ...] = ()
+    """If the score is the logit of a token, or the logit of the first token minus that of the second one: their texts
+    or ids. Otherwise empty."""
 
     @classmethod
     def load(cls, folder: Path, model: ModelConfig, convert: str = "auto", pooling_type: str = "auto") -> Self | None:
@@ -82,13 +83,14 @@ class PoolerConfig:
         if model.head == "score":
             if convert == "embed":
                 raise ConfigError("convert: must be auto or classify for a classifier, got 'embed'; remove it")
-            pooler = cls._classifier(read_json(folder / "config.json"), model)
+            pooler = cls._classifier(folder, model)
         elif convert == "classify":
             if model.head == "none":
                 raise ConfigError(
                     "convert: classify needs an output projection, which this checkpoint lacks; remove it"
                 )
-            pooler = cls._from_tokens(read_json(folder / "config.json"))
+            stored = cls._from_modules(folder, model) if has_modules else None
+            pooler = stored if stored is not None and stored.task == "classify" else cls._from_tokens(folder)
         elif convert == "none" or (convert == "auto" and not has_modules and model.head == "lm"):
             if pooling_type != "auto":
                 raise ConfigError(f"pooling_type: got {pooling_type!r}, but the model generates; set convert to embed")
@@ -97,12 +99,15 @@ class PoolerConfig:
             pooler = cls._from_modules(folder, model)
         else:
             pooler = cls("embed", model.embedding_size, normalize=True)
+        if convert == "embed" and pooler.task != "embed":
+            pooler = cls("embed", model.embedding_size, normalize=True)
         if pooling_type != "auto":
             pooler = replace(pooler, pooling=pooling_type)
         return replace(pooler, dimensions=_dimensions(folder)) if pooler.task == "embed" else pooler
 
     @classmethod
-    def _classifier(cls, config: Mapping[str, Any], model: ModelConfig) -> Self:
+    def _classifier(cls, folder: Path, model: ModelConfig) -> Self:
+        config = read_json(folder / "config.json")
         labels = config.get("id2label") or {}
         problem_type = config.get("problem_type")
         activation = "Sigmoid" if model.num_labels == 1 or problem_type == "multi_label_classification" else "Softmax"
@@ -111,18 +116,18 @@ class PoolerConfig:
         return cls(
             "classify",
             model.num_labels,
-            activation="Identity" if problem_type == "regression" else activation,
+            activation=_score_activation(folder, "Identity" if problem_type == "regression" else activation),
             labels=tuple(str(labels.get(str(i), f"LABEL_{i}")) for i in range(model.num_labels)),
         )
 
     @classmethod
-    def _from_tokens(cls, config: Mapping[str, Any]) -> Self:
-        names = config.get("classifier_from_token", _DEFAULT_TOKENS)
+    def _from_tokens(cls, folder: Path) -> Self:
+        names = read_json(folder / "config.json").get("classifier_from_token", _DEFAULT_TOKENS)
         if not (isinstance(names, list | tuple) and len(names) == 2 and all(isinstance(name, str) for name in names)):
             raise ConfigError(
                 f"config.json: classifier_from_token: must be a list of two tokens, got {truncated_repr(names)}"
             )
-        return cls("classify", 1, activation="Sigmoid", labels=(names[1],), token_names=(names[0], names[1]))
+        return cls("classify", 1, activation="Sigmoid", labels=(names[1],), tokens=(names[1], names[0]))
 
     @classmethod
     def _from_modules(cls, folder: Path, model: ModelConfig) -> Self:
@@ -133,19 +138,28 @@ class PoolerConfig:
             if kind == "Pooling" and pooler is None:
                 values = HFConfigReader(read_json(folder / path / "config.json"), location=f"{path}/config.json")
                 pooler = cls("embed", model.embedding_size, _pooling(values))
-            elif kind == "Dense" and pooler is not None and not pooler.normalize:
+            elif kind == "LogitScore" and pooler is None and model.head == "lm":
+                values = HFConfigReader(read_json(folder / path / "config.json"), location=f"{path}/config.json")
+                tokens = [
+                    values.get_int(name, maximum=model.vocab_size - 1, minimum=0)
+                    for name in ("true_token_id", "false_token_id")
+                    if name == "true_token_id" or name in values
+                ]
+                activation = _score_activation(folder, "Sigmoid")
+                pooler = cls("classify", 1, activation=activation, labels=("LABEL_0",), tokens=tuple(tokens))
+            elif kind == "Dense" and pooler is not None and pooler.task == "embed" and not pooler.normalize:
                 dense = _dense(folder, path)
                 if dense.in_features != pooler.size:
                     raise ConfigError(
                         f"{path}/config.json: in_features: must be {pooler.size}, got {dense.in_features}"
                     )
                 pooler = replace(pooler, dense=(*pooler.dense, dense), size=dense.out_features)
-            elif kind == "Normalize" and pooler is not None:
+            elif kind == "Normalize" and pooler is not None and pooler.task == "embed":
                 pooler = replace(pooler, normalize=True)
             else:
                 raise ConfigError(
                     f"modules.json: module {index}: {kind} is not supported at this place; supported are Transformer, "
-                    "Pooling, Dense and Normalize, in this order"
+                    "Pooling, Dense and Normalize, in this order, or Transformer and LogitScore"
                 )
         # Without a module for it, sentence-transformers pools by the mean.
         return pooler or cls("embed", model.embedding_size, "mean")
@@ -199,6 +213,17 @@ def _dense(folder: Path, path: str) -> DenseConfig:
         raise values.error("activation_function", activation, f"one of {', '.join(ACTIVATIONS)}")
     sizes = values.get_int("in_features"), values.get_int("out_features")
     return DenseConfig(path, *sizes, values.get_bool("bias", True), activation)
+
+
+def _score_activation(folder: Path, default: str) -> str:
+    """Return the activation of a score that sentence-transformers has stored; it can be any class there, of which only
+    two keep a score comparable."""
+    config, own = read_json(folder / "config.json"), folder / "config_sentence_transformers.json"
+    sections = [config.get("sentence_transformers"), read_json(own) if own.is_file() else None]
+    names = [section.get("activation_fn") for section in sections if isinstance(section, Mapping)]
+    names.append(config.get("sbert_ce_default_activation_function"))
+    name = next((name for name in names if isinstance(name, str)), default).rpartition(".")[2]
+    return name if name in ("Identity", "Sigmoid") else default
 
 
 def _dimensions(folder: Path) -> tuple[int, ...] | None:

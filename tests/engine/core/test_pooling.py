@@ -2,6 +2,7 @@
 """Embeddings and scores equal those of transformers in float32, in one batch with generation and adapters."""
 
 import dataclasses
+import json
 import math
 import random
 
@@ -19,6 +20,7 @@ from support.pooling_checkpoints import (
 )
 from support.thread_workers import engine_with_thread_workers
 from support.tiny_checkpoints import greedy_output, make_adapter, make_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire_engine.core.engine import Engine
 from quire_spec.documents.adapter_digest import adapter_digest
@@ -267,8 +269,6 @@ def test_scores_equal_transformers(num_labels, values, activate, tmp_path):
 def test_two_tokens_of_a_chat_model_are_a_score(tmp_path):
     """As Qwen3-Reranker is used: the logit of one token minus that of another."""
     model = make_llama(tmp_path)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     tokens = AutoTokenizer.from_pretrained(model)
     names = [tokens.decode([i]) for i in (70, 80)]
     text = (model / "config.json").read_text().rstrip().removesuffix("}")
@@ -280,6 +280,24 @@ def test_two_tokens_of_a_chat_model_are_a_score(tmp_path):
     for i, prompt in enumerate(prompts):
         logits = oracle(torch.tensor([prompt])).logits[0, -1].detach()
         assert abs(_vector(deltas[i]) - torch.sigmoid(logits[80] - logits[70])) < MAX_ERROR
+
+
+@pytest.mark.parametrize(("false_token", "activation"), [(70, "Sigmoid"), (None, "Identity")])
+def test_files_of_a_reranker_of_sentence_transformers(false_token, activation, tmp_path):
+    """Its module LogitScore names the tokens, and config_sentence_transformers.json the activation."""
+    model = make_llama(tmp_path)
+    modules = [{"type": "x.Transformer", "path": ""}, {"type": "x.LogitScore", "path": "1_LogitScore"}]
+    (model / "modules.json").write_text(json.dumps(modules))
+    (model / "1_LogitScore").mkdir()
+    tokens = {"true_token_id": 80, "false_token_id": false_token}
+    (model / "1_LogitScore/config.json").write_text(json.dumps(tokens))
+    config = {"activation_fn": f"torch.nn.modules.linear.{activation}"}
+    (model / "config_sentence_transformers.json").write_text(json.dumps(config))
+    deltas = _run(Engine.from_config(_config(model)), [_request(1, [5, 6, 7], PoolingParams(task="classify"))])
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    logits = oracle(torch.tensor([[5, 6, 7]])).logits[0, -1].detach()
+    expected = logits[80] if false_token is None else torch.sigmoid(logits[80] - logits[false_token])
+    assert abs(_vector(deltas[1]) - expected) < MAX_ERROR * max(1, abs(expected))
 
 
 def test_nan_fails_only_its_own_request(tmp_path):

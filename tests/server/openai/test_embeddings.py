@@ -65,6 +65,16 @@ def test_base64_contains_the_same_numbers(front):
     assert list(struct.unpack("<64f", base64.b64decode(encoded))) == plain
 
 
+def test_a_vector_that_is_not_normalized(front, model):
+    """`normalize` is the former name of the field in vLLM."""
+    for name in ("use_activation", "normalize"):
+        answer = front.request("/v1/embeddings", {"input": TEXTS[0], name: False, "embed_dtype": "float32"})
+        vector = torch.tensor(answer.body["data"][0]["embedding"])
+        assert abs(vector.norm() - 1) > 0.1
+        _assert_close((vector / vector.norm()).tolist(), embed(model, _tokens(model, TEXTS[0])))
+        assert "x-quire-ignored-fields" not in answer.headers
+
+
 def test_dimensions(client, model):
     [entry] = client.embeddings.create(model="base", input=TEXTS[0], dimensions=16).data
     expected = embed(model, _tokens(model, TEXTS[0]))[:16]
@@ -116,6 +126,9 @@ def test_scores_are_the_cosine(front, model):
         ({"input": "a", "dimensions": "x"}, "dimensions: expected `int"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format: invalid enum value 'hex'"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "'truncate_prompt_tokens': must be -1 or at least 1, got 0"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages: is not supported by this route"),
+        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype: is not supported by this route, got 'float16'"),
+        ({"input": "a", "use_activation": 5}, "use_activation: expected `bool`"),
         ({"input": "a", "cache_salt": "@"}, "cache_salt: must have"),
         ({"input": "a", "priority": 2**40}, "priority: must be a 32-bit integer"),
     ],

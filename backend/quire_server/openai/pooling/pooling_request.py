@@ -20,7 +20,7 @@ from quire_server.openai.text_client import TextClient
 from quire_spec.dataclass_json import without_zero_fraction
 from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.errors import InvalidArgument
+from quire_spec.errors import InvalidArgument, truncated_repr
 from quire_spec.protocol.messages import GenerateRequest, OutputDelta
 
 MAX_INPUTS = 2048
@@ -29,6 +29,18 @@ _MAX_OPEN = 256
 """An HTTP request has at most this number of engine requests at a time, so that it does not fill the queue."""
 _WAIT_S = 60.0
 
+_FORMER_NAMES = dict.fromkeys(("normalize", "softmax", "activation"), "use_activation")
+"""Names that vLLM had before."""
+_UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("messages", "max_tokens_per_doc"), ()),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "embedding_type": ("float",),
+    "late_chunking": (False,),
+    "mm_processor_kwargs": ({},),
+}
+"""Fields of vLLM, Cohere and Jina that change the vectors, and the values that have no effect. Only these values are
+accepted."""
 _T = TypeVar("_T", bound="PoolingFields")
 
 
@@ -60,13 +72,18 @@ def parse_pooling_fields(
     of fields to the names in `fields_type`.
 
     Raises:
-        ApiError: a field has a wrong type.
+        ApiError: a field is not supported, or has a wrong type.
     """
-    aliases = other_names or {}
+    aliases = {**_FORMER_NAMES, **(other_names or {})}
+    for name in document.keys() & _UNSUPPORTED_FIELDS:
+        if document[name] is not None and document[name] not in _UNSUPPORTED_FIELDS[name]:
+            shown = truncated_repr(document[name])
+            raise ApiError(400, f"{name}: is not supported by this route, got {shown}; leave it out", name)
     present = {
         aliases.get(name, name): without_zero_fraction(value) for name, value in document.items() if value is not None
     }
-    request.ignored_fields.check(present, names_of(fields_type) | BOOKKEEPING_FIELDS)
+    known = names_of(fields_type) | BOOKKEEPING_FIELDS | _UNSUPPORTED_FIELDS.keys()
+    request.ignored_fields.check(present, known)
     try:
         fields = msgspec.convert(present, fields_type)
     except msgspec.ValidationError as error:
