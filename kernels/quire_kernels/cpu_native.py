@@ -218,6 +218,9 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("quire_sample", p, n, n, p, p, p, n, n),
         ("quire_apply_bitmask", p, n, p, n, p, n, n),
         ("quire_attention", p, n, p, p, p, n, p, p, p, n, n, n, n, n, f, n, f, p, n),
+        ("quire_short_convolution", p, n, p, p, p, p, p, n, n, n),
+        ("quire_gated_delta_update", p, n, p, p, n, p, p, p, p, p, p, n, n, n, n, n),
+        ("quire_gated_rms_norm", p, p, n, p, p, n, n, n, f),
         ("quire_decode", p, p, p, p, p),
     ):
         function = getattr(library, name)

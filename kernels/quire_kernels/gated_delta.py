@@ -15,11 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
 from quire_kernels.host_device_copy import to_device_async
 
 _CHUNK = 64
 """Number of tokens of a prompt that the recurrence computes at once."""
+_BLOCK = 16
+"""Size of the triangular matrices that are inverted row by row."""
 _NORM_EPS = 1e-6
 
 
@@ -44,22 +47,28 @@ class StateBatch:
     """[num_decodes] int64: rows of their states. All rows are different."""
     prompts: tuple[StateSpan, ...]
     """The other spans."""
+    rows: Tensor
+    """[num_spans] int64: rows of the states of all spans."""
+    starts: Tensor
+    """[num_spans + 1] int64: index of the first token of each span, and the number of tokens."""
     has_all: bool
     """Whether `decode_tokens` contains all tokens, in the order of the batch."""
 
 
 def build_state_batch(rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> StateBatch:
     """Return the batch for spans of the given lengths. `rows` are the rows of their states."""
-    tokens, decode_rows, prompts, start = [], [], [], 0
+    tokens, decode_rows, prompts, starts = [], [], [], [0]
     for row, length in zip(rows, lengths, strict=True):
+        start = starts[-1]
         if length == 1:
             tokens.append(start)
             decode_rows.append(row)
         else:
             prompts.append(StateSpan(row, start, start + length))
-        start += length
-    ids = (to_device_async(torch.tensor(each, dtype=torch.int64), device) for each in (tokens, decode_rows))
-    return StateBatch(*ids, tuple(prompts), not prompts)
+        starts.append(start + length)
+    numbers = (torch.tensor(each, dtype=torch.int64) for each in (tokens, decode_rows, rows, starts))
+    decode_tokens, decode_row_ids, all_rows, bounds = (to_device_async(each, device) for each in numbers)
+    return StateBatch(decode_tokens, decode_row_ids, tuple(prompts), all_rows, bounds, not prompts)
 
 
 @Op
@@ -93,6 +102,27 @@ def short_convolution(x: Tensor, weight: Tensor, states: Tensor, batch: StateBat
         for tap in range(1, len(taps)):
             total.addcmul_(sequence[tap : tap + length].float(), taps[tap])
         out[span.start : span.end] = F.silu(total)
+    return out
+
+
+@short_convolution.register("cpu")
+def _short_convolution_cpu(x: Tensor, weight: Tensor, states: Tensor, batch: StateBatch) -> Tensor:
+    if not cpu_native.supports(x, weight, states):
+        return short_convolution.reference(x, weight, states, batch)
+    out, taps = x.new_empty(x.shape), weight.t().contiguous()
+    assert states.is_contiguous()
+    cpu_native.get_library().quire_short_convolution(
+        x.data_ptr(),
+        x.stride(0),
+        taps.data_ptr(),
+        states.data_ptr(),
+        batch.rows.data_ptr(),
+        batch.starts.data_ptr(),
+        out.data_ptr(),
+        len(batch.rows),
+        x.shape[1],
+        len(taps),
+    )
     return out
 
 
@@ -134,12 +164,58 @@ def gated_delta_rule(
         state += k[..., None] * delta[..., None, :]
         out[tokens] = torch.einsum("bhkv,bhk->bhv", state, q).to(out.dtype)
         states[batch.decode_rows] = state.to(states.dtype)
+    _scan_prompts(qkv, a, b, a_log, dt_bias, states, batch, out)
+    return out
+
+
+@gated_delta_rule.register("cpu")
+def _gated_delta_rule_cpu(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, batch: StateBatch
+) -> Tensor:
+    supported = cpu_native.supports(qkv, a, b) and a.stride(0) == b.stride(0)
+    if not supported or states.dtype != torch.float32 or not states.is_contiguous():
+        return gated_delta_rule.reference(qkv, a, b, a_log, dt_bias, states, batch)
+    _, num_heads, key_dim, value_dim = states.shape
+    num_key_heads = (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim)
+    out = qkv.new_empty(len(qkv), num_heads, value_dim)
+    _scan_prompts(qkv, a, b, a_log, dt_bias, states, batch, out)
+    cpu_native.get_library().quire_gated_delta_update(
+        qkv.data_ptr(),
+        qkv.stride(0),
+        a.data_ptr(),
+        b.data_ptr(),
+        a.stride(0),
+        a_log.data_ptr(),
+        dt_bias.data_ptr(),
+        states.data_ptr(),
+        batch.decode_tokens.data_ptr(),
+        batch.decode_rows.data_ptr(),
+        out.data_ptr(),
+        len(batch.decode_tokens),
+        num_key_heads,
+        num_heads,
+        key_dim,
+        value_dim,
+    )
+    return out
+
+
+def _scan_prompts(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    batch: StateBatch,
+    out: Tensor,
+) -> None:
+    """Compute the spans with several tokens; see `gated_delta_rule`."""
     for span in batch.prompts:
         rows = slice(span.start, span.end)
-        prepared = _prepare(qkv[rows], a[rows], b[rows], a_log, dt_bias, key_dim, value_dim)
+        prepared = _prepare(qkv[rows], a[rows], b[rows], a_log, dt_bias, *states.shape[2:])
         out[rows], state = _scan_chunks(*prepared, states[span.row].float())
         states[span.row] = state
-    return out
 
 
 def _prepare(
@@ -170,24 +246,46 @@ def _scan_chunks(
     Within a chunk, the corrections of all tokens are the solution of a triangular system, as in transformers'
     `torch_chunk_gated_delta_rule`.
     """
-    num_tokens, outputs = len(q), []
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    for start in range(0, num_tokens, _CHUNK):
-        rows = slice(start, min(start + _CHUNK, num_tokens))
-        chunk_q, chunk_k, chunk_v = q[:, rows], k[:, rows], v[:, rows]
-        total = log_decay[rows].t().cumsum(1)
-        # decay[i, j]: decay of the state between the tokens j and i; 0 if j is later than i.
-        decay = (total[:, :, None] - total[:, None]).tril().exp().tril()
-        k_beta = chunk_k * beta[rows].t()[..., None]
-        system = (k_beta @ chunk_k.mT) * decay
-        known = k_beta * total.exp()[..., None] @ state
-        values = chunk_v * beta[rows].t()[..., None] - known
-        delta = torch.linalg.solve_triangular(system, values, upper=False, unitriangular=True)
-        inner = (chunk_q @ chunk_k.mT) * decay
-        outputs.append((chunk_q * total.exp()[..., None]) @ state + inner @ delta)
-        remaining = (total[:, -1:] - total).exp()[..., None]
-        state = state * total[:, -1].exp()[:, None, None] + (chunk_k * remaining).mT @ delta
-    return torch.cat(outputs, dim=1).transpose(0, 1), state
+    num_tokens = len(log_decay)
+    size = next((n for n in (_BLOCK, 2 * _BLOCK) if num_tokens <= n), _CHUNK)
+    padding = -num_tokens % size
+    # [num_heads, num_chunks, size, ...]; the tokens of the padding change nothing, because their values are 0.
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)).transpose(0, 1).unflatten(1, (-1, size)) for x in (q, k, v))
+    log_decay, beta = (F.pad(x, (0, 0, 0, padding)).t().unflatten(1, (-1, size)) for x in (log_decay, beta))
+    total = log_decay.cumsum(2)
+    # decay[.., i, j]: decay of the state between the tokens j and i; 0 if j is later than i.
+    decay = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    before = total.exp()[..., None]
+    k_beta = k * beta[..., None]
+    solution = _invert_unit_lower((k_beta @ k.mT) * decay)
+    new_values, known_keys = solution @ (v * beta[..., None]), solution @ (k_beta * before)
+    inner, q = (q @ k.mT) * decay, q * before
+    k, chunk_decay = k * (total[..., -1:] - total).exp()[..., None], before[:, :, -1:]
+    outputs = torch.empty_like(v)
+    for chunk in range(v.shape[1]):
+        delta = torch.baddbmm(new_values[:, chunk], known_keys[:, chunk], state, alpha=-1)
+        outputs[:, chunk] = torch.baddbmm(q[:, chunk] @ state, inner[:, chunk], delta)
+        state = torch.baddbmm(state * chunk_decay[:, chunk], k[:, chunk].mT, delta)
+    return outputs.flatten(1, 2)[:, :num_tokens].transpose(0, 1), state
+
+
+def _invert_unit_lower(matrices: Tensor) -> Tensor:
+    """Return the inverses of lower triangular matrices [..., n, n], n = 16, 32 or 64, with ones in place of the
+    diagonal.
+
+    torch.linalg.solve_triangular takes ten times as long for as many matrices of this size.
+    """
+    size = matrices.shape[-1]
+    if size == _BLOCK:
+        rows = torch.eye(size).to(matrices).expand(matrices.shape).clone()
+        for i in range(1, size):
+            rows[..., i : i + 1, :i] = -matrices[..., i : i + 1, :i] @ rows[..., :i, :i]
+        return rows
+    half = size // 2
+    corners = torch.stack((matrices[..., :half, :half], matrices[..., half:, half:]))
+    first, second = _invert_unit_lower(corners)
+    below = -second @ (matrices[..., half:, :half] @ first)
+    return torch.cat((F.pad(first, (0, half)), torch.cat((below, second), dim=-1)), dim=-2)
 
 
 @Op
@@ -206,3 +304,23 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     wide = x.float()
     normalized = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
     return (normalized * F.silu(gate.float())).to(x.dtype)
+
+
+@gated_rms_norm.register("cpu")
+def _gated_rms_norm_cpu(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    num_tokens, num_heads, dim = x.shape
+    if not cpu_native.supports(x, gate, weight) or not x.is_contiguous() or gate.stride(1) != dim:
+        return gated_rms_norm.reference(x, gate, weight, eps)
+    out = torch.empty_like(x)
+    cpu_native.get_library().quire_gated_rms_norm(
+        x.data_ptr(),
+        gate.data_ptr(),
+        gate.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        num_tokens,
+        num_heads,
+        dim,
+        eps,
+    )
+    return out

@@ -67,7 +67,7 @@ class GatedDeltaNet(Module):
         qkv, z, b, a = self.split(self.in_proj_qkvz(x, batch), self.in_proj_ba(x, batch))
         qkv = short_convolution(qkv, self.conv_weight, states.convolution, batch.states)
         out = gated_delta_rule(qkv, a, b, self.a_log, self.dt_bias, states.recurrence, batch.states)
-        gate = z.reshape(len(x), config.num_value_heads, config.value_head_dim)
+        gate = z.view(len(x), config.num_value_heads, config.value_head_dim)
         return self.out_proj(self.norm.apply_gate(out, gate, batch).flatten(1), batch, residual)
 
     def split(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

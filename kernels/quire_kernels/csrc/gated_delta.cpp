@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gated DeltaNet: the short convolution, the update of states by one token, and the gated norm. See gated_delta.py.
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "ops.h"
+
+namespace quire {
+namespace {
+
+// Minimum elements per thread: with fewer, a second thread costs more than it saves.
+constexpr int64_t kParallel = 1 << 13;
+// Registers of a row of the state that are computed together: with their sums, they must fit into the register file.
+constexpr int kColumns = kAvx512 ? 8 : 2;
+constexpr float kNormEps = 1e-6f;
+
+inline void store_masked(float* p, __m512 v, __mmask16 mask) {
+  if (mask == 0xffff) return _mm512_storeu_ps(p, v);
+  alignas(64) float all[kLanes];
+  _mm512_store_ps(all, v);
+  std::copy(all, all + __builtin_ctz(~(uint32_t)mask), p);
+}
+
+// Write x / |x| * scale to `out`.
+inline void normalise_head(const bf16* x, float* out, int64_t size, float scale) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const __m512 v = load(x + i, first(size - i));
+    squares = _mm512_fmadd_ps(v, v, squares);
+  }
+  const __m512 factor = _mm512_set1_ps(scale / std::sqrt(_mm512_reduce_add_ps(squares) + kNormEps));
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const __mmask16 mask = first(size - i);
+    store_masked(out + i, _mm512_mul_ps(load(x + i, mask), factor), mask);
+  }
+}
+
+inline float dot(const float* a, const float* b, int64_t size) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const __mmask16 mask = first(size - i);
+    sum = _mm512_fmadd_ps(load(a + i, mask), load(b + i, mask), sum);
+  }
+  return _mm512_reduce_add_ps(sum);
+}
+
+// Update N registers of columns of a state [key_dim, ld], and write their outputs. `last`: lanes of the last register.
+template <int N>
+inline void update(float* state, int64_t ld, const float* q, const float* k, float qk, const bf16* v, bf16* out,
+                   int64_t key_dim, float decay, float beta, __mmask16 last) {
+  const auto mask = [&](int c) { return c == N - 1 ? last : (__mmask16)0xffff; };
+  __m512 known[N], read[N];
+  for (int c = 0; c < N; c++) known[c] = read[c] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < key_dim; i++) {
+    const __m512 key = _mm512_set1_ps(k[i]), query = _mm512_set1_ps(q[i]);
+    for (int c = 0; c < N; c++) {
+      const __m512 s = load(state + i * ld + c * kLanes, mask(c));
+      known[c] = _mm512_fmadd_ps(s, key, known[c]);
+      read[c] = _mm512_fmadd_ps(s, query, read[c]);
+    }
+  }
+  const __m512 keep = _mm512_set1_ps(decay);
+  for (int c = 0; c < N; c++) {
+    const __m512 error = _mm512_sub_ps(load(v + c * kLanes, mask(c)), _mm512_mul_ps(known[c], keep));
+    known[c] = _mm512_mul_ps(error, _mm512_set1_ps(beta));
+    store(out + c * kLanes, _mm512_fmadd_ps(known[c], _mm512_set1_ps(qk), _mm512_mul_ps(read[c], keep)), mask(c));
+  }
+  for (int64_t i = 0; i < key_dim; i++) {
+    const __m512 key = _mm512_set1_ps(k[i]);
+    for (int c = 0; c < N; c++) {
+      float* p = state + i * ld + c * kLanes;
+      const __m512 s = _mm512_mul_ps(load(p, mask(c)), keep);
+      store_masked(p, _mm512_fmadd_ps(key, known[c], s), mask(c));
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// silu of the convolution over the last `taps` inputs of each sequence. x has rows of ldx; weight is [taps, size].
+// starts [spans + 1]: first token of each span. states [.., taps - 1, size]: earlier inputs, oldest first; row rows[s]
+// belongs to span s, and gets the last inputs.
+void quire_short_convolution(const bf16* x, int64_t ldx, const bf16* weight, bf16* states, const int64_t* rows,
+                             const int64_t* starts, bf16* out, int64_t spans, int64_t size, int64_t taps) {
+  const int64_t tokens = starts[spans], kept = taps - 1;
+  const auto span_of = [&](int64_t t) { return std::upper_bound(starts, starts + spans + 1, t) - starts - 1; };
+  // The input of the token at `position` of a span; negative positions are in the state.
+  const auto input = [&](int64_t s, int64_t position) {
+    return position < 0 ? (const bf16*)states + (rows[s] * kept + kept + position) * size
+                        : x + (starts[s] + position) * ldx;
+  };
+#pragma omp parallel if (tokens * size > kParallel)
+  {
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < tokens; t++) {
+      const int64_t s = span_of(t), position = t - starts[s];
+      for (int64_t i = 0; i < size; i += kLanes) {
+        const __mmask16 mask = first(size - i);
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t tap = 0; tap < taps; tap++)
+          sum = _mm512_fmadd_ps(load(input(s, position - kept + tap) + i, mask), load(weight + tap * size + i, mask),
+                                sum);
+        store(out + t * size + i, silu(sum), mask);
+      }
+    }
+#pragma omp for schedule(static)
+    for (int64_t s = 0; s < spans; s++) {
+      const int64_t length = starts[s + 1] - starts[s];
+      // In ascending order, an input is read before its place is overwritten.
+      for (int64_t j = 0; j < kept; j++) {
+        const bf16* source = input(s, length - kept + j);
+        bf16* target = states + (rows[s] * kept + j) * size;
+        if (source != target) std::copy(source, source + size, target);
+      }
+    }
+  }
+}
+
+// Update the state of each sequence by one token, and read it. tokens [count]: rows of qkv, a, b and out. rows [count]:
+// rows of states [.., value_heads, key_dim, value_dim].
+void quire_gated_delta_update(const bf16* qkv, int64_t ldq, const bf16* a, const bf16* b, int64_t ldg,
+                              const float* a_log, const float* dt_bias, float* states, const int64_t* tokens,
+                              const int64_t* rows, bf16* out, int64_t count, int64_t key_heads, int64_t value_heads,
+                              int64_t key_dim, int64_t value_dim) {
+  const int64_t per_key = value_heads / key_heads, matrix = key_dim * value_dim;
+#pragma omp parallel if (count * value_heads * matrix > kParallel)
+  {
+    std::vector<float> scratch(2 * key_dim);
+    float *q = scratch.data(), *k = q + key_dim;
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < count * key_heads; item++) {
+      const int64_t i = item / key_heads, key_head = item % key_heads, t = tokens[i];
+      const bf16* x = qkv + t * ldq;
+      normalise_head(x + key_head * key_dim, q, key_dim, 1.f / std::sqrt((float)key_dim));
+      normalise_head(x + (key_heads + key_head) * key_dim, k, key_dim, 1.f);
+      const float qk = dot(q, k, key_dim);
+      for (int64_t h = key_head * per_key; h < (key_head + 1) * per_key; h++) {
+        const auto wide = [](bf16 value) {
+          const uint32_t bits = (uint32_t)value << 16;
+          float result;
+          __builtin_memcpy(&result, &bits, 4);
+          return result;
+        };
+        const float input = wide(a[t * ldg + h]) + dt_bias[h];
+        const float softplus = input > 20.f ? input : std::log1p(std::exp(input));
+        const float decay = std::exp(-std::exp(a_log[h]) * softplus);
+        const float beta = 1.f / (1.f + std::exp(-wide(b[t * ldg + h])));
+        float* state = states + (rows[i] * value_heads + h) * matrix;
+        const bf16* v = x + 2 * key_heads * key_dim + h * value_dim;
+        bf16* y = out + (t * value_heads + h) * value_dim;
+        int64_t c = 0;
+        for (; c + kColumns * kLanes <= value_dim; c += kColumns * kLanes)
+          update<kColumns>(state + c, value_dim, q, k, qk, v + c, y + c, key_dim, decay, beta, 0xffff);
+        for (; c < value_dim; c += kLanes)
+          update<1>(state + c, value_dim, q, k, qk, v + c, y + c, key_dim, decay, beta, first(value_dim - c));
+      }
+    }
+  }
+}
+
+// x / sqrt(mean(x^2) + eps) * weight * silu(gate) for each head. x and out [tokens, heads, dim]; gate has rows of ldg.
+void quire_gated_rms_norm(const bf16* x, const bf16* gate, int64_t ldg, const bf16* weight, bf16* out, int64_t tokens,
+                          int64_t heads, int64_t dim, float eps) {
+#pragma omp parallel for schedule(static) if (tokens * heads * dim > kParallel)
+  for (int64_t r = 0; r < tokens * heads; r++) {
+    const bf16* row = x + r * dim;
+    const bf16* gates = gate + r / heads * ldg + r % heads * dim;
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < dim; i += kLanes) {
+      const __m512 v = load(row + i, first(dim - i));
+      squares = _mm512_fmadd_ps(v, v, squares);
+    }
+    const __m512 scale = _mm512_set1_ps(1.f / std::sqrt(_mm512_reduce_add_ps(squares) / dim + eps));
+    for (int64_t i = 0; i < dim; i += kLanes) {
+      const __mmask16 mask = first(dim - i);
+      const __m512 v = _mm512_mul_ps(_mm512_mul_ps(load(row + i, mask), scale), load(weight + i, mask));
+      store(out + r * dim + i, _mm512_mul_ps(v, silu(load(gates + i, mask))), mask);
+    }
+  }
+}
+
+}  // extern "C"
+}  // namespace quire

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated DeltaNet equals transformers, and compiled kernels equal the reference, for any division into spans."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.requirements_of_machine import requires_native_kernels
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from quire_kernels import build_state_batch, gated_delta_rule, gated_rms_norm, short_convolution
+from quire_kernels.gated_delta import StateBatch
+
+CPU = torch.device("cpu")
+# Key heads, value heads, key size, value size, taps.
+SIZES = [(2, 4, 16, 24, 4), (1, 2, 128, 128, 4), (1, 1, 8, 40, 3)]
+NUM_ROWS = 8
+
+
+class Case:
+    """Random inputs of a layer for `lengths` tokens of several sequences."""
+
+    def __init__(self, sizes, lengths, dtype=torch.float32):
+        self.key_heads, self.heads, self.key_dim, self.value_dim, taps = sizes
+        self.size = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+        torch.manual_seed(len(lengths))
+        num_tokens = sum(lengths)
+        merged = torch.randn(num_tokens, self.size + self.heads * self.value_dim).to(dtype)
+        self.qkv, self.gate = merged[:, : self.size], merged[:, self.size :].unflatten(1, (self.heads, self.value_dim))
+        self.a, self.b = torch.randn(num_tokens, 2 * self.heads).to(dtype).chunk(2, dim=1)
+        self.a_log, self.dt_bias = torch.randn(self.heads) - 2, torch.randn(self.heads)
+        self.weight, self.norm = torch.randn(self.size, taps).to(dtype), torch.randn(self.value_dim).to(dtype)
+        self.convolution = torch.randn(NUM_ROWS, taps - 1, self.size).to(dtype)
+        self.states = torch.randn(NUM_ROWS, self.heads, self.key_dim, self.value_dim)
+        self.rows = torch.randperm(NUM_ROWS)[: len(lengths)].tolist()
+
+    def run(self, batch: StateBatch, get=lambda op: op, rows=slice(None)):
+        """Return the outputs and the states after the tokens `rows`."""
+        convolution, states = self.convolution.clone(), self.states.clone()
+        qkv = get(short_convolution)(self.qkv[rows], self.weight, convolution, batch)
+        out = get(gated_delta_rule)(qkv, self.a[rows], self.b[rows], self.a_log, self.dt_bias, states, batch)
+        self.convolution, self.states = convolution, states
+        return qkv, out, get(gated_rms_norm)(out, self.gate[rows], self.norm, 1e-6)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_equals_transformers(sizes):
+    case = Case(sizes, [130])
+    initial = case.convolution[case.rows[0]].clone(), case.states[case.rows[0]].clone()
+    qkv, out, normed = case.run(build_state_batch(case.rows, [130], CPU))
+    inputs = torch.cat((initial[0], case.qkv)).t()[None]
+    expected = modeling_qwen3_next.causal_conv1d_fn(inputs, case.weight, activation="silu")[0, :, sizes[4] - 1 :].t()
+    torch.testing.assert_close(qkv, expected, rtol=1e-4, atol=1e-5)
+    widths = [case.key_heads * case.key_dim] * 2 + [case.heads * case.value_dim]
+    q, k, v = (
+        x[None].unflatten(2, (-1, n)) for x, n in zip(qkv.split(widths, 1), [sizes[2], *sizes[2:4]], strict=True)
+    )
+    decay, beta = -case.a_log.exp() * F.softplus(case.a + case.dt_bias), case.b.sigmoid()
+    for function in ("torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"):
+        expected, state = getattr(modeling_qwen3_next, function).__wrapped__(
+            *(q, k, v),
+            g=decay[None],
+            beta=beta[None],
+            initial_state=initial[1][None],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        torch.testing.assert_close(out, expected[0], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(case.states[case.rows[0]], state[0], rtol=1e-3, atol=1e-4)
+    norm = modeling_qwen3_next.Qwen3NextRMSNormGated(sizes[3])
+    norm.weight.data = case.norm
+    torch.testing.assert_close(normed, norm(out, case.gate), rtol=1e-4, atol=1e-5)
+
+
+def test_division_into_steps_does_not_matter():
+    lengths = [70, 3]
+    whole, divided = Case(SIZES[0], lengths), Case(SIZES[0], lengths)
+    *_, expected = whole.run(build_state_batch(whole.rows, lengths, CPU))
+    outputs = torch.empty_like(expected)
+    for first, second in (((0, 1), (70, 72)), ((1, 65), (72, 73)), ((65, 66), ()), ((66, 70), ())):
+        bounds = [span for span in (first, second) if span]
+        tokens = torch.cat([torch.arange(*span) for span in bounds])
+        batch = build_state_batch(divided.rows[: len(bounds)], [end - start for start, end in bounds], CPU)
+        outputs[tokens] = divided.run(batch, rows=tokens)[-1]
+    torch.testing.assert_close(outputs, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(divided.states, whole.states, rtol=1e-3, atol=1e-4)
+    assert torch.equal(divided.convolution, whole.convolution)
+
+
+@requires_native_kernels
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [5, 1, 70, 1, 2], [130]])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_compiled_kernels_equal_the_reference(sizes, lengths):
+    compiled, reference = (Case(sizes, lengths, torch.bfloat16) for _ in range(2))
+    batch = build_state_batch(compiled.rows, lengths, CPU)
+    for out, expected in zip(compiled.run(batch), reference.run(batch, lambda op: op.reference), strict=True):
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    assert torch.equal(compiled.convolution, reference.convolution)
+    torch.testing.assert_close(compiled.states, reference.states, rtol=2e-2, atol=2e-2)
