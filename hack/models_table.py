@@ -125,6 +125,8 @@ def _missing(name: str, info: Architecture) -> Iterator[str]:
     yield from dict.fromkeys(feature for _, feature in info.required.values())
     if name == "GraniteMoeHybridForCausalLM":
         yield "Mamba-2 layers"
+    if info.uses_state is not None:
+        yield from ("drafts", "beam search", "KV tiers")
     if name in ARCHITECTURES_WITHOUT_HEADS:
         yield "EAGLE-3 and Medusa heads"
 

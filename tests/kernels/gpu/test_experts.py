@@ -18,6 +18,7 @@ from quire_kernels import (
     add_lora,
     choose_experts,
     fused_experts,
+    route_tokens,
 )
 from quire_kernels.lora import LoRABatch
 
@@ -49,7 +50,7 @@ def test_fused_experts(num_tokens, top_k, sizes, activation, dtype, monkeypatch)
     logits = torch.randn(num_tokens, num_experts)
     logits[:, -1] -= 100
     inputs = x, *choose_experts(logits, Routing(top_k)), experts
-    monkeypatch.setitem(choose_experts.dispatch_table, "cpu", interpreted_kernel(choose_experts))
+    monkeypatch.setitem(route_tokens.dispatch_table, "cpu", interpreted_kernel(route_tokens))
     expected, tolerance = fused_experts.reference(*inputs), 1e-5 if dtype is torch.float32 else 8e-3
     found = interpreted_kernel(fused_experts)(*inputs)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -68,7 +69,7 @@ def test_quantized_experts(num_tokens, top_k, activation, scheme, dtype, monkeyp
     biases = (b.to(dtype) for b in (experts.gate_up_bias, experts.down_bias))
     experts = replace(experts, **dict(zip(("gate_up_bias", "down_bias"), biases, strict=True)))
     x, routed = torch.randn(num_tokens, 160).to(dtype), choose_experts(torch.randn(num_tokens, 3), Routing(top_k))
-    monkeypatch.setitem(choose_experts.dispatch_table, "cpu", interpreted_kernel(choose_experts))
+    monkeypatch.setitem(route_tokens.dispatch_table, "cpu", interpreted_kernel(route_tokens))
     expected, tolerance = fused_experts.reference(x, *routed, experts), 1e-5 if dtype is torch.float32 else 8e-3
     found = interpreted_kernel(fused_experts)(x, *routed, experts)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -116,7 +117,7 @@ def test_adapters_of_experts(num_tokens, top_k, sizes, activation, scheme, dtype
         torch.randn(num_tokens, hidden).to(dtype),
         choose_experts(torch.randn(num_tokens, num_experts), Routing(top_k)),
     )
-    for op in (choose_experts, add_lora):
+    for op in (route_tokens, add_lora):
         monkeypatch.setitem(op.dispatch_table, "cpu", interpreted_kernel(op))
     expected = fused_experts.reference(x, *routed, experts, None, adapters)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
