@@ -23,6 +23,8 @@ _CHUNK = 64
 """Number of tokens of a prompt that the recurrence computes at once."""
 _BLOCK = 16
 """Size of the triangular matrices that are inverted row by row."""
+_LANES = 16
+"""The compiled kernel for prompts needs a multiple of this number of elements of a value."""
 _NORM_EPS = 1e-6
 
 
@@ -178,7 +180,26 @@ def _gated_delta_rule_cpu(
     _, num_heads, key_dim, value_dim = states.shape
     num_key_heads = (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim)
     out = qkv.new_empty(len(qkv), num_heads, value_dim)
-    _scan_prompts(qkv, a, b, a_log, dt_bias, states, batch, out)
+    if value_dim % _LANES:
+        _scan_prompts(qkv, a, b, a_log, dt_bias, states, batch, out)
+    for span in batch.prompts if value_dim % _LANES == 0 else ():
+        cpu_native.get_library().quire_gated_delta_scan(
+            qkv.data_ptr(),
+            qkv.stride(0),
+            a.data_ptr(),
+            b.data_ptr(),
+            a.stride(0),
+            a_log.data_ptr(),
+            dt_bias.data_ptr(),
+            states[span.row].data_ptr(),
+            out.data_ptr(),
+            span.start,
+            span.end,
+            num_key_heads,
+            num_heads,
+            key_dim,
+            value_dim,
+        )
     cpu_native.get_library().quire_gated_delta_update(
         qkv.data_ptr(),
         qkv.stride(0),

@@ -12,7 +12,7 @@ from quire_kernels.gated_delta import StateBatch
 
 CPU = torch.device("cpu")
 # Key heads, value heads, key size, value size, taps.
-SIZES = [(2, 4, 16, 24, 4), (1, 2, 128, 128, 4), (1, 1, 8, 40, 3)]
+SIZES = [(2, 4, 16, 24, 4), (1, 2, 128, 128, 4), (1, 1, 8, 48, 3)]
 NUM_ROWS = 8
 
 

@@ -88,6 +88,23 @@ GEMMA3_12B = {
     "torch_dtype": "bfloat16",
 }
 # Few KV heads with a window, and larger ones without. 15 layers have keys of their own.
+QWEN3_5_4B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    },
+}
 GEMMA4_SMALL = {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",
@@ -132,6 +149,7 @@ MODELS = {
     "tiny": checkpoint_info(TINY),
     "gemma": checkpoint_info(GEMMA3_12B),
     "gemma-4": checkpoint_info(GEMMA4_SMALL),
+    "qwen3.5": checkpoint_info(QWEN3_5_4B),
     "gemma-full": checkpoint_info(GEMMA3_12B | {"sliding_window": None}),
 }
 

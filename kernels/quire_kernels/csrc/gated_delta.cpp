@@ -77,6 +77,155 @@ inline void update(float* state, int64_t ld, const float* q, const float* k, flo
   }
 }
 
+// Tokens of a prompt that are computed together.
+constexpr int64_t kChunk = 64;
+// Rows and registers of a tile of a matrix product.
+constexpr int kTileRows = 4, kTile = kAvx512 ? 4 : 1;
+
+// A tile of c [4 or fewer, 16 * N] = scale * c + sign * a @ b. a: element (i, k) is at a[i * lda + k * step].
+template <int R, int N>
+inline void multiply_tile(float* c, int64_t ldc, const float* a, int64_t lda, int64_t step, const float* b, int64_t ldb,
+                          int64_t depth, float scale, float sign) {
+  __m512 sums[R][N];
+  for (int r = 0; r < R; r++)
+    for (int n = 0; n < N; n++) sums[r][n] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < depth; k++) {
+    __m512 columns[N];
+    for (int n = 0; n < N; n++) columns[n] = _mm512_loadu_ps(b + k * ldb + n * kLanes);
+    for (int r = 0; r < R; r++) {
+      const __m512 x = _mm512_set1_ps(a[r * lda + k * step]);
+      for (int n = 0; n < N; n++) sums[r][n] = _mm512_fmadd_ps(x, columns[n], sums[r][n]);
+    }
+  }
+  const __m512 factor = _mm512_set1_ps(sign), keep = _mm512_set1_ps(scale);
+  for (int r = 0; r < R; r++)
+    for (int n = 0; n < N; n++) {
+      float* p = c + r * ldc + n * kLanes;
+      const __m512 old = scale == 0 ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_loadu_ps(p), keep);
+      _mm512_storeu_ps(p, _mm512_fmadd_ps(sums[r][n], factor, old));
+    }
+}
+
+// c [rows, columns] = scale * c + sign * a @ b; columns is a multiple of 16.
+inline void multiply(float* c, int64_t ldc, const float* a, int64_t lda, int64_t step, const float* b, int64_t ldb,
+                     int64_t rows, int64_t columns, int64_t depth, float scale, float sign) {
+  for (int64_t j = 0; j < columns;) {
+    const bool is_wide = columns - j >= kTile * kLanes;
+    for (int64_t i = 0; i < rows;) {
+      float* tile = c + i * ldc + j;
+      const float *left = a + i * lda, *right = b + j;
+      if (rows - i >= kTileRows) {
+        if (is_wide)
+          multiply_tile<kTileRows, kTile>(tile, ldc, left, lda, step, right, ldb, depth, scale, sign);
+        else
+          multiply_tile<kTileRows, 1>(tile, ldc, left, lda, step, right, ldb, depth, scale, sign);
+        i += kTileRows;
+      } else {
+        if (is_wide)
+          multiply_tile<1, kTile>(tile, ldc, left, lda, step, right, ldb, depth, scale, sign);
+        else
+          multiply_tile<1, 1>(tile, ldc, left, lda, step, right, ldb, depth, scale, sign);
+        i++;
+      }
+    }
+    j += is_wide ? kTile * kLanes : kLanes;
+  }
+}
+
+inline float widen_one(bf16 value) {
+  const uint32_t bits = (uint32_t)value << 16;
+  float result;
+  __builtin_memcpy(&result, &bits, 4);
+  return result;
+}
+
+// Logarithm of the decay of a token and a head.
+inline float log_decay_of(bf16 a, float a_log, float dt_bias) {
+  const float input = widen_one(a) + dt_bias;
+  return -std::exp(a_log) * (input > 20.f ? input : std::log1p(std::exp(input)));
+}
+
+inline float sigmoid_one(bf16 x) { return 1.f / (1.f + std::exp(-widen_one(x))); }
+
+// Sizes and strides of a layer's inputs.
+struct Layer {
+  int64_t ldq, ldg, key_heads, value_heads, key_dim, value_dim;
+};
+
+// Memory of a thread for a chunk.
+struct Chunk {
+  explicit Chunk(const Layer& s)
+      : q(kChunk * s.key_dim), k(kChunk * s.key_dim), keys(s.key_dim * kChunk), delta(kChunk * s.value_dim),
+        out(kChunk * s.value_dim), scores(kChunk * kChunk), known(kChunk * kChunk) {}
+  std::vector<float> q, k;   // [tokens, key_dim]
+  std::vector<float> keys;   // k transposed, [key_dim, kChunk]
+  std::vector<float> delta, out;
+  std::vector<float> scores;  // q k^T with decays
+  std::vector<float> known;   // k k^T with decays and learning rates
+};
+
+// Compute `count` tokens of one sequence and head from its state, as in `_scan_chunks`.
+inline void scan(const Layer& s, const bf16* qkv, const bf16* a, const bf16* b, float a_log, float dt_bias,
+                 float* state, bf16* out, int64_t count, int64_t head, Chunk& w) {
+  const int64_t dk = s.key_dim, dv = s.value_dim, key_head = head / (s.value_heads / s.key_heads);
+  const bf16* v = qkv + 2 * s.key_heads * dk + head * dv;
+  float total[kChunk], beta[kChunk], before[kChunk];
+  for (int64_t t = 0; t < count; t++) {
+    normalise_head(qkv + t * s.ldq + key_head * dk, w.q.data() + t * dk, dk, 1.f / std::sqrt((float)dk));
+    normalise_head(qkv + t * s.ldq + (s.key_heads + key_head) * dk, w.k.data() + t * dk, dk, 1.f);
+    for (int64_t i = 0; i < dk; i++) w.keys[i * kChunk + t] = w.k[t * dk + i];
+    total[t] = log_decay_of(a[t * s.ldg + head], a_log, dt_bias) + (t ? total[t - 1] : 0.f);
+    before[t] = std::exp(total[t]);
+    beta[t] = sigmoid_one(b[t * s.ldg + head]);
+  }
+  const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+  for (int64_t i = 0; i < dk; i++) std::fill(&w.keys[i * kChunk + count], &w.keys[i * kChunk] + padded, 0.f);
+  multiply(w.known.data(), kChunk, w.k.data(), dk, 1, w.keys.data(), kChunk, count, padded, dk, 0, 1);
+  multiply(w.scores.data(), kChunk, w.q.data(), dk, 1, w.keys.data(), kChunk, count, padded, dk, 0, 1);
+  for (int64_t i = 0; i < count; i++) {
+    for (int64_t j = 0; j <= i; j++) {
+      const float decay = std::exp(total[i] - total[j]);
+      w.known[i * kChunk + j] *= decay * beta[i];
+      w.scores[i * kChunk + j] *= decay;
+    }
+    std::fill(&w.scores[i * kChunk + i] + 1, &w.scores[i * kChunk] + padded, 0.f);
+  }
+  // What the state before the chunk knows and returns.
+  multiply(w.delta.data(), dv, w.k.data(), dk, 1, state, dv, count, dv, dk, 0, 1);
+  multiply(w.out.data(), dv, w.q.data(), dk, 1, state, dv, count, dv, dk, 0, 1);
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t c = 0; c < dv; c += kLanes) {
+      float* p = &w.delta[i * dv + c];
+      const __m512 value = load(v + i * s.ldq + c);
+      const __m512 error = _mm512_fnmadd_ps(_mm512_loadu_ps(p), _mm512_set1_ps(before[i]), value);
+      _mm512_storeu_ps(p, _mm512_mul_ps(error, _mm512_set1_ps(beta[i])));
+      float* y = &w.out[i * dv + c];
+      _mm512_storeu_ps(y, _mm512_mul_ps(_mm512_loadu_ps(y), _mm512_set1_ps(before[i])));
+    }
+  // Each token corrects what the tokens before it have written: first those of earlier blocks, then those of its own.
+  for (int64_t first_row = 0; first_row < count; first_row += kLanes) {
+    const int64_t end = std::min(first_row + kLanes, count);
+    if (first_row)
+      multiply(&w.delta[first_row * dv], dv, &w.known[first_row * kChunk], kChunk, 1, w.delta.data(), dv,
+               end - first_row, dv, first_row, 1, -1);
+    for (int64_t i = first_row + 1; i < end; i++)
+      multiply(&w.delta[i * dv], dv, &w.known[i * kChunk + first_row], kChunk, 1, &w.delta[first_row * dv], dv, 1, dv,
+               i - first_row, 1, -1);
+  }
+  multiply(w.out.data(), dv, w.scores.data(), kChunk, 1, w.delta.data(), dv, count, dv, count, 1, 1);
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t c = 0; c < dv; c += kLanes)
+      store(out + i * s.value_heads * dv + c, _mm512_loadu_ps(&w.out[i * dv + c]));
+  for (int64_t j = 0; j < count; j++) {
+    const __m512 remaining = _mm512_set1_ps(std::exp(total[count - 1] - total[j]));
+    for (int64_t c = 0; c < dv; c += kLanes) {
+      float* p = &w.delta[j * dv + c];
+      _mm512_storeu_ps(p, _mm512_mul_ps(_mm512_loadu_ps(p), remaining));
+    }
+  }
+  multiply(state, dv, w.k.data(), 1, dk, w.delta.data(), dv, dk, dv, count, before[count - 1], 1);
+}
+
 }  // namespace
 
 extern "C" {
@@ -139,16 +288,8 @@ void quire_gated_delta_update(const bf16* qkv, int64_t ldq, const bf16* a, const
       normalise_head(x + (key_heads + key_head) * key_dim, k, key_dim, 1.f);
       const float qk = dot(q, k, key_dim);
       for (int64_t h = key_head * per_key; h < (key_head + 1) * per_key; h++) {
-        const auto wide = [](bf16 value) {
-          const uint32_t bits = (uint32_t)value << 16;
-          float result;
-          __builtin_memcpy(&result, &bits, 4);
-          return result;
-        };
-        const float input = wide(a[t * ldg + h]) + dt_bias[h];
-        const float softplus = input > 20.f ? input : std::log1p(std::exp(input));
-        const float decay = std::exp(-std::exp(a_log[h]) * softplus);
-        const float beta = 1.f / (1.f + std::exp(-wide(b[t * ldg + h])));
+        const float decay = std::exp(log_decay_of(a[t * ldg + h], a_log[h], dt_bias[h]));
+        const float beta = sigmoid_one(b[t * ldg + h]);
         float* state = states + (rows[i] * value_heads + h) * matrix;
         const bf16* v = x + 2 * key_heads * key_dim + h * value_dim;
         bf16* y = out + (t * value_heads + h) * value_dim;
@@ -159,6 +300,23 @@ void quire_gated_delta_update(const bf16* qkv, int64_t ldq, const bf16* a, const
           update<1>(state + c, value_dim, q, k, qk, v + c, y + c, key_dim, decay, beta, first(value_dim - c));
       }
     }
+  }
+}
+
+// Compute the tokens [start, end) of one sequence from its state, and update the state. value_dim must be a multiple of
+// 16. qkv, a, b and out as above; state [value_heads, key_dim, value_dim].
+void quire_gated_delta_scan(const bf16* qkv, int64_t ldq, const bf16* a, const bf16* b, int64_t ldg, const float* a_log,
+                            const float* dt_bias, float* state, bf16* out, int64_t start, int64_t end,
+                            int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim) {
+  const Layer s{ldq, ldg, key_heads, value_heads, key_dim, value_dim};
+#pragma omp parallel if ((end - start) * value_heads * key_dim > kParallel)
+  {
+    Chunk scratch(s);
+#pragma omp for schedule(static)
+    for (int64_t h = 0; h < value_heads; h++)
+      for (int64_t t = start; t < end; t += kChunk)
+        scan(s, qkv + t * ldq, a + t * ldg, b + t * ldg, a_log[h], dt_bias[h], state + h * key_dim * value_dim,
+             out + (t * value_heads + h) * value_dim, std::min(kChunk, end - t), h, scratch);
   }
 }
 

@@ -12,6 +12,7 @@ from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.registry import get_model_class
 from quire_engine.weights import loader
 from quire_engine.weights.loader import load_weights
+from quire_engine.weights.param_shard import unsharded
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
 
@@ -193,3 +194,24 @@ def test_rejects_an_index_that_does_not_match_its_shards(folder):
     _rewrite(folder, lambda tensors: tensors.pop(Q_PROJ))
     with pytest.raises(ConfigError, match=f"{Q_PROJ} is in the index but not in the file"):
         _load(folder)
+
+
+def test_experts_in_one_tensor_equal_experts_in_single_tensors(tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen3_5_moe")
+    expected = _load(folder)
+
+    def stack(tensors):
+        num_experts = ModelConfig.load(folder).moe.num_experts
+        for layer in range(4):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            gate, up, down = (
+                torch.stack([tensors.pop(f"{prefix}.{i}.{name}_proj.weight") for i in range(num_experts)])
+                for name in ("gate", "up", "down")
+            )
+            tensors |= {f"{prefix}.gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}.down_proj": down}
+        tensors["mtp.layers.0.mlp.gate.weight"] = torch.zeros(1)
+
+    _rewrite(folder, stack)
+    loaded = _load(folder)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(unsharded(loaded[name]).tensor, unsharded(expected[name]).tensor) for name in expected)

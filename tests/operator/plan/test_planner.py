@@ -272,6 +272,26 @@ def test_counts_layers_with_a_window_up_to_their_window():
     assert lengths[0] > 3 * lengths[1]
 
 
+def test_counts_states_of_layers_with_linear_attention():
+    """A quarter of 32 layers has 4 KV heads of 256 elements. The others have 32 matrices of 128 x 128 float32, and the
+    last 3 inputs of 8192 features in bfloat16."""
+    spec = NO_LORA + "\nengine: {maxNumSeqs: %d, maxNumBatchedTokens: 2048%s}"
+    assert kv_bytes_per_token(planner_inputs("qwen3.5", H100, NO_LORA), 1) == 8 * 2 * 4 * 256 * 2
+    state = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    activations = [
+        candidates.evaluate(planner_inputs("qwen3.5", H100, spec % (num, text)), 1, 2048, num).costs.activations
+        for num, text in ((64, ""), (64, ", prefixCaching: false"), (32, ", prefixCaching: false"))
+    ]
+    assert activations[0] - activations[1] == 16 * state
+    assert activations[1] - activations[2] >= 32 * state
+    for text, field in (
+        ("kvCacheOffloading: {memory: 1Gi}", "kvCacheOffloading"),
+        ("speculativeConfig: {method: ngram, numSpeculativeTokens: 3}", "speculativeConfig"),
+    ):
+        _, message = unplannable("qwen3.5", H100, f"{NO_LORA}\nengine: {{{text}}}")
+        assert message.startswith(f"spec.engine.{field}: layers of this model have one state per sequence")
+
+
 def test_layers_with_keys_of_different_sizes():
     """12 layers with heads of 256 elements and 3 layers with heads of 512; the others read their keys."""
     inputs = planner_inputs("gemma-4", H100, NO_LORA)
