@@ -63,7 +63,10 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "long_lora_scaling_factors": ((None,), "use an adapter that was trained without long LoRA"),
     "lora_dtype": (("auto",), "adapters always use the dtype of the model; remove the argument"),
     "lora_target_modules": ((None, []), "each adapter changes the modules in its own target_modules"),
-    "task": ((None, "auto", "generate"), "set convert to embed or classify"),
+    "task": (
+        (None, "auto", "generate", "classify", "score", "reward"),
+        "set convert to embed or classify",
+    ),
     "runner": (("auto", "generate", "pooling"), "set convert to embed or classify"),
     "num_scheduler_steps": ((1,), "each step is scheduled separately; remove the argument"),
     "stream_interval": ((1,), "each token is streamed at once; remove the argument"),
@@ -89,6 +92,8 @@ _SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
 all other values."""
 OTHER_VLLM_ARGUMENTS = _IGNORED_ARGUMENTS | _SUPPORTED_VALUES.keys()
 """Arguments that vLLM has but EngineConfig does not have."""
+_EMBEDDING_TASKS = ("embed", "embedding")
+"""Values of `task` that any model can have. For other tasks, the checkpoint must be a classifier."""
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -113,6 +118,8 @@ def from_vllm_arguments(arguments: Mapping[str, Any], location: str = "") -> dic
             continue  # not set
         if name in _IGNORED_ARGUMENTS:
             without_effect.append(f"{name}={value!r}")
+        elif name == "task" and value in _EMBEDDING_TASKS:
+            config_fields.setdefault("convert", "embed")
         elif name in _SUPPORTED_VALUES:
             without_effect.append(f"{name}={value!r}")
             problems += _unsupported_value(name, _parse_literal(value), arguments)

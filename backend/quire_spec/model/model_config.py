@@ -5,6 +5,7 @@ It contains the values that memory sizing and the model definitions need.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,11 @@ from quire_spec.model.rope_config import RopeConfig
 _MAX_LAYERS = 4096
 # If a model contains a language model as one of its parts, these keys apply to the whole model. They take precedence
 # over the same keys of `text_config`.
+_ENCODER = re.compile(
+    r"(Bert|Roberta|XLMRoberta(XL)?|ModernBert|DistilBert|MPNet|Electra|Albert|Deberta(V2)?|Camembert|NomicBert|JinaBert"
+    r"|New|Gemma3Text|T5Encoder)(Model|For[A-Z]\w*)"
+)
+"""Architectures of models for embeddings and scores that are not decoders."""
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _KEYS_OF_WHOLE_MODEL = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", *_QUANTIZATION_KEYS)
 
@@ -237,6 +243,11 @@ class ModelConfig:
             raise ConfigError(f"config.json: expected an object, got {type(config).__name__}")
         names = config.get("architectures") or ["none"]
         architecture, head = _split_head(names[0] if isinstance(names, list) else names)
+        if isinstance(architecture, str) and _ENCODER.fullmatch(architecture):
+            raise ConfigError(
+                f"config.json: architecture {architecture!r} is an encoder, and only decoders with causal attention "
+                "are served; use a model for embeddings or scores that is a decoder, such as Qwen3-Embedding"
+            )
         if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             raise ConfigError(
                 f"config.json: architecture {architecture!r} is not supported; "

@@ -36,6 +36,9 @@ def test_classify(tmp_path):
 
 
 def test_a_model_that_generates_needs_the_argument_convert(tmp_path):
-    llm = LLM(str(make_llama(tmp_path)), dtype="float32", max_model_len=128)
+    model = make_llama(tmp_path)
+    [output] = LLM(str(model), dtype="float32", max_model_len=128, task="embed").embed("a", use_tqdm=False)
+    assert torch.tensor(output.outputs.embedding).allclose(embed(model, output.prompt_token_ids), atol=2e-5)
+    llm = LLM(str(model), dtype="float32", max_model_len=128)
     with pytest.raises(InvalidArgument, match=r"only generates, so it has no embeddings; start .* --convert embed"):
         llm.embed("a", use_tqdm=False)

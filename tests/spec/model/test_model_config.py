@@ -290,6 +290,7 @@ def test_opt():
 
 
 INVALID_CONFIGS = {
+    "encoder": ({"architectures": ["XLMRobertaForSequenceClassification"]}, "is an encoder, and only decoders with"),
     "unknown architecture": ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; .* Llama"),
     "no architecture": ({"architectures": None}, "'none' is not supported"),
     "missing number": ({"hidden_size": ...}, "hidden_size is missing"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/embeddings: returns a vector for each text, in the form of OpenAI's API."""
 
+import asyncio
 import base64
 from typing import Any, Literal
 
@@ -46,12 +47,13 @@ class Embeddings:
         run = PoolingRequest("embd-", request, fields, self._settings)
         vectors = await run.vectors(self._client, prompts, pooling)
         is_text = fields.encoding_format == "base64"
-        data = [
-            {
-                "index": index,
-                "object": "embedding",
-                "embedding": base64.b64encode(vector).decode() if is_text else floats(vector),
-            }
-            for index, vector in enumerate(vectors)
-        ]
-        return Response(encode({**run.envelope(), "data": data, "usage": run.usage()}))
+        # A response can have millions of numbers, so another thread writes it, vector by vector.
+        data = await asyncio.to_thread(lambda: b",".join(_entry(i, v, is_text) for i, v in enumerate(vectors)))
+        head = encode({**run.envelope(), "usage": run.usage()}).removesuffix(b"}")
+        return Response(b'%b,"data":[%b]}' % (head, data))
+
+
+def _entry(index: int, vector: bytes, is_text: bool) -> bytes:
+    """Return an entry of `data` as JSON."""
+    numbers = b'"%b"' % base64.b64encode(vector) if is_text else encode(floats(vector))
+    return b'{"index":%d,"object":"embedding","embedding":%b}' % (index, numbers)

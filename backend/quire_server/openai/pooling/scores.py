@@ -5,6 +5,7 @@ A classifier reads both texts of a pair together, and its only class is the scor
 score is the cosine between the embeddings of the two texts.
 """
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from operator import mul
@@ -131,9 +132,9 @@ class Scores:
             )
         if served.pooling_task == "embed":
             prompts = [Prompt(text) for text in (*firsts, *seconds)]
-            vectors = [floats(vector) for vector in await run.vectors(self._client, prompts, PoolingParams())]
-            left, right = vectors[: len(firsts)], vectors[len(firsts) :]
-            return [_cosine(a, b) for a, b in zip(left * (len(right) // len(left)), right, strict=True)]
+            embeddings = await run.vectors(self._client, prompts, PoolingParams())
+            # This can take a second.
+            return await asyncio.to_thread(_cosines, embeddings, len(firsts))
         pairs = zip([*firsts] * (len(seconds) // len(firsts)), seconds, strict=True)
         prompts = [_pair_prompt(*pair, served.has_score_template) for pair in pairs]
         pooling = PoolingParams(task="classify", use_activation=fields.use_activation)
@@ -176,6 +177,14 @@ def _document_texts(value: object) -> object:
     if not isinstance(value, list):
         return value
     return [item.get("text") if isinstance(item, Mapping) else item for item in value]
+
+
+def _cosines(embeddings: Sequence[bytes], num_firsts: int) -> list[float]:
+    """Return the cosines between the first embeddings and the others. A single first one belongs to all pairs."""
+    firsts = [floats(vector) for vector in embeddings[:num_firsts]]
+    seconds = embeddings[num_firsts:]
+    pairs = zip(firsts * (len(seconds) // num_firsts), seconds, strict=True)
+    return [_cosine(first, floats(second)) for first, second in pairs]
 
 
 def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
