@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import random
+from collections import defaultdict
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
@@ -59,8 +61,8 @@ def _request(index, prompt, pooling=EMBED, digest=None, **params):
 
 
 def _run(engine, requests):
-    """Return the deltas of each request. A new request arrives in each step."""
-    deltas = {request.id: [] for request in requests}
+    """Return the deltas of each sequence. A new request arrives in each step."""
+    deltas = defaultdict(list)
     waiting = list(reversed(requests))
     while waiting or engine.has_work:
         if waiting:
@@ -210,6 +212,36 @@ def test_tensor_parallel_ranks_and_replayed_graphs(replayed, tmp_path, monkeypat
     for i, prompt in list(enumerate(prompts))[1::2]:
         assert (_vector(deltas[i]) - embed(folder, prompt)).abs().max() < MAX_ERROR
     assert not replayed or len(captures[0].replayed) > 3
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_steps_with_beams_prompt_logprobs_and_drafts(speculates, tmp_path):
+    """Their rows of hidden states come before those that are pooled."""
+    folder = make_embedding_model(tmp_path, "llama", "mean_tokens")
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3) if speculates else None
+    config = _config(folder, convert="embed", max_num_batched_tokens=40, speculative_config=speculative)
+    kinds = [
+        {"prompt_logprobs": 2, "max_tokens": 6},
+        {} if speculates else {"use_beam_search": True, "n": 2, "max_tokens": 6},
+        {"logprobs": 2, "max_tokens": 12},
+    ]
+    prompts = [(prompt * 4)[:60] for prompt in _prompts(12, seed=7)]
+    requests = [
+        _request(10 * i, p, EMBED if i % 2 else None, ignore_eos=True, **({} if i % 2 else kinds[i // 2 % 3]))
+        for i, p in enumerate(prompts)
+    ]
+    alone = [_run(Engine.from_config(config), [request]) for request in requests[::2]]
+    deltas = _run(Engine.from_config(config), requests)
+    for i, prompt in enumerate(prompts):
+        if i % 2:
+            assert (_vector(deltas[10 * i]) - embed(folder, prompt)).abs().max() < MAX_ERROR
+        else:
+            tokens = [token for delta in deltas[10 * i] for token in delta.token_ids]
+            assert tokens == [token for delta in alone[i // 2][10 * i] for token in delta.token_ids]
+            logprobs, expected = (d[10 * i][0].prompt_logprobs for d in (deltas, alone[i // 2]))
+            assert (logprobs is None) == (expected is None)
+            if expected is not None:
+                assert [e[0][1] for e in logprobs] == pytest.approx([e[0][1] for e in expected], abs=1e-4)
 
 
 def test_the_prefix_cache_keeps_embeddings(tmp_path):
