@@ -353,6 +353,8 @@ VECTORS = [
     Vector("hermes", '<tool_call>{"name": "f", "arguments": {}}\n' + hermes("g", "{}"), (("f", {}), ("g", {}))),
     Vector("hermes", hermes(r"\ud83d", r'"{\"s\": \"\ud83d\ude00 \ud83d\"}"'),
            (("\ufffd", {"s": "\U0001f600 \ufffd"}),)),
+    Vector("hermes", '<tool_call>{"name": {"a": "b"}, "arguments": {}}</tool_call>',
+           content='<tool_call>{"name": {"a": "b"}, "arguments": {}}'),
     # A call ends reasoning whose end mark is missing.
     Vector("hermes", "I need it.\n" + hermes("f", "{}"), (("f", {}),), "", "I need it.", "qwen3", is_open=True),
     Vector("qwen3_coder", "I need it." + qwen(n="1"), (("f", {"n": 1}),), "", "I need it.", "qwen3", is_open=True),

@@ -22,23 +22,27 @@ class JsonCallReader:
         """If `known_names` is given, the text can also be another object. It is a call only if its name is one of these
         names and if it has arguments; its keys must be those of a call.
         """
-        self.raw = ""
-        """All text before the call is started. The text becomes content if the object is not a call."""
+        self._raw: list[str] = []
         self.started = False
         """True if the start of the call was emitted."""
         self._index = index
         self._known_names = known_names
         self._object = JsonObjectReader()
-        self._name_text = ""
+        self._name_parts: list[str] = []
         self._name: str | None = None
         self._arguments_key = ""
         """Key of the arguments; empty if they have not begun."""
         self._has_all_arguments = False
-        self._arguments = ""
+        self._arguments: list[str] = []
         """Arguments that are withheld, because the name of the tool is not known yet or because they are not an object.
         Some models write the arguments as JSON inside a string; other values are replaced with an empty object."""
         self._is_object = False
         self._is_other = False
+
+    @property
+    def raw(self) -> str:
+        """All text before the call is started. The text becomes content if the object is not a call."""
+        return "".join(self._raw)
 
     @property
     def done(self) -> bool:
@@ -58,15 +62,16 @@ class JsonCallReader:
     def feed(self, char: str) -> Iterator[Event]:
         """Take one character."""
         if not self.started:
-            self.raw += char
+            self._raw.append(char)
         for key, part in self._object.feed(char):
             if key == "name" and self._name is None:
-                self._name_text += part
-                self._name = _decoded_string(self._name_text) if part == '"' else None
+                self._name_parts.append(part)
             elif key in _ARGUMENT_KEYS and not self._has_all_arguments and self._arguments_key in ("", key):
                 if not self._arguments_key:
                     self._arguments_key, self._is_object = key, part == "{"
-                self._arguments += part
+                self._arguments.append(part)
+        if self._name_parts and self._object.key is None:
+            self._name, self._name_parts = _decoded_string("".join(self._name_parts)), []
         self._has_all_arguments = self._arguments_key != "" and (self._has_all_arguments or self._object.key is None)
         if self._known_names is not None and not self.started:
             current = self._object.key
@@ -77,10 +82,10 @@ class JsonCallReader:
             self.started = True
             yield ToolCallStart(self._index, self._name or "")
         if self.started and self._is_object and self._arguments:
-            yield ToolCallArguments(self._index, self._arguments)
-            self._arguments = ""
+            yield ToolCallArguments(self._index, "".join(self._arguments))
+            self._arguments = []
         if self.done and self.started and not self._is_object:
-            decoded = _decoded_string(self._arguments) or ""
+            decoded = _decoded_string("".join(self._arguments)) or ""
             yield ToolCallArguments(self._index, decoded if _is_object(decoded) else "{}")
 
 
@@ -94,6 +99,6 @@ def _is_object(text: str) -> bool:
 def _decoded_string(text: str) -> str | None:
     try:
         value = load_json(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return repair_surrogates(value) if isinstance(value, str) and value else None

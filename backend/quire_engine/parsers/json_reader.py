@@ -69,24 +69,26 @@ class JsonObjectReader:
         self.failed = False
         self._expects = "{"
         """The element that must come next: "{", "key", ":", "value" or ","."""
-        self._key_text = ""
+        self._key_parts: list[str] = []
+        self._is_escaped = False
+        self._key = ""
         self._value = JsonValueReader()
 
     @property
     def in_string(self) -> bool:
         """True between the quotation marks of a key or of a string."""
-        return self._value.in_string if self._expects == "value" else self._expects == "key" and bool(self._key_text)
+        return self._value.in_string if self._expects == "value" else self._expects == "key" and bool(self._key_parts)
 
     @property
     def key(self) -> str | None:
         """The key of the current value; None if no key is complete."""
-        return self._key_text[1:-1] if self._expects in (":", "value") else None
+        return self._key if self._expects in (":", "value") else None
 
     def feed(self, char: str) -> Iterator[tuple[str, str]]:
         """Yield (key, character) if the character belongs to a value."""
         if self._expects == "value":
             if self._value.feed(char):
-                yield self._key_text[1:-1], char
+                yield self._key, char
                 if self._value.done:
                     self._expects = ","
                 return
@@ -96,29 +98,34 @@ class JsonObjectReader:
             if not self._value.done:
                 return
             self._expects = ","
-        if self._expects == "key" and self._key_text:
-            self._key_text += char
-            if char == '"' and self._is_valid_key():
-                self._expects = ":"
+        if self._expects == "key" and self._key_parts:
+            self._take_in_key(char)
             return
         if char in _WHITESPACE:
             return
         if self._expects == "{" and char == "{":
             self._expects = "key"
         elif self._expects == "key" and char == '"':
-            self._key_text = char
+            self._key_parts = [char]
         elif self._expects == ":" and char == ":":
             self._expects, self._value = "value", JsonValueReader()
         elif self._expects == "," and char == ",":
-            self._expects, self._key_text = "key", ""
+            self._expects, self._key_parts = "key", []
         elif char == "}" and self._expects in (",", "key"):
             self.done = True
         else:
             self.failed = True
 
-    def _is_valid_key(self) -> bool:
-        try:
-            json.loads(self._key_text)
-        except ValueError:
-            return False
-        return True
+    def _take_in_key(self, char: str) -> None:
+        self._key_parts.append(char)
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            text = "".join(self._key_parts)
+            self._key, self._expects = text[1:-1], ":"
+            try:
+                json.loads(text)
+            except ValueError:
+                self.failed = True

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsers of chat outputs: every vector gives the same result however its tokens are grouped."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -190,6 +192,35 @@ def test_an_output_can_continue_reasoning(prefill: str, state: str) -> None:
 def test_each_parser_has_vectors() -> None:
     assert {vector.tool_call_parser for vector in VECTORS if vector.calls} == set(TOOL_CALL_PARSERS)
     assert {vector.reasoning_parser for vector in VECTORS if vector.reasoning} >= set(REASONING_PARSERS)
+
+
+@pytest.mark.parametrize(
+    ("parser", "head", "body"),
+    [
+        ("hermes", '<tool_call>{"', '\\"'),
+        ("hermes", '<tool_call>{"name": "', "x"),
+        ("hermes", '<tool_call>{"arguments": {"a": "', "x"),
+        ("llama3_json", "", '{"name": '),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>", "</parameter>"),
+        ("glm45", "<tool_call>", "x"),
+        ("gemma4", "<|tool_call>call:f{a:[", "["),
+        ("gemma4", '<|tool_call>call:f{n:<|"|>', "x"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>", "x"),
+        ("xlam", "", "```json\n"),
+    ],
+)
+def test_time_is_linear_in_the_length_of_an_output(parser: str, head: str, body: str) -> None:
+    def seconds(num_chars: int) -> float:
+        output_parser = create_parser(ParserNames(parser), None, tools=TOOLS)
+        output_parser.feed([], head)
+        start = time.process_time()
+        for _ in range(num_chars // (8 * len(body))):
+            output_parser.feed([], body * 8)
+        output_parser.feed([], "", True)
+        return time.process_time() - start
+
+    short, long = (min(seconds(num_chars) for _ in range(2)) for num_chars in (50_000, 200_000))
+    assert long < 10 * short + 0.1
 
 
 def test_no_mark_begins_another_mark() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quire_engine.parsers.call_grammar import CallGrammar, Marks, json_calls
 from quire_engine.parsers.format import Content
-from quire_engine.parsers.json_call import CALL_KEYS, JsonCallReader
+from quire_engine.parsers.json_call import JsonCallReader
 from quire_engine.parsers.lexer import Lexeme
 from quire_engine.parsers.tool import Tool
 from quire_engine.structured_outputs.composed_constraint import quote
@@ -158,7 +158,8 @@ def call_grammar(syntax: JsonMarks, tools: Sequence[Tool], marks: Marks, paralle
     bracket = "" if start.endswith("[") else '"["'
     expression = f'{before} {bracket} {call} {f"""(", " {call})*""" if parallel else ""} "]" {after}'
     if syntax.can_lead:
-        fenced = rf"{syntax.fence}(json)?\s*(\[\s*)?\{{\s*\"({'|'.join(CALL_KEYS)})\""
+        # More precise patterns make the grammar too complex for some outputs.
+        fenced = rf"{syntax.fence}(json)?\s*[\[\{{]"
         text = r"/(\s*[^\s\[\{](.|\n)*)?/ & " + marks.text_without(syntax.starts, fenced)
     else:
         text = marks.text_without(syntax.starts)
