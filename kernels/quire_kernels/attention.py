@@ -26,7 +26,7 @@ MAX_PADDED_KEYS = 1024
 MAX_SINGLE_GEMM_HEADS = 24
 MIN_SINGLE_GEMM_KEYS = 1024
 # Head dimensions and query heads per KV head that csrc/attention.cpp supports.
-_HEAD_DIMS = range(16, 513, 16)
+_HEAD_DIMS = range(16, 577, 16)
 _MAX_HEADS_PER_KV_HEAD = 48
 # CUDA implementations that never load anything after the end of a sequence's context.
 _MASKING_IMPLEMENTATIONS = ("own", "fused")

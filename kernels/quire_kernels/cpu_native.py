@@ -42,7 +42,7 @@ _BUILD_RETENTION_S = 30 * 24 * 3600.0
 """A build that is not used is kept for this number of seconds. If an older version is installed again in this time, it
 does not have to build its library again."""
 _COMPILER_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
-_MAX_INT8_ROW = row_size(512, torch.int8)
+_MAX_INT8_ROW = row_size(576, torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def supports(*tensors: Tensor) -> bool:
 def supports_cache(cache: Tensor) -> bool:
     """Return whether compiled kernels are available and accept this KV cache.
 
-    It must be bfloat16, or int8 with a head_dim of at most 512.
+    It must be bfloat16, or int8 with a head_dim of at most 576.
     """
     is_int8 = cache.dtype == torch.int8 and cache.device.type == "cpu" and cache.shape[-1] <= _MAX_INT8_ROW
     return load_library() is not None if is_int8 else supports(cache)

@@ -25,9 +25,10 @@ class Routing:
     """The weights are divided by at least this number."""
     num_groups: int = 1
     """The experts form this number of groups of neighbors. A token has experts only from the best groups, which are
-    those with the largest sum of their two largest scores."""
+    those with the largest sum of their `num_group_scores` largest scores."""
     num_token_groups: int = 1
     """Number of groups from which a token can have experts."""
+    num_group_scores: int = 2
 
 
 @Op
@@ -42,13 +43,14 @@ def choose_experts(logits: Tensor, routing: Routing, correction_bias: Tensor | N
     Returns:
         Ids [num_tokens, top_k] int64, best first, and weights [num_tokens, top_k] float32.
 
-    Source: the routers of Mixtral (softmax), DeepSeek-V3 (sigmoid, groups, correction bias) and Ernie 4.5.
+    Source: the routers of Mixtral (softmax), DeepSeek-V2 (groups by their best expert), DeepSeek-V3 (sigmoid, groups,
+    correction bias) and Ernie 4.5.
     """
     scores = logits.softmax(-1, dtype=torch.float32) if routing.scoring == "softmax" else logits.float().sigmoid()
     choice = scores if correction_bias is None else scores + correction_bias
     if routing.num_groups > 1:
         by_group = choice.unflatten(-1, (routing.num_groups, -1))
-        group_scores = by_group.topk(2, dim=-1).values.sum(-1)
+        group_scores = by_group.topk(routing.num_group_scores, dim=-1).values.sum(-1)
         groups = group_scores.topk(routing.num_token_groups, dim=-1).indices
         is_excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, groups, False)
         choice = by_group.masked_fill(is_excluded[..., None], float("-inf")).flatten(-2)

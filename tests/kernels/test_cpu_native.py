@@ -280,7 +280,7 @@ def test_rope_and_cache(heads: int, kv_heads: int, head_dim: int, rotary: int) -
         (8, 1, 128, 20, None),
         (48, 1, 16, None, None),
         (4, 2, 256, None, 5.0),
-        (8, 1, 512, 20, None),
+        (8, 1, 576, 20, None),
         (4, 2, 96, 3, 5.0),
     ],
 )
@@ -316,7 +316,7 @@ def test_attention_reads_no_block_of_another_sequence() -> None:
 
 
 @requires_native_kernels
-@pytest.mark.parametrize("head_dim", [16, 64, 96, 256, 512])
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 256, 576])
 def test_int8_keys_and_values(head_dim: int) -> None:
     """The compiled write stores the bytes of the reference; attention reads them without another error."""
     torch.manual_seed(head_dim)

@@ -118,6 +118,25 @@ GEMMA4_SMALL = {
     "use_double_wide_mlp": True,
     "torch_dtype": "bfloat16",
 }
+DEEPSEEK_V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+    "torch_dtype": "bfloat16",
+}
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 192,
@@ -148,6 +167,7 @@ MODELS = {
     "qwen-0.5b": checkpoint_info(QWEN_05B),
     "tiny": checkpoint_info(TINY),
     "gemma": checkpoint_info(GEMMA3_12B),
+    "deepseek-lite": checkpoint_info(DEEPSEEK_V2_LITE),
     "gemma-4": checkpoint_info(GEMMA4_SMALL),
     "qwen3.5": checkpoint_info(QWEN3_5_4B),
     "gemma-full": checkpoint_info(GEMMA3_12B | {"sliding_window": None}),

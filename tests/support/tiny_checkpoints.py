@@ -19,6 +19,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -32,6 +34,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GPTNeoXConfig,
     GptOssConfig,
@@ -201,6 +204,27 @@ GEMMA4_31B = {
     "attention_k_eq_v": True,
     "final_logit_softcapping": 60.0,
 }
+DEEPSEEK = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "num_key_value_heads": 4,
+    "attention_bias": True,
+    "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7},
+}
+LATENT_EXPERTS = {
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 GLM4 = {"head_dim": 24, "pad_token_id": 0, "eos_token_id": [], "num_key_value_heads": 2}
 GRANITE = {
     "attention_multiplier": 0.1,
@@ -346,6 +370,17 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "gemma3": (Gemma3TextConfig, GEMMA3),
     "gemma4": (Gemma4TextConfig, GEMMA4_E2B),
+    "gemma4-moe": (
+        Gemma4TextConfig,
+        {
+            **(GEMMA4_31B | {"hidden_size_per_layer_input": 0, "layer_types": GEMMA4["layer_types"][:2] * 2}),
+            "num_hidden_layers": 4,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 48,
+        },
+    ),
     "gemma4-multimodal": (
         functools.partial(_gemma4, Gemma4Config, Gemma4TextConfig),
         {**GEMMA4_31B, "hidden_size_per_layer_input": 0},
@@ -354,6 +389,19 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gemma4_unified-multimodal": (
         functools.partial(_gemma4, Gemma4UnifiedConfig, Gemma4UnifiedTextConfig),
         GEMMA4_31B,
+    ),
+    "deepseek_v2": (
+        DeepseekV2Config,
+        {**DEEPSEEK, **LATENT_EXPERTS, "topk_method": "group_limited_greedy", "q_lora_rank": None},
+    ),
+    "deepseek_v2-lite": (
+        DeepseekV2Config,
+        {**DEEPSEEK, **LATENT_EXPERTS, "n_group": None, "topk_group": None, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "deepseek_v3": (DeepseekV3Config, {**DEEPSEEK, **LATENT_EXPERTS}),
+    "glm4_moe_lite": (
+        Glm4MoeLiteConfig,
+        {**DEEPSEEK, **LATENT_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"], "rope_interleave": False},
     ),
     "glm4": (Glm4Config, GLM4),
     "granite": (GraniteConfig, {**GRANITE, "tie_word_embeddings": True}),

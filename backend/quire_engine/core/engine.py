@@ -19,7 +19,12 @@ from quire_engine.core.step_executor import StepExecutor, error_result
 from quire_engine.kv_cache.block_events import BlockEvent, BlockEventLog
 from quire_engine.kv_cache.block_hash import BlockHasher, group_of
 from quire_engine.kv_cache.block_pool import BlockPool
-from quire_engine.kv_cache.layout_choice import check_kv_offloading, check_states, choose_layout
+from quire_engine.kv_cache.layout_choice import (
+    check_kv_offloading,
+    check_latent_attention,
+    check_states,
+    choose_layout,
+)
 from quire_engine.kv_cache.state_pool import StatePool
 from quire_engine.kv_transfer.store import KVStore
 from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
@@ -145,6 +150,7 @@ class Engine:
         check_max_model_len(config, checkpoint.shape)
         check_kv_offloading(config, checkpoint.shape)
         check_states(config, checkpoint.shape)
+        check_latent_attention(config, checkpoint.shape)
         # Imported here, so that importing the engine does not import torch.
         from quire_engine.executor.runner_factory import create_runner
 

@@ -81,22 +81,26 @@ class KVCache:
         # The memory is not zeroed here, because a page on a CPU takes memory only after the first write.
         num_kv_heads, head_dim = shape.smallest_heads
         all_blocks = num_blocks + num_spare_blocks
-        size = (layout.num_layers, 2, all_blocks, block_size, num_kv_heads, row_size(head_dim, dtype))
+        num_tensors = shape.num_kv_tensors
+        size = (layout.num_layers, num_tensors, all_blocks, block_size, num_kv_heads, row_size(head_dim, dtype))
         on_cpu = device.type == "cpu"
         typed_data = HugePageArena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
         # This is a view of the same memory with a dtype that torch can index. torch cannot index 8-bit floats on any
         # device.
         self._data = as_indexable(typed_data)
         splits = layout.splits or (1,) * shape.num_layers
-        heads = [(each.num_kv_heads, each.head_dim) for each in map(shape.for_layer, range(shape.num_layers))]
+        heads = [shape.kv_heads(layer) for layer in range(shape.num_layers)]
         if len(set(heads)) > 1 and dtype == torch.int8:
             raise ConfigError(f"kv_cache_dtype: int8_per_token_head: {UNSUPPORTED_KEY_SIZES}")
         self.layers: tuple[Tensor, ...] = tuple(
-            typed_data[row].view(2, all_blocks, block_size // split, kv_heads, row_size(dim, dtype))
+            typed_data[row]
+            .view(num_tensors, all_blocks, block_size // split, kv_heads, row_size(dim, dtype))
+            .expand(2, -1, -1, -1, -1)
             for row, split, (kv_heads, dim) in zip(layout.rows, splits, heads, strict=True)
         )
         """One tensor [2, num_blocks, block_size, num_kv_heads, row_size] per layer: keys at index 0, values at 1; see
-        `write_kv`. Layers of different groups can share memory, but they use different blocks of it."""
+        `write_kv`. With latent attention, both are the same rows. Layers of different groups can share memory, but they
+        use different blocks of it."""
         self.states = states
         places = sorted(set(zip(layout.groups, splits, strict=True)))
         self.groups = [LayerGroup(*place, self.layers[layout.groups.index(place[0])]) for place in places]
@@ -171,6 +175,7 @@ class KVCache:
 
     def allocate_host_blocks(self, num_blocks: int) -> Tensor:
         """Allocate host memory for blocks, a tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, row_size].
+        With latent attention, the third size is 1.
 
         The contents of a block, with all its layers, are contiguous, so that single blocks can be sent or kept. The
         memory is pinned if the cache is on a GPU.

@@ -5,6 +5,7 @@ import logging
 
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
+from quire_spec.model.attention.latent_attention_config import UNSUPPORTED_ON_GPUS
 from quire_spec.model.hybrid.linear_attention_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS
 from quire_spec.model.kv_layout import UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
@@ -30,6 +31,12 @@ def check_states(config: EngineConfig, shape: ModelConfig) -> None:
     """Raise ConfigError if speculative decoding is set for a model with linear attention."""
     if config.speculative_config is not None and shape.linear_attention is not None:
         raise ConfigError(f"speculative_config: {UNSUPPORTED_DRAFTS}; remove it")
+
+
+def check_latent_attention(config: EngineConfig, shape: ModelConfig) -> None:
+    """Raise ConfigError if the device has no kernels for the attention of this model."""
+    if shape.mla is not None and config.device == "cuda":
+        raise ConfigError(f"device: {UNSUPPORTED_ON_GPUS}; set device to cpu")
 
 
 def num_host_blocks(config: EngineConfig, shape: ModelConfig, layout: KVLayout, block_bytes: int) -> int:

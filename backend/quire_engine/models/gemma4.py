@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 4, text only, without experts.
+"""Gemma 4, text only.
 
 It differs from Gemma 3 in these ways: layers without a window have other heads, whose values can be the output of the
 projection to k; values are normalized; the last layers read the keys and values of an earlier layer, and can have a
-wider MLP; each layer can read an embedding of its own for each token; the output of each layer is scaled.
+wider MLP; each layer can read an embedding of its own for each token; the output of each layer is scaled; in one
+model, layers have experts beside the MLP.
 """
 
 from collections.abc import Iterator
@@ -17,10 +18,12 @@ from quire_engine.models.gemma2 import Gemma2DecoderLayer, Gemma2ForCausalLM
 from quire_engine.models.layers.attention import RotaryAttention
 from quire_engine.models.layers.linear import AdapterSite, Linear, ParamFactory, build_linear
 from quire_engine.models.layers.mlp import MLP
+from quire_engine.models.layers.moe import MoE
 from quire_engine.models.layers.norm import RMSNorm
+from quire_engine.models.layers.router import Router
 from quire_engine.models.layers.vocab_parallel import embedding_shard, num_vocab_rows, parallel_embedding
-from quire_engine.weights.param_shard import LoadTarget
-from quire_kernels import apply_rope, get_gated_op, rms_norm, rope_and_cache
+from quire_engine.weights.param_shard import LoadTarget, ParamShard
+from quire_kernels import LinearWeight, apply_rope, fused_experts, get_gated_op, rms_norm, rope_and_cache
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -72,6 +75,69 @@ class Gemma4Attention(RotaryAttention):
         return self.attend(queries, kv_cache, batch, residual)
 
 
+class Gemma4Router(Router):
+    """Router that reads the normalized residual stream, and scales the weights of each expert."""
+
+    def __init__(self, shape: ModelConfig, factory: ParamFactory, has_bias: bool = False) -> None:
+        super().__init__(shape, factory, has_bias)
+        self.eps = shape.norm_eps
+        self.scale = factory.empty(shape.hidden_size)
+        self.per_expert_scale = factory.empty(self.num_experts)
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """See Router.__call__."""
+        ones = torch.ones(x.shape[1], dtype=torch.float32, device=x.device)
+        normed = rms_norm(x.float(), ones, self.eps).to(x.dtype)
+        ids, weights = super().__call__(normed * self.scale * x.shape[1] ** -0.5, batch)
+        return ids, weights * self.per_expert_scale[ids]
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """See Router.tensors."""
+        yield from super().tensors(prefix)
+        yield f"{prefix}router.scale", self.scale
+        yield f"{prefix}router.per_expert_scale", self.per_expert_scale
+
+
+class Gemma4MoE(MoE):
+    """Experts beside an MLP. The router has another input than the experts."""
+
+    ROUTER = Gemma4Router
+
+    def compute(self, hidden: Tensor, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Compute the output for `x`; the router reads `hidden`. All are [num_tokens, hidden_size]."""
+        out = fused_experts(x, *self.router(hidden, batch), self.experts, None, None)
+        return out if self.communicator is None else self.communicator.all_reduce(out)
+
+    def adapter_sites(self) -> Iterator[Linear | AdapterSite]:
+        """See Module.adapter_sites. Adapters cannot change these experts."""
+        yield from ()
+
+    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """See Module.tensors. The names of the tensors begin with the path of the layer."""
+        yield from super().tensors(prefix.removesuffix("moe."))
+
+    def gate_up_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """See MoE.gate_up_tensors. One tensor has all experts, and up features follow gate features."""
+        yield f"{prefix}experts.gate_up_proj", self._matrices(self.experts.gate_up, is_down=False)
+
+    def down_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """See MoE.down_tensors."""
+        yield f"{prefix}experts.down_proj", self._matrices(self.experts.down, is_down=True)
+
+    def _matrices(self, weight: LinearWeight, *, is_down: bool) -> LoadTarget:
+        """Return which part of the checkpoint's tensor fills `weight` on this rank."""
+        assert isinstance(weight, Tensor)
+        if self.communicator is None:
+            return weight
+        shard = self.communicator.shard
+        part, hidden = shard.expert_range, self.experts.hidden_size
+        inner = shard.size * len(part)
+        if is_down:
+            return ParamShard(weight, (len(weight), hidden, inner), (range(hidden),), part)
+        rows = part, range(inner + part.start, inner + part.stop)
+        return ParamShard(weight, (len(weight), 2 * inner, hidden), rows)
+
+
 class Gemma4DecoderLayer(Gemma2DecoderLayer):
     """Gemma 2's layer with Gemma4Attention, and with the layer's embeddings of the tokens as a third input."""
 
@@ -81,6 +147,12 @@ class Gemma4DecoderLayer(Gemma2DecoderLayer):
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         super().__init__(shape, index, factory)
         self.layer_scalar = factory.empty(1)
+        self.has_experts = shape.has_experts(index)
+        if self.has_experts:
+            self.moe = Gemma4MoE(shape, factory)
+            self.post_feedforward_layernorm_1 = self.NORM(shape.hidden_size, shape.norm_eps, factory)
+            self.pre_feedforward_layernorm_2 = self.NORM(shape.hidden_size, shape.norm_eps, factory)
+            self.post_feedforward_layernorm_2 = self.NORM(shape.hidden_size, shape.norm_eps, factory)
         self.has_input = bool(shape.per_layer_size)
         if self.has_input:
             self.per_layer_input_gate = build_linear(shape, ["per_layer_input_gate"], factory, False, index)
@@ -92,6 +164,18 @@ class Gemma4DecoderLayer(Gemma2DecoderLayer):
     def build_mlp(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> MLP:
         """See LlamaDecoderLayer.build_mlp."""
         return MLP(shape, factory, index)
+
+    def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
+        """Update the residual stream [num_tokens, hidden_size] in place and return it."""
+        if not self.has_experts:
+            return super().__call__(hidden, rope, kv_cache, batch)
+        attention_output = self.self_attn(self.input_layernorm(hidden, batch), rope, kv_cache, batch)
+        hidden.add_(self.post_attention_layernorm(attention_output, batch))
+        mlp_output = self.mlp(self.pre_feedforward_layernorm(hidden, batch), batch)
+        expert_output = self.moe.compute(hidden, self.pre_feedforward_layernorm_2(hidden, batch), batch)
+        out = self.post_feedforward_layernorm_1(mlp_output, batch)
+        out += self.post_feedforward_layernorm_2(expert_output, batch)
+        return hidden.add_(self.post_feedforward_layernorm(out, batch))
 
     def add_layer_input(self, hidden: Tensor, layer_input: Tensor | None, batch: ForwardBatch) -> Tensor:
         """Add the layer's embeddings of the tokens, [num_tokens, per_layer_size], to the residual stream, and scale it,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ministral 3, text only: Llama in which each query is multiplied by a factor that grows with the position."""
 
-import torch
 from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.attention import RotaryAttention
 from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.layers.rotary import query_factors
 from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from quire_spec.model.model_config import ModelConfig
 
@@ -22,8 +22,7 @@ class Ministral3Attention(RotaryAttention):
         """See Attention.project_qkv."""
         qkv = super().project_qkv(x, batch)
         if self.rope.query_scaling_beta:
-            num_periods = torch.floor(batch.positions / self.rope.original_max_position)
-            factors = 1 + self.rope.query_scaling_beta * torch.log1p(num_periods)
+            factors = query_factors(self.rope, batch.positions)
             qkv[:, : self.num_heads].mul_(factors.to(qkv.dtype)[:, None, None])
         return qkv
 

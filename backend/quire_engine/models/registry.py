@@ -18,6 +18,7 @@ _ALIASES = {
     **dict.fromkeys(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), "LlamaForCausalLM"),
     "Olmo3ForCausalLM": "Olmo2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+    **dict.fromkeys(("DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"), "DeepseekV3ForCausalLM"),
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     **dict.fromkeys(
         ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),

@@ -93,6 +93,21 @@ GEMMA4_LINEARS = {
     "per_layer_input_gate": ("hidden", "per_layer"),
     "per_layer_projection": ("per_layer", "hidden"),
 }
+LATENT_LINEARS = {
+    "self_attn.q_proj": ("hidden", "q"),
+    "self_attn.q_a_proj": ("hidden", "query_latent"),
+    "self_attn.q_b_proj": ("query_latent", "q"),
+    "self_attn.kv_a_proj_with_mqa": ("hidden", "latent_row"),
+    "self_attn.kv_b_proj": ("kv_latent", "keys_and_values"),
+    "self_attn.o_proj": ("values", "hidden"),
+    "mlp.gate_proj": ("hidden", "inner"),
+    "mlp.up_proj": ("hidden", "inner"),
+    "mlp.down_proj": ("inner", "hidden"),
+    **_shared_linears("mlp.shared_experts"),
+}
+_IGNORED_BY_LATENT_ATTENTION = ("num_key_value_heads", "head_dim", "partial_rotary_factor")
+UNSHARDED_KINDS = ("hidden", "per_layer", "query_latent", "latent_row", "kv_latent")
+"""Kinds of features that every tensor-parallel rank has."""
 _GEMMA4_DEFAULTS = {
     "vocab_size": 262144,
     "max_position_embeddings": 131072,
@@ -104,6 +119,8 @@ _GEMMA4_DEFAULTS = {
     "num_kv_shared_layers": 0,
     "use_double_wide_mlp": False,
     "hidden_size_per_layer_input": 256,
+    "enable_moe_block": False,
+    "moe_intermediate_size": None,
     "vocab_size_per_layer_input": 262144,
     "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window": 512,
@@ -165,10 +182,14 @@ class ExpertNames:
     """Path of the bias that is added to the router's scores to choose experts. Empty: there is none."""
     shared: str = ""
     """Path of the shared experts, which compute every token. Empty: there are none."""
+    is_beside_mlp: bool = False
+    """Whether a layer has both an MLP and the mixture, whose outputs are added. Adapters cannot change such a mixture.
+    """
     shared_gate: str = ""
     """Path of the linear layer whose sigmoid multiplies the output of the shared experts. Empty: there is none."""
 
 
+_GEMMA4_EXPERTS = ExpertNames(router="router.proj", block="", projections=None, is_beside_mlp=True)
 GATED_SHARED_EXPERT = ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate")
 
 
@@ -230,6 +251,9 @@ class Architecture:
 
     has_layer_variants: bool = False
     """Whether layers differ in their heads, their MLP and their inputs; see LayerVariants."""
+
+    has_latent_attention: bool = False
+    """Whether layers have latent attention; see LatentAttentionConfig."""
 
     text_types: tuple[str, ...] = ()
     """For a multimodal architecture: the values that `model_type` in `text_config` can have. Quire serves only the
@@ -377,6 +401,19 @@ def _uses_experts_unless_listed(config: HFConfigReader, index: int) -> bool:
 
 def _uses_experts_after_dense(config: HFConfigReader, index: int) -> bool:
     return index >= config.get_int("first_k_dense_replace", minimum=0)
+
+
+def _uses_experts_if_enabled(config: HFConfigReader, index: int) -> bool:
+    return config.get_bool("enable_moe_block")
+
+
+def _uses_experts_by_mlp_type(config: HFConfigReader, index: int) -> bool:
+    if "mlp_layer_types" not in config:
+        return index > 0
+    types = config.get_str_list("mlp_layer_types")
+    if index >= len(types) or types[index] not in ("dense", "sparse"):
+        raise config.error("mlp_layer_types", list(types), "dense or sparse for each layer")
+    return types[index] == "sparse"
 
 
 def _uses_experts_in_range(config: HFConfigReader, index: int) -> bool:
@@ -602,11 +639,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "gemma4_text",
         "gemma4",
         linears=GEMMA4_LINEARS,
-        key_aliases={"hidden_act": "hidden_activation"},
+        key_aliases={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
         defaults=_GEMMA4_DEFAULTS,
         biases=("attention_bias", "attention_bias", False),
         uses_sliding_window=_is_sliding_unless_sixth_or_last,
         local_rope_theta="rope_local_base_freq",
+        uses_experts=_uses_experts_if_enabled,
+        expert_names=_GEMMA4_EXPERTS,
         has_layer_variants=True,
     ),
     "Gemma4ForConditionalGeneration": Architecture(
@@ -614,6 +653,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "gemma4",
         layers_path="model.language_model.layers",
         linears=GEMMA4_LINEARS,
+        expert_names=_GEMMA4_EXPERTS,
         text_types=("gemma4_text",),
     ),
     "Gemma4UnifiedForCausalLM": Architecture(
@@ -944,6 +984,75 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         uses_experts=_uses_experts_after_dense,
         expert_names=ExpertNames(correction_bias="gate.e_score_correction_bias", shared="shared_experts"),
         router_scoring="sigmoid",
+    ),
+    "DeepseekV2ForCausalLM": Architecture(
+        "deepseek_v2",
+        "moe.deepseek",
+        linears=LATENT_LINEARS,
+        key_aliases={"num_experts": "n_routed_experts"},
+        # transformers ignores norm_topk_prob: it never normalizes the weights.
+        ignored_keys=(*_IGNORED_BY_LATENT_ATTENTION, "norm_topk_prob"),
+        defaults={
+            "num_experts": 64,
+            "moe_intermediate_size": 1407,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "first_k_dense_replace": 0,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        uses_experts=_uses_experts_after_dense,
+        expert_names=ExpertNames(shared="shared_experts"),
+        has_latent_attention=True,
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        "deepseek_v3",
+        "moe.deepseek",
+        linears=LATENT_LINEARS,
+        key_aliases={"num_experts": "n_routed_experts"},
+        ignored_keys=_IGNORED_BY_LATENT_ATTENTION,
+        defaults={
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        uses_experts=_uses_experts_after_dense,
+        expert_names=ExpertNames(correction_bias="gate.e_score_correction_bias", shared="shared_experts"),
+        router_scoring="sigmoid",
+        has_latent_attention=True,
+    ),
+    "Glm4MoeLiteForCausalLM": Architecture(
+        "glm4_moe_lite",
+        "moe.deepseek",
+        linears=LATENT_LINEARS,
+        key_aliases={"num_experts": "n_routed_experts"},
+        ignored_keys=_IGNORED_BY_LATENT_ATTENTION,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.8,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        uses_experts=_uses_experts_by_mlp_type,
+        expert_names=ExpertNames(correction_bias="gate.e_score_correction_bias", shared="shared_experts"),
+        router_scoring="sigmoid",
+        has_latent_attention=True,
     ),
     "MiniMaxM2ForCausalLM": Architecture(
         "minimax_m2",

@@ -11,7 +11,7 @@ from quire_spec.model.model_config import ModelConfig
 
 _PANEL_COLUMNS = 32
 """The compiled kernels of linear layers compute this number of output features together."""
-_HEAD_DIMS = range(16, 513, 16)
+_HEAD_DIMS = range(16, 577, 16)
 _MAX_HEADS_PER_KV_HEAD = 48
 
 
@@ -61,12 +61,14 @@ def describe(reason: str | None) -> str:
 
 def _size_without_kernel(shape: ModelConfig) -> str | None:
     """Return the size of the model for which there is no compiled kernel; None if there is none."""
-    for each in map(shape.for_layer, range(shape.num_layers)):
-        if each.head_dim not in _HEAD_DIMS or each.num_heads > _MAX_HEADS_PER_KV_HEAD * each.num_kv_heads:
+    if shape.mla is not None:
+        return "torch computes the projections of latent attention"
+    for num_kv_heads, head_dim in map(shape.kv_heads, range(shape.num_layers)):
+        if head_dim not in _HEAD_DIMS or shape.num_heads > _MAX_HEADS_PER_KV_HEAD * num_kv_heads:
             return (
                 f"the compiled attention needs a head_dim that is a multiple of 16 and at most {_HEAD_DIMS[-1]}, and "
-                f"at most {_MAX_HEADS_PER_KV_HEAD} heads per KV head; the model has {each.head_dim} and "
-                f"{each.num_heads} to {each.num_kv_heads}"
+                f"at most {_MAX_HEADS_PER_KV_HEAD} heads per KV head; the model has {head_dim} and "
+                f"{shape.num_heads} to {num_kv_heads}"
             )
     # torch computes activations without a gate. Those with an exponential can depend on how its threads divide rows.
     linears = shape.architecture_info.linears

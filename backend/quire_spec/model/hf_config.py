@@ -120,6 +120,10 @@ class HFConfigReader:
         value = self._values.get(key)
         return HFConfigReader({} if value is None else value, location=f"{self._location}: {key}")
 
+    def without(self, key: str) -> "HFConfigReader":
+        """Return a reader of the same object that ignores a key."""
+        return HFConfigReader({k: v for k, v in self._values.items() if k != key}, location=self._location)
+
     def error(self, key: str, value: object, expected: str) -> ConfigError:
         """Return the error that reports an invalid value."""
         return ConfigError(f"{self._location}: {key}: must be {expected}, got {truncated_repr(value)}")

@@ -30,7 +30,8 @@ def kv_block_bytes(
     """
     num_kv_heads, head_dim = model_config.smallest_heads
     row_bytes = head_dim * element_bytes + scale_bytes
-    return 2 * (num_layers or model_config.num_kv_layers) * block_size * num_kv_heads * row_bytes
+    num_layers = num_layers or model_config.num_kv_layers
+    return model_config.num_kv_tensors * num_layers * block_size * num_kv_heads * row_bytes
 
 
 def lora_pages(
@@ -62,7 +63,7 @@ def _page_elements(model_config: ModelConfig, has_experts: bool) -> int:
         size for layer in range(model_config.num_layers) for size in layer_linear_sizes(model_config, layer).values()
     ]
     sizes += outer_module_sizes(model_config).values()
-    if model_config.moe is not None:
+    if model_config.moe is not None and model_config.adapts_experts:
         num_experts, num_layers = model_config.moe.num_experts, sum(model_config.moe.layers)
         router = model_config.hidden_size, -(-num_experts // _ROUTER_ALIGNMENT) * _ROUTER_ALIGNMENT
         sizes += [router] * num_layers
@@ -160,6 +161,10 @@ def linear_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
         "q_gate": 2 * q,
         "one": 1,
     }
+    if (mla := model_config.mla) is not None:
+        sizes |= {"query_latent": mla.query_rank, "kv_latent": mla.kv_rank, "latent_row": mla.row_size}
+        sizes["keys_and_values"] = model_config.num_heads * (mla.plain_dim + mla.value_dim)
+        sizes["values"] = model_config.num_heads * mla.value_dim
     if model_config.linear_attention is not None:
         sizes |= model_config.linear_attention.feature_sizes
     if model_config.moe is not None:

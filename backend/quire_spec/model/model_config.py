@@ -15,6 +15,7 @@ from quire_spec.dataclass_json import read_json
 from quire_spec.errors import ConfigError, truncated_repr
 from quire_spec.model import capabilities
 from quire_spec.model.architectures import ARCHITECTURES, TEXT_MODELS, Architecture
+from quire_spec.model.attention.latent_attention_config import LatentAttentionConfig
 from quire_spec.model.hf_config import HFConfigReader
 from quire_spec.model.hybrid.linear_attention_config import LinearAttentionConfig
 from quire_spec.model.layer_variants import LayerVariants
@@ -95,6 +96,9 @@ class ModelConfig:
     not load them."""
     num_labels: int = 0
     """Number of labels of a classifier."""
+    mla: LatentAttentionConfig | None = None
+    """Describes latent attention. Then head_dim is the size of a key, and num_kv_heads is num_heads. None: the model
+    has no latent attention."""
     variants: LayerVariants | None = None
     """Describes how layers differ in their heads, their MLP and their inputs. None: they do not differ."""
 
@@ -115,6 +119,11 @@ class ModelConfig:
         return "max_position_embeddings"
 
     @property
+    def adapts_experts(self) -> bool:
+        """Whether the model has routers and experts that adapters can change."""
+        return self.moe is not None and not self.architecture_info.expert_names.is_beside_mlp
+
+    @property
     def per_layer_size(self) -> int:
         """Number of elements of the embedding that each layer has for each token; 0 if layers have none."""
         return 0 if self.variants is None else self.variants.per_layer_size
@@ -124,13 +133,24 @@ class ModelConfig:
         """The row for this model's architecture in the table of architectures."""
         return ARCHITECTURES[self.architecture]
 
+    def kv_heads(self, layer: int) -> tuple[int, int]:
+        """Return the number of heads and their dimension in the KV cache of a layer."""
+        if self.mla is not None:
+            return 1, self.mla.row_size
+        shape = self.for_layer(layer)
+        return shape.num_kv_heads, shape.head_dim
+
+    @property
+    def num_kv_tensors(self) -> int:
+        """2 if the KV cache has a key and a value for each token, 1 if these are the same row."""
+        return 2 if self.mla is None else 1
+
     @property
     def smallest_heads(self) -> tuple[int, int]:
         """Number of KV heads and head dimension of the layers with the smallest keys."""
-        own, variants = (self.num_kv_heads, self.head_dim), self.variants
-        return (
-            own if variants is None else min(own, (variants.full_num_kv_heads, variants.full_head_dim), key=math.prod)
-        )
+        if self.variants is None:
+            return self.kv_heads(0)
+        return min((self.kv_heads(layer) for layer in range(self.num_layers)), key=math.prod)
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has a mixture of experts instead of an MLP."""
@@ -159,8 +179,7 @@ class ModelConfig:
 
     def kv_elements(self, layer: int) -> int:
         """Return the number of elements of a token's key in a layer, with all KV heads; a value has as many."""
-        shape = self.for_layer(layer)
-        return shape.num_kv_heads * shape.head_dim
+        return math.prod(self.kv_heads(layer))
 
     def kv_source(self, layer: int) -> int:
         """Return the layer whose keys and values a layer reads. In most models, this is the layer itself. A layer with
@@ -196,6 +215,9 @@ class ModelConfig:
                 absent += ("self_attn.v_proj",)
             if not variants.per_layer_size:
                 absent += ("per_layer_input_gate", "per_layer_projection")
+        if self.mla is not None:
+            names = ("q_proj",) if self.mla.query_rank else ("q_a_proj", "q_b_proj")
+            absent += tuple(f"self_attn.{name}" for name in names)
         return tuple(path for path in linears if path not in absent)
 
     def _is_of_kind(self, layer: int, path: str) -> bool:
@@ -204,7 +226,7 @@ class ModelConfig:
         if "shared_inner" in kinds or "one" in kinds:
             return has_experts and self.moe is not None and self.moe.shared_intermediate_size > 0
         if "inner" in kinds or "gate_up" in kinds:
-            return not has_experts
+            return not has_experts or self.architecture_info.expert_names.is_beside_mlp
         return not path.startswith("self_attn." if self.has_state(layer) else "linear_attn.")
 
     @property
@@ -290,7 +312,8 @@ class ModelConfig:
     @classmethod
     def _from_hf_config(cls, config: HFConfigReader, architecture: str, architecture_info: Architecture) -> Self:
         num_layers, hidden = config.get_int("num_hidden_layers", maximum=_MAX_LAYERS), config.get_int("hidden_size")
-        heads, kv_heads, head_dim = _head_counts(config, hidden)
+        mla = LatentAttentionConfig.from_hf_config(config) if architecture_info.has_latent_attention else None
+        heads, kv_heads, head_dim = _head_counts(config, hidden, mla)
         positions = config.get_int("max_position_embeddings")
         qkv_bias, output_bias, mlp_bias = (
             b if isinstance(b, bool) else config.get_bool(b, False) for b in architecture_info.biases
@@ -318,12 +341,13 @@ class ModelConfig:
             ropes=()
             if learned_offset is not None
             else _ropes(
-                *(config, architecture_info, head_dim, None if variants is None else variants.full_head_dim),
-                *(positions, num_layers),
+                *(config, architecture_info, head_dim if mla is None else mla.rotary_dim),
+                *(None if variants is None else variants.full_head_dim, positions, num_layers),
             ),
             sliding_windows=windows,
             attention_scale=_get_declared_float(config, architecture_info, "attention_multiplier")
-            or (_get_declared_float(config, architecture_info, "query_pre_attn_scalar") or head_dim) ** -0.5,
+            or (_get_declared_float(config, architecture_info, "query_pre_attn_scalar") or head_dim) ** -0.5
+            * (1.0 if mla is None else mla.score_factor),
             attention_softcap=_get_declared_float(config, architecture_info, "attn_logit_softcapping"),
             logits_softcap=_get_declared_float(config, architecture_info, "final_logit_softcapping"),
             norm_eps=config.get_float(architecture_info.key_aliases.get("rms_norm_eps", "rms_norm_eps"), 1e-6),
@@ -343,6 +367,7 @@ class ModelConfig:
             dtype=config.get_str("dtype", config.get_str("torch_dtype", "float32")),
             quantization=QuantizationScheme.from_hf_config(config.get_section(*_QUANTIZATION_KEYS)),
             eos_token_ids=config.get_token_ids("eos_token_id"),
+            mla=mla,
             variants=variants,
             num_nextn_predict_layers=config.get_int("num_nextn_predict_layers", 0, maximum=_MAX_LAYERS, minimum=0),
         )
@@ -398,9 +423,11 @@ def _reject_unsupported(config: HFConfigReader, architecture_info: Architecture)
             raise config.error(key, not required, f"{required} (only causal attention is supported)")
 
 
-def _head_counts(config: HFConfigReader, hidden_size: int) -> tuple[int, int, int]:
+def _head_counts(config: HFConfigReader, hidden_size: int, mla: LatentAttentionConfig | None) -> tuple[int, int, int]:
     """Return the number of query heads, the number of KV heads, and the head dimension."""
     heads = config.get_int("num_attention_heads")
+    if mla is not None:
+        return heads, heads, mla.key_dim
     kv_heads = config.get_int("num_key_value_heads", heads)
     if heads % kv_heads:
         raise config.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}")
@@ -444,6 +471,9 @@ def _ropes(
     """Return the rotary settings for each layer. `full_head_dim` is the head dimension of the layers without a window
     if it differs."""
     scaling = config.get_section("rope_scaling", "rope_parameters")
+    if architecture_info.has_latent_attention:
+        # It is the rotated part of a key, which another key defines.
+        scaling = scaling.without("partial_rotary_factor")
     is_by_type = "full_attention" in scaling or "sliding_attention" in scaling
     if is_by_type and architecture_info.local_rope_theta is None:
         raise ConfigError("config.json: rope_parameters: separate parameters per layer type are not supported")

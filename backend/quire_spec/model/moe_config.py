@@ -36,6 +36,8 @@ class MoEConfig:
     """n_group: number of groups of experts."""
     num_token_groups: int = 1
     """topk_group: a token has experts only from this number of groups."""
+    num_group_scores: int = 2
+    """The score of a group is the sum of this number of its largest scores."""
     shared_intermediate_size: int = 0
     """Number of intermediate features of the shared experts together; 0 if there are none."""
 
@@ -71,8 +73,13 @@ class MoEConfig:
             raise config.error("num_experts_per_tok", top_k, f"at most {key}, which is {num_experts}")
         size_key = "moe_intermediate_size" if "moe_intermediate_size" in defaults else "intermediate_size"
         inner = config.get_int(size_key)
-        num_groups = config.get_int("n_group") if "n_group" in defaults else 1
-        num_token_groups = config.get_int("topk_group", maximum=num_groups) if "topk_group" in defaults else 1
+        # DeepSeek V2 compares groups by their best expert, or has none.
+        method = config.get_str("topk_method") if "topk_method" in defaults else None
+        if method not in (None, "greedy", "group_limited_greedy"):
+            raise config.error("topk_method", method, "greedy or group_limited_greedy")
+        has_groups = "n_group" in defaults and method != "greedy"
+        num_groups = config.get_int("n_group", 1) if has_groups else 1
+        num_token_groups = config.get_int("topk_group", 1, maximum=num_groups) if has_groups else 1
         # Each group has at least two experts, because its two largest scores are added.
         if num_groups > 1 and (num_experts % num_groups or num_experts < 2 * num_groups):
             raise config.error("n_group", num_groups, f"a divisor of {key} {num_experts}, with 2 experts or more each")
@@ -88,6 +95,7 @@ class MoEConfig:
             min_sum=config.get_float("moe_norm_min") if "moe_norm_min" in defaults else 0.0,
             num_groups=num_groups,
             num_token_groups=num_token_groups,
+            num_group_scores=2 if method is None else 1,
             shared_intermediate_size=config.get_int("shared_expert_intermediate_size")
             if "shared_expert_intermediate_size" in defaults
             else inner * (config.get_int("n_shared_experts", minimum=0) if "n_shared_experts" in defaults else 0),

@@ -164,10 +164,10 @@ class RopeConfig:
 
     @classmethod
     def _yarn(cls, scaling: HFConfigReader, theta: float, dim: int, factor: float, original_max_position: int) -> Self:
-        ratio = _yarn_mscale(factor)
+        ratio = yarn_mscale(factor)
         if "mscale" in scaling and "mscale_all_dim" in scaling:
             mscale, mscale_all_dim = scaling.get_float("mscale"), scaling.get_float("mscale_all_dim")
-            ratio = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
+            ratio = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
         return cls(
             "yarn",
             theta,
@@ -215,5 +215,6 @@ def _read_rope_type(scaling: HFConfigReader, aliases: Mapping[str, str]) -> str:
     return rope_type
 
 
-def _yarn_mscale(factor: float, weight: float = 1.0) -> float:
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """Return the factor by which YaRN multiplies queries and keys, for a context that is `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -11,6 +11,7 @@ and the output projection are divided by vocabulary.
 from dataclasses import dataclass, replace
 
 from quire_spec.errors import ConfigError
+from quire_spec.model.architectures import UNSHARDED_KINDS
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -119,7 +120,7 @@ class TensorParallelShard:
     def needs_all_reduce(self, path: str) -> bool:
         """Return whether the linear `path` is row-parallel. If it is, an all-reduce must add up the outputs of the
         ranks."""
-        return self.size > 1 and self.model_config.architecture_info.linears[path][0] not in ("hidden", "per_layer")
+        return self.size > 1 and self.model_config.architecture_info.linears[path][0] not in UNSHARDED_KINDS
 
     def _ranges(self, kind: str) -> tuple[range, ...]:
         """Return which features of one kind the rank stores, as ranges. The kinds are those of
@@ -139,10 +140,15 @@ class TensorParallelShard:
         first = rank * all_kv // self.size
         kv = range(first, first + kv_heads)
         mlp = range(rank * inner, (rank + 1) * inner)
-        if kind == "hidden":
-            return (range(self.model_config.hidden_size),)
-        if kind == "per_layer":
-            return (range(self.model_config.per_layer_size),)
+        mla = self.model_config.mla
+        if kind in UNSHARDED_KINDS:
+            sizes = {"hidden": self.model_config.hidden_size, "per_layer": self.model_config.per_layer_size}
+            if mla is not None:
+                sizes |= {"query_latent": mla.query_rank, "kv_latent": mla.kv_rank, "latent_row": mla.row_size}
+            return (range(sizes[kind]),)
+        if mla is not None and kind in ("keys_and_values", "values"):
+            size = heads * (mla.value_dim + (mla.plain_dim if kind == "keys_and_values" else 0))
+            return (range(rank * size, (rank + 1) * size),)
         if kind == "inner":
             return (mlp,)
         if kind == "qkv_by_head":  # query, key and value of a head are neighbors

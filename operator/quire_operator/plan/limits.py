@@ -15,6 +15,7 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
+from quire_spec.model.attention.latent_attention_config import UNSUPPORTED_ON_GPUS
 from quire_spec.model.hybrid import linear_attention_config
 from quire_spec.model.hybrid.linear_attention_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS, num_state_rows
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, UNSUPPORTED_LAYOUT, KVLayout
@@ -202,6 +203,17 @@ def check_kv_offloading(inputs: PlannerInputs) -> None:
         problem = f"{field}.secondary: not possible with speculativeConfig.model; remove one of the two"
     if problem:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, problem)
+
+
+def check_latent_attention(inputs: PlannerInputs) -> None:
+    """Check that the device has kernels for the attention of this model.
+
+    Raises:
+        Unplannable: it has none.
+    """
+    if inputs.gpu is not None and inputs.model.shape.mla is not None:
+        message = f"spec.device: {UNSUPPORTED_ON_GPUS}; set it to CPU"
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
 
 
 def check_kv_cache_dtype(inputs: PlannerInputs) -> None:

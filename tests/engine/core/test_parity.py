@@ -206,6 +206,7 @@ DENSE_FAMILIES = [
     *("cohere2", "phi", "starcoder2", "gpt_neox", "granite4", "nemotron", "arcee"),
 ]
 SPARSE_FAMILIES = ["glm4_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_moe", "qwen2_moe", "olmoe"]
+LATENT_FAMILIES = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gemma2"]
 # The other checkpoints of a family differ in the model, not in the engine.
 SOME_SCENARIOS = ["preempted in chunks", "blocks of 128"]
@@ -567,8 +568,12 @@ def test_each_adapter_changes_the_output(adapter_cases):
     [
         *((name, r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)") for name in ("gemma3-vision", "mistral3")),
         *((name, r".*language_model.*\.(k_proj|up_proj|down_proj)") for name in ("qwen2_5_vl", "qwen3_vl")),
+        ("gemma4-moe", ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]),
         *((name, ["q_proj", "k_proj", "v_proj", "o_proj"]) for name in ("qwen3_moe-mixed", "mixtral", "gpt_oss")),
-        *((name, "all-linear") for name in (*DENSE_FAMILIES, "gemma4", "gemma4_unified", *SPARSE_FAMILIES)),
+        *(
+            (name, "all-linear")
+            for name in (*DENSE_FAMILIES, "gemma4", "gemma4_unified", *SPARSE_FAMILIES, *LATENT_FAMILIES)
+        ),
         ("qwen3_next", ["q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"]),
         ("qwen3_5_moe", ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "v_proj"]),
         ("qwen3_5-vision", r".*language_model.*\.(q_proj|in_proj_qkv|in_proj_z|out_proj|down_proj)"),
@@ -580,7 +585,7 @@ def test_adapter_of_some_linears_equals_peft(cases, name, target_modules, tmp_pa
     references = _reference(load_adapted_oracle(case.folder, path), prompts)
     adapted = AdapterCase(case.folder, {"only": path}, prompts, ["only"] * len(prompts), references)
     # For PEFT, the linears of these models include those of all experts.
-    engine = _adapted_engine(adapted, lora_experts=name in SPARSE_FAMILIES)
+    engine = _adapted_engine(adapted, lora_experts=name in (*SPARSE_FAMILIES, *LATENT_FAMILIES))
     _check(_generate(engine, prompts, adapted.adapter_digests), references, _max_error(case.folder))
 
 

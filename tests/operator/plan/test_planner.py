@@ -292,6 +292,15 @@ def test_counts_states_of_layers_with_linear_attention():
         assert message.startswith(f"spec.engine.{field}: layers of this model have one state per sequence")
 
 
+def test_latent_attention_is_for_cpus_and_keeps_one_row_per_token():
+    inputs = planner_inputs("deepseek-lite", None, NO_LORA)
+    assert kv_bytes_per_token(inputs, 1) == kv_bytes_per_token(inputs, 2) == 27 * (512 + 64) * 4
+    assert unplannable("deepseek-lite", H100, NO_LORA) == (
+        UnplannableReason.UNSUPPORTED_BY_ENGINE,
+        "spec.device: latent attention (MLA) has kernels for CPUs only; set it to CPU",
+    )
+
+
 def test_layers_with_keys_of_different_sizes():
     """12 layers with heads of 256 elements and 3 layers with heads of 512; the others read their keys."""
     inputs = planner_inputs("gemma-4", H100, NO_LORA)

@@ -287,6 +287,11 @@ def _check_invocation(config: PeftConfig, names: AdapterTensors, shape: ModelCon
         )
     if config.invocation_tokens and any(module.path == "embed_tokens" for module in names.pairs):
         raise InvalidArgument("alora_invocation_tokens is not supported together with an adapted embed_tokens")
+    if config.invocation_tokens and any(module.path.endswith(".kv_b_proj") for module in names.pairs):
+        raise InvalidArgument(
+            "alora_invocation_tokens is not supported together with an adapted kv_b_proj, which would also change the "
+            "keys of the tokens before the invocation; train it without kv_b_proj"
+        )
 
 
 def _check_shapes(

@@ -54,9 +54,12 @@ def lora_modules(shape: ModelConfig) -> dict[str, LoRAModule]:
     layer_modules = [
         LoRAModule(f"{layers_path}.{layer}.{path}", layer, path)
         for layer in range(shape.num_layers)
-        for path in (*shape.layer_linears(layer), *([router_path(shape)] if shape.has_experts(layer) else ()))
+        for path in (
+            *shape.layer_linears(layer),
+            *([router_path(shape)] if shape.adapts_experts and shape.has_experts(layer) else ()),
+        )
     ]
-    if moe is not None:
+    if moe is not None and shape.adapts_experts:
         layer_modules += [
             LoRAModule(f"{layers_path}.{layer}.{path}", layer, path, moe.num_experts, parts)
             for layer in range(shape.num_layers)
@@ -84,7 +87,7 @@ def module_sizes(shape: ModelConfig) -> dict[tuple[int, str], tuple[int, int]]:
     sizes = {(NO_LAYER, path): size for path, size in outer_module_sizes(shape).items()}
     for layer in range(shape.num_layers):
         sizes |= {(layer, path): size for path, size in layer_linear_sizes(shape, layer).items()}
-        if shape.moe is not None and shape.has_experts(layer):
+        if shape.moe is not None and shape.adapts_experts and shape.has_experts(layer):
             sizes[layer, router_path(shape)] = shape.hidden_size, shape.moe.num_experts
             sizes |= {(layer, f"mlp.experts.{name}"): size for name, size in expert_sizes(shape).items()}
     return sizes

@@ -46,6 +46,7 @@ class MoE(Module):
     """
 
     HAS_ROUTER_BIAS: ClassVar[bool] = False
+    ROUTER: ClassVar[type[Router]] = Router
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         """Allocate the parameters.
@@ -61,7 +62,7 @@ class MoE(Module):
         self.config, hidden, inner = shape.moe, shape.hidden_size, shape.moe.intermediate_size
         self.names = shape.architecture_info.expert_names
         _check_quantization(factory, hidden, inner)
-        self.router = Router(shape, factory, self.HAS_ROUTER_BIAS)
+        self.router = self.ROUTER(shape, factory, self.HAS_ROUTER_BIAS)
         self.expert_sites = tuple(
             AdapterSite(d_in, {name: d_out}, self.config.num_experts)
             for name, (d_in, d_out) in expert_sizes(shape).items()
@@ -114,7 +115,7 @@ class MoE(Module):
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See Module.tensors."""
-        prefix = f"{prefix.removesuffix('mlp.')}{self.names.block}."
+        prefix = prefix.removesuffix("mlp.") + (f"{self.names.block}." if self.names.block else "")
         yield from self.router.tensors(prefix)
         yield from self.bias_tensors(prefix)
         if self.shared is not None:

@@ -49,6 +49,12 @@ class RotaryEmbedding:
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
+def query_factors(rope: RopeConfig, positions: Tensor) -> Tensor:
+    """Return the factors of the queries at positions [num_tokens], see RopeConfig.query_scaling_beta."""
+    num_periods = torch.floor(positions / rope.original_max_position)
+    return 1 + rope.query_scaling_beta * torch.log1p(num_periods)
+
+
 def inverse_frequencies(rope: RopeConfig, *, long_rope: bool = False) -> Tensor:
     """Return, for each pair of features, the angle in radians by which the rotation grows from one position to the
     next.

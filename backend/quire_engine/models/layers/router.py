@@ -40,6 +40,7 @@ class Router(Module):
             min_sum=moe.min_sum,
             num_groups=moe.num_groups,
             num_token_groups=moe.num_token_groups,
+            num_group_scores=moe.num_group_scores,
         )
         weight = factory.empty(moe.num_experts, shape.hidden_size)
         self.weight: LinearWeight = weight
