@@ -152,6 +152,25 @@ def test_ranks_generate_the_tokens_of_one_rank(folders, name, size, ahead, repla
     assert captured is None or not captured._graphs
 
 
+@pytest.mark.parametrize("is_small", [True, False])
+def test_ranks_with_states_generate_the_tokens_of_one_rank(tmp_path, is_small, monkeypatch):
+    """Every rank copies states to snapshots and back in the same steps, with steps planned ahead. A GPU has no graphs
+    then."""
+    folder = make_checkpoint(tmp_path, "qwen3_5")
+    expected = _generate(Engine.from_config(_config(folder, 1)))
+    captures = replace_captures(monkeypatch)
+    changes = {} if is_small else {"kv_cache_memory_bytes": 1 << 22}
+    engine = engine_with_thread_workers(_config(folder, 2, async_scheduling=True, **changes))
+    planned, outputs = _count_ahead(engine), _generate(engine)
+    assert len(planned) > 15 and not captures
+    assert outputs[0] == expected[0]
+    assert outputs[1] == pytest.approx(expected[1], abs=2e-3)
+    assert engine._scheduler.states.num_snapshots_taken > 0
+    assert _generate(engine)[0] == expected[0]
+    stats = engine.stats()
+    assert (stats.num_preemptions if is_small else stats.prefix_cache_hits) > 0
+
+
 @pytest.mark.parametrize(("method", "size"), [("draft_model", 4), ("eagle3", 2), ("medusa", 2)])
 def test_ranks_with_drafts_generate_the_tokens_of_one_rank(folders, tmp_path, method, size):
     """The draft model is the model itself, so its greedy drafts are right."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire_engine.sequence import BlockId, Sequence, SlotId
 from quire_engine.step.input import GraphStepInput, StepInput, build_step_input, decode, encode, max_elements
-from quire_engine.step.plan import BlockCopy, ScheduledSpan, SwapCopy
+from quire_engine.step.plan import BlockCopy, ScheduledSpan, StateCopy, SwapCopy
 from quire_spec.engine.sampling_params import SamplingParams
 
 ids = st.integers(0, 2**40)
@@ -21,14 +21,14 @@ pairs = st.lists(st.tuples(ids, ids), max_size=4)
     token_ids=st.lists(ids, max_size=20),
     blocks=st.lists(ids, max_size=20),
     logit_rows=st.lists(ids, max_size=9),
-    swaps_and_copies=st.tuples(pairs, pairs, pairs),
+    swaps_and_copies=st.tuples(pairs, pairs, pairs, pairs),
     long=st.booleans(),
     awaits=st.booleans(),
 )
 def test_step_input_round_trips_through_a_ring_row(
     spans, token_ids, blocks, logit_rows, swaps_and_copies, long, awaits
 ):
-    outs, ins, copies = swaps_and_copies
+    outs, ins, copies, state_copies = swaps_and_copies
     starts, lengths, slots, beyond = (list(column) for column in zip(*spans, strict=True))
     step_input = StepInput(
         starts=starts,
@@ -44,6 +44,8 @@ def test_step_input_round_trips_through_a_ring_row(
         swap_outs=[SwapCopy(*pair) for pair in outs],
         swap_ins=[SwapCopy(*pair) for pair in ins],
         copies=[BlockCopy(*pair) for pair in copies],
+        state_rows=lengths if long else [],
+        state_copies=[StateCopy(*pair) for pair in state_copies],
     )
     inputs = torch.tensor([starts, lengths, slots, starts, lengths][: 4 + long], dtype=torch.int64)
     entries = torch.tensor(outs + ins, dtype=torch.int64).view(-1, 2).T.repeat(2, 1)[:3]
@@ -62,9 +64,9 @@ def test_step_input_round_trips_through_a_ring_row(
 
 def test_largest_step_input_fits_its_row():
     sequence = Sequence(0, [1] * 64, SamplingParams(prompt_logprobs=0), seed=0, max_output_tokens=1)
-    sequence.block_table = [BlockId(i) for i in range(8)]
+    sequence.block_table, sequence.state_row = [BlockId(i) for i in range(8)], 1
     step_input = build_step_input([ScheduledSpan(sequence, 0, 64, SlotId(0))] * 3, 8, long_rope_threshold=10)
-    step_input = dataclasses.replace(step_input, copies=[BlockCopy(0, 1)] * 3)
+    step_input = dataclasses.replace(step_input, copies=[BlockCopy(0, 1)] * 3, state_copies=[StateCopy(0, 1)] * 6)
     row = torch.zeros(max_elements(3, 3 * 64, 8, 0), dtype=torch.int64)
     encode(step_input, row)
     assert decode(row).copies == step_input.copies

@@ -49,3 +49,19 @@ def test_too_small_cache_error_names_the_setting_and_the_bytes(changes, fix):
     assert fix in message.splitlines()[0]
     assert "adapter slots (2 with 16 LoRA ranks)" in message
     assert "4,294,967,296 bytes      4.00 GiB" in message
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_states_count_and_their_setting_is_named(device):
+    config = dataclasses.replace(CONFIG, device=device, max_num_seqs=10_000)
+    fits = dataclasses.replace(BUDGET, states=4 * GIB)
+    assert num_kv_blocks(config, 128, MIB, fits) == (2 if device == "cpu" else 8) * 1024
+    with pytest.raises(ConfigError) as error:
+        num_kv_blocks(config, 128, MIB, dataclasses.replace(BUDGET, states=12 * GIB))
+    message = str(error.value)
+    assert "or lower max_num_seqs, which is 10000, because each sequence has a state" in message.splitlines()[0]
+    assert "states of max_num_seqs sequences" in message
+    config = dataclasses.replace(config, kv_cache_memory_bytes=18 * GIB)
+    if device == "cpu":
+        with pytest.raises(ConfigError, match=r"bytes that are free beside the states; lower it or max_num_seqs$"):
+            num_kv_blocks(config, 128, MIB, fits)
