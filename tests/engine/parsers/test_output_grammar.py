@@ -115,6 +115,14 @@ def test_grammar_and_parser_agree(checkers: dict[str, Checker], parser: str) -> 
         assert not checker.accepts(names, REQUIRED, "")
 
 
+def test_the_number_of_a_call_is_short(checkers: dict[str, Checker]) -> None:
+    """A model that repeats a digit would not get any further."""
+    names, text = ParserNames("kimi_k2"), written("kimi_k2", [("f", {"n": 1})], True)
+    for checker in checkers.values():
+        assert checker.accepts(names, REQUIRED, text.replace("f:0", "f:12"))
+        assert not checker.accepts(names, REQUIRED, text.replace("f:0", "f:1234"))
+
+
 @pytest.mark.parametrize("parameters", [{}, {"parameters": {"type": "object", "properties": {}}}], ids=str)
 def test_a_tool_without_parameters_gets_no_arguments(checkers: dict[str, Checker], parameters: dict[str, Any]) -> None:
     names, tools = ParserNames("hermes"), normalize_tools([{"function": {"name": "f", **parameters}}])

@@ -35,7 +35,7 @@ class NamedJsonMarks:
     end_section: str
     head: str
     """What a model writes between the start of a call and the arguments; contains `{name}`. Where it contains
-    `{index}`, any number stands."""
+    `{index}`, a number stands."""
     tail: str = ""
     """What a model writes between the arguments and the end of the call."""
     between: str = ""
@@ -147,7 +147,7 @@ class NamedJsonFormat:
 
 def call_grammar(syntax: NamedJsonMarks, tools: Sequence[Tool], marks: Marks, parallel: bool) -> CallGrammar:
     """Return the grammar of calls."""
-    rules = ["INDEX: /[0-9]+/"] if _INDEX in syntax.head else []
+    rules = ["INDEX: /[0-9]{1,3}/"] if _INDEX in syntax.head else []
     start, end = marks.terminal(syntax.start), marks.written(syntax.tail + syntax.end, syntax.all)
     for i, tool in enumerate(tools):
         pieces = syntax.head.replace("{name}", tool.name).split(_INDEX)
