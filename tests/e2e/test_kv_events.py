@@ -95,7 +95,7 @@ def test_restarted_core_announces_an_empty_cache(publishing, subscriber):
     assert current_index(subscriber).cached_tokens(prompt) > 0
     core = publishing.pid("core")
     os.kill(core, signal.SIGKILL)
-    publishing.wait(lambda: publishing.health()[0] == 200 and publishing.pid("core") != core, 60, "ready again")
+    publishing.wait(lambda: publishing.health()[0] == 200 and publishing.is_restarted("core", core), 60, "ready again")
     _, number, batch = next(subscriber.replay(0))
     assert number == 0 and isinstance(batch.events[0], AllBlocksCleared)
     assert current_index(subscriber).cached_tokens(prompt) == 0

@@ -123,6 +123,10 @@ class QuireServeProcess:
         """Return the process id of core, text or server from the status document."""
         return int(self.status(key)["processes"][name]["pid"])
 
+    def is_restarted(self, name: str, old_pid: int) -> bool:
+        """Return whether a process runs under a new id. Between two processes, it has none."""
+        return self.status()["processes"][name]["pid"] not in (None, old_pid)
+
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of the process and all its descendants, including reaped ones."""
         total = 0.0
