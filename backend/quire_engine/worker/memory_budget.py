@@ -152,7 +152,7 @@ def _kv_cache_too_small_message(
             ("device", budget.total),
         ]
     )
-    if config.kv_cache_memory_bytes is None and budget.states > budget.available_for_kv:
+    if budget.states and config.kv_cache_memory_bytes is None and budget.states > budget.available_for_kv:
         fix = f"lower max_num_seqs, which is {config.max_num_seqs}, because each sequence has a state"
     elif config.kv_cache_memory_bytes is not None:
         fix = f"raise kv_cache_memory_bytes to {needed} or more"

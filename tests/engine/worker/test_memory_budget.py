@@ -38,8 +38,10 @@ def test_number_of_blocks(changes, total, expected):
         ({"device": "cuda"}, "raise gpu_memory_utilization, or lower max_num_batched_tokens or max_loras"),
     ],
 )
-def test_too_small_cache_error_names_the_setting_and_the_bytes(changes, fix):
-    budget = dataclasses.replace(BUDGET, total=8 * GIB + 15 * MIB)
+@pytest.mark.parametrize("total", [8 * GIB + 15 * MIB, GIB])
+def test_too_small_cache_error_names_the_setting_and_the_bytes(changes, fix, total):
+    """With a little memory for the cache, and with less than the weights need."""
+    budget = dataclasses.replace(BUDGET, total=total)
     with pytest.raises(ConfigError) as error:
         num_kv_blocks(dataclasses.replace(CONFIG, **changes), 128, MIB, budget)
     message = str(error.value)
