@@ -588,6 +588,16 @@ def test_adapter_of_some_linears_equals_peft(cases, name, target_modules, tmp_pa
     _check(_generate(engine, prompts, adapted.adapter_digests), references)
 
 
+@pytest.mark.parametrize("config", [{"use_dora": True}, {"lora_bias": True}], ids=str)
+def test_magnitudes_and_biases_of_absorbed_projections_equal_peft(cases, config, tmp_path):
+    """The engine never computes the output of kv_b_proj, which these would change."""
+    case, prompts = cases("deepseek_v3"), _prompts(6, seed=5)
+    path = make_adapter(case.folder, tmp_path, target_modules=["kv_b_proj", "q_b_proj"], **config)
+    references = _reference(load_adapted_oracle(case.folder, path), prompts)
+    adapted = AdapterCase(case.folder, {"only": path}, prompts, ["only"] * len(prompts), references)
+    _check(_generate(_adapted_engine(adapted), prompts, adapted.adapter_digests), references)
+
+
 ADAPTER_SCENARIOS: dict[str, dict[str, Any]] = {
     "one batch": {},
     "in chunks": {"max_num_batched_tokens": 40},
