@@ -41,8 +41,8 @@ from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
+from quire_spec.model.attention.linear_attention_config import num_state_rows
 from quire_spec.model.capabilities import DTYPE_BYTES
-from quire_spec.model.hybrid.linear_attention_config import num_state_rows
 from quire_spec.model.memory_sizing import lora_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import (

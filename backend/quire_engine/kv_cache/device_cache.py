@@ -68,9 +68,9 @@ class KVCache:
     ) -> None:
         """Allocate `num_blocks` blocks, followed by `num_spare_blocks` blocks that sequences do not use.
 
-        If `layout` is None, every block contains all layers. `states` are the states of layers with linear attention.
+        If `layout` is None, all layers keep all tokens. `states` are the states of layers with linear attention.
         """
-        self.layout = layout = layout or _uniform_layout(shape)
+        self.layout = layout = layout or KVLayout.from_model(shape, 1)
         if block_size % layout.blocks_per_layer:
             raise ConfigError(
                 f"block_size: {block_size} is not a multiple of {layout.blocks_per_layer}, the number of blocks into "
@@ -231,7 +231,3 @@ class KVCache:
         new_blocks = (addresses // sizes)[addresses % sizes == 0]
         if len(new_blocks):
             self._data.index_fill_(2, to_device_async(new_blocks, self._data.device), 0)
-
-
-def _uniform_layout(shape: ModelConfig) -> KVLayout:
-    return KVLayout.uniform(shape.num_layers) if shape.linear_attention is None else KVLayout.from_model(shape, 1)

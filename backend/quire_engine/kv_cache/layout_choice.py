@@ -6,7 +6,7 @@ import logging
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model.attention.latent_attention_config import UNSUPPORTED_ON_GPUS
-from quire_spec.model.hybrid.linear_attention_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS
+from quire_spec.model.attention.linear_attention_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS
 from quire_spec.model.kv_layout import UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire_kernels import to_device_async
-from quire_spec.model.hybrid.linear_attention_config import LinearAttentionConfig
+from quire_spec.model.attention.linear_attention_config import LinearAttentionConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ model, layers have experts beside the MLP.
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire_engine.kv_cache.device_cache import KVCache
@@ -46,12 +47,6 @@ class Gemma4Attention(RotaryAttention):
         self.writes_cache = shape.kv_source(index) == index
         if self.writes_cache:
             self.k_norm = Gemma4RMSNorm(self.head_dim, shape.norm_eps, factory)
-            # A norm of values has no learned scale.
-            self._value_scale = torch.ones(self.head_dim, dtype=torch.float32, device=factory.device)
-
-    def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """See Module.tensors."""
-        return (item for item in super().tensors(prefix) if not item[0].endswith("._value_scale"))
 
     def __call__(
         self,
@@ -69,7 +64,7 @@ class Gemma4Attention(RotaryAttention):
         keys, values = heads[:, self.num_heads : self.num_rotated], heads[:, self.num_rotated :]
         if not values.shape[1]:
             values = keys
-        values = rms_norm(values.float(), self._value_scale, self.k_norm.eps).to(x.dtype)
+        values = _normalize(values, self.k_norm.eps)
         qkv = torch.cat((queries, self.k_norm(keys, batch), values), dim=1)
         queries = rope_and_cache(qkv, *rope, kv_cache, batch.addresses, self.num_heads)
         return self.attend(queries, kv_cache, batch, residual)
@@ -86,9 +81,7 @@ class Gemma4Router(Router):
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """See Router.__call__."""
-        ones = torch.ones(x.shape[1], dtype=torch.float32, device=x.device)
-        normed = rms_norm(x.float(), ones, self.eps).to(x.dtype)
-        ids, weights = super().__call__(normed * self.scale * x.shape[1] ** -0.5, batch)
+        ids, weights = super().__call__(_normalize(x, self.eps) * self.scale * x.shape[1] ** -0.5, batch)
         return ids, weights * self.per_expert_scale[ids]
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
@@ -242,3 +235,8 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
             yield f"{prefix}embed_tokens_per_layer.weight", table
             yield from self.per_layer_model_projection.tensors(prefix)
             yield from self.per_layer_projection_norm.tensors(f"{prefix}per_layer_projection_norm.")
+
+
+def _normalize(x: Tensor, eps: float) -> Tensor:
+    """Root-mean-square normalization of [..., size] without a learned scale, computed in float32."""
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)

@@ -2,7 +2,7 @@
 """Llama, the base of most other architectures."""
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class LlamaDecoderLayer(Module):
     @classmethod
     def build_mlp(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> FeedForward:
         """Return the MLP of layer `index`, or the experts if the layer has experts instead."""
-        return cls.MLP(shape, factory)
+        return MoE(shape, factory) if shape.has_experts(index) else cls.MLP(shape, factory)
 
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor, batch: ForwardBatch) -> Tensor:
         """Update the residual stream [num_tokens, hidden_size] in place and return it."""
@@ -133,7 +133,7 @@ class LlamaForCausalLM(CausalLM):
 
     def layer_arguments(
         self, hidden: Tensor, batch: ForwardBatch, kv_cache: KVCache
-    ) -> tuple[list[tuple[Tensor, Tensor]], Sequence[Tensor], Sequence[ForwardBatch]]:
+    ) -> tuple[list[tuple[Tensor, Tensor]], Sequence[Any], Sequence[ForwardBatch]]:
         """Return the cosines and sines, the KV cache, and the batch of each layer."""
         angles = {
             rope: embedding(batch.positions, batch.long_rope, hidden.dtype) for rope, embedding in self.rotary.items()

@@ -6,7 +6,8 @@ and keys that are normalized per head, and with rotary positions in a part of ea
 weight. A mixture of experts has a shared expert.
 """
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,10 +18,8 @@ from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.attention import RotaryAttention
 from quire_engine.models.layers.gated_delta_net import GatedDeltaNet, InterleavedGatedDeltaNet
 from quire_engine.models.layers.linear import ParamFactory
-from quire_engine.models.layers.mlp import MLP
-from quire_engine.models.layers.moe import MoE
 from quire_engine.models.layers.norm import UnitOffsetRMSNorm
-from quire_engine.models.llama import FeedForward, LlamaDecoderLayer, LlamaForCausalLM
+from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from quire_kernels import paged_attention, rope_and_cache
 from quire_spec.model.model_config import ModelConfig
 
@@ -67,11 +66,6 @@ class Qwen3_5DecoderLayer(LlamaDecoderLayer):
         self.post_attention_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, factory)
         self.mlp = self.build_mlp(shape, index, factory)
 
-    @classmethod
-    def build_mlp(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> FeedForward:
-        """See LlamaDecoderLayer.build_mlp."""
-        return MoE(shape, factory) if shape.has_experts(index) else MLP(shape, factory)
-
     def __call__(
         self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor | LayerStates, batch: ForwardBatch
     ) -> Tensor:
@@ -100,16 +94,13 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
     LAYER: ClassVar[type[LlamaDecoderLayer]] = Qwen3_5DecoderLayer
     layers: list[Qwen3_5DecoderLayer]  # type: ignore[assignment]
 
-    def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """See CausalLM.forward_layers."""
+    def layer_arguments(
+        self, hidden: Tensor, batch: ForwardBatch, kv_cache: KVCache
+    ) -> tuple[list[tuple[Tensor, Tensor]], Sequence[Any], Sequence[ForwardBatch]]:
+        """See LlamaForCausalLM.layer_arguments. The cache of a layer with Gated DeltaNet contains its states."""
         assert kv_cache.states is not None
-        hidden, states = self.embed(batch), kv_cache.states.layers
-        angles = {
-            rope: embedding(batch.positions, batch.long_rope, hidden.dtype) for rope, embedding in self.rotary.items()
-        }
-        for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, angles[self.shape.ropes[index]], states.get(index, kv_cache.layers[index]), batch)
-        return hidden
+        ropes, caches, batches = super().layer_arguments(hidden, batch, kv_cache)
+        return ropes, [kv_cache.states.layers.get(layer, cache) for layer, cache in enumerate(caches)], batches
 
 
 class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):

@@ -14,6 +14,8 @@ from quire_spec.model.architectures import ARCHITECTURES
 
 _ALIASES = {
     **dict.fromkeys(("MistralForCausalLM", "Qwen2ForCausalLM", "SmolLM3ForCausalLM"), "LlamaForCausalLM"),
+    **dict.fromkeys(("MixtralForCausalLM", "Qwen2MoeForCausalLM"), "LlamaForCausalLM"),
+    "Qwen3MoeForCausalLM": "Qwen3ForCausalLM",
     **dict.fromkeys(("SeedOssForCausalLM", "InternLM3ForCausalLM"), "LlamaForCausalLM"),
     **dict.fromkeys(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), "LlamaForCausalLM"),
     "Olmo3ForCausalLM": "Olmo2ForCausalLM",

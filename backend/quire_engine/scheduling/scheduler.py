@@ -42,7 +42,7 @@ from quire_engine.step.plan import ScheduledSpan, SpanOutput, StepPlan
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
-from quire_spec.model.hybrid.linear_attention_config import UNSUPPORTED_BEAMS
+from quire_spec.model.attention.linear_attention_config import UNSUPPORTED_BEAMS
 from quire_spec.model.kv_layout import KVLayout
 from quire_spec.protocol.messages import StartedSequence
 

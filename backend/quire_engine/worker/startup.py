@@ -45,8 +45,8 @@ from quire_engine.worker.runner_memory import RunnerMemory
 from quire_engine.worker.warmup import compile_steps, dummy_span, peak_memory_steps, set_block_tables
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
+from quire_spec.model.attention.linear_attention_config import num_state_rows, state_bytes
 from quire_spec.model.host_memory import available_memory_bytes
-from quire_spec.model.hybrid.linear_attention_config import num_state_rows, state_bytes
 
 _STATE_DTYPE = torch.float32
 _CPU_MEASURED_TOKENS = 128

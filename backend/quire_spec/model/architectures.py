@@ -506,7 +506,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe",
-        "qwen3_moe",
+        "qwen3",
         defaults={
             "num_key_value_heads": 4,
             "intermediate_size": 6144,
@@ -524,7 +524,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "MixtralForCausalLM": Architecture(
         "mixtral",
-        "mixtral",
+        "llama",
         defaults={
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
@@ -1117,7 +1117,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "Qwen2MoeForCausalLM": Architecture(
         "qwen2_moe",
-        "moe.qwen2_moe",
+        "llama",
         linears=LLAMA_LINEARS | SHARED_EXPERT_LINEARS,
         defaults={
             "num_key_value_heads": 16,

@@ -16,8 +16,8 @@ from quire_spec.errors import ConfigError, truncated_repr
 from quire_spec.model import capabilities
 from quire_spec.model.architectures import ARCHITECTURES, TEXT_MODELS, Architecture
 from quire_spec.model.attention.latent_attention_config import LatentAttentionConfig
+from quire_spec.model.attention.linear_attention_config import LinearAttentionConfig
 from quire_spec.model.hf_config import HFConfigReader
-from quire_spec.model.hybrid.linear_attention_config import LinearAttentionConfig
 from quire_spec.model.layer_variants import LayerVariants
 from quire_spec.model.moe_config import MoEConfig
 from quire_spec.model.quantization import QuantizationScheme

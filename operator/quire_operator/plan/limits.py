@@ -15,9 +15,9 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
+from quire_spec.model.attention import linear_attention_config
 from quire_spec.model.attention.latent_attention_config import UNSUPPORTED_ON_GPUS
-from quire_spec.model.hybrid import linear_attention_config
-from quire_spec.model.hybrid.linear_attention_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS, num_state_rows
+from quire_spec.model.attention.linear_attention_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS, num_state_rows
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.quantization import resolve_quantization
 from quire_spec.model.tensor_parallel import unsupported_reason

@@ -4,12 +4,11 @@
 from typing import ClassVar
 
 from quire_engine.models.layers.latent_attention import LatentAttention
-from quire_engine.models.llama import LlamaForCausalLM
-from quire_engine.models.moe.sparse import SparseDecoderLayer
+from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 
-class LatentDecoderLayer(SparseDecoderLayer):
-    """SparseDecoderLayer with latent attention."""
+class LatentDecoderLayer(LlamaDecoderLayer):
+    """Llama's layer with latent attention."""
 
     ATTENTION: ClassVar[type[LatentAttention]] = LatentAttention  # type: ignore[assignment]
 

@@ -2,12 +2,11 @@
 """Ernie 4.5 with experts: interleaved rotary positions, and shared experts."""
 
 from quire_engine.models.layers.attention import InterleavedAttention
-from quire_engine.models.llama import LlamaForCausalLM
-from quire_engine.models.moe.sparse import SparseDecoderLayer
+from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 
-class Ernie4_5_MoeDecoderLayer(SparseDecoderLayer):
-    """SparseDecoderLayer with InterleavedAttention."""
+class Ernie4_5_MoeDecoderLayer(LlamaDecoderLayer):
+    """Llama's layer with InterleavedAttention."""
 
     ATTENTION = InterleavedAttention
 

@@ -8,8 +8,7 @@ from quire_engine.models.layers.attention import RotaryAttention
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.layers.norm import RMSNorm
 from quire_engine.models.layers.qk_norm import normalize_heads
-from quire_engine.models.llama import LlamaForCausalLM
-from quire_engine.models.moe.sparse import SparseDecoderLayer
+from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -30,8 +29,8 @@ class Glm4MoeAttention(RotaryAttention):
         return normalize_heads(qkv, self.q_norm, self.k_norm, self.num_heads, batch)
 
 
-class Glm4MoeDecoderLayer(SparseDecoderLayer):
-    """SparseDecoderLayer with Glm4MoeAttention."""
+class Glm4MoeDecoderLayer(LlamaDecoderLayer):
+    """Llama's layer with Glm4MoeAttention."""
 
     ATTENTION = Glm4MoeAttention
 

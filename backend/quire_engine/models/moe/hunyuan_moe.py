@@ -2,12 +2,11 @@
 """Hunyuan with experts: a shared MLP, and queries and keys that are normalized after they are rotated."""
 
 from quire_engine.models.layers.qk_norm import RotatedHeadNormAttention
-from quire_engine.models.llama import LlamaForCausalLM
-from quire_engine.models.moe.sparse import SparseDecoderLayer
+from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 
-class HunYuanMoEDecoderLayer(SparseDecoderLayer):
-    """SparseDecoderLayer with RotatedHeadNormAttention."""
+class HunYuanMoEDecoderLayer(LlamaDecoderLayer):
+    """Llama's layer with RotatedHeadNormAttention."""
 
     ATTENTION = RotatedHeadNormAttention
 

@@ -2,12 +2,11 @@
 """OLMoE: experts in every layer, and queries and keys that are normalized over all heads."""
 
 from quire_engine.models.layers.qk_norm import AllHeadsNormAttention
-from quire_engine.models.llama import LlamaForCausalLM
-from quire_engine.models.moe.sparse import SparseDecoderLayer
+from quire_engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 
-class OlmoeDecoderLayer(SparseDecoderLayer):
-    """SparseDecoderLayer with AllHeadsNormAttention."""
+class OlmoeDecoderLayer(LlamaDecoderLayer):
+    """Llama's layer with AllHeadsNormAttention."""
 
     ATTENTION = AllHeadsNormAttention
 
