@@ -13,6 +13,7 @@ writer's own code has dequantized it. Run the script once for each writer, in an
     python hack/quantized_checkpoints.py autogptq OUT SOURCE      # the unpacked wheel of auto-gptq 0.7.1
     python hack/quantized_checkpoints.py gptqmodel OUT SOURCE     # the sources of GPTQModel, f4c327a17eb3
     python hack/quantized_checkpoints.py fbgemm OUT SOURCE        # the sources of FBGEMM, 71d6f8b229d9
+    python hack/quantized_checkpoints.py modelopt OUT             # pip install nvidia-modelopt==0.47.0
 
 SOURCE is imported without the `__init__` files of its packages, which import compiled kernels.
 """
@@ -104,11 +105,12 @@ def write_compressed_tensors(out: Path) -> None:
         QuantizationScheme,
         apply_quantization_config,
     )
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     token8 = {"num_bits": 8, "strategy": "token", "dynamic": True}
     int4 = {"num_bits": 4, "type": "int"}
     fp8, fp8_token = {"num_bits": 8, "type": "float"}, token8 | {"type": "float"}
+    fp4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     ignore = ["lm_head"]
     schemes: dict[str, tuple[dict[str, Any], dict[str, Any] | None, list[str]]] = {
         "ct-fp8-tensor": (fp8 | {"strategy": "tensor"}, fp8_token | {"strategy": "tensor", "dynamic": False}, ignore),
@@ -122,6 +124,11 @@ def write_compressed_tensors(out: Path) -> None:
             ignore if CONFIG.tie_word_embeddings else [],
         ),
         "ct-int4-channel": (int4 | {"strategy": "channel", "symmetric": False}, None, ignore),
+        "ct-nvfp4": (
+            fp4 | {"dynamic": False},
+            fp4 | {"dynamic": "local"},
+            ignore,
+        ),
         "ct-int8-weights": ({"num_bits": 8, "type": "int", "strategy": "group", "group_size": GROUP}, None, ignore),
     }
     for name, (weights, inputs, ignored) in schemes.items():
@@ -134,8 +141,13 @@ def write_compressed_tensors(out: Path) -> None:
         for module in model.modules():
             if getattr(module, "quantization_scheme", None) is None:
                 continue
-            blocks = split_blocks(module.weight, weights)
-            scales, zeros = calculate_qparams(blocks.amin((-1, -2)), blocks.amax((-1, -2)), args)
+            blocks, global_scale = split_blocks(module.weight, weights), None
+            if hasattr(module, "weight_global_scale"):
+                global_scale = generate_gparam(module.weight.amin(), module.weight.amax())
+                module.weight_global_scale.data.copy_(global_scale)
+                module.input_global_scale.data.fill_(100)
+            ranges = blocks.amin((-1, -2)), blocks.amax((-1, -2))
+            scales, zeros = calculate_qparams(*ranges, args, global_scale=global_scale)
             shape = module.weight_scale.shape
             module.weight_scale.data = scales.reshape(shape)
             if hasattr(module, "weight_zero_point"):
@@ -202,7 +214,7 @@ def split_blocks(weight: Tensor, args: dict[str, Any]) -> Tensor:
     rows, columns = weight.shape
     height, width = {
         "tensor": (rows, columns), "channel": (1, columns), "group": (1, args.get("group_size")),
-        "block": args.get("block_structure"),
+        "tensor_group": (1, args.get("group_size")), "block": args.get("block_structure"),
     }[args["strategy"]]  # fmt: skip
     padded = nn.functional.pad(weight, (0, -columns % width, 0, -rows % height))
     return padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width).transpose(1, 2)
@@ -396,6 +408,40 @@ def write_fbgemm(out: Path, source: Path) -> None:
     save(out / "fbgemm_fp8", "FBGEMM 71d6f8b229d9", model_config("bfloat16", quantization), state, dequantized)
 
 
+def write_modelopt(out: Path) -> None:
+    """Write one checkpoint in NVFP4 and one in FP8. ModelOpt describes the quantization in config.json, and in
+    hf_quant_config.json."""
+    from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
+    from modelopt.torch.quantization.qtensor.fp8_tensor import FP8QTensor
+    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+
+    for name, algorithm in (("modelopt-nvfp4", "NVFP4"), ("modelopt-fp8", "FP8")):
+        model = new_model(torch.bfloat16)
+        state, dequantized = dict(model.state_dict()), {}
+        for module, linear in linears(model).items():
+            weight = f"{module}.weight"
+            state[f"{module}.input_scale"] = torch.tensor(0.02)
+            if algorithm == "FP8":
+                packed, scale = FP8QTensor.quantize(linear.weight.data)
+                state |= {weight: packed._quantized_data, f"{weight}_scale": scale.float().reshape(())}
+                dequantized[weight] = packed.dequantize(torch.bfloat16, scale=scale.float().reshape(()))
+            else:
+                packed, scale, tensor_scale = NVFP4QTensor.quantize(linear.weight.data, 16)
+                state |= {weight: packed._quantized_data, f"{weight}_scale": scale, f"{weight}_scale_2": tensor_scale}
+                scales = {"scale": scale, "double_scale": tensor_scale, "block_sizes": {-1: 16}}
+                values = packed.dequantize(torch.float32, **scales).bfloat16()
+                # ModelOpt reads the code of -0 as 0.
+                dequantized[weight] = torch.copysign(values, linear.weight.data)
+            if module.endswith("k_proj"):
+                state |= {f"{module}.k_scale": torch.tensor(0.5)}
+        details = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*norm*"]}
+        details |= {"group_size": 16} if algorithm == "NVFP4" else {}
+        document = {"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": details}
+        config = model_config("bfloat16", convert_hf_quant_config_format(document))
+        save(out / name, "ModelOpt 0.47.0", config, state, dequantized)
+        (out / name / "hf_quant_config.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
 def namespace(source: Path, *packages: str) -> None:
     """Make packages importable without their `__init__` files."""
     for package in packages:
@@ -420,6 +466,7 @@ def main() -> None:
     writers: dict[str, Callable[..., None]] = {
         "compressed-tensors": write_compressed_tensors, "mxfp4": write_mxfp4, "actorder": write_actorder,
         "autoawq": write_autoawq, "autogptq": write_autogptq, "gptqmodel": write_gptqmodel, "fbgemm": write_fbgemm,
+        "modelopt": write_modelopt,
     }  # fmt: skip
     with torch.inference_mode():
         writers[arguments.writer](arguments.out, *([arguments.source] if arguments.source else []))

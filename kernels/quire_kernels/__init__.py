@@ -71,10 +71,11 @@ from quire_kernels.quantized_linear import (
     converts_fp8,
     has_kernel_for_shape,
     has_quantized_kernel,
+    pack_weight_codebook,
+    pack_weight_fp4,
     pack_weight_fp8,
     pack_weight_int4,
     pack_weight_int8,
-    pack_weight_mxfp4,
     quantized_linear,
     supports_int4,
 )

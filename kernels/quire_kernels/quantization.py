@@ -96,7 +96,7 @@ def int4_codebook() -> Tensor:
 
 @functools.cache
 def e2m1_codebook() -> Tensor:
-    """Return the values of the 16 MXFP4 codes: [16] bfloat16. The highest bit of a code is the sign."""
+    """Return the values of the 16 codes of MXFP4 and NVFP4: [16] bfloat16. The highest bit of a code is the sign."""
     magnitudes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.bfloat16)
     return torch.cat((magnitudes, -magnitudes))
 

@@ -6,6 +6,9 @@ There are these schemes, which have the same names as in vLLM:
 - w4a16: integers of 4 bits. Each group of inputs has a scale, and can have a zero point. If a weight was quantized when
   it was loaded, the compiled kernel of a CPU also quantizes the inputs of each group to 8 bits.
 - mxfp4: 4-bit floating point (E2M1). Each group of inputs has a scale, which is a power of 2.
+- nvfp4: 4-bit floating point (E2M1). Each group of inputs has a scale, which is any number.
+- codebook: codes of 4 bits. A table contains the value of each code, and each group of inputs has a scale. NF4 is an
+  example.
 - fp8: float8_e4m3fn. Either each row or each block of 128 x 128 numbers has a scale.
 - w8a16: integers of 8 bits. Each row has a scale.
 - w8a8: integers of 8 bits. Each row has a scale. The inputs of a token are also quantized to 8 bits, in groups of 64.
@@ -36,7 +39,8 @@ from quire_kernels.quantization import (
     to_sign_and_magnitude,
 )
 
-Scheme: TypeAlias = Literal["w8a8", "w8a16", "w4a16", "mxfp4", "fp8"]
+Scheme: TypeAlias = Literal["w8a8", "w8a16", "w4a16", "mxfp4", "nvfp4", "codebook", "fp8"]
+FOUR_BIT_SCHEMES: tuple[Scheme, ...] = ("w4a16", "mxfp4", "nvfp4", "codebook")
 
 PANEL_COLUMNS = 32
 """Number of output columns in a panel; csrc/tile.h calls it kColumns."""
@@ -79,7 +83,8 @@ class QuantizedWeight:
     of them are 8.
     """
     codebook: Tensor | None = None
-    """The value of each code in the panels, in bfloat16. None for w8a8, and for weights that are not in panels."""
+    """The value of each code. In panels, it is rounded to bfloat16; None for w8a8. If the weight is not in panels, this
+    is None for all schemes except codebook, and on the CPU."""
     struct: _Weight | None = None
     """The C struct that is passed to compiled kernels. It points to the tensors of this weight. None for w8a8, and for
     weights that are not in panels.
@@ -118,10 +123,12 @@ class QuantizedWeight:
         """Return the weight as float32 [out_features, in_features]."""
         assert self.scales is not None
         scales = expand_groups(self.scales.float(), self.group_size, self.shape[1])
-        if self.scheme not in ("w4a16", "mxfp4"):
+        if self.scheme not in FOUR_BIT_SCHEMES:
             return self.values.float() * scales
         codes = torch.stack((self.values & 15, self.values >> 4), 2).flatten(1)
-        codebook = int4_codebook() if self.scheme == "w4a16" else e2m1_codebook()
+        codebook = self.codebook
+        if codebook is None:
+            codebook = int4_codebook() if self.scheme == "w4a16" else e2m1_codebook()
         values = codebook.to(codes.device).float()[codes.long()]
         if self.zeros is not None:
             values -= expand_groups(self.zeros, self.group_size, self.shape[1]).float() - 8
@@ -247,22 +254,47 @@ def pack_weight_int4(
     return QuantizedWeight("w4a16", tuple(values.shape), _pack_pairs(values), group_size, scales, zeros)
 
 
-def pack_weight_mxfp4(
+def pack_weight_fp4(
     values: Tensor, scales: Tensor, arena: HugePageArena | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> QuantizedWeight:
-    """Return an MXFP4 weight for `linear`. Its codes are 4-bit floating-point numbers, and its scales are powers of 2.
+    """Return an MXFP4 or NVFP4 weight for `linear`. Its codes are 4-bit floating-point numbers.
 
     Args:
         values: [out_features, in_features] uint8, indices of `e2m1_codebook`.
-        scales: [out_features, groups] float8_e8m0fnu. All groups have the same number of inputs, which is a multiple of
-            4.
+        scales: [out_features, groups]. The scales of MXFP4 are float8_e8m0fnu, and those of NVFP4 are float32. All
+            groups have the same number of inputs, which is a multiple of 4.
         arena: allocates panels.
         dtype: dtype of the activations.
     """
+    scheme: Scheme = "mxfp4" if scales.dtype == torch.float8_e8m0fnu else "nvfp4"
     group_size, scales = _group_size(values, scales), scales.contiguous()
     if _has_kernel(values, dtype):
-        return _pack_codes("mxfp4", values, scales.float(), None, group_size, e2m1_codebook(), arena)
-    return QuantizedWeight("mxfp4", tuple(values.shape), _pack_pairs(values), group_size, scales)
+        return _pack_codes(scheme, values, scales.float(), None, group_size, e2m1_codebook(), arena)
+    return QuantizedWeight(scheme, tuple(values.shape), _pack_pairs(values), group_size, scales)
+
+
+def pack_weight_codebook(
+    values: Tensor,
+    scales: Tensor,
+    codebook: Tensor,
+    arena: HugePageArena | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> QuantizedWeight:
+    """Return a 4-bit weight for `linear`. The compiled kernel rounds the values of the codes to bfloat16.
+
+    Args:
+        values: [out_features, in_features] uint8, indices of `codebook`.
+        scales: [out_features, groups] float32. All groups have the same number of inputs, which is a multiple of 4.
+        codebook: value of each code, [16] float32.
+        arena: allocates panels.
+        dtype: dtype of the activations.
+    """
+    group_size, scales = _group_size(values, scales), scales.float().contiguous()
+    if _has_kernel(values, dtype):
+        return _pack_codes("codebook", values, scales, None, group_size, codebook.bfloat16(), arena)
+    packed = _pack_pairs(values)
+    return QuantizedWeight("codebook", tuple(values.shape), packed, group_size, scales, codebook=codebook)
 
 
 def _group_size(values: Tensor, scales: Tensor) -> int:
@@ -356,7 +388,7 @@ def _pack_codes(
     """Pack codes into the panels that csrc/codes.cpp reads. Scales are stored as float16 if that does not change their
     values.
     """
-    (out_features, in_features), bits = codes.shape, 4 if scheme in ("w4a16", "mxfp4") else 8
+    (out_features, in_features), bits = codes.shape, 4 if scheme in FOUR_BIT_SCHEMES else 8
     halves = scales.half()
     stored_scales = halves if torch.equal(halves.float(), scales) else scales
     group_bytes = PANEL_COLUMNS * (stored_scales.itemsize + (zeros is not None))

@@ -22,10 +22,11 @@ from quire_kernels import (
     embedding,
     linear,
     pack_weight,
+    pack_weight_codebook,
+    pack_weight_fp4,
     pack_weight_fp8,
     pack_weight_int4,
     pack_weight_int8,
-    pack_weight_mxfp4,
     paged_attention,
     qk_norm,
     quantize_fp8,
@@ -106,7 +107,11 @@ def _pack(scheme: str, weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
     quantizes, group_size = group_size.endswith("a8"), group_size.removesuffix("a8")
     codes, scales, zeros = quantize_int4(weight, int(group_size.removesuffix("s")) if group_size else in_features)
     if bits == "mxfp4":
-        return pack_weight_mxfp4(codes, scales.to(torch.float8_e8m0fnu), dtype=dtype)
+        return pack_weight_fp4(codes, scales.to(torch.float8_e8m0fnu), dtype=dtype)
+    if bits == "nvfp4":
+        return pack_weight_fp4(codes, scales, dtype=dtype)
+    if bits == "codebook":
+        return pack_weight_codebook(codes, scales, torch.linspace(-1, 1, 16).bfloat16().float(), dtype=dtype)
     zeros = None if group_size.endswith("s") else zeros
     return pack_weight_int4(codes, scales, zeros, dtype=dtype, int8_activations=quantizes)
 
@@ -129,6 +134,8 @@ def _pack(scheme: str, weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
         "int4/32a8",
         "int4/64sa8",
         "mxfp4/32",
+        "nvfp4/16",
+        "codebook/64",
     ],
 )
 def test_quantized_linear(scheme: str, out_features: int, in_features: int, num_tokens: int) -> None:

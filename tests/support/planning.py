@@ -56,6 +56,7 @@ QWEN_05B = QWEN_7B | {
     "vocab_size": 151936,
     "tie_word_embeddings": True,
 }
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 QWEN3_30B_A3B = QWEN_7B | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "hidden_size": 2048,
@@ -164,6 +165,7 @@ MODELS = {
     "qwen": checkpoint_info(QWEN_7B),
     "moe": checkpoint_info(QWEN3_30B_A3B),
     "moe-fp8": checkpoint_info(QWEN3_30B_A3B | {"quantization_config": {"quant_method": "fp8"}}, 31 * GIB),
+    "moe-nvfp4": checkpoint_info(QWEN3_30B_A3B | {"quantization_config": NVFP4}, 18 * GIB),
     "qwen-0.5b": checkpoint_info(QWEN_05B),
     "tiny": checkpoint_info(TINY),
     "gemma": checkpoint_info(GEMMA3_12B),

@@ -11,10 +11,10 @@ from quire_kernels import (
     ExpertActivation,
     ExpertWeights,
     QuantizedWeight,
+    pack_weight_fp4,
     pack_weight_fp8,
     pack_weight_int4,
     pack_weight_int8,
-    pack_weight_mxfp4,
     quantize_fp8,
     quantize_int4,
     quantize_int8,
@@ -24,7 +24,7 @@ from quire_kernels import (
 def _mxfp4(weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
     codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
     exponents = torch.randint(120, 124, (len(weight), weight.shape[1] // 32), dtype=torch.uint8)
-    return pack_weight_mxfp4(codes, exponents.view(torch.float8_e8m0fnu), dtype=dtype)
+    return pack_weight_fp4(codes, exponents.view(torch.float8_e8m0fnu), dtype=dtype)
 
 
 def _int4(weight: Tensor, dtype: torch.dtype, has_zeros: bool) -> QuantizedWeight:

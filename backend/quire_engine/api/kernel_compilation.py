@@ -29,10 +29,10 @@ from quire_engine.worker.warmup import compile_steps, dummy_span, set_block_tabl
 from quire_kernels import (
     MIN_CAPABILITY_FOR_FP8,
     LinearWeight,
+    pack_weight_fp4,
     pack_weight_fp8,
     pack_weight_int4,
     pack_weight_int8,
-    pack_weight_mxfp4,
 )
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, InvalidArgument
@@ -191,8 +191,10 @@ def empty_quantized_weight(scheme: WeightScheme, out_features: int, in_features:
     def values(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(out_features, in_features, dtype=dtype, device=_DEVICE)
 
+    if scheme.layout in ("nvfp4", "nvfp4_packed"):
+        return pack_weight_fp4(values(torch.uint8), scales)
     if scheme.layout == "mxfp4":
-        return pack_weight_mxfp4(values(torch.uint8), scales.to(torch.float8_e8m0fnu))
+        return pack_weight_fp4(values(torch.uint8), scales.to(torch.float8_e8m0fnu))
     if scheme.layout == "fp8":
         return pack_weight_fp8(values(torch.float8_e4m3fn), scales)
     if scheme.layout == "int8":

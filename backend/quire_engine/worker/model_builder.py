@@ -5,6 +5,7 @@ It determines the dtype and the quantization, and checks that there is enough fr
 weights.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from quire_engine.worker.device import check_free_memory, resolve_dtype, warn_of
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.quantization import resolve_quantization
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ def build_model(
     warn_of_slow_quantization(quantization, dtype, device)
     factory = ParamFactory(dtype, device, communicator, quantization)
     local_shape = shape if communicator is None else communicator.shard.local_config
+    if shape.quantization is not None and shape.quantization.drops_fp4_inputs:
+        logger.info("inputs of 4 bits are not supported; only the weights are quantized")
     checkpoint = None if shape.quantization is None else QuantizedTensors(TensorFiles(folder), shape.quantization)
     quantized_bytes = None if checkpoint is None else checkpoint.files.num_bytes
     check_free_memory(config, local_shape, factory.dtype, device, quantized_bytes)

@@ -25,6 +25,7 @@ from quire_spec.model.checkpoint_documents import (
     parse_header,
     parse_index,
 )
+from quire_spec.model.quantization import MODELOPT_FILE, with_modelopt_file
 from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length
 
 EXIT_PERMANENT_FAILURE = 2
@@ -63,6 +64,8 @@ def termination_message(folder: Path) -> str:
     config = _parse(config_file, _read(config_file, MAX_CONFIG_BYTES), parse_config)
     if config is None:
         raise ConfigError(f"{folder}: config.json does not exist; give the folder of a Hugging Face model")
+    modelopt_file = folder / MODELOPT_FILE
+    config = with_modelopt_file(config, _parse(modelopt_file, _read(modelopt_file, MAX_CONFIG_BYTES), parse_config))
     if isinstance(config, dict):
         config = {key: value for key, value in config.items() if key not in _OMITTED_CONFIG_KEYS}
     index = _parse(index_file, _read(index_file, MAX_INDEX_BYTES), parse_index)

@@ -50,7 +50,7 @@ EXIT_PERMANENT_FAILURE = 2
 CONFIG_FILE, INDEX_FILE, SINGLE_WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 OPTIONAL_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "chat_template.json", "model.sig",
+    "chat_template.jinja", "chat_template.json", "model.sig", "hf_quant_config.json",
     *(name for _, names in tokenizer_files.FORMATS for name in names if name != "tokenizer.json"),
     MODULES_FILE,
 )  # fmt: skip

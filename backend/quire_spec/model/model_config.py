@@ -20,7 +20,12 @@ from quire_spec.model.attention.linear_attention_config import LinearAttentionCo
 from quire_spec.model.hf_config import HFConfigReader
 from quire_spec.model.layer_variants import LayerVariants
 from quire_spec.model.moe_config import MoEConfig
-from quire_spec.model.quantization import QuantizationScheme
+from quire_spec.model.quantization import (
+    MODELOPT_FILE,
+    QUANTIZATION_KEYS,
+    QuantizationScheme,
+    with_modelopt_file,
+)
 from quire_spec.model.rope_config import RopeConfig
 
 # Models and adapters build tables for each layer. This limit bounds their number, because config.json is untrusted
@@ -33,8 +38,7 @@ _ENCODER = re.compile(
     r"|New|Gemma3Text|T5Encoder)(Model|For[A-Z]\w*)"
 )
 """Architectures of models for embeddings and scores that are not decoders."""
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-_KEYS_OF_WHOLE_MODEL = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", *_QUANTIZATION_KEYS)
+_KEYS_OF_WHOLE_MODEL = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", *QUANTIZATION_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,9 +309,11 @@ class ModelConfig:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read `folder`/config.json. Raises ConfigError if the file cannot be read, or if `from_config` rejects its
-        content."""
-        return cls.from_config(read_json(folder / "config.json"))
+        """Read `folder`/config.json, and MODELOPT_FILE if it exists. Raises ConfigError if a file cannot be read, or if
+        `from_config` rejects its content."""
+        modelopt = folder / MODELOPT_FILE
+        document = read_json(modelopt) if modelopt.is_file() else None
+        return cls.from_config(with_modelopt_file(read_json(folder / "config.json"), document))
 
     @classmethod
     def _from_hf_config(cls, config: HFConfigReader, architecture: str, architecture_info: Architecture) -> Self:
@@ -365,7 +371,7 @@ class ModelConfig:
             if architecture_info.uses_state is not None
             else None,
             dtype=config.get_str("dtype", config.get_str("torch_dtype", "float32")),
-            quantization=QuantizationScheme.from_hf_config(config.get_section(*_QUANTIZATION_KEYS)),
+            quantization=QuantizationScheme.from_hf_config(config.get_section(*QUANTIZATION_KEYS)),
             eos_token_ids=config.get_token_ids("eos_token_id"),
             mla=mla,
             variants=variants,

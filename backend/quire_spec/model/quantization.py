@@ -7,7 +7,9 @@ The package `weights/quantized/` of the engine reads the tensors. The planner ch
 matches the method. The methods, formats and keys have the names that quantization tools write into checkpoints.
 """
 
+import fnmatch
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,6 +17,12 @@ from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
 from quire_spec.model.hf_config import HFConfigReader
 
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""Keys of config.json that describe the quantization. The second one is the key of old releases of
+compressed-tensors."""
+MODELOPT_FILE = "hf_quant_config.json"
+"""File in which ModelOpt describes the quantization. Old releases wrote only this file, and no section of
+config.json."""
 FP8_BLOCK = (128, 128)
 """Size of a block of float8_e4m3fn weights, as a number of output features and a number of input features. The kernels
 support only this block size."""
@@ -25,10 +33,22 @@ LAYOUT_BY_FORMAT = {
     ("int-quantized", "int", 8): "int8",
     ("pack-quantized", "int", 4): "packed",
     ("pack-quantized", "int", 8): "packed",
+    ("nvfp4-pack-quantized", "float", 4): "nvfp4_packed",
 }
 """The key is the format, the type and the number of bits of a compressed-tensors group. The value is the layout of the
 group's tensors."""
 _STRATEGIES = ("tensor", "channel", "group", "block")
+NVFP4_GROUP = 16
+"""Number of input features that share a scale in NVFP4."""
+_MODELOPT_SCHEMES = {
+    "FP8": ("fp8", 8, "tensor", None, True),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8", 8, "channel", None, True),
+    "FP8_PB_WO": ("fp8", 8, "block", FP8_BLOCK, False),
+    "NVFP4": ("nvfp4", 4, "group", (1, NVFP4_GROUP), True),
+    "W4A16_NVFP4": ("nvfp4", 4, "group", (1, NVFP4_GROUP), False),
+}
+"""Maps quant_algo of ModelOpt to a layout, bits, a strategy, a block, and whether inputs are quantized."""
+_MIXED = "MIXED_PRECISION"
 _MAX_PATTERN_LENGTH = 1000
 _LINEAR_CLASS = "Linear"
 
@@ -38,7 +58,8 @@ class WeightScheme:
     """Describes how the quantized weights of some linear layers are stored."""
 
     layout: str
-    """Format that defines which tensors there are and how they are arranged: fp8, int8, packed, awq, gptq or mxfp4."""
+    """Format that defines which tensors there are and how they are arranged: fp8, int8, packed, awq, gptq, mxfp4, nvfp4
+    (of ModelOpt) or nvfp4_packed (of compressed-tensors)."""
     num_bits: int
     strategy: str
     """Which weights share a scale.
@@ -66,6 +87,14 @@ class WeightScheme:
         if self.layout == "int8":
             return self.block is None
         return self.num_bits == 4
+
+    @property
+    def memory_percent(self) -> int:
+        """How many bytes the weights need in memory if they stay quantized, as a percentage of their bytes in the
+        files."""
+        # The engine stores more scales than the files contain. A float8_e4m3fn block has one scale in the files, but
+        # one scale for each of its rows in memory. A scale of NVFP4 has one byte in the files, and four in memory.
+        return 134 if self.layout in ("nvfp4", "nvfp4_packed") else 104
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +125,8 @@ class QuantizationScheme:
         method = config.get_str("quant_method", "compressed-tensors" if "config_groups" in config else None)
         if method not in _PARSERS:
             raise config.error("quant_method", method, f"one of {', '.join(_PARSERS)}")
+        if method == "modelopt" and "quantization" in config:
+            config = config.get_section("quantization")
         groups = _PARSERS[method](config)
         ignore_key = next((key for key in _IGNORE_KEYS if key in config), _IGNORE_KEYS[0])
         ignore = config.get_str_list(ignore_key) if ignore_key in config else ()
@@ -112,19 +143,29 @@ class QuantizationScheme:
         needs_order = tensor_parallel_size > 1 or has_experts
         return all(scheme.has_kernel and not (scheme.has_act_order and needs_order) for _, scheme in self.groups)
 
+    @property
+    def memory_percent(self) -> int:
+        """See WeightScheme. The largest value of all groups."""
+        return max(scheme.memory_percent for _, scheme in self.groups)
+
+    @property
+    def drops_fp4_inputs(self) -> bool:
+        """Whether config.json requires 4-bit inputs for some layers. The engine does not quantize inputs to 4 bits."""
+        return any(scheme.num_bits == 4 and scheme.has_quantized_inputs for _, scheme in self.groups)
+
     def scheme_of(self, module: str) -> WeightScheme:
         """Return the scheme of `module`. `module` is the name of a module that has quantized tensors in the checkpoint.
 
         Raises:
             ConfigError: according to config.json, the module is not quantized.
         """
-        if any(_matches(pattern, module, is_exact=self.method == "compressed-tensors") for pattern in self.ignore):
+        if any(_is_ignored(pattern, module, self.method) for pattern in self.ignore):
             raise ConfigError(
                 f"config.json: quantization_config: {self.ignore_key}: contains {module}, but the checkpoint "
                 "has quantized tensors of this module; remove the entry"
             )
         for targets, scheme in self.groups:
-            if any(target != _LINEAR_CLASS and _matches(target, module, is_exact=True) for target in targets):
+            if any(target != _LINEAR_CLASS and _matches(target, module) for target in targets):
                 return scheme
         for targets, scheme in self.groups:
             if _LINEAR_CLASS in targets:
@@ -135,15 +176,22 @@ class QuantizationScheme:
         )
 
 
-_IGNORE_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
+_IGNORE_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
 
 
-def _matches(pattern: str, module: str, *, is_exact: bool) -> bool:
-    """Return whether `pattern` selects `module`. `pattern` is a name, or starts with `re:`. If `is_exact` is False, the
-    name can also be a part of the module's name."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return module == pattern or (not is_exact and f".{pattern}." in f".{module}.")
+def _matches(pattern: str, module: str) -> bool:
+    """Return whether `pattern` selects `module`. `pattern` is a name, or starts with `re:`."""
+    return module == pattern or (pattern.startswith("re:") and re.match(pattern[3:], module) is not None)
+
+
+def _is_ignored(pattern: str, module: str, method: str) -> bool:
+    """Return whether a pattern of modules that are not quantized selects `module`. In ModelOpt, the pattern can contain
+    wildcards. In other methods, except compressed-tensors, it can be a part of the module's name."""
+    if _matches(pattern, module):
+        return True
+    if method == "modelopt":
+        return fnmatch.fnmatchcase(module, pattern)
+    return method != "compressed-tensors" and f".{pattern}." in f".{module}."
 
 
 def _check_pattern(config: HFConfigReader, pattern: str) -> None:
@@ -246,12 +294,12 @@ def _parse_group(config: HFConfigReader, group: HFConfigReader) -> tuple[tuple[s
         raise config.error("format", f"{format_name} with {kind} {bits}", f"one of {known}")
     default = "group" if "group_size" in weights and weights.get_raw("group_size") != -1 else "channel"
     strategy = weights.get_str("strategy", default)
-    _require(weights, "strategy", strategy, _STRATEGIES)
+    _require(weights, "strategy", strategy, ("tensor_group",) if layout == "nvfp4_packed" else _STRATEGIES)
     is_symmetric = weights.get_bool("symmetric", True)
     if layout != "packed" and not is_symmetric:
         raise weights.error("symmetric", False, f"true with format {format_name} (only pack-quantized supports false)")
     block = None
-    if strategy == "group":
+    if strategy in ("group", "tensor_group"):
         block = (1, weights.get_int("group_size"))
     elif strategy == "block":
         block = _get_block(weights, "block_structure")
@@ -259,6 +307,28 @@ def _parse_group(config: HFConfigReader, group: HFConfigReader) -> tuple[tuple[s
     has_quantized_inputs = not group.get_section("input_activations").is_empty
     scheme = WeightScheme(layout, bits, strategy, block, not is_symmetric, act_order, has_quantized_inputs)
     return group.get_str_list("targets"), scheme
+
+
+def _parse_modelopt(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
+    algorithm = config.get_str("quant_algo").upper()
+    if algorithm != _MIXED:
+        return _for_all(_modelopt_scheme(config, algorithm))
+    layers = config.get_section("quantized_layers")
+    if layers.is_empty:
+        raise config.error("quantized_layers", {}, "an object with the layers that are quantized")
+    targets: dict[WeightScheme, list[str]] = {}
+    for name in layers:
+        layer = layers.get_section(name)
+        targets.setdefault(_modelopt_scheme(layer, layer.get_str("quant_algo").upper()), []).append(name)
+    return tuple((tuple(names), scheme) for scheme, names in targets.items())
+
+
+def _modelopt_scheme(config: HFConfigReader, algorithm: str) -> WeightScheme:
+    _require(config, "quant_algo", algorithm, tuple(_MODELOPT_SCHEMES))
+    layout, bits, strategy, block, has_quantized_inputs = _MODELOPT_SCHEMES[algorithm]
+    if layout == "nvfp4" and "group_size" in config:
+        _require(config, "group_size", config.get_int("group_size"), (NVFP4_GROUP,))
+    return WeightScheme(layout, bits, strategy, block, has_quantized_inputs=has_quantized_inputs)
 
 
 def _get_block(config: HFConfigReader, key: str) -> tuple[int, int]:
@@ -280,8 +350,28 @@ _PARSERS = {
     "awq": _parse_awq,
     "gptq": _parse_gptq,
     "mxfp4": _parse_mxfp4,
+    "modelopt": _parse_modelopt,
 }
 assert tuple(_PARSERS) == capabilities.CHECKPOINT_QUANTIZATIONS
+
+
+def with_modelopt_file(config: Any, document: Any) -> Any:
+    """Return the parsed config.json with the content of MODELOPT_FILE as `quantization_config`.
+
+    Args:
+        config: the parsed config.json. If it describes its quantization or is not an object, it is returned unchanged.
+        document: the parsed MODELOPT_FILE; None if it does not exist.
+    """
+    if document is None or not needs_modelopt_file(config):
+        return config
+    fields = document if isinstance(document, Mapping) else {"quantization": document}
+    return {**config, QUANTIZATION_KEYS[0]: {**fields, "quant_method": "modelopt"}}
+
+
+def needs_modelopt_file(config: Any) -> bool:
+    """Return whether the parsed config.json lacks a description of the quantization, so that MODELOPT_FILE can contain
+    it."""
+    return isinstance(config, Mapping) and not any(config.get(key) for key in QUANTIZATION_KEYS)
 
 
 def resolve_quantization(quantization: str | None, scheme: QuantizationScheme | None) -> str | None:

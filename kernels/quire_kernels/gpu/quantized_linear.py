@@ -22,7 +22,7 @@ from torch import Tensor
 from quire_kernels.gpu.launch_math import cdiv
 from quire_kernels.linear import linear
 from quire_kernels.quantization import FP8, FP8_MAX
-from quire_kernels.quantized_linear import QuantizedWeight, converts_fp8
+from quire_kernels.quantized_linear import FOUR_BIT_SCHEMES, QuantizedWeight, converts_fp8
 from quire_kernels.quantized_linear import quantized_linear as reference_op
 
 _SMALL_TOKENS = 16
@@ -50,7 +50,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, re
     if is_fp8 and _supports_scaled_mm(x, weight):
         return _scaled_mm(x, weight, bias, residual)
     (num_tokens, in_features), out_features = x.shape, weight.shape[0]
-    if num_tokens >= _DEQUANTIZE_TOKENS[4 if weight.scheme in ("w4a16", "mxfp4") else 8]:
+    if num_tokens >= _DEQUANTIZE_TOKENS[4 if weight.scheme in FOUR_BIT_SCHEMES else 8]:
         return linear(x, dequantize_weight(weight, x.dtype), bias, residual)
     assert x.stride(1) == 1
     out = x.new_empty(num_tokens, out_features) if residual is None else residual
@@ -88,8 +88,11 @@ def arguments_of(weight: QuantizedWeight) -> tuple[tuple[Tensor | None, ...], di
     # The interpreter cannot load 8-bit floating point where a mask is false.
     values = weight.values.view(torch.uint8) if weight.scheme == "fp8" else weight.values
     scales = weight.scales.view(torch.uint8) if weight.scales.dtype == torch.float8_e8m0fnu else weight.scales
-    codes = {"w4a16": "int4", "mxfp4": "e2m1", "fp8": "e4m3"}.get(weight.scheme, "int8")
-    bits = 4 if codes in ("int4", "e2m1") else 8
+    codes: Any = {"w4a16": "int4", "mxfp4": "e2m1", "nvfp4": "e2m1", "fp8": "e4m3"}.get(weight.scheme, "int8")
+    if weight.scheme == "codebook":
+        assert weight.codebook is not None
+        codes = tuple(weight.codebook.tolist())
+    bits = 4 if weight.scheme in FOUR_BIT_SCHEMES else 8
     group, num_inputs = weight.group_size, BYTES * 8 // bits
     if group >= weight.shape[1] or group % num_inputs == 0:
         num_groups = 1
@@ -254,7 +257,7 @@ def dequantize(codes, part: tl.constexpr, scale, zero, GROUPS: tl.constexpr, COD
     """Return the weights of a tile in float32.
 
     Args:
-        codes: bytes [inputs, columns]. CODES is int4, e2m1, int8 or e4m3.
+        codes: bytes [inputs, columns]. CODES is int4, e2m1, int8 or e4m3, or it contains the values of 16 codes.
         part: for 4 bits, which half of each byte: 0 for the lower half, 1 for the upper half.
         scale: [GROUPS, columns], float32 or uint8. The uint8 values are exponents of 2 with a bias of 127 (E8M0). The
             rows of a group are adjacent.
@@ -273,6 +276,11 @@ def dequantize(codes, part: tl.constexpr, scale, zero, GROUPS: tl.constexpr, COD
         weight = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
     elif CODES == "e4m3":
         weight = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif CODES != "int8":
+        code = (codes >> (4 * part)) & 15
+        weight = tl.zeros(codes.shape, dtype=tl.float32)
+        for i in tl.static_range(16):
+            weight = tl.where(code == i, CODES[i], weight)
     else:
         weight = codes.to(tl.float32)
     INPUTS: tl.constexpr = codes.shape[0]

@@ -32,6 +32,7 @@ from quire_spec.model.checkpoint_documents import (
     parse_header,
     parse_index,
 )
+from quire_spec.model.quantization import MODELOPT_FILE, needs_modelopt_file, with_modelopt_file
 from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length
 
 T = TypeVar("T")
@@ -90,6 +91,9 @@ async def read_checkpoint(
     if config_data is None:
         path = reader.display_name(CONFIG_FILE)
         raise ConfigError(f"{path}: does not exist; give the folder of a Hugging Face model")
+    modelopt_data = None
+    if needs_modelopt_file(_parse(reader, CONFIG_FILE, parse_config, config_data)):
+        modelopt_data = await _read(reader, MODELOPT_FILE, MAX_CONFIG_BYTES)
     index_data = await _read(reader, INDEX_FILE, MAX_INDEX_BYTES)
     header_data = await _read_header(reader) if index_data is None else None
     # Parsed documents need much more memory than their text. They exist only until the next `await`, and therefore only
@@ -97,6 +101,7 @@ async def read_checkpoint(
     index = _parse(reader, INDEX_FILE, parse_index, index_data)
     header = _parse(reader, WEIGHTS_FILE, parse_header, header_data)
     config = _parse(reader, CONFIG_FILE, parse_config, config_data)
+    config = with_modelopt_file(config, _parse(reader, MODELOPT_FILE, parse_config, modelopt_data))
     try:
         parsed = parse(config, index, header)
     except ConfigError as error:

@@ -28,10 +28,6 @@ MAX_DEFAULT_CONTEXT = 32768
 MIN_DEFAULT_CONTEXT = 4096
 """Smallest maxModelLen that the planner chooses, unless the model's limit is smaller."""
 
-_QUANTIZED_PERCENT = 104
-"""Quantized weights need this number of bytes in memory for 100 bytes in the files. The engine stores more scales than
-the files contain: a float8_e4m3fn block has one scale in the files, but one scale for each of its rows in memory."""
-
 
 def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
     """Return the tensor-parallel sizes (numbers of GPUs) that the spec, the model and the engine allow.
@@ -301,7 +297,7 @@ def loaded_weights_bytes(inputs: PlannerInputs, tp: int) -> int:
         has_kernels = quantization.has_kernels(tp, has_experts=inputs.model.shape.moe is not None)
         stays_quantized = device in capabilities.QUANTIZED_KERNEL_DEVICES and has_kernels
         if stays_quantized and (device != "cpu" or inputs.engine.dtype == "bfloat16"):
-            return inputs.model.weights_bytes * _QUANTIZED_PERCENT // 100
+            return inputs.model.weights_bytes * quantization.memory_percent // 100
         return memory_sizing.weights_bytes(inputs.model.shape, element_bytes(inputs))
     return inputs.model.weights_bytes * element_bytes(inputs) // capabilities.DTYPE_BYTES.get(inputs.model.dtype, 2)
 

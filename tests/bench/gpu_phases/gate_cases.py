@@ -352,7 +352,7 @@ def quantized_experts(card: Card, name: str, sizes: tuple[int, int, int], dtype:
         codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, device=card.device)
         exponents = torch.full((rows, columns // 32), 121, dtype=torch.uint8, device=card.device)
         # float32 selects the layout of a GPU in the rehearsal on a CPU, too.
-        return ops.pack_weight_mxfp4(codes, exponents.view(torch.float8_e8m0fnu), dtype=torch.float32)
+        return ops.pack_weight_fp4(codes, exponents.view(torch.float8_e8m0fnu), dtype=torch.float32)
 
     gate_up, down = pack(num_experts * 2 * inner, hidden), pack(num_experts * hidden, inner)
     return ops.ExpertWeights(gate_up, down, None, None, "silu")

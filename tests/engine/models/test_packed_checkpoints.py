@@ -16,6 +16,7 @@ from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from quire_engine.distributed.communicator import Communicator
+from quire_engine.weights.tensor_files import TensorFiles
 from quire_kernels import QuantizedWeight, linear, quantized_linear
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
@@ -51,6 +52,8 @@ def test_logits_equal_those_of_the_dequantized_weights(name, tmp_path):
     assert isinstance(model.lm_head.weight, QuantizedWeight) == (name in QUANTIZED_HEADS)
     assert all((linear.input_order is not None) == (name in ACT_ORDER) for linear in linears)
     assert model.num_bytes < load_model(dequantized, torch.bfloat16).num_bytes or name in NOT_PACKED
+    if name not in NOT_PACKED:  # a plan counts at least the bytes in memory
+        assert model.num_bytes <= TensorFiles(FOLDER / name).num_bytes * model.shape.quantization.memory_percent / 100
 
 
 @torch.inference_mode()

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from quire_kernels import (
     QuantizedWeight,
+    pack_weight_codebook,
+    pack_weight_fp4,
     pack_weight_fp8,
     pack_weight_int4,
     pack_weight_int8,
@@ -32,6 +34,12 @@ def _fp8_blocks(weight: Tensor) -> QuantizedWeight:
     return pack_weight_fp8(quantize_fp8(weight)[0], scales, dtype=torch.float32)
 
 
+def _codes4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return random codes of 4 bits, and the scales of groups of 16."""
+    rows, columns = weight.shape
+    return torch.randint(0, 16, (rows, columns), dtype=torch.uint8), torch.rand(rows, columns // 16) / 8
+
+
 SCHEMES: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int4, groups of 32": lambda weight: _int4(weight, 32),
     "int4, one group": lambda weight: _int4(weight, weight.shape[1]),
@@ -39,6 +47,8 @@ SCHEMES: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int8": lambda weight: pack_weight_int8(*quantize_int8(weight), dtype=torch.float32, weight_only=True),
     "fp8": lambda weight: pack_weight_fp8(*quantize_fp8(weight), dtype=torch.float32),
     "fp8, blocks": _fp8_blocks,
+    "nvfp4": lambda weight: pack_weight_fp4(*_codes4(weight), dtype=torch.float32),
+    "codebook": lambda weight: pack_weight_codebook(*_codes4(weight), torch.randn(16), dtype=torch.float32),
 }
 
 

@@ -217,6 +217,8 @@ def test_all_experts_count_as_weights():
     assert plan_for("moe", H100).bytes.weights == pytest.approx(1.01 * 2 * 30_532_122_624, rel=1e-3)
     # They stay quantized.
     assert plan_for("moe-fp8", H100).bytes.weights == pytest.approx(1.01 * 1.04 * 31 * GIB, rel=1e-3)
+    # Their scales are larger in memory than in the files.
+    assert plan_for("moe-nvfp4", H100).bytes.weights == pytest.approx(1.01 * 1.34 * 18 * GIB, rel=1e-3)
     at_load = "lora: {maxLoaded: 0}\nengine: {quantization: int8}"
     assert plan_for("moe", H100, at_load).bytes.weights == plan_for("moe", H100).bytes.weights
 

@@ -6,10 +6,11 @@ import pytest
 from quire_spec.errors import ConfigError
 from quire_spec.model.capabilities import CHECKPOINT_QUANTIZATIONS, QUANTIZATIONS
 from quire_spec.model.hf_config import HFConfigReader
-from quire_spec.model.quantization import QuantizationScheme, WeightScheme, resolve_quantization
+from quire_spec.model.quantization import QuantizationScheme, WeightScheme, resolve_quantization, with_modelopt_file
 
 LAYER = "model.layers.0.mlp.down_proj"
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+NVFP4 = "nvfp4-pack-quantized"
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 
 
@@ -55,6 +56,26 @@ CONFIGS = {
         {"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
         WeightScheme("gptq", 8, "channel", has_zeros=True),
     ),
+    "compressed nvfp4": (
+        _compressed({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}, NVFP4),
+        WeightScheme("nvfp4_packed", 4, "tensor_group", (1, 16)),
+    ),
+    "modelopt nvfp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head", "*.gate"]},
+        WeightScheme("nvfp4", 4, "group", (1, 16), has_quantized_inputs=True),
+    ),
+    "modelopt fp8, as in hf_quant_config.json": (
+        {"quant_method": "modelopt", "producer": {}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["x"]}},
+        WeightScheme("fp8", 8, "tensor", has_quantized_inputs=True),
+    ),
+    "modelopt, mixed": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {LAYER: {"quant_algo": "W4A16_NVFP4", "group_size": 16}, "a": {"quant_algo": "FP8"}},
+        },
+        WeightScheme("nvfp4", 4, "group", (1, 16)),
+    ),
     "mxfp4": (
         {"quant_method": "mxfp4", "modules_to_not_convert": ["x"]},
         WeightScheme("mxfp4", 4, "group", (1, 32)),
@@ -92,6 +113,24 @@ def test_a_named_target_precedes_the_class():
             scheme.scheme_of(ignored)
 
 
+@pytest.mark.parametrize("pattern", ["model.layers.0*", "*down_proj", LAYER])
+def test_patterns_of_modelopt_select_modules(pattern):
+    scheme = _read({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": [pattern]})
+    assert scheme.scheme_of("model.layers.1.mlp.up_proj").layout == "fp8"
+    with pytest.raises(ConfigError, match=rf"exclude_modules: contains {LAYER}, but"):
+        scheme.scheme_of(LAYER)
+
+
+def test_the_file_of_modelopt_replaces_a_missing_section_only():
+    document = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    config = with_modelopt_file({"hidden_size": 1}, document)
+    assert _read(config["quantization_config"]).scheme_of(LAYER).layout == "nvfp4"
+    described = {"quantization_config": {"quant_method": "awq"}}
+    assert with_modelopt_file(described, document) is described and with_modelopt_file([], document) == []
+    with pytest.raises(ConfigError, match=r"quantization: expected an object, got \[\]"):
+        _read(with_modelopt_file({}, [])["quantization_config"])
+
+
 def test_quantization_must_match_the_checkpoint():
     awq = _read({"quant_method": "awq", "bits": 4, "group_size": 128})
     assert [resolve_quantization(name, None) for name in (None, *QUANTIZATIONS)] == [None, *QUANTIZATIONS]
@@ -104,7 +143,7 @@ def test_quantization_must_match_the_checkpoint():
 
 
 ERRORS = {
-    "method": ({"quant_method": "bitsandbytes"}, "quant_method: must be one of fp8, .*, mxfp4, got 'bitsandbytes'"),
+    "method": ({"quant_method": "bitsandbytes"}, "quant_method: must be one of fp8, .*, modelopt, got 'bitsandbytes'"),
     "bits": ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits: must be 4 or 8, got 3"),
     "group": ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size: must be a positive integer, got 0"),
     "version": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: must be gemm, got 'gemv'"),
@@ -120,7 +159,10 @@ ERRORS = {
     "activations": ({"quant_method": "fp8", "activation_scheme": "x"}, "activation_scheme: must be dynamic or static"),
     "block": ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size: .* 2 positive integers, got"),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt: must be e4m3 or"),
-    "format": (_compressed(format_name="nvfp4-pack-quantized"), "format: must be one of .*pack-quantized with int 4"),
+    "format": (_compressed(format_name=NVFP4), f"format: must be one of .*{NVFP4} with float 4, got '{NVFP4} with int"),
+    "nvfp4 groups": (_compressed({"num_bits": 4, "type": "float", "group_size": 16}, NVFP4), "must be tensor_group"),
+    "algorithm": ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo: must be FP8 or .*'NVFP4_AWQ'"),
+    "no layers": ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers: must be an object"),
     "int3": (_compressed(INT4 | {"num_bits": 3}), "format: must be .*got 'pack-quantized with int 3'"),
     "strategy": (_compressed(INT4 | {"strategy": "tensor_group"}), "weights: strategy: must be tensor or channel or"),
     "asymmetric": (_compressed(FP8 | {"symmetric": False}, "float-quantized"), "weights: symmetric: must be true"),

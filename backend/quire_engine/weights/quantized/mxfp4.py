@@ -97,7 +97,9 @@ class MXFP4Tensor:
         blocks = slice(columns.start // BLOCK_SIZE, -(-columns.stop // BLOCK_SIZE))
         index = (expert, slice(rows.start, rows.stop), blocks)
         scales = self._scales[index].contiguous().view(torch.float8_e8m0fnu)
-        return WeightCodes(decode_mxfp4(self._blocks[index]), scales, None, (1, BLOCK_SIZE), 4, is_e2m1=True)
+        return WeightCodes(
+            decode_mxfp4(self._blocks[index]), scales, None, (1, BLOCK_SIZE), 4, codebook=mxfp4_values(torch.float32)
+        )
 
 
 @dataclass(frozen=True, slots=True)

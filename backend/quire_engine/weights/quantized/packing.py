@@ -6,7 +6,7 @@ files.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,14 +22,16 @@ from quire_kernels import (
     LinearWeight,
     QuantizedWeight,
     converts_fp8,
+    e2m1_codebook,
     has_experts_kernel,
     has_kernel_for_shape,
     has_quantized_kernel,
     pack_weight,
+    pack_weight_codebook,
+    pack_weight_fp4,
     pack_weight_fp8,
     pack_weight_int4,
     pack_weight_int8,
-    pack_weight_mxfp4,
 )
 from quire_spec.model.quantization import FP8_BLOCK
 
@@ -128,7 +130,7 @@ def _pad(codes: WeightCodes, num_rows: int) -> WeightCodes:
     values = torch.zeros(num_rows, codes.values.shape[1], dtype=torch.uint8).view(codes.values.dtype)
     grid = torch.zeros(num_rows, codes.scales.shape[1])
     zeros = None if codes.zeros is None else grid.to(codes.zeros.dtype)
-    return WeightCodes(values, grid, zeros, codes.block, codes.num_bits, codes.groups)
+    return replace(codes, values=values, scales=grid.to(codes.scales.dtype), zeros=zeros)
 
 
 def _pack_codes(
@@ -148,8 +150,10 @@ def _pack_codes(
         return pack_weight_int8(values, scales, arena, dtype=dtype, weight_only=not is_w8a8)
     if codes.num_bits != 4 or codes.block[1] % 4 or num_groups * codes.block[1] != values.shape[1]:
         return None
-    if codes.is_e2m1:
-        return pack_weight_mxfp4(values, scales, arena, dtype=dtype)
+    if codes.codebook is not None:
+        if torch.equal(codes.codebook, e2m1_codebook().float()):
+            return pack_weight_fp4(values, scales, arena, dtype=dtype)
+        return pack_weight_codebook(values, scales, codes.codebook, arena, dtype=dtype)
     zeros = None if codes.zeros is None else codes.zeros.to(device)
     return pack_weight_int4(values, scales, zeros, arena, dtype=dtype)
 

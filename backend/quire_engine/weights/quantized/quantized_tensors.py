@@ -4,6 +4,7 @@
 from quire_engine.weights.quantized.awq import AWQTensor
 from quire_engine.weights.quantized.gptq import GPTQTensor
 from quire_engine.weights.quantized.mxfp4 import MXFP4Tensor
+from quire_engine.weights.quantized.nvfp4 import NVFP4Tensor, PackedNVFP4Tensor
 from quire_engine.weights.quantized.pack_quantized import PackQuantizedTensor
 from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
 from quire_engine.weights.quantized.scaled import FP8Tensor, Int8Tensor
@@ -17,6 +18,8 @@ _CLASS_BY_LAYOUT: dict[str, type[QuantizedTensor]] = {
     "packed": PackQuantizedTensor,
     "awq": AWQTensor,
     "gptq": GPTQTensor,
+    "nvfp4": NVFP4Tensor,
+    "nvfp4_packed": PackedNVFP4Tensor,
 }
 _WEIGHT = ".weight"
 _PACKED_MARKERS = (".qweight", ".weight_packed")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads weights that are stored as float8_e4m3fn or int8, without packing.
 
-It reads `fp8`, `fbgemm_fp8`, and three formats of compressed-tensors: float-quantized, int-quantized and
-naive-quantized. The name of the scale is `weight_scale`, or `weight_scale_inv` in the format of DeepSeek. In both
-cases, the values must be multiplied by the scale.
+It reads `fp8`, `fbgemm_fp8`, the FP8 formats of ModelOpt, and three formats of compressed-tensors: float-quantized,
+int-quantized and naive-quantized. The name of the scale is `weight_scale`, or `weight_scale_inv` in the format of
+DeepSeek. In both cases, the values must be multiplied by the scale.
 """
 
 from collections.abc import Mapping
@@ -40,6 +40,8 @@ class ScaledTensor(QuantizedTensor):
         else:
             self._block = scheme.block
             grid = (-(-rows // self._block[0]), -(-columns // self._block[1]))
+            if found == (grid[0], 1, grid[1], 1):
+                grid = found  # as ModelOpt writes it
         scales = self.scales_slice(grid, _SCALE_DTYPES)
         self._scales = scales[...].float().reshape(-(-rows // self._block[0]), -(-columns // self._block[1]))
         if scheme.block is not None or self._scales.shape[0] > 1:

@@ -9,8 +9,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from quire_kernels import e2m1_codebook
-
 _MIN_GROUP = 8
 """The smallest group size that the kernels support, as a number of input features."""
 
@@ -26,7 +24,7 @@ class WeightCodes:
     """The codes. Their shape is [out_features, in_features], and their dtype is int8, uint8 or float8_e4m3fn."""
     scales: Tensor
     """The scales. Their shape is [out_features / block[0], in_features / block[1]], and both quotients are rounded up.
-    The dtype is float32, or float8_e8m0fnu if `is_e2m1`.
+    The dtype is float32, or float8_e8m0fnu for MXFP4.
     """
     zeros: Tensor | None
     """The zero points, as uint8 in the shape of `scales`. None means that all zero points are 0. If `values` are uint8,
@@ -39,13 +37,14 @@ class WeightCodes:
     """The group of each input feature, as [in_features] int64. The number of a group is the index of its column in
     `scales`. This tensor is needed only if the features of a group are not adjacent (act order). If `groups` is None,
     feature i belongs to group i // block[1]."""
-    is_e2m1: bool = False
-    """True if `values` are indices of `e2m1_codebook`. In this case, there are no zero points."""
+    codebook: Tensor | None = None
+    """The numbers that codes of 4 bits stand for, as [16] float32. In this case, there are no zero points. None: the
+    values are the numbers."""
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out_features, in_features]. The product is computed in float32 and rounded once."""
-        if self.is_e2m1:
-            return (e2m1_codebook().float()[self.values.int()] * self._expand(self.scales.float())).to(dtype)
+        if self.codebook is not None:
+            return (self.codebook[self.values.int()] * self._expand(self.scales.float())).to(dtype)
         weight = self.values.float()
         if self.values.dtype == torch.uint8:
             weight -= 1 << (self.num_bits - 1) if self.zeros is None else self._expand(self.zeros).float()
@@ -103,7 +102,8 @@ class WeightCodes:
         return replace(self, values=self.values[:, order], groups=None), order
 
     def _kind(self) -> tuple[object, ...]:
-        return self.values.dtype, self.num_bits, self.block, self.is_e2m1
+        codebook = None if self.codebook is None else tuple(self.codebook.tolist())
+        return self.values.dtype, self.scales.dtype, self.num_bits, self.block, codebook
 
     def _expand(self, grid: Tensor) -> Tensor:
         """For each value of the weight, look up its entry in `grid`, and return these entries as a tensor.

@@ -55,7 +55,7 @@ def copy(tmp_path):
 
 
 def test_every_writer_is_named():
-    assert len(QUANTIZED_LLAMAS) == 15
+    assert len(QUANTIZED_LLAMAS) == 18
     assert all((folder / "writer.txt").read_text().strip() for folder in FOLDERS.values())
 
 
@@ -191,6 +191,21 @@ ERRORS = {
     "not a matrix": ("ct-int8", _replaced(f"{Q_PROJ}.weight", torch.ones(64).char()), r"shape \(64,\), .* a matrix"),
     "columns": ("ct-actorder", _replaced(f"{Q_PROJ}.weight_shape", torch.tensor([64, -1])), "contains -1 columns"),
     "unexpected": ("gptq", _replaced(f"{Q_PROJ}.bias", torch.ones(64)), rf"{Q_PROJ}.bias is unexpected"),
+    "tensor's scale": (
+        "modelopt-nvfp4",
+        _without("q_proj.weight_scale_2"),
+        rf"{Q_PROJ}.weight_scale_2 is missing, .* for {Q_PROJ}.weight;",
+    ),
+    "shape of the tensor's scale": (
+        "ct-nvfp4",
+        _replaced(f"{Q_PROJ}.weight_global_scale", torch.ones(64)),
+        r"global_scale is F32 of shape \(64,\); .* implies F32 of shape \(1,\)",
+    ),
+    "dtype of nvfp4 scales": (
+        "modelopt-nvfp4",
+        _replaced(f"{Q_PROJ}.weight_scale", torch.ones(64, 4)),
+        r"F32 of shape .* implies F8_E4M3 of shape \(64, 4\)",
+    ),
     "other format": ("awq", _replaced(f"{Q_PROJ}.weight_packed", torch.ones(1)), "is unexpected"),
 }
 
@@ -231,6 +246,13 @@ def _change_config(folder, change):
     document = json.loads((folder / "config.json").read_text())
     change(document)
     (folder / "config.json").write_text(json.dumps(document))
+
+
+def test_reads_the_file_of_modelopt(copy):
+    folder = copy("modelopt-nvfp4")
+    _change_config(folder, lambda config: config.pop("quantization_config"))
+    expected, loaded = _load(FOLDERS["modelopt-nvfp4"]), _load(folder)
+    assert all(torch.equal(loaded[key], expected[key]) for key in expected)
 
 
 def test_rejects_quantized_tensors_without_a_config(copy):
