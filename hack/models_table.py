@@ -66,6 +66,8 @@ CHECKPOINTS = {
     "HunYuanMoEV1ForCausalLM": ("Hunyuan", "80B-A13B"),
     "Qwen2MoeForCausalLM": ("Qwen1.5-MoE, Qwen2-MoE", "14B-A2.7B, 57B-A14B"),
     "OlmoeForCausalLM": ("OLMoE", "7B-A1B"),
+    "Lfm2ForCausalLM": ("LFM2, LFM2.5", "350M to 2.6B"),
+    "Lfm2MoeForCausalLM": ("LFM2, LFM2.5", "8B-A1B"),
     "Qwen2VLForConditionalGeneration": ("Qwen2-VL", "2B to 72B"),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2.5-VL", "3B to 72B"),
     "Qwen3VLForConditionalGeneration": ("Qwen3-VL", "2B to 32B"),

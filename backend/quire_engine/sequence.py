@@ -189,7 +189,7 @@ class Sequence:
     store_deadline: float = math.inf
     """Monotonic seconds after which it no longer waits for a store."""
     state_row: int = -1
-    """For a model with linear attention: row of its state; -1 if the sequence does not run. The state contains the
+    """For a model whose layers have states: row of its state; -1 if the sequence does not run. The state contains the
     computed tokens."""
     state_stops: tuple[int, ...] = ()
     """Positions at which a chunk of its prompt ends, because a snapshot of its state is taken there; ascending."""

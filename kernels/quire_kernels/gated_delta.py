@@ -74,8 +74,10 @@ def build_state_batch(rows: Sequence[int], lengths: Sequence[int], device: torch
 
 
 @Op
-def short_convolution(x: Tensor, weight: Tensor, states: Tensor, batch: StateBatch) -> Tensor:
-    """Return silu of the causal convolution of each feature over the last `kernel_size` tokens of its sequence.
+def short_convolution(
+    x: Tensor, weight: Tensor, states: Tensor, batch: StateBatch, bias: Tensor | None = None, has_silu: bool = True
+) -> Tensor:
+    """Return the causal convolution of each feature over the last `kernel_size` tokens of its sequence, or silu of it.
 
     Args:
         x: [num_tokens, size], any float dtype.
@@ -83,16 +85,20 @@ def short_convolution(x: Tensor, weight: Tensor, states: Tensor, batch: StateBat
         states: [num_rows, kernel_size - 1, size], dtype of x: the inputs before the step, oldest first. The rows of the
             batch are replaced with the last inputs of the step.
         batch: the states of the tokens.
+        bias: [size], dtype of x, added to the convolution; None if there is none.
+        has_silu: whether to apply silu.
 
     Returns:
         [num_tokens, size], dtype of x.
     """
     out, taps = torch.empty_like(x), weight.float().t()
+    shift = x.new_zeros((), dtype=torch.float32) if bias is None else bias.float()
+    activate = F.silu if has_silu else torch.Tensor.contiguous
     if len(batch.decode_tokens):
         inputs = x if batch.has_all else x[batch.decode_tokens]
         window = torch.cat((states[batch.decode_rows], inputs[:, None]), dim=1)
         states[batch.decode_rows] = window[:, 1:]
-        result = F.silu((window.float() * taps).sum(1)).to(x.dtype)
+        result = activate((window.float() * taps).sum(1) + shift).to(x.dtype)
         if batch.has_all:
             return result
         out[batch.decode_tokens] = result
@@ -100,23 +106,26 @@ def short_convolution(x: Tensor, weight: Tensor, states: Tensor, batch: StateBat
         length = span.end - span.start
         sequence = torch.cat((states[span.row], x[span.start : span.end]))
         states[span.row] = sequence[length:]
-        total = sequence[:length].float() * taps[0]
+        total = sequence[:length].float() * taps[0] + shift
         for tap in range(1, len(taps)):
             total.addcmul_(sequence[tap : tap + length].float(), taps[tap])
-        out[span.start : span.end] = F.silu(total)
+        out[span.start : span.end] = activate(total)
     return out
 
 
 @short_convolution.register("cpu")
-def _short_convolution_cpu(x: Tensor, weight: Tensor, states: Tensor, batch: StateBatch) -> Tensor:
+def _short_convolution_cpu(
+    x: Tensor, weight: Tensor, states: Tensor, batch: StateBatch, bias: Tensor | None = None, has_silu: bool = True
+) -> Tensor:
     if not cpu_native.supports(x, weight, states):
-        return short_convolution.reference(x, weight, states, batch)
+        return short_convolution.reference(x, weight, states, batch, bias, has_silu)
     out, taps = x.new_empty(x.shape), weight.t().contiguous()
     assert states.is_contiguous()
     cpu_native.get_library().quire_short_convolution(
         x.data_ptr(),
         x.stride(0),
         taps.data_ptr(),
+        None if bias is None else bias.data_ptr(),
         states.data_ptr(),
         batch.rows.data_ptr(),
         batch.starts.data_ptr(),
@@ -124,6 +133,7 @@ def _short_convolution_cpu(x: Tensor, weight: Tensor, states: Tensor, batch: Sta
         len(batch.rows),
         x.shape[1],
         len(taps),
+        has_silu,
     )
     return out
 

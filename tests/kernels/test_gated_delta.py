@@ -28,6 +28,9 @@ class Case:
         self.qkv, self.gate = merged[:, : self.size], merged[:, self.size :].unflatten(1, (self.heads, self.value_dim))
         self.a, self.b = torch.randn(num_tokens, 2 * self.heads).to(dtype).chunk(2, dim=1)
         self.a_log, self.dt_bias = torch.randn(self.heads) - 2, torch.randn(self.heads)
+        # LFM2 and Mamba-2 have biases, and LFM2 has no silu.
+        self.bias = torch.randn(self.size).to(dtype) if taps == 3 else None
+        self.activation = "silu" if taps == 4 else None
         self.weight, self.norm = torch.randn(self.size, taps).to(dtype), torch.randn(self.value_dim).to(dtype)
         self.convolution = torch.randn(NUM_ROWS, taps - 1, self.size).to(dtype)
         self.states = torch.randn(NUM_ROWS, self.heads, self.key_dim, self.value_dim)
@@ -36,7 +39,9 @@ class Case:
     def run(self, batch: StateBatch, get=lambda op: op, rows=slice(None)):
         """Return the outputs and the states after the tokens `rows`."""
         convolution, states = self.convolution.clone(), self.states.clone()
-        qkv = get(short_convolution)(self.qkv[rows], self.weight, convolution, batch)
+        qkv = get(short_convolution)(
+            self.qkv[rows], self.weight, convolution, batch, self.bias, has_silu=self.activation is not None
+        )
         out = get(gated_delta_rule)(qkv, self.a[rows], self.b[rows], self.a_log, self.dt_bias, states, batch)
         self.convolution, self.states = convolution, states
         return qkv, out, get(gated_rms_norm)(out, self.gate[rows], self.norm, 1e-6)
@@ -48,7 +53,8 @@ def test_equals_transformers(sizes):
     initial = case.convolution[case.rows[0]].clone(), case.states[case.rows[0]].clone()
     qkv, out, normed = case.run(build_state_batch(case.rows, [130], CPU))
     inputs = torch.cat((initial[0], case.qkv)).t()[None]
-    expected = modeling_qwen3_next.causal_conv1d_fn(inputs, case.weight, activation="silu")[0, :, sizes[4] - 1 :].t()
+    convolve = modeling_qwen3_next.causal_conv1d_fn
+    expected = convolve(inputs, case.weight, case.bias, activation=case.activation)[0, :, sizes[4] - 1 :].t()
     torch.testing.assert_close(qkv, expected, rtol=1e-4, atol=1e-5)
     widths = [case.key_heads * case.key_dim] * 2 + [case.heads * case.value_dim]
     q, k, v = (

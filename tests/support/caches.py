@@ -17,7 +17,7 @@ def create_cache(model: CausalLM, num_blocks: int, dtype: torch.dtype = torch.fl
     shape, device = model.shape, torch.device("cpu")
     layout = None if shape.variants is None else KVLayout.from_model(shape, 512)
     states = None
-    if shape.linear_attention is not None:
-        states = StateCache(shape.linear_attention, num_blocks, dtype, torch.float32, device)
+    if shape.states is not None:
+        states = StateCache(shape.states, num_blocks, dtype, torch.float32, device)
     num_groups = 1 if layout is None else layout.num_groups
     return KVCache(shape, num_blocks * num_groups, block_size, dtype, device, layout=layout, states=states)

@@ -42,6 +42,8 @@ from transformers import (
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -146,6 +148,12 @@ QWEN3_5_VISION = {
     "num_heads": 2,
     "out_hidden_size": 64,
     "num_position_embeddings": 16,
+}
+LFM2 = {
+    "pad_token_id": 0,
+    "norm_eps": 1e-5,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
 }
 GPT_OSS = {
     "head_dim": 24,
@@ -456,6 +464,12 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         functools.partial(_qwen3_5, Qwen3_5MoeConfig, Qwen3_5MoeTextConfig),
         {**HYBRID_MOE, "num_experts": 8},
     ),
+    "lfm2": (Lfm2Config, {**LFM2, "block_ffn_dim_multiplier": 1.1, "block_multiple_of": 16}),
+    "lfm2-biases": (Lfm2Config, {**LFM2, "block_auto_adjust_ff_dim": False, "conv_bias": True, "conv_L_cache": 4}),
+    "lfm2_moe": (
+        Lfm2MoeConfig,
+        {**LFM2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "num_dense_layers": 1},
+    ),
     "smollm3": (SmolLM3Config, {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0}),
 }
 """One row per family and per shape that takes another path."""
@@ -475,7 +489,7 @@ def write_checkpoint(folder: Path, config: Any, seed: int, **save: Any) -> Path:
             # transformers starts biases at 0, norms at 1 and others at fixed values, where a mistake would not show.
             if tensor.dim() < 2 or len(tensor.unique()) == 1:
                 # Sinks must be as large as the scores of attention, and this bias as large as those of experts.
-                scales = {"sinks": 20.0, "e_score_correction_bias": 1.0}
+                scales = {"sinks": 20.0, "e_score_correction_bias": 1.0, "expert_bias": 1.0}
                 tensor.add_(torch.randn_like(tensor) * scales.get(name.rpartition(".")[2], 0.3))
             if name.endswith("act_fn.eps"):
                 tensor.sub_(2.0)  # it replaces negative inputs above it

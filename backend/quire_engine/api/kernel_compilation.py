@@ -221,8 +221,8 @@ def _run_steps(model: CausalLM, capability: tuple[int, int]) -> None:
 def _create_cache(shape: ModelConfig, dtype: torch.dtype) -> KVCache:
     layout = KVLayout.from_model(shape, shape.max_length)
     states = None
-    if shape.linear_attention is not None:
-        states = StateCache(shape.linear_attention, 1, _DTYPE, torch.float32, _DEVICE)
+    if shape.states is not None:
+        states = StateCache(shape.states, 1, _DTYPE, torch.float32, _DEVICE)
     return KVCache(shape, 1, _CONFIG.block_size, dtype, _DEVICE, layout=layout, states=states)
 
 

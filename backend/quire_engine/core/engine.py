@@ -41,7 +41,7 @@ from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
-from quire_spec.model.attention.linear_attention_config import num_state_rows
+from quire_spec.model.attention.state_config import num_state_rows
 from quire_spec.model.capabilities import DTYPE_BYTES
 from quire_spec.model.memory_sizing import lora_bytes
 from quire_spec.model.model_config import ModelConfig
@@ -487,7 +487,7 @@ class Engine:
 
 
 def _create_state_pool(config: EngineConfig, shape: ModelConfig) -> StatePool | None:
-    if shape.linear_attention is None:
+    if shape.states is None:
         return None
     return StatePool(num_state_rows(config.max_num_seqs, config.enable_prefix_caching))
 

@@ -68,7 +68,7 @@ class KVCache:
     ) -> None:
         """Allocate `num_blocks` blocks, followed by `num_spare_blocks` blocks that sequences do not use.
 
-        If `layout` is None, all layers keep all tokens. `states` are the states of layers with linear attention.
+        If `layout` is None, all layers keep all tokens. `states` are the states of sequences.
         """
         self.layout = layout = layout or KVLayout.from_model(shape, 1)
         if block_size % layout.blocks_per_layer:

@@ -6,7 +6,7 @@ import logging
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model.attention.latent_attention_config import UNSUPPORTED_ON_GPUS
-from quire_spec.model.attention.linear_attention_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS
+from quire_spec.model.attention.state_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS
 from quire_spec.model.kv_layout import UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
 
@@ -21,15 +21,15 @@ def choose_layout(config: EngineConfig, shape: ModelConfig) -> KVLayout:
 def check_kv_offloading(config: EngineConfig, shape: ModelConfig) -> None:
     """Raise ConfigError if `kv_offloading_size` is set, but the blocks of this model cannot be cached in host
     memory."""
-    if config.kv_offloading_size and shape.linear_attention is not None:
+    if config.kv_offloading_size and shape.states is not None:
         raise ConfigError(f"kv_offloading_size: {UNSUPPORTED_TIERS}; remove it")
     if config.kv_offloading_size and choose_layout(config, shape).num_groups > 1:
         raise ConfigError(f"kv_offloading_size: {UNSUPPORTED_LAYOUT}; remove it")
 
 
 def check_states(config: EngineConfig, shape: ModelConfig) -> None:
-    """Raise ConfigError if speculative decoding is set for a model with linear attention."""
-    if config.speculative_config is not None and shape.linear_attention is not None:
+    """Raise ConfigError if speculative decoding is set for a model whose layers have states."""
+    if config.speculative_config is not None and shape.states is not None:
         raise ConfigError(f"speculative_config: {UNSUPPORTED_DRAFTS}; remove it")
 
 
@@ -44,7 +44,7 @@ def num_host_blocks(config: EngineConfig, shape: ModelConfig, layout: KVLayout, 
     layout has several groups or if layers have states, because these are not swapped."""
     gib = config.swap_space + config.kv_offloading_size / config.num_ranks
     num_blocks = int(gib * 2**30) // block_bytes
-    if shape.linear_attention is not None and num_blocks:
+    if shape.states is not None and num_blocks:
         logger.warning("swap_space: %s; set swap_space to 0", UNSUPPORTED_TIERS)
         return 0
     if layout.num_groups > 1 and num_blocks:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state cache: device memory for the states of layers with linear attention. Only this module depends on the
-layout of a state.
+"""The state cache: device memory for the states of sequences. Only this module depends on the layout of a state.
 
 The scheduler assigns rows to sequences, and each layer passes its own tensors to the kernels.
 """
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire_kernels import to_device_async
-from quire_spec.model.attention.linear_attention_config import LinearAttentionConfig
+from quire_spec.model.attention.state_config import StateConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,7 @@ class LayerStates:
     convolution: Tensor
     """[num_rows, kernel_size - 1, conv_size], dtype of the activations; see `short_convolution`."""
     recurrence: Tensor
-    """[num_rows, num_value_heads, key_head_dim, value_head_dim]; see `gated_delta_rule`."""
+    """[num_rows, *matrices]; see `gated_delta_rule`. It has no elements if the layer has no recurrence."""
 
 
 class StateCache:
@@ -31,7 +30,7 @@ class StateCache:
 
     def __init__(
         self,
-        config: LinearAttentionConfig,
+        config: StateConfig,
         num_rows: int,
         dtype: torch.dtype,
         state_dtype: torch.dtype,
@@ -41,10 +40,10 @@ class StateCache:
         write."""
         self.num_rows = num_rows
         self._device = device
-        head = config.num_value_heads, config.key_head_dim, config.value_head_dim
         convolution_size = config.num_layers, num_rows, config.kernel_size - 1, config.conv_size
         self._convolution = torch.empty(convolution_size, dtype=dtype, device=device)
-        self._recurrence = torch.empty((config.num_layers, num_rows, *head), dtype=state_dtype, device=device)
+        recurrence_size = config.num_layers, num_rows, *config.recurrence_shape
+        self._recurrence = torch.empty(recurrence_size, dtype=state_dtype, device=device)
         states = map(LayerStates, self._convolution, self._recurrence)
         self.layers = {layer: next(states) for layer, has_state in enumerate(config.layers) if has_state}
         """The states of each layer that has them, by index of the layer."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of sequences: assigns rows of the state cache to sequences, and plans copies to and from snapshots.
 
-The scheduler calls it for models with linear attention. Their layers have one state per sequence, which contains all
+The scheduler calls it for models whose layers have one state per sequence, which contains all
 tokens so far. A state cannot be cut back to fewer tokens. Therefore, a prefix can be reused only where a snapshot of
 the state exists.
 """

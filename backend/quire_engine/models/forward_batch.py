@@ -51,7 +51,7 @@ class ForwardBatch:
     logit_adapter_slots: tuple[int, ...] = ()
     """Adapter slot of each token that needs logits, -1 if the token has no adapter; empty if no span has an adapter."""
     states: StateBatch | None = None
-    """The states of the spans; None if no layer has linear attention."""
+    """The states of the spans; None if no layer has a state."""
     groups: tuple["ForwardBatch", ...] = ()
     """Copies of the batch, one for each group of layers (see KVLayout). Each copy has the addresses and the attention
     of its group. Empty if there is only one group."""

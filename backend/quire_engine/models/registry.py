@@ -31,6 +31,7 @@ _ALIASES = {
         ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
         "Qwen3_5ForCausalLM",
     ),
+    "Lfm2MoeForCausalLM": "Lfm2ForCausalLM",
 }
 """Maps an architecture to the name of the class that it uses.
 

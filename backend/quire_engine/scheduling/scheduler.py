@@ -42,7 +42,7 @@ from quire_engine.step.plan import ScheduledSpan, SpanOutput, StepPlan
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
-from quire_spec.model.attention.linear_attention_config import UNSUPPORTED_BEAMS
+from quire_spec.model.attention.state_config import UNSUPPORTED_BEAMS
 from quire_spec.model.kv_layout import KVLayout
 from quire_spec.protocol.messages import StartedSequence
 
@@ -107,7 +107,7 @@ class Scheduler:
     a few blocks, so that it does not delay them. If nothing else runs, one step copies all of them. The step's copies
     come before its computations on the device, so the copies of earlier steps are complete as well.
 
-    States. With linear attention, each running sequence also owns a state, and a prefix is reused only up to a snapshot
+    States. If layers have states, each running sequence also owns a state, and a prefix is reused only up to a snapshot
     of a state (see StateManager). A waiting sequence does not start while sequences that have finished, but are in a
     step in flight, own the last states.
 

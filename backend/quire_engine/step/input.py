@@ -60,7 +60,7 @@ class StepInput:
     swap_ins: list[SwapCopy] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     state_rows: list[int] = field(default_factory=list)
-    """Per span: row of the state of its sequence. The list is empty if no layer has linear attention."""
+    """Per span: row of the state of its sequence. The list is empty if no layer has a state."""
     state_copies: list[StateCopy] = field(default_factory=list)
 
 

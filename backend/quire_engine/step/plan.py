@@ -127,7 +127,7 @@ class SwapCopy:
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """Copies the state of one row to another row, for all layers with linear attention."""
+    """Copies the state of one row to another row, for all layers."""
 
     source: int
     destination: int

@@ -37,7 +37,7 @@ class MemoryBudget:
     graphs: int = 0
     """Memory of the captured CUDA graphs; 0 on a CPU."""
     states: int = 0
-    """Memory of the states of layers with linear attention."""
+    """Memory of the states of sequences."""
 
     @property
     def available_for_kv(self) -> int:

@@ -45,7 +45,7 @@ from quire_engine.worker.runner_memory import RunnerMemory
 from quire_engine.worker.warmup import compile_steps, dummy_span, peak_memory_steps, set_block_tables
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
-from quire_spec.model.attention.linear_attention_config import num_state_rows, state_bytes
+from quire_spec.model.attention.state_config import num_state_rows, state_bytes
 from quire_spec.model.host_memory import available_memory_bytes
 
 _STATE_DTYPE = torch.float32
@@ -89,7 +89,7 @@ class RunnerStartup:
         self._cache_dtype = resolve_cache_dtype(config, factory.dtype)
         self._max_model_len = config.max_model_len or model.shape.max_length
         should_capture = graph_capture.should_capture(factory.device) and not config.has_drafter
-        should_capture &= model.shape.linear_attention is None
+        should_capture &= model.shape.states is None
         self._layout = layout_choice.choose_layout(config, model.shape)
         self._num_spare_blocks = 1 if should_capture else 0
         self._capture = graph_capture.GraphCapture(factory.device) if should_capture else None
@@ -282,16 +282,16 @@ class RunnerStartup:
 
     @property
     def _state_bytes(self) -> int:
-        """Bytes of all states of layers with linear attention."""
-        state = state_bytes(self._model.shape.linear_attention, self._dtype.itemsize, _STATE_DTYPE.itemsize)
+        """Bytes of all states of sequences."""
+        state = state_bytes(self._model.shape.states, self._dtype.itemsize, _STATE_DTYPE.itemsize)
         return self._num_state_rows * state
 
     def _create_cache(self, num_blocks: int, num_state_rows: int = 1) -> KVCache:
         block_size, num_spare_blocks = self._config.block_size, self._num_spare_blocks
         dtype, device, shape = self._cache_dtype, self._device, self._model.shape
         states = None
-        if shape.linear_attention is not None:
-            states = StateCache(shape.linear_attention, num_state_rows, self._dtype, _STATE_DTYPE, device)
+        if shape.states is not None:
+            states = StateCache(shape.states, num_state_rows, self._dtype, _STATE_DTYPE, device)
         return KVCache(shape, num_blocks, block_size, dtype, device, num_spare_blocks, self._layout, states)
 
 

@@ -144,7 +144,7 @@ class MeasuredMemory:
     """Number of tokens that fit into the KV cache if every sequence has max_model_len tokens; see KVLayout.num_tokens.
     An older version does not report this number; it is then 0."""
     state_bytes: int = 0
-    """Size of the states of layers with linear attention, in bytes; 0 if the model has none."""
+    """Size of the states of sequences, in bytes; 0 if the model has none."""
 
 
 @dataclass(frozen=True, slots=True)

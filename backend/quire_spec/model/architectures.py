@@ -93,6 +93,17 @@ GEMMA4_LINEARS = {
     "per_layer_input_gate": ("hidden", "per_layer"),
     "per_layer_projection": ("per_layer", "hidden"),
 }
+LFM2_LINEARS = {
+    "self_attn.q_proj": ("hidden", "q"),
+    "self_attn.k_proj": ("hidden", "kv"),
+    "self_attn.v_proj": ("hidden", "kv"),
+    "self_attn.out_proj": ("q", "hidden"),
+    "conv.in_proj": ("hidden", "state_gates_and_input"),
+    "conv.out_proj": ("state_values", "hidden"),
+    "feed_forward.w1": ("hidden", "inner"),
+    "feed_forward.w3": ("hidden", "inner"),
+    "feed_forward.w2": ("inner", "hidden"),
+}
 LATENT_LINEARS = {
     "self_attn.q_proj": ("hidden", "q"),
     "self_attn.q_a_proj": ("hidden", "query_latent"),
@@ -174,7 +185,9 @@ class ExpertNames:
 
     router: str = "gate"
     block: str = "mlp"
-    """Path of the mixture in checkpoints. transformers 5 and PEFT call it `mlp` in every architecture."""
+    """Path of the mixture in checkpoints."""
+    module: str = "mlp"
+    """Path of the mixture in transformers 5 and PEFT. They call it `mlp` in most architectures."""
     projections: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     """Gate, up and down in checkpoints and adapters that have tensors for each expert. None: only tensors for all
     experts together exist, in which gate and up features alternate."""
@@ -295,8 +308,17 @@ class Architecture:
     """Names of the experts, if layers have them."""
 
     uses_state: Callable[[HFConfigReader, int], bool] | None = None
-    """A function that returns True if a layer has linear attention; see LinearAttentionConfig. If it is None, all
-    layers have full attention."""
+    """A function that returns True if a layer has a state; see StateConfig. If it is None, no layer has a state."""
+
+    uses_attention: Callable[[HFConfigReader, int], bool] | None = None
+    """A function that returns True if a layer has attention. If it is None, all layers without a state have it."""
+
+    state_kind: str = "gated_delta_net"
+    """The kind of the layers with a state: "gated_delta_net", "short_conv" or "mamba2"."""
+
+    translate: Callable[[HFConfigReader], Mapping[str, Any]] | None = None
+    """A function that computes keys of config.json with the meaning of Llama's from other keys. If it is None, there
+    are none."""
 
     router_scoring: str = "softmax"
     """The function that computes the scores of experts: "softmax" or "sigmoid"."""
@@ -424,6 +446,44 @@ def _uses_experts_in_range(config: HFConfigReader, index: int) -> bool:
     return is_inside and (index + 1) % config.get_int("moe_layer_interval") == 0
 
 
+def _is_listed_as(kind: str) -> Callable[[HFConfigReader, int], bool]:
+    """Return a function that returns True if `layer_types` contains `kind` for a layer."""
+
+    def is_listed(config: HFConfigReader, index: int) -> bool:
+        layer_types = config.get_str_list("layer_types")
+        if index >= len(layer_types):
+            raise config.error("layer_types", list(layer_types), "a list with an item for each layer")
+        return layer_types[index] == kind
+
+    return is_listed
+
+
+def _translate_lfm2(config: HFConfigReader) -> dict[str, Any]:
+    """Compute the size of the MLP as transformers does, and list the layers."""
+    size = config.get_int("block_ff_dim" if "block_ff_dim" in config else "intermediate_size")
+    if config.get_bool("block_auto_adjust_ff_dim"):
+        size = int(config.get_float("block_ffn_dim_multiplier") * (2 * size // 3))
+        multiple = config.get_int("block_multiple_of")
+        size = -(-size // multiple) * multiple
+    return {"intermediate_size": size, **_translate_lfm2_layers(config)}
+
+
+def _translate_lfm2_layers(config: HFConfigReader) -> dict[str, Any]:
+    """List the layers, as early checkpoints have only the indices of those with attention."""
+    num_layers = config.get_int("num_hidden_layers")
+    if "layer_types" in config:
+        layer_types = config.get_str_list("layer_types")
+        if len(layer_types) < num_layers or not {*layer_types} <= {"conv", "full_attention"}:
+            raise config.error("layer_types", list(layer_types), "conv or full_attention for each layer")
+        return {}
+    attention = config.get_int_list("full_attn_idxs") if "full_attn_idxs" in config else range(num_layers)
+    return {"layer_types": ["full_attention" if index in attention else "conv" for index in range(num_layers)]}
+
+
+def _uses_experts_after_dense_layers(config: HFConfigReader, index: int) -> bool:
+    return index >= config.get_int("num_dense_layers", minimum=0)
+
+
 def _uses_state_unless_interval(config: HFConfigReader, index: int) -> bool:
     """Read `layer_types`, or `full_attention_interval` if it is absent."""
     if "layer_types" not in config:
@@ -468,6 +528,30 @@ _QWEN3_5_MOE = replace(
     },
     uses_experts=_uses_experts_always,
     expert_names=GATED_SHARED_EXPERT,
+)
+
+
+_LFM2 = Architecture(
+    "lfm2",
+    "hybrid.lfm2",
+    linears=LFM2_LINEARS,
+    key_aliases={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
+    defaults={
+        "intermediate_size": 12288,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128000,
+        "rope_theta": 1000000.0,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+    },
+    uses_state=_is_listed_as("conv"),
+    state_kind="short_conv",
+    translate=_translate_lfm2,
 )
 
 
@@ -1150,6 +1234,31 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         biases=("attention_bias", "attention_bias", False),
         required={"clip_qkv": (None, "clipped queries, keys and values")},
         uses_experts=_uses_experts_always,
+    ),
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        defaults={
+            **{key: value for key, value in _LFM2.defaults.items() if not key.startswith("block_")},
+            "intermediate_size": 7168,
+            "moe_intermediate_size": 1792,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "num_dense_layers": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+        },
+        required={"use_expert_bias": (True, "experts that are chosen without a bias")},
+        translate=_translate_lfm2_layers,
+        uses_experts=_uses_experts_after_dense_layers,
+        expert_names=ExpertNames(
+            block="feed_forward",
+            module="feed_forward",
+            projections=("w1", "w3", "w2"),
+            correction_bias="expert_bias",
+        ),
+        router_scoring="sigmoid",
     ),
     "Qwen2VLForConditionalGeneration": Architecture(
         "qwen2_vl", "llama", layers_path="model.language_model.layers", text_types=("qwen2_vl_text",)

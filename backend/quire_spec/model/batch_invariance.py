@@ -72,7 +72,8 @@ def _size_without_kernel(shape: ModelConfig) -> str | None:
             )
     # torch computes activations without a gate. Those with an exponential can depend on how its threads divide rows.
     linears = shape.architecture_info.linears
-    has_gate = "mlp.gate_proj" in linears or any("gate_up" in kinds for kinds in linears.values())
+    has_gate = not {"mlp.gate_proj", "feed_forward.w3"}.isdisjoint(linears)
+    has_gate |= any("gate_up" in kinds for kinds in linears.values())
     if shape.activation == "gelu" or (not has_gate and shape.activation not in ("relu", "relu2")):
         return f"torch computes the activation {shape.activation}"
     sizes: dict[str, int] = {}

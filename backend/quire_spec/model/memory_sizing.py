@@ -106,7 +106,7 @@ def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
         if model_config.embedding_size == model_config.hidden_size
         else 2 * model_config.embedding_size * model_config.hidden_size
     )
-    state = model_config.linear_attention
+    state = model_config.states
     convolutions = 0 if state is None else state.num_layers * state.conv_size * state.kernel_size
     return (layers + embeddings + positions + projections + convolutions) * element_bytes
 
@@ -165,10 +165,10 @@ def linear_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
         sizes |= {"query_latent": mla.query_rank, "kv_latent": mla.kv_rank, "latent_row": mla.row_size}
         sizes["keys_and_values"] = model_config.num_heads * (mla.plain_dim + mla.value_dim)
         sizes["values"] = model_config.num_heads * mla.value_dim
-    if model_config.linear_attention is not None:
-        sizes |= model_config.linear_attention.feature_sizes
+    if model_config.states is not None:
+        sizes |= model_config.states.feature_sizes
     if model_config.moe is not None:
         sizes["shared_inner"] = model_config.moe.shared_intermediate_size
-    # A model without experts or without linear attention has no features of their kinds.
+    # A model without experts or without states has no features of their kinds.
     linears = model_config.architecture_info.linears.items()
     return {path: (sizes.get(d_in, 0), sizes.get(d_out, 0)) for path, (d_in, d_out) in linears}

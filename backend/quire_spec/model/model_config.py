@@ -17,6 +17,8 @@ from quire_spec.model import capabilities
 from quire_spec.model.architectures import ARCHITECTURES, TEXT_MODELS, Architecture
 from quire_spec.model.attention.latent_attention_config import LatentAttentionConfig
 from quire_spec.model.attention.linear_attention_config import LinearAttentionConfig
+from quire_spec.model.attention.short_conv_config import ShortConvConfig
+from quire_spec.model.attention.state_config import StateConfig
 from quire_spec.model.hf_config import HFConfigReader
 from quire_spec.model.layer_variants import LayerVariants
 from quire_spec.model.moe_config import MoEConfig
@@ -86,8 +88,8 @@ class ModelConfig:
     """Numeric keys of config.json that only this architecture has, with their values. All values are positive."""
     moe: MoEConfig | None
     """Describes the experts that some layers have instead of an MLP. None: no layer has experts."""
-    linear_attention: LinearAttentionConfig | None
-    """Describes the layers that have a state instead of keys and values. None: all layers have full attention."""
+    states: StateConfig | None
+    """Describes the layers that have a state. None: all layers have full attention, and none has a state."""
     dtype: str
     """Data type of the activations, and of the weights that are not quantized."""
     quantization: QuantizationScheme | None
@@ -161,13 +163,17 @@ class ModelConfig:
         return self.moe is not None and self.moe.layers[layer]
 
     def has_state(self, layer: int) -> bool:
-        """Return whether a layer has linear attention, so that it has a state instead of keys and values."""
-        return self.linear_attention is not None and self.linear_attention.layers[layer]
+        """Return whether a layer has a state; see StateConfig."""
+        return self.states is not None and self.states.layers[layer]
+
+    def has_attention(self, layer: int) -> bool:
+        """Return whether a layer has attention, so that it has keys and values."""
+        return self.states is None or self.states.attention_layers[layer]
 
     @property
     def num_kv_layers(self) -> int:
         """Number of layers that have keys and values."""
-        return self.num_layers - (0 if self.linear_attention is None else self.linear_attention.num_layers)
+        return sum(map(self.has_attention, range(self.num_layers)))
 
     def for_layer(self, layer: int) -> Self:
         """Return the configuration with the heads and the intermediate size of one layer. Layers are counted from 0."""
@@ -186,10 +192,10 @@ class ModelConfig:
         return math.prod(self.kv_heads(layer))
 
     def kv_source(self, layer: int) -> int:
-        """Return the layer whose keys and values a layer reads. In most models, this is the layer itself. A layer with
-        a state reads none; the result is then any layer that has them."""
-        if self.linear_attention is not None:
-            return self.linear_attention.layers.index(False) if self.has_state(layer) else layer
+        """Return the layer whose keys and values a layer reads. In most models, this is the layer itself. A layer
+        without attention reads none; the result is then any layer that has them."""
+        if self.states is not None:
+            return layer if self.has_attention(layer) else self.states.attention_layers.index(True)
         num_own = self.num_layers - (0 if self.variants is None else self.variants.num_kv_shared_layers)
         if layer < num_own:
             return layer
@@ -231,7 +237,9 @@ class ModelConfig:
             return has_experts and self.moe is not None and self.moe.shared_intermediate_size > 0
         if "inner" in kinds or "gate_up" in kinds:
             return not has_experts or self.architecture_info.expert_names.is_beside_mlp
-        return not path.startswith("self_attn." if self.has_state(layer) else "linear_attn.")
+        if any(kind.startswith("state_") for kind in kinds):
+            return self.has_state(layer)
+        return self.has_attention(layer)
 
     @property
     def max_sliding_window(self) -> int | None:
@@ -300,6 +308,9 @@ class ModelConfig:
         if isinstance(top_k, list) and top_k and top_k == top_k[:1] * len(top_k):
             values["num_experts_per_tok"] = top_k[0]  # Hunyuan has a number for each layer
         reader = HFConfigReader(values, architecture_info.defaults)
+        if architecture_info.translate is not None:
+            values |= architecture_info.translate(reader)
+            reader = HFConfigReader(values, architecture_info.defaults)
         model_config = cls._from_hf_config(reader, architecture, architecture_info)
         if head == "lm":
             return model_config
@@ -367,9 +378,7 @@ class ModelConfig:
             moe=MoEConfig.from_hf_config(config, architecture_info.uses_experts, architecture_info.defaults, num_layers)
             if architecture_info.uses_experts is not None
             else None,
-            linear_attention=LinearAttentionConfig.from_hf_config(config, architecture_info.uses_state, num_layers)
-            if architecture_info.uses_state is not None
-            else None,
+            states=_read_states(config, architecture_info, num_layers),
             dtype=config.get_str("dtype", config.get_str("torch_dtype", "float32")),
             quantization=QuantizationScheme.from_hf_config(config.get_section(*QUANTIZATION_KEYS)),
             eos_token_ids=config.get_token_ids("eos_token_id"),
@@ -427,6 +436,29 @@ def _reject_unsupported(config: HFConfigReader, architecture_info: Architecture)
     for key, required in (("is_causal", True), ("use_bidirectional_attention", False)):
         if config.get_bool(key, required) is not required:
             raise config.error(key, not required, f"{required} (only causal attention is supported)")
+
+
+_STATE_KINDS: Mapping[str, type[StateConfig]] = {
+    "gated_delta_net": LinearAttentionConfig,
+    "short_conv": ShortConvConfig,
+}
+
+
+def _read_states(config: HFConfigReader, architecture_info: Architecture, num_layers: int) -> StateConfig | None:
+    """Return the settings of the layers with a state; None if no layer has one."""
+    uses_state, uses_attention = architecture_info.uses_state, architecture_info.uses_attention
+    if uses_state is None:
+        return None
+    layers = tuple(uses_state(config, index) for index in range(num_layers))
+    attention = tuple(
+        not has_state if uses_attention is None else uses_attention(config, index)
+        for index, has_state in enumerate(layers)
+    )
+    if not any(layers):
+        return None
+    if not any(attention):
+        raise config.error("layer_types", ["linear_attention"], "at least one layer with full_attention")
+    return _STATE_KINDS[architecture_info.state_kind].from_hf_config(config, layers, attention)
 
 
 def _head_counts(config: HFConfigReader, hidden_size: int, mla: LatentAttentionConfig | None) -> tuple[int, int, int]:

@@ -32,10 +32,7 @@ def unsupported_reason(model_config: ModelConfig, size: int) -> str:
     if model_config.moe is not None and model_config.moe.shared_intermediate_size % size:
         shared = model_config.moe.shared_intermediate_size
         return f"the intermediate size of the shared experts, {shared}, is not a multiple of {size}"
-    if model_config.linear_attention is not None and model_config.linear_attention.num_key_heads % size:
-        heads = model_config.linear_attention.num_key_heads
-        return f"the number of key heads of linear attention, {heads}, is not a multiple of {size}"
-    return ""
+    return "" if model_config.states is None else model_config.states.unsupported_reason(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ class TensorParallelShard:
         if self.size == 1:
             return self.model_config
         moe, variants = self.model_config.moe, self.model_config.variants
-        linear_attention = self.model_config.linear_attention
+        states = self.model_config.states
         return replace(
             self.model_config,
             variants=variants and replace(variants, full_num_kv_heads=max(1, variants.full_num_kv_heads // self.size)),
@@ -82,7 +79,7 @@ class TensorParallelShard:
                 intermediate_size=moe.intermediate_size // self.size,
                 shared_intermediate_size=moe.shared_intermediate_size // self.size,
             ),
-            linear_attention=linear_attention and linear_attention.shard(self.size),
+            states=states and states.shard(self.size),
             num_heads=self.model_config.num_heads // self.size,
             num_kv_heads=max(1, self.model_config.num_kv_heads // self.size),
             intermediate_size=self.model_config.intermediate_size // self.size,
@@ -126,8 +123,8 @@ class TensorParallelShard:
         """Return which features of one kind the rank stores, as ranges. The kinds are those of
         `Architecture.linears`."""
         local_config, rank = self.local_config, self.rank
-        if self.model_config.linear_attention is not None and kind.startswith("state_"):
-            return self.model_config.linear_attention.feature_ranges(kind, rank, self.size)
+        if self.model_config.states is not None and kind.startswith("state_"):
+            return self.model_config.states.feature_ranges(kind, rank, self.size)
         if kind == "one":
             return (range(1),)
         if kind == "shared_inner":

@@ -230,11 +230,13 @@ inline void scan(const Layer& s, const bf16* qkv, const bf16* a, const bf16* b, 
 
 extern "C" {
 
-// silu of the convolution over the last `taps` inputs of each sequence. x has rows of ldx; weight is [taps, size].
+// The convolution over the last `taps` inputs of each sequence, or silu of it. x has rows of ldx; weight is [taps, size];
+// bias [size] or null.
 // starts [spans + 1]: first token of each span. states [.., taps - 1, size]: earlier inputs, oldest first; row rows[s]
 // belongs to span s, and gets the last inputs.
-void quire_short_convolution(const bf16* x, int64_t ldx, const bf16* weight, bf16* states, const int64_t* rows,
-                             const int64_t* starts, bf16* out, int64_t spans, int64_t size, int64_t taps) {
+void quire_short_convolution(const bf16* x, int64_t ldx, const bf16* weight, const bf16* bias, bf16* states,
+                             const int64_t* rows, const int64_t* starts, bf16* out, int64_t spans, int64_t size,
+                             int64_t taps, int64_t has_silu) {
   const int64_t tokens = starts[spans], kept = taps - 1;
   const auto span_of = [&](int64_t t) { return std::upper_bound(starts, starts + spans + 1, t) - starts - 1; };
   // The input of the token at `position` of a span; negative positions are in the state.
@@ -249,11 +251,11 @@ void quire_short_convolution(const bf16* x, int64_t ldx, const bf16* weight, bf1
       const int64_t s = span_of(t), position = t - starts[s];
       for (int64_t i = 0; i < size; i += kLanes) {
         const __mmask16 mask = first(size - i);
-        __m512 sum = _mm512_setzero_ps();
+        __m512 sum = bias ? load(bias + i, mask) : _mm512_setzero_ps();
         for (int64_t tap = 0; tap < taps; tap++)
           sum = _mm512_fmadd_ps(load(input(s, position - kept + tap) + i, mask), load(weight + tap * size + i, mask),
                                 sum);
-        store(out + t * size + i, silu(sum), mask);
+        store(out + t * size + i, has_silu ? silu(sum) : sum, mask);
       }
     }
 #pragma omp for schedule(static)

@@ -42,7 +42,7 @@ class DeviceCosts:
 
     weights: int
     activations: int
-    """Peak memory of the activations during the largest step, and the states of layers with linear attention."""
+    """Peak memory of the activations during the largest step, and the states of sequences."""
     non_torch: int
     lora: int
     """Memory of all adapter slots."""

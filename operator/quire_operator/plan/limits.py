@@ -15,9 +15,9 @@ from quire_operator.plan.inputs import PlannerInputs
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
-from quire_spec.model.attention import linear_attention_config
+from quire_spec.model.attention import state_config
 from quire_spec.model.attention.latent_attention_config import UNSUPPORTED_ON_GPUS
-from quire_spec.model.attention.linear_attention_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS, num_state_rows
+from quire_spec.model.attention.state_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS, num_state_rows
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.quantization import resolve_quantization
 from quire_spec.model.tensor_parallel import unsupported_reason
@@ -136,7 +136,7 @@ def check_speculation(inputs: PlannerInputs) -> None:
     if speculative is None:
         return
     field = "spec.engine.speculativeConfig"
-    if shape.linear_attention is not None:
+    if shape.states is not None:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"{field}: {UNSUPPORTED_DRAFTS}; remove the field")
     if shape.long_rope_threshold is not None:
         message = f"{field}: speculative decoding does not support models with longrope; remove the field"
@@ -189,7 +189,7 @@ def check_kv_offloading(inputs: PlannerInputs) -> None:
     if offloading is None:
         return
     problem = ""
-    if inputs.model.shape.linear_attention is not None:
+    if inputs.model.shape.states is not None:
         problem = f"{field}: {UNSUPPORTED_TIERS}; remove the field"
     elif kv_layout(inputs).num_groups > 1:
         problem = f"{field}: {UNSUPPORTED_LAYOUT}; remove the field"
@@ -255,14 +255,14 @@ def kv_bytes_per_token(inputs: PlannerInputs, tp: int) -> int:
 
 
 def state_bytes(inputs: PlannerInputs, tp: int, num_seqs: int) -> int:
-    """Return the number of bytes of the states of layers with linear attention on each of `tp` devices; 0 if the model
+    """Return the number of bytes of the states of sequences on each of `tp` devices; 0 if the model
     has none."""
     shape = inputs.model.shape
-    if shape.linear_attention is None:
+    if shape.states is None:
         return 0
     num_rows = num_state_rows(num_seqs, has_snapshots=inputs.engine.prefixCaching is not False)
     bytes_per_element = element_bytes(inputs), capabilities.DTYPE_BYTES["float32"]
-    return num_rows * linear_attention_config.state_bytes(shape.linear_attention, *bytes_per_element) // tp
+    return num_rows * state_config.state_bytes(shape.states, *bytes_per_element) // tp
 
 
 def draft_bytes(inputs: PlannerInputs, tp: int) -> int:

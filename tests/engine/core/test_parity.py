@@ -198,17 +198,25 @@ DENSE_FAMILIES = [
     *("gemma", "olmo2", "olmo3", "seed_oss", "exaone4", "apertus", "hunyuan", "ernie4_5", "internlm3", "glm"),
     *("cohere2", "phi", "starcoder2", "gpt_neox", "granite4", "nemotron", "arcee"),
 ]
-SPARSE_FAMILIES = ["glm4_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_moe", "qwen2_moe", "olmoe"]
+SPARSE_FAMILIES = ["glm4_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_moe", "qwen2_moe", "olmoe", "lfm2_moe"]
 LATENT_FAMILIES = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gemma2"]
 # The other checkpoints of a family differ in the model, not in the engine.
 SOME_SCENARIOS = ["preempted in chunks", "blocks of 128"]
-SIMILAR = ["exaone4-unlimited", "phi-qk_layernorm", "gpt_neox-sequential", "glm4_moe-ungrouped", "qwen2_vl"]
+SIMILAR = [
+    "exaone4-unlimited",
+    "phi-qk_layernorm",
+    "gpt_neox-sequential",
+    "glm4_moe-ungrouped",
+    "qwen2_vl",
+    "lfm2-biases",
+]
 """Only their logits are compared with transformers, because their layers are like those of another checkpoint."""
 # Their layers have states, which are not swapped.
 HYBRIDS = ["qwen3_5", "qwen3_next"]
+STATE_FAMILIES = ["lfm2"]
 BY_NAME = {name: list(SCENARIOS) for name in FAMILIES}
-BY_NAME |= dict.fromkeys((*DENSE_FAMILIES, *SPARSE_FAMILIES), SOME_SCENARIOS[:1])
+BY_NAME |= dict.fromkeys((*DENSE_FAMILIES, *SPARSE_FAMILIES, *STATE_FAMILIES), SOME_SCENARIOS[:1])
 PAIRS = [
     (name, scenario) for name in CHECKPOINTS if name not in SIMILAR for scenario in BY_NAME.get(name, SOME_SCENARIOS)
 ]
@@ -370,7 +378,7 @@ def test_layers_with_a_window_keep_the_blocks_of_their_window(cases, name, chang
     assert outputs[0] == outputs[1] == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", [*HYBRIDS, *STATE_FAMILIES])
 def test_prompts_continue_after_snapshots_of_states(cases, name):
     case = cases(name)
     engine = Engine.from_config(_config(case.folder, block_size=8))
@@ -571,7 +579,10 @@ def test_each_adapter_changes_the_output(adapter_cases):
         *((name, ["q_proj", "k_proj", "v_proj", "o_proj"]) for name in ("qwen3_moe-mixed", "mixtral", "gpt_oss")),
         *(
             (name, "all-linear")
-            for name in (*DENSE_FAMILIES, "gemma4", "gemma4_unified", *SPARSE_FAMILIES, *LATENT_FAMILIES)
+            for name in (
+                *(*DENSE_FAMILIES, "gemma4", "gemma4_unified", *SPARSE_FAMILIES, *LATENT_FAMILIES),
+                *STATE_FAMILIES,
+            )
         ),
         ("qwen3_next", ["q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"]),
         ("qwen3_5_moe", ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "v_proj"]),

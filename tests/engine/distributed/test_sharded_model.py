@@ -133,7 +133,9 @@ def test_rank_reads_only_its_shard(folder, monkeypatch):
     monkeypatch.setattr(loader, "_CHUNK_BYTES", 1000)
     files = TensorFiles(folder)
     tensors = {
-        name: tensor.squeeze(1) if name.endswith("conv1d.weight") else tensor.view(tensor.shape or 1)
+        name: tensor.squeeze(1)
+        if name.endswith(("conv1d.weight", "conv.conv.weight"))
+        else tensor.view(tensor.shape or 1)
         for name, tensor in load_file(folder / "model.safetensors").items()
         if not re.match(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.", name)
     }

@@ -19,7 +19,7 @@ def shard_pair(a: Tensor, b: Tensor, module: LoRAModule, shard: TensorParallelSh
         return _vocab_shard_rows(a.t(), shard).t(), b
     if path == "lm_head":
         return a, _vocab_shard_rows(b, shard)
-    if path.startswith("mlp.experts."):
+    if module.num_experts:
         return _shard_expert_pair(a, b, path, shard)
     if path not in shard.model_config.architecture_info.linears:  # a router, or another linear that every rank has
         return a, b

@@ -81,7 +81,8 @@ class AdapterTensors:
         outer = [modules[name] for name in modules if name.rpartition(".")[2] in ("embed_tokens", "lm_head")]
         saves_both = config.ensure_weight_tying and shape.tie_word_embeddings
         saves_both &= any(config.saves_module(module.name) for module in outer)
-        old_router = f".{shape.architecture_info.expert_names.block}."
+        mixture = shape.architecture_info.expert_names
+        old_router, router = f".{mixture.block}.", f".{mixture.module}."
         if is_part and (other_parts := [key for key in keys if _OTHER_PART.match(key)]):
             logger.info(
                 "adapter tensors outside the language model ignored, first of %d: %s",
@@ -97,7 +98,7 @@ class AdapterTensors:
             name = (
                 re.sub(r"^language_model\.model\.", "model.language_model.", name)
                 if is_part
-                else name.replace(old_router, ".mlp.")
+                else name.replace(old_router, router)
             )
             if name.startswith(inner_names):
                 name = f"{outer_path}.{name}"
@@ -249,7 +250,8 @@ def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
         paths = ", ".join((*shape.layer_linears(layer), router_path(shape)))
         return (
             f"tensor {tensor_name[:200]!r}: layer {layer} is a mixture of experts, and an adapter can change "
-            f"its modules {paths}, and its experts, whose tensors are named mlp.experts.lora_A|B.weight or "
+            f"its modules {paths}, and its experts, whose tensors are named "
+            f"{shape.architecture_info.expert_names.module}.experts.lora_A|B.weight or "
             "experts.N.PROJECTION.lora_A|B.weight"
         )
     if tensor_name.endswith(".bias"):

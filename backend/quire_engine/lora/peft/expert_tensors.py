@@ -96,7 +96,7 @@ def find_expert_tensors(
         f"{shape.architecture_info.layers_path}.{layer}.{block}"
         for layer in range(shape.num_layers)
         if shape.has_experts(layer)
-        for block in ("mlp", names.block)
+        for block in (names.module, names.block)
     }
     for key in sorted(keys):
         match = _NAME.fullmatch(key)

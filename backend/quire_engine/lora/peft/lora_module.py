@@ -50,7 +50,8 @@ class LoRAModule:
 def lora_modules(shape: ModelConfig) -> dict[str, LoRAModule]:
     """Return all modules that adapters can change, by name."""
     layers_path, moe = shape.architecture_info.layers_path, shape.moe
-    projections = shape.architecture_info.expert_names.projections or ()
+    names = shape.architecture_info.expert_names
+    projections = names.projections or ()
     layer_modules = [
         LoRAModule(f"{layers_path}.{layer}.{path}", layer, path)
         for layer in range(shape.num_layers)
@@ -65,21 +66,22 @@ def lora_modules(shape: ModelConfig) -> dict[str, LoRAModule]:
             for layer in range(shape.num_layers)
             if shape.has_experts(layer)
             for path, parts in (
-                ("mlp.experts.gate_up_proj", projections[:2]),
-                ("mlp.experts.down_proj", projections[2:]),
+                (f"{names.module}.experts.gate_up_proj", projections[:2]),
+                (f"{names.module}.experts.down_proj", projections[2:]),
             )
         ]
     parent = layers_path.removesuffix("layers")
-    names = {"embed_tokens": f"{parent}{shape.architecture_info.embedding}", "lm_head": "lm_head"}
+    outer_names = {"embed_tokens": f"{parent}{shape.architecture_info.embedding}", "lm_head": "lm_head"}
     outer_modules = [
-        LoRAModule(names.get(path, f"{parent}{path}"), NO_LAYER, path) for path in outer_module_sizes(shape)
+        LoRAModule(outer_names.get(path, f"{parent}{path}"), NO_LAYER, path) for path in outer_module_sizes(shape)
     ]
     return {module.name: module for module in (*layer_modules, *outer_modules)}
 
 
 def router_path(shape: ModelConfig) -> str:
     """Return the path of the router in a layer with experts."""
-    return f"mlp.{shape.architecture_info.expert_names.router}"
+    names = shape.architecture_info.expert_names
+    return f"{names.module}.{names.router}"
 
 
 def module_sizes(shape: ModelConfig) -> dict[tuple[int, str], tuple[int, int]]:
@@ -89,5 +91,6 @@ def module_sizes(shape: ModelConfig) -> dict[tuple[int, str], tuple[int, int]]:
         sizes |= {(layer, path): size for path, size in layer_linear_sizes(shape, layer).items()}
         if shape.moe is not None and shape.adapts_experts and shape.has_experts(layer):
             sizes[layer, router_path(shape)] = shape.hidden_size, shape.moe.num_experts
-            sizes |= {(layer, f"mlp.experts.{name}"): size for name, size in expert_sizes(shape).items()}
+            module = shape.architecture_info.expert_names.module
+            sizes |= {(layer, f"{module}.experts.{name}"): size for name, size in expert_sizes(shape).items()}
     return sizes

@@ -14,6 +14,7 @@ from quire_engine.models.layers.module import Module
 from quire_engine.models.layers.norm import RMSNorm
 from quire_engine.weights.param_shard import LoadTarget, ParamShard
 from quire_kernels import gated_delta_rule, gated_rms_norm, short_convolution
+from quire_spec.model.attention.linear_attention_config import LinearAttentionConfig
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -44,8 +45,8 @@ class GatedDeltaNet(Module):
     """Names of the linear layers for the learning rate and the decay."""
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
-        assert shape.linear_attention is not None
-        self.config = config = shape.linear_attention
+        assert isinstance(shape.states, LinearAttentionConfig)
+        self.config = config = shape.states
         self.in_proj_qkvz = build_linear(shape, [f"linear_attn.{name}" for name in self.QKVZ], factory, False)
         self.in_proj_ba = build_linear(shape, [f"linear_attn.{name}" for name in self.BA], factory, False)
         self.conv_weight = factory.empty(config.conv_size, config.kernel_size)
@@ -80,8 +81,8 @@ class GatedDeltaNet(Module):
         full, (rank, size) = self.config, (0, 1)
         if self.communicator is not None:
             shard = self.communicator.shard
-            assert shard.model_config.linear_attention is not None
-            full, (rank, size) = shard.model_config.linear_attention, (shard.rank, shard.size)
+            assert isinstance(shard.model_config.states, LinearAttentionConfig)
+            full, (rank, size) = shard.model_config.states, (shard.rank, shard.size)
         heads, channels = (full.feature_ranges(kind, rank, size) for kind in ("state_heads", "state_qkv"))
         for name, target in super().tensors(prefix):
             if target is self.conv_weight:

@@ -115,7 +115,7 @@ class MoE(Module):
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See Module.tensors."""
-        prefix = prefix.removesuffix("mlp.") + (f"{self.names.block}." if self.names.block else "")
+        prefix = prefix.removesuffix(f"{self.names.module}.") + (f"{self.names.block}." if self.names.block else "")
         yield from self.router.tensors(prefix)
         yield from self.bias_tensors(prefix)
         if self.shared is not None:
@@ -238,8 +238,10 @@ class SharedExperts(Module):
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         names = shape.architecture_info.expert_names
-        self.mlp = MLP(shape, factory, path=f"mlp.{names.shared}")
-        self.gate = build_linear(shape, [f"mlp.{names.shared_gate}"], factory, False) if names.shared_gate else None
+        self.mlp = MLP(shape, factory, path=f"{names.module}.{names.shared}")
+        self.gate = (
+            build_linear(shape, [f"{names.module}.{names.shared_gate}"], factory, False) if names.shared_gate else None
+        )
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Compute the output for the input [num_tokens, hidden_size]."""
