@@ -13,6 +13,8 @@ writer's own code has dequantized it. Run the script once for each writer, in an
     python hack/quantized_checkpoints.py autogptq OUT SOURCE      # the unpacked wheel of auto-gptq 0.7.1
     python hack/quantized_checkpoints.py gptqmodel OUT SOURCE     # the sources of GPTQModel, f4c327a17eb3
     python hack/quantized_checkpoints.py fbgemm OUT SOURCE        # the sources of FBGEMM, 71d6f8b229d9
+    python hack/quantized_checkpoints.py auto-round OUT           # pip install auto-round==0.16.1
+    python hack/quantized_checkpoints.py bitsandbytes OUT         # pip install bitsandbytes==0.50.2
     python hack/quantized_checkpoints.py modelopt OUT             # pip install nvidia-modelopt==0.47.0
 
 SOURCE is imported without the `__init__` files of its packages, which import compiled kernels.
@@ -260,17 +262,19 @@ def activation_order(in_features: int) -> Tensor:
     return torch.randperm(in_features, generator=torch.Generator().manual_seed(in_features))
 
 
-def group_ranges(weight: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+def group_ranges(weight: Tensor, order: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest weight of each group. `order` divides the input features into groups. Every
     group is treated as if it also contained the weight 0."""
-    groups = weight[:, order].float().unflatten(1, (-1, GROUP))
+    groups = weight[:, order].float().unflatten(1, (-1, size))
     return groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
 
 
-def group_parameters(weight: Tensor, order: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+def group_parameters(
+    weight: Tensor, order: Tensor, symmetric: bool, size: int = GROUP
+) -> tuple[Tensor, Tensor]:
     """Return the scales and the zero points of 4-bit weights. Both are float32 and have the shape [out_features,
     groups]. A zero point is a number from 1 to 15."""
-    low, high = group_ranges(weight, order)
+    low, high = group_ranges(weight, order, size)
     if symmetric:
         return torch.maximum(high, -low) / 7, torch.full_like(low, 8)
     scales = (high - low) / 14
@@ -442,6 +446,73 @@ def write_modelopt(out: Path) -> None:
         (out / name / "hf_quant_config.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
+def write_auto_round(out: Path) -> None:
+    """Write one checkpoint in each packing format of AutoRound. One layer has groups of another size."""
+    sys.modules["datasets"] = MagicMock(__spec__=ModuleSpec("datasets", None))
+    from auto_round.export.export_to_awq.utils import WQLinear_GEMM, dequantize_gemm
+    from auto_round_extension.torch.qlinear_torch import QuantLinear
+    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear as QuantLinearMinusOne
+
+    for name, packing in (("gptq", "auto_gptq"), ("gptqmodel", "gptqmodel"), ("awq", "auto_awq")):
+        model = new_model(torch.float16)
+        state, dequantized = dict(model.state_dict()), {}
+        for module, linear in linears(model).items():
+            size = 2 * GROUP if module.endswith("o_proj") else GROUP
+            scales, zeros = group_parameters(linear.weight.data, torch.arange(linear.in_features), False, size)
+            scales, zeros = scales.half(), zeros.int()
+            del state[f"{module}.weight"]
+            if name == "awq":
+                parts = {"scales": scales.t().contiguous(), "zeros": zeros.t().contiguous()}
+                packed = WQLinear_GEMM.from_linear(linear, 4, size, **parts, device="cpu")
+                weight = dequantize_gemm(packed.qweight, packed.qzeros, packed.scales, 4, size).t()
+            else:
+                linear_class = QuantLinearMinusOne if name == "gptq" else QuantLinear
+                packed = linear_class(4, size, linear.in_features, linear.out_features, False)
+                packed.device = torch.device("cpu")
+                packed.pack(linear, scales, zeros, None, device="cpu")
+                # The product with the identity matrix returns the exact weights.
+                weight = packed(torch.eye(linear.in_features, dtype=torch.float16)).t()
+            state |= {f"{module}.{key}": getattr(packed, key) for key in ("qweight", "qzeros", "scales")}
+            dequantized[f"{module}.weight"] = weight
+        extra = {"model.layers.0.self_attn.o_proj": {"group_size": 2 * GROUP}, "lm_head": {"bits": 16}}
+        quantization = {
+            "quant_method": "auto-round", "packing_format": f"auto_round:{packing}", "bits": 4, "group_size": GROUP,
+            "sym": False, "data_type": "int", "block_name_to_quantize": "model.layers", "extra_config": extra,
+        }  # fmt: skip
+        config = model_config("float16", quantization)
+        save(out / f"auto-round-{name}", "AutoRound 0.16.1", config, state, dequantized)
+
+
+def write_bitsandbytes(out: Path) -> None:
+    """Write one checkpoint in NF4 with double quantization, one in FP4 without, and one of LLM.int8()."""
+    from bitsandbytes import functional
+
+    for name in ("nf4", "fp4", "int8"):
+        model = new_model(torch.bfloat16)
+        state, dequantized = dict(model.state_dict()), {}
+        for module, linear in linears(model).items():
+            weight = f"{module}.weight"
+            if name == "int8":
+                packed, scales, _ = functional.int8_vectorwise_quant(linear.weight.data.half())
+                state |= {weight: packed, f"{module}.SCB": scales, f"{weight}_format": torch.tensor(0).byte()}
+                dequantized[weight] = functional.int8_vectorwise_dequant(packed, scales).bfloat16()
+            else:
+                options = {"compress_statistics": name == "nf4", "quant_type": name}
+                packed, quant_state = functional.quantize_4bit(linear.weight.data, **options)
+                state[weight] = packed
+                state |= {f"{weight}.{key}": value for key, value in quant_state.as_dict(packed=True).items()}
+                dequantized[weight] = functional.dequantize_4bit(packed, quant_state)
+        quantization = {
+            "quant_method": "bitsandbytes", "load_in_4bit": name != "int8", "load_in_8bit": name == "int8",
+            "llm_int8_skip_modules": ["lm_head"], "llm_int8_threshold": 6.0, "llm_int8_has_fp16_weight": False,
+        }  # fmt: skip
+        if name != "int8":
+            quantization |= {"bnb_4bit_quant_type": name, "bnb_4bit_use_double_quant": name == "nf4"}
+            quantization |= {"bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8"}
+        config = model_config("bfloat16", quantization)
+        save(out / f"bitsandbytes-{name}", "bitsandbytes 0.50.2", config, state, dequantized)
+
+
 def namespace(source: Path, *packages: str) -> None:
     """Make packages importable without their `__init__` files."""
     for package in packages:
@@ -466,7 +537,7 @@ def main() -> None:
     writers: dict[str, Callable[..., None]] = {
         "compressed-tensors": write_compressed_tensors, "mxfp4": write_mxfp4, "actorder": write_actorder,
         "autoawq": write_autoawq, "autogptq": write_autogptq, "gptqmodel": write_gptqmodel, "fbgemm": write_fbgemm,
-        "modelopt": write_modelopt,
+        "modelopt": write_modelopt, "auto-round": write_auto_round, "bitsandbytes": write_bitsandbytes,
     }  # fmt: skip
     with torch.inference_mode():
         writers[arguments.writer](arguments.out, *([arguments.source] if arguments.source else []))

@@ -29,6 +29,7 @@ from quire_engine.worker.warmup import compile_steps, dummy_span, set_block_tabl
 from quire_kernels import (
     MIN_CAPABILITY_FOR_FP8,
     LinearWeight,
+    pack_weight_codebook,
     pack_weight_fp4,
     pack_weight_fp8,
     pack_weight_int4,
@@ -191,13 +192,15 @@ def empty_quantized_weight(scheme: WeightScheme, out_features: int, in_features:
     def values(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(out_features, in_features, dtype=dtype, device=_DEVICE)
 
+    if scheme.layout == "bnb4":
+        return pack_weight_codebook(values(torch.uint8), scales, torch.linspace(-1, 1, 16))
     if scheme.layout in ("nvfp4", "nvfp4_packed"):
         return pack_weight_fp4(values(torch.uint8), scales)
     if scheme.layout == "mxfp4":
         return pack_weight_fp4(values(torch.uint8), scales.to(torch.float8_e8m0fnu))
     if scheme.layout == "fp8":
         return pack_weight_fp8(values(torch.float8_e4m3fn), scales)
-    if scheme.layout == "int8":
+    if scheme.layout in ("int8", "bnb_int8"):
         return pack_weight_int8(values(torch.int8), scales, weight_only=not scheme.has_quantized_inputs)
     return pack_weight_int4(values(torch.uint8), scales, scales.to(torch.uint8) if scheme.has_zeros else None)
 

@@ -27,7 +27,17 @@ QUANTIZATIONS: tuple[str, ...] = ("int8", "int4", "fp8")
 QUANTIZED_KERNEL_DEVICES = ("cpu", "cuda")
 """Devices that have kernels for quantized weights. On any other device, the engine converts quantized weights to an
 unquantized dtype when it loads the checkpoint."""
-CHECKPOINT_QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp4", "modelopt")
+CHECKPOINT_QUANTIZATIONS = (
+    "fp8",
+    "fbgemm_fp8",
+    "compressed-tensors",
+    "awq",
+    "gptq",
+    "mxfp4",
+    "modelopt",
+    "auto-round",
+    "bitsandbytes",
+)
 """Values of quant_method that are supported in config.json of a quantized checkpoint."""
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 MAX_DATA_PARALLEL_SIZE = 16

@@ -48,7 +48,18 @@ _MODELOPT_SCHEMES = {
     "W4A16_NVFP4": ("nvfp4", 4, "group", (1, NVFP4_GROUP), False),
 }
 """Maps quant_algo of ModelOpt to a layout, bits, a strategy, a block, and whether inputs are quantized."""
+_BITSANDBYTES_BLOCK = 64
+"""Default number of weights that share a scale. The files contain the number."""
 _MIXED = "MIXED_PRECISION"
+_MEMORY_PERCENT = {"nvfp4": 134, "nvfp4_packed": 134, "bnb4": 110}
+_AUTO_ROUND_FORMATS = {
+    "auto_round:auto_gptq": ("gptq", True),
+    "auto_round:gptqmodel": ("gptq", False),
+    "auto_round": ("gptq", False),
+    "auto_round:auto_awq": ("awq", False),
+}
+"""Maps packing_format of AutoRound to a layout, and to whether every zero point is stored minus 1."""
+_UNQUANTIZED_BITS = 16
 _MAX_PATTERN_LENGTH = 1000
 _LINEAR_CLASS = "Linear"
 
@@ -59,7 +70,7 @@ class WeightScheme:
 
     layout: str
     """Format that defines which tensors there are and how they are arranged: fp8, int8, packed, awq, gptq, mxfp4, nvfp4
-    (of ModelOpt) or nvfp4_packed (of compressed-tensors)."""
+    (of ModelOpt), nvfp4_packed (of compressed-tensors), bnb4 or bnb_int8 (of bitsandbytes)."""
     num_bits: int
     strategy: str
     """Which weights share a scale.
@@ -84,7 +95,7 @@ class WeightScheme:
         """Whether these weights can stay quantized in memory on a device that has kernels for quantized weights."""
         if self.layout == "fp8":
             return self.block in (None, FP8_BLOCK)
-        if self.layout == "int8":
+        if self.layout in ("int8", "bnb_int8"):
             return self.block is None
         return self.num_bits == 4
 
@@ -93,8 +104,9 @@ class WeightScheme:
         """How many bytes the weights need in memory if they stay quantized, as a percentage of their bytes in the
         files."""
         # The engine stores more scales than the files contain. A float8_e4m3fn block has one scale in the files, but
-        # one scale for each of its rows in memory. A scale of NVFP4 has one byte in the files, and four in memory.
-        return 134 if self.layout in ("nvfp4", "nvfp4_packed") else 104
+        # one scale for each of its rows in memory. A scale of NVFP4 or of double quantization has one byte in the
+        # files, and four in memory.
+        return _MEMORY_PERCENT.get(self.layout, 104)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +188,7 @@ class QuantizationScheme:
         )
 
 
-_IGNORE_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
+_IGNORE_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "llm_int8_skip_modules")
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -269,6 +281,44 @@ def _parse_gptq(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightSc
     return _for_all(WeightScheme("gptq", bits, strategy, block, True, act_order, zeros_minus_one=minus_one))
 
 
+def _parse_auto_round(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
+    _require(config, "data_type", config.get_str("data_type", "int"), ("int",))
+    default = _auto_round_scheme(config, config)
+    groups: list[tuple[tuple[str, ...], WeightScheme]] = [((_LINEAR_CLASS,), default)]
+    layers = config.get_section("extra_config")
+    for name in layers:
+        layer = layers.get_section(name)
+        # With 16 bits, the layer is not quantized.
+        if layer.get_int("bits", config.get_int("bits")) < _UNQUANTIZED_BITS:
+            is_name = re.fullmatch(r"[\w.]+", name) is not None
+            groups.append(((name if is_name else f"re:{name}",), _auto_round_scheme(config, layer)))
+    return tuple(groups)
+
+
+def _auto_round_scheme(config: HFConfigReader, layer: HFConfigReader) -> WeightScheme:
+    """Return the scheme of a layer. `config` contains the values that `layer` does not contain."""
+    packing = config.get_str("packing_format", "auto_round:auto_gptq")
+    _require(config, "packing_format", packing, tuple(_AUTO_ROUND_FORMATS))
+    layout, minus_one = _AUTO_ROUND_FORMATS[packing]
+    bits = layer.get_int("bits", config.get_int("bits"))
+    _require(layer, "bits", bits, (4,) if layout == "awq" else (4, 8))
+    act_bits = layer.get_int("act_bits", config.get_int("act_bits", _UNQUANTIZED_BITS))
+    if act_bits < _UNQUANTIZED_BITS:
+        raise layer.error("act_bits", act_bits, "16 (quantized inputs are not supported)")
+    strategy, block = _group_block(layer if "group_size" in layer else config, "group_size")
+    return WeightScheme(layout, bits, strategy, block, True, zeros_minus_one=minus_one)
+
+
+def _parse_bitsandbytes(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
+    if config.get_bool("load_in_8bit", False) or config.get_bool("_load_in_8bit", False):
+        return _for_all(WeightScheme("bnb_int8", 8, "channel"))
+    is_4bit = config.get_bool("load_in_4bit", False) or config.get_bool("_load_in_4bit", False)
+    _require(config, "load_in_4bit", is_4bit, (True,))
+    _require(config, "bnb_4bit_quant_type", config.get_str("bnb_4bit_quant_type", "fp4"), ("nf4", "fp4"))
+    _require(config, "bnb_4bit_quant_storage", config.get_str("bnb_4bit_quant_storage", "uint8"), ("uint8",))
+    return _for_all(WeightScheme("bnb4", 4, "group", (1, _BITSANDBYTES_BLOCK)))
+
+
 def _parse_compressed_tensors(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
     if not config.get_section("transform_config").is_empty:
         raise config.error("transform_config", config.get_raw("transform_config"), "null (no other value is supported)")
@@ -351,6 +401,8 @@ _PARSERS = {
     "gptq": _parse_gptq,
     "mxfp4": _parse_mxfp4,
     "modelopt": _parse_modelopt,
+    "auto-round": _parse_auto_round,
+    "bitsandbytes": _parse_bitsandbytes,
 }
 assert tuple(_PARSERS) == capabilities.CHECKPOINT_QUANTIZATIONS
 

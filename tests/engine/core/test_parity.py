@@ -634,7 +634,10 @@ def test_adapters_in_one_batch_equal_peft(adapter_cases, checkpoint, scenario):
         assert engine.stats().num_adapter_evictions > 0
 
 
-@pytest.mark.parametrize("name", ["awq", "ct-fp8-block", "ct-int4-zeros", "ct-int8", "gptq-desc_act", "modelopt-nvfp4"])
+QUANTIZED = ("awq", "bitsandbytes-nf4", "ct-fp8-block", "ct-int4-zeros", "ct-int8", "gptq-desc_act", "modelopt-nvfp4")
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_adapters_on_a_quantized_base_equal_peft_on_the_dequantized_base(name, tmp_path):
     dequantized = write_dequantized(quantized_checkpoints.FOLDER / name, tmp_path / "dequantized")
     adapter = make_adapter(dequantized, tmp_path / "adapter", use_dora=True)

@@ -49,7 +49,7 @@ def test_engine_config_round_trip():
         ),
         (
             {"model": "m", "quantization": "gguf"},
-            "quantization: must be one of None, int8, .*, modelopt, got 'gguf'",
+            "quantization: must be one of None, int8, .*, bitsandbytes, got 'gguf'",
         ),
         (
             {"model": "m", "kv_events_config": {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/events"}},

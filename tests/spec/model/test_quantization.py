@@ -14,6 +14,9 @@ NVFP4 = "nvfp4-pack-quantized"
 FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 
 
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 128}
+
+
 def _compressed(weights=INT4, format_name="pack-quantized", **values):
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {"quant_method": "compressed-tensors", "format": format_name, "config_groups": {"group_0": group}} | values
@@ -67,6 +70,26 @@ CONFIGS = {
     "modelopt fp8, as in hf_quant_config.json": (
         {"quant_method": "modelopt", "producer": {}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["x"]}},
         WeightScheme("fp8", 8, "tensor", has_quantized_inputs=True),
+    ),
+    "auto-round": (
+        AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 16}, ".*up_proj": {"bits": 8}}},
+        WeightScheme("gptq", 4, "group", (1, 128), True, zeros_minus_one=True),
+    ),
+    "auto-round, one layer": (
+        AUTO_ROUND | {"packing_format": "auto_round:gptqmodel", "extra_config": {LAYER: {"bits": 8, "group_size": -1}}},
+        WeightScheme("gptq", 8, "channel", None, True),
+    ),
+    "auto-round, awq": (
+        AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": {".*down.*": {"group_size": 32}}},
+        WeightScheme("awq", 4, "group", (1, 32), True),
+    ),
+    "nf4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        WeightScheme("bnb4", 4, "group", (1, 64)),
+    ),
+    "llm.int8": (
+        {"quant_method": "bitsandbytes", "_load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]},
+        WeightScheme("bnb_int8", 8, "channel"),
     ),
     "modelopt, mixed": (
         {
@@ -143,7 +166,7 @@ def test_quantization_must_match_the_checkpoint():
 
 
 ERRORS = {
-    "method": ({"quant_method": "bitsandbytes"}, "quant_method: must be one of fp8, .*, modelopt, got 'bitsandbytes'"),
+    "method": ({"quant_method": "quark"}, "quant_method: must be one of fp8, .*, bitsandbytes, got 'quark'"),
     "bits": ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits: must be 4 or 8, got 3"),
     "group": ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size: must be a positive integer, got 0"),
     "version": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: must be gemm, got 'gemv'"),
@@ -162,6 +185,21 @@ ERRORS = {
     "format": (_compressed(format_name=NVFP4), f"format: must be one of .*{NVFP4} with float 4, got '{NVFP4} with int"),
     "nvfp4 groups": (_compressed({"num_bits": 4, "type": "float", "group_size": 16}, NVFP4), "must be tensor_group"),
     "algorithm": ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo: must be FP8 or .*'NVFP4_AWQ'"),
+    "packing": (
+        AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"},
+        "packing_format: must be auto_round:auto",
+    ),
+    "bits of a layer": (
+        AUTO_ROUND | {"extra_config": {"a": {"bits": 2}}},
+        "extra_config: a: bits: must be 4 or 8, got 2",
+    ),
+    "quantized inputs": (AUTO_ROUND | {"act_bits": 8}, r"act_bits: must be 16 \(quantized inputs .*\), got 8"),
+    "data type": (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type: must be int, got 'mx_fp'"),
+    "storage": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
+        "bnb_4bit_quant_storage: must be uint8, got 'bfloat16'",
+    ),
+    "neither 4 nor 8 bits": ({"quant_method": "bitsandbytes"}, "load_in_4bit: must be True, got False"),
     "no layers": ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers: must be an object"),
     "int3": (_compressed(INT4 | {"num_bits": 3}), "format: must be .*got 'pack-quantized with int 3'"),
     "strategy": (_compressed(INT4 | {"strategy": "tensor_group"}), "weights: strategy: must be tensor or channel or"),

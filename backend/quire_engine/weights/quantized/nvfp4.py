@@ -26,7 +26,7 @@ class NVFP4Tensor(QuantizedTensor):
     TENSOR_SCALE: ClassVar[str] = ".weight_scale_2"
     REQUIRED = (TENSOR_SCALE,)
     # Inputs are not quantized to 4 bits.
-    UNUSED = (".input_scale",)
+    UNUSED: ClassVar[tuple[str, ...]] = (".input_scale",)
 
     def __init__(self, module: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:
         super().__init__(module, slices, scheme)

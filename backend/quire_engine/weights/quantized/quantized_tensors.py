@@ -2,6 +2,7 @@
 """Finds the quantized tensors of a checkpoint. It recognizes them by their names in the files."""
 
 from quire_engine.weights.quantized.awq import AWQTensor
+from quire_engine.weights.quantized.bitsandbytes import BitsAndBytesInt8Tensor, BitsAndBytesTensor
 from quire_engine.weights.quantized.gptq import GPTQTensor
 from quire_engine.weights.quantized.mxfp4 import MXFP4Tensor
 from quire_engine.weights.quantized.nvfp4 import NVFP4Tensor, PackedNVFP4Tensor
@@ -18,6 +19,8 @@ _CLASS_BY_LAYOUT: dict[str, type[QuantizedTensor]] = {
     "packed": PackQuantizedTensor,
     "awq": AWQTensor,
     "gptq": GPTQTensor,
+    "bnb4": BitsAndBytesTensor,
+    "bnb_int8": BitsAndBytesInt8Tensor,
     "nvfp4": NVFP4Tensor,
     "nvfp4_packed": PackedNVFP4Tensor,
 }
@@ -26,7 +29,11 @@ _PACKED_MARKERS = (".qweight", ".weight_packed")
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 _UNUSED_SUFFIXES = (".k_scale", ".v_scale", ".q_scale")
 """Name suffixes of scales of the KV cache. The engine does not read them."""
-_MARKERS = (*_PACKED_MARKERS, ".weight_scale", ".weight_scale_inv", MXFP4Tensor.MARKER)
+_MARKERS = (
+    *_PACKED_MARKERS,
+    *(suffix for tensor_class in _CLASS_BY_LAYOUT.values() for suffix in tensor_class.SCALES if suffix != ".scales"),
+    MXFP4Tensor.MARKER,
+)
 
 
 class QuantizedTensors:

@@ -20,10 +20,16 @@ class ScaledTensor(QuantizedTensor):
     """See QuantizedTensor."""
 
     MARKER = ".weight"
-    SCALES = (".weight_scale", ".weight_scale_inv")
+    SCALES: ClassVar[tuple[str, ...]] = (".weight_scale", ".weight_scale_inv")
     # The scales of activations are not read, because the engine computes a scale for each token or does not quantize
     # activations.
-    UNUSED = (".input_scale", ".activation_scale", ".input_zero_point", ".output_scale", ".weight_shape")
+    UNUSED: ClassVar[tuple[str, ...]] = (
+        ".input_scale",
+        ".activation_scale",
+        ".input_zero_point",
+        ".output_scale",
+        ".weight_shape",
+    )
     DTYPE: ClassVar[str]
 
     def __init__(self, module: str, slices: Mapping[str, Any], scheme: WeightScheme) -> None:

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.quantized_checkpoints import FOLDER, QUANTIZED_LLAMAS, open_checkpoint
 from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
@@ -28,7 +30,9 @@ from quire_engine.weights.quantized.mxfp4 import decode_mxfp4, dequantize_mxfp4,
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_spec.errors import ConfigError
+from quire_spec.model.hf_config import HFConfigReader
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.quantization import QuantizationScheme
 
 CPU = torch.device("cpu")
 FOLDERS = {name: FOLDER / name for name in (*QUANTIZED_LLAMAS, "mxfp4")}
@@ -55,7 +59,7 @@ def copy(tmp_path):
 
 
 def test_every_writer_is_named():
-    assert len(QUANTIZED_LLAMAS) == 18
+    assert len(QUANTIZED_LLAMAS) == 24
     assert all((folder / "writer.txt").read_text().strip() for folder in FOLDERS.values())
 
 
@@ -123,6 +127,28 @@ def test_fp8_of_transformers(block, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(document | {"quantization_config": settings.to_dict()}))
     loaded = _load(tmp_path)
     assert loaded.keys() == expected.keys() and all(torch.equal(loaded[key], expected[key]) for key in expected)
+
+
+@given(st.integers(1, 9), st.integers(1, 80), st.sampled_from([16, 64, 100, 4096]), st.data())
+def test_blocks_of_bitsandbytes_can_end_in_another_row(tmp_path_factory, rows, half_columns, block, data):
+    columns, path = 2 * half_columns, tmp_path_factory.mktemp("m") / "model.safetensors"
+    codes, codebook = torch.randint(0, 16, (rows * columns,), dtype=torch.uint8), torch.randn(16)
+    scales = torch.rand(-(-rows * columns // block))
+    state = json.dumps({"shape": [rows, columns], "blocksize": block}).encode()
+    tensors = {
+        "weight": (codes[::2] << 4 | codes[1::2])[:, None],
+        "weight.absmax": scales,
+        "weight.quant_map": codebook,
+        "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state), dtype=torch.uint8),
+    }
+    save_file({f"m.{name}": tensor for name, tensor in tensors.items()}, path)
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    scheme = QuantizationScheme.from_hf_config(HFConfigReader(config))
+    tensor = QuantizedTensors(TensorFiles(path.parent), scheme).find("m.weight")
+    expected = (codebook[codes.int()] * scales.repeat_interleave(block)[: rows * columns]).view(rows, columns)
+    first_row, first = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    found = tensor.read(0, range(first_row, rows), range(first, columns), torch.float32)
+    assert torch.equal(found, expected[first_row:, first:])
 
 
 def test_mxfp4_experts():
@@ -206,6 +232,31 @@ ERRORS = {
         _replaced(f"{Q_PROJ}.weight_scale", torch.ones(64, 4)),
         r"F32 of shape .* implies F8_E4M3 of shape \(64, 4\)",
     ),
+    "state": (
+        "bitsandbytes-nf4",
+        _replaced(f"{Q_PROJ}.weight.quant_state.bitsandbytes__nf4", torch.tensor([123], dtype=torch.uint8)),
+        r"quant_state.bitsandbytes__nf4 is not a JSON document; download",
+    ),
+    "no state": (
+        "bitsandbytes-nf4",
+        _without("q_proj.weight.quant_state.bitsandbytes__nf4"),
+        rf"{Q_PROJ}.weight.quant_state.bitsandbytes__nf4 is missing, ",
+    ),
+    "nested scales": (
+        "bitsandbytes-nf4",
+        _replaced(f"{Q_PROJ}.weight.nested_absmax", torch.ones(2)),
+        r"nested_absmax is F32 of shape \(2,\); .* implies F32 of shape \(1,\)",
+    ),
+    "number of codes": (
+        "bitsandbytes-fp4",
+        _replaced(f"{Q_PROJ}.weight", torch.ones(64, 1).byte()),
+        r"weight is U8 of shape \(64, 1\); .* implies U8 of shape \(2048, 1\)",
+    ),
+    "scales of rows": (
+        "bitsandbytes-int8",
+        _without("q_proj.SCB"),
+        rf"{Q_PROJ}.SCB is missing, .* for {Q_PROJ}.weight;",
+    ),
     "other format": ("awq", _replaced(f"{Q_PROJ}.weight_packed", torch.ones(1)), "is unexpected"),
 }
 
@@ -256,7 +307,7 @@ def test_reads_the_file_of_modelopt(copy):
 
 
 def test_rejects_quantized_tensors_without_a_config(copy):
-    for name in ("awq", "ct-fp8-tensor"):
+    for name in ("awq", "ct-fp8-tensor", "bitsandbytes-nf4", "bitsandbytes-int8"):
         folder = copy(name)
         _change_config(folder, lambda config: config.pop("quantization_config"))
         with pytest.raises(ConfigError, match=r"checkpoint is quantized, but config\.json has no quantization_config"):
