@@ -54,7 +54,12 @@ CHECKPOINTS = {
     "PhiForCausalLM": ("Phi-1, Phi-1.5, Phi-2", "1.3B, 2.7B"),
     "Starcoder2ForCausalLM": ("StarCoder 2", "3B to 15B"),
     "GPTNeoXForCausalLM": ("GPT-NeoX, Pythia", "14M to 20B"),
-    "GraniteMoeHybridForCausalLM": ("Granite 4 micro, 1b and 350m", "350M to 3B"),
+    "GraniteMoeHybridForCausalLM": (
+        "Granite 4, with and without Mamba-2 (h-small, h-tiny, micro)",
+        "350M to 32B-A9B",
+    ),
+    "FalconH1ForCausalLM": ("Falcon-H1", "0.5B to 34B"),
+    "NemotronHForCausalLM": ("Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano", "4B to 56B, 30B-A3B"),
     "NemotronForCausalLM": ("Nemotron-4, Minitron", "4B to 340B"),
     "ArceeForCausalLM": ("Arcee AFM", "4.5B"),
     "DeepseekV2ForCausalLM": ("DeepSeek V2, DeepSeek-Coder-V2, V2-Lite", "16B-A2.4B, 236B-A21B"),
@@ -108,7 +113,8 @@ def _has_mxfp4(info: Architecture) -> bool:
 
 
 def _adapts_experts(info: Architecture) -> bool:
-    return info.uses_experts is not None and not info.expert_names.is_beside_mlp
+    names = info.expert_names
+    return info.uses_experts is not None and not names.is_beside_mlp and names.is_gated
 
 
 def _targets(info: Architecture) -> Iterator[str]:
@@ -134,15 +140,13 @@ def _missing(name: str, info: Architecture) -> Iterator[str]:
     if info.text_types:
         yield "images"
     yield from dict.fromkeys(feature for _, feature in info.required.values())
-    if name == "GraniteMoeHybridForCausalLM":
-        yield "Mamba-2 layers"
     if info.uses_state is not None:
         yield from ("drafts", "beam search", "KV tiers")
     if info.has_latent_attention:
         yield "GPUs"
     if info.has_layer_variants:
         yield from ("draft models and heads", "`int8_per_token_head`")
-    if info.expert_names.is_beside_mlp:
+    if info.expert_names.is_beside_mlp or not info.expert_names.is_gated:
         yield "adapters of experts"
     if name in ARCHITECTURES_WITHOUT_HEADS:
         yield "EAGLE-3 and Medusa heads"

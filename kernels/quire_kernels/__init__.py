@@ -61,6 +61,7 @@ from quire_kernels.lora import (
 )
 from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.lora_slots import LoRAPair, LoRASlots, LoRATarget, ModuleSlots, PackedAdapter, RowTransform
+from quire_kernels.mamba2 import Mamba2Params, gated_group_norm, mamba2_recurrence
 from quire_kernels.norm import add_rms_norm, qk_norm, rms_norm
 from quire_kernels.prefill_attention import prepare_chunk_attention, select_prefill_attention
 from quire_kernels.quantization import GROUP_SIZE, e2m1_codebook, quantize_fp8, quantize_int4, quantize_int8

@@ -219,9 +219,12 @@ def _bind(path: Path) -> ctypes.CDLL:
         ("quire_apply_bitmask", p, n, p, n, p, n, n),
         ("quire_attention", p, n, p, p, p, n, p, p, p, n, n, n, n, n, f, n, f, p, n),
         ("quire_short_convolution", p, n, p, p, p, p, p, p, n, n, n, n),
-        ("quire_gated_delta_update", p, n, p, p, n, p, p, p, p, p, p, n, n, n, n, n),
+        ("quire_gated_delta_update", p, n, p, p, n, p, p, p, n, p, p, p, n, n, n, n, n),
         ("quire_gated_delta_scan", p, n, p, p, n, p, p, p, p, n, n, n, n, n, n),
         ("quire_gated_rms_norm", p, p, n, p, p, n, n, n, f),
+        ("quire_mamba2_update", p, n, p, n, p, p, p, f, f, p, n, p, p, p, n, n, n, n, n),
+        ("quire_mamba2_scan", p, n, p, n, p, p, p, f, f, p, p, n, n, n, n, n, n),
+        ("quire_gated_group_norm", p, p, n, p, p, n, n, n, f, n),
         ("quire_decode", p, p, p, p, p),
     ):
         function = getattr(library, name)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire_kernels import cpu_native
-from quire_kernels.activation import get_gated_op
+from quire_kernels.activation import ACTIVATIONS, get_gated_op
 from quire_kernels.dispatch import Op
 from quire_kernels.huge_pages import HugePageArena
 from quire_kernels.linear import PANEL_COLUMNS, LinearWeight, is_panel_packed, pack_weight, quantize_weight
@@ -73,6 +73,9 @@ class ExpertWeights:
     down_bias: Tensor | None
     """[num_experts, hidden_size]."""
     activation: ExpertActivation
+    is_gated: bool = True
+    """If it is false, there are no gate features: `gate_up` has only `intermediate_size` outputs for each expert, and
+    `activation` is a name in ACTIVATIONS."""
 
     @property
     def num_experts(self) -> int:
@@ -98,7 +101,10 @@ class ExpertWeights:
     @property
     def activate(self) -> Callable[[Tensor], Tensor]:
         """The activation as a function. Its argument is one tensor of shape [num_rows, 2 * intermediate_size], which
-        contains gate and up."""
+        contains gate and up. Without a gate, the argument is only up."""
+        if not self.is_gated:
+            assert isinstance(self.activation, str)
+            return ACTIVATIONS[self.activation]
         return get_gated_op(self.activation) if isinstance(self.activation, str) else self.activation
 
     @property
@@ -281,6 +287,7 @@ def pack_experts(experts: ExpertWeights, arena: HugePageArena | None = None) -> 
         cpu_native.supports(experts.gate_up, experts.down)
         and cpu_native.has_fast_gemm()
         and hidden % PANEL_COLUMNS == inner % PANEL_COLUMNS == 0
+        and experts.is_gated
         and (experts.activation == "silu" or isinstance(experts.activation, SwiGLU))
     )
     if not is_supported:

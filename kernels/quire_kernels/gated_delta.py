@@ -185,7 +185,7 @@ def _gated_delta_rule_cpu(
     qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, batch: StateBatch
 ) -> Tensor:
     supported = cpu_native.supports(qkv, a, b) and a.stride(0) == b.stride(0)
-    if not supported or states.dtype != torch.float32 or not states.is_contiguous():
+    if not supported or not states.is_contiguous():
         return gated_delta_rule.reference(qkv, a, b, a_log, dt_bias, states, batch)
     _, num_heads, key_dim, value_dim = states.shape
     num_key_heads = (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim)
@@ -193,6 +193,8 @@ def _gated_delta_rule_cpu(
     if value_dim % _LANES:
         _scan_prompts(qkv, a, b, a_log, dt_bias, states, batch, out)
     for span in batch.prompts if value_dim % _LANES == 0 else ():
+        # A copy if the states are bfloat16, because the scan computes in float32.
+        state = states[span.row].float()
         cpu_native.get_library().quire_gated_delta_scan(
             qkv.data_ptr(),
             qkv.stride(0),
@@ -201,7 +203,7 @@ def _gated_delta_rule_cpu(
             a.stride(0),
             a_log.data_ptr(),
             dt_bias.data_ptr(),
-            states[span.row].data_ptr(),
+            state.data_ptr(),
             out.data_ptr(),
             span.start,
             span.end,
@@ -210,6 +212,8 @@ def _gated_delta_rule_cpu(
             key_dim,
             value_dim,
         )
+        if states.dtype != torch.float32:
+            states[span.row] = state
     cpu_native.get_library().quire_gated_delta_update(
         qkv.data_ptr(),
         qkv.stride(0),
@@ -219,6 +223,7 @@ def _gated_delta_rule_cpu(
         a_log.data_ptr(),
         dt_bias.data_ptr(),
         states.data_ptr(),
+        states.dtype == torch.bfloat16,
         batch.decode_tokens.data_ptr(),
         batch.decode_rows.data_ptr(),
         out.data_ptr(),

@@ -24,6 +24,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -51,6 +52,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -154,6 +156,54 @@ LFM2 = {
     "norm_eps": 1e-5,
     "num_hidden_layers": 4,
     "layer_types": ["conv", "full_attention", "conv", "conv"],
+}
+# One layer in four has attention.
+MAMBA2 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_d_head": 32,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+FALCON_H1 = {
+    "pad_token_id": 0,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 24,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+    "lm_head_multiplier": 0.6,
+    "embedding_multiplier": 1.7,
+    "mlp_multipliers": [0.8, 0.5],
+    "key_multiplier": 0.7,
+    "attention_out_multiplier": 0.6,
+    "attention_in_multiplier": 1.2,
+    "ssm_multipliers": [0.7, 1.3, 0.8, 1.2, 0.9],
+    "ssm_in_multiplier": 1.4,
+    "ssm_out_multiplier": 0.5,
+}
+NEMOTRON_H = {
+    "pad_token_id": 0,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp", "linear_attention"],
+    "head_dim": 24,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 24,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 16,
+    "time_step_min": 0.5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.7,
+    "n_group": 2,
+    "topk_group": 1,
+    "rescale_prenorm_residual": False,
 }
 GPT_OSS = {
     "head_dim": 24,
@@ -464,6 +514,45 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         functools.partial(_qwen3_5, Qwen3_5MoeConfig, Qwen3_5MoeTextConfig),
         {**HYBRID_MOE, "num_experts": 8},
     ),
+    "granite4-mamba": (
+        GraniteMoeHybridConfig,
+        {**GRANITE, **MAMBA2, "tie_word_embeddings": True, "num_local_experts": 0},
+    ),
+    "granite4-moe": (
+        GraniteMoeHybridConfig,
+        {
+            **(GRANITE | MAMBA2),
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 80,
+            "intermediate_size": 48,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "falcon_h1": (FalconH1Config, FALCON_H1),
+    "falcon_h1-norm": (
+        FalconH1Config,
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_n_groups": 2, "projectors_bias": True, "attention_bias": True},
+    ),
+    "falcon_h1-gated-norm": (
+        FalconH1Config,
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mlp_bias": True},
+    ),
+    "nemotron_h": (NemotronHConfig, NEMOTRON_H),
+    "nemotron_h-biases": (
+        NemotronHConfig,
+        {
+            **NEMOTRON_H,
+            "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+            "n_groups": 1,
+        },
+    ),
     "lfm2": (Lfm2Config, {**LFM2, "block_ffn_dim_multiplier": 1.1, "block_multiple_of": 16}),
     "lfm2-biases": (Lfm2Config, {**LFM2, "block_auto_adjust_ff_dim": False, "conv_bias": True, "conv_L_cache": 4}),
     "lfm2_moe": (
@@ -489,7 +578,7 @@ def write_checkpoint(folder: Path, config: Any, seed: int, **save: Any) -> Path:
             # transformers starts biases at 0, norms at 1 and others at fixed values, where a mistake would not show.
             if tensor.dim() < 2 or len(tensor.unique()) == 1:
                 # Sinks must be as large as the scores of attention, and this bias as large as those of experts.
-                scales = {"sinks": 20.0, "e_score_correction_bias": 1.0, "expert_bias": 1.0}
+                scales = {"sinks": 20.0, "e_score_correction_bias": 1.0, "expert_bias": 1.0, "D": 2.0}
                 tensor.add_(torch.randn_like(tensor) * scales.get(name.rpartition(".")[2], 0.3))
             if name.endswith("act_fn.eps"):
                 tensor.sub_(2.0)  # it replaces negative inputs above it

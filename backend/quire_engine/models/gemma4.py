@@ -19,22 +19,13 @@ from quire_engine.models.gemma2 import Gemma2DecoderLayer, Gemma2ForCausalLM
 from quire_engine.models.layers.attention import RotaryAttention
 from quire_engine.models.layers.linear import AdapterSite, Linear, ParamFactory, build_linear
 from quire_engine.models.layers.mlp import MLP
-from quire_engine.models.layers.moe import MoE
-from quire_engine.models.layers.norm import RMSNorm
+from quire_engine.models.layers.moe import StackedMoE
+from quire_engine.models.layers.norm import WideRMSNorm
 from quire_engine.models.layers.router import Router
 from quire_engine.models.layers.vocab_parallel import embedding_shard, num_vocab_rows, parallel_embedding
-from quire_engine.weights.param_shard import LoadTarget, ParamShard
-from quire_kernels import LinearWeight, apply_rope, fused_experts, get_gated_op, rms_norm, rope_and_cache
+from quire_engine.weights.param_shard import LoadTarget
+from quire_kernels import apply_rope, fused_experts, get_gated_op, rope_and_cache
 from quire_spec.model.model_config import ModelConfig
-
-
-class Gemma4RMSNorm(RMSNorm):
-    """Root-mean-square normalization, computed in float32."""
-
-    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """See Norm.normalize."""
-        assert weight is not None
-        return rms_norm(x.float(), weight.float(), self.eps).to(x.dtype)
 
 
 class Gemma4Attention(RotaryAttention):
@@ -43,10 +34,10 @@ class Gemma4Attention(RotaryAttention):
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         super().__init__(shape, index, factory)
-        self.q_norm = Gemma4RMSNorm(self.head_dim, shape.norm_eps, factory)
+        self.q_norm = WideRMSNorm(self.head_dim, shape.norm_eps, factory)
         self.writes_cache = shape.kv_source(index) == index
         if self.writes_cache:
-            self.k_norm = Gemma4RMSNorm(self.head_dim, shape.norm_eps, factory)
+            self.k_norm = WideRMSNorm(self.head_dim, shape.norm_eps, factory)
 
     def __call__(
         self,
@@ -91,7 +82,7 @@ class Gemma4Router(Router):
         yield f"{prefix}router.per_expert_scale", self.per_expert_scale
 
 
-class Gemma4MoE(MoE):
+class Gemma4MoE(StackedMoE):
     """Experts beside an MLP. The router has another input than the experts."""
 
     ROUTER = Gemma4Router
@@ -101,41 +92,16 @@ class Gemma4MoE(MoE):
         out = fused_experts(x, *self.router(hidden, batch), self.experts, None, None)
         return out if self.communicator is None else self.communicator.all_reduce(out)
 
-    def adapter_sites(self) -> Iterator[Linear | AdapterSite]:
-        """See Module.adapter_sites. Adapters cannot change these experts."""
-        yield from ()
-
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See Module.tensors. The names of the tensors begin with the path of the layer."""
         yield from super().tensors(prefix.removesuffix("moe."))
-
-    def gate_up_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """See MoE.gate_up_tensors. One tensor has all experts, and up features follow gate features."""
-        yield f"{prefix}experts.gate_up_proj", self._matrices(self.experts.gate_up, is_down=False)
-
-    def down_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
-        """See MoE.down_tensors."""
-        yield f"{prefix}experts.down_proj", self._matrices(self.experts.down, is_down=True)
-
-    def _matrices(self, weight: LinearWeight, *, is_down: bool) -> LoadTarget:
-        """Return which part of the checkpoint's tensor fills `weight` on this rank."""
-        assert isinstance(weight, Tensor)
-        if self.communicator is None:
-            return weight
-        shard = self.communicator.shard
-        part, hidden = shard.expert_range, self.experts.hidden_size
-        inner = shard.size * len(part)
-        if is_down:
-            return ParamShard(weight, (len(weight), hidden, inner), (range(hidden),), part)
-        rows = part, range(inner + part.start, inner + part.stop)
-        return ParamShard(weight, (len(weight), 2 * inner, hidden), rows)
 
 
 class Gemma4DecoderLayer(Gemma2DecoderLayer):
     """Gemma 2's layer with Gemma4Attention, and with the layer's embeddings of the tokens as a third input."""
 
     ATTENTION = Gemma4Attention
-    NORM = Gemma4RMSNorm
+    NORM = WideRMSNorm
 
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         super().__init__(shape, index, factory)
@@ -195,7 +161,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
             self.embed_tokens_per_layer = factory.empty(num_vocab_rows(shape, factory), width)
             self.per_layer_embedding_scale = torch.tensor(size**0.5, dtype=factory.dtype).item()
             self.per_layer_model_projection = Linear(shape.hidden_size, {"per_layer_model_projection": width}, factory)
-            self.per_layer_projection_norm = Gemma4RMSNorm(size, shape.norm_eps, factory)
+            self.per_layer_projection_norm = WideRMSNorm(size, shape.norm_eps, factory)
             self.outer_linears.append(self.per_layer_model_projection)
 
     def adapter_sites(self) -> Iterator[tuple[int, Linear | AdapterSite]]:

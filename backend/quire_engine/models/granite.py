@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Granite: Llama with factors that scale the embeddings, the attention scores, the residual stream and the logits."""
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
@@ -28,7 +30,7 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
 class GraniteForCausalLM(LlamaForCausalLM):
     """See LlamaForCausalLM."""
 
-    LAYER = GraniteDecoderLayer
+    LAYER: ClassVar[type[LlamaDecoderLayer]] = GraniteDecoderLayer
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         """See CausalLM.embed."""

@@ -55,13 +55,20 @@ class Qwen3_5DecoderLayer(HybridDecoderLayer):
     NAMES = MappingProxyType({"state_layer": "linear_attn"})
     ATTENTION = GatedAttention
     NORM = UnitOffsetRMSNorm
-    STATE_LAYER = GatedDeltaNet
+
+    @classmethod
+    def build_state_layer(cls, shape: ModelConfig, factory: ParamFactory) -> GatedDeltaNet:
+        """See HybridDecoderLayer.build_state_layer."""
+        return GatedDeltaNet(shape, factory)
 
 
 class Qwen3NextDecoderLayer(Qwen3_5DecoderLayer):
     """The layer of Qwen3-Next."""
 
-    STATE_LAYER = InterleavedGatedDeltaNet
+    @classmethod
+    def build_state_layer(cls, shape: ModelConfig, factory: ParamFactory) -> GatedDeltaNet:
+        """See HybridDecoderLayer.build_state_layer."""
+        return InterleavedGatedDeltaNet(shape, factory)
 
 
 class Qwen3_5ForCausalLM(HybridForCausalLM):

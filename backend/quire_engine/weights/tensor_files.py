@@ -16,7 +16,9 @@ _LANGUAGE_MODEL = "model.language_model."
 _EMBED_OUT = "embed_out"
 """The output projection in checkpoints of GPT-NeoX."""
 CONVERT_COMMAND = "python -m quire_engine convert"
-_INNER_MODULES = ("model.", "gpt_neox.")
+_BACKBONE = "backbone."
+"""The inner module in checkpoints of Nemotron-H."""
+_INNER_MODULES = ("model.", "gpt_neox.", _BACKBONE)
 
 
 class TensorFiles:
@@ -38,6 +40,7 @@ class TensorFiles:
         self._is_part = any(name.startswith("language_model.") for name in self.file_by_tensor)
         # In early checkpoints with images, the tensors of the language model have the names of a model without images.
         self._is_flat = not any(name.startswith(_LANGUAGE_MODEL) for name in self.file_by_tensor)
+        self._has_backbone = any(name.startswith(_BACKBONE) for name in self.file_by_tensor)
         self._has_embed_out = f"{_EMBED_OUT}.weight" in self.file_by_tensor
 
     def __contains__(self, name: str) -> bool:
@@ -52,6 +55,8 @@ class TensorFiles:
         """Return the name that a tensor or module of the model has in the files."""
         if self._is_part:
             return f"language_model.{name.replace(_LANGUAGE_MODEL, 'model.', 1)}"
+        if self._has_backbone and name.startswith("model."):
+            return name.replace("model.", _BACKBONE, 1)
         if self._has_embed_out and name.startswith("lm_head"):
             return name.replace("lm_head", _EMBED_OUT, 1)
         if self._is_flat and name.startswith(_LANGUAGE_MODEL):

@@ -66,6 +66,11 @@ QWEN3_5_LINEARS = {
 }
 
 
+def _mamba2_linears(path: str) -> dict[str, tuple[str, str]]:
+    """Return the linears of Mamba-2 at a path in the layer."""
+    return {f"{path}.in_proj": ("hidden", "state_gate_xbc_dt"), f"{path}.out_proj": ("state_values", "hidden")}
+
+
 def _shared_linears(path: str) -> dict[str, tuple[str, str]]:
     """Return the linears of shared experts at a path in the layer."""
     return {
@@ -169,6 +174,24 @@ GPT_NEOX_LINEARS = {
     "mlp.dense_h_to_4h": ("hidden", "inner"),
     "mlp.dense_4h_to_h": ("inner", "hidden"),
 }
+FALCON_H1_LINEARS = {
+    **{path: kinds for path, kinds in LLAMA_LINEARS.items() if path.startswith("self_attn.")},
+    **_mamba2_linears("mamba"),
+    "feed_forward.gate_proj": ("hidden", "inner"),
+    "feed_forward.up_proj": ("hidden", "inner"),
+    "feed_forward.down_proj": ("inner", "hidden"),
+}
+NEMOTRON_H_LINEARS = {
+    "mixer.q_proj": ("hidden", "q"),
+    "mixer.k_proj": ("hidden", "kv"),
+    "mixer.v_proj": ("hidden", "kv"),
+    "mixer.o_proj": ("q", "hidden"),
+    **_mamba2_linears("mixer"),
+    "mixer.up_proj": ("hidden", "inner"),
+    "mixer.down_proj": ("inner", "hidden"),
+    "mixer.shared_experts.up_proj": ("hidden", "shared_inner"),
+    "mixer.shared_experts.down_proj": ("shared_inner", "hidden"),
+}
 GRANITE_HYBRID_LINEARS = {
     "self_attn.q_proj": ("hidden", "q"),
     "self_attn.k_proj": ("hidden", "kv"),
@@ -176,6 +199,7 @@ GRANITE_HYBRID_LINEARS = {
     "self_attn.o_proj": ("q", "hidden"),
     "shared_mlp.input_linear": ("hidden", "gate_up"),
     "shared_mlp.output_linear": ("inner", "hidden"),
+    **_mamba2_linears("mamba"),
 }
 
 
@@ -188,9 +212,9 @@ class ExpertNames:
     """Path of the mixture in checkpoints."""
     module: str = "mlp"
     """Path of the mixture in transformers 5 and PEFT. They call it `mlp` in most architectures."""
-    projections: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
-    """Gate, up and down in checkpoints and adapters that have tensors for each expert. None: only tensors for all
-    experts together exist, in which gate and up features alternate."""
+    projections: tuple[str, ...] | None = ("gate_proj", "up_proj", "down_proj")
+    """Gate, up and down in checkpoints and adapters that have tensors for each expert; only up and down if experts have
+    no gate. None: only tensors for all experts together exist."""
     correction_bias: str = ""
     """Path of the bias that is added to the router's scores to choose experts. Empty: there is none."""
     shared: str = ""
@@ -200,6 +224,11 @@ class ExpertNames:
     """
     shared_gate: str = ""
     """Path of the linear layer whose sigmoid multiplies the output of the shared experts. Empty: there is none."""
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the experts have a gate. Adapters cannot change experts without one."""
+        return self.projections is None or len(self.projections) == 3
 
 
 _GEMMA4_EXPERTS = ExpertNames(router="router.proj", block="", projections=None, is_beside_mlp=True)
@@ -280,6 +309,13 @@ class Architecture:
     """Numeric keys of config.json that are used only by the model code of this architecture. Their values must be
     positive, and `defaults` has a value for each key."""
 
+    factor_lists: Mapping[str, int] = field(default_factory=dict)
+    """Keys like those of `factors` whose values are lists, with the length of each list. null stands for factors of 1.
+    """
+
+    has_single_blocks: bool = False
+    """Whether a layer is only attention, a part with a state, an MLP or experts."""
+
     activations: tuple[str, ...] = ()
     """Names of activation functions that this architecture supports besides capabilities.ACTIVATIONS."""
 
@@ -324,7 +360,7 @@ class Architecture:
     """The function that computes the scores of experts: "softmax" or "sigmoid"."""
 
 
-def _is_sliding_always(config: HFConfigReader, index: int) -> bool:
+def _always(config: HFConfigReader, index: int) -> bool:
     return True
 
 
@@ -382,10 +418,11 @@ def _uses_rope_unless_hybrid(config: HFConfigReader, index: int) -> bool:
 
 
 def _uses_rope_of_granite_hybrid(config: HFConfigReader, index: int) -> bool:
-    layer_types = config.get_str_list("layer_types") if "layer_types" in config else ("linear_attention",)
-    if layer_types[min(index, len(layer_types) - 1)] not in ("full_attention", "attention"):
-        raise config.error("layer_types", list(layer_types), "full_attention in every layer (no Mamba-2 layers)")
     return config.get_raw("position_embedding_type") == "rope"
+
+
+def _uses_rope_never(config: HFConfigReader, index: int) -> bool:
+    return False
 
 
 def _is_sliding_unless_sixth_or_last(config: HFConfigReader, index: int) -> bool:
@@ -411,8 +448,8 @@ def _is_sliding_without_rope(config: HFConfigReader, index: int) -> bool:
     return not _uses_rope_unless_listed(config, index) if is_sliding is None else is_sliding
 
 
-def _uses_experts_always(config: HFConfigReader, index: int) -> bool:
-    return True
+def _uses_experts_if_any(config: HFConfigReader, index: int) -> bool:
+    return config.get_int("num_local_experts", minimum=0) > 0
 
 
 def _uses_experts_unless_listed(config: HFConfigReader, index: int) -> bool:
@@ -453,9 +490,55 @@ def _is_listed_as(kind: str) -> Callable[[HFConfigReader, int], bool]:
         layer_types = config.get_str_list("layer_types")
         if index >= len(layer_types):
             raise config.error("layer_types", list(layer_types), "a list with an item for each layer")
-        return layer_types[index] == kind
+        return _LAYER_TYPES.get(layer_types[index], layer_types[index]) == kind
 
     return is_listed
+
+
+_LAYER_TYPES = {
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+    # Characters of hybrid_override_pattern
+    "M": "linear_attention",
+    "*": "full_attention",
+    "E": "moe",
+    "-": "mlp",
+}
+"""Names of kinds of layers in earlier checkpoints of hybrid models, with their names in transformers 5."""
+
+
+def _translate_granite_hybrid(config: HFConfigReader) -> dict[str, Any]:
+    """Rename the kinds of layers."""
+    if "layer_types" not in config:
+        return {"layer_types": ["linear_attention"] * config.get_int("num_hidden_layers")}
+    layer_types = [_LAYER_TYPES.get(name, name) for name in config.get_str_list("layer_types")]
+    if not {*layer_types} <= {"linear_attention", "full_attention"}:
+        raise config.error("layer_types", layer_types, "linear_attention (Mamba-2) or full_attention for each layer")
+    return {"layer_types": layer_types}
+
+
+def _translate_nemotron_h(config: HFConfigReader) -> dict[str, Any]:
+    """List the layers, and rename the settings of Mamba-2 as in Granite 4."""
+    key = next((key for key in ("layers_block_type", "layer_types") if key in config), "hybrid_override_pattern")
+    names = list(config.get_str(key)) if key == "hybrid_override_pattern" else config.get_str_list(key)
+    layer_types = [_LAYER_TYPES.get(name, name) for name in names]
+    if not {*layer_types} <= {"linear_attention", "full_attention", "mlp", "moe"}:
+        raise config.error(key, list(names), "linear_attention, full_attention, mlp or moe for each layer")
+    num_heads, head_dim = config.get_int("mamba_num_heads"), config.get_int("mamba_head_dim")
+    values = {
+        "layer_types": layer_types,
+        "num_hidden_layers": len(layer_types),
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": head_dim,
+        "mamba_d_ssm": num_heads * head_dim,
+        "mamba_d_state": config.get_int("ssm_state_size"),
+        "mamba_proj_bias": config.get_bool("use_bias"),
+        "projectors_bias": config.get_bool("use_bias"),
+        # transformers reads the lower limit from another key than time_step_limit.
+        "time_step_limit": [config.get_raw("mamba_dt_min") or config.get_raw("time_step_min"), float("inf")],
+    }
+    names_of = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
+    return values | {key: config.get_raw(key if key in config else other) for key, other in names_of.items()}
 
 
 def _translate_lfm2(config: HFConfigReader) -> dict[str, Any]:
@@ -526,11 +609,15 @@ _QWEN3_5_MOE = replace(
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
-    uses_experts=_uses_experts_always,
+    uses_experts=_always,
     expert_names=GATED_SHARED_EXPERT,
 )
 
 
+_FALCON_H1_FACTORS = (
+    *("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier"),
+    *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
+)
 _LFM2 = Architecture(
     "lfm2",
     "hybrid.lfm2",
@@ -616,8 +703,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
-        uses_sliding_window=_is_sliding_always,
-        uses_experts=_uses_experts_always,
+        uses_sliding_window=_always,
+        uses_experts=_always,
         expert_names=ExpertNames(block="block_sparse_moe", projections=("w1", "w3", "w2")),
     ),
     "GptOssForCausalLM": Architecture(
@@ -643,7 +730,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         biases=("attention_bias", "attention_bias", False),
         uses_sliding_window=_is_sliding_even_layer,
-        uses_experts=_uses_experts_always,
+        uses_experts=_always,
         expert_names=ExpertNames(router="router", projections=None),
         factors=("swiglu_alpha", "swiglu_limit"),
     ),
@@ -672,7 +759,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "phi3",
         linears=PHI3_LINEARS,
         defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096},
-        uses_sliding_window=_is_sliding_always,
+        uses_sliding_window=_always,
         # Early Phi-3 checkpoints use the name yarn for longrope.
         rope_aliases={"yarn": "longrope"},
     ),
@@ -805,7 +892,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                 "llama_4_scaling_beta": 0.1,
             },
         },
-        uses_sliding_window=_is_sliding_always,
+        uses_sliding_window=_always,
     ),
     "Mistral3ForConditionalGeneration": Architecture(
         "mistral3", "ministral3", layers_path="model.language_model.layers", text_types=("mistral", "ministral3")
@@ -983,7 +1070,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         biases=("use_bias", "use_bias", "use_bias"),
         activations=("relu2",),
-        uses_sliding_window=_is_sliding_always,
+        uses_sliding_window=_always,
     ),
     "GPTNeoXForCausalLM": Architecture(
         "gpt_neox",
@@ -1010,7 +1097,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "GraniteMoeHybridForCausalLM": Architecture(
         "granitemoehybrid",
-        "dense.granite_hybrid",
+        "hybrid.granite_hybrid",
         linears=GRANITE_HYBRID_LINEARS,
         key_aliases={"intermediate_size": "shared_intermediate_size"},
         defaults={
@@ -1020,10 +1107,26 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "embedding_multiplier": 1.0,
             "residual_multiplier": 1.0,
             "logits_scaling": 1.0,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
         },
         biases=("attention_bias", "attention_bias", False),
-        required={"num_local_experts": (0, "experts beside a shared MLP")},
         uses_rope=_uses_rope_of_granite_hybrid,
+        translate=_translate_granite_hybrid,
+        uses_state=_is_listed_as("linear_attention"),
+        state_kind="mamba2",
+        uses_experts=_uses_experts_if_any,
+        expert_names=ExpertNames(
+            router="router.layer",
+            block="block_sparse_moe",
+            module="block_sparse_moe",
+            projections=None,
+            is_beside_mlp=True,
+        ),
         factors=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
     ),
     "NemotronForCausalLM": Architecture(
@@ -1150,7 +1253,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "num_local_experts": 256,
             "num_experts_per_tok": 8,
         },
-        uses_experts=_uses_experts_always,
+        uses_experts=_always,
         expert_names=ExpertNames(
             block="block_sparse_moe", projections=("w1", "w3", "w2"), correction_bias="e_score_correction_bias"
         ),
@@ -1196,7 +1299,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         biases=("attention_bias", "attention_bias", False),
         rope_aliases={"dynamic": "ntk_alpha"},
-        uses_experts=_uses_experts_always,
+        uses_experts=_always,
         expert_names=ExpertNames(router="gate.wg", shared="shared_mlp"),
     ),
     "Qwen2MoeForCausalLM": Architecture(
@@ -1233,7 +1336,87 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         biases=("attention_bias", "attention_bias", False),
         required={"clip_qkv": (None, "clipped queries, keys and values")},
-        uses_experts=_uses_experts_always,
+        uses_experts=_always,
+    ),
+    "FalconH1ForCausalLM": Architecture(
+        "falcon_h1",
+        "hybrid.falcon_h1",
+        linears=FALCON_H1_LINEARS,
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "mamba_d_ssm": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_rms_norm": False,
+            "mamba_norm_before_gate": True,
+            "projectors_bias": False,
+            **dict.fromkeys(_FALCON_H1_FACTORS, 1.0),
+        },
+        biases=("attention_bias", "attention_bias", "mlp_bias"),
+        factors=_FALCON_H1_FACTORS,
+        factor_lists={"mlp_multipliers": 2, "ssm_multipliers": 5},
+        uses_state=_always,
+        uses_attention=_always,
+        state_kind="mamba2",
+    ),
+    "NemotronHForCausalLM": Architecture(
+        "nemotron_h",
+        "hybrid.nemotron_h",
+        linears=NEMOTRON_H_LINEARS,
+        key_aliases={
+            "rms_norm_eps": "layer_norm_epsilon",
+            "hidden_act": "mlp_hidden_act",
+            "num_experts": "n_routed_experts",
+            "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+        },
+        # transformers never ties the output projection to the embedding.
+        ignored_keys=("tie_word_embeddings",),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "mlp_hidden_act": "relu2",
+            "layer_norm_epsilon": 1e-5,
+            "intermediate_size": 21504,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "shared_expert_intermediate_size": 7688,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "time_step_min": 0.001,
+            "use_conv_bias": True,
+            "use_bias": False,
+        },
+        biases=(False, False, "mlp_bias"),
+        activations=("relu2",),
+        required={"moe_latent_size": (None, "experts with latent inputs")},
+        translate=_translate_nemotron_h,
+        uses_rope=_uses_rope_never,
+        uses_state=_is_listed_as("linear_attention"),
+        uses_attention=_is_listed_as("full_attention"),
+        uses_experts=_is_listed_as("moe"),
+        state_kind="mamba2",
+        has_single_blocks=True,
+        embedding="embeddings",
+        expert_names=ExpertNames(
+            block="mixer",
+            module="mixer",
+            projections=("up_proj", "down_proj"),
+            correction_bias="gate.e_score_correction_bias",
+            shared="shared_experts",
+        ),
+        router_scoring="sigmoid",
     ),
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": replace(

@@ -80,8 +80,8 @@ def vocab_module_rank(model_config: ModelConfig) -> int:
 
 
 def expert_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the input size and the output size of the projections of an expert. Gate and up are one projection. The
-    key is the name of the parameter with the weights of all experts."""
+    """Return the input size and the output size of the projections of an expert with a gate. Gate and up are one
+    projection. The key is the name of the parameter with the weights of all experts."""
     assert model_config.moe is not None
     hidden, inner = model_config.hidden_size, model_config.moe.intermediate_size
     return {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
@@ -113,11 +113,12 @@ def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
 
 def _expert_elements(model_config: ModelConfig, layer: int) -> int:
     """Return how many elements the experts and the router of a layer have. An expert has three matrices: gate, up and
-    down."""
+    down; without a gate, it has two."""
     moe, hidden = model_config.moe, model_config.hidden_size
     if moe is None or not moe.layers[layer]:
         return 0
-    return moe.num_experts * (3 * moe.intermediate_size * hidden + hidden)
+    num_matrices = 3 if model_config.architecture_info.expert_names.is_gated else 2
+    return moe.num_experts * (num_matrices * moe.intermediate_size * hidden + hidden)
 
 
 def vocab_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -17,6 +17,7 @@ from quire_spec.model import capabilities
 from quire_spec.model.architectures import ARCHITECTURES, TEXT_MODELS, Architecture
 from quire_spec.model.attention.latent_attention_config import LatentAttentionConfig
 from quire_spec.model.attention.linear_attention_config import LinearAttentionConfig
+from quire_spec.model.attention.mamba2_config import Mamba2Config
 from quire_spec.model.attention.short_conv_config import ShortConvConfig
 from quire_spec.model.attention.state_config import StateConfig
 from quire_spec.model.hf_config import HFConfigReader
@@ -127,7 +128,8 @@ class ModelConfig:
     @property
     def adapts_experts(self) -> bool:
         """Whether the model has routers and experts that adapters can change."""
-        return self.moe is not None and not self.architecture_info.expert_names.is_beside_mlp
+        names = self.architecture_info.expert_names
+        return self.moe is not None and not names.is_beside_mlp and names.is_gated
 
     @property
     def per_layer_size(self) -> int:
@@ -236,6 +238,8 @@ class ModelConfig:
         if "shared_inner" in kinds or "one" in kinds:
             return has_experts and self.moe is not None and self.moe.shared_intermediate_size > 0
         if "inner" in kinds or "gate_up" in kinds:
+            if self.architecture_info.has_single_blocks and (self.has_state(layer) or self.has_attention(layer)):
+                return False
             return not has_experts or self.architecture_info.expert_names.is_beside_mlp
         if any(kind.startswith("state_") for kind in kinds):
             return self.has_state(layer)
@@ -374,7 +378,7 @@ class ModelConfig:
             output_bias=output_bias,
             mlp_bias=mlp_bias,
             flags={name: config.get_bool(name) for name in architecture_info.flags},
-            factors={name: config.get_float(name) for name in architecture_info.factors},
+            factors=_factors(config, architecture_info),
             moe=MoEConfig.from_hf_config(config, architecture_info.uses_experts, architecture_info.defaults, num_layers)
             if architecture_info.uses_experts is not None
             else None,
@@ -441,6 +445,7 @@ def _reject_unsupported(config: HFConfigReader, architecture_info: Architecture)
 _STATE_KINDS: Mapping[str, type[StateConfig]] = {
     "gated_delta_net": LinearAttentionConfig,
     "short_conv": ShortConvConfig,
+    "mamba2": Mamba2Config,
 }
 
 
@@ -533,6 +538,17 @@ def _ropes(
     uses_rope = architecture_info.uses_rope
     unrotated = RopeConfig("none", rope.theta, rope.dim)
     return tuple(rope if uses_rope is None or uses_rope(config, index) else unrotated for index in range(num_layers))
+
+
+def _factors(config: HFConfigReader, architecture_info: Architecture) -> dict[str, float]:
+    """Return the values of `Architecture.factors`, and those of `factor_lists` with the index after the name."""
+    factors = {name: config.get_float(name) for name in architecture_info.factors}
+    for name, length in architecture_info.factor_lists.items():
+        values = config.get_float_list(name) if name in config else (1.0,) * length
+        if len(values) != length:
+            raise config.error(name, list(values), f"a list of {length} positive numbers")
+        factors |= {f"{name}.{index}": value for index, value in enumerate(values)}
+    return factors
 
 
 def _get_declared_float(config: HFConfigReader, architecture_info: Architecture, key: str) -> float | None:

@@ -5,23 +5,14 @@
 #include <cmath>
 #include <vector>
 
-#include "ops.h"
+#include "recurrence.h"
 
 namespace quire {
 namespace {
 
-// Minimum elements per thread: with fewer, a second thread costs more than it saves.
-constexpr int64_t kParallel = 1 << 13;
 // Registers of a row of the state that are computed together: with their sums, they must fit into the register file.
 constexpr int kColumns = kAvx512 ? 8 : 2;
 constexpr float kNormEps = 1e-6f;
-
-inline void store_masked(float* p, __m512 v, __mmask16 mask) {
-  if (mask == 0xffff) return _mm512_storeu_ps(p, v);
-  alignas(64) float all[kLanes];
-  _mm512_store_ps(all, v);
-  std::copy(all, all + __builtin_ctz(~(uint32_t)mask), p);
-}
 
 // Write x / |x| * scale to `out`.
 inline void normalise_head(const bf16* x, float* out, int64_t size, float scale) {
@@ -47,8 +38,8 @@ inline float dot(const float* a, const float* b, int64_t size) {
 }
 
 // Update N registers of columns of a state [key_dim, ld], and write their outputs. `last`: lanes of the last register.
-template <int N>
-inline void update(float* state, int64_t ld, const float* q, const float* k, float qk, const bf16* v, bf16* out,
+template <int N, class State>
+inline void update(State* state, int64_t ld, const float* q, const float* k, float qk, const bf16* v, bf16* out,
                    int64_t key_dim, float decay, float beta, __mmask16 last) {
   const auto mask = [&](int c) { return c == N - 1 ? last : (__mmask16)0xffff; };
   __m512 known[N], read[N];
@@ -70,73 +61,11 @@ inline void update(float* state, int64_t ld, const float* q, const float* k, flo
   for (int64_t i = 0; i < key_dim; i++) {
     const __m512 key = _mm512_set1_ps(k[i]);
     for (int c = 0; c < N; c++) {
-      float* p = state + i * ld + c * kLanes;
+      State* p = state + i * ld + c * kLanes;
       const __m512 s = _mm512_mul_ps(load(p, mask(c)), keep);
       store_masked(p, _mm512_fmadd_ps(key, known[c], s), mask(c));
     }
   }
-}
-
-// Tokens of a prompt that are computed together.
-constexpr int64_t kChunk = 64;
-// Rows and registers of a tile of a matrix product.
-constexpr int kTileRows = 4, kTile = kAvx512 ? 4 : 1;
-
-// A tile of c [4 or fewer, 16 * N] = scale * c + sign * a @ b. a: element (i, k) is at a[i * lda + k * step].
-template <int R, int N>
-inline void multiply_tile(float* c, int64_t ldc, const float* a, int64_t lda, int64_t step, const float* b, int64_t ldb,
-                          int64_t depth, float scale, float sign) {
-  __m512 sums[R][N];
-  for (int r = 0; r < R; r++)
-    for (int n = 0; n < N; n++) sums[r][n] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < depth; k++) {
-    __m512 columns[N];
-    for (int n = 0; n < N; n++) columns[n] = _mm512_loadu_ps(b + k * ldb + n * kLanes);
-    for (int r = 0; r < R; r++) {
-      const __m512 x = _mm512_set1_ps(a[r * lda + k * step]);
-      for (int n = 0; n < N; n++) sums[r][n] = _mm512_fmadd_ps(x, columns[n], sums[r][n]);
-    }
-  }
-  const __m512 factor = _mm512_set1_ps(sign), keep = _mm512_set1_ps(scale);
-  for (int r = 0; r < R; r++)
-    for (int n = 0; n < N; n++) {
-      float* p = c + r * ldc + n * kLanes;
-      const __m512 old = scale == 0 ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_loadu_ps(p), keep);
-      _mm512_storeu_ps(p, _mm512_fmadd_ps(sums[r][n], factor, old));
-    }
-}
-
-// c [rows, columns] = scale * c + sign * a @ b; columns is a multiple of 16.
-inline void multiply(float* c, int64_t ldc, const float* a, int64_t lda, int64_t step, const float* b, int64_t ldb,
-                     int64_t rows, int64_t columns, int64_t depth, float scale, float sign) {
-  for (int64_t j = 0; j < columns;) {
-    const bool is_wide = columns - j >= kTile * kLanes;
-    for (int64_t i = 0; i < rows;) {
-      float* tile = c + i * ldc + j;
-      const float *left = a + i * lda, *right = b + j;
-      if (rows - i >= kTileRows) {
-        if (is_wide)
-          multiply_tile<kTileRows, kTile>(tile, ldc, left, lda, step, right, ldb, depth, scale, sign);
-        else
-          multiply_tile<kTileRows, 1>(tile, ldc, left, lda, step, right, ldb, depth, scale, sign);
-        i += kTileRows;
-      } else {
-        if (is_wide)
-          multiply_tile<1, kTile>(tile, ldc, left, lda, step, right, ldb, depth, scale, sign);
-        else
-          multiply_tile<1, 1>(tile, ldc, left, lda, step, right, ldb, depth, scale, sign);
-        i++;
-      }
-    }
-    j += is_wide ? kTile * kLanes : kLanes;
-  }
-}
-
-inline float widen_one(bf16 value) {
-  const uint32_t bits = (uint32_t)value << 16;
-  float result;
-  __builtin_memcpy(&result, &bits, 4);
-  return result;
 }
 
 // Logarithm of the decay of a token and a head.
@@ -151,6 +80,37 @@ inline float sigmoid_one(bf16 x) { return 1.f / (1.f + std::exp(-widen_one(x)));
 struct Layer {
   int64_t ldq, ldg, key_heads, value_heads, key_dim, value_dim;
 };
+
+template <class State>
+inline void update_all(const Layer& s, const bf16* qkv, const bf16* a, const bf16* b, const float* a_log,
+                       const float* dt_bias, State* states, const int64_t* tokens, const int64_t* rows, bf16* out,
+                       int64_t count) {
+  const int64_t per_key = s.value_heads / s.key_heads, dk = s.key_dim, dv = s.value_dim, matrix = dk * dv;
+#pragma omp parallel if (count * s.value_heads * matrix > kParallel)
+  {
+    std::vector<float> scratch(2 * dk);
+    float *q = scratch.data(), *k = q + dk;
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < count * s.key_heads; item++) {
+      const int64_t i = item / s.key_heads, key_head = item % s.key_heads, t = tokens[i];
+      const bf16* x = qkv + t * s.ldq;
+      normalise_head(x + key_head * dk, q, dk, 1.f / std::sqrt((float)dk));
+      normalise_head(x + (s.key_heads + key_head) * dk, k, dk, 1.f);
+      const float qk = dot(q, k, dk);
+      for (int64_t h = key_head * per_key; h < (key_head + 1) * per_key; h++) {
+        const float decay = std::exp(log_decay_of(a[t * s.ldg + h], a_log[h], dt_bias[h]));
+        const float beta = sigmoid_one(b[t * s.ldg + h]);
+        State* state = states + (rows[i] * s.value_heads + h) * matrix;
+        const bf16* v = x + 2 * s.key_heads * dk + h * dv;
+        bf16* y = out + (t * s.value_heads + h) * dv;
+        int64_t c = 0;
+        for (; c + kColumns * kLanes <= dv; c += kColumns * kLanes)
+          update<kColumns>(state + c, dv, q, k, qk, v + c, y + c, dk, decay, beta, 0xffff);
+        for (; c < dv; c += kLanes) update<1>(state + c, dv, q, k, qk, v + c, y + c, dk, decay, beta, first(dv - c));
+      }
+    }
+  }
+}
 
 // Memory of a thread for a chunk.
 struct Chunk {
@@ -230,8 +190,8 @@ inline void scan(const Layer& s, const bf16* qkv, const bf16* a, const bf16* b, 
 
 extern "C" {
 
-// The convolution over the last `taps` inputs of each sequence, or silu of it. x has rows of ldx; weight is [taps, size];
-// bias [size] or null.
+// The convolution over the last `taps` inputs of each sequence, or silu of it. x has rows of ldx; weight is [taps, size]
+// and bias [size] or null.
 // starts [spans + 1]: first token of each span. states [.., taps - 1, size]: earlier inputs, oldest first; row rows[s]
 // belongs to span s, and gets the last inputs.
 void quire_short_convolution(const bf16* x, int64_t ldx, const bf16* weight, const bf16* bias, bf16* states,
@@ -272,37 +232,16 @@ void quire_short_convolution(const bf16* x, int64_t ldx, const bf16* weight, con
 }
 
 // Update the state of each sequence by one token, and read it. tokens [count]: rows of qkv, a, b and out. rows [count]:
-// rows of states [.., value_heads, key_dim, value_dim].
+// rows of states [.., value_heads, key_dim, value_dim], bf16 or float.
 void quire_gated_delta_update(const bf16* qkv, int64_t ldq, const bf16* a, const bf16* b, int64_t ldg,
-                              const float* a_log, const float* dt_bias, float* states, const int64_t* tokens,
-                              const int64_t* rows, bf16* out, int64_t count, int64_t key_heads, int64_t value_heads,
-                              int64_t key_dim, int64_t value_dim) {
-  const int64_t per_key = value_heads / key_heads, matrix = key_dim * value_dim;
-#pragma omp parallel if (count * value_heads * matrix > kParallel)
-  {
-    std::vector<float> scratch(2 * key_dim);
-    float *q = scratch.data(), *k = q + key_dim;
-#pragma omp for schedule(static)
-    for (int64_t item = 0; item < count * key_heads; item++) {
-      const int64_t i = item / key_heads, key_head = item % key_heads, t = tokens[i];
-      const bf16* x = qkv + t * ldq;
-      normalise_head(x + key_head * key_dim, q, key_dim, 1.f / std::sqrt((float)key_dim));
-      normalise_head(x + (key_heads + key_head) * key_dim, k, key_dim, 1.f);
-      const float qk = dot(q, k, key_dim);
-      for (int64_t h = key_head * per_key; h < (key_head + 1) * per_key; h++) {
-        const float decay = std::exp(log_decay_of(a[t * ldg + h], a_log[h], dt_bias[h]));
-        const float beta = sigmoid_one(b[t * ldg + h]);
-        float* state = states + (rows[i] * value_heads + h) * matrix;
-        const bf16* v = x + 2 * key_heads * key_dim + h * value_dim;
-        bf16* y = out + (t * value_heads + h) * value_dim;
-        int64_t c = 0;
-        for (; c + kColumns * kLanes <= value_dim; c += kColumns * kLanes)
-          update<kColumns>(state + c, value_dim, q, k, qk, v + c, y + c, key_dim, decay, beta, 0xffff);
-        for (; c < value_dim; c += kLanes)
-          update<1>(state + c, value_dim, q, k, qk, v + c, y + c, key_dim, decay, beta, first(value_dim - c));
-      }
-    }
-  }
+                              const float* a_log, const float* dt_bias, void* states, int64_t is_bf16,
+                              const int64_t* tokens, const int64_t* rows, bf16* out, int64_t count, int64_t key_heads,
+                              int64_t value_heads, int64_t key_dim, int64_t value_dim) {
+  const Layer s{ldq, ldg, key_heads, value_heads, key_dim, value_dim};
+  if (is_bf16)
+    update_all(s, qkv, a, b, a_log, dt_bias, (bf16*)states, tokens, rows, out, count);
+  else
+    update_all(s, qkv, a, b, a_log, dt_bias, (float*)states, tokens, rows, out, count);
 }
 
 // Compute the tokens [start, end) of one sequence from its state, and update the state. value_dim must be a multiple of

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire_kernels.experts import ExpertAdapters, ExpertWeights, SwiGLU
+from quire_kernels.experts import fused_experts as experts_op
 from quire_kernels.gpu.activation import activate
 from quire_kernels.gpu.launch_math import cdiv
 from quire_kernels.gpu.quantized_linear import BYTES, arguments_of, dequantize, load_groups
@@ -58,8 +59,11 @@ def fused_experts(
 
     An expert's weights are read once for each tile of its tokens. Only the first of these reads is from memory. Two
     intermediate tensors are written once and read once. The gated features have the shape [num_tokens * top_k,
-    intermediate_size]. The outputs of the experts have the shape [num_tokens * top_k, hidden_size].
+    intermediate_size]. The outputs of the experts have the shape [num_tokens * top_k, hidden_size]. Experts without a
+    gate are computed by torch.
     """
+    if not experts.is_gated:
+        return experts_op.reference(x, ids, weights, experts, residual, adapters)
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
     num_experts, inner = experts.num_experts, experts.intermediate_size
     num_copies = num_tokens * top_k

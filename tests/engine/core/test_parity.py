@@ -210,11 +210,12 @@ SIMILAR = [
     "glm4_moe-ungrouped",
     "qwen2_vl",
     "lfm2-biases",
+    *("granite4-mamba", "falcon_h1-norm", "falcon_h1-gated-norm", "nemotron_h-biases"),
 ]
 """Only their logits are compared with transformers, because their layers are like those of another checkpoint."""
 # Their layers have states, which are not swapped.
 HYBRIDS = ["qwen3_5", "qwen3_next"]
-STATE_FAMILIES = ["lfm2"]
+STATE_FAMILIES = ["lfm2", "granite4-moe", "falcon_h1", "nemotron_h"]
 BY_NAME = {name: list(SCENARIOS) for name in FAMILIES}
 BY_NAME |= dict.fromkeys((*DENSE_FAMILIES, *SPARSE_FAMILIES, *STATE_FAMILIES), SOME_SCENARIOS[:1])
 PAIRS = [
@@ -581,9 +582,12 @@ def test_each_adapter_changes_the_output(adapter_cases):
             (name, "all-linear")
             for name in (
                 *(*DENSE_FAMILIES, "gemma4", "gemma4_unified", *SPARSE_FAMILIES, *LATENT_FAMILIES),
-                *STATE_FAMILIES,
+                *("lfm2", "granite4-moe"),
             )
         ),
+        # PEFT refuses out_proj of these models.
+        ("falcon_h1", ["in_proj", "q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]),
+        ("nemotron_h", ["in_proj", "q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]),
         ("qwen3_next", ["q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"]),
         ("qwen3_5_moe", ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "v_proj"]),
         ("qwen3_5-vision", r".*language_model.*\.(q_proj|in_proj_qkv|in_proj_z|out_proj|down_proj)"),

@@ -232,8 +232,40 @@ KV = {"num_key_value_heads": 4}
 @pytest.mark.parametrize(
     ("architecture", "values", "message"),
     [
-        ("GraniteMoeHybridForCausalLM", {"num_local_experts": 0}, "layer_types: must be .*.no Mamba-2 layers"),
-        ("GraniteMoeHybridForCausalLM", {}, "num_local_experts: must be 0 .experts beside a shared MLP: not supported"),
+        ("GraniteMoeHybridForCausalLM", {}, "layer_types: must be at least one layer with full_attention"),
+        (
+            "GraniteMoeHybridForCausalLM",
+            {"layer_types": ["conv"] * 4},
+            "layer_types: must be linear_attention .Mamba-2",
+        ),
+        (
+            "FalconH1ForCausalLM",
+            KV | {"mamba_n_groups": 3},
+            "mamba_n_groups: must be a divisor of mamba_n_heads, which is",
+        ),
+        ("FalconH1ForCausalLM", KV | {"mamba_d_head": 9}, "mamba_n_heads: must be a number that divides"),
+        ("FalconH1ForCausalLM", KV | {"time_step_limit": [1, 0.5]}, "time_step_limit: must be two numbers"),
+        (
+            "FalconH1ForCausalLM",
+            KV | {"mlp_multipliers": [1.0]},
+            "mlp_multipliers: must be a list of 2 positive numbers",
+        ),
+        (
+            "NemotronHForCausalLM",
+            KV | {"hybrid_override_pattern": "M*?E"},
+            "hybrid_override_pattern: must be linear_att",
+        ),
+        (
+            "NemotronHForCausalLM",
+            KV | {"hybrid_override_pattern": "M*-E", "moe_latent_size": 8},
+            "moe_latent_size: must be None .experts with latent inputs: not supported",
+        ),
+        (
+            "Lfm2ForCausalLM",
+            KV | {"layer_types": ["mamba"] * 4},
+            "layer_types: must be conv or full_attention for each",
+        ),
+        ("Lfm2MoeForCausalLM", KV | {"use_expert_bias": False}, "use_expert_bias: must be True"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv: must be None .clipped queries, keys and values: not supp"),
         ("InternLM3ForCausalLM", {"qkv_bias": True}, "qkv_bias: must be False .biases: not supported"),
         (
@@ -252,6 +284,19 @@ KV = {"num_key_value_heads": 4}
 def test_refuses_what_a_family_lacks(architecture, values, message):
     with pytest.raises(ConfigError, match=message):
         make_config(architecture, **values)
+
+
+def test_early_configs_of_hybrid_models():
+    """As the checkpoints have them that were published before transformers 5."""
+    nemotron = make_config("NemotronHForCausalLM", **KV, hybrid_override_pattern="M-*E", num_hidden_layers=...)
+    assert [nemotron.has_state(i) for i in range(4)] == [True, False, False, False]
+    assert (nemotron.has_attention(2), nemotron.has_experts(3), nemotron.num_kv_layers) == (True, True, 1)
+    granite = make_config("GraniteMoeHybridForCausalLM", layer_types=["mamba", "attention"] * 2, mamba_n_heads=8)
+    assert granite.states.layers == (True, False, True, False)
+    lfm2 = {"full_attn_idxs": [2], "block_ff_dim": 768, "tie_embedding": False}
+    config = make_config("Lfm2ForCausalLM", **KV, **lfm2, intermediate_size=8)
+    assert (config.states.layers, config.intermediate_size) == ((True, True, False, True), 512)
+    assert not config.tie_word_embeddings
 
 
 def test_internlm3_is_llama_for_transformers():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoder in which some layers have a state per sequence, instead of attention or beside it."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -27,29 +28,40 @@ class StateLayer(Protocol):
 class HybridDecoderLayer(LlamaDecoderLayer):
     """A layer with a state or with attention, followed by an MLP or experts."""
 
-    STATE_LAYER: ClassVar[Any]
-    """The class of the part with a state; see StateLayer."""
-
     def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
         self.input_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, factory)
         self.state_layer: StateLayer | None = None
         if shape.has_state(index):
-            self.state_layer = self.STATE_LAYER(shape, index, factory)
+            self.state_layer = self.build_state_layer(shape, factory)
         else:
             self.self_attn = self.ATTENTION(shape, index, factory)
         self.post_attention_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, factory)
         self.mlp = self.build_mlp(shape, index, factory)
 
+    @classmethod
+    @abstractmethod
+    def build_state_layer(cls, shape: ModelConfig, factory: ParamFactory) -> StateLayer:
+        """Return the part with a state."""
+
+    def mix(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        kv_cache: Tensor | LayerStates,
+        batch: ForwardBatch,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the part with a state, or attention. If `residual` is given, add the output to it in place."""
+        if isinstance(kv_cache, LayerStates):
+            assert self.state_layer is not None
+            return self.state_layer(x, kv_cache, batch, residual)
+        return self.self_attn(x, rope, kv_cache, batch, residual)
+
     def __call__(
         self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv_cache: Tensor | LayerStates, batch: ForwardBatch
     ) -> Tensor:
         """See LlamaDecoderLayer. The cache of a layer with a state contains the states."""
-        x = self.input_layernorm(hidden, batch)
-        if isinstance(kv_cache, LayerStates):
-            assert self.state_layer is not None
-            self.state_layer(x, kv_cache, batch, residual=hidden)
-        else:
-            self.self_attn(x, rope, kv_cache, batch, residual=hidden)
+        self.mix(self.input_layernorm(hidden, batch), rope, kv_cache, batch, residual=hidden)
         return self.mlp(self.post_attention_layernorm(hidden, batch), batch, residual=hidden)
 
     def weights(self) -> None:
@@ -65,6 +77,7 @@ class HybridForCausalLM(LlamaForCausalLM):
         self, hidden: Tensor, batch: ForwardBatch, kv_cache: KVCache
     ) -> tuple[list[tuple[Tensor, Tensor]], Sequence[Any], Sequence[ForwardBatch]]:
         """See LlamaForCausalLM.layer_arguments. The cache of a layer with a state contains the states."""
-        assert kv_cache.states is not None
         ropes, caches, batches = super().layer_arguments(hidden, batch, kv_cache)
-        return ropes, [kv_cache.states.layers.get(layer, cache) for layer, cache in enumerate(caches)], batches
+        if kv_cache.states is not None:
+            caches = [kv_cache.states.layers.get(layer, cache) for layer, cache in enumerate(caches)]
+        return ropes, caches, batches

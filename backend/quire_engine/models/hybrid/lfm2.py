@@ -4,9 +4,11 @@
 from types import MappingProxyType
 
 from quire_engine.models.hybrid.decoder import HybridDecoderLayer, HybridForCausalLM
+from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.layers.mlp import MLP
 from quire_engine.models.layers.qk_norm import HeadNormAttention
 from quire_engine.models.layers.short_conv import ShortConv
+from quire_spec.model.model_config import ModelConfig
 
 
 class Lfm2Attention(HeadNormAttention):
@@ -37,7 +39,11 @@ class Lfm2DecoderLayer(HybridDecoderLayer):
     )
     ATTENTION = Lfm2Attention
     MLP = Lfm2MLP
-    STATE_LAYER = ShortConv
+
+    @classmethod
+    def build_state_layer(cls, shape: ModelConfig, factory: ParamFactory) -> ShortConv:
+        """See HybridDecoderLayer.build_state_layer."""
+        return ShortConv(shape, factory)
 
 
 class Lfm2ForCausalLM(HybridForCausalLM):

@@ -44,7 +44,7 @@ class GatedDeltaNet(Module):
     BA: ClassVar[tuple[str, ...]] = ("in_proj_b", "in_proj_a")
     """Names of the linear layers for the learning rate and the decay."""
 
-    def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
+    def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         assert isinstance(shape.states, LinearAttentionConfig)
         self.config = config = shape.states
         self.in_proj_qkvz = build_linear(shape, [f"linear_attn.{name}" for name in self.QKVZ], factory, False)

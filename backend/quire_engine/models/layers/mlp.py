@@ -41,9 +41,10 @@ class UngatedMLP(Module):
     UP: ClassVar[str] = "up_proj"
     DOWN: ClassVar[str] = "down_proj"
 
-    def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
-        self.up = build_linear(shape, [f"mlp.{self.UP}"], factory, shape.mlp_bias)
-        self.down = build_linear(shape, [f"mlp.{self.DOWN}"], factory, shape.mlp_bias)
+    def __init__(self, shape: ModelConfig, factory: ParamFactory, path: str = "mlp") -> None:
+        """`path` is the path of the layer in a decoder layer."""
+        self.up = build_linear(shape, [f"{path}.{self.UP}"], factory, shape.mlp_bias)
+        self.down = build_linear(shape, [f"{path}.{self.DOWN}"], factory, shape.mlp_bias)
         self.activation = shape.activation
 
     def __call__(self, x: Tensor, batch: ForwardBatch, residual: Tensor | None = None) -> Tensor:

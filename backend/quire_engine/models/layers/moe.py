@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import AdapterSite, Linear, ParamFactory, build_linear
-from quire_engine.models.layers.mlp import MLP
+from quire_engine.models.layers.mlp import MLP, UngatedMLP
 from quire_engine.models.layers.module import Module
 from quire_engine.models.layers.router import Router
 from quire_engine.weights.param_shard import LoadTarget, ParamShard, unsharded
@@ -23,6 +23,7 @@ from quire_kernels import (
     ExpertAdapters,
     ExpertWeights,
     HugePageArena,
+    LinearWeight,
     converts_fp8,
     fused_experts,
     pack_experts,
@@ -40,9 +41,10 @@ logger = logging.getLogger(__name__)
 class MoE(Module):
     """A router chooses experts for each token, and the output is the weighted sum of the experts' outputs.
 
-    Each expert is a gated MLP. With tensor parallelism, every expert is divided among the ranks: each rank has a part
-    of the expert's intermediate features. Many checkpoints store one tensor for each projection of each expert;
-    `ExpertNames` contains the names of these tensors. In some architectures, shared experts also compute every token.
+    Each expert is an MLP, in most architectures a gated one. With tensor parallelism, every expert is divided among the
+    ranks: each rank has a part of the expert's intermediate features. Many checkpoints store one tensor for each
+    projection of each expert; `ExpertNames` contains the names of these tensors. In some architectures, shared experts
+    also compute every token.
     """
 
     HAS_ROUTER_BIAS: ClassVar[bool] = False
@@ -63,17 +65,20 @@ class MoE(Module):
         self.names = shape.architecture_info.expert_names
         _check_quantization(factory, hidden, inner)
         self.router = self.ROUTER(shape, factory, self.HAS_ROUTER_BIAS)
+        self.adapts_experts = shape.adapts_experts
+        num_inputs = 2 if self.names.is_gated else 1
         self.expert_sites = tuple(
             AdapterSite(d_in, {name: d_out}, self.config.num_experts)
             for name, (d_in, d_out) in expert_sizes(shape).items()
         )
         """gate_up and down."""
         self.experts = ExpertWeights(
-            gate_up=factory.empty_weight(self.config.num_experts, 2 * inner, hidden),
+            gate_up=factory.empty_weight(self.config.num_experts, num_inputs * inner, hidden),
             down=factory.empty_weight(self.config.num_experts, hidden, inner),
             gate_up_bias=None,
             down_bias=None,
             activation=shape.activation,
+            is_gated=self.names.is_gated,
         )
         self.shared: SharedExperts | None = None
         if self.names.shared and self.config.shared_intermediate_size:
@@ -100,8 +105,9 @@ class MoE(Module):
 
     def adapter_sites(self) -> Iterator[Linear | AdapterSite]:
         """See Module.adapter_sites."""
-        yield from self.router.adapter_sites()
-        yield from self.expert_sites
+        if self.adapts_experts:
+            yield from self.router.adapter_sites()
+            yield from self.expert_sites
         if self.shared is not None:
             yield from self.shared.adapter_sites()
 
@@ -140,14 +146,15 @@ class MoE(Module):
         """Yield the checkpoint tensors that fill `experts.gate_up`, in the order of the rows that they fill."""
         assert isinstance(self.experts.gate_up, Tensor) and self.names.projections is not None
         for expert, gate_up in enumerate(self.experts.gate_up):
-            for name, weight in zip(self.names.projections, gate_up.chunk(2), strict=False):
+            *names, _ = self.names.projections
+            for name, weight in zip(names, gate_up.chunk(len(names)), strict=True):
                 yield f"{prefix}experts.{expert}.{name}.weight", self._shard(weight, is_down=False)
 
     def down_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """Yield the checkpoint tensors that fill `experts.down`, in the order of the rows that they fill."""
         assert isinstance(self.experts.down, Tensor) and self.names.projections is not None
         for expert, down in enumerate(self.experts.down):
-            yield f"{prefix}experts.{expert}.{self.names.projections[2]}.weight", self._shard(down, is_down=True)
+            yield f"{prefix}experts.{expert}.{self.names.projections[-1]}.weight", self._shard(down, is_down=True)
 
     def pack(self, arena: HugePageArena) -> None:
         """See Module.pack.
@@ -232,13 +239,42 @@ class MoE(Module):
         return ParamShard(weight, (inner, hidden), (shard.expert_range,))
 
 
+class StackedMoE(MoE):
+    """Experts whose weights are one tensor for gate and up, and one for down. Up features follow gate features."""
+
+    GATE_UP: ClassVar[str] = "experts.gate_up_proj"
+    DOWN: ClassVar[str] = "experts.down_proj"
+
+    def gate_up_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """See MoE.gate_up_tensors."""
+        yield f"{prefix}{self.GATE_UP}", self._matrices(self.experts.gate_up, is_down=False)
+
+    def down_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """See MoE.down_tensors."""
+        yield f"{prefix}{self.DOWN}", self._matrices(self.experts.down, is_down=True)
+
+    def _matrices(self, weight: LinearWeight, *, is_down: bool) -> LoadTarget:
+        """Return which part of the checkpoint's tensor fills `weight` on this rank."""
+        assert isinstance(weight, Tensor)
+        if self.communicator is None:
+            return weight
+        shard = self.communicator.shard
+        part, hidden = shard.expert_range, self.experts.hidden_size
+        inner = shard.size * len(part)
+        if is_down:
+            return ParamShard(weight, (len(weight), hidden, inner), (range(hidden),), part)
+        rows = part, range(inner + part.start, inner + part.stop)
+        return ParamShard(weight, (len(weight), 2 * inner, hidden), rows)
+
+
 class SharedExperts(Module):
-    """Experts that compute every token. They are one gated MLP; in some architectures, its output is multiplied by the
-    sigmoid of a linear layer."""
+    """Experts that compute every token. They are one MLP, which is gated if the other experts are gated. In some
+    architectures, its output is multiplied by the sigmoid of a linear layer."""
 
     def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         names = shape.architecture_info.expert_names
-        self.mlp = MLP(shape, factory, path=f"{names.module}.{names.shared}")
+        path = f"{names.module}.{names.shared}"
+        self.mlp = MLP(shape, factory, path=path) if names.is_gated else UngatedMLP(shape, factory, path)
         self.gate = (
             build_linear(shape, [f"{names.module}.{names.shared_gate}"], factory, False) if names.shared_gate else None
         )

@@ -82,6 +82,15 @@ class UnitOffsetRMSNorm(RMSNorm):
         return rms_norm(x.float(), 1.0 + weight.float(), self.eps).to(x.dtype)
 
 
+class WideRMSNorm(RMSNorm):
+    """Root-mean-square normalization, computed in float32."""
+
+    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """See Norm.normalize."""
+        assert weight is not None
+        return rms_norm(x.float(), weight.float(), self.eps).to(x.dtype)
+
+
 class LayerNorm(Norm):
     """Normalization to mean 0 and variance 1, with a learned scale and shift."""
 

@@ -21,7 +21,7 @@ class ShortConv(Module):
     With tensor parallelism, the features are divided among the ranks.
     """
 
-    def __init__(self, shape: ModelConfig, index: int, factory: ParamFactory) -> None:
+    def __init__(self, shape: ModelConfig, factory: ParamFactory) -> None:
         assert isinstance(shape.states, ShortConvConfig)
         config = shape.states
         self.in_proj = build_linear(shape, ["conv.in_proj"], factory, config.has_bias)
