@@ -269,9 +269,7 @@ def group_ranges(weight: Tensor, order: Tensor, size: int) -> tuple[Tensor, Tens
     return groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
 
 
-def group_parameters(
-    weight: Tensor, order: Tensor, symmetric: bool, size: int = GROUP
-) -> tuple[Tensor, Tensor]:
+def group_parameters(weight: Tensor, order: Tensor, symmetric: bool, size: int = GROUP) -> tuple[Tensor, Tensor]:
     """Return the scales and the zero points of 4-bit weights. Both are float32 and have the shape [out_features,
     groups]. A zero point is a number from 1 to 15."""
     low, high = group_ranges(weight, order, size)

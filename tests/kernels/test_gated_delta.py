@@ -19,7 +19,7 @@ NUM_ROWS = 8
 class Case:
     """Random inputs of a layer for `lengths` tokens of several sequences."""
 
-    def __init__(self, sizes, lengths, dtype=torch.float32):
+    def __init__(self, sizes, lengths, dtype=torch.float32, state_dtype=torch.float32):
         self.key_heads, self.heads, self.key_dim, self.value_dim, taps = sizes
         self.size = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
         torch.manual_seed(len(lengths))
@@ -33,7 +33,7 @@ class Case:
         self.activation = "silu" if taps == 4 else None
         self.weight, self.norm = torch.randn(self.size, taps).to(dtype), torch.randn(self.value_dim).to(dtype)
         self.convolution = torch.randn(NUM_ROWS, taps - 1, self.size).to(dtype)
-        self.states = torch.randn(NUM_ROWS, self.heads, self.key_dim, self.value_dim)
+        self.states = torch.randn(NUM_ROWS, self.heads, self.key_dim, self.value_dim).to(state_dtype)
         self.rows = torch.randperm(NUM_ROWS)[: len(lengths)].tolist()
 
     def run(self, batch: StateBatch, get=lambda op: op, rows=slice(None)):
@@ -95,8 +95,9 @@ def test_division_into_steps_does_not_matter():
 @requires_native_kernels
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [5, 1, 70, 1, 2], [130]])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_compiled_kernels_equal_the_reference(sizes, lengths):
-    compiled, reference = (Case(sizes, lengths, torch.bfloat16) for _ in range(2))
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_kernels_equal_the_reference(sizes, lengths, state_dtype):
+    compiled, reference = (Case(sizes, lengths, torch.bfloat16, state_dtype) for _ in range(2))
     batch = build_state_batch(compiled.rows, lengths, CPU)
     for out, expected in zip(compiled.run(batch), reference.run(batch, lambda op: op.reference), strict=True):
         assert out.dtype == torch.bfloat16

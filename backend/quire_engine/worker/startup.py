@@ -48,7 +48,6 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.model.attention.state_config import num_state_rows, state_bytes
 from quire_spec.model.host_memory import available_memory_bytes
 
-_STATE_DTYPE = torch.float32
 _CPU_MEASURED_TOKENS = 128
 """Number of prompt tokens in the step that measures the speed of a CPU. The swap policy uses this speed. On a GPU, the
 largest step is measured instead."""
@@ -86,6 +85,7 @@ class RunnerStartup:
         self._communicator = factory.communicator
         self._lora_bytes = lora_bytes
         self._run_step = run_step
+        self._state_dtype: torch.dtype = getattr(torch, config.state_dtype)
         self._cache_dtype = resolve_cache_dtype(config, factory.dtype)
         self._max_model_len = config.max_model_len or model.shape.max_length
         should_capture = graph_capture.should_capture(factory.device) and not config.has_drafter
@@ -283,7 +283,7 @@ class RunnerStartup:
     @property
     def _state_bytes(self) -> int:
         """Bytes of all states of sequences."""
-        state = state_bytes(self._model.shape.states, self._dtype.itemsize, _STATE_DTYPE.itemsize)
+        state = state_bytes(self._model.shape.states, self._dtype.itemsize, self._state_dtype.itemsize)
         return self._num_state_rows * state
 
     def _create_cache(self, num_blocks: int, num_state_rows: int = 1) -> KVCache:
@@ -291,7 +291,7 @@ class RunnerStartup:
         dtype, device, shape = self._cache_dtype, self._device, self._model.shape
         states = None
         if shape.states is not None:
-            states = StateCache(shape.states, num_state_rows, self._dtype, _STATE_DTYPE, device)
+            states = StateCache(shape.states, num_state_rows, self._dtype, self._state_dtype, device)
         return KVCache(shape, num_blocks, block_size, dtype, device, num_spare_blocks, self._layout, states)
 
 

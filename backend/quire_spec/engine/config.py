@@ -186,6 +186,13 @@ class EngineConfig:
     supported only on CPUs. It is fast only if the dtype is bfloat16 and the CPU has compiled kernels.
     """
 
+    mamba_ssm_cache_dtype: str = "auto"
+    """Data type of the recurrent matrices in the states of sequences; see StateConfig. With auto, it is float32.
+
+    With bfloat16, states take half the memory, and a step reads and writes half the bytes. Each token rounds the state
+    again, so errors grow with the length of the output. The inputs of short convolutions always have the type `dtype`.
+    """
+
     quantization: str | None = None
     """Quantization of the weights.
 
@@ -275,6 +282,11 @@ class EngineConfig:
         return self.speculative_config is not None and self.speculative_config.model is not None
 
     @property
+    def state_dtype(self) -> str:
+        """Name of the data type of the recurrent matrices in states."""
+        return "float32" if self.mamba_ssm_cache_dtype == "auto" else self.mamba_ssm_cache_dtype
+
+    @property
     def uses_async_scheduling(self) -> bool:
         """True if the next step is launched while the current step is still running."""
         if self.speculative_config is not None:
@@ -349,6 +361,7 @@ class EngineConfig:
             ("scheduling_policy", self.scheduling_policy, capabilities.SCHEDULING_POLICIES),
             ("tensor_parallel_size", self.tensor_parallel_size, capabilities.TENSOR_PARALLEL_SIZES),
             ("kv_cache_dtype", self.kv_cache_dtype, capabilities.KV_CACHE_DTYPES),
+            ("mamba_ssm_cache_dtype", self.mamba_ssm_cache_dtype, capabilities.STATE_DTYPES),
             (
                 "quantization",
                 self.quantization,

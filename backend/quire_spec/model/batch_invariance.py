@@ -63,6 +63,8 @@ def _size_without_kernel(shape: ModelConfig) -> str | None:
     """Return the size of the model for which there is no compiled kernel; None if there is none."""
     if shape.mla is not None:
         return "torch computes the projections of latent attention"
+    if shape.states is not None and shape.states.has_recurrence:
+        return "a recurrence rounds differently if a prompt is divided into other steps"
     for num_kv_heads, head_dim in map(shape.kv_heads, range(shape.num_layers)):
         if head_dim not in _HEAD_DIMS or shape.num_heads > _MAX_HEADS_PER_KV_HEAD * num_kv_heads:
             return (

@@ -200,6 +200,9 @@ class EngineSpec:
     """Data type of the KV cache. auto is the data type of the model. fp8 (e4m3) holds twice the tokens of a 16-bit type
     and rounds keys and values to 4 bits of precision. int8_per_token_head, only for CPUs, rounds keys and values to 8
     bits with a scale for each token and KV head. Default auto."""
+    mambaSsmCacheDtype: str | None = schema_field(None, enum=capabilities.STATE_DTYPES, planned=True)
+    """Data type of the recurrent matrices in the states of sequences (linear attention and Mamba-2). auto is float32.
+    bfloat16 takes half the memory, and rounds the state after each token. Default auto."""
     blockSize: int | None = schema_field(None, enum=capabilities.BLOCK_SIZES, planned=True)
     """Tokens in a KV block. Small blocks share prefixes better and waste less memory; large blocks have shorter block
     tables. Default: 16, or 32 with very many long requests."""

@@ -120,6 +120,7 @@ class PlannerInputs:
                 **{name: getattr(engine, name) for name in PLANNED_ENGINE_FIELDS},
                 # The default is omitted. Therefore, plans that were made before this field existed keep their hash.
                 "kvCacheDtype": None if engine.kvCacheDtype == "auto" else engine.kvCacheDtype,
+                "mambaSsmCacheDtype": None if engine.mambaSsmCacheDtype == "auto" else engine.mambaSsmCacheDtype,
                 "kvCacheOffloading": engine.kvCacheOffloading and non_default_json(engine.kvCacheOffloading),
             },
         }

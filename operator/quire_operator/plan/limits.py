@@ -261,7 +261,9 @@ def state_bytes(inputs: PlannerInputs, tp: int, num_seqs: int) -> int:
     if shape.states is None:
         return 0
     num_rows = num_state_rows(num_seqs, has_snapshots=inputs.engine.prefixCaching is not False)
-    bytes_per_element = element_bytes(inputs), capabilities.DTYPE_BYTES["float32"]
+    state_dtype = inputs.engine.mambaSsmCacheDtype
+    state_element = capabilities.DTYPE_BYTES["bfloat16" if state_dtype == "bfloat16" else "float32"]
+    bytes_per_element = element_bytes(inputs), state_element
     return num_rows * state_config.state_bytes(shape.states, *bytes_per_element) // tp
 
 

@@ -37,6 +37,7 @@ _SPEC_FIELDS: Mapping[str, tuple[FieldPath, Callable[[Any], Any]]] = {
     "gpu_memory_utilization": (("engine", "gpuMemoryUtilization"), float),
     "kv_cache_memory_bytes": (("engine", "kvCacheMemory"), to_bytes),
     "kv_cache_dtype": (("engine", "kvCacheDtype"), _keep),
+    "mamba_ssm_cache_dtype": (("engine", "mambaSsmCacheDtype"), _unless("auto")),
     "block_size": (("engine", "blockSize"), _keep),
     "max_num_seqs": (("engine", "maxNumSeqs"), _keep),
     "max_num_batched_tokens": (("engine", "maxNumBatchedTokens"), _keep),

@@ -266,12 +266,25 @@ def test_half_precision_logprobs_are_close(cases, name, dtype, max_error):
     engine = Engine.from_config(_config(case.folder, dtype=dtype, **SCENARIOS["preempted in chunks"]))
     outputs = _generate(engine, case.prompts)
     assert all(len(output.token_ids) == NUM_TOKENS for output in outputs)
+    assert _mean_error(outputs, case.references) < max_error
+
+
+def _mean_error(outputs: list[Output], references: list[Reference]) -> float:
+    """Mean absolute error of the log probabilities after the prompts."""
     errors = [
         abs(entry[1] - float(reference.logprobs[0][int(entry[0])]))
-        for output, reference in zip(outputs, case.references, strict=True)
+        for output, reference in zip(outputs, references, strict=True)
         for entry in output.logprobs[0]
     ]
-    assert sum(errors) / len(errors) < max_error
+    return sum(errors) / len(errors)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+def test_states_in_bfloat16_are_close(cases, name):
+    """Prompts are computed in chunks, after each of which the states are rounded."""
+    case, changes = cases(name), {"mamba_ssm_cache_dtype": "bfloat16", "max_num_batched_tokens": 40}
+    engine = Engine.from_config(_config(case.folder, **changes))
+    assert MAX_LOGPROB_ERROR < _mean_error(_generate(engine, case.prompts), case.references) < 2**-3
 
 
 @pytest.mark.parametrize("name", FAMILIES)

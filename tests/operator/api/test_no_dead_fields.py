@@ -155,6 +155,7 @@ def bases():
     folder = {"emptyDir": {}}
     pins |= {"kvCacheOffloading": {"memory": "16Gi", "secondary": [{"folder": folder, "size": "40Gi"}]}}
     pins |= {"schedulingPolicy": "fcfs", "skipTokenizerInit": True, "convert": "embed", "poolingType": "mean"}
+    pins |= {"mambaSsmCacheDtype": "bfloat16"}
     for kv in ({"gpuMemoryUtilization": "0.90"}, {"kvCacheMemory": "8Gi"}):
         yield body(COMMON + GPU, sources[0], engine=pins | kv)
     claim = {"folder": {"pvc": {"claimName": "blocks", "path": "a"}}, "size": "40Gi"}

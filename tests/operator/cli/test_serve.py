@@ -242,7 +242,7 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
   engine: {maxModelLen: 4096, gpuMemoryUtilization: "0.85", blockSize: 32, tensorParallelSize: 1, dtype: float16,
     maxNumSeqs: 12, maxNumBatchedTokens: 3000, maxNumQueuedReqs: 7, prefixCaching: false,
     schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5, skipTokenizerInit: true,
-    convert: embed, poolingType: mean}
+    convert: embed, poolingType: mean, mambaSsmCacheDtype: bfloat16}
 """
     assert launch(folder, spec, dev=folder / "dev").config.engine == EngineConfig(
         model="org/model",
@@ -260,6 +260,7 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
         max_logprobs=5,
         convert="embed",
         pooling_type="mean",
+        mamba_ssm_cache_dtype="bfloat16",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         enable_lora=True,

@@ -285,6 +285,9 @@ def test_counts_states_of_layers_with_linear_attention():
         for num, text in ((64, ""), (64, ", prefixCaching: false"), (32, ", prefixCaching: false"))
     ]
     assert activations[0] - activations[1] == 16 * state
+    half = planner_inputs("qwen3.5", H100, spec % (64, ", mambaSsmCacheDtype: bfloat16"))
+    saved = activations[0] - candidates.evaluate(half, 1, 2048, 64).costs.activations
+    assert saved == (64 + 16) * 24 * 32 * 128 * 128 * 2
     assert activations[1] - activations[2] >= 32 * state
     for text, field in (
         ("kvCacheOffloading: {memory: 1Gi}", "kvCacheOffloading"),

@@ -7,6 +7,8 @@ import pytest
 
 from quire_kernels import PANEL_COLUMNS, attention
 from quire_spec.model import batch_invariance
+from quire_spec.model.attention.mamba2_config import Mamba2Config
+from quire_spec.model.attention.short_conv_config import ShortConvConfig
 from quire_spec.model.batch_invariance import CpuKernels, describe, variance_reason
 from quire_spec.model.model_config import ModelConfig
 
@@ -49,6 +51,17 @@ def test_reasons(changes, arguments, reason):
     found = variance_reason(replace(SHAPE, **changes), **({"device": "cpu", "dtype": "bfloat16"} | arguments))
     assert (found is None) == (reason is None) and (reason or "") in (found or "")
     assert describe(found) == ("batch-invariant: yes" if found is None else f"batch-invariant: no ({found})")
+
+
+@pytest.mark.parametrize(("state", "is_invariant"), [("short_conv", True), ("mamba2", False)])
+def test_recurrences_are_not_invariant(state, is_invariant):
+    layers = (True, False), (False, True), 4
+    states = {
+        "short_conv": ShortConvConfig(*layers, 64, False),
+        "mamba2": Mamba2Config(*layers, 4, 16, 2, 8, False, False, False, (0.0, 1.0), True, True),
+    }
+    reason = variance_reason(replace(SHAPE, states=states[state]), "cpu", "bfloat16")
+    assert reason is None if is_invariant else "a recurrence rounds differently" in (reason or "")
 
 
 def test_limits_are_those_of_the_kernels():

@@ -2,6 +2,7 @@
 """Settings that all kinds of layers with a state have in common. Such a layer has one state of fixed size per sequence
 instead of keys and values for each token, or beside them."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Self
@@ -73,6 +74,11 @@ class StateConfig(ABC):
         """
 
     @property
+    def has_recurrence(self) -> bool:
+        """Whether states contain matrices of a recurrence."""
+        return self.recurrence_shape != (0,)
+
+    @property
     def num_layers(self) -> int:
         """Number of layers with a state."""
         return sum(self.layers)
@@ -87,10 +93,7 @@ def state_bytes(config: StateConfig | None, element_bytes: int, state_element_by
     if config is None:
         return 0
     convolution = config.conv_size * (config.kernel_size - 1) * element_bytes
-    elements = 1
-    for size in config.recurrence_shape:
-        elements *= size
-    return config.num_layers * (convolution + elements * state_element_bytes)
+    return config.num_layers * (convolution + math.prod(config.recurrence_shape) * state_element_bytes)
 
 
 def num_state_rows(max_num_seqs: int, has_snapshots: bool) -> int:

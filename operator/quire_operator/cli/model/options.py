@@ -24,6 +24,12 @@ SPEC_OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--dtype", "engine.dtype", {"metavar": "DTYPE"}, "dtype of the weights, such as bfloat16"),
     ("--quantization", "engine.quantization", {"metavar": "NAME"}, "quantize the weights: int8, int4 or fp8"),
     ("--kv-cache-dtype", "engine.kvCacheDtype", {"metavar": "DTYPE"}, "dtype of the KV cache, such as fp8"),
+    (
+        "--mamba-ssm-cache-dtype",
+        "engine.mambaSsmCacheDtype",
+        {"metavar": "DTYPE"},
+        "dtype of the states of sequences: float32 or bfloat16",
+    ),
     ("--max-loras", "lora.maxLoaded", _COUNT, "number of adapter slots"),
     (
         "--max-loaded-lora-ranks",
