@@ -7,7 +7,7 @@ Values are read before each request, so that a rotated Secret takes effect witho
 
 from collections.abc import Callable, Mapping
 
-from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, SecretRef
+from quire_spec.documents.sources import HttpSource, HuggingFaceSource, S3Source, SecretRef
 from quire_spec.errors import AccessDenied
 
 SecretValues = Callable[[SecretRef], Mapping[str, str]]

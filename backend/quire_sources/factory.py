@@ -26,7 +26,7 @@ from quire_sources.readers.folder_reader import FolderReader
 from quire_sources.readers.http_reader import HttpReader
 from quire_sources.readers.hub_reader import HubReader
 from quire_sources.readers.s3_reader import S3Reader
-from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, PvcSource, S3Source, Source
+from quire_spec.documents.sources import HttpSource, HuggingFaceSource, PvcSource, S3Source, Source
 from quire_spec.errors import ConfigError
 
 

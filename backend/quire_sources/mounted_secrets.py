@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from quire_spec.documents.adapter_catalog import SecretRef
+from quire_spec.documents.sources import SecretRef
 from quire_spec.errors import AccessDenied, ConfigError
 
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9._]{0,251}[A-Za-z0-9])?|[A-Za-z0-9_]")

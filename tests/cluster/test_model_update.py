@@ -12,8 +12,8 @@ from support.fake_kubelet import FakeContainer
 
 from quire_operator.render import model_storage
 from quire_spec.dataclass_json import from_json
-from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.download_result import KEPT_FOLDERS_VARIABLE, DownloadReason
+from quire_spec.documents.sources import Source
 
 API = ("quire.dev/v1alpha1", "LLMService")
 CLAIM = ("v1", "PersistentVolumeClaim")

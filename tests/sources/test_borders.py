@@ -16,7 +16,7 @@ from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.http import borders as module
 from quire_sources.http.borders import PRIVATE_NETWORKS, Borders
 from quire_sources.reader import read_range
-from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, Source
+from quire_spec.documents.sources import HttpSource, HuggingFaceSource, S3Source, Source
 from quire_spec.errors import ConfigError, Unavailable
 
 OWN = own_address()

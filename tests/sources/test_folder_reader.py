@@ -11,8 +11,8 @@ import pytest
 from support.fetching import ADAPTER_FILES, CONFIG, WEIGHTS, fetch, folder_content, make_fetcher, write_adapter_folder
 
 from quire_server.downloads.resumable_download import ResumableDownload
-from quire_spec.documents.adapter_catalog import PvcSource, Source
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
+from quire_spec.documents.sources import PvcSource, Source
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 
 

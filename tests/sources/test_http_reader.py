@@ -15,8 +15,8 @@ from aiohttp.test_utils import TestServer
 from support.fetching import ADAPTER_FILES, WEIGHTS, fetch, folder_content, make_fetcher
 
 from quire_sources.http.errors import parse_retry_after
-from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
 from quire_spec.documents.adapter_digest import CHAT_TEMPLATE_FILE, CONFIG_FILE, OPTIONAL_FILES, WEIGHTS_FILE
+from quire_spec.documents.sources import HttpSource, HuggingFaceSource, S3Source, SecretRef, Source
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
 
 

@@ -7,8 +7,8 @@ import pytest
 from support.fake_sources import FakeHttpServer, FakeHub
 from support.fetching import ADAPTER_FILES, WEIGHTS, fetch, files_under, folder_content, make_fetcher
 
-from quire_spec.documents.adapter_catalog import HuggingFaceSource, SecretRef, Source
 from quire_spec.documents.adapter_digest import WEIGHTS_FILE
+from quire_spec.documents.sources import HuggingFaceSource, SecretRef, Source
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

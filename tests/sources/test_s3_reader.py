@@ -9,8 +9,8 @@ from aiohttp import web as aio
 from support.fake_sources import FakeHttpServer, FakeS3
 from support.fetching import ADAPTER_FILES, WEIGHTS, fetch, files_under, folder_content, make_fetcher
 
-from quire_spec.documents.adapter_catalog import S3Source, SecretRef, Source
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
+from quire_spec.documents.sources import S3Source, SecretRef, Source
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, Unavailable
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from quire_server.adapters.fetcher import MAX_WEIGHTS_BYTES, AdapterFetcher
 from quire_server.downloads.adapter_cache import AdapterCache
 from quire_sources.factory import SourceOptions
-from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
+from quire_spec.documents.sources import Source
 
 CONFIG = b'{"r": 8}'
 WEIGHTS = random.Random(1).randbytes(3 * 2**20)

@@ -11,8 +11,8 @@ import sys
 
 from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.reader import read_range
-from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, S3Source, Source
 from quire_spec.documents.adapter_digest import CONFIG_FILE
+from quire_spec.documents.sources import HttpSource, HuggingFaceSource, S3Source, Source
 from quire_spec.errors import Unavailable
 
 READERS = ("http", "hub", "s3")

@@ -8,8 +8,9 @@ event. Its docstring and docs/vocabulary.md list the words for the states; other
 from dataclasses import dataclass, replace
 
 from quire_server.adapters.fetcher import CachedAdapter
-from quire_spec.documents.adapter_catalog import AdapterSpec, Source
+from quire_spec.documents.adapter_catalog import AdapterSpec
 from quire_spec.documents.pod_status import AdapterState
+from quire_spec.documents.sources import Source
 from quire_spec.errors import AccessDenied, InvalidArgument, QuireError
 from quire_spec.protocol.results import AdapterCheck
 

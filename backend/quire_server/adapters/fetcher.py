@@ -30,7 +30,6 @@ from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.reader import FileMissing, SourceReader
 from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.constants import AdapterDigest
-from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.adapter_digest import (
     ADAPTER_FILES,
     CHAT_TEMPLATE_FILE,
@@ -41,6 +40,7 @@ from quire_spec.documents.adapter_digest import (
     WEIGHTS_FILE,
     present_files,
 )
+from quire_spec.documents.sources import Source
 from quire_spec.documents.trust import TrustConfig, TrustPolicy
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, Unavailable
 from quire_spec.model.safetensors_header import LENGTH_BYTES, expected_file_bytes, header_length

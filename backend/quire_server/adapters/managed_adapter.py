@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from quire_server.adapters.adapter_progress import AdapterProgress, Event, transition
 from quire_server.adapters.fetcher import CachedAdapter
 from quire_spec.constants import AdapterName
-from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, ContentStatus, utc_now
+from quire_spec.documents.sources import Source
 from quire_spec.errors import QuireError
 from quire_spec.protocol.results import AdapterCheck
 

@@ -50,9 +50,9 @@ from quire_spec.documents.adapter_catalog import (
     CatalogVersion,
     Expose,
     OnNoEffect,
-    Source,
 )
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus
+from quire_spec.documents.sources import Source
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, NotFound, QuireError, Unavailable
 from quire_spec.protocol.client import ConnectionLost
 from quire_spec.protocol.results import AdapterCheck

@@ -25,8 +25,9 @@ from quire_server.downloads.adapter_cache import AdapterCache, source_key
 from quire_sources.factory import SourceOptions
 from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.constants import AdapterDigest, AdapterName, check_model_name
-from quire_spec.documents.adapter_catalog import AdapterSource, Source
+from quire_spec.documents.adapter_catalog import AdapterSource
 from quire_spec.documents.pod_status import AdapterState, OnDemandStatus
+from quire_spec.documents.sources import Source
 from quire_spec.errors import AccessDenied, InvalidArgument, NotFound, QuireError, Unavailable
 
 logger = logging.getLogger(__name__)

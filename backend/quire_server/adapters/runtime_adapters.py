@@ -19,15 +19,9 @@ from weakref import WeakValueDictionary
 from quire_server.adapters.manager import AdapterManager
 from quire_spec.constants import check_model_name
 from quire_spec.dataclass_json import from_json
-from quire_spec.documents.adapter_catalog import (
-    AdapterCatalog,
-    AdapterSpec,
-    HttpSource,
-    HuggingFaceSource,
-    S3Source,
-    Source,
-)
+from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec
 from quire_spec.documents.pod_status import AdapterState
+from quire_spec.documents.sources import HttpSource, HuggingFaceSource, S3Source, Source
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable, truncated_repr
 
 logger = logging.getLogger(__name__)

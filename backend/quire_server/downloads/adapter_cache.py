@@ -26,8 +26,8 @@ from pathlib import Path
 from quire_server.downloads.signatures import SIGNATURE_FILE
 from quire_spec.constants import AdapterDigest
 from quire_spec.dataclass_json import from_json, to_json
-from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.adapter_digest import adapter_digest
+from quire_spec.documents.sources import Source
 from quire_spec.errors import ConfigError
 
 RETENTION_S = 24 * 3600.0

@@ -32,10 +32,10 @@ from quire_sources.reader import SourceReader
 from quire_sources.readers.blocking import run_in_daemon_thread
 from quire_spec.dataclass_json import from_json
 from quire_spec.documents import tokenizer_files
-from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.checkpoint_digest import compute_digest
 from quire_spec.documents.download_progress import PROGRESS_PATH, PROGRESS_PORT_VARIABLE
 from quire_spec.documents.download_result import KEPT_FOLDERS_VARIABLE, DownloadReason, DownloadResult
+from quire_spec.documents.sources import Source
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
 from quire_spec.model.pooler_config import MODULE_FILES, MODULES_FILE, module_folders
 from quire_spec.model.safetensors_header import expected_file_bytes

@@ -9,7 +9,7 @@ from yarl import URL
 
 from quire_sources.http.client import HttpClient, range_headers, redact_url, response_version
 from quire_sources.reader import OpenFile
-from quire_spec.documents.adapter_catalog import HttpSource
+from quire_spec.documents.sources import HttpSource
 from quire_spec.errors import ConfigError
 
 _SHA256 = re.compile(r"(?:sha256:)?([0-9a-f]{64})")

@@ -17,7 +17,7 @@ from yarl import URL
 from quire_sources.http.client import HttpClient, range_headers
 from quire_sources.http.errors import error_from_status
 from quire_sources.reader import FileMissing, OpenFile
-from quire_spec.documents.adapter_catalog import HuggingFaceSource
+from quire_spec.documents.sources import HuggingFaceSource
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, Unavailable
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")

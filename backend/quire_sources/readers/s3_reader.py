@@ -14,7 +14,7 @@ from quire_sources.http.borders import Borders
 from quire_sources.http.client import HttpClient, range_headers, response_version
 from quire_sources.reader import FileMissing, OpenFile
 from quire_sources.readers.s3_signing import S3Signer, check_endpoint, error_from_status
-from quire_spec.documents.adapter_catalog import S3Source
+from quire_spec.documents.sources import S3Source
 from quire_spec.errors import ConfigError
 
 _BUCKET_NAME = re.compile(r"[\w.-]+", re.ASCII)

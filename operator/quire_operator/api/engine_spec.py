@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from quire_operator.api.quantity import QUANTITY
-from quire_spec.documents.adapter_catalog import OnNoEffect, PvcSource, Source
+from quire_spec.documents.adapter_catalog import OnNoEffect
 from quire_spec.documents.field_schema import Restarts, Rule, schema_field
+from quire_spec.documents.sources import PvcSource, Source
 from quire_spec.model import capabilities
 
 

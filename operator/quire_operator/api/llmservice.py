@@ -30,10 +30,9 @@ from quire_spec.documents.adapter_catalog import (
     AdapterSource,
     AdapterSpec,
     AdapterSum,
-    HuggingFaceSource,
-    Source,
 )
 from quire_spec.documents.field_schema import ANNOTATIONS, LABELS, Restarts, Rule, schema_field
+from quire_spec.documents.sources import HuggingFaceSource, Source
 from quire_spec.documents.trust import TrustConfig
 
 MODEL_SOURCE: FieldPath = ("spec", "model", "source")

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from quire_operator.api.quantity import QUANTITY
-from quire_spec.documents.adapter_catalog import SecretRef
 from quire_spec.documents.field_schema import OBJECT_NAME, Rule, schema_field
 from quire_spec.documents.pod_config import OpenAIOptions
+from quire_spec.documents.sources import SecretRef
 from quire_spec.model import capabilities
 
 

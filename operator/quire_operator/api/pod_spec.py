@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from quire_operator.api.quantity import QUANTITY
-from quire_spec.documents.adapter_catalog import PvcSource, Source
 from quire_spec.documents.field_schema import ANNOTATIONS, LABELS, OBJECT_NAME, Restarts, Rule, schema_field
 from quire_spec.documents.pod_config import Ports
+from quire_spec.documents.sources import PvcSource, Source
 
 _SERVER_ARGS = (
     r"grpc-use-ssl=(true|false)",

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire_operator.api.validation_errors import FieldPath, Problem
-from quire_spec.documents.adapter_catalog import AdapterSource, PvcSource, SecretRef, Source
+from quire_spec.documents.adapter_catalog import AdapterSource
+from quire_spec.documents.sources import PvcSource, SecretRef, Source
 from quire_spec.errors import ConfigError
 
 MODEL_FILES = ("config.json",)

@@ -30,9 +30,10 @@ from quire_operator.render.object_names import CHAT_TEMPLATE_FILE
 from quire_operator.render.pod_config import PodFiles, pod_config
 from quire_spec import constants
 from quire_spec.dataclass_json import to_json
-from quire_spec.documents.adapter_catalog import AdapterCatalog, SecretRef, Source
+from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.documents.pod_config import PodConfig
 from quire_spec.documents.server_arguments import parse_server_arguments
+from quire_spec.documents.sources import SecretRef, Source
 from quire_spec.documents.trust import TrustPolicy
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.kv_events_config import KVEventsConfig

@@ -15,7 +15,7 @@ from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.http.borders import Borders
 from quire_sources.reader import SourceReader, read_range
 from quire_sources.readers.folder_reader import FolderReader
-from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.sources import Source
 from quire_spec.documents.tokenizer_files import (
     ALL_FORMATS,
     FORMATS,

@@ -12,7 +12,8 @@ from quire_operator.render.context import RenderContext
 from quire_operator.render.manifests import Manifest, new_manifest
 from quire_spec import constants
 from quire_spec.dataclass_json import drop_nulls
-from quire_spec.documents.adapter_catalog import AdapterCatalog, SecretRef, Source
+from quire_spec.documents.adapter_catalog import AdapterCatalog
+from quire_spec.documents.sources import SecretRef, Source
 from quire_spec.errors import ConfigError
 
 MAX_CONFIGMAP_BYTES = 1_000_000

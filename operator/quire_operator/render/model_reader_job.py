@@ -11,7 +11,7 @@ from quire_operator.render import object_names, pod_template, security_context
 from quire_operator.render.jobs import POD_FIELDS, new_job, with_settings
 from quire_operator.render.manifests import Manifest
 from quire_operator.render.strategic_merge import merge
-from quire_spec.documents.adapter_catalog import PvcSource
+from quire_spec.documents.sources import PvcSource
 
 READER_COMPONENT = "model-reader"
 """Value of the component label of the Job and its pod."""

@@ -18,8 +18,8 @@ from quire_operator.render.env import container_env
 from quire_operator.render.manifests import Manifest, new_manifest
 from quire_operator.render.strategic_merge import merge
 from quire_spec.dataclass_json import drop_nulls, to_json
-from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.download_progress import PROGRESS_PORT_VARIABLE
+from quire_spec.documents.sources import Source
 from quire_spec.errors import ConfigError
 
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"

@@ -8,7 +8,7 @@ from quire_operator.api.networking_spec import HttpRouteSpec
 from quire_operator.render import model_storage, object_names
 from quire_operator.render.context import RenderContext
 from quire_operator.render.manifests import Manifest, new_manifest
-from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.sources import Source
 from quire_spec.errors import ConfigError
 
 _PROTOCOLS = {"http": "http", "grpc": "kubernetes.io/h2c", "metrics": "http", "health": "http"}

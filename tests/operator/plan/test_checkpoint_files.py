@@ -24,7 +24,7 @@ from quire_operator.plan.checkpoint_files import (
 )
 from quire_operator.plan.draft_info import DraftInfo
 from quire_sources.factory import SourceFactory, SourceOptions
-from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, SecretRef, Source
+from quire_spec.documents.sources import HttpSource, HuggingFaceSource, SecretRef, Source
 from quire_spec.errors import AccessDenied, ConfigError, NotFound
 from quire_spec.model import checkpoint_documents
 

@@ -7,7 +7,7 @@ from support.rendering import only_of_kind, rendered_objects
 
 from quire_operator.render import model_reader_job
 from quire_operator.render.jobs import POD_FIELDS
-from quire_spec.documents.adapter_catalog import PvcSource
+from quire_spec.documents.sources import PvcSource
 
 GPU = "gpu: {product: NVIDIA-L4, nodeSelector: {pool: gpu}, tolerations: [{key: gpu, operator: Exists}]}\n"
 READER_RESOURCES = {"requests": {"cpu": "100m", "memory": "128Mi"}}

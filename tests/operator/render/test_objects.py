@@ -45,8 +45,9 @@ from quire_operator.render.object_names import CLAIMS_DIR
 from quire_operator.render.objects import render_objects
 from quire_server.downloads import model_download
 from quire_spec import constants
-from quire_spec.documents.adapter_catalog import AdapterCatalog, PvcSource
+from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.documents.pod_config import PodConfig
+from quire_spec.documents.sources import PvcSource
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 

@@ -25,8 +25,9 @@ from quire_server.adapters.adapter_progress import (
 )
 from quire_server.adapters.fetcher import CachedAdapter
 from quire_spec.constants import AdapterDigest
-from quire_spec.documents.adapter_catalog import AdapterSpec, Source
+from quire_spec.documents.adapter_catalog import AdapterSpec
 from quire_spec.documents.pod_status import AdapterState
+from quire_spec.documents.sources import Source
 from quire_spec.errors import AccessDenied, InvalidArgument, Unavailable
 
 A, B = Source(path="/a"), Source(path="/b")

@@ -13,7 +13,7 @@ from quire_server.adapters.fetcher import AdapterFetcher, SourceOptions
 from quire_server.downloads.adapter_cache import AdapterCache
 from quire_sources.factory import concurrency_key
 from quire_spec.dataclass_json import from_json
-from quire_spec.documents.adapter_catalog import Source
+from quire_spec.documents.sources import Source
 from quire_spec.errors import Internal
 
 

@@ -16,8 +16,9 @@ from support.virtual_time import run_in_virtual_time
 from quire_server.adapters.fetcher import CachedAdapter
 from quire_server.adapters.manager import AdapterManager, StaleCatalog
 from quire_server.clients.handles import CoreHandle, ProcessHandles, ServerHandle, TextHandle
-from quire_spec.documents.adapter_catalog import AdapterCatalog, Source
+from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.documents.pod_status import AdapterState, MeasuredMemory
+from quire_spec.documents.sources import Source
 from quire_spec.errors import AccessDenied, InvalidArgument, Unavailable
 from quire_spec.protocol.client import ConnectionLost
 from quire_spec.protocol.messages import SchedulerStats

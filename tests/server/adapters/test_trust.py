@@ -12,7 +12,7 @@ from support.source_fixtures import isolated_sources, serve  # noqa: F401
 from quire_server.adapters.fetcher import AdapterFetcher, AdapterTrust
 from quire_server.downloads.adapter_cache import AdapterCache
 from quire_sources.factory import SourceOptions
-from quire_spec.documents.adapter_catalog import HttpSource, Source
+from quire_spec.documents.sources import HttpSource, Source
 from quire_spec.documents.trust import TrustConfig, TrustPolicy
 from quire_spec.errors import InvalidArgument
 

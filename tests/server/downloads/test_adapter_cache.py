@@ -14,8 +14,8 @@ from support.fetching import ADAPTER_FILES, CONFIG, folder_content, make_fetcher
 from quire_server.adapters.fetcher import AdapterFetcher
 from quire_server.downloads.adapter_cache import AdapterCache
 from quire_sources.factory import SourceOptions
-from quire_spec.documents.adapter_catalog import HttpSource, Source
 from quire_spec.documents.adapter_digest import CONFIG_FILE
+from quire_spec.documents.sources import HttpSource, Source
 from quire_spec.errors import Unavailable
 
 

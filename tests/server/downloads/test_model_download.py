@@ -22,10 +22,10 @@ from quire_server.downloads import model_download as program
 from quire_server.downloads.model_download import NoSpace, download
 from quire_sources.factory import SourceOptions
 from quire_spec.documents import checkpoint_digest
-from quire_spec.documents.adapter_catalog import HttpSource, HuggingFaceSource, Source
 from quire_spec.documents.checkpoint_digest import DIGEST_FILE
 from quire_spec.documents.download_progress import DownloadProgress
 from quire_spec.documents.download_result import DownloadReason, DownloadResult
+from quire_spec.documents.sources import HttpSource, HuggingFaceSource, Source
 from quire_spec.errors import ConfigError, InvalidArgument, NotFound, Unavailable
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

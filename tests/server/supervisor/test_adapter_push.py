@@ -17,7 +17,8 @@ from support.supervisor_harness import adapter_folder, running_supervisor, start
 from quire_operator.controller.observe.pod_admin_client import PodAdminClient
 from quire_operator.controller.status.adapters import evaluate_adapters
 from quire_spec.dataclass_json import to_json
-from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec, Source
+from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec
+from quire_spec.documents.sources import Source
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
 

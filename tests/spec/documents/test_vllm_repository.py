@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from quire_spec.documents.adapter_catalog import HuggingFaceSource
+from quire_spec.documents.sources import HuggingFaceSource
 from quire_spec.documents.vllm_repository import read_served_model_names, read_vllm_repository
 from quire_spec.errors import ConfigError, InvalidArgument
 

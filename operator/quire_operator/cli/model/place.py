@@ -12,7 +12,7 @@ from huggingface_hub import constants as hub_constants
 
 from quire_operator.cli.local_sources import LocalSources
 from quire_spec.dataclass_json import to_json
-from quire_spec.documents.adapter_catalog import HuggingFaceSource, Source
+from quire_spec.documents.sources import HuggingFaceSource, Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from quire_operator.plan.checkpoint_files import read_local_checkpoint, read_sou
 from quire_operator.plan.gpu import GpuInfo, MemorySource
 from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.planner import make_plan
-from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.download_progress import format_bytes
+from quire_spec.documents.sources import Source
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 from quire_spec.model.host_memory import available_memory_bytes
 

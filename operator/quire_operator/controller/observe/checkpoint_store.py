@@ -33,7 +33,7 @@ from quire_operator.render import model_reader_job, object_names
 from quire_operator.render.manifests import owner_reference
 from quire_sources.http.borders import Borders
 from quire_spec.dataclass_json import drop_nulls, to_json
-from quire_spec.documents.adapter_catalog import PvcSource, SecretRef, Source
+from quire_spec.documents.sources import PvcSource, SecretRef, Source
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 
 SecretValues = Mapping[str, Mapping[str, str]]

@@ -22,9 +22,9 @@ from quire_operator.controller.status.observed_state import (
     PodState,
 )
 from quire_operator.render import download_job, model_storage, object_names
-from quire_spec.documents.adapter_catalog import Source
 from quire_spec.documents.download_progress import DownloadProgress
 from quire_spec.documents.download_result import PERMANENT_REASONS, DownloadReason, DownloadResult
+from quire_spec.documents.sources import Source
 
 _QUEUE_LABEL = f"{KUEUE_PREFIX}queue-name"
 """Label with the name of the queue that Kueue uses for an object."""

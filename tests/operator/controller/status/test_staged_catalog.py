@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from support.observed_factories import ready_pod
 
 from quire_operator.controller.status.staged_catalog import stage_catalog
-from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec, Canary, PvcSource, Source
+from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec, Canary
 from quire_spec.documents.pod_status import AdapterState, AdapterStatus, ContentStatus, PodStatus
+from quire_spec.documents.sources import PvcSource, Source
 
 A, B, C = (Source(pvc=PvcSource("models", path)) for path in "abc")
 CLAIMS = {"models"}
