@@ -7,6 +7,7 @@ The planner calls these functions before an engine exists. The engine calls them
 results.
 """
 
+import functools
 import math
 
 from quire_spec.model.model_config import ModelConfig
@@ -57,6 +58,8 @@ def lora_bytes(model_config: ModelConfig, num_pages: int, element_bytes: int, ha
     return num_pages * _page_elements(model_config, has_experts) * element_bytes
 
 
+# The planner asks for each candidate.
+@functools.lru_cache(maxsize=64)
 def _page_elements(model_config: ModelConfig, has_experts: bool) -> int:
     """Return half of the elements that two LoRA ranks need. Every matrix starts at a multiple of 32 elements."""
     sizes = [

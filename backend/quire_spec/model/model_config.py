@@ -7,7 +7,7 @@ It contains the values that memory sizing and the model definitions need.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,9 +83,9 @@ class ModelConfig:
     output_bias: bool
     """Whether the output projection of attention has a bias."""
     mlp_bias: bool
-    flags: Mapping[str, bool]
+    flags: Mapping[str, bool] = field(hash=False)
     """Boolean keys of config.json that only this architecture has, with their values."""
-    factors: Mapping[str, float]
+    factors: Mapping[str, float] = field(hash=False)
     """Numeric keys of config.json that only this architecture has, with their values. All values are positive."""
     moe: MoEConfig | None
     """Describes the experts that some layers have instead of an MLP. None: no layer has experts."""

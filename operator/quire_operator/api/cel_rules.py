@@ -83,8 +83,11 @@ def iter_problems(
 def _iter_problems(
     schema: Schema, value: Any, old: Any, invalid_paths: InvalidPaths, path: FieldPath
 ) -> Iterator[Problem]:
-    for entry in schema.get("x-kubernetes-validations", ()):
-        yield from _evaluate(CelRule.from_crd(entry), value, old, invalid_paths, path)
+    if entries := schema.get("x-kubernetes-validations", ()):
+        # One context for all rules of the value, because the library converts the whole value for each context.
+        context = _build_context(value, old)
+        for entry in entries:
+            yield from _evaluate(CelRule.from_crd(entry), context, value, old, invalid_paths, path)
     if isinstance(value, Mapping):
         fields, additional_schema = schema.get("properties", {}), schema.get("additionalProperties", {})
         for key, item in value.items():
@@ -95,11 +98,13 @@ def _iter_problems(
             yield from _iter_problems(schema.get("items", {}), item, ABSENT, invalid_paths, (*path, i))
 
 
-def _evaluate(rule: CelRule, value: Any, old: Any, invalid_paths: InvalidPaths, path: FieldPath) -> Iterator[Problem]:
+def _evaluate(
+    rule: CelRule, context: Any, value: Any, old: Any, invalid_paths: InvalidPaths, path: FieldPath
+) -> Iterator[Problem]:
     if ("oldSelf" in rule.expression and old is ABSENT) or _reads_invalid_field(rule, invalid_paths, path):
         return
     try:
-        result = _compile(rule.expression).execute(_build_context(value, old))
+        result = _compile(rule.expression).execute(context)
     except Exception as error:  # The library passes on any exception of its Rust code or of a callback.
         if invalid_paths:
             return

@@ -4,6 +4,7 @@
 Called by planner.py, candidates.py and advice.py.
 """
 
+import functools
 from dataclasses import replace
 
 from quire_operator.api.quantity import to_bytes
@@ -19,6 +20,7 @@ from quire_spec.model.attention import state_config
 from quire_spec.model.attention.latent_attention_config import UNSUPPORTED_ON_GPUS
 from quire_spec.model.attention.state_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS, num_state_rows
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, UNSUPPORTED_LAYOUT, KVLayout
+from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.quantization import resolve_quantization
 from quire_spec.model.tensor_parallel import unsupported_reason
 
@@ -239,7 +241,13 @@ def kv_element_bytes(inputs: PlannerInputs) -> int:
 
 def kv_layout(inputs: PlannerInputs) -> KVLayout:
     """Return which layers share KV blocks. The plan is assumed to have the longest possible context."""
-    return KVLayout.from_model(inputs.model.shape, max_context(inputs), has_drafter=inputs.draft is not None)
+    return _kv_layout(inputs.model.shape, max_context(inputs), inputs.draft is not None)
+
+
+# The planner asks for each candidate.
+@functools.lru_cache(maxsize=64)
+def _kv_layout(shape: ModelConfig, max_model_len: int, has_drafter: bool) -> KVLayout:
+    return KVLayout.from_model(shape, max_model_len, has_drafter=has_drafter)
 
 
 def kv_bytes_per_token(inputs: PlannerInputs, tp: int) -> int:

@@ -205,7 +205,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
     return models
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(14))
 def test_outputs_equal_those_of_each_request_alone(models, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     folder, adapters = models[NAMES[seed % len(NAMES)]]

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines give the same greedy output with and without a cache of KV blocks in host memory."""
 
+import functools
 import queue
 import random
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +68,34 @@ def step(engine: Engine, outputs: dict[int, list[int]]) -> None:
     engine.check_integrity()
 
 
+@pytest.fixture(scope="module")
+def expected(folder: Path, adapters: dict[str, Path]) -> Callable[..., Any]:
+    """Return a function that returns the outputs of `serve` without offloading."""
+    lora = {"enable_lora": True, "max_loras": 2}
+
+    @functools.cache
+    def outputs(*args: int) -> Any:
+        return serve(Engine.from_config(config(folder, 200, enable_prefix_caching=False, **lora)), adapters, *args)
+
+    return outputs
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("num_host_blocks", [10, 200])
 def test_outputs_are_the_same_with_and_without_offloading(
     folder: Path,
     adapters: dict[str, Path],
+    expected: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     size: int,
     async_scheduling: bool,
     num_host_blocks: int,
 ) -> None:
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
-    lora = {"enable_lora": True, "max_loras": 2}
-    fields = {"async_scheduling": async_scheduling, "tensor_parallel_size": size} | lora
-    expected = serve(Engine.from_config(config(folder, 200, enable_prefix_caching=False, **lora)), adapters)
+    fields = {"async_scheduling": async_scheduling, "tensor_parallel_size": size, "enable_lora": True, "max_loras": 2}
     engine = engine_with_thread_workers(config(folder, num_host_blocks=num_host_blocks, **fields))
-    assert serve(engine, adapters) == expected
+    assert serve(engine, adapters) == expected()
     stats = engine.stats()
     assert stats.num_host_blocks == num_host_blocks and stats.num_cached_host_blocks <= num_host_blocks
     assert stats.kv_offload_store_bytes > 0 and stats.host_cache_queries > stats.host_cache_hits
@@ -95,13 +108,13 @@ def test_outputs_are_the_same_with_and_without_offloading(
 def test_folder_survives_a_restart_and_serves_only_the_same_model(
     folder: Path,
     adapters: dict[str, Path],
+    expected: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     async_scheduling: bool,
 ) -> None:
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2}
-    expected = serve(Engine.from_config(config(folder, 200, enable_prefix_caching=False, **lora)), adapters, 2)
     fields = lora | {"async_scheduling": async_scheduling, "kv_offloading_folder": str(tmp_path / "kv")}
     for start in range(3):
         engine = Engine.from_config(config(folder, num_host_blocks=30, **fields))
@@ -111,7 +124,7 @@ def test_folder_survives_a_restart_and_serves_only_the_same_model(
             for path in (tmp_path / "kv").rglob("[0-9a-f]" * 64):
                 path.write_bytes(path.read_bytes()[:-1] + b"?")
         drain(traffic._store)
-        assert serve(engine, adapters, 2) == expected, "the same output in every state of the folder"
+        assert serve(engine, adapters, 2) == expected(2), "the same output in every state of the folder"
         drain(traffic._store)
         traffic.poll()
         assert traffic.num_written_blocks > 10 or start > 0

@@ -202,7 +202,7 @@ SPARSE_FAMILIES = ["glm4_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_moe", "qwe
 LATENT_FAMILIES = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gemma2"]
 # The other checkpoints of a family differ in the model, not in the engine.
-SOME_SCENARIOS = ["preempted in chunks", "blocks of 128"]
+SOME_SCENARIOS = ["preempted in chunks"]
 SIMILAR = [
     "exaone4-unlimited",
     "phi-qk_layernorm",
@@ -217,7 +217,6 @@ SIMILAR = [
 HYBRIDS = ["qwen3_5", "qwen3_next"]
 STATE_FAMILIES = ["lfm2", "granite4-moe", "falcon_h1", "nemotron_h"]
 BY_NAME = {name: list(SCENARIOS) for name in FAMILIES}
-BY_NAME |= dict.fromkeys((*DENSE_FAMILIES, *SPARSE_FAMILIES, *STATE_FAMILIES), SOME_SCENARIOS[:1])
 PAIRS = [
     (name, scenario) for name in CHECKPOINTS if name not in SIMILAR for scenario in BY_NAME.get(name, SOME_SCENARIOS)
 ]
