@@ -17,7 +17,8 @@ import aiohttp
 from huggingface_hub import constants as hub_constants
 from yarl import URL
 
-from quire_sources.credentials import SecretValues, http_headers, hub_token, s3_credentials
+from quire_sources.buckets.bucket_reader import BucketReader
+from quire_sources.credentials import SecretValues, bucket_credentials, docker_config, http_headers, hub_token
 from quire_sources.http.borders import Borders
 from quire_sources.http.client import HttpClient, create_session
 from quire_sources.mounted_secrets import MountedSecrets
@@ -25,8 +26,19 @@ from quire_sources.reader import SourceReader
 from quire_sources.readers.folder_reader import FolderReader
 from quire_sources.readers.http_reader import HttpReader
 from quire_sources.readers.hub_reader import HubReader
-from quire_sources.readers.s3_reader import S3Reader
-from quire_spec.documents.sources import HttpSource, HuggingFaceSource, PvcSource, S3Source, Source
+from quire_sources.readers.oci_reader import OciReader
+from quire_spec.documents.sources import (
+    SOURCE_KINDS,
+    AzureSource,
+    GcsSource,
+    HttpSource,
+    HuggingFaceSource,
+    OciSource,
+    PvcSource,
+    S3Source,
+    Source,
+    name_list,
+)
 from quire_spec.errors import ConfigError
 
 
@@ -53,8 +65,12 @@ def concurrency_key(source: Source) -> str:
     """Return the name of the host or volume from which a source is read. There is one limit for all reads from the same
     host, because a host that hangs blocks all of them."""
     match source:
-        case Source(s3=S3Source() as s3):
-            return s3.endpoint or "s3"
+        case Source(bucket=AzureSource() as azure):
+            return azure.endpoint or f"azure {azure.account}"
+        case Source(bucket=(S3Source() | GcsSource()) as bucket):
+            return bucket.endpoint or source.kind_name
+        case Source(oci=OciSource() as oci):
+            return oci.reference.partition("/")[0]
         case Source(http=HttpSource() as http):
             try:
                 return urlsplit(http.url).netloc.rpartition("@")[2]
@@ -90,8 +106,13 @@ class SourceFactory(AsyncExitStack):
                 endpoint = self._options.hub_endpoint
                 client = HttpClient(self._session, borders, URL(endpoint or hub_constants.ENDPOINT))
                 return HubReader(client, hub, partial(hub_token, hub, self._read_secret), endpoint)
-            case Source(s3=S3Source() as s3):
-                return S3Reader(self._session, s3, partial(s3_credentials, s3, self._read_secret), borders)
+            case Source(bucket=(S3Source() | GcsSource() | AzureSource()) as bucket):
+                return BucketReader(
+                    self._session, bucket, partial(bucket_credentials, bucket, self._read_secret), borders
+                )
+            case Source(oci=OciSource() as oci):
+                config = partial(docker_config, oci, self._read_secret)
+                return OciReader(HttpClient(self._session, borders), oci, config)
             case Source(http=HttpSource() as http):
                 return HttpReader(
                     HttpClient(self._session, borders), http, partial(http_headers, http, self._read_secret)
@@ -100,7 +121,7 @@ class SourceFactory(AsyncExitStack):
                 return self._pvc_reader(pvc)
             case Source(path=str() as path):
                 return self._path_reader(path)
-        raise ConfigError("source: is empty; give huggingFace, s3, http, pvc or path")
+        raise ConfigError(f"source: is empty; give one of {name_list(SOURCE_KINDS)}")
 
     def secret_version(self, source: Source) -> int:
         """Return a number that changes when the content of the source's mounted Secret changes. Raises ConfigError like

@@ -55,7 +55,7 @@ class MountedSecrets:
 
 def _key_files(folder: Path) -> list[Path]:
     # The folder also contains links that Kubernetes creates. They are named ..data and ..<time>.
-    return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("..") and path.is_file())
 
 
 def _read_text(path: Path) -> str:

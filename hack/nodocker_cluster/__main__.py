@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nodocker_cluster import binaries, controllers, crds, helm, prometheus
+from nodocker_cluster import azurite, binaries, controllers, crds, helm, prometheus
 
 
 def print_progress(text: str) -> None:
@@ -45,6 +45,8 @@ def _run_command(command: str, archive: Path | None) -> None:
         try:
             print_progress(f"endpoint picker: {controllers.PICKER.find_or_build(print_progress)}")
             print_progress(f"OpenTelemetry Collector: {controllers.COLLECTOR.find_or_build(print_progress)}")
+            print_progress(f"servers of files: {controllers.STORES.find_or_build(print_progress)}")
+            print_progress(f"Azurite: {azurite.find_or_install(print_progress)}")
             print_progress(f"CRDs of {', '.join(crds.find_or_download(print_progress))}")
         except binaries.Unavailable as error:
             print_progress(f"tests that need other projects will be skipped: {error}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of other projects, built from Go modules, which tests run as processes: controllers with a kubeconfig, and
-the OpenTelemetry Collector.
+the OpenTelemetry Collector, and servers of files.
 
 Each has a module of its own in go/, because they need different releases of Kubernetes' libraries. `make cluster-tools`
-builds the endpoint picker and the collector, and `make test-controllers` the others.
+builds the endpoint picker, the collector and the servers of files, and `make test-controllers` the others.
 """
 
 import tempfile
@@ -68,6 +68,9 @@ PICKER = Controller("picker", "sigs.k8s.io/gateway-api-inference-extension", 3 *
 """The endpoint picker `epp` of the Gateway API's inference extension (2 minutes on two idle cores)."""
 COLLECTOR = Controller("collector", "go.opentelemetry.io/collector/otelcol", 3 * 2**30)
 """The OpenTelemetry Collector `otelcol`, with OTLP only (2 minutes on two idle cores)."""
+STORES = Controller("stores", "github.com/fsouza/fake-gcs-server", 3 * 2**30)
+"""The emulator of Google Cloud Storage `fake-gcs-server`, and the `registry` of the CNCF's Distribution (2 minutes on
+two idle cores)."""
 KEDA = Controller("keda", "github.com/kedacore/keda/v2", 6 * 2**30)
 """KEDA's `operator` and metrics `adapter` (8 minutes on two idle cores)."""
 KUEUE = Controller("kueue", "sigs.k8s.io/kueue", 4 * 2**30)

@@ -3,7 +3,9 @@
 
 import pytest
 
-from quire_sources.readers.s3_signing import check_endpoint, store_options
+from quire_sources.buckets.s3 import S3Signer
+from quire_sources.buckets.url_signer import check_endpoint
+from quire_spec.documents.sources import S3Source
 from quire_spec.errors import ConfigError
 
 KEYS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}
@@ -25,12 +27,15 @@ FROM_PLATFORM = {"AWS_WEB_IDENTITY_TOKEN_FILE": "/run/token"}
     ids=["a Secret before the platform", "a session", "the platform", "a public bucket"],
 )
 def test_credentials(credentials, environment, expected):
-    found = store_options(None, None, credentials, environment)
+    found = S3Signer(S3Source("s3://bucket"))._store_options(credentials, environment)
     assert {k: v for k, v in found.items() if k not in ("region", "client_options", "retry_config")} == expected
 
 
 def test_plain_http_only_for_http_endpoints():
-    options = [store_options(endpoint, "eu", {}, {}) for endpoint in (None, "https://s3.local", "http://s3.local")]
+    options = [
+        S3Signer(S3Source("s3://bucket", endpoint, "eu"))._store_options({}, {})
+        for endpoint in (None, "https://s3.local", "http://s3.local")
+    ]
     assert [o["client_options"]["allow_http"] for o in options] == [False, False, True]
     assert [o.get("endpoint") for o in options] == [None, "https://s3.local", "http://s3.local"]
     assert {o["region"] for o in options} == {"eu"}
@@ -48,7 +53,7 @@ def test_plain_http_only_for_http_endpoints():
     ],
 )
 def test_accepts_valid_endpoints(endpoint):
-    check_endpoint(endpoint)
+    check_endpoint("s3", endpoint)
 
 
 @pytest.mark.parametrize(
@@ -69,5 +74,5 @@ def test_accepts_valid_endpoints(endpoint):
 def test_rejects_invalid_endpoints_without_quoting_them(endpoint):
     """obstore panics on some of these endpoints."""
     with pytest.raises(ConfigError, match=r"s3 source: the endpoint must be http\(s\)://host") as caught:
-        check_endpoint(endpoint)
+        check_endpoint("s3", endpoint)
     assert "s3cr3t" not in str(caught.value)

@@ -21,7 +21,7 @@ from quire_spec.constants import check_model_name
 from quire_spec.dataclass_json import from_json
 from quire_spec.documents.adapter_catalog import AdapterCatalog, AdapterSpec
 from quire_spec.documents.pod_status import AdapterState
-from quire_spec.documents.sources import HttpSource, HuggingFaceSource, S3Source, Source
+from quire_spec.documents.sources import HuggingFaceSource, Source, source_from_url
 from quire_spec.errors import InvalidArgument, NotFound, Unavailable, truncated_repr
 
 logger = logging.getLogger(__name__)
@@ -156,10 +156,8 @@ class RuntimeAdapters:
             return source if source.path is None else Source(path=self._local_folder(source.path))
         if not isinstance(location, str) or not location:
             raise InvalidArgument(f"lora_path: must be a folder, URL, hub id or source, got {truncated_repr(location)}")
-        if location.startswith("s3://"):
-            return Source(s3=S3Source(location))
-        if location.startswith(("http://", "https://")):
-            return Source(http=HttpSource(location))
+        if (named := source_from_url(location)) is not None:
+            return named
         if _HUB_ID.fullmatch(location) and not any((root / location).is_dir() for root in self._allowed_paths):
             return Source(huggingFace=HuggingFaceSource(location))
         return Source(path=self._local_folder(location))

@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the objects under a prefix of an S3-compatible bucket."""
+"""Reads the objects under a prefix of a bucket: S3-compatible stores, Google Cloud Storage, Azure Blob Storage."""
 
-import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Literal
-from urllib.parse import urlsplit
 
 import aiohttp
 from yarl import URL
 
+from quire_sources.buckets.azure import AzureSigner
+from quire_sources.buckets.gcs import GcsSigner
+from quire_sources.buckets.s3 import S3Signer
+from quire_sources.buckets.url_signer import Method, UrlSigner
 from quire_sources.http.borders import Borders
 from quire_sources.http.client import HttpClient, range_headers, response_version
 from quire_sources.reader import FileMissing, OpenFile
-from quire_sources.readers.s3_signing import S3Signer, check_endpoint, error_from_status
-from quire_spec.documents.sources import S3Source
-from quire_spec.errors import ConfigError
+from quire_spec.documents.sources import AzureSource, GcsSource, S3Source
 
-_BUCKET_NAME = re.compile(r"[\w.-]+", re.ASCII)
 _MAX_ERROR_BYTES = 2**14
 """Only this many bytes at the start of an error response are searched for the error code."""
 
 
-class S3Reader:
+class BucketReader:
     """Reads the objects under one prefix of one bucket."""
 
     is_immutable = False
@@ -31,36 +29,30 @@ class S3Reader:
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        source: S3Source,
+        source: S3Source | GcsSource | AzureSource,
         credentials: Callable[[], Mapping[str, str]],
         borders: Borders | None = None,
     ) -> None:
-        """`credentials` returns a mapping that contains AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and optionally
-        AWS_SESSION_TOKEN. The mapping can also be empty.
+        """`credentials` returns the values of the source's Secret; they can be empty.
 
         Raises:
-            ConfigError: the URI is not s3://bucket/prefix, or the endpoint is not a URL.
+            ConfigError: the URI has not the form of the source's kind, or the endpoint is not a URL.
         """
-        parts = urlsplit(source.uri)
-        if parts.scheme != "s3" or not _BUCKET_NAME.fullmatch(parts.netloc) or ".." in parts.path.split("/"):
-            raise ConfigError("s3 source: the uri must be s3://bucket/prefix; put credentials into a Secret")
-        if source.endpoint is not None:
-            check_endpoint(source.endpoint)
-        self._client = _S3HttpClient(session, borders)
-        self._bucket, self._prefix, self._endpoint = parts.netloc, parts.path.strip("/"), source.endpoint
+        self._signer = _signer(source)
+        self._client = _BucketHttpClient(session, self._signer, borders)
         self._credentials = credentials
-        self._signer = S3Signer(self._bucket, source.endpoint, source.region)
 
     def display_name(self, name: str) -> str:
-        endpoint_note = f" at {self._endpoint}" if self._endpoint else ""
-        return f"s3://{self._bucket}/{self._object_key(name)}{endpoint_note}"
+        endpoint_note = f" at {self._signer.endpoint}" if self._signer.endpoint else ""
+        return f"{self._signer.place}/{self._object_key(name)}{endpoint_note}"
 
     def expected_sha256(self, name: str) -> str | None:
         return None
 
     async def version(self, name: str) -> str | None:
         display_name = self.display_name(name)
-        async with self._client.request("HEAD", await self._signed_url("HEAD", name), {}, {}, display_name) as response:
+        url, secret_headers = await self._sign("HEAD", name)
+        async with self._client.request("HEAD", url, secret_headers, {}, display_name) as response:
             return response_version(await self._client.check_response(response, display_name))
 
     @asynccontextmanager
@@ -70,19 +62,35 @@ class S3Reader:
         # Buckets implement If-Match with ETags, but only few of them implement If-Range.
         condition = "If-Match" if version and version.startswith('"') else "If-Range"
         headers = range_headers(start, version, num_bytes, condition)
-        async with self._client.open(await self._signed_url("GET", name), {}, headers, self.display_name(name)) as file:
+        url, secret_headers = await self._sign("GET", name)
+        async with self._client.open(url, secret_headers, headers, self.display_name(name)) as file:
             yield file
 
     def _object_key(self, name: str) -> str:
-        return f"{self._prefix}/{name}".strip("/")
+        return f"{self._signer.prefix}/{name}".strip("/")
 
-    async def _signed_url(self, method: Literal["GET", "HEAD"], name: str) -> URL:
-        url = await self._signer.sign(method, self._object_key(name), self._credentials(), self.display_name(name))
-        return URL(url, encoded=True)
+    async def _sign(self, method: Method, name: str) -> tuple[URL, Mapping[str, str]]:
+        """Return the URL of a request, and its secret headers."""
+        request = await self._signer.sign(method, self._object_key(name), self._credentials(), self.display_name(name))
+        return URL(request.url, encoded=True), request.secret_headers
 
 
-class _S3HttpClient(HttpClient):
+def _signer(source: S3Source | GcsSource | AzureSource) -> UrlSigner:
+    match source:
+        case S3Source():
+            return S3Signer(source)
+        case GcsSource():
+            return GcsSigner(source)
+        case AzureSource():
+            return AzureSigner(source)
+
+
+class _BucketHttpClient(HttpClient):
     """Sends requests to a bucket and converts its error responses to QuireErrors."""
+
+    def __init__(self, session: aiohttp.ClientSession, signer: UrlSigner, borders: Borders | None) -> None:
+        super().__init__(session, borders)
+        self._signer = signer
 
     async def check_response(self, response: aiohttp.ClientResponse, display_name: str) -> aiohttp.ClientResponse:
         if response.status in (200, 206):
@@ -96,4 +104,4 @@ class _S3HttpClient(HttpClient):
         except (aiohttp.ClientError, TimeoutError, OSError):
             # The status is sufficient.
             body = b""
-        raise error_from_status(display_name, response.status, response.headers, body)
+        raise self._signer.error_from_status(display_name, response.status, response.headers, body)

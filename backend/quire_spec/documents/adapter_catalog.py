@@ -21,7 +21,20 @@ from quire_spec import constants
 from quire_spec.dataclass_json import drop_nulls, from_json, read_json, to_json
 from quire_spec.documents.adapter_sum import MAX_PARTS, parse_sum
 from quire_spec.documents.field_schema import Rule, schema_field
-from quire_spec.documents.sources import HttpSource, HuggingFaceSource, PvcSource, S3Source, SecretRef, Source
+from quire_spec.documents.sources import (
+    SOURCE_KINDS,
+    AzureSource,
+    GcsSource,
+    HttpSource,
+    HuggingFaceSource,
+    OciSource,
+    PvcSource,
+    S3Source,
+    SecretRef,
+    Source,
+    exactly_one,
+    name_list,
+)
 from quire_spec.errors import ConfigError
 
 MAX_ADAPTERS = 4096
@@ -64,15 +77,14 @@ class HuggingFaceOrganization:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPrefix:
-    """A place in which every adapter has a folder or repository of its name. Exactly one of huggingFace, s3, http, pvc
-    and path is set."""
+    """A place in which every adapter has a folder or repository of its name. Exactly one kind is
+    set."""
 
     RULES: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "[has(self.huggingFace), has(self.s3), has(self.http), has(self.pvc), has(self.path)].exists_one(given, "
-            "given)",
-            "adapterSources must have exactly one of huggingFace, s3, http, pvc and path in each entry; write one "
-            "entry for each place.",
+        exactly_one(
+            SOURCE_KINDS,
+            f"adapterSources must have exactly one of {name_list(SOURCE_KINDS)} in each entry; write one entry for "
+            "each place.",
         ),
     )
 
@@ -80,6 +92,12 @@ class AdapterPrefix:
     """A user or an organization on the Hugging Face hub."""
     s3: S3Source | None = schema_field(None)
     """A folder in a bucket of Amazon S3 or of an S3-compatible store. The adapter NAME is the folder uri/NAME."""
+    gcs: GcsSource | None = schema_field(None)
+    """A folder in a bucket of Google Cloud Storage. The adapter NAME is the folder uri/NAME."""
+    azure: AzureSource | None = schema_field(None)
+    """A folder in a container of Azure Blob Storage. The adapter NAME is the folder uri/NAME."""
+    oci: OciSource | None = schema_field(None)
+    """Repositories of an OCI registry. The adapter NAME is the artifact reference/NAME, with the tag of reference."""
     http: HttpSource | None = schema_field(None, without=("sha256",))
     """A folder on a web server. The adapter NAME is the folder url/NAME."""
     pvc: PvcSource | None = schema_field(None)
@@ -100,8 +118,11 @@ class AdapterPrefix:
         if self.huggingFace is not None:
             organization, token = self.huggingFace.organization, self.huggingFace.tokenSecretRef
             return Source(huggingFace=HuggingFaceSource(f"{organization}/{name}", tokenSecretRef=token))
-        if self.s3 is not None:
-            return Source(s3=replace(self.s3, uri=f"{self.s3.uri.rstrip('/')}/{name}"))
+        for kind in ("s3", "gcs", "azure"):
+            if (bucket := getattr(self, kind)) is not None:
+                return Source(**{kind: replace(bucket, uri=f"{bucket.uri.rstrip('/')}/{name}")})
+        if self.oci is not None:
+            return Source(oci=replace(self.oci, reference=_join_reference(self.oci.reference, name)))
         if self.http is not None:
             return Source(http=replace(self.http, url=_join_url(self.http.url, name)))
         if self.pvc is not None:
@@ -114,15 +135,15 @@ class AdapterPrefix:
         if self.huggingFace is not None:
             hub = self.huggingFace
             return Source(huggingFace=HuggingFaceSource(hub.organization, tokenSecretRef=hub.tokenSecretRef))
-        return Source(s3=self.s3, http=self.http, pvc=self.pvc, path=self.path)
+        return Source(**{kind: getattr(self, kind) for kind in SOURCE_KINDS if kind != "huggingFace"})
 
     def validate(self, field_path: str) -> None:
         """Raise ConfigError unless exactly one place is given, and without a checksum."""
-        kinds = ("huggingFace", "s3", "http", "pvc", "path")
-        if len(present := [kind for kind in kinds if getattr(self, kind) is not None]) != 1:
-            raise ConfigError(
-                f"{field_path}: exactly one of {', '.join(kinds)} is required, got {', '.join(present) or 'none'}"
-            )
+        if len(present := [kind for kind in SOURCE_KINDS if getattr(self, kind) is not None]) != 1:
+            given = ", ".join(present) or "none"
+            raise ConfigError(f"{field_path}: exactly one of {', '.join(SOURCE_KINDS)} is required, got {given}")
+        if self.oci is not None and "@" in self.oci.reference:
+            raise ConfigError(f"{field_path}.oci.reference: one digest cannot fit all adapters; remove it")
         if self.http is not None and self.http.sha256 is not None:
             raise ConfigError(f"{field_path}.http.sha256: one checksum cannot fit all adapters; remove it")
 
@@ -149,6 +170,13 @@ def allows_name(pattern: str, name: str) -> bool:
     path, and is never looked up."""
     is_model_name = len(name) <= constants.MAX_MODEL_NAME and constants.MODEL_NAME.fullmatch(name) is not None
     return is_model_name and fnmatch.fnmatchcase(name, pattern)
+
+
+def _join_reference(reference: str, name: str) -> str:
+    """Return the reference of a repository below that of `reference`. The tag stays at the end."""
+    folder, slash, last = reference.rpartition("/")
+    repository, colon, tag = last.partition(":")
+    return f"{folder}{slash}{repository}/{name}{colon}{tag}"
 
 
 def _join_url(url: str, name: str) -> str:

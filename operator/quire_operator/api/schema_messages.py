@@ -117,6 +117,20 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "must be s3://, a bucket (two or more of a-z, 0-9, '-' and '.') and a folder",
         "write it like s3://bucket/folder",
     ),
+    r"^gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/.*)?$": (
+        "must be gs://, a bucket (three or more of a-z, 0-9, '-', '_' and '.') and a folder",
+        "write it like gs://bucket/folder",
+    ),
+    r"^az://[a-z0-9$][a-z0-9-]{1,61}[a-z0-9](/.*)?$": (
+        "must be az://, a container (three or more of a-z, 0-9 and '-') and a folder",
+        "write it like az://container/folder, and the account into the field account",
+    ),
+    r"^[a-zA-Z0-9][a-zA-Z0-9.-]*(:[0-9]{1,5})?/[a-z0-9]+([._/-]+[a-z0-9]+)*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?"
+    r"(@sha256:[0-9a-f]{64})?$": (
+        "must be an artifact with its registry, in lower case",
+        "write it like registry.example.com/loras/sql:1, without oci://",
+    ),
+    r"^[a-z0-9]+$": ("must be the name of a storage account", "use lower-case letters and digits"),
     r"^https?://[^ ]+$": ("must be a URL", "begin it with https:// or http://"),
     r"^([*]|https?://[^ /]+)$": ("must be an origin or *", "write it like https://chat.example, without a path"),
     r"^[a-z0-9-]+$": ("must be the name of a region", "write it like eu-central-1"),

@@ -115,25 +115,12 @@ class LocalSources:
             yield Problem(field, ref.name, f"{folder} is not a folder", "create it with one file for each key")
 
     def _iter_secret_problems(self, source: Source, source_path: FieldPath) -> Iterator[Problem]:
-        for kind, field, ref in _secret_refs(source):
-            # Without the Secret, the hub's token can come from the login that is stored on this machine.
-            if self.secrets_dir is not None or kind != "huggingFace":
-                yield from self.secret_problems(ref, (*source_path, kind, field))
+        # Without the Secret, the hub's token can come from the login that is stored on this machine.
+        if source.secret_ref is not None and (self.secrets_dir is not None or source.huggingFace is None):
+            yield from self.secret_problems(source.secret_ref, (*source_path, *source.secret_field))
 
 
 _SECRETS_FIX = "give --secrets-dir DIR, where DIR/{} contains one file for each key of the Secret"
-
-
-def _secret_refs(source: Source) -> Iterator[tuple[str, str, SecretRef]]:
-    for kind, field in (
-        ("huggingFace", "tokenSecretRef"),
-        ("s3", "credentialsSecretRef"),
-        ("http", "headersSecretRef"),
-    ):
-        typed_source = getattr(source, kind)
-        ref = None if typed_source is None else getattr(typed_source, field)
-        if ref is not None:
-            yield kind, field, ref
 
 
 def _path_fix(pvc: PvcSource | None, base_dir: Path) -> str:

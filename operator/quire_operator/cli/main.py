@@ -164,8 +164,8 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a folder with a checkpoint, a repository on the Hugging Face hub, s3://BUCKET/PREFIX or an HTTP URL; or "
-        "the file of an LLMService, as -f",
+        help="a folder with a checkpoint, a repository on the Hugging Face hub, or a URL (s3://, gs://, oci://, "
+        "https://); or the file of an LLMService, as -f",
     )
     source.add_argument("-f", "--file", help="the LLMService; paths in it are relative to its folder")
     source.add_argument(

@@ -3,7 +3,7 @@
 
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from quire_operator.api.llmservice import LLMService
@@ -13,12 +13,11 @@ from quire_operator.render.manifests import Manifest, new_manifest
 from quire_spec import constants
 from quire_spec.dataclass_json import drop_nulls
 from quire_spec.documents.adapter_catalog import AdapterCatalog
-from quire_spec.documents.sources import SecretRef, Source
+from quire_spec.documents.sources import SecretRef
 from quire_spec.errors import ConfigError
 
 MAX_CONFIGMAP_BYTES = 1_000_000
 """Maximum number of bytes of the content. Kubernetes limits a ConfigMap to 1 MiB, including its metadata."""
-S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def engine_configmap(service: LLMService, document: Mapping[str, Any]) -> Manifest:
@@ -83,12 +82,7 @@ def secret_refs(service: LLMService, catalog: AdapterCatalog | None = None) -> l
     catalog = catalog or service.build_catalog()
     places = (*catalog.content_sources, *(prefix.source for prefix in catalog.sources))
     sources = (*service.model_sources.values(), *places)
-    return [ref for source in sources for ref in _source_secret_refs(source)]
-
-
-def _source_secret_refs(source: Source) -> Iterator[SecretRef]:
-    if (ref := source.secret_ref) is not None:
-        yield from [ref] if source.s3 is None else [SecretRef(ref.name, key) for key in S3_KEYS]
+    return [ref for source in sources for ref in source.secret_keys]
 
 
 def _secret_manifest(service: LLMService, name: str, values: Mapping[str, str]) -> Manifest:

@@ -19,6 +19,12 @@ _EKS_POD_IDENTITY = {
     "ports": [{"port": 80, "protocol": "TCP"}],
 }
 """The agent on each node that gives a pod the credentials of its ServiceAccount."""
+_GCE_METADATA = {
+    "to": [{"ipBlock": {"cidr": cidr}} for cidr in ("169.254.169.254/32", "169.254.169.252/32")],
+    "ports": [{"port": port, "protocol": "TCP"} for port in (80, 988)],
+}
+"""Google's metadata server, and the one on each node that stands in for it with workload identity federation. It gives
+a pod the token of its service account."""
 _PROMETHEUS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
 """A NetworkPolicy peer that matches Prometheus in any namespace. It uses the label that the Prometheus operator and the
 Prometheus charts set. Prometheus can connect to the health port. The admin API uses the same port, but it requires a
@@ -78,9 +84,10 @@ def download_network_policy(service: LLMService, context: RenderContext) -> Mani
 
 
 def _source_egress(service: LLMService, sources: list[Source]) -> list[Manifest]:
-    uses_identity = any(source.s3 is not None and source.secret_ref is None for source in sources)
+    without_secret = {source.kind_name for source in sources if source.secret_ref is None}
     rules: list[Manifest] = [{"ports": _tcp_ports(*source_ports(service, sources))}]
-    return [*rules, _EKS_POD_IDENTITY] if uses_identity else rules
+    identities = {"s3": _EKS_POD_IDENTITY, "gcs": _GCE_METADATA}
+    return [*rules, *(identity for kind, identity in identities.items() if kind in without_secret)]
 
 
 def source_ports(service: LLMService, sources: list[Source]) -> list[int]:
@@ -92,7 +99,9 @@ def source_ports(service: LLMService, sources: list[Source]) -> list[int]:
     """
     url_variables = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
     urls = [e.value for e in service.spec.runtime.env if e.value and e.name.upper() in url_variables]
-    urls += [s.http.url for s in sources if s.http] + [s.s3.endpoint for s in sources if s.s3 and s.s3.endpoint]
+    urls += [s.http.url for s in sources if s.http]
+    urls += [f"{'http' if s.oci.insecure else 'https'}://{s.oci.reference}" for s in sources if s.oci]
+    urls += [s.bucket.endpoint for s in sources if s.bucket and s.bucket.endpoint]
     return sorted({443, *map(_url_port, urls)})
 
 

@@ -31,12 +31,16 @@ from quire_spec.errors import ConfigError
 
 CLUSTER = RenderContext(
     admin_key="k", available_kinds=frozenset(OPTIONAL_KINDS), owner_uid="u",
-    credentials={"hf": {"token": "x", "other": "y"}, "s3": {"AWS_ACCESS_KEY_ID": "a"}, "web": {"h": "v"}},
+    credentials={"hf": {"token": "x", "other": "y"}, "s3": {"AWS_ACCESS_KEY_ID": "a"}, "web": {"h": "v"},
+    "gcs": {"key.json": "{}"}, "azure": {"AZURE_STORAGE_SAS_TOKEN": "t"}, "oci": {".dockerconfigjson": "{}"}},
 )  # fmt: skip
 
 SOURCES = """
 - {huggingFace: {repo: o/a, revision: v1, tokenSecretRef: {name: hf, key: token}}}
 - {s3: {uri: s3://bucket/a, endpoint: http://s3:9000, region: eu-central-1, credentialsSecretRef: {name: s3}}}
+- {gcs: {uri: gs://bucket/a, endpoint: http://s3:9000, credentialsSecretRef: {name: gcs}}}
+- {azure: {uri: az://bucket/a, account: acc, endpoint: http://s3:9000, credentialsSecretRef: {name: azure}}}
+- {oci: {reference: "registry:5000/a:1", insecure: true, pullSecretRef: {name: oci}}}
 - {http: {url: http://h:8080/a, sha256: "HEX", headersSecretRef: {name: web}}}
 - {pvc: {claimName: c, path: a}}
 """.replace("HEX", "0" * 64)
@@ -179,6 +183,7 @@ def bases():
     places = [
         {"huggingFace": {"organization": "o", "tokenSecretRef": token}, "allow": "a*"},
         {"s3": s3 | {"credentialsSecretRef": {"name": "s3"}}, "limit": {"adapters": 9, "size": "4Gi"}},
+        *(source for source in sources if source.keys() & {"gcs", "azure", "oci"}),
         {"http": {"url": "http://h:8080/a", "headersSecretRef": secret}},
         {"pvc": {"claimName": "c", "path": "a"}},
     ]
@@ -223,7 +228,9 @@ def outputs(document):
 TEXTS = {
     "cpu": ["2", "1500m"], "memory": ["100Gi"], "sharedMemory": ["3Gi"], "size": ["50Gi"], "kvCacheMemory": ["9Gi"],
     "swapSpace": ["1Gi"], "maxCachedMemory": ["9Gi"],
-    "gpuMemoryUtilization": ["0.85"], "repo": ["o/other"], "uri": ["s3://bucket/other"], "endpoint": ["https://other"],
+    "gpuMemoryUtilization": ["0.85"], "repo": ["o/other"], 
+    "uri": ["s3://bucket/other", "gs://bucket/other", "az://bucket/other"], "endpoint": ["https://other"],
+    "reference": ["registry/other:2"],
     "url": ["http://other/a"], "prometheusAddress": ["http://other"], "sha256": ["1" * 64], "cidr": ["10.2.0.0/16"],
     "except": ["10.2.0.0/16"], "resourceName": ["nvidia.com/mig-1g.5gb"], "product": ["NVIDIA-L4"],
     "path": ["other", "/other"],
@@ -339,7 +346,7 @@ def test_types_state_which_fields_restart_pods(before):
         rendered = (
             pod_template(output) != pod_template(text)
             for document, text in zip(BASES, before, strict=True)
-            for changed, _ in islice(variants(document, path, node), 2)
+            for changed, _ in islice(variants(document, path, node), 1 + (declared is Restarts.YES))
             if (output := outputs(changed)) not in (None, text) and output.startswith("[")
         )
         # A value that is rejected in all services restarts nothing.

@@ -11,9 +11,13 @@ from support.rendering import GPU, OPERATOR_PEER, RENDER_CONTEXT, pod_document, 
 from quire_spec.errors import ConfigError
 
 DNS = [53, 53, 5353, 5353]
-IDENTITY = {
+EKS = {
     "to": [{"ipBlock": {"cidr": "169.254.170.23/32"}}, {"ipBlock": {"cidr": "fd00:ec2::23/128"}}],
     "ports": [{"port": 80, "protocol": "TCP"}],
+}
+GKE = {
+    "to": [{"ipBlock": {"cidr": "169.254.169.254/32"}}, {"ipBlock": {"cidr": "169.254.169.252/32"}}],
+    "ports": [{"port": 80, "protocol": "TCP"}, {"port": 988, "protocol": "TCP"}],
 }
 
 
@@ -71,8 +75,18 @@ def test_network_policies():
 
 @pytest.mark.parametrize("place", ["model", "draft", "adapter", "model in an EmptyDir"])
 @pytest.mark.parametrize(("credentials", "reachable"), [("", True), (", credentialsSecretRef: {name: c}", False)])
-def test_a_bucket_without_credentials_opens_the_identity_agent_of_eks(place, credentials, reachable):
-    source = f"{{s3: {{uri: s3://bucket/m{credentials}}}}}"
+@pytest.mark.parametrize(
+    ("bucket", "identity"),
+    [
+        ("s3: {uri: s3://bucket/m", EKS),
+        ("gcs: {uri: gs://bucket/m", GKE),
+        ("azure: {account: acc, uri: az://con/m", None),
+    ],
+)
+def test_a_bucket_without_credentials_opens_the_identity_agent_of_its_cloud(
+    place, credentials, reachable, bucket, identity
+):
+    source = f"{{{bucket}{credentials}}}}}"
     spec = {
         "model": f"model: {{source: {source}}}",
         "model in an EmptyDir": f"model: {{source: {source}}}\ncache: {{mode: EmptyDir}}",
@@ -83,9 +97,10 @@ def test_a_bucket_without_credentials_opens_the_identity_agent_of_eks(place, cre
     }[place]
     objects = rendered_objects(llm_service(GPU + spec))
     name = "s-model-download" if place in ("model", "draft") else "s"
-    assert (IDENTITY in objects["NetworkPolicy", name]["spec"]["egress"]) == reachable
+    expected = [identity] if identity and reachable else []
+    assert [rule for rule in objects["NetworkPolicy", name]["spec"]["egress"] if rule in (EKS, GKE)] == expected
     others = [m for (kind, other), m in objects.items() if kind == "NetworkPolicy" and other != name]
-    assert not any(IDENTITY in policy["spec"]["egress"] for policy in others)
+    assert not any(rule in policy["spec"]["egress"] for policy in others for rule in (EKS, GKE))
 
 
 @pytest.mark.parametrize("url", ["http://h:99999/a", "http://[h", "https://h:port"])

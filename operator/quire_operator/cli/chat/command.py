@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     environment = dict(os.environ)
     if args.api_key is not None:
         environment["QUIRE_API_KEY"] = args.api_key
-    is_url = args.target is not None and "://" in args.target and not args.target.startswith("s3://")
+    is_url = args.target is not None and args.target.startswith(("http://", "https://"))
     if (args.target is None or is_url) and (args.adapters or args.device):
         args.usage_error("--lora and --device require MODEL: a running server has its adapters already")
     prompt = args.once

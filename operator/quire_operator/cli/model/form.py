@@ -28,6 +28,8 @@ from quire_operator.cli.model.options import DEST_PREFIX, SPEC_OPTIONS
 from quire_operator.cli.model.summary import summarize
 from quire_operator.cli.pod_options import option_of
 from quire_spec import constants
+from quire_spec.dataclass_json import non_default_json
+from quire_spec.documents.sources import source_from_url
 from quire_spec.errors import ConfigError
 from quire_spec.model.capabilities import LORA_RANKS
 
@@ -210,10 +212,12 @@ def _source(text: str, option: str) -> dict[str, Any]:
     folder = Path(text).expanduser()
     if folder.is_dir():
         return {"path": os.path.abspath(folder)}  # without "..", and with the links of the path
-    if text.startswith("s3://"):
-        return {"s3": {"uri": text}}
-    if text.startswith(("http://", "https://")):
-        return {"http": {"url": text}}
+    try:
+        source = source_from_url(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+    if source is not None:
+        return non_default_json(source)
     if text.startswith((".", "/", "~")) or _HUB_ID.fullmatch(text) is None:
         raise ConfigError(
             f"{option}: {text!r} is neither a folder nor the id of a repository on the Hugging Face hub; correct the "

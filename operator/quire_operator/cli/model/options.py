@@ -64,7 +64,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="NAME=SOURCE",
-        help="adapter: a folder, a repository of the hub, s3://BUCKET/PREFIX or an HTTP URL; can be repeated",
+        help="adapter: a folder, a repository of the hub, or a URL (s3://, gs://, oci://, https://); can be repeated",
     )
     add("--enable-lora", action="store_true", help="reserve adapter slots also without --lora")
     add("--speculative-config", metavar="JSON", help='as in vLLM: {"method": "ngram", "num_speculative_tokens": 4}')

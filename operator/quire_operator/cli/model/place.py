@@ -43,7 +43,11 @@ def place_of(source: Source, local_sources: LocalSources, cache_dir: Path, envir
 def _folder_of_url(source: Source, cache_dir: Path) -> Path:
     """Return the folder of the cache for a model in a bucket or on a web server. Its name depends on what is read, and
     not on the Secret."""
-    place = {name: value for name, value in to_json(source.s3 or source.http).items() if not name.endswith("SecretRef")}
+    place = {
+        name: value
+        for name, value in to_json(source.bucket or source.oci or source.http).items()
+        if not name.endswith("SecretRef")
+    }
     digest = hashlib.sha256(json.dumps(place, sort_keys=True).encode()).hexdigest()
     return cache_dir / "models" / digest[:16]
 

@@ -296,8 +296,10 @@ def _describe_source(source: Source) -> str:
     if source.huggingFace is not None:
         revision = f" at {source.huggingFace.revision}" if source.huggingFace.revision else ""
         return f"Hugging Face repository {source.huggingFace.repo}{revision}"
-    if source.s3 is not None:
-        return source.s3.uri
+    if source.bucket is not None:
+        return source.bucket.uri
+    if source.oci is not None:
+        return f"artifact {source.oci.reference}"
     return "the files under http.url" if source.http is not None else "the model"
 
 
@@ -306,16 +308,11 @@ def _secret_hint(path: FieldPath, source: Source) -> str:
 
     If the source has no Secret, the fix contains the name of the field for it.
     """
-    for source_field, secret_field in (
-        ("huggingFace", "tokenSecretRef"), ("s3", "credentialsSecretRef"), ("http", "headersSecretRef"),
-    ):  # fmt: skip
-        source_spec = getattr(source, source_field)
-        if source_spec is not None:
-            ref = getattr(source_spec, secret_field)
-            if ref is None:
-                return f"no Secret is named; set {'.'.join(map(str, path))}.{source_field}.{secret_field}"
-            return f"check Secret {ref.name!r}" + (f", key {ref.key!r}" if ref.key else "")
-    return "check the claim's permissions"
+    if not source.secret_field:
+        return "check the claim's permissions"
+    if (ref := source.secret_ref) is None:
+        return f"no Secret is named; set {'.'.join(map(str, (*path, *source.secret_field)))}"
+    return f"check Secret {ref.name!r}" + (f", key {ref.key!r}" if ref.key else "")
 
 
 def job_condition(job: Body | None, condition_type: str) -> Mapping[str, Any] | None:
