@@ -13,6 +13,7 @@ from quire_engine.tokenization.stop_strings import StopStrings
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.messages import ImageInput
 
 BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)
@@ -135,6 +136,8 @@ class Sequence:
     """If it is set, the sequence ends after its prompt with a vector instead of an output."""
     pools_all_tokens: bool = False
     """Whether the vector depends on the last hidden states of all tokens, and not only on that of the last one."""
+    images: tuple[ImageInput, ...] = ()
+    """The images of the prompt, in the order of their tokens."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     adapter_wait_start: float | None = None

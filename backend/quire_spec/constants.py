@@ -82,6 +82,8 @@ OUTPUT_IDS = "output_ids"
 PROMPT_LOGPROBS = "prompt_logprobs"
 
 LORA_NAME = "lora_name"
+MAX_IMAGE_BYTES = 16 * 2**20
+"""Maximum size of an image file of a request."""
 TRACE_HEADER = "traceparent"
 """Header of W3C Trace Context. Triton Inference Server forwards it over gRPC if requests are traced. Its generate
 routes forward no headers, so that clients put it into the body."""

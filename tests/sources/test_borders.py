@@ -212,7 +212,7 @@ async def test_redirects_stay_on_the_host(status):
 
     async with serving(handler) as port:
         assert await read(http(f"http://{OWN}:{port}/m")) == b"{}"
-        with pytest.raises(Unavailable, match="redirects to another host, which the operator does not follow") as error:
+        with pytest.raises(Unavailable, match="redirects to another host, which is not followed") as error:
             await read(http(f"http://{OWN}:{port}/away"))
         assert "elsewhere" not in str(error.value)
 

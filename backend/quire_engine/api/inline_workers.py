@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders conversations and converts constraints in this process, for the offline `LLM`. The text process does the same
-in processes that may die, because its clients are not trusted."""
+"""Renders conversations, reads images and converts constraints in this process, for the offline `LLM`. The text process
+does the same in processes that may die, because its clients are not trusted."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 
+from quire_engine.images.processor import ImageProcessor, ProcessedImage
 from quire_engine.requests.processor import decode_conversation
 from quire_engine.structured_outputs.composed_constraint import ComposedConstraint
 from quire_engine.structured_outputs.grammar_text import document_to_grammar_text
@@ -14,6 +17,7 @@ from quire_engine.tokenization.conversation_renderer import ConversationRenderer
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import InvalidArgument
+from quire_spec.model.images.image_config import ImageConfig
 from quire_spec.protocol.messages import Conversation
 
 _MAX_TEMPLATES = 8
@@ -44,6 +48,24 @@ class InlineRenderer:
             return self._renderer(template).render(decode_conversation(chat))
         except RecursionError:
             raise InvalidArgument("messages: the conversation is nested too deeply; use fewer levels") from None
+
+
+class InlineImageReader:
+    """The image processor of one checkpoint."""
+
+    def __init__(self, folder: Path, images: ImageConfig) -> None:
+        # The import of transformers takes seconds, which only users of images must wait for.
+        self._processor = cache(lambda: ImageProcessor(folder, images))
+
+    async def read(self, files: Sequence[bytes]) -> list[ProcessedImage]:
+        """Return the images in these files. Raises InvalidArgument."""
+        return [self._process(data, f"images[{i}]") for i, data in enumerate(files)]
+
+    def _process(self, data: bytes, name: str) -> ProcessedImage:
+        try:
+            return self._processor().process(data)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{name}: {error}") from error
 
 
 class InlineGrammarChecker:

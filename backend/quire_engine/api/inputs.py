@@ -5,12 +5,13 @@
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from io import BytesIO
 from numbers import Integral
 from operator import index
 from typing import Any, NotRequired, Self, TypedDict, cast
 
-from quire_spec.errors import InvalidArgument
+from quire_spec.errors import InvalidArgument, truncated_repr
 
 
 class TextPrompt(TypedDict):
@@ -18,6 +19,7 @@ class TextPrompt(TypedDict):
 
     prompt: str
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -29,11 +31,15 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-"""A prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts can also contain cache_salt."""
+"""A prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts can also contain cache_salt.
+
+{"prompt": text} can also contain multi_modal_data: {"image": one image or a list}. An image is the content of a file or
+an image of Pillow, and the text contains the model's mark of an image once for each.
+"""
 
 _PROMPT_FORMATS = "use a text, {'prompt': text}, {'prompt_token_ids': ids} or a list of token ids"
 _MAX_TOKEN_ID = 2**31 - 1
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class ParsedPrompt:
     text: str | None
     token_ids: list[int] | None
     cache_salt: str | None = None
+    images: list[bytes] = field(default_factory=list)
 
     @classmethod
     def from_prompt(cls, prompt: Prompt) -> Self:
@@ -64,7 +71,32 @@ class ParsedPrompt:
             )
         if not isinstance(cache_salt, str | None):
             raise InvalidArgument(f"prompt: cache_salt must be a string, got {str(cache_salt)[:80]!r}")
-        return cls(text, None if token_ids is None else _parse_token_ids(token_ids), cache_salt)
+        images = _parse_images(prompt.get("multi_modal_data"))
+        if images and token_ids is not None:
+            raise InvalidArgument("prompt: images are not possible with prompt_token_ids; give the text as prompt")
+        return cls(text, None if token_ids is None else _parse_token_ids(token_ids), cache_salt, images)
+
+
+def _parse_images(data: object) -> list[bytes]:
+    """Return the contents of image files."""
+    if data is None:
+        return []
+    if not isinstance(data, Mapping) or set(data) - {"image"}:
+        raise InvalidArgument(f"multi_modal_data: must be {{'image': one image or a list}}, got {truncated_repr(data)}")
+    images = data.get("image", [])
+    files = []
+    for i, image in enumerate(images if isinstance(images, list | tuple) else [images]):
+        if hasattr(image, "save"):
+            file = BytesIO()
+            image.save(file, "PNG")
+            image = file.getvalue()
+        if not isinstance(image, bytes):
+            raise InvalidArgument(
+                f"multi_modal_data.image[{i}]: must be the content of a file or an image of Pillow, got "
+                f"{truncated_repr(image)}"
+            )
+        files.append(image)
+    return files
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

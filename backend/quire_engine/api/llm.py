@@ -18,7 +18,7 @@ from msgspec import Raw, structs
 from tqdm import tqdm
 
 from quire_engine.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from quire_engine.api.inline_workers import InlineGrammarChecker, InlineRenderer
+from quire_engine.api.inline_workers import InlineGrammarChecker, InlineImageReader, InlineRenderer
 from quire_engine.api.inputs import ParsedPrompt, Prompt, as_prompt_list, broadcast_to_prompts
 from quire_engine.api.outputs import (
     ClassificationOutput,
@@ -31,6 +31,7 @@ from quire_engine.api.outputs import (
 from quire_engine.api.request_runner import ProgressBar, RequestRunner, RunningRequest
 from quire_engine.api.sampling_params import SamplingParams
 from quire_engine.core.engine import Engine
+from quire_engine.images.support import why_no_images
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.requests.processor import RequestProcessor
 from quire_engine.tokenization.chat_template import ChatMessage, as_conversation_list, load_chat_template
@@ -150,6 +151,7 @@ class LLM:
                 "prompt": prompt.text if prompt.token_ids is None else None,
                 "prompt_token_ids": prompt.token_ids,
                 "cache_salt": prompt.cache_salt,
+                "images": prompt.images,
             }
             for prompt in parsed_prompts
         ]
@@ -379,11 +381,13 @@ class LLM:
         engine, tokenizer, templates = self.engine, self.tokenizer, self._template_files
         config, shape = engine.config, engine.shape
         pooler = PoolerConfig.load(engine.model_folder, shape, config.convert, config.pooling_type)
-        limits = RequestLimits.from_config(config, shape, tokenizer, engine.eos_token_ids, templates, pooler)
+        no_images = why_no_images(config, shape, engine.model_folder)
+        limits = RequestLimits.from_config(config, shape, tokenizer, engine.eos_token_ids, templates, pooler, no_images)
         # A prompt of any length is tokenized, because truncate_prompt_tokens can shorten it.
         limits = replace(limits, max_prompt_bytes=sys.maxsize)
         renderer = None if tokenizer is None else InlineRenderer(templates, tokenizer)
-        return RequestProcessor(limits, tokenizer, renderer, InlineGrammarChecker())
+        images = None if limits.images is None else InlineImageReader(engine.model_folder, limits.images)
+        return RequestProcessor(limits, tokenizer, renderer, InlineGrammarChecker(), image_reader=images)
 
     @cached_property
     def _runner(self) -> RequestRunner:
@@ -437,6 +441,10 @@ def _messages_to_raw(messages: Sequence[ChatMessage]) -> Raw:
                 f'messages: each must be an object such as {{"role": "user", "content": "Hello"}}, got '
                 f"{truncated_repr(message)}"
             )
+        content = message.get("content")
+        parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+        if any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts):
+            raise InvalidArgument("messages: images are not possible here; use generate with multi_modal_data")
     return _to_raw(messages, "messages")
 
 

@@ -128,6 +128,7 @@ class InputProcessor:
             client=request.client,
             pooling=request.pooling,
             pools_all_tokens=request.pooling is not None and self._pools_all_tokens,
+            images=tuple(request.images),
         )
 
     def _create_grammar(self, request: SequenceRequest) -> Grammar | None:

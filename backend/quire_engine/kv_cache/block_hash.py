@@ -24,8 +24,8 @@ class BlockHasher:
     """All parameters that determine the bytes of a block, except for the tokens.
 
     The hash of block i is sha256(hash of block i - 1, tokens of block i as little-endian uint32). `root` returns the
-    hash before block 0, and `switch` adds an adapter that applies from a later token on. All hashes use a fixed binary
-    encoding.
+    hash before block 0, `switch` adds an adapter that applies from a later token on, and `add_image` adds an image. All
+    hashes use a fixed binary encoding.
     """
 
     model_digest: str
@@ -76,6 +76,12 @@ class BlockHasher:
         # No token id has these first bytes, so that the hash differs from that of any block.
         fields = b"adapter:" + struct.pack("<Q", adapter_start) + _encode_field(adapter_digest)
         return hashlib.sha256(parent_hash + fields).digest()
+
+    def add_image(self, parent_hash: bytes, start: int, digest: bytes) -> bytes:
+        """Return the hash before a block in which an image with this digest begins, at position `start`, given the hash
+        before the block without the image."""
+        # No token id has these first bytes, so that the hash differs from that of any block.
+        return hashlib.sha256(parent_hash + b"image:" + struct.pack("<Q", start) + digest).digest()
 
     def extend(self, parent_hash: bytes, token_ids: Sequence[int]) -> bytes:
         """Return the hash (32 bytes) of a full block with the tokens `token_ids` [block_size]; `parent_hash` is the

@@ -289,7 +289,10 @@ class PrefixCache:
                 sequence.adapter_start,
             )
             start = len(hashes) * self._block_hasher.block_size
-            hashes.append(
-                self._block_hasher.extend(parent_hash, sequence.tokens(start, start + self._block_hasher.block_size))
-            )
+            end = start + self._block_hasher.block_size
+            # The hashes of later blocks depend on that of the block in which the image begins.
+            for image in sequence.images:
+                if start <= image.start < end:
+                    parent_hash = self._block_hasher.add_image(parent_hash, image.start, image.digest)
+            hashes.append(self._block_hasher.extend(parent_hash, sequence.tokens(start, end)))
         return hashes[index]

@@ -95,6 +95,15 @@ class CausalLM(ABC):
         """Return the embeddings of the batch's tokens, a new tensor [num_tokens, embedding_size]."""
         return parallel_embedding(batch, self.embed_tokens, self.embedding_adapters, self.communicator)
 
+    def embed_inputs(self, batch: ForwardBatch) -> Tensor:
+        """Return the input of the first layer, a new tensor [num_tokens, embedding_size]: the embeddings of the tokens,
+        or those of images."""
+        hidden = self.embed(batch)
+        if batch.images is not None:
+            assert batch.images.rows is not None
+            hidden.index_copy_(0, batch.images.rows, batch.images.embeddings)
+        return hidden
+
     def adapter_sites(self) -> Iterator[tuple[int, Linear | AdapterSite]]:
         """Yield the parts of the layers that adapters can change, each with its layer index."""
         for index, layer in enumerate(self.layers):

@@ -28,6 +28,18 @@ from quire_kernels import (
 
 
 @dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """Embeddings of tokens of images, which a vision tower has computed."""
+
+    embeddings: Tensor
+    """[num_image_tokens, hidden_size]."""
+    deepstack: tuple[Tensor, ...] = ()
+    """[num_image_tokens, hidden_size] each: added to the outputs of the first layers. Only Qwen3-VL has them."""
+    rows: Tensor | None = None
+    """[num_image_tokens] int64: indices of the tokens in the batch."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """Tokens of a step, on the device."""
 
@@ -52,6 +64,10 @@ class ForwardBatch:
     """Adapter slot of each token that needs logits, -1 if the token has no adapter; empty if no span has an adapter."""
     states: StateBatch | None = None
     """The states of the spans; None if no layer has a state."""
+    rope_positions: Tensor | None = None
+    """[3, num_tokens] int64: time, row and column of each token; None if all three are the position."""
+    images: ImageFeatures | None = None
+    """Embeddings of the tokens of images; None if the batch has no such tokens."""
     groups: tuple["ForwardBatch", ...] = ()
     """Copies of the batch, one for each group of layers (see KVLayout). Each copy has the addresses and the attention
     of its group. Empty if there is only one group."""
@@ -68,9 +84,11 @@ class ForwardBatch:
         return replace(self, adapters=build_lora_batch(segments, len(slots), device) if segments else None)
 
 
-def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.device) -> ForwardBatch:
+def build_forward_batch(
+    step_input: StepInput, kv_cache: KVCache, device: torch.device, images: ImageFeatures | None = None
+) -> ForwardBatch:
     """Build the batch of a step, and zero the KV blocks whose first token the step writes, and the states of sequences
-    that begin."""
+    that begin. `images` are the embeddings of the tokens `image_rows` of the step."""
     starts, lengths, num_tokens = step_input.starts, step_input.lengths, len(step_input.token_ids)
     block_tables = kv_cache.pad_tables(
         step_input.block_ids, [start + length for start, length in zip(starts, lengths, strict=True)]
@@ -99,6 +117,10 @@ def build_forward_batch(step_input: StepInput, kv_cache: KVCache, device: torch.
         num_logits=len(step_input.logit_rows),
         logit_adapter_slots=_logit_adapter_slots(segments, step_input.logit_rows) if segments else (),
         states=build_state_batch(step_input.state_rows, lengths, device) if kv_cache.states is not None else None,
+        rope_positions=None
+        if step_input.rope_positions is None
+        else to_device_async(step_input.rope_positions, device).view(3, -1),
+        images=None if images is None else replace(images, rows=to_device_async(step_input.image_rows, device)),
     )
     if len(attentions) == 1:
         return batch

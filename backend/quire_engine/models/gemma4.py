@@ -172,7 +172,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
 
     def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """See CausalLM.forward_layers."""
-        hidden = self.embed(batch)
+        hidden = self.embed_inputs(batch)
         inputs = self._layer_inputs(hidden, batch) if self.has_inputs else [None] * len(self.layers)
         for layer, rope, cache, layer_batch, layer_input in zip(
             self.layers, *self.layer_arguments(hidden, batch, kv_cache), inputs, strict=True

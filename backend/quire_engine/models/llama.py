@@ -104,11 +104,12 @@ class LlamaForCausalLM(CausalLM):
 
     def forward_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """See CausalLM.forward_layers."""
-        hidden = self.embed(batch)
+        hidden = self.embed_inputs(batch)
         ropes, caches, batches = self.layer_arguments(hidden, batch, kv_cache)
         aux_layers = self.aux_hidden_state_layers
         # The decoder computes all layers in one call, with one block table.
-        decoder = None if aux_layers or batch.groups else self.fused_decoder
+        deepstack = batch.images.deepstack if batch.images is not None else ()
+        decoder = None if aux_layers or batch.groups or deepstack else self.fused_decoder
         if (
             decoder is not None
             and decoder.supports(hidden, kv_cache.layers)
@@ -122,6 +123,9 @@ class LlamaForCausalLM(CausalLM):
                 # The layer updates the residual stream in place, so its input is copied.
                 inputs[index] = hidden.clone()
             hidden = layer(hidden, ropes[index], caches[index], batches[index])
+            if index < len(deepstack):
+                assert batch.images is not None and batch.images.rows is not None
+                hidden.index_add_(0, batch.images.rows, deepstack[index])
         if aux_layers:
             inputs[len(self.layers)] = hidden
             self.aux_hidden_states = torch.cat([inputs[index] for index in aux_layers], dim=-1)
@@ -136,7 +140,12 @@ class LlamaForCausalLM(CausalLM):
     ) -> tuple[list[tuple[Tensor, Tensor]], Sequence[Any], Sequence[ForwardBatch]]:
         """Return the cosines and sines, the KV cache, and the batch of each layer."""
         angles = {
-            rope: embedding(batch.positions, batch.long_rope, hidden.dtype) for rope, embedding in self.rotary.items()
+            rope: embedding(
+                batch.rope_positions if rope.mrope_axes and batch.rope_positions is not None else batch.positions,
+                batch.long_rope,
+                hidden.dtype,
+            )
+            for rope, embedding in self.rotary.items()
         }
         batches = [batch.groups[g] for g in kv_cache.layer_groups] if batch.groups else [batch] * len(self.layers)
         return [angles[rope] for rope in self.shape.ropes], kv_cache.layers, batches

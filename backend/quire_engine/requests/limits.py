@@ -6,17 +6,20 @@ offline `LLM`. The engine core does not check it again.
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from quire_engine.images.processor import ProcessedImage
 from quire_engine.parsers.parser_names import ParserNames
 from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.constants import MAX_IMAGE_BYTES
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from quire_spec.errors import InvalidArgument
+from quire_spec.model.images.image_config import ImageConfig
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.pooler_config import PoolerConfig
 from quire_spec.protocol.framing import MAX_PAYLOAD_BYTES
@@ -29,6 +32,8 @@ only milliseconds. A check of the number of bytes could reject a valid prompt: i
 of text that has more bytes than the longest token can become a single token.
 """
 
+MAX_IMAGES_BYTES = 192 * 2**20
+"""Maximum size of the tensors of all images of a request, which are sent to the core in one frame."""
 _MAX_SALT_CHARS = 256
 _MAX_PRIORITY = 2**31 - 1
 _MAX_GRAMMAR_CHARS = 4 * 2**20
@@ -62,6 +67,14 @@ class RequestLimits:
     """Whether the chat template has the roles query and document, instead of those of a conversation."""
     can_generate: bool = True
     """Whether the checkpoint has an output projection."""
+    images: ImageConfig | None = None
+    """How the engine reads images; None if it reads none."""
+    why_no_images: str = "this model does not read images; send text parts only, or use another model"
+    """Why the engine reads no images, and what to do."""
+    max_images: int = 0
+    """Maximum number of images of a prompt."""
+    max_image_tokens: int = 0
+    """Maximum number of tokens of an image whose tokens are computed in one step; 0: not limited."""
 
     @classmethod
     def from_config(
@@ -72,8 +85,11 @@ class RequestLimits:
         eos_token_ids: frozenset[int],
         templates: ChatTemplateFiles,
         pooler: PoolerConfig | None = None,
+        why_no_images: str | None = None,
     ) -> Self:
-        """Return the limits of an engine's configuration and checkpoint."""
+        """Return the limits of an engine's configuration and checkpoint. `why_no_images` is set if the engine reads no
+        images."""
+        images = model_config.images if why_no_images is None and tokenizer is not None else None
         added_tokens = tokenizer.added_tokens.values() if tokenizer else ()
         response_template = tokenizer.response_template if tokenizer else ""
         detected = ParserNames.detect(templates.sources, added_tokens, response_template)
@@ -94,12 +110,20 @@ class RequestLimits:
             pooler=pooler,
             has_score_template=all(role.search(templates.default or "") for role in _SCORE_ROLES),
             can_generate=model_config.head == "lm",
+            images=images,
+            why_no_images=why_no_images or "the model has no tokenizer; start it without skip_tokenizer_init",
+            max_images=config.max_images,
+            max_image_tokens=config.max_num_batched_tokens - config.max_num_seqs
+            if images is not None and images.is_bidirectional
+            else 0,
         )
 
     @property
     def max_payload_bytes(self) -> int:
         """Maximum size in bytes of a GenerateRequest. A token id takes up to 9 bytes."""
-        return min(2**20 + max(2 * self.max_prompt_bytes, 9 * self.max_model_len), MAX_PAYLOAD_BYTES)
+        text_bytes = 2**20 + max(2 * self.max_prompt_bytes, 9 * self.max_model_len)
+        image_bytes = 0 if self.images is None else self.max_images * MAX_IMAGE_BYTES
+        return min(text_bytes + image_bytes, MAX_PAYLOAD_BYTES)
 
     def check(self, request: GenerateRequest, has_own_template: bool = False) -> None:
         """Check a new request before work is done for it.
@@ -128,6 +152,42 @@ class RequestLimits:
             self.check_prompt(token_ids, request.pooling is not None)
         if request.parsing is not None:
             self._check_parsing(request.parsing, request.params)
+        if request.images:
+            self._check_image_files(request)
+
+    def check_images(self, images: Sequence[ProcessedImage]) -> None:
+        """Check the images of a request after they were resized. Raises InvalidArgument if they are too large."""
+        num_bytes = sum(len(tensor.data) for image in images for tensor in image.tensors.values())
+        if num_bytes > MAX_IMAGES_BYTES:
+            raise InvalidArgument(
+                f"images: the {len(images)} images have {num_bytes} bytes after they were resized, and at most "
+                f"{MAX_IMAGES_BYTES} are allowed; send fewer or smaller images"
+            )
+        for i, image in enumerate(images):
+            if image.num_tokens > self.max_image_tokens > 0:
+                raise InvalidArgument(
+                    f"images[{i}]: has {image.num_tokens} tokens, which must be computed in one step, and a step has "
+                    f"room for {self.max_image_tokens}; raise max_num_batched_tokens"
+                )
+
+    def _check_image_files(self, request: GenerateRequest) -> None:
+        """Check the number and the size of image files, before they are decoded."""
+        num_images = len(request.images)
+        if self.images is None:
+            raise InvalidArgument(f"images: got {num_images}, but {self.why_no_images}")
+        if num_images > self.max_images:
+            raise InvalidArgument(
+                f"images: at most {self.max_images} are allowed, got {num_images}; send fewer, or raise "
+                "limit_mm_per_prompt.image"
+            )
+        for i, data in enumerate(request.images):
+            if len(data) > MAX_IMAGE_BYTES:
+                raise InvalidArgument(
+                    f"images[{i}]: has {len(data)} bytes, and at most {MAX_IMAGE_BYTES} are allowed; send a smaller "
+                    "image"
+                )
+        if request.params.truncate_prompt_tokens is not None:
+            raise InvalidArgument("truncate_prompt_tokens: not possible with images; omit one of the two")
 
     def check_chat(self, has_own_template: bool) -> None:
         """Reject a conversation if neither the adapter nor the checkpoint has a chat template, or if the model has no

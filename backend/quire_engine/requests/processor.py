@@ -17,6 +17,8 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Raw, msgpack
 
+from quire_engine.images.placeholders import Placeholders
+from quire_engine.images.processor import ProcessedImage
 from quire_engine.parsers.output_grammar import compose_grammar
 from quire_engine.parsers.output_parser import OutputParser, create_parser, reasoning_state
 from quire_engine.parsers.parser_names import ParserNames
@@ -25,7 +27,7 @@ from quire_engine.structured_outputs.composed_constraint import ComposedConstrai
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.structured_outputs import StructuredOutputsParams
 from quire_spec.errors import PROCESS_ENDS, Internal, InvalidArgument
-from quire_spec.protocol.messages import Conversation, GenerateRequest
+from quire_spec.protocol.messages import Conversation, GenerateRequest, ImageInput
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,13 @@ class GrammarChecker(Protocol):
 
     async def check(self, constraint: StructuredOutputsParams | ComposedConstraint) -> str:
         """Return the grammar of a constraint. Raises QuireError."""
+
+
+class ImageReader(Protocol):
+    """Decodes and resizes images."""
+
+    async def read(self, files: Sequence[bytes]) -> list[ProcessedImage]:
+        """Return the images in these files. Raises QuireError."""
 
 
 class TokenizerRunner(Protocol):
@@ -77,6 +86,8 @@ class PreparedRequest:
     """See SequenceRequest."""
     create_parser: Callable[[], OutputParser] | None
     """Creates the parser of an output; None if outputs are returned as text."""
+    images: list[ImageInput]
+    """The images of the prompt, in the order of their tokens."""
 
 
 class RequestProcessor:
@@ -89,13 +100,18 @@ class RequestProcessor:
         chat_renderer: ChatRenderer | None,
         grammar_checker: GrammarChecker | None,
         run_tokenizer: TokenizerRunner = run_inline,
+        image_reader: ImageReader | None = None,
     ) -> None:
-        """`chat_renderer` and `grammar_checker` are None if the model has no tokenizer."""
+        """`chat_renderer` and `grammar_checker` are None if the model has no tokenizer, `image_reader` if it reads no
+        images."""
         self.limits = limits
         self.tokenizer = tokenizer
         self._chat_renderer = chat_renderer
         self._grammar_checker = grammar_checker
         self.run_tokenizer = run_tokenizer
+        self._image_reader = image_reader
+        images = limits.images
+        self._placeholders = None if images is None or tokenizer is None else Placeholders(images, tokenizer)
 
     async def prepare(self, request: GenerateRequest, template: str | None = None) -> PreparedRequest:
         """Prepare a request that `RequestLimits.check` has accepted.
@@ -109,7 +125,7 @@ class RequestProcessor:
         """
         limits, params = self.limits, request.params
         reasoning, tools = "possible", _tools(request.chat)
-        text, token_ids, bad_word_ids = await self.tokenize(request, template)
+        text, token_ids, bad_word_ids, images = await self._tokenize(request, template)
         if request.chat is not None:
             reasoning = reasoning_state(limits.parser_names, text or "", _prefill(request.chat))
         limits.check_prompt_logprobs(params, len(token_ids))
@@ -130,18 +146,32 @@ class RequestProcessor:
             list(own.begin_after_token_ids) if own is not None else [],
             marks,
             self._parser_factory(request, token_ids, tools, reasoning == "open"),
+            images,
         )
 
-    async def tokenize(
-        self, request: GenerateRequest, template: str | None = None
-    ) -> tuple[str | None, list[int], list[list[int]]]:
-        """Return the text of the prompt, its token ids, and the token ids of the bad words. The errors are those of
-        `prepare`."""
+    async def tokenize(self, request: GenerateRequest, template: str | None = None) -> list[int]:
+        """Return the token ids of the prompt. The errors are those of `prepare`."""
+        _, token_ids, _, _ = await self._tokenize(request, template)
+        return token_ids
+
+    async def _tokenize(
+        self, request: GenerateRequest, template: str | None
+    ) -> tuple[str | None, list[int], list[list[int]], list[ImageInput]]:
+        """Return the text of the prompt, its token ids, the token ids of the bad words, and the images."""
         text = request.prompt if request.chat is None else await self.render(request.chat, template)
-        token_ids, bad_word_ids = await self._encode(request, text)
+        images: list[ProcessedImage] = []
+        expanded = text
+        if request.images:
+            assert self._image_reader is not None and self._placeholders is not None, "limits reject other images"
+            images = await self._image_reader.read(request.images)
+            self.limits.check_images(images)
+            if text is not None:
+                expanded = self._placeholders.expand(text, images)
+        token_ids, bad_word_ids = await self._encode(request, expanded)
         if request.prompt_token_ids is None:
             self.limits.check_prompt(token_ids, request.pooling is not None)
-        return text, token_ids, bad_word_ids
+        located = self._placeholders.locate(token_ids, images) if images and self._placeholders else []
+        return text, token_ids, bad_word_ids, located
 
     async def render(self, chat: Conversation, template: str | None) -> str:
         """Return the text of a conversation, in which control tokens are marked."""

@@ -56,7 +56,7 @@ class RequestState:
         adapter: RequestAdapter,
         arrival_time: float,
     ) -> None:
-        self.request = replace(request, prompt=None, prompt_token_ids=None, chat=None)
+        self.request = replace(request, prompt=None, prompt_token_ids=None, chat=None, images=[])
         """The request without its prompt, which can be large."""
         self.is_chat = request.chat is not None
         self.params = request.params
@@ -141,6 +141,7 @@ class RequestState:
             client=self.request.client,
             adapter_parts=[(part.digest, part.weight) for part in self.adapter.parts if part.digest is not None],
             pooling=self.request.pooling,
+            images=prepared.images,
         )
         return fan_out(base_request)
 

@@ -26,7 +26,10 @@ def check_request(sequence: Sequence, config: EngineConfig, max_model_len: int) 
 def find_parent(fork: Sequence, sequences: Mapping[int, Sequence]) -> Sequence | None:
     """Return the unfinished sequence with which `fork` shares its prompt; None if there is none."""
     if fork.parent_id is None or (parent := sequences.get(fork.parent_id)) is None:
+        if any(not image.tensors for image in fork.images):
+            raise InvalidArgument(f"parent_id: sequence {fork.parent_id}, which has the images, has ended; try again")
         return None
+    fork.images = parent.images
     for name in ("prompt_token_ids", "adapter_digest", "cache_salt"):
         if getattr(fork, name) != getattr(parent, name):
             raise InvalidArgument(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from quire_engine.sequence import PLACEHOLDER_TOKEN, BlockId, Logprob, Sequence, SlotId
 from quire_spec.constants import AdapterDigest
 from quire_spec.errors import Unavailable
-from quire_spec.protocol.messages import StartedSequence
+from quire_spec.protocol.messages import ImageInput, StartedSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,15 @@ class ScheduledSpan:
         last token of the sequence.
         """
         return 1 + len(self.draft_token_ids) if self.samples else 0
+
+    @property
+    def image_tokens(self) -> list[tuple[ImageInput, range]]:
+        """The images of which the span computes tokens, each with the positions of these tokens."""
+        spans = [
+            (image, range(max(self.start, image.start), min(self.end, image.start + image.num_tokens)))
+            for image in self.sequence.images
+        ]
+        return [(image, tokens) for image, tokens in spans if tokens]
 
     @property
     def awaits_token(self) -> bool:

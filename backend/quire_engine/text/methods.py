@@ -20,6 +20,7 @@ from quire_engine.text.adapter_finder import AdapterFinder
 from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.cores.core_client import CoreClient
+from quire_engine.text.images.image_reader import ImageReader
 from quire_engine.text.live_snapshot import build_live_snapshot, merge_live
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.request_manager import RequestManager
@@ -44,7 +45,7 @@ class TextMethods:
         self,
         admission: AdmissionController,
         processor: RequestProcessor,
-        workers: Sequence[ChatRenderer | GrammarChecker],
+        workers: Sequence[ChatRenderer | GrammarChecker | ImageReader],
         request_manager: RequestManager,
         metrics: RequestMetrics,
         sampling_defaults: Mapping[str, Any],
@@ -215,8 +216,7 @@ class TextMethods:
         await self._require_model(request.model, request.api_key_name)
         template = self._admission.chat_template_by_name.get(request.model)
         self._processor.limits.check(request, template is not None)
-        _, token_ids, _ = await self._processor.tokenize(request, template)
-        return token_ids
+        return await self._processor.tokenize(request, template)
 
     def tokenizer_info(self) -> dict[str, Any]:
         """Return tokenizer_config.json with the chat template that is used."""

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire_engine.images.support import why_no_images
 from quire_engine.ipc import process
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.requests.processor import RequestProcessor
@@ -30,6 +31,7 @@ from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.cores.core_client import CoreClient
 from quire_engine.text.cores.core_metrics import CoreMetrics
 from quire_engine.text.cores.core_pool import CorePool, PoolMember
+from quire_engine.text.images.image_reader import ImageReader
 from quire_engine.text.methods import TextMethods
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.request_manager import RequestManager
@@ -63,7 +65,8 @@ def main(args: process.ProcessArgs) -> None:
     eos_token_ids, sampling_defaults = load_eos_token_ids(folder, model_config), _load_sampling_defaults(config, folder)
     templates = _load_chat_templates(folder, config)
     pooler = PoolerConfig.load(folder, model_config, config.convert, config.pooling_type)
-    limits = RequestLimits.from_config(config, model_config, tokenizer, eos_token_ids, templates, pooler)
+    no_images = why_no_images(config, model_config, folder)
+    limits = RequestLimits.from_config(config, model_config, tokenizer, eos_token_ids, templates, pooler, no_images)
     logger.info(
         "text process starting model=%s tokenizer=%s max_model_len=%d max_prompt_bytes=%d max_num_queued_reqs=%d",
         args.served_name,
@@ -78,6 +81,8 @@ def main(args: process.ProcessArgs) -> None:
         limits.parser_names.reasoning_parser or "none",
         config.chat_template or ("of the checkpoint" if limits.has_chat_template else "none"),
     )
+    if model_config.images is not None:
+        logger.info("images %s", no_images or f"max_images={limits.max_images}")
     if pooler is not None:
         logger.info("pooling task=%s pooling=%s size=%d", pooler.task, pooler.pooling, pooler.size)
     if not limits.has_chat_template and pooler is None:
@@ -126,9 +131,11 @@ async def _serve(
     if tokenizer is not None:
         chat_renderer = ChatRenderer(templates, tokenizer, limits.max_prompt_bytes)
         grammar_checker = GrammarChecker(folder, limits.vocab_size, limits.eos_token_ids)
-    workers = [worker for worker in (chat_renderer, grammar_checker) if worker is not None]
+    image_reader = None if limits.images is None else ImageReader(folder, limits.images)
+    workers = [worker for worker in (chat_renderer, grammar_checker, image_reader) if worker is not None]
     tokenizer_threads = TokenizerThreads()
-    processor = RequestProcessor(limits, tokenizer, chat_renderer, grammar_checker, tokenizer_threads.run)
+    components = chat_renderer, grammar_checker, tokenizer_threads.run, image_reader
+    processor = RequestProcessor(limits, tokenizer, *components)
     finder = AdapterFinder(admission, args.socket_path(SUPERVISOR_SOCKET))
     request_manager = RequestManager(admission, processor, metrics, cores, finder=finder, tracer=tracer)
     throttle = _create_throttle(args.config)

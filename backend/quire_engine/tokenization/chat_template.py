@@ -102,8 +102,9 @@ class ChatTemplate:
             raise InvalidArgument("messages: must not be empty; give at least one")
         final_content: Any = flat_messages[-1].get("content")
         if continue_final_message:
-            if final_content is None:
-                raise InvalidArgument("continue_final_message: the last message has no content")
+            if not isinstance(final_content, str):
+                reason = "has no content" if final_content is None else "has images; put a text after it"
+                raise InvalidArgument(f"continue_final_message: the last message {reason}")
             flat_messages[-1]["content"] = final_content + _CONTINUE_FINAL_MESSAGE_TAG
         if self._reads_parts:
             flat_messages = [_with_parts(message) for message in flat_messages]
@@ -162,17 +163,19 @@ def load_chat_template(chat_template: str | Path) -> str:
 
 
 def flatten_content(message: object) -> dict[str, Any]:
-    """Return a message with its content as one text. Text parts are joined by newlines, as vLLM does."""
+    """Return a message with its content as one text. Text parts are joined by newlines, as vLLM does. A content with
+    images stays a list of parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidArgument(f"messages: must be objects with 'role' and 'content', got {str(message)[:80]}")
     content = message.get("content")
     if content is None and "tool_calls" not in message:
         raise InvalidArgument(f"messages: the message of role {message['role']!r} has no 'content'")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-            raise InvalidArgument("messages: only text content is supported; give text parts only")
-        content = "\n".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str | None):
+        if not all(isinstance(part, Mapping) and part.get("type") in ("text", "image") for part in content):
+            raise InvalidArgument("messages: only texts and images are supported; give parts of these types only")
+        if all(part["type"] == "text" for part in content):
+            content = "\n".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str | list | None):
         raise InvalidArgument(f"messages: content must be a text, got {content!r}")
     # As in transformers, null fields are removed, and reasoning is available under several field names.
     fields = {name: value for name, value in {**message, "content": content}.items() if value is not None}

@@ -84,9 +84,11 @@ def fan_out(base_request: SequenceRequest) -> list[SequenceRequest]:
     A beam search is one request; the ids of its outputs count up from the request's id.
     """
     params = base_request.params
+    fork_images = [replace(image, tensors={}) for image in base_request.images]
     return [
         replace(
             base_request,
+            images=fork_images if index else base_request.images,
             id=base_request.id + index,
             params=params.child_params(index),
             parent_id=base_request.id if index else None,

@@ -32,8 +32,8 @@ _CHUNK_BYTES = device_copier.BUFFER_BYTES
 _LM_HEAD_NAME = "lm_head.weight"
 _MISSING_HINT = "config.json does not match this checkpoint, or the checkpoint is incomplete"
 # Names of tensors that are not loaded. Old checkpoints contain rope frequencies and masks, but the engine computes them
-# from config.json. Some models have parts for images or for the prediction of further tokens, which the engine does not
-# serve.
+# from config.json. The parts of a model for images are loaded elsewhere. Some models have parts for the prediction of
+# further tokens, which the engine does not serve.
 _UNUSED_TENSORS = re.compile(
     r"\w+\.layers\.\d+\.(self_attn|attention)\.(rotary_emb\.inv_freq|bias|masked_bias)"
     r"|model\.mtp_.*|mtp\..*|(model\.)?(vision_tower|multi_modal_projector|visual)\..*"

@@ -173,7 +173,8 @@ class CudaGraphRunner:
         were returned.
         """
         spans = plan.spans
-        shape = self._select_shape(spans)
+        # The graphs have no input for the rotary positions of sequences with images.
+        shape = None if any(span.sequence.images for span in spans) else self._select_shape(spans)
         if shape is None:
             return None
         rows, entries = self._block_tables.assign_rows(spans)

@@ -22,7 +22,7 @@ from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.kv_cache.host_swap import HostSwap
 from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.adapter_source import AdapterSource
-from quire_engine.models.forward_batch import ForwardBatch, build_forward_batch
+from quire_engine.models.forward_batch import ForwardBatch, ImageFeatures, build_forward_batch
 from quire_engine.step.input import GraphStepInput, StepInput, build_step_input, sort_spans
 from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
 from quire_engine.worker.adapter_store import AdapterStore, StoredAdapter
@@ -30,6 +30,7 @@ from quire_engine.worker.cuda_graphs import CudaGraphRunner
 from quire_engine.worker.device import init_device, log_batch_invariance
 from quire_engine.worker.drafting.builder import build_drafter
 from quire_engine.worker.future_tokens import FutureTokens
+from quire_engine.worker.image_encoder import broadcast_features, build_image_encoder
 from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.model_builder import build_model
 from quire_engine.worker.pooler import Pooler
@@ -76,6 +77,7 @@ class DeviceModelRunner(ModelRunner):
         self._sampler = SpanSampler(config.max_num_seqs, shape.vocab_size, self._device, self._future_tokens)
         built = build_model(config, shape, folder, communicator, self._device)
         self._model, factory = built.model, built.factory
+        self._dtype = factory.dtype
         if communicator is None or communicator.shard.rank == 0:
             log_batch_invariance(config, shape, factory.dtype)
         self.adapter_store = AdapterStore.from_model(self._model, config, shape, folder, factory)
@@ -89,11 +91,16 @@ class DeviceModelRunner(ModelRunner):
             find_score = self.adapter_store.score
             self._pooler = Pooler(pooler, folder, shape, self._model.score, find_score, self._device)
         self._drafter = build_drafter(config, self._model, folder, factory, progress)
+        self._communicator = communicator
+        self._image_encoder = None
+        if communicator is None or communicator.shard.rank == 0:
+            self._image_encoder = build_image_encoder(config, shape, folder, factory.dtype, self._device)
+        tower_bytes = 0 if self._image_encoder is None else self._image_encoder.num_bytes
         # Dummy steps run during startup, before these attributes exist.
         self._graphs: CudaGraphRunner | None = None
         self._host_swap: HostSwap | None = None
         slot_bytes = self.adapter_store.slot_bytes
-        startup = RunnerStartup(config, self._model, factory, slot_bytes, self._run_eager, self._drafter)
+        startup = RunnerStartup(config, self._model, factory, slot_bytes, self._run_eager, self._drafter, tower_bytes)
         startup.load_model(folder, built.checkpoint, progress=progress)
         memory = startup.allocate()
         self._kv_cache, self._graphs, self._host_swap = memory.kv_cache, memory.graphs, memory.host_swap
@@ -257,11 +264,27 @@ class DeviceModelRunner(ModelRunner):
         """Copy KV blocks, run the model, and return the hidden states that need logits. Only rank 0 passes `spans`."""
         self._copy_blocks(step_input, kv_cache)
         with annotate("inputs"):
-            batch = build_forward_batch(step_input, kv_cache, self._device)
+            images = self._image_features(step_input, spans) if step_input.image_rows else None
+            batch = build_forward_batch(step_input, kv_cache, self._device, images)
             if step_input.awaits_tokens:
                 self._future_tokens.resolve(batch.token_ids, spans)
         with annotate("model"):
             return batch, self._model(batch, kv_cache)
+
+    def _image_features(self, step_input: StepInput, spans: list[ScheduledSpan] | None) -> ImageFeatures:
+        """Return the embeddings of the tokens of images. Only rank 0 passes `spans`, and computes them."""
+        features = None
+        if spans is not None:
+            assert self._image_encoder is not None, "the text process rejects images without a vision tower"
+            features = self._image_encoder.encode(spans)
+        if self._communicator is not None:
+            images, embedding = self._model.shape.images, self._model.embed_tokens
+            assert images is not None
+            shape = 1 + images.num_deepstack, len(step_input.image_rows), embedding.shape[-1]
+            like = torch.empty(shape, dtype=self._dtype, device=self._device)
+            return broadcast_features(features, self._communicator, like)
+        assert features is not None
+        return features
 
     def _copy_blocks(self, step_input: StepInput | GraphStepInput, kv_cache: KVCache) -> None:
         if self._host_swap is not None:

@@ -70,12 +70,14 @@ class RunnerStartup:
         lora_bytes: int,
         run_step: RunStep,
         drafter: Drafter | None = None,
+        tower_bytes: int = 0,
     ) -> None:
         """Prepare the startup of `model`.
 
         `factory` has allocated the parameters of the model. `lora_bytes` is the size of all adapter slots. `run_step`
         is also called from the thread that compiles kernels. Rank 0 can have a `drafter`. The drafter's KV cache has as
-        many blocks as the model's KV cache. If there is a drafter, no rank runs steps as CUDA graphs.
+        many blocks as the model's KV cache. If there is a drafter, no rank runs steps as CUDA graphs. `tower_bytes` is
+        the size of the vision tower's weights on this rank.
         """
         self._drafter = drafter
         self._config = config
@@ -84,6 +86,7 @@ class RunnerStartup:
         self._dtype = factory.dtype
         self._communicator = factory.communicator
         self._lora_bytes = lora_bytes
+        self._tower_bytes = tower_bytes
         self._run_step = run_step
         self._state_dtype: torch.dtype = getattr(torch, config.state_dtype)
         self._cache_dtype = resolve_cache_dtype(config, factory.dtype)
@@ -179,8 +182,9 @@ class RunnerStartup:
 
     @property
     def _weights_bytes(self) -> int:
-        """Size of all weights in bytes, including the weights of the draft model."""
-        return self._model.num_bytes + (0 if self._drafter is None else self._drafter.num_bytes)
+        """Size of all weights in bytes, including the weights of the draft model and of the vision tower."""
+        draft_bytes = 0 if self._drafter is None else self._drafter.num_bytes
+        return self._model.num_bytes + draft_bytes + self._tower_bytes
 
     def _measure_memory(self) -> MemoryBudget:
         """Measure how many bytes are in use. On a GPU, this includes the peak memory of the largest step."""

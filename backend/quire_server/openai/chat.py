@@ -15,6 +15,8 @@ from quire_server.openai.formatter import Formatter, encode
 from quire_server.openai.generation import Choice, Generation, Prompt
 from quire_server.openai.http.ignored_fields import IgnoredFields
 from quire_server.openai.http.message import EventStream, HttpRequest, Reply, Response
+from quire_server.openai.images.image_loader import ImageLoader
+from quire_server.openai.images.image_parts import image_urls
 from quire_server.openai.logprobs import chat_logprobs
 from quire_server.openai.request_fields import GenerationFields, build_sampling_params, parse_fields
 from quire_server.openai.settings import FrontSettings
@@ -76,6 +78,7 @@ class ChatCompletions:
     def __init__(self, client: TextClient, settings: FrontSettings) -> None:
         self._client = client
         self._settings = settings
+        self._images = ImageLoader(settings.openai.allowedMediaDomains)
 
     async def handle(self, request: HttpRequest) -> Reply:
         """Answer a request."""
@@ -101,6 +104,7 @@ class ChatCompletions:
         check_tool_choice(fields.tool_choice, request.ignored_fields)
         fields.tools, fields.tool_choice = apply_allowed_tools(fields.tools, fields.tool_choice)
         chat = build_conversation(fields, request.ignored_fields)
+        images = await self._images.load(image_urls(fields.messages))
         # Only the last message is needed again, for `echo`.
         fields.messages = fields.messages[-1:]
         parsing = output_parsing(
@@ -109,7 +113,7 @@ class ChatCompletions:
         if parsing.tool_choice not in ("none", "auto") and document.get("structured_outputs") is None:
             # response_format describes an answer, but the output consists of calls.
             sampling_values.pop("structured_outputs", None)
-        prompt = Prompt(chat=chat, parsing=parsing)
+        prompt = Prompt(chat=chat, parsing=parsing, images=images)
         defaults = await self._client.sampling_defaults() if self._settings.openai.generationConfig == "auto" else {}
         values = defaults | sampling_values | _own_sampling_values(fields, sampling_values, defaults)
         params, copies = build_sampling_params(values, fields.stream)

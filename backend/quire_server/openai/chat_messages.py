@@ -3,8 +3,9 @@
 
 The parts of a message's content are joined into one text. The role `developer` is replaced with `system`. The arguments
 of earlier tool calls are parsed into objects, because templates encode them again. Messages of the server itself are
-always accepted: their content can be null, and their arguments can be cut off or can be no object. Image, audio and
-file parts are rejected, so that a message can never make the server fetch a URL.
+always accepted: their content can be null, and their arguments can be cut off or can be no object. The content of a
+message with images stays a list of parts, because the template writes a mark at the place of each image. Audio and file
+parts are rejected.
 """
 
 import re
@@ -15,6 +16,7 @@ import msgspec
 
 from quire_server.openai.errors import ApiError
 from quire_server.openai.http.ignored_fields import IgnoredFields
+from quire_server.openai.images.image_parts import IMAGE_PARTS
 from quire_spec.errors import truncated_repr
 
 MAX_MESSAGES = 10_000
@@ -46,7 +48,8 @@ MAX_DOCUMENTS = 1024
 MAX_TOOL_CALLS = 256
 """Maximum number of tool calls in one message."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-_PART_FIELDS = frozenset({"type", *_TEXT_PARTS.values()})
+_PART_FIELDS = frozenset({"type", *_TEXT_PARTS.values(), "image_url", "detail"})
+_IMAGE = {"type": "image"}
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -131,7 +134,7 @@ def _normalize(message: object, path: str) -> dict[str, Any]:
     else:
         fields.pop("tool_calls", None)
     if "content" in fields:
-        fields["content"] = _text(fields["content"], f"{path}.content")
+        fields["content"] = _content(fields["content"], f"{path}.content")
     elif fields["role"] == "assistant":
         # Most templates join the content with other text, so it must be a string.
         fields["content"] = ""
@@ -143,25 +146,30 @@ def _normalize(message: object, path: str) -> dict[str, Any]:
     return fields
 
 
-def _text(content: object, path: str) -> str:
+def _content(content: object, path: str) -> str | list[dict[str, Any]]:
+    """Return the content as one text, or as a list of parts if it has images."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ApiError(400, f"{path}: must be a text or a list of parts, got {truncated_repr(content)}")
-    texts = []
+    parts: list[str | dict[str, Any]] = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(part, str):
-            texts.append(part)
+            parts.append(part)
+        elif kind in IMAGE_PARTS:
+            parts.append(_IMAGE)
         elif kind not in _TEXT_PARTS:
             raise ApiError(
-                400, f"{path}[{i}]: parts of type {truncated_repr(kind)} are not supported; send text parts only"
+                400, f"{path}[{i}]: parts of type {truncated_repr(kind)} are not supported; send text and images only"
             )
         elif not isinstance(text := part.get(_TEXT_PARTS[kind]), str):
             raise ApiError(400, f"{path}[{i}].text: must be a text, got {truncated_repr(text)}")
         else:
-            texts.append(text)
-    return "\n".join(texts)
+            parts.append(text)
+    if _IMAGE not in parts:
+        return "\n".join(part for part in parts if isinstance(part, str))
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
 def _parse_arguments(call: object, path: str) -> dict[str, Any]:

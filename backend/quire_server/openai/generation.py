@@ -9,7 +9,7 @@ prompts. The modules for completions and chat completions format the deltas.
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -43,6 +43,8 @@ class Prompt:
     chat: Conversation | None = None
     parsing: OutputParsing | None = None
     """Settings for parsing the output; None: the output is not parsed."""
+    images: list[bytes] = field(default_factory=list)
+    """Files of the images of the conversation."""
 
 
 class Choice:
@@ -212,6 +214,7 @@ class Generation:
                 self._data_parallel_rank,
                 self._session,
                 self._traceparent,
+                images=prompt.images,
             )
             for prompt in self.prompts
             for _ in range(self.copies)

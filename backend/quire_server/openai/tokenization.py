@@ -8,6 +8,7 @@ import msgspec
 from quire_server.openai.chat import ConversationFields, build_conversation
 from quire_server.openai.errors import ApiError
 from quire_server.openai.http.message import HttpRequest, Reply, Response
+from quire_server.openai.images.image_parts import image_urls
 from quire_server.openai.request_fields import parse_fields
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
@@ -39,6 +40,8 @@ class Tokenization:
         fields, _ = parse_fields(await request.json_object(), TokenizeFields, request.ignored_fields)
         if (fields.prompt is None) == (fields.messages is None):
             raise ApiError(400, "prompt: give either prompt or messages")
+        if image_urls(fields.messages):
+            raise ApiError(400, "messages: images are not possible here; use /v1/chat/completions/render")
         args = {
             "prompt": fields.prompt,
             "chat": None if fields.messages is None else build_conversation(fields, request.ignored_fields),

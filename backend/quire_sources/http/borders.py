@@ -3,7 +3,8 @@
 to, and that it follows redirects only on one host.
 
 Without borders, everybody who can create an LLMService could make the operator read from the services of the cluster,
-the cloud's metadata service, or the operator's own pod (server-side request forgery).
+the cloud's metadata service, or the operator's own pod (server-side request forgery). The OpenAI front reads the URLs
+of images inside of borders without private networks.
 """
 
 from collections.abc import Iterator
@@ -38,6 +39,10 @@ class Borders:
     addresses and metadata services never are."""
 
     networks: tuple[Network, ...] = tuple(map(ip_network, PRIVATE_NETWORKS))
+    private_refusal: str = (
+        f"its address is private and not in the chart's value {CHART_VALUE}; add its network to that value"
+    )
+    """Why the process does not connect to a private address, and what to do."""
 
     @classmethod
     def parse(cls, networks: str) -> Self:
@@ -56,10 +61,10 @@ class Borders:
         ip = _embedded(ip_address(address.partition("%")[0]))
         is_local = ip.is_loopback or ip.is_link_local or ip.is_unspecified or ip.is_multicast
         if is_local or ip in IPv4Network("0.0.0.0/8") or any(ip in network for network in _METADATA_SERVICES):
-            return "the operator never reads from loopback or link-local addresses; use another address"
+            return "the process never reads from loopback or link-local addresses; use another address"
         if ip.is_global or any(ip in network for network in self.networks):
             return None
-        return f"its address is private and not in the chart's value {CHART_VALUE}; add its network to that value"
+        return self.private_refusal
 
 
 def _embedded(ip: Address) -> Address:

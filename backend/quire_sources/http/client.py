@@ -50,12 +50,18 @@ class HttpClient:
     """Sends requests in one session. Subclasses convert the error responses of their protocol to QuireErrors."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, borders: Borders | None = None, trusted: URL | None = None
+        self,
+        session: aiohttp.ClientSession,
+        borders: Borders | None = None,
+        trusted: URL | None = None,
+        use_proxy: bool = True,
     ) -> None:
         """`session` is the result of `create_session(borders)`. With borders, redirects to other hosts are not
         followed. `trusted` is the origin of a server that the administrator sets: its address is not checked, and its
-        redirects are followed to other hosts."""
+        redirects are followed to other hosts. A proxy of the environment resolves names itself, so that the borders do
+        not apply to them; `use_proxy` can be false."""
         self._session, self._borders, self._trusted = session, borders, trusted
+        self._use_proxy = use_proxy
 
     @asynccontextmanager
     async def open(
@@ -111,7 +117,7 @@ class HttpClient:
                 **plain_headers,
                 **(secret_headers if target.origin() == first_origin else {}),
             }
-            proxy = _proxy_of(target)
+            proxy = _proxy_of(target) if self._use_proxy else None
             try:
                 with unchecked(proxy is not None or self._is_trusted(target)):
                     self._check_literal_address(target)
@@ -163,8 +169,8 @@ class HttpClient:
             raise Unavailable(f"{display_name}: refused a redirect from https to http")
         if self._borders is not None and self._trusted is None and target.host != current.host:
             raise Unavailable(
-                f"{display_name}: the server redirects to another host, which the operator does not follow; use the "
-                "URL to which it redirects"
+                f"{display_name}: the server redirects to another host, which is not followed; use the URL to which "
+                "it redirects"
             )
         return target
 

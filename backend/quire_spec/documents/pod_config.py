@@ -120,6 +120,14 @@ class OpenAIOptions:
     generationConfig: str = schema_field("auto", enum=("auto", "vllm"))
     """Source of the defaults of sampling parameters. With auto, generation_config.json of the checkpoint sets them.
     With vllm, the defaults of vLLM apply. Default auto, as in vLLM."""
+    allowedMediaDomains: tuple[str, ...] = schema_field(
+        (),
+        items={"min_length": 1, "max_length": 253, "pattern": "^[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?$"},
+        max_items=64,
+        list_type="set",
+    )
+    """Hosts, such as images.example, from which the server fetches images over HTTPS if a request names their URL. Only
+    public addresses are used. Default: none, so that requests must contain images as data: URLs."""
     corsAllowedOrigins: tuple[str, ...] = schema_field(
         (),
         items={"min_length": 1, "max_length": 512, "pattern": "^([*]|https?://[^ /]+)$"},

@@ -9,6 +9,7 @@ setting overrides the document. The environment variables in docs/gpu-design.md 
 import math
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from quire_spec.model.memory_sizing import lora_pages
 from quire_spec.model.model_config import ModelConfig
 
 _DEFAULT_MAX_LORAS = 8
+_DEFAULT_MAX_IMAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,12 +249,26 @@ class EngineConfig:
     """Which hidden states an embedding is made of: last (of the last token) or mean (of all tokens). With auto, the
     checkpoint decides, and it is the last one if the checkpoint names none."""
 
+    language_model_only: bool = False
+    """Serve a checkpoint that reads images as a language model: the vision tower is not loaded, and requests with
+    images are rejected."""
+
+    limit_mm_per_prompt: Mapping[str, int] | None = None
+    """Maximum number of images of a prompt, as {"image": number}; None: 8 images. Other kinds of input, such as video
+    and audio, are not supported, so their number must be 0."""
+
     skip_tokenizer_init: bool = False
     """Do not load a tokenizer. Prompts must then be token ids, and outputs have no text. If this is false, a model
     without a tokenizer is an error."""
 
     seed: int = 0
     """Seed for requests that do not set a seed themselves."""
+
+    @property
+    def max_images(self) -> int:
+        """Maximum number of images of a prompt."""
+        limits = self.limit_mm_per_prompt or {}
+        return 0 if self.language_model_only else limits.get("image", _DEFAULT_MAX_IMAGES)
 
     @property
     def num_ranks(self) -> int:
@@ -392,6 +408,12 @@ class EngineConfig:
                 f"data_parallel_size: must be from 1 to {capabilities.MAX_DATA_PARALLEL_SIZE}, got "
                 f"{self.data_parallel_size}; use more replicas for more cores"
             )
+        for kind, limit in (self.limit_mm_per_prompt or {}).items():
+            if not 0 <= limit <= (capabilities.MAX_IMAGES if kind == "image" else 0):
+                raise ConfigError(
+                    f"limit_mm_per_prompt.{kind}: must be from 0 to {capabilities.MAX_IMAGES} for image and 0 for "
+                    f"other kinds of input, got {limit}"
+                )
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs: must be at least -1, got {self.max_logprobs}")
         if not 0.0 <= self.swap_space < math.inf:

@@ -32,7 +32,7 @@ _IGNORED_ARGUMENTS = frozenset(
             "multi_step_stream_outputs",
         ),
         *("max_num_partial_prefills", "max_long_partial_prefills", "long_prefill_token_threshold"),
-        *("scheduler_delay_factor", "num_lookahead_slots", "disable_mm_preprocessor_cache", "limit_mm_per_prompt"),
+        *("scheduler_delay_factor", "num_lookahead_slots", "disable_mm_preprocessor_cache"),
         *(
             "fully_sharded_loras",
             "default_mm_loras",

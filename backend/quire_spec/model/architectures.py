@@ -298,8 +298,15 @@ class Architecture:
     """Whether layers have latent attention; see LatentAttentionConfig."""
 
     text_types: tuple[str, ...] = ()
-    """For a multimodal architecture: the values that `model_type` in `text_config` can have. Quire serves only the
-    language model; the row with this model type describes it."""
+    """For a multimodal architecture: the values that `model_type` in `text_config` can have. The row with this model
+    type describes the language model; ImageConfig describes how it reads images."""
+
+    mrope_section: tuple[int, ...] = ()
+    """For a language model with a time, a row and a column as positions: the default number of pairs of rotated
+    elements of each. Empty: a token has one position."""
+
+    mrope_interleaved: bool = False
+    """Whether pairs of the three positions alternate."""
 
     flags: tuple[str, ...] = ()
     """Boolean keys of config.json that are used only by the model code of this architecture. `defaults` contains each
@@ -594,6 +601,9 @@ _QWEN3_5 = Architecture(
     defaults={**_GATED_DELTA_NET_DEFAULTS, "num_key_value_heads": 4},
     biases=("attention_bias", "attention_bias", False),
     uses_state=_uses_state_unless_interval,
+    rope_aliases={"mrope": "default"},
+    mrope_section=(11, 11, 10),
+    mrope_interleaved=True,
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
@@ -1455,6 +1465,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen3NextForCausalLM": replace(
         _QWEN3_5,
         model_type="qwen3_next",
+        rope_aliases={},
+        mrope_section=(),
         linears={**QWEN3_NEXT_LINEARS, **SHARED_EXPERT_LINEARS},
         defaults={
             **_GATED_DELTA_NET_DEFAULTS,
@@ -1500,6 +1512,7 @@ TEXT_MODELS: Mapping[str, Architecture] = {
         biases=(True, False, False),
         uses_sliding_window=_is_sliding_upper_layer,
         rope_aliases={"mrope": "default"},
+        mrope_section=(16, 24, 24),
     )
     for name in ("qwen2_vl_text", "qwen2_5_vl_text")
 } | {
@@ -1509,7 +1522,9 @@ TEXT_MODELS: Mapping[str, Architecture] = {
         defaults={"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0},
         biases=("attention_bias", "attention_bias", False),
         rope_aliases={"mrope": "default"},
+        mrope_section=(24, 20, 20),
+        mrope_interleaved=True,
     ),
 }
 """Rows for language models that exist only inside a multimodal model, by `model_type`. The three positions of a text
-token are equal, so mrope is the same as rope."""
+token are equal, so mrope is the same as rope in a text."""

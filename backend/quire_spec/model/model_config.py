@@ -21,6 +21,7 @@ from quire_spec.model.attention.mamba2_config import Mamba2Config
 from quire_spec.model.attention.short_conv_config import ShortConvConfig
 from quire_spec.model.attention.state_config import StateConfig
 from quire_spec.model.hf_config import HFConfigReader
+from quire_spec.model.images.image_config import ImageConfig, mrope_axes
 from quire_spec.model.layer_variants import LayerVariants
 from quire_spec.model.moe_config import MoEConfig
 from quire_spec.model.quantization import (
@@ -108,6 +109,8 @@ class ModelConfig:
     has no latent attention."""
     variants: LayerVariants | None = None
     """Describes how layers differ in their heads, their MLP and their inputs. None: they do not differ."""
+    images: ImageConfig | None = None
+    """Describes how the model reads images. None: it reads none, or the engine does not run its vision tower."""
 
     @property
     def max_length(self) -> int:
@@ -303,6 +306,7 @@ class ModelConfig:
                 f"config.json: model_type of architecture {architecture!r} must be {architecture_info.model_type!r}, "
                 f"got {model_type!r}; correct one of them"
             )
+        images = ImageConfig.from_config(config)
         if architecture_info.text_types:
             config, architecture_info = _text_config(config, architecture_info)
         values = {key: value for key, value in config.items() if key not in architecture_info.ignored_keys}
@@ -315,7 +319,7 @@ class ModelConfig:
         if architecture_info.translate is not None:
             values |= architecture_info.translate(reader)
             reader = HFConfigReader(values, architecture_info.defaults)
-        model_config = cls._from_hf_config(reader, architecture, architecture_info)
+        model_config = replace(cls._from_hf_config(reader, architecture, architecture_info), images=images)
         if head == "lm":
             return model_config
         # There is no output projection. The embedding takes its place, and nothing reads it.
@@ -528,6 +532,11 @@ def _ropes(
         supports_partial="partial_rotary_factor" in architecture_info.defaults,
         aliases=architecture_info.rope_aliases,
     )
+    if architecture_info.mrope_section:
+        has_section = "mrope_section" in scaling
+        section = scaling.get_int_list("mrope_section") if has_section else architecture_info.mrope_section
+        axes = mrope_axes(section, rope.dim // 2, is_interleaved=architecture_info.mrope_interleaved)
+        rope = replace(rope, mrope_axes=axes)
     if architecture_info.local_rope_theta is not None:
         local = scaling.get_section("sliding_attention")
         theta = local.get_float("rope_theta", config.get_float(architecture_info.local_rope_theta))

@@ -58,6 +58,9 @@ class RopeConfig:
     query_scaling_beta: float = 0.0
     """llama_4_scaling_beta: the query at position p is multiplied by
     1 + beta * ln(1 + floor(p / original_max_position)). Only Ministral 3 sets this parameter."""
+    mrope_axes: tuple[int, ...] = ()
+    """For each pair of rotated elements, which of the three positions of a token rotates it; see
+    `image_config.mrope_axes`. Empty: a token has one position."""
 
     @property
     def long_threshold(self) -> int | None:

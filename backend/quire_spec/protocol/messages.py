@@ -81,6 +81,28 @@ class Conversation(Value, frozen=True):
     continue_final_message: bool = False
 
 
+class ImageTensor(Value, frozen=True):
+    """A tensor that the processor of a checkpoint makes of an image, in little-endian order."""
+
+    dtype: Literal["float32", "int64"]
+    shape: list[int]
+    data: bytes
+
+
+class ImageInput(Value, frozen=True):
+    """An image of a prompt, as a vision tower reads it."""
+
+    start: int
+    """Position of the first of its tokens in the prompt."""
+    num_tokens: int
+    digest: bytes
+    """SHA-256 of its tensors. They determine the embeddings of its tokens."""
+    grid: tuple[int, int]
+    """Number of rows and of columns of its tokens; (0, 0) if its tokens have no row and column."""
+    tensors: dict[str, ImageTensor] = {}
+    """Empty for a fork, which uses those of its parent."""
+
+
 class GenerateRequest(RequestMessage, frozen=True, tag=2):
     """frontend -> text: asks the text process to run a request. The text process answers with OutputDeltas. The last
     delta is final."""
@@ -121,6 +143,8 @@ class GenerateRequest(RequestMessage, frozen=True, tag=2):
     trace of its own."""
     pooling: PoolingParams | None = None
     """If it is set, the request ends after its prompt, and its only delta contains a vector instead of an output."""
+    images: list[bytes] = []
+    """Files of the images of the prompt, in the order of their places in it."""
 
 
 class CancelRequests(Message, frozen=True, tag=3):
@@ -290,6 +314,8 @@ class SequenceRequest(RequestMessage, frozen=True, tag=6):
     """If the adapter is a weighted sum of adapters: their digests and weights."""
     pooling: PoolingParams | None = None
     """See GenerateRequest."""
+    images: list[ImageInput] = []
+    """The images of the prompt, in the order of their tokens."""
 
 
 class AbortSequences(Message, frozen=True, tag=7):

@@ -170,6 +170,14 @@ class KVCacheOffloadingSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LimitMmPerPromptSpec:
+    """spec.engine.limitMmPerPrompt"""
+
+    image: int = schema_field(minimum=0, maximum=capabilities.MAX_IMAGES)
+    """Maximum number of images of a prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """spec.engine. If a field is None, the planner chooses its value."""
 
@@ -250,6 +258,11 @@ class EngineSpec:
     skipTokenizerInit: bool | None = schema_field(None)
     """Load no tokenizer: requests contain input_ids, outputs contain token ids, and text is rejected. If false, a model
     without a tokenizer does not start. Default false."""
+    languageModelOnly: bool | None = schema_field(None)
+    """Serve a checkpoint that reads images as a language model: its vision tower is not loaded, and requests with
+    images are rejected. Default false."""
+    limitMmPerPrompt: LimitMmPerPromptSpec | None = schema_field(None)
+    """Limits of the inputs of a prompt that are not text. Default: 8 images."""
     convert: str | None = schema_field(None, enum=capabilities.CONVERSIONS)
     """What the model returns besides text. With auto, the checkpoint decides: embeddings if it has the files of
     sentence-transformers or no output projection, classes if it has the head of a classifier, otherwise nothing. embed:

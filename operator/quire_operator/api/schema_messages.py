@@ -69,6 +69,10 @@ _CIDR_RULE = "must be an IP range"
 
 PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
     r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$": (_NAME_RULE, "use a name such as tales-1.5"),
+    r"^[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?$": (
+        "must be the name of a host, without a scheme and a port",
+        "use a name such as images.example",
+    ),
     r"^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$": (
         "must contain only letters, digits, '-', '_' and '.', and begin and end with a letter or digit",
         "use a name such as Tales-1.5",

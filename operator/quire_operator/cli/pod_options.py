@@ -5,6 +5,7 @@ Each row of the table names the field, so that an option needs no other code. Ca
 """
 
 import argparse
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,16 @@ def _parse_protocols(text: str) -> tuple[str, ...]:
     if protocols not in ((), ("http",), ("grpc",), constants.SERVER_PROTOCOLS):
         raise argparse.ArgumentTypeError(f"{text!r} names no protocols; give http, grpc, http,grpc or none")
     return protocols
+
+
+def _parse_limits(text: str) -> dict[str, int]:
+    try:
+        limits = json.loads(text)
+    except ValueError:
+        limits = None
+    if not isinstance(limits, dict) or not all(type(limit) is int for limit in limits.values()):
+        raise argparse.ArgumentTypeError(f"""{text!r} is not an object of numbers; give '{{"image": 4}}'""")
+    return limits
 
 
 def _repository(text: str) -> Path:
@@ -150,6 +161,27 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         {"type": parse_count, "metavar": "N"},
         "number of cores, copies of the model that serve one queue; each uses its own GPUs, and on a CPU they share "
         "the CPU cores (default: spec.engine.dataParallelSize, otherwise 1)",
+    ),
+    (
+        "--language-model-only",
+        "engine.language_model_only",
+        _FLAG,
+        "serve a model that reads images without its vision tower (default: spec.engine.languageModelOnly, otherwise "
+        "not)",
+    ),
+    (
+        "--limit-mm-per-prompt",
+        "engine.limit_mm_per_prompt",
+        {"type": _parse_limits, "metavar": "JSON"},
+        """maximum number of images of a prompt, as '{"image": 4}' (default: spec.engine.limitMmPerPrompt, otherwise """
+        "8)",
+    ),
+    (
+        "--allowed-media-domain",
+        "openai.allowedMediaDomains",
+        {"action": "append", "metavar": "HOST"},
+        "host from which images are fetched over HTTPS if a request names their URL; can be repeated (default: "
+        "spec.openai.allowedMediaDomains, otherwise none)",
     ),
     (
         "--convert",

@@ -71,6 +71,8 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
     egress = _source_egress(service, sources) if pods_download or service.spec.lora.maxLoaded else []
     if (tracing := service.spec.observability.tracing) is not None:
         egress.append({"ports": _tcp_ports(_url_port(tracing.endpoint))})
+    if service.spec.openai.allowedMediaDomains:
+        egress.append({"ports": _tcp_ports(443)})
     return _network_policy(service, service.name, object_names.SERVER, ingress, egress)
 
 

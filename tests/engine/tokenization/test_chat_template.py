@@ -130,7 +130,7 @@ def test_null_fields_are_removed_and_reasoning_has_several_names(tmp_path: Path)
         (CHATML, [{"role": "user"}], "the message of role 'user' has no 'content'"),
         (CHATML, [{"role": "user", "content": 5}], "content must be a text, got 5"),
         ("{{ messages[7].content }}", CONVERSATION, "the chat template failed"),
-        (CHATML, [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "only text content"),
+        (CHATML, [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "only texts and images"),
         ("{{ messages.__class__.__mro__ }}", CONVERSATION, "unsafe"),
         ("{{ messages.append(1) }}", CONVERSATION, "not safely callable|unsafe"),
         ("{{ ''.__class__.__base__.__subclasses__() }}", CONVERSATION, "unsafe"),

@@ -73,6 +73,7 @@ openai:
   live: false
   generationConfig: auto
   corsAllowedOrigins: ["https://chat.example"]
+  allowedMediaDomains: [images.example]
   limits: {maxBodySize: 16Mi}
   toolCallParser: auto
   reasoningParser: auto
@@ -160,6 +161,7 @@ def bases():
     pins |= {"kvCacheOffloading": {"memory": "16Gi", "secondary": [{"folder": folder, "size": "40Gi"}]}}
     pins |= {"schedulingPolicy": "fcfs", "skipTokenizerInit": True, "convert": "embed", "poolingType": "mean"}
     pins |= {"mambaSsmCacheDtype": "bfloat16"}
+    pins |= {"languageModelOnly": True, "limitMmPerPrompt": {"image": 3}}
     for kv in ({"gpuMemoryUtilization": "0.90"}, {"kvCacheMemory": "8Gi"}):
         yield body(COMMON + GPU, sources[0], engine=pins | kv)
     claim = {"folder": {"pvc": {"claimName": "blocks", "path": "a"}}, "size": "40Gi"}

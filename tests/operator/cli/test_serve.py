@@ -242,7 +242,8 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
   engine: {maxModelLen: 4096, gpuMemoryUtilization: "0.85", blockSize: 32, tensorParallelSize: 1, dtype: float16,
     maxNumSeqs: 12, maxNumBatchedTokens: 3000, maxNumQueuedReqs: 7, prefixCaching: false,
     schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5, skipTokenizerInit: true,
-    convert: embed, poolingType: mean, mambaSsmCacheDtype: bfloat16}
+    convert: embed, poolingType: mean, mambaSsmCacheDtype: bfloat16,
+    languageModelOnly: true, limitMmPerPrompt: {image: 3}}
 """
     assert launch(folder, spec, dev=folder / "dev").config.engine == EngineConfig(
         model="org/model",
@@ -261,6 +262,8 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
         convert="embed",
         pooling_type="mean",
         mamba_ssm_cache_dtype="bfloat16",
+        language_model_only=True,
+        limit_mm_per_prompt={"image": 3},
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         enable_lora=True,

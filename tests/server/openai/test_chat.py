@@ -292,7 +292,21 @@ def test_continue_final_message(chat, chat_client):
         ({"messages": [{"role": "user", "content": 1}]}, r"messages\[0\].content: must be a text"),
         *(
             ({"messages": [{"role": "user", "content": [{"type": kind}]}]}, f"'{kind}' are not supported")
-            for kind in ("image_url", "input_audio", "file", "video_url")
+            for kind in ("input_audio", "file", "video_url")
+        ),
+        *(
+            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]}, message)
+            for url, message in (
+                (None, r"messages\[0\].content\[0\].image_url: must be a URL"),
+                ({"url": "data:text/plain;base64,YQ=="}, "must be like data:image/png;base64"),
+                ({"url": "data:image/png,abc"}, "must be like data:image/png;base64"),
+                ({"url": "data:image/png;base64,?"}, "is not valid base64"),
+                ({"url": "http://a.example/a.png"}, "must be a data: or https: URL"),
+                ({"url": "file:///etc/passwd"}, "must be a data: or https: URL"),
+                ({"url": "https://u:p@a.example/a.png"}, "must be a data: or https: URL without a user"),
+                ({"url": "https://a.example/a.png"}, "images from 'a.example' are not allowed"),
+                ({"url": "data:image/png;base64,YQ=="}, "images: got 1, but this model does not read images"),
+            )
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]}, "JSON"),
         ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content: missing"),

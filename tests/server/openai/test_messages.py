@@ -242,7 +242,10 @@ def test_thinking_reaches_the_template(post, thinking, effort, expected):
         ({"messages": [USER] * 10_001}, "body: larger than"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: must be a text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "got 'image'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "source.type: must be base64 or url",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url"}}]}]}, "source.type"),
         ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}]}, "input"),

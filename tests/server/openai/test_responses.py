@@ -186,7 +186,10 @@ def test_nothing_is_stored(client):
         ({"input": ["a"]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "send the item itself"),
         ({"input": [{"type": "computer_call"}]}, "'computer_call' are not supported"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input_image"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
+            "a data: or https: URL",
+        ),
         ({"input": [{"type": "function_call", "name": "f", "arguments": 5}]}, "JSON object"),
         ({"input": [{"role": "user", "content": "a"}] * 10_001}, "at most 10000"),
         ({"input": []}, "at least one message"),

@@ -21,12 +21,14 @@ class RotaryEmbedding:
         self._frequencies = inverse_frequencies(rope).to(device)
         self._long_frequencies = inverse_frequencies(rope, long_rope=True).to(device)
         self._scale = rope.attention_factor
+        self._axes = torch.tensor(rope.mrope_axes, device=device)
 
     def __call__(self, positions: Tensor, long_rope: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of positions.
 
         Args:
-            positions: [num_tokens].
+            positions: [num_tokens], or [3, num_tokens] if the tokens have a time, a row and a column. Then the axes of
+                the rope select one of the three for each frequency.
             long_rope: [num_tokens] bool, which tokens use the rope for long sequences; None if all tokens use the
                 normal rope.
             dtype: dtype of the result.
@@ -38,7 +40,10 @@ class RotaryEmbedding:
         frequencies = self._frequencies
         if long_rope is not None:
             frequencies = torch.where(long_rope[:, None], self._long_frequencies, frequencies)
-        angles = positions.to(torch.float32)[:, None] * frequencies
+        if positions.dim() == 2:
+            angles = positions[self._axes].T.to(torch.float32) * frequencies
+        else:
+            angles = positions.to(torch.float32)[:, None] * frequencies
         if dtype == torch.bfloat16 and angles.device.type == "cpu":
             # The last bit of torch's cosines depends on where its threads divide the angles. In float64, the rounding
             # to bfloat16 removes this bit.

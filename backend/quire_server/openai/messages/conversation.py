@@ -5,7 +5,7 @@ Successive messages of one role become one message, as in Anthropic's API, becau
 of alternating roles. For the same reason, a system message after other messages becomes text of the user.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire_server.openai.chat_messages import MAX_MESSAGES, check_depth
@@ -16,6 +16,7 @@ from quire_spec.errors import truncated_repr
 _BLOCK_FIELDS: Mapping[str, frozenset[str]] = {
     "text": frozenset({"text", "citations"}),
     "document": frozenset({"source", "title", "context", "citations"}),
+    "image": frozenset({"source"}),
     "thinking": frozenset({"thinking", "signature"}),
     "redacted_thinking": frozenset({"data"}),
     "tool_use": frozenset({"id", "name", "input", "caller"}),
@@ -25,7 +26,7 @@ _BLOCK_FIELDS: Mapping[str, frozenset[str]] = {
 _TEXT_BLOCKS = ("text", "document")
 _ROLE_BLOCKS: Mapping[str, tuple[str, ...]] = {
     "system": _TEXT_BLOCKS,
-    "user": (*_TEXT_BLOCKS, "tool_result"),
+    "user": (*_TEXT_BLOCKS, "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 _BILLING_PREFIX = "x-anthropic-billing-header:"
@@ -33,11 +34,13 @@ _BILLING_PREFIX = "x-anthropic-billing-header:"
 conversations, which could not share the cached prefix of the system prompt otherwise."""
 
 Document = dict[str, Any]
+Part = str | Document
+"""A text, or an image part of chat completions."""
 
 
 def chat_messages(system: str | list[Any], messages: list[Any], ignored: IgnoredFields) -> list[Document]:
-    """Return the conversation as messages of chat completions, whose contents are lists of texts. `ignored` gets the
-    fields that are not known.
+    """Return the conversation as messages of chat completions, whose contents are lists of texts and images. `ignored`
+    gets the fields that are not known.
 
     Raises:
         ApiError: a message or a block is invalid or not supported.
@@ -48,7 +51,7 @@ def chat_messages(system: str | list[Any], messages: list[Any], ignored: Ignored
         raise ApiError(400, f"messages: at most {MAX_MESSAGES} are allowed, got {len(messages)}")
     chat: list[Document] = []
     texts = _texts(system, "system", "system", ignored)
-    _add_text(chat, "system", [text for text in texts if not text.startswith(_BILLING_PREFIX)])
+    _add_parts(chat, "system", [text for text in texts if not text.startswith(_BILLING_PREFIX)])
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
         role = message.get("role") if isinstance(message, dict) else None
@@ -62,7 +65,7 @@ def chat_messages(system: str | list[Any], messages: list[Any], ignored: Ignored
         elif role == "user" or any(other["role"] != "system" for other in chat):
             _add_user(chat, content, f"{path}.content", ignored)
         else:
-            _add_text(chat, "system", _texts(content, f"{path}.content", "system", ignored))
+            _add_parts(chat, "system", _texts(content, f"{path}.content", "system", ignored))
     if all(message["role"] == "system" for message in chat):
         raise ApiError(400, "messages: must contain a message of the user")
     for message in chat:
@@ -72,21 +75,21 @@ def chat_messages(system: str | list[Any], messages: list[Any], ignored: Ignored
 
 
 def _add_user(chat: list[Document], content: object, path: str, ignored: IgnoredFields) -> None:
-    texts: list[str] = []
+    parts: list[Part] = []
     num_results = 0
     for block, block_path in _blocks(content, path, "user", ignored):
         if block["type"] != "tool_result":
-            texts.append(_text(block, block_path))
+            parts.append(_image(block, block_path) if block["type"] == "image" else _text(block, block_path))
             continue
-        _add_text(chat, "user", texts)
-        texts = []
+        _add_parts(chat, "user", parts)
+        parts = []
         num_results += 1
         result = "\n".join(_texts(block.get("content") or "", f"{block_path}.content", "system", ignored))
         if block.get("is_error"):
             # Templates have no mark for a call that has failed.
             result = f"Error: {result}"
         chat.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
-    _add_text(chat, "user", texts if texts or num_results else [""])
+    _add_parts(chat, "user", parts if parts or num_results else [""])
 
 
 def _add_assistant(chat: list[Document], content: object, path: str, ignored: IgnoredFields) -> None:
@@ -107,13 +110,13 @@ def _add_assistant(chat: list[Document], content: object, path: str, ignored: Ig
             message.setdefault("tool_calls", []).append(call)
 
 
-def _add_text(chat: list[Document], role: str, texts: list[str]) -> None:
-    """Add texts to the last message, if that has the same role, or else as a new message."""
-    if not texts:
+def _add_parts(chat: list[Document], role: str, parts: Sequence[Part]) -> None:
+    """Add parts to the last message, if that has the same role, or else as a new message."""
+    if not parts:
         return
     if not chat or chat[-1]["role"] != role:
         chat.append({"role": role, "content": []})
-    chat[-1]["content"] += filter(None, texts)
+    chat[-1]["content"] += filter(None, parts)
 
 
 def _texts(content: object, path: str, role: str, ignored: IgnoredFields) -> list[str]:
@@ -149,6 +152,18 @@ def _text(block: Mapping[str, Any], path: str) -> str:
         raise ApiError(400, f"{path}.source.type: must be text, got {truncated_repr(kind)}; send the document as text")
     parts = [block.get("title"), block.get("context"), _string(source, "data", f"{path}.source")]
     return "\n".join(part for part in parts if isinstance(part, str) and part)
+
+
+def _image(block: Mapping[str, Any], path: str) -> Document:
+    """Return an image block as an image part of chat completions."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else source
+    if not isinstance(source, dict) or kind not in ("base64", "url"):
+        raise ApiError(400, f"{path}.source.type: must be base64 or url, got {truncated_repr(kind)}")
+    if kind == "url":
+        return {"type": "image_url", "image_url": _string(source, "url", f"{path}.source")}
+    media_type, data = (_string(source, name, f"{path}.source") for name in ("media_type", "data"))
+    return {"type": "image_url", "image_url": f"data:{media_type};base64,{data}"}
 
 
 def _string(block: Mapping[str, Any], name: str, path: str) -> str:

@@ -45,6 +45,9 @@ class Messages:
     async def count_tokens(self, request: HttpRequest) -> Reply:
         """POST /v1/messages/count_tokens: return the number of tokens of the prompt, which can be too long."""
         generation, _ = await self._prepare(request, await request.json_object())
+        if generation.prompts[0].images:
+            [document] = await generation.render(self._client)
+            return Response(encode({"input_tokens": len(document["token_ids"])}))
         args = {"chat": generation.prompts[0].chat, "model": generation.engine_model}
         tokenized = await self._client.call("tokenize", Tokenized, args | {"api_key_name": request.api_key_name})
         return Response(encode({"input_tokens": len(tokenized.tokens)}))

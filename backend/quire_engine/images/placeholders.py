@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places of images in a prompt: a chat template writes one mark for each image, which is replaced by a token for each
+token of the image."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from quire_engine.images.processor import ProcessedImage
+from quire_engine.tokenization.control_tokens import END, START
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.errors import InvalidArgument
+from quire_spec.model.images.image_config import QWEN_TOWERS, ImageConfig
+from quire_spec.protocol.messages import ImageInput
+
+_GEMMA_START, _GEMMA_END = "<start_of_image>", "<end_of_image>"
+
+
+class Placeholders:
+    """The places of images in the prompts of one model."""
+
+    def __init__(self, images: ImageConfig, tokenizer: Tokenizer) -> None:
+        self._token_id = images.token_id
+        self._token = tokenizer.added_tokens.get(images.token_id, "")
+        self._is_qwen = images.tower in QWEN_TOWERS
+        # Users cannot write a mark: in their messages, control tokens are between two other characters.
+        mark = re.escape(self._token if self._is_qwen else _GEMMA_START)
+        self._mark = re.compile(f"(?<!{START}){mark}(?!{END})") if self._token else re.compile("(?!)")
+
+    def expand(self, text: str, images: Sequence[ProcessedImage]) -> str:
+        """Return the text of a prompt in which each mark is replaced by the tokens of its image.
+
+        Raises:
+            InvalidArgument: the number of marks is not that of the images.
+        """
+        num_marks = len(self._mark.findall(text))
+        if num_marks != len(images):
+            raise InvalidArgument(
+                f"images: the prompt has {num_marks} places for {len(images)} images; check that the chat template "
+                f"writes {self._mark_text!r} for each image part, or write it once for each image in a prompt"
+            )
+        remaining = iter(images)
+        return self._mark.sub(lambda match: self._tokens(next(remaining)), text)
+
+    def locate(self, token_ids: Sequence[int], images: Sequence[ProcessedImage]) -> list[ImageInput]:
+        """Return the images with the positions of their tokens. `token_ids` are those of an expanded text.
+
+        Raises:
+            InvalidArgument: the prompt has other tokens of images.
+        """
+        runs = list(self._runs(token_ids, images))
+        num_tokens = sum(token_id == self._token_id for token_id in token_ids)
+        if len(runs) != len(images) or num_tokens != sum(image.num_tokens for image in images):
+            raise InvalidArgument(
+                f"images: the prompt has {num_tokens} tokens of images, and its images have "
+                f"{sum(image.num_tokens for image in images)}; write {self._mark_text!r} once for each image"
+            )
+        return [
+            ImageInput(start, image.num_tokens, image.digest, image.grid, image.tensors)
+            for start, image in zip(runs, images, strict=True)
+        ]
+
+    @property
+    def _mark_text(self) -> str:
+        return self._token if self._is_qwen else _GEMMA_START
+
+    def _tokens(self, image: ProcessedImage) -> str:
+        tokens = self._token * image.num_tokens
+        return tokens if self._is_qwen else f"\n\n{_GEMMA_START}{tokens}{_GEMMA_END}\n\n"
+
+    def _runs(self, token_ids: Sequence[int], images: Sequence[ProcessedImage]) -> Iterator[int]:
+        """Yield where the tokens of each image begin, as far as they are adjacent."""
+        end = 0
+        for image in images:
+            try:
+                start = token_ids.index(self._token_id, end)
+            except ValueError:
+                return
+            end = start + image.num_tokens
+            if list(token_ids[start:end]) != [self._token_id] * image.num_tokens:
+                return
+            yield start

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vision towers: compute the embeddings of an image's tokens.
+
+The towers are the modules of transformers. The engine loads their weights, and runs the language model itself. Only
+this module and `quire_engine.images` import transformers, which the optional extra `images` installs.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from quire_engine.models.forward_batch import ImageFeatures
+from quire_engine.weights.tensor_files import TensorFiles
+from quire_spec.errors import ConfigError
+from quire_spec.model.images.image_config import QWEN_TOWERS, ImageConfig
+from quire_spec.protocol.messages import ImageTensor
+
+_DTYPES = {"float32": torch.float32, "int64": torch.int64}
+_FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class VisionTower:
+    """The vision tower of one checkpoint.
+
+    Raises:
+        ConfigError: a tensor is missing or has another shape or dtype than config.json implies.
+    """
+
+    def __init__(self, folder: Path, images: ImageConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Load the weights from `folder`."""
+        self._dtype, self._device = dtype, device
+        self._is_qwen = images.tower in QWEN_TOWERS
+        with torch.device(device):
+            self._module = _build_module(folder, images, dtype).eval().requires_grad_(False)
+        state = self._module.state_dict()
+        self.num_bytes = sum(tensor.nbytes for tensor in state.values())
+        """Bytes of the weights."""
+        _load(folder, state)
+
+    @torch.inference_mode()
+    def encode(self, tensors: Mapping[str, ImageTensor]) -> ImageFeatures:
+        """Return the embeddings of the tokens of an image. `tensors` are those that the checkpoint's image processor
+        makes of it."""
+        inputs = {name: self._to_device(tensor) for name, tensor in tensors.items()}
+        if self._is_qwen:
+            output = self._module.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+            deepstack = tuple(getattr(output, "deepstack_features", None) or ())
+            return ImageFeatures(output.pooler_output, deepstack)
+        patches = self._module.vision_tower(pixel_values=inputs["pixel_values"]).last_hidden_state
+        return ImageFeatures(self._module.multi_modal_projector(patches).flatten(0, 1))
+
+    def _to_device(self, tensor: ImageTensor) -> Tensor:
+        values = torch.frombuffer(bytearray(tensor.data), dtype=_DTYPES[tensor.dtype]).view(tensor.shape)
+        return values.to(self._device, self._dtype if values.is_floating_point() else None)
+
+
+def _build_module(folder: Path, images: ImageConfig, dtype: torch.dtype) -> Any:
+    """Return a module whose children have the names that the checkpoint uses within `model`."""
+    from transformers import AutoConfig, AutoModel
+    from transformers.initialization import no_init_weights
+
+    config, auto_model = AutoConfig.from_pretrained(folder, local_files_only=True), cast(Any, AutoModel)
+    module, previous = nn.Module(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with no_init_weights():
+            if images.tower == "qwen2_vl":
+                from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+                build: Any = Qwen2VisionTransformerPretrainedModel._from_config
+            else:
+                build = auto_model.from_config
+            tower = build(config.vision_config, dtype=dtype, attn_implementation="sdpa")
+            if images.tower in QWEN_TOWERS:
+                module.visual = tower
+            else:
+                from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
+
+                module.vision_tower = tower
+                module.multi_modal_projector = Gemma3MultiModalProjector(config)
+    finally:
+        torch.set_default_dtype(previous)
+    return module
+
+
+def _load(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Fill the tensors of a module from a checkpoint."""
+    files = TensorFiles(folder)
+    # Early checkpoints have other paths: no `model`, and another module around the encoder of Gemma 3.
+    plain = {re.sub(r"^model\.|(?<=vision_tower\.)vision_model\.", "", name): name for name in files.file_by_tensor}
+    for name, target in state.items():
+        source = plain.get(name.replace("vision_tower.vision_model.", "vision_tower."))
+        if source is None:
+            raise ConfigError(
+                f"{folder}: model.{name} is missing; download the checkpoint again, or set language_model_only"
+            )
+        tensor = files.get_slice(source)[...]
+        if tensor.shape != target.shape or tensor.dtype not in _FLOAT_DTYPES:
+            raise ConfigError(
+                f"{folder}: {source} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; the vision tower needs "
+                f"{tuple(target.shape)} and a float dtype; set language_model_only to serve the language model"
+            )
+        target.copy_(tensor)

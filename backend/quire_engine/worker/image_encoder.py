@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoder of images: runs the vision tower for the images of a step, and keeps the outputs of recent images.
+
+A chunk of a prompt can end inside an image, a preempted sequence computes its images again, and other requests send
+the same image: the output of the tower is then in the cache. An image that has left the cache is encoded again, so the
+size of the cache changes only the speed.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire_engine.distributed.communicator import Communicator
+from quire_engine.images.support import why_no_images
+from quire_engine.models.forward_batch import ImageFeatures
+from quire_engine.models.vision.tower import VisionTower
+from quire_engine.step.plan import ScheduledSpan
+from quire_spec.engine.config import EngineConfig
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.messages import ImageInput
+
+
+class ImageEncoder:
+    """Encoder of one engine. Tensor-parallel ranks other than 0 have none."""
+
+    def __init__(self, tower: VisionTower, max_cached_tokens: int) -> None:
+        """The outputs of at most `max_cached_tokens` tokens are kept."""
+        self._tower = tower
+        self._max_cached_tokens = max_cached_tokens
+        self._cache: OrderedDict[bytes, ImageFeatures] = OrderedDict()
+        self._num_cached_tokens = 0
+        self.num_bytes = tower.num_bytes
+        """Bytes of the weights of the tower."""
+        self.num_encoded = 0
+        """Number of images that the tower has encoded."""
+
+    def encode(self, spans: Sequence[ScheduledSpan]) -> ImageFeatures | None:
+        """Return the embeddings of the tokens of images that a step computes, in the order of the spans; None if the
+        step computes none."""
+        parts = []
+        for span in spans:
+            for image, tokens in span.image_tokens:
+                features = self._features(image)
+                rows = slice(tokens.start - image.start, tokens.stop - image.start)
+                parts.append((features.embeddings[rows], *(each[rows] for each in features.deepstack)))
+        if not parts:
+            return None
+        embeddings, *deepstack = (torch.cat(each) for each in zip(*parts, strict=True))
+        return ImageFeatures(embeddings, tuple(deepstack))
+
+    def _features(self, image: ImageInput) -> ImageFeatures:
+        features = self._cache.get(image.digest)
+        if features is None:
+            features = self._tower.encode(image.tensors)
+            self.num_encoded += 1
+            self._cache[image.digest] = features
+            self._num_cached_tokens += len(features.embeddings)
+            while self._num_cached_tokens > self._max_cached_tokens:
+                _, dropped = self._cache.popitem(last=False)
+                self._num_cached_tokens -= len(dropped.embeddings)
+        else:
+            self._cache.move_to_end(image.digest)
+        return features
+
+
+def build_image_encoder(
+    config: EngineConfig, shape: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device
+) -> ImageEncoder | None:
+    """Return the encoder of the model in `folder`; None if the engine reads no images. Raises ConfigError if the
+    weights of the vision tower cannot be loaded."""
+    if shape.images is None or why_no_images(config, shape, folder) is not None:
+        return None
+    return ImageEncoder(VisionTower(folder, shape.images, dtype, device), config.max_num_batched_tokens)
+
+
+def broadcast_features(features: ImageFeatures | None, communicator: Communicator, empty: Tensor) -> ImageFeatures:
+    """Send the embeddings of rank 0 to the other ranks, which pass None. Every rank gets the same result. `empty`
+    [1 + number of deepstack layers, num_image_tokens, hidden_size] is overwritten."""
+    if features is not None:
+        torch.stack((features.embeddings, *features.deepstack), out=empty)
+    embeddings, *deepstack = communicator.broadcast(empty).unbind()
+    return ImageFeatures(embeddings, tuple(deepstack))

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model reads images, which is read from config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from quire_spec.errors import ConfigError
+from quire_spec.model.hf_config import HFConfigReader
+
+QWEN_TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+"""Models whose images keep their aspect ratio, and whose tokens have a row and a column."""
+IMAGE_TOWERS = QWEN_TOWERS
+"""Values of `model_type` of the models whose vision towers the engine runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageConfig:
+    """How a model reads images: a vision tower computes the embeddings of an image's tokens."""
+
+    tower: str
+    """One of IMAGE_TOWERS."""
+    token_id: int
+    """Id of the token that stands for each token of an image."""
+    merge_size: int = 1
+    """The tower merges squares of merge_size x merge_size patches to one token."""
+    num_tokens: int = 0
+    """Number of tokens of each image; 0 if it depends on the image."""
+    num_deepstack: int = 0
+    """Number of layers to whose outputs the tower adds further embeddings of the tokens."""
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether the tokens of an image attend to each other in both directions."""
+        return self.tower not in QWEN_TOWERS
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self | None:
+        """Read config.json. Return None if the model has no vision tower that the engine runs.
+
+        Raises:
+            ConfigError: a value has the wrong type.
+        """
+        tower, vision = config.get("model_type"), config.get("vision_config")
+        if tower not in IMAGE_TOWERS or not isinstance(vision, Mapping):
+            return None
+        reader = HFConfigReader(config)
+        key = "image_token_id" if "image_token_id" in reader else "image_token_index"
+        if key not in reader:
+            return None
+        token_ids = reader.get_token_ids(key)
+        if len(token_ids) != 1:
+            raise ConfigError(f"config.json: {key}: must be one token id, got {list(token_ids)}")
+        if tower not in QWEN_TOWERS:
+            return cls(tower, token_ids[0], num_tokens=reader.get_int("mm_tokens_per_image", 256))
+        vision_reader = reader.get_section("vision_config")
+        deepstack = vision_reader.get_int_list("deepstack_visual_indexes") if tower == "qwen3_vl" else ()
+        return cls(tower, token_ids[0], vision_reader.get_int("spatial_merge_size", 2), num_deepstack=len(deepstack))
+
+
+def mrope_axes(section: tuple[int, ...], num_pairs: int, *, is_interleaved: bool) -> tuple[int, ...]:
+    """Return for each pair of rotated elements which of the three positions of a token rotates it: 0 for the time, 1
+    for the row and 2 for the column of an image.
+
+    Args:
+        section: number of pairs of each axis.
+        num_pairs: number of pairs of a head.
+        is_interleaved: whether the axes alternate. Otherwise, the pairs of an axis are adjacent.
+
+    Raises:
+        ConfigError: the sections have another number of pairs.
+    """
+    if is_interleaved and len(section) == 3:
+        return tuple(i % 3 if i < 3 * section[i % 3] else 0 for i in range(num_pairs))
+    axes = tuple(axis % 3 for axis, length in enumerate(section) for _ in range(length))
+    if len(axes) != num_pairs:
+        raise ConfigError(
+            f"config.json: mrope_section: must have 3 numbers that add up to {num_pairs}, got {list(section)}"
+        )
+    return axes

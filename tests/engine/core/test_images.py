@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts with images give the greedy output of transformers, for any schedule. The oracle computes the whole prompt
+for each token, and its images with it."""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from msgspec.structs import replace
+from support.image_checkpoints import FAMILIES, IMAGE_TOKEN, ImagePrompt, greedy, image_prompts, make_image_checkpoint
+from support.near_ties import assert_greedy_tokens
+from support.thread_workers import engine_with_thread_workers
+from support.tiny_checkpoints import load_adapted_oracle, load_oracle, make_adapter
+
+from quire_engine.core.engine import Engine
+from quire_spec.documents.adapter_digest import adapter_digest
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.engine.speculative_config import SpeculativeConfig
+from quire_spec.model.memory_sizing import kv_block_bytes
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.messages import SequenceRequest
+
+NUM_TOKENS = 20
+MAX_MODEL_LEN = 48
+MAX_LOGIT_ERROR = 2e-5
+"""In float32, relative to the largest log probability."""
+PLANS: list[list[Any]] = [
+    [3, [0], 2],
+    [[1], 1, [2], 4],  # two images, one at the beginning
+    [9],
+    [3, [2], 2],  # another image at the same place
+    [5, [0]],  # an image at the end
+    [2, [0], [0], 1],  # the same image twice
+]
+PLANS += [PLANS[0]]
+
+
+class Case(NamedTuple):
+    folder: Path
+    prompts: list[ImagePrompt]
+    references: list[tuple[list[int], torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    @functools.cache
+    def make(name: str) -> Case:
+        folder = make_image_checkpoint(tmp_path_factory.mktemp(name), name)
+        prompts, oracle = image_prompts(folder, PLANS), load_oracle(folder)
+        prompts[3] = prompts[3].with_text_of(prompts[0])
+        return Case(folder, prompts, [greedy(oracle, prompt, NUM_TOKENS) for prompt in prompts])
+
+    return make
+
+
+def _config(folder: Path, num_blocks: int | None = None, **changes: Any) -> EngineConfig:
+    if num_blocks is not None:
+        shape = ModelConfig.load(folder)
+        changes["kv_cache_memory_bytes"] = num_blocks * kv_block_bytes(shape, 8, 4)
+    defaults = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "block_size": 8, "max_logprobs": -1}
+    config = EngineConfig(str(folder), **(defaults | changes))  # type: ignore[arg-type]
+    config.validate()
+    return config
+
+
+def _run(
+    engine: Engine, prompts: list[ImagePrompt], digests: Mapping[int, str] | None = None, n: int = 1
+) -> dict[int, tuple[list[int], list[dict[int, float]], int]]:
+    """Return the tokens of each sequence, the log probabilities, and the number of cached tokens."""
+    allowed = list(range(IMAGE_TOKEN))
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NUM_TOKENS, logprobs=-1, ignore_eos=True, allowed_token_ids=allowed
+    )
+    for i, prompt in enumerate(prompts):
+        request = SequenceRequest(i * n, prompt.token_ids, params, (digests or {}).get(i), images=prompt.images)
+        engine.add(request)
+        empty = [replace(image, tensors={}) for image in prompt.images]
+        for j in range(1, n):
+            engine.add(replace(request, id=i * n + j, parent_id=i * n, images=empty))
+    outputs: dict[int, tuple[list[int], list[dict[int, float]], int]] = {}
+    while engine.has_work:
+        for digest, path in engine.pop_adapter_reads():
+            engine.add_adapter(digest, path, engine.read_adapter(path))
+        for result in engine.step().results:
+            assert result.error == ""
+            tokens, tables, cached = outputs.get(result.id, ([], [], 0))
+            tables += [{entry[0]: entry[1] for entry in entries} for entries in result.logprobs or []]
+            outputs[result.id] = tokens + result.token_ids, tables, cached + (result.num_cached_tokens or 0)
+        engine.check_integrity()
+    return outputs
+
+
+def _check(outputs: Any, references: list[tuple[list[int], torch.Tensor]], n: int = 1) -> None:
+    assert len(outputs) == n * len(references)
+    for i, (tokens, tables, _) in outputs.items():
+        expected, logprobs = references[i // n]
+        num_comparable = assert_greedy_tokens(tokens, expected, logprobs)
+        for table, row in list(zip(tables, logprobs, strict=True))[:num_comparable]:
+            errors = [abs(table[token] - float(row[token])) for token in range(IMAGE_TOKEN)]
+            assert max(errors) < MAX_LOGIT_ERROR * float(row.abs().max())
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "whole prompts": {},
+    "in chunks": {"max_num_seqs": 3, "max_num_batched_tokens": 7},
+    "preempted": {"num_blocks": MAX_MODEL_LEN // 8 + 1},
+    "nothing cached": {"enable_prefix_caching": False},
+    "drafts": {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)},
+}
+PAIRS = [
+    (name, scenario) for name in FAMILIES for scenario in SCENARIOS if (name, scenario) != ("qwen3_5-vision", "drafts")
+]
+
+
+@pytest.mark.parametrize(("name", "scenario"), PAIRS)
+def test_outputs_equal_transformers(cases, name, scenario):
+    case = cases(name)
+    engine = Engine.from_config(_config(case.folder, **SCENARIOS[scenario]))
+    _check(_run(engine, case.prompts), case.references)
+    assert (engine.stats().num_preemptions > 0) == (scenario == "preempted")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_prefix_cache_never_mixes_images(cases, name):
+    case = cases(name)
+    engine = Engine.from_config(_config(case.folder))
+    first = _run(engine, case.prompts[:1])
+    other, same = _run(engine, case.prompts[3:4]), _run(engine, case.prompts[:1])
+    assert case.prompts[3].token_ids[:8] == case.prompts[0].token_ids[:8]
+    assert [outputs[0][2] for outputs in (first, other, same)] == [0, 0, 8]
+    _check(same, case.references[:1])
+    _check(other, case.references[3:4])
+    # The tower has computed each image once.
+    assert engine._runner._image_encoder.num_encoded == 2  # type: ignore[attr-defined]
+
+
+def test_forks_share_the_images_of_their_parent(cases):
+    case = cases("qwen3_vl")
+    _check(_run(Engine.from_config(_config(case.folder)), case.prompts, n=2), case.references, n=2)
+
+
+def test_ranks_get_the_embeddings_of_rank_0(cases):
+    case = cases("qwen3_vl")
+    engine = engine_with_thread_workers(_config(case.folder, tensor_parallel_size=2, max_num_batched_tokens=64))
+    _check(_run(engine, case.prompts), case.references)
+
+
+def test_adapters_of_the_language_model_equal_peft(cases, tmp_path):
+    case = cases("qwen2_5_vl")
+    targets = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)"
+    adapter = make_adapter(case.folder, tmp_path / "adapter", target_modules=targets)
+    oracle = load_adapted_oracle(case.folder, adapter).base_model.model
+    engine = Engine.from_config(_config(case.folder, enable_lora=True))
+    digest = adapter_digest(adapter)
+    engine.add_adapter(digest, adapter, engine.read_adapter(adapter))
+    outputs = _run(engine, case.prompts[:3], {0: digest, 2: digest})
+    adapted = [greedy(oracle, case.prompts[i], NUM_TOKENS) for i in (0, 2)]
+    _check(outputs, [adapted[0], case.references[1], adapted[1]])
+    assert adapted[0][0] != case.references[0][0]

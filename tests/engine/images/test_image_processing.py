@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of images become the tensors of transformers' processor, in processes that may die; files that are not images,
+or are too large, are errors of their own requests."""
+
+import asyncio
+import io
+import struct
+import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from PIL import Image
+from support.image_checkpoints import make_image_checkpoint, png
+from support.quire_serve import command_line
+from support.tokenizer import byte_level, save_tokenizer
+from transformers import AutoImageProcessor
+
+from quire_engine import LLM, SamplingParams
+from quire_engine.images.placeholders import Placeholders
+from quire_engine.images.processor import ImageProcessor, ProcessedImage
+from quire_engine.images.support import why_no_images
+from quire_engine.ipc import worker_pool
+from quire_engine.text.images.image_reader import ImageReader
+from quire_engine.tokenization.control_tokens import END, START
+from quire_engine.tokenization.tokenizer import Tokenizer
+from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.speculative_config import SpeculativeConfig
+from quire_spec.errors import InvalidArgument
+from quire_spec.model.images.image_config import ImageConfig
+from quire_spec.model.model_config import ModelConfig
+
+MARKS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A checkpoint whose tokenizer has the marks of images."""
+    folder = make_image_checkpoint(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl")
+    tokenizer = byte_level(300)
+    tokenizer.add_tokens([f"filler {i} " for i in range(316 - tokenizer.get_vocab_size())])
+    tokenizer.add_special_tokens([MARKS[0], "<|video_pad|>", *MARKS[1:]])
+    assert tokenizer.token_to_id(MARKS[0]) == ModelConfig.load(folder).images.token_id  # type: ignore[union-attr]
+    return save_tokenizer(tokenizer, folder)
+
+
+def _images(folder: Path) -> ImageConfig:
+    images = ModelConfig.load(folder).images
+    assert images is not None
+    return images
+
+
+def _bomb() -> bytes:
+    """Return a PNG file of a few bytes that claims to have 10 billion pixels."""
+    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+    chunks = [b"IHDR" + header, b"IDAT" + zlib.compress(b"")]
+    parts = [struct.pack(">I", len(each) - 4) + each + struct.pack(">I", zlib.crc32(each)) for each in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@pytest.fixture
+async def reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ImageReader]:
+    monkeypatch.setattr(worker_pool, "NUM_WORKERS", 1)
+    reader = ImageReader(folder, _images(folder))
+    yield reader
+    while reader._workers._tasks or _workers():
+        for worker in _workers():
+            worker.kill()
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.1)  # the loop closes the pipes
+
+
+def _workers() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if "quire_engine.text.images.image_worker" in command_line(p)]
+
+
+async def test_workers_return_the_tensors_of_transformers(folder: Path, reader: ImageReader) -> None:
+    first, second, again = await reader.read([png(0), png(1), png(0)])
+    assert first == again == ImageProcessor(folder, _images(folder)).process(png(0))
+    expected = AutoImageProcessor.from_pretrained(folder, backend="pil")(Image.open(io.BytesIO(png(1))))
+    values = second.tensors["pixel_values"]
+    tensor = torch.frombuffer(bytearray(values.data), dtype=torch.float32).view(values.shape)
+    assert torch.equal(tensor, torch.tensor(expected["pixel_values"]))
+    assert second.digest != first.digest and second.num_tokens == second.grid[0] * second.grid[1]
+    # An invalid image ends its own request only.
+    results = await asyncio.gather(
+        *(reader.read([png(2), data]) for data in (b"no image", png(0)[:400], _bomb(), png(3))), return_exceptions=True
+    )
+    for result, message in zip(results, ("not a valid image", "not a valid image", "too many pixels"), strict=False):
+        assert isinstance(result, InvalidArgument) and str(result).startswith("images[1]: "), result
+        assert message in str(result)
+    assert isinstance(results[3], list) and len(results[3]) == 2
+
+
+def test_transparent_images_get_a_white_background_and_rotated_ones_are_turned(folder: Path) -> None:
+    processor, files, rotated = ImageProcessor(folder, _images(folder)), [], Image.Exif()
+    rotated[0x0112] = 6  # the tag of the orientation: turned by 90 degrees
+    pixels: list[tuple[str, tuple[int, int], object]] = [
+        ("RGBA", (64, 96), (200, 0, 0, 0)),
+        ("RGB", (64, 96), "white"),
+        ("RGB", (96, 64), "white"),
+    ]
+    for mode, size, color in pixels:
+        file = io.BytesIO()
+        Image.new(mode, size, color).save(file, "PNG", exif=rotated if size == (96, 64) else b"")  # type: ignore[arg-type]
+        files.append(file.getvalue())
+    transparent, white, turned = map(processor.process, files)
+    assert transparent == white and turned.grid == white.grid
+
+
+def _processed(*num_tokens: int) -> list[ProcessedImage]:
+    return [ProcessedImage(count, (1, count), bytes([i]), {}) for i, count in enumerate(num_tokens)]
+
+
+def test_marks_of_a_template_are_places_of_images_and_marks_of_users_are_text(folder: Path) -> None:
+    places = Placeholders(_images(folder), Tokenizer(folder))
+    user = f"{START}{MARKS[0]}{END}"
+    text = f"a {user} {MARKS[1]}{MARKS[0]}{MARKS[2]}{MARKS[0]}"
+    expanded = places.expand(text, _processed(2, 3))
+    assert expanded == f"a {user} {MARKS[1]}{MARKS[0] * 2}{MARKS[2]}{MARKS[0] * 3}"
+    for images in ([], _processed(1), _processed(1, 1, 1)):
+        with pytest.raises(InvalidArgument, match=f"has 2 places for {len(images)} images"):
+            places.expand(text, images)
+    token = _images(folder).token_id
+    located = places.locate([1, token, token, 2, token, token, token], _processed(2, 3))
+    assert [(image.start, image.num_tokens) for image in located] == [(1, 2), (4, 3)]
+    for token_ids in ([1, token, 2, token, token, token], [1, *[token] * 2, 2, *[token] * 4]):
+        with pytest.raises(InvalidArgument, match="tokens of images"):
+            places.locate(token_ids, _processed(2, 3))
+
+
+def test_why_a_checkpoint_reads_no_images(folder: Path, tmp_path: Path) -> None:
+    shape, config = ModelConfig.load(folder), EngineConfig(str(folder))
+    assert why_no_images(config, shape, folder) is None
+    drafter = SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=2)
+    for changes, message in (
+        ({"language_model_only": True}, "without language_model_only"),
+        ({"limit_mm_per_prompt": {"image": 0}}, "limit_mm_per_prompt allows none"),
+        ({"speculative_config": drafter}, "not possible with speculative_config.model"),
+    ):
+        reason = why_no_images(EngineConfig(str(folder), **changes), shape, folder)  # type: ignore[arg-type]
+        assert reason is not None and message in reason
+    assert "has no preprocessor_config.json" in str(why_no_images(config, shape, tmp_path))
+
+
+def test_the_offline_llm_takes_images_with_a_text(folder: Path) -> None:
+    llm = LLM(model=folder, dtype="float32", max_model_len=64, limit_mm_per_prompt={"image": 2})
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    text = f"the quick {MARKS[1]}{MARKS[0]}{MARKS[2]} fox"
+    image = Image.open(io.BytesIO(png(0)))
+    prompts = [{"prompt": text, "multi_modal_data": {"image": value}} for value in (image, [png(0)], png(1))]
+    first, same, other = llm.generate(prompts, params, use_tqdm=False)
+    assert first.outputs[0].token_ids == same.outputs[0].token_ids
+    assert first.prompt_token_ids != other.prompt_token_ids
+    for prompt, message in (
+        ({"prompt": text * 3, "multi_modal_data": {"image": [png(0)] * 3}}, "at most 2 are allowed, got 3"),
+        ({"prompt": text, "multi_modal_data": {"image": b"?"}}, r"images\[0\]: is not a valid image"),
+        ({"prompt": text, "multi_modal_data": {"audio": b"?"}}, "multi_modal_data: must be"),
+        ({"prompt_token_ids": [1], "multi_modal_data": {"image": png(0)}}, "not possible with prompt_token_ids"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            llm.generate(prompt, params, use_tqdm=False)
+    with pytest.raises(InvalidArgument, match="truncate_prompt_tokens: not possible with images"):
+        llm.generate(prompts, SamplingParams(max_tokens=1, truncate_prompt_tokens=5), use_tqdm=False)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random checkpoints that read images, their prompts, and the oracle: transformers with the whole model."""
+
+import io
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from support.tiny_checkpoints import BASE, CHECKPOINTS, VOCAB, write_checkpoint
+
+from quire_engine.images.processor import ImageProcessor, ProcessedImage
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.messages import ImageInput
+
+IMAGE_TOKEN, VIDEO_TOKEN, START_TOKEN, END_TOKEN = range(VOCAB - 4, VOCAB)
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5-vision")
+SIZES = ((60, 100), (130, 40), (64, 64), (90, 90))
+"""Heights and widths of the images."""
+
+
+def make_image_checkpoint(folder: Path, name: str) -> Path:
+    """Write the checkpoint `name` of tiny_checkpoints with a vision tower of random weights, all of which have an
+    effect, and the settings of its image processor."""
+    kind, overrides = CHECKPOINTS[name]
+    config = kind(**(BASE | overrides))
+    config.image_token_id, config.video_token_id = IMAGE_TOKEN, VIDEO_TOKEN
+    config.vision_start_token_id, config.vision_end_token_id = START_TOKEN, END_TOKEN
+    vision = config.vision_config
+    if name == "qwen2_vl":
+        vision.hidden_size = config.text_config.hidden_size  # the size of its outputs in this family
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "size": {"longest_edge": 20_000, "shortest_edge": 1000},
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+    }
+    write_checkpoint(folder, config, sum(map(ord, name)))
+    settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def png(seed: int) -> bytes:
+    """Return the file of a random image."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (*SIZES[seed % len(SIZES)], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """A prompt with images."""
+
+    token_ids: list[int]
+    images: list[ImageInput]
+
+    def with_text_of(self, other: "ImagePrompt") -> "ImagePrompt":
+        """Return this prompt with the text before its first image that another prompt has."""
+        start = self.images[0].start
+        return replace(self, token_ids=other.token_ids[:start] + self.token_ids[start:])
+
+
+def image_prompts(folder: Path, plans: Sequence[Sequence[int | list[int]]], seed: int = 0) -> list[ImagePrompt]:
+    """Return prompts. A number in a plan is that of random text tokens, and a list contains the seed of an image."""
+    shape = ModelConfig.load(folder)
+    assert shape.images is not None
+    processor, processed = ImageProcessor(folder, shape.images), dict[int, ProcessedImage]()
+    rng, prompts = random.Random(seed), []
+    for plan in plans:
+        token_ids: list[int] = []
+        images: list[ImageInput] = []
+        for part in plan:
+            if isinstance(part, int):
+                token_ids += (rng.randrange(IMAGE_TOKEN) for _ in range(part))
+                continue
+            image = processed.setdefault(part[0], processor.process(png(part[0])))
+            start = len(token_ids) + 1
+            images.append(ImageInput(start, image.num_tokens, image.digest, image.grid, image.tensors))
+            token_ids += [START_TOKEN, *[IMAGE_TOKEN] * image.num_tokens, END_TOKEN]
+        prompts.append(ImagePrompt(token_ids, images))
+    return prompts
+
+
+@torch.inference_mode()
+def greedy(oracle: Any, prompt: ImagePrompt, num_tokens: int) -> tuple[list[int], torch.Tensor]:
+    """Return the text tokens that transformers generates, and the log probabilities [num_tokens, IMAGE_TOKEN]. The
+    token of an image in an output would stand for another image in transformers."""
+    token_ids, logprobs, inputs = list(prompt.token_ids), [], _inputs(prompt.images)
+    for _ in range(num_tokens):
+        ids = torch.tensor([token_ids])
+        types = {"mm_token_type_ids": (ids == IMAGE_TOKEN).int()} if prompt.images else {}
+        if oracle.config.model_type == "gemma3":
+            types = {"token_type_ids": (ids == IMAGE_TOKEN).int()}
+        table = oracle(ids, **inputs, **types).logits[0, -1].log_softmax(-1)[:IMAGE_TOKEN]
+        logprobs.append(table)
+        token_ids.append(int(table.argmax()))
+    return token_ids[len(prompt.token_ids) :], torch.stack(logprobs)
+
+
+def _inputs(images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
+    tensors: dict[str, list[torch.Tensor]] = {}
+    for image in images:
+        for name, tensor in image.tensors.items():
+            values = torch.frombuffer(bytearray(tensor.data), dtype=getattr(torch, tensor.dtype))
+            tensors.setdefault(name, []).append(values.view(tensor.shape))
+    return {name: torch.cat(values) for name, values in tensors.items()}
