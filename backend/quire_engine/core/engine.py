@@ -380,6 +380,7 @@ class Engine:
         scheduler, block_manager = self._scheduler, self._scheduler.block_manager
         host_cache, prefix_cache, traffic = scheduler.host_cache, scheduler.prefix_cache, scheduler.store_traffic
         host_block_bytes = self.memory.swap_bytes // max(1, block_manager.num_host_blocks)
+        states = None if scheduler.states is None else scheduler.states.pool
         planner = scheduler.draft_planner
         drafts = DraftCounts() if planner is None else planner.counts
         return SchedulerStats(
@@ -387,6 +388,9 @@ class Engine:
             num_waiting=scheduler.num_waiting,
             num_blocks=self._block_pool.num_blocks,
             num_used_blocks=self._block_pool.num_used,
+            num_states=0 if states is None else states.num_rows,
+            num_used_states=0 if states is None else states.num_rows - states.num_available,
+            num_state_snapshots=0 if states is None else states.num_snapshots,
             prefix_cache_queries=scheduler.prefix_cache.num_queries,
             prefix_cache_hits=scheduler.prefix_cache.num_hits,
             num_preemptions=scheduler.num_preemptions,

@@ -93,6 +93,11 @@ def build_live_snapshot(
     return {
         "model": served_name,
         "kv_cache": {"blocks": stats["num_blocks"], "used": stats["num_used_blocks"]},
+        "states": {
+            "rows": stats["num_states"],
+            "used": stats["num_used_states"],
+            "snapshots": stats["num_state_snapshots"],
+        },
         "swap": {"blocks": stats["num_host_blocks"], "used": stats["num_used_host_blocks"]},
         "owners": [*owners[:MAX_OWNERS], *([(OTHERS, rest)] if rest else [])],
         "adapters": adapters,

@@ -166,6 +166,7 @@ class RequestMetrics:
             self._host_adapters,
             self._host_adapter_bytes,
             self._num_swapped,
+            *self._states.values(),
         ):
             gauge.set(0)
         self._num_running.set(0)
@@ -190,6 +191,8 @@ class RequestMetrics:
         if (num_tokens := stats.num_step_tokens - previous.num_step_tokens) > 0:
             self._step_tokens.observe(num_tokens)
         self._kv_cache_usage.set(stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
+        for name, gauge in self._states.items():
+            gauge.set(getattr(stats, name))
         for name, counter in self._core_counters.items():
             counter.inc(max(0, getattr(stats, name) - getattr(previous, name)))
         for reason, number in stats.folder_errors.items():
@@ -245,6 +248,11 @@ class RequestMetrics:
         self._offload_usage = gauge(
             "vllm:kv_offload_cpu_cache_usage_perc", "Fraction of the host memory for KV blocks that caches blocks."
         )
+        self._states = {
+            "num_states": gauge("quire_states", "States of sequences for which there is memory."),
+            "num_used_states": gauge("quire_states_used", "States that running sequences have."),
+            "num_state_snapshots": gauge("quire_state_snapshots", "States that the prefix cache keeps."),
+        }
         self._host_adapters = gauge("quire_host_adapters", "Adapters in host memory.")
         self._host_adapter_bytes = gauge("quire_host_adapter_bytes", "Bytes of the adapters in host memory.")
         self._core_connected = gauge("quire_core_connected", "1 while the engine core is connected.")

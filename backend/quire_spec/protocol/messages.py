@@ -367,6 +367,12 @@ class SchedulerStats(Value, frozen=True):
     num_blocks: int = 0
     num_used_blocks: int = 0
     """Number of KV blocks that are in use by sequences. A cached block that no sequence uses counts as free."""
+    num_states: int = 0
+    """Number of states of sequences for which there is memory; 0 if no layer has a state."""
+    num_used_states: int = 0
+    """Number of states that running sequences have."""
+    num_state_snapshots: int = 0
+    """Number of states that the prefix cache keeps."""
     prefix_cache_queries: int = 0
     """Number of prompt tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0

@@ -157,6 +157,8 @@ class DeviceBytesStatus:
     """Bytes as a quantity."""
     draft: str | None = schema_field(None, max_length=32)
     """Bytes as a quantity."""
+    states: str | None = schema_field(None, max_length=32)
+    """Bytes as a quantity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

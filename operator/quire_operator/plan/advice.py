@@ -108,7 +108,15 @@ def _attempt_row(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, ...]
     requested = inputs.engine.kvCacheMemory
     required = max(_min_kv_bytes(inputs, candidate.tp), 0 if requested is None else to_bytes(requested))
     available = share - costs.total
-    return share, costs.weights, costs.activations, costs.non_torch, costs.lora, available, required - available
+    return (
+        share,
+        costs.weights,
+        costs.activations + costs.states,
+        costs.non_torch,
+        costs.lora,
+        available,
+        required - available,
+    )
 
 
 def _min_kv_bytes(inputs: PlannerInputs, tp: int) -> int:
@@ -161,6 +169,7 @@ def _explain_no_fit_on_cpu(inputs: PlannerInputs, attempts: list[Candidate]) -> 
     kv = min_kv if requested is None else max(min_kv, to_bytes(requested))
     rows = {
         "weights": num_ranks * costs.weights, "step": num_ranks * costs.activations,
+        "states": num_ranks * costs.states,
         "adapter slots": num_ranks * costs.lora, "least KV cache": num_ranks * kv,
         "adapter copies": host.lora_copies, "swap space": host.swap, "KV offloading": host.kv_offloading,
         "processes": host.processes,

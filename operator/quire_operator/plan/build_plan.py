@@ -68,9 +68,9 @@ def _planned_value(requested: T | None, value: T, reason: str) -> PlannedValue[T
 
 
 def _device_memory(inputs: PlannerInputs, candidate: Candidate) -> DeviceMemory:
-    weights, activations, non_torch, lora, draft = map(round_up_mib, astuple(candidate.costs))
+    weights, activations, non_torch, lora, draft, states = map(round_up_mib, astuple(candidate.costs))
     kv = round_down_mib(candidate.kv_bytes)
-    used = DeviceMemory(weights, activations, non_torch, lora, kv, reserve=0, draft=draft)
+    used = DeviceMemory(weights, activations, non_torch, lora, kv, reserve=0, draft=draft, states=states)
     reserve = 0 if inputs.gpu is None else round_down_mib(inputs.gpu.visible_bytes) - used.total
     return replace(used, reserve=reserve)
 

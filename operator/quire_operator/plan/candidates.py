@@ -87,11 +87,11 @@ def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidat
     shape, dtype_bytes = inputs.model.shape, limits.element_bytes(inputs)
     costs = DeviceCosts(
         weights=device_memory.weights_bytes(limits.loaded_weights_bytes(inputs, tp), tp),
-        activations=device_memory.activation_bytes(shape, tokens, seqs, dtype_bytes, tp, inputs.lora)
-        + limits.state_bytes(inputs, tp, seqs),
+        activations=device_memory.activation_bytes(shape, tokens, seqs, dtype_bytes, tp, inputs.lora),
         non_torch=device_memory.non_torch_bytes(tp) if inputs.gpu else 0,
         lora=device_memory.lora_bytes(shape, inputs.lora.maxLoaded, inputs.lora.total_rank, inputs.lora, dtype_bytes),
         draft=limits.draft_bytes(inputs, tp),
+        states=limits.state_bytes(inputs, tp, seqs),
     )
     utilization = _utilization(inputs, tp)
     per_token = limits.kv_bytes_per_token(inputs, tp)

@@ -42,12 +42,14 @@ class DeviceCosts:
 
     weights: int
     activations: int
-    """Peak memory of the activations during the largest step, and the states of sequences."""
+    """Peak memory of the activations during the largest step."""
     non_torch: int
     lora: int
     """Memory of all adapter slots."""
     draft: int = 0
     """Weights of the draft model or of its heads."""
+    states: int = 0
+    """States of sequences, and their snapshots."""
 
     @property
     def total(self) -> int:

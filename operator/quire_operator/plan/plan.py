@@ -79,6 +79,8 @@ class DeviceMemory:
     """Memory for CUDA graphs, the server and fragmentation; only on a GPU."""
     draft: int = 0
     """Weights of the draft model or of its heads; the field kv includes their KV cache."""
+    states: int = 0
+    """States of sequences, and their snapshots."""
 
     @property
     def total(self) -> int:
@@ -219,7 +221,7 @@ _OPTIONAL_FIELDS = ("gpuMemoryUtilization", "kvCacheMemory")
 
 def _to_quantities(sizes: DeviceMemory | HostMemory) -> dict[str, str]:
     # These are rarely used, and plans of older releases do not contain them.
-    rare = ("swap", "draft", "kvOffloading")
+    rare = ("swap", "draft", "kvOffloading", "states")
     quantities = {name: to_quantity(getattr(sizes, name)) for name in sizes.__slots__}
     return {name: size for name, size in quantities.items() if name not in rare or size != "0"}
 

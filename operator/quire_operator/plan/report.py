@@ -154,6 +154,7 @@ def _model_rows(service: LLMService, plan: Plan) -> list[MemoryRow]:
         MemoryRow("W", "44", "weights", sizes.weights),
         MemoryRow("d", "106", "draft model", sizes.draft, "without its KV cache, which is part of the KV cache below"),
         MemoryRow("s", "45", "step", sizes.activations, f"up to {plan.maxNumBatchedTokens.value} tokens in a step"),
+        MemoryRow("t", "103", "states", sizes.states, f"of {plan.maxNumSeqs.value} sequences, and their snapshots"),
         MemoryRow("o", "100", "other libraries", sizes.nonTorch),
         MemoryRow("A", "43", "adapters", sizes.lora, lora_note),
         MemoryRow("K", "42", "KV cache", sizes.kv, kv_note),

@@ -90,6 +90,9 @@ VALUES: list[tuple[str, dict[str, str], float]] = [
     ("vllm:request_params_max_tokens_bucket", {"le": "+Inf"}, 1),
     ("vllm:request_params_max_tokens_sum", {}, 40),
     ("vllm:cache_config_info", {"num_gpu_blocks": "100", "block_size": "16"}, 1),
+    ("quire_states", {}, 40),
+    ("quire_states_used", {}, 1),
+    ("quire_state_snapshots", {}, 3),
     ("quire_swapped_out_blocks_total", {}, 5),
     ("quire_swapped_in_blocks_total", {}, 3),
     ("quire_block_copies_total", {}, 6),
@@ -132,6 +135,7 @@ def test_names_and_values_after_one_request(metrics: RequestMetrics):
     drafts = {"num_drafts": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 5}
     drafts["accepted_draft_tokens_per_position"] = [3, 2]
     sequences = {"num_running": 1, "num_waiting": 2, "num_swapped": 1}
+    sequences |= {"num_states": 40, "num_used_states": 1, "num_state_snapshots": 3}
     metrics.record_core_stats(
         SchedulerStats(
             **blocks, **copied, **sequences, prefix_cache_queries=7, num_steps=3, num_step_tokens=9, **drafts

@@ -280,15 +280,16 @@ def test_counts_states_of_layers_with_linear_attention():
     spec = NO_LORA + "\nengine: {maxNumSeqs: %d, maxNumBatchedTokens: 2048%s}"
     assert kv_bytes_per_token(planner_inputs("qwen3.5", H100, NO_LORA), 1) == 8 * 2 * 4 * 256 * 2
     state = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
-    activations = [
-        candidates.evaluate(planner_inputs("qwen3.5", H100, spec % (num, text)), 1, 2048, num).costs.activations
+    states = [
+        candidates.evaluate(planner_inputs("qwen3.5", H100, spec % (num, text)), 1, 2048, num).costs.states
         for num, text in ((64, ""), (64, ", prefixCaching: false"), (32, ", prefixCaching: false"))
     ]
-    assert activations[0] - activations[1] == 16 * state
+    assert states == [80 * state, 64 * state, 32 * state]
     half = planner_inputs("qwen3.5", H100, spec % (64, ", mambaSsmCacheDtype: bfloat16"))
-    saved = activations[0] - candidates.evaluate(half, 1, 2048, 64).costs.activations
-    assert saved == (64 + 16) * 24 * 32 * 128 * 128 * 2
-    assert activations[1] - activations[2] >= 32 * state
+    assert candidates.evaluate(half, 1, 2048, 64).costs.states == 80 * (state - 24 * 32 * 128 * 128 * 2)
+    plan = planner.make_plan(half)
+    assert plan.bytes.states == -(-80 * (state - 24 * 32 * 128 * 128 * 2) // 2**20) * 2**20
+    assert Plan.from_json(plan.to_json()) == plan
     for text, field in (
         ("kvCacheOffloading: {memory: 1Gi}", "kvCacheOffloading"),
         ("speculativeConfig: {method: ngram, numSpeculativeTokens: 3}", "speculativeConfig"),

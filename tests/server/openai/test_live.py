@@ -88,6 +88,7 @@ def test_a_snapshot_shows_counts_and_no_text_of_requests(live):
     assert SECRET not in json.dumps(snapshot)
     [(owner, num_blocks)] = snapshot["owners"]
     assert owner == "base" and 0 < num_blocks <= snapshot["kv_cache"]["used"] < snapshot["kv_cache"]["blocks"]
+    assert snapshot["states"] == {"rows": 0, "used": 0, "snapshots": 0}
     assert snapshot["counters"]["prompt_tokens_total"] > 0
 
 
@@ -247,12 +248,14 @@ def test_names_and_output_are_text(live, browser):
     state = {
         "time": 1, "version": HOSTILE, "model": HOSTILE, "requests": {"running": 1, "waiting": 0, "open": 1},
         "kv_cache": {"blocks": 10, "used": 3}, "swap": {"blocks": 0, "used": 0}, "owners": [[HOSTILE, 9]],
+        "states": {"rows": 9, "used": 2, "snapshots": 3},
         "cores": [], "adapters": [row], "num_adapters": 1, "host_adapter_bytes": 0, "counters": {},
     }  # fmt: skip
     # In one script, because the next event of the engine draws its own state.
     script = "draw(arguments[0]); return arguments[1].map((id) => document.getElementById(id).textContent)"
-    model, *others = browser.run(f"{script}.concat([document.title])", state, ["model", "owners", "rows"])
-    assert model == HOSTILE and all(HOSTILE in text for text in others)
+    shown = browser.run(f"{script}.concat([document.title])", state, ["states", "model", "owners", "rows"])
+    assert shown[:2] == ["States: 2 of 9 in use, 3 snapshots", HOSTILE]
+    assert all(HOSTILE in text for text in shown[2:])
     delta = {"content": f"{HOSTILE}\n```html\n{HOSTILE}\n```\n", "reasoning": HOSTILE}
     events = f"data: {json.dumps({'choices': [{'delta': delta, 'finish_reason': 'stop'}]})}\n\ndata: [DONE]\n\n"
     browser.run("document.getElementById('models').replaceChildren(new Option(arguments[0]))", HOSTILE)
