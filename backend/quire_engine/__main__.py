@@ -70,6 +70,9 @@ examples:
   the folder of an adapter with adapter_model.bin
     python -m quire_engine convert ./sql-lora --into ./sql-lora-safetensors
 
+  a GGUF file
+    python -m quire_engine convert ./qwen3-4b-q4_k_m.gguf --into ./qwen3-4b
+
   a model of the Hugging Face Hub; the second command generates with the new folder
     python -m quire_engine convert facebook/opt-125m --into ./opt-125m
     python -m quire_engine generate --model ./opt-125m --prompt "Hello"
@@ -147,8 +150,16 @@ def _bench(args: argparse.Namespace) -> None:
 
 
 def _convert(args: argparse.Namespace) -> None:
-    from quire_engine.weights import hub, pickle_conversion  # imports torch, which --help does not need
+    from quire_engine.weights import (
+        gguf_conversion,
+        hub,
+        pickle_conversion,
+    )  # imports torch, which --help does not need
 
+    if args.model.endswith(".gguf"):
+        report = gguf_conversion.convert_gguf(Path(args.model), args.into)
+        print(f"converted tensors={report.num_tensors} bytes={report.num_bytes} folder={args.into}")
+        return
     source = hub.resolve_model(args.model, args.revision, sys.stderr.isatty(), None, hub.PICKLE_PATTERNS)
     report = pickle_conversion.convert_checkpoint(source, args.into)
     print(f"converted and compared tensors={report.num_tensors} bytes={report.num_bytes} folder={args.into}")

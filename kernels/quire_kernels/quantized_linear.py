@@ -10,7 +10,7 @@ There are these schemes, which have the same names as in vLLM:
 - codebook: codes of 4 bits. A table contains the value of each code, and each group of inputs has a scale. NF4 is an
   example.
 - fp8: float8_e4m3fn. Either each row or each block of 128 x 128 numbers has a scale.
-- w8a16: integers of 8 bits. Each row has a scale.
+- w8a16: integers of 8 bits. Each row or each group of inputs has a scale.
 - w8a8: integers of 8 bits. Each row has a scale. The inputs of a token are also quantized to 8 bits, in groups of 64.
 
 If a compiled CPU kernel reads a weight, the weight is stored in panels. Otherwise, it is stored row by row. The
@@ -57,7 +57,7 @@ class _Weight(ctypes.Structure):
     _fields_ = (
         ("panels", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("bits", "group", "scale_bytes", "has_zeros", "int8_inputs")),
+        *((name, ctypes.c_int64) for name in ("bits", "group", "scale_bytes", "zero_bytes", "int8_inputs")),
     )
 
 
@@ -82,6 +82,9 @@ class QuantizedWeight:
     """Zero points of 4-bit codes: [out_features, groups] uint8. None if the panels contain the zero points, or if all
     of them are 8.
     """
+    mins: Tensor | None = None
+    """Numbers that are subtracted after the multiplication by the scales: [out_features, groups] float32. None if the
+    panels contain them, or if they are 0. A weight has zero points or these numbers, but not both."""
     codebook: Tensor | None = None
     """The value of each code. In panels, it is rounded to bfloat16; None for w8a8. If the weight is not in panels, this
     is None for all schemes except codebook, and on the CPU."""
@@ -98,7 +101,7 @@ class QuantizedWeight:
     @property
     def num_bytes(self) -> int:
         """Size of the codes, scales and zero points in bytes."""
-        return sum(tensor.nbytes for tensor in (self.values, self.scales, self.zeros) if tensor is not None)
+        return sum(tensor.nbytes for tensor in self._tensors() if tensor is not None)
 
     @property
     def address(self) -> int:
@@ -115,12 +118,21 @@ class QuantizedWeight:
         The weight must not be in panels. Its `num_parts` parts have equal shapes and are stored one after the other.
         """
         assert self.scales is not None
-        values, scales = (tensor.tensor_split(num_parts)[index] for tensor in (self.values, self.scales))
-        zeros = None if self.zeros is None else self.zeros.tensor_split(num_parts)[index]
-        return replace(self, shape=(len(values), self.shape[1]), values=values, scales=scales, zeros=zeros)
+        parts = [None if tensor is None else tensor.tensor_split(num_parts)[index] for tensor in self._tensors()]
+        values, scales, zeros, mins = parts
+        assert values is not None
+        return replace(self, shape=(len(values), self.shape[1]), values=values, scales=scales, zeros=zeros, mins=mins)
 
     def dequantize(self) -> Tensor:
         """Return the weight as float32 [out_features, in_features]."""
+        assert self.scales is not None
+        weight = self._scaled()
+        return weight if self.mins is None else weight - expand_groups(self.mins, self.group_size, self.shape[1])
+
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        return self.values, self.scales, self.zeros, self.mins
+
+    def _scaled(self) -> Tensor:
         assert self.scales is not None
         scales = expand_groups(self.scales.float(), self.group_size, self.shape[1])
         if self.scheme not in FOUR_BIT_SCHEMES:
@@ -193,6 +205,7 @@ def pack_weight_int8(
     *,
     dtype: torch.dtype = torch.bfloat16,
     weight_only: bool = False,
+    mins: Tensor | None = None,
 ) -> QuantizedWeight:
     """Return an int8 weight for `linear`.
 
@@ -202,19 +215,22 @@ def pack_weight_int8(
 
     Args:
         values: [out_features, in_features] int8 in [-127, 127], contiguous.
-        scales: [out_features] or [out_features, 1] float32; row i of the weight is scales[i] * values[i].
+        scales: [out_features] or [out_features, groups] float32; row i of the weight is scales[i] * values[i]. w8a8 has
+            one group. All groups have the same number of inputs.
         arena: allocates panels.
         dtype: dtype of the activations.
         weight_only: True selects the scheme w8a16, False selects w8a8.
+        mins: see QuantizedWeight; only with w8a16.
     """
     out_features, in_features = values.shape
-    scales = scales.reshape(out_features, 1).float().contiguous()
+    scales = scales.reshape(out_features, -1).float().contiguous()
+    group_size = _group_size(values, scales) if scales.shape[1] > 1 else in_features
     if not _has_kernel(values, dtype):
         scheme: Scheme = "w8a16" if weight_only else "w8a8"
-        return QuantizedWeight(scheme, (out_features, in_features), values, in_features, scales)
+        return QuantizedWeight(scheme, (out_features, in_features), values, group_size, scales, mins=mins)
     if weight_only:
         codes = to_sign_and_magnitude(values)
-        return _pack_codes("w8a16", codes, scales, None, in_features, int8_codebook(), arena)
+        return _pack_codes("w8a16", codes, scales, mins, group_size, int8_codebook(), arena)
     assert values.is_contiguous()
     shape = (out_features // PANEL_COLUMNS, PANEL_COLUMNS * (in_features + 4))
     panels = (arena or HugePageArena()).empty(shape, torch.uint8)
@@ -280,6 +296,7 @@ def pack_weight_codebook(
     arena: HugePageArena | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    mins: Tensor | None = None,
 ) -> QuantizedWeight:
     """Return a 4-bit weight for `linear`. The compiled kernel rounds the values of the codes to bfloat16.
 
@@ -289,12 +306,13 @@ def pack_weight_codebook(
         codebook: value of each code, [16] float32.
         arena: allocates panels.
         dtype: dtype of the activations.
+        mins: see QuantizedWeight.
     """
     group_size, scales = _group_size(values, scales), scales.float().contiguous()
     if _has_kernel(values, dtype):
-        return _pack_codes("codebook", values, scales, None, group_size, codebook.bfloat16(), arena)
+        return _pack_codes("codebook", values, scales, mins, group_size, codebook.bfloat16(), arena)
     packed = _pack_pairs(values)
-    return QuantizedWeight("codebook", tuple(values.shape), packed, group_size, scales, codebook=codebook)
+    return QuantizedWeight("codebook", tuple(values.shape), packed, group_size, scales, mins=mins, codebook=codebook)
 
 
 def _group_size(values: Tensor, scales: Tensor) -> int:
@@ -386,16 +404,17 @@ def _pack_codes(
     int8_inputs: bool = False,
 ) -> QuantizedWeight:
     """Pack codes into the panels that csrc/codes.cpp reads. Scales are stored as float16 if that does not change their
-    values.
+    values. `zeros` are zero points (uint8), or the numbers `mins` of QuantizedWeight (float32).
     """
     (out_features, in_features), bits = codes.shape, 4 if scheme in FOUR_BIT_SCHEMES else 8
     halves = scales.half()
     stored_scales = halves if torch.equal(halves.float(), scales) else scales
-    group_bytes = PANEL_COLUMNS * (stored_scales.itemsize + (zeros is not None))
+    zero_bytes = 0 if zeros is None else zeros.itemsize
+    group_bytes = PANEL_COLUMNS * (stored_scales.itemsize + zero_bytes)
     panel_bytes = PANEL_COLUMNS * in_features * bits // 8 + scales.shape[1] * group_bytes
     panels = (arena or HugePageArena()).empty((out_features // PANEL_COLUMNS, panel_bytes), torch.uint8)
     addresses = panels.data_ptr(), codebook.data_ptr()
-    struct = _Weight(*addresses, bits, group_size, stored_scales.itemsize, zeros is not None, int8_inputs)
+    struct = _Weight(*addresses, bits, group_size, stored_scales.itemsize, zero_bytes, int8_inputs)
     codes, zeros = codes.contiguous(), None if zeros is None else zeros.contiguous()
     cpu_native.get_library().quire_pack_codes(
         codes.data_ptr(),

@@ -110,6 +110,12 @@ def _pack(scheme: str, weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
         return pack_weight_fp4(codes, scales.to(torch.float8_e8m0fnu), dtype=dtype)
     if bits == "nvfp4":
         return pack_weight_fp4(codes, scales, dtype=dtype)
+    if bits == "mins":
+        mins = scales * 7.3
+        return pack_weight_codebook(codes, scales, torch.arange(16.0), mins=mins, dtype=dtype)
+    if bits == "int8mins":
+        mins = scales * 7.3
+        return pack_weight_int8(codes.to(torch.int8), scales, mins=mins, dtype=dtype, weight_only=True)
     if bits == "codebook":
         return pack_weight_codebook(codes, scales, torch.linspace(-1, 1, 16).bfloat16().float(), dtype=dtype)
     zeros = None if group_size.endswith("s") else zeros
@@ -136,6 +142,8 @@ def _pack(scheme: str, weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
         "mxfp4/32",
         "nvfp4/16",
         "codebook/64",
+        "mins/32",
+        "int8mins/16",
     ],
 )
 def test_quantized_linear(scheme: str, out_features: int, in_features: int, num_tokens: int) -> None:

@@ -192,6 +192,8 @@ def empty_quantized_weight(scheme: WeightScheme, out_features: int, in_features:
     def values(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(out_features, in_features, dtype=dtype, device=_DEVICE)
 
+    if scheme.layout == "gguf":
+        return pack_weight_codebook(values(torch.uint8), scales, torch.arange(16.0), mins=scales)
     if scheme.layout == "bnb4":
         return pack_weight_codebook(values(torch.uint8), scales, torch.linspace(-1, 1, 16))
     if scheme.layout in ("nvfp4", "nvfp4_packed"):

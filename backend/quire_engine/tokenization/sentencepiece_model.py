@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of a SentencePiece model (tokenizer.model) to a tokenizer of the `tokenizers` library.
 
-The module reads the file with protobuf, so the sentencepiece package is not needed. Only tokenizer_files.py calls it.
+The module reads and writes the file with protobuf, so the sentencepiece package is not needed. tokenizer_files.py and
+gguf_tokenizer.py call it.
 
 Source: `LlamaConverter` and `SentencePieceExtractor` in transformers 5; src/sentencepiece_model.proto of SentencePiece.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from quire_spec.errors import ConfigError
 
 _SPACE = "\u2581"
 _UNIGRAM, _BPE = 1, 2
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _Field = descriptor_pb2.FieldDescriptorProto
 _FIELDS: dict[str, tuple[tuple[str, int, int, str], ...]] = {
     "Piece": (
@@ -77,6 +79,27 @@ def read_sentencepiece_model(path: Path) -> tuple[tokenizers.Tokenizer, str, str
     )
     tokenizer.add_special_tokens([proto.trainer_spec.unk_piece])
     return tokenizer, proto.trainer_spec.bos_piece, proto.trainer_spec.eos_piece
+
+
+def write_sentencepiece_model(pieces: Sequence[tuple[str, float, int]], bos: str, eos: str, has_prefix: bool) -> bytes:
+    """Return the content of a tokenizer.model of the kind BPE.
+
+    Args:
+        pieces: text, score and type of each piece.
+        bos: the piece for the beginning of a sequence.
+        eos: the piece for the end of a sequence.
+        has_prefix: whether a space is added before each text.
+    """
+    proto = _model_class()()
+    for text, score, kind in pieces:
+        proto.pieces.add(piece=text, score=score, type=kind)
+        if kind == _UNKNOWN:
+            proto.trainer_spec.unk_id, proto.trainer_spec.unk_piece = len(proto.pieces) - 1, text
+    proto.trainer_spec.model_type, proto.trainer_spec.byte_fallback = _BPE, True
+    proto.trainer_spec.bos_piece, proto.trainer_spec.eos_piece = bos, eos
+    proto.normalizer_spec.add_dummy_prefix, proto.normalizer_spec.remove_extra_whitespaces = has_prefix, False
+    data: bytes = proto.SerializeToString()
+    return data
 
 
 def _build_model(path: Path, proto: Any) -> Any:

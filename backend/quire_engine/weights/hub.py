@@ -10,6 +10,7 @@ wait until the other has downloaded the files.
 """
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ import httpx
 import huggingface_hub
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+from quire_engine.weights.tensor_files import CONVERT_COMMAND
 from quire_spec.documents.tokenizer_files import FORMATS
 from quire_spec.errors import ConfigError
 from quire_spec.model.pooler_config import MODULE_FILES, module_folders
@@ -58,6 +60,10 @@ def resolve_model(
     # The name is too long, or it starts with `~` and the name of an unknown user.
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"model: {model[:200]!r}: {error}") from error
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise ConfigError(
+            f"model: {model!r} is a GGUF file; convert it with: {CONVERT_COMMAND} {shlex.quote(model)} --into FOLDER"
+        )
     if is_folder:
         if revision is not None:
             raise ConfigError(f"revision: {revision!r} was given for the folder {model!r}; only hub ids have revisions")

@@ -11,7 +11,6 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quire_engine.weights.conversion_report import ConversionReport
 from quire_engine.weights.tensor_files import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from quire_spec.dataclass_json import read_json_object
 from quire_spec.errors import ConfigError
@@ -35,16 +35,6 @@ larger than their file if several of them share the same memory. In a real check
 _COPIED_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _FIX = "use a checkpoint from another source"
 _MAX_COPIED_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class ConversionReport:
-    """Summary of the files that a conversion wrote."""
-
-    num_files: int
-    num_tensors: int
-    num_bytes: int
-    """Bytes of all tensors."""
 
 
 def convert_checkpoint(source: Path, target: Path) -> ConversionReport:

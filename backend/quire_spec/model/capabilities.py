@@ -38,6 +38,7 @@ CHECKPOINT_QUANTIZATIONS = (
     "modelopt",
     "auto-round",
     "bitsandbytes",
+    "gguf",
 )
 """Values of quant_method that are supported in config.json of a quantized checkpoint."""
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)

@@ -60,6 +60,9 @@ _AUTO_ROUND_FORMATS = {
 }
 """Maps packing_format of AutoRound to a layout, and to whether every zero point is stored minus 1."""
 _UNQUANTIZED_BITS = 16
+_GGUF_PERCENT = {"Q4_0": 104, "Q8_0": 104, "Q4_K": 134, "Q5_K": 182, "Q6_K": 153}
+"""Maps a quantized type of GGUF to its `memory_percent`. The scales and minima of the K types have 6 or 8 bits in the
+files and 32 in memory, and codes of 5 and 6 bits have 8."""
 _MAX_PATTERN_LENGTH = 1000
 _LINEAR_CLASS = "Linear"
 
@@ -70,7 +73,8 @@ class WeightScheme:
 
     layout: str
     """Format that defines which tensors there are and how they are arranged: fp8, int8, packed, awq, gptq, mxfp4, nvfp4
-    (of ModelOpt), nvfp4_packed (of compressed-tensors), bnb4 or bnb_int8 (of bitsandbytes)."""
+    (of ModelOpt), nvfp4_packed (of compressed-tensors), bnb4 or bnb_int8 (of bitsandbytes), or
+    gguf."""
     num_bits: int
     strategy: str
     """Which weights share a scale.
@@ -90,6 +94,9 @@ class WeightScheme:
     zeros_minus_one: bool = False
     """Whether the checkpoint stores every zero point minus 1, as the first version of GPTQ did."""
 
+    gguf_percent: int = 104
+    """`memory_percent` of GGUF."""
+
     @property
     def has_kernel(self) -> bool:
         """Whether these weights can stay quantized in memory on a device that has kernels for quantized weights."""
@@ -97,7 +104,7 @@ class WeightScheme:
             return self.block in (None, FP8_BLOCK)
         if self.layout in ("int8", "bnb_int8"):
             return self.block is None
-        return self.num_bits == 4
+        return self.num_bits == 4 or self.layout == "gguf"
 
     @property
     def memory_percent(self) -> int:
@@ -106,7 +113,7 @@ class WeightScheme:
         # The engine stores more scales than the files contain. A float8_e4m3fn block has one scale in the files, but
         # one scale for each of its rows in memory. A scale of NVFP4 or of double quantization has one byte in the
         # files, and four in memory.
-        return _MEMORY_PERCENT.get(self.layout, 104)
+        return self.gguf_percent if self.layout == "gguf" else _MEMORY_PERCENT.get(self.layout, 104)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +326,16 @@ def _parse_bitsandbytes(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], 
     return _for_all(WeightScheme("bnb4", 4, "group", (1, _BITSANDBYTES_BLOCK)))
 
 
+def _parse_gguf(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
+    """Read what the converter of GGUF files has written."""
+    types = config.get_str_list("types")
+    for name in types:
+        _require(config, "types", name, tuple(_GGUF_PERCENT))
+    # Layers can have different types. A group has at least 16 features.
+    percent = max((_GGUF_PERCENT[name] for name in types), default=100)
+    return _for_all(WeightScheme("gguf", 8, "group", (1, 16), gguf_percent=percent))
+
+
 def _parse_compressed_tensors(config: HFConfigReader) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
     if not config.get_section("transform_config").is_empty:
         raise config.error("transform_config", config.get_raw("transform_config"), "null (no other value is supported)")
@@ -403,6 +420,7 @@ _PARSERS = {
     "modelopt": _parse_modelopt,
     "auto-round": _parse_auto_round,
     "bitsandbytes": _parse_bitsandbytes,
+    "gguf": _parse_gguf,
 }
 assert tuple(_PARSERS) == capabilities.CHECKPOINT_QUANTIZATIONS
 

@@ -79,14 +79,15 @@ struct PackedScales {
                               : _mm512_loadu_ps((const float*)(at + half * 64));
   }
 
-  // What to subtract for each unit of the sum of the inputs: the table is centred on 8.
+  // What to subtract for each unit of the sum of the inputs: the table of codes with zero points is centred on 8.
   static inline __m512 shifts(const uint8_t* at, int64_t half, const QuireWeight& w, __m512 scales) {
+    if (w.zero_bytes == 4) return _mm512_loadu_ps((const float*)(at + kColumns * w.scale_bytes + half * kLine));
     const __m128i zeros = _mm_loadu_si128((const __m128i*)(at + kColumns * w.scale_bytes + half * kLanes));
     const __m512i offsets = _mm512_sub_epi32(_mm512_cvtepu8_epi32(zeros), _mm512_set1_epi32(8));
     return _mm512_mul_ps(_mm512_cvtepi32_ps(offsets), scales);
   }
 
-  static int64_t bytes(const QuireWeight& w) { return kColumns * (w.scale_bytes + w.has_zeros); }
+  static int64_t bytes(const QuireWeight& w) { return kColumns * (w.scale_bytes + w.zero_bytes); }
 };
 
 #ifdef __AVX512F__
@@ -274,7 +275,7 @@ void expand(const uint8_t* at, uint8_t* out, int64_t k, const QuireWeight& w) {
     for (int64_t half = 0; half < 2; half++) {
       const __m512 scales = Codes::scales(at, half, w);
       _mm512_storeu_ps((float*)(out + half * kLine), scales);
-      if (w.has_zeros) _mm512_storeu_ps((float*)(out + (2 + half) * kLine), Codes::shifts(at, half, w, scales));
+      if (w.zero_bytes) _mm512_storeu_ps((float*)(out + (2 + half) * kLine), Codes::shifts(at, half, w, scales));
     }
     at += Codes::bytes(w);
     out += Expanded::bytes(w);
@@ -313,7 +314,7 @@ void compute_codes(const CodeTile& t, const QuireWeight& w) {
     }
     each<H>([&](auto half) __attribute__((always_inline)) {
       const __m512 scales = Codes::scales(at, kFirst + half, w);
-      if (w.has_zeros) {
+      if (w.zero_bytes) {
         const __m512 shifts = Codes::shifts(at, kFirst + half, w, scales);
         each<R>([&](auto r) __attribute__((always_inline)) {
           sums[r][half] = _mm512_mul_ps(sums[r][half], scales);
@@ -394,8 +395,8 @@ float* floats(int64_t size) {
 
 extern "C" {
 
-// codes [n, k], scales [n, groups] (float16 or float32) and zeros [n, groups] to the panels of `weight`. n is a
-// multiple of 32; k and the group of 4.
+// codes [n, k], scales [n, groups] (float16 or float32) and zeros [n, groups] (uint8 or float32) to the panels of
+// `weight`. n is a multiple of 32; k and the group of 4.
 void quire_pack_codes(const uint8_t* codes, const uint8_t* scales, const uint8_t* zeros, const QuireWeight* weight,
                       int64_t n, int64_t k) {
   const QuireWeight& w = *weight;
@@ -430,7 +431,7 @@ void quire_pack_codes(const uint8_t* codes, const uint8_t* scales, const uint8_t
           const bool has_nan = std::any_of(row + begin, row + end, [](uint8_t code) { return (code & 0x7f) == 0x7f; });
           if (has_nan) std::fill_n(at + c * w.scale_bytes, w.scale_bytes, 0xff);
         }
-        if (w.has_zeros) at[kColumns * w.scale_bytes + c] = zeros[from];
+        __builtin_memcpy(at + kColumns * w.scale_bytes + c * w.zero_bytes, zeros + from * w.zero_bytes, w.zero_bytes);
       }
       at += PackedScales::bytes(w);
     }
@@ -453,11 +454,11 @@ void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, c
 #endif
   // Of few rows each thread computes the sums: the threads then need not wait for each other.
   const bool shared = m > kTileRows;
-  float* const shared_sums = w.has_zeros && shared ? floats(m * groups) : nullptr;
+  float* const shared_sums = w.zero_bytes && shared ? floats(m * groups) : nullptr;
 #pragma omp parallel
   {
     float* sums = shared_sums;
-    if (w.has_zeros && !shared) {
+    if (w.zero_bytes && !shared) {
       sums = floats(m * groups);
       sum_groups(x, ldx, w, k, 0, m, sums);
     }

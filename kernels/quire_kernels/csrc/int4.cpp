@@ -120,7 +120,7 @@ void compute_int4(const Int4Tile& t, const QuireWeight& w) {
                                 ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(at + half * 32)))
                                 : _mm512_loadu_ps((const float*)(at + half * 64));
       const __m128i* const zeros_at = (const __m128i*)(at + kColumns * w.scale_bytes + half * kLanes);
-      const __m512 zeros = w.has_zeros ? _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(zeros_at)))
+      const __m512 zeros = w.zero_bytes ? _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(zeros_at)))
                                        : _mm512_set1_ps(8.f);
       each<R>([&](auto r) __attribute__((always_inline)) {
         const Group& g = t.groups[r * groups + group];
@@ -130,7 +130,7 @@ void compute_int4(const Int4Tile& t, const QuireWeight& w) {
         _mm512_storeu_ps(total, _mm512_fmadd_ps(sum, factor, _mm512_loadu_ps(total)));
       });
     });
-    at += kColumns * (w.scale_bytes + w.has_zeros);
+    at += kColumns * (w.scale_bytes + w.zero_bytes);
   }
   each<R>([&](auto r) __attribute__((always_inline)) {
     each<H>([&](auto h) __attribute__((always_inline)) {
@@ -195,7 +195,7 @@ void quire_linear_int4(const bf16* x, int64_t ldx, const QuireWeight* weight, co
                        int64_t n, int64_t k, int64_t add) {
   const QuireWeight& w = *weight;
   const int64_t panels = n / kColumns, num = k / w.group;
-  const int64_t bytes = kColumns * k / 2 + num * kColumns * (w.scale_bytes + w.has_zeros);
+  const int64_t bytes = kColumns * k / 2 + num * kColumns * (w.scale_bytes + w.zero_bytes);
   // Each thread quantizes few rows itself: the threads then need not wait for each other.
   const bool shared = m > kTileRows;
   Quantized* const all = shared ? quantized(m, k, num) : nullptr;

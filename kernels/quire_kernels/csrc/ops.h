@@ -43,7 +43,8 @@ struct QuireWeight {
   int64_t bits;       // of a code: 4 or 8
   int64_t group;      // inputs that have a common scale; the last group can be smaller
   int64_t scale_bytes;  // 2: float16; 4: float32
-  int64_t has_zeros;    // 1: each group and column has a zero point, else it is 8
+  int64_t zero_bytes;   // of each group and column: 1: a zero point; 4: a float32 number that is subtracted after the
+                        // multiplication by the scale; 0: the zero point is 8
   int64_t int8_inputs;  // 1: inputs are quantized to 8 bits, see int4.cpp
 };
 

@@ -81,8 +81,8 @@ def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 def arguments_of(weight: QuantizedWeight) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """Return the tensors that the kernels read, and the kernels' constants.
 
-    The tensors are the codes, the scales, and the zero points or None. The constant GROUPS is the number of groups of
-    inputs in an iteration; each group has its own scale.
+    The tensors are the codes, the scales, and the zero points, `mins` or None. The constant GROUPS is the number of
+    groups of inputs in an iteration; each group has its own scale.
     """
     assert weight.scales is not None
     # The interpreter cannot load 8-bit floating point where a mask is false.
@@ -100,7 +100,7 @@ def arguments_of(weight: QuantizedWeight) -> tuple[tuple[Tensor | None, ...], di
         num_groups = num_inputs // group if num_inputs % group == 0 else BYTES
         assert group * bits % 8 == 0
     constants = {"GROUP": group, "GROUPS": num_groups, "PER_BYTE": 8 // bits, "CODES": codes}
-    return (values, scales, weight.zeros), constants
+    return (values, scales, weight.zeros if weight.mins is None else weight.mins), constants
 
 
 def _supports_scaled_mm(x: Tensor, weight: QuantizedWeight) -> bool:
@@ -242,7 +242,8 @@ def load_groups(
     """Return the scales or the zero points that an iteration needs: [GROUPS, columns].
 
     Args:
-        table: values of all groups of the weight: float32 scales, uint8 zero points, or uint8 exponents of 2 (E8M0).
+        table: values of all groups of the weight: float32 scales or `mins`, uint8 zero points, or uint8 exponents of 2
+            (E8M0).
         row_starts: index of the first group of each column.
         is_column: whether the column exists.
         start: offset of the iteration's first byte in a row. A row has `row_bytes` bytes.
@@ -261,7 +262,8 @@ def dequantize(codes, part: tl.constexpr, scale, zero, GROUPS: tl.constexpr, COD
         part: for 4 bits, which half of each byte: 0 for the lower half, 1 for the upper half.
         scale: [GROUPS, columns], float32 or uint8. The uint8 values are exponents of 2 with a bias of 127 (E8M0). The
             rows of a group are adjacent.
-        zero: zero points of int4, [GROUPS, columns]; None: they are all 8.
+        zero: [GROUPS, columns]: uint8 zero points of int4, or float32 numbers that are subtracted after the
+            multiplication; None: all zero points of int4 are 8.
     """
     if scale.dtype == tl.uint8:
         # 2^-127 is subnormal.
@@ -287,11 +289,13 @@ def dequantize(codes, part: tl.constexpr, scale, zero, GROUPS: tl.constexpr, COD
     COLUMNS: tl.constexpr = codes.shape[1]
     if GROUPS > 1 and GROUPS < INPUTS:
         weight = tl.reshape(weight, (GROUPS, INPUTS // GROUPS, COLUMNS))
+        scale = scale[:, None, :]
         if zero is not None:
-            weight -= zero.to(tl.float32)[:, None, :]
-        weight = tl.reshape(weight * scale[:, None, :], (INPUTS, COLUMNS))
-    else:
-        if zero is not None:
-            weight -= zero.to(tl.float32)
+            zero = zero[:, None, :]
+    if zero is None:
         weight *= scale
-    return weight
+    elif zero.dtype == tl.float32:
+        weight = weight * scale - zero
+    else:
+        weight = (weight - zero.to(tl.float32)) * scale
+    return tl.reshape(weight, (INPUTS, COLUMNS))

@@ -291,7 +291,10 @@ def _serve(args: argparse.Namespace) -> int:
     watched = None
     if args.model is not None:
         from quire_operator.cli.model import form as model_form
+        from quire_operator.cli.model import gguf_file
 
+        cache_dir = serve_options.cache_dir or serve.default_cache_dir(os.environ)
+        args.model = gguf_file.served_folder(args.model, cache_dir)
         document = model_form.build(args, fields, has_gpu := serve.has_gpu())
         if args.save is not None:
             return model_form.save(document, args.save, fields)

@@ -32,6 +32,8 @@ from quire_spec.model.checkpoint_documents import (
     parse_header,
     parse_index,
 )
+from quire_spec.model.gguf.config import config_from_header
+from quire_spec.model.gguf.header import read_header
 from quire_spec.model.quantization import MODELOPT_FILE, needs_modelopt_file, with_modelopt_file
 from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length
 
@@ -61,14 +63,20 @@ async def read_source_checkpoint(
 
 
 async def read_local_checkpoint(path: Path, parse: Parser[T], needs_tokenizer: bool = False) -> T:
-    """Read the folder of a model, or a single config.json. If there is only a config.json, the size of the weights is
-    estimated from it, and a tokenizer is not needed.
+    """Read the folder of a model, a GGUF file, or a single config.json. If there is only a config.json, the size of the
+    weights is estimated from it. In the last two cases, a tokenizer is not needed.
 
     Raises:
         ConfigError, Unavailable: see `read_checkpoint`.
     """
     if path.is_dir():
         return await read_checkpoint(FolderReader.unrestricted(path), parse, needs_tokenizer=needs_tokenizer)
+    if path.suffix == ".gguf":
+        gguf = read_header(path)
+        try:
+            return parse(config_from_header(gguf), {"metadata": {"total_size": gguf.num_bytes}}, None)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
     data = await _read(FolderReader.unrestricted(path.parent), path.name, MAX_CONFIG_BYTES)
     try:
         return parse(parse_config(data or b""), None, None)

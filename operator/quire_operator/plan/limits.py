@@ -307,7 +307,10 @@ def loaded_weights_bytes(inputs: PlannerInputs, tp: int) -> int:
         has_kernels = quantization.has_kernels(tp, has_experts=inputs.model.shape.moe is not None)
         stays_quantized = device in capabilities.QUANTIZED_KERNEL_DEVICES and has_kernels
         if stays_quantized and (device != "cpu" or inputs.engine.dtype == "bfloat16"):
-            return inputs.model.weights_bytes * quantization.memory_percent // 100
+            num_bytes = inputs.model.weights_bytes * quantization.memory_percent // 100
+            # In GGUF files, the embedding is quantized, too, and the engine dequantizes it.
+            embedding = inputs.model.shape.vocab_size * inputs.model.shape.embedding_size
+            return num_bytes + (embedding * element_bytes(inputs) if quantization.method == "gguf" else 0)
         return memory_sizing.weights_bytes(inputs.model.shape, element_bytes(inputs))
     return inputs.model.weights_bytes * element_bytes(inputs) // capabilities.DTYPE_BYTES.get(inputs.model.dtype, 2)
 

@@ -20,6 +20,7 @@ import torch
 from msgspec.structs import replace
 from peft.tuners.lora.variants import calculate_alora_offsets
 from support import quantized_checkpoints
+from support.gguf_files import K_TYPES, write_quantized_llama
 from support.graph_captures import replace_captures
 from support.near_ties import assert_greedy_tokens, assert_top_tokens
 from support.quantized_checkpoints import FOLDER, write_dequantized
@@ -36,6 +37,7 @@ from transformers import Mxfp4Config
 
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.weights.gguf_conversion import convert_gguf
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.speculative_config import SpeculativeConfig
@@ -652,19 +654,32 @@ def test_adapters_in_one_batch_equal_peft(adapter_cases, checkpoint, scenario):
         assert engine.stats().num_adapter_evictions > 0
 
 
-QUANTIZED = ("awq", "bitsandbytes-nf4", "ct-fp8-block", "ct-int4-zeros", "ct-int8", "gptq-desc_act", "modelopt-nvfp4")
+QUANTIZED = (
+    "gguf",
+    "awq",
+    "bitsandbytes-nf4",
+    "ct-fp8-block",
+    "ct-int4-zeros",
+    "ct-int8",
+    "gptq-desc_act",
+    "modelopt-nvfp4",
+)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", (*QUANTIZED, "gguf"))
 def test_adapters_on_a_quantized_base_equal_peft_on_the_dequantized_base(name, tmp_path):
-    dequantized = write_dequantized(quantized_checkpoints.FOLDER / name, tmp_path / "dequantized")
+    folder = quantized_checkpoints.FOLDER / name
+    if name == "gguf":
+        folder = tmp_path / "converted"
+        convert_gguf(write_quantized_llama(tmp_path, K_TYPES), folder)
+    dequantized = write_dequantized(folder, tmp_path / "dequantized")
     adapter = make_adapter(dequantized, tmp_path / "adapter", use_dora=True)
     prompts = [[token % quantized_checkpoints.VOCAB for token in prompt] for prompt in _prompts(8, seed=1)]
     references = _reference(load_oracle(dequantized), prompts) + _reference(
         load_adapted_oracle(dequantized, adapter), prompts
     )
     adapters, digests = {None: None, "a": adapter}, [None] * 8 + ["a"] * 8
-    case = AdapterCase(quantized_checkpoints.FOLDER / name, adapters, prompts * 2, digests, references)
+    case = AdapterCase(folder, adapters, prompts * 2, digests, references)
     _check(_generate(_adapted_engine(case), case.prompts, digests, arrival_ratio=0.3), references)
 
 

@@ -47,6 +47,16 @@ SCHEMES: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int8": lambda weight: pack_weight_int8(*quantize_int8(weight), dtype=torch.float32, weight_only=True),
     "fp8": lambda weight: pack_weight_fp8(*quantize_fp8(weight), dtype=torch.float32),
     "fp8, blocks": _fp8_blocks,
+    "codebook and minima": lambda weight: pack_weight_codebook(
+        *_codes4(weight), torch.arange(16.0), mins=_codes4(weight)[1], dtype=torch.float32
+    ),
+    "int8 and minima": lambda weight: pack_weight_int8(
+        quantize_int8(weight)[0],
+        _codes4(weight)[1] / 16,
+        dtype=torch.float32,
+        weight_only=True,
+        mins=_codes4(weight)[1],
+    ),
     "nvfp4": lambda weight: pack_weight_fp4(*_codes4(weight), dtype=torch.float32),
     "codebook": lambda weight: pack_weight_codebook(*_codes4(weight), torch.randn(16), dtype=torch.float32),
 }

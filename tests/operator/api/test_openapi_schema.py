@@ -84,7 +84,7 @@ INVALID = [
     (
         {"spec.engine.quantization": "FP8"},
         'spec.engine.quantization: "FP8": must be one of None, int8, int4, fp8, fbgemm_fp8, compressed-tensors, awq, '
-        "gptq, mxfp4, modelopt, auto-round, bitsandbytes; did you mean fp8?",
+        "gptq, mxfp4, modelopt, auto-round, bitsandbytes, gguf; did you mean fp8?",
     ),
     ({"spec.model.servedName": "Ta les"}, f'spec.model.servedName: "Ta les": {NAME}'),
     ({"spec.model.servedName": "tales\n"}, f'spec.model.servedName: "tales\\n": {NAME}'),

@@ -6,10 +6,13 @@ import http.server
 import io
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -20,6 +23,7 @@ from support.quire_serve import EXAMPLES
 from quire_operator.api import crd
 from quire_operator.cli import main, serve, service_file
 from quire_operator.cli.model import form as model_form
+from quire_operator.cli.model import gguf_file
 from quire_operator.cli.model.options import SPEC_OPTIONS
 from quire_operator.cli.pod_options import pod_fields
 from quire_spec.engine.vllm_arguments import OTHER_VLLM_ARGUMENTS
@@ -56,6 +60,27 @@ def plan(*argv, environment=None, has_gpu=False):
 )
 def test_source_of_a_model(model, source):
     assert document(model)["spec"]["model"]["source"] == source
+
+
+def test_gguf_file_is_converted_once(tmp_path, monkeypatch):
+    file, commands = tmp_path / "my-model.gguf", []
+
+    def run(command):
+        commands.append(command)
+        Path(command[-1]).mkdir(parents=True)
+        return SimpleNamespace(returncode=0)
+
+    file.write_bytes(b"GGUF")
+    monkeypatch.setattr(subprocess, "run", run)
+    folders = {gguf_file.served_folder(str(file), tmp_path / "cache") for _ in range(2)}
+    (folder,) = folders
+    assert commands == [[sys.executable, "-m", "quire_engine", "convert", str(file), "--into", folder]]
+    assert document(folder)["spec"]["model"]["servedName"] == "my-model"
+    file.write_bytes(b"GGUF2")
+    monkeypatch.setattr(subprocess, "run", lambda _: SimpleNamespace(returncode=1))
+    with pytest.raises(ConfigError, match=r"my-model.gguf: the GGUF file was not converted"):
+        gguf_file.served_folder(str(file), tmp_path / "cache")
+    assert gguf_file.served_folder("org/model", tmp_path) == "org/model"
 
 
 def test_existing_folder_wins_over_the_hub(tmp_path, monkeypatch):

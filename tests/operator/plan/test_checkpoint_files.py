@@ -8,6 +8,8 @@ import json
 from functools import partial
 from types import SimpleNamespace
 
+import gguf
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,6 +53,26 @@ def at(prefix, content):
 async def load(source, **options):
     async with SourceFactory(SourceOptions(**options), lambda ref: SECRETS[ref.name]) as sources:
         return await read_checkpoint(sources.open_reader(source), PARSE)
+
+
+async def test_reads_the_header_of_a_gguf_file(tmp_path):
+    writer, file = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3"), tmp_path / "m.gguf"
+    for name, value in (("block_count", 1), ("embedding_length", 64), ("feed_forward_length", 96)):
+        writer.add_uint32(f"qwen3.{name}", value)
+    writer.add_head_count(4)
+    writer.add_context_length(512)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tensor("token_embd.weight", np.zeros((32, 68), dtype=np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = await read_local_checkpoint(file, PARSE)
+    assert (found.shape.architecture, found.shape.vocab_size, found.weights_bytes) == ("Qwen3ForCausalLM", 32, 32 * 68)
+    assert found.shape.tie_word_embeddings and found.shape.quantization.method == "gguf"
+    file.write_bytes(file.read_bytes().replace(b"block_count", b"block_xxxxx"))
+    with pytest.raises(ConfigError, match=r"m.gguf: qwen3.block_count is missing; convert"):
+        await read_local_checkpoint(file, PARSE)
 
 
 @pytest.fixture(autouse=True)

@@ -85,7 +85,7 @@ def test_ignores_adapters_without_enable_lora(vllm):
         ({"model": "m", "trust_remote_code": "true"}, "'trust_remote_code': value True is not supported"),
         ({"model": "m", "tokenizer": "other"}, "'tokenizer': value 'other' is not supported"),
         ({"model": "m", "stream_interval": 4}, "'stream_interval': value 4 is not supported"),
-        ({"model": "m", "quantization": "gguf"}, "quantization: must be one of None, int8, int4, fp8, fbgemm_fp8"),
+        ({"model": "m", "quantization": "quark"}, "quantization: must be one of None, int8, int4, fp8, fbgemm_fp8"),
         ({"model": "m", "max_model_len": "long"}, "max_model_len: expected an integer"),
         ({"model": "m", "dtype": ["float16"]}, "dtype: expected a string"),
         ({"gpu_memory_utilization": 0.5}, "model: missing"),

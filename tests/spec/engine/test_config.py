@@ -48,8 +48,8 @@ def test_engine_config_round_trip():
             "kv_offloading_size: needs enable_prefix_caching, .*; remove it or set enable_prefix_caching",
         ),
         (
-            {"model": "m", "quantization": "gguf"},
-            "quantization: must be one of None, int8, .*, bitsandbytes, got 'gguf'",
+            {"model": "m", "quantization": "quark"},
+            "quantization: must be one of None, int8, .*, gguf, got 'quark'",
         ),
         (
             {"model": "m", "kv_events_config": {"enable_kv_cache_events": True, "endpoint": "ipc:///tmp/events"}},

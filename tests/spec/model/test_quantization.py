@@ -91,6 +91,10 @@ CONFIGS = {
         {"quant_method": "bitsandbytes", "_load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]},
         WeightScheme("bnb_int8", 8, "channel"),
     ),
+    "gguf": (
+        {"quant_method": "gguf", "types": ["Q4_K", "Q6_K"]},
+        WeightScheme("gguf", 8, "group", (1, 16), gguf_percent=153),
+    ),
     "modelopt, mixed": (
         {
             "quant_method": "modelopt",
@@ -166,7 +170,8 @@ def test_quantization_must_match_the_checkpoint():
 
 
 ERRORS = {
-    "method": ({"quant_method": "quark"}, "quant_method: must be one of fp8, .*, bitsandbytes, got 'quark'"),
+    "method": ({"quant_method": "quark"}, "quant_method: must be one of fp8, .*, gguf, got 'quark'"),
+    "type of gguf": ({"quant_method": "gguf", "types": ["Q2_K"]}, "types: must be Q4_0 or .* or Q6_K, got 'Q2_K'"),
     "bits": ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits: must be 4 or 8, got 3"),
     "group": ({"quant_method": "awq", "bits": 4, "group_size": 0}, "group_size: must be a positive integer, got 0"),
     "version": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: must be gemm, got 'gemv'"),

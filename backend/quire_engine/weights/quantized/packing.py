@@ -130,7 +130,8 @@ def _pad(codes: WeightCodes, num_rows: int) -> WeightCodes:
     values = torch.zeros(num_rows, codes.values.shape[1], dtype=torch.uint8).view(codes.values.dtype)
     grid = torch.zeros(num_rows, codes.scales.shape[1])
     zeros = None if codes.zeros is None else grid.to(codes.zeros.dtype)
-    return replace(codes, values=values, scales=grid.to(codes.scales.dtype), zeros=zeros)
+    mins = None if codes.mins is None else grid
+    return replace(codes, values=values, scales=grid.to(codes.scales.dtype), zeros=zeros, mins=mins)
 
 
 def _pack_codes(
@@ -140,20 +141,22 @@ def _pack_codes(
     values, scales, num_groups = codes.values.to(device).contiguous(), codes.scales.to(device), codes.scales.shape[1]
     if codes.groups is not None:
         return None
+    mins = None if codes.mins is None else codes.mins.to(device)
     if values.dtype == torch.float8_e4m3fn:
         is_supported = num_groups == 1 or FP8_BLOCK[1] % codes.block[1] == 0
         return pack_weight_fp8(values, scales, arena, dtype=dtype, group_size=codes.block[1]) if is_supported else None
     if values.dtype == torch.int8:
         # -128 cannot be represented by a sign and 7 bits of magnitude.
-        if num_groups > 1 or not (is_w8a8 or int(values.min()) > -128):
+        has_groups = num_groups > 1 and num_groups * codes.block[1] == values.shape[1]
+        if (num_groups > 1 and (is_w8a8 or not has_groups)) or not (is_w8a8 or int(values.min()) > -128):
             return None
-        return pack_weight_int8(values, scales, arena, dtype=dtype, weight_only=not is_w8a8)
+        return pack_weight_int8(values, scales, arena, dtype=dtype, weight_only=not is_w8a8, mins=mins)
     if codes.num_bits != 4 or codes.block[1] % 4 or num_groups * codes.block[1] != values.shape[1]:
         return None
     if codes.codebook is not None:
         if torch.equal(codes.codebook, e2m1_codebook().float()):
             return pack_weight_fp4(values, scales, arena, dtype=dtype)
-        return pack_weight_codebook(values, scales, codes.codebook, arena, dtype=dtype)
+        return pack_weight_codebook(values, scales, codes.codebook, arena, dtype=dtype, mins=mins)
     zeros = None if codes.zeros is None else codes.zeros.to(device)
     return pack_weight_int4(values, scales, zeros, arena, dtype=dtype)
 

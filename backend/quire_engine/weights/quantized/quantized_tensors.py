@@ -3,6 +3,7 @@
 
 from quire_engine.weights.quantized.awq import AWQTensor
 from quire_engine.weights.quantized.bitsandbytes import BitsAndBytesInt8Tensor, BitsAndBytesTensor
+from quire_engine.weights.quantized.gguf import GGUF_TENSORS
 from quire_engine.weights.quantized.gptq import GPTQTensor
 from quire_engine.weights.quantized.mxfp4 import MXFP4Tensor
 from quire_engine.weights.quantized.nvfp4 import NVFP4Tensor, PackedNVFP4Tensor
@@ -25,7 +26,7 @@ _CLASS_BY_LAYOUT: dict[str, type[QuantizedTensor]] = {
     "nvfp4_packed": PackedNVFP4Tensor,
 }
 _WEIGHT = ".weight"
-_PACKED_MARKERS = (".qweight", ".weight_packed")
+_PACKED_MARKERS = (".qweight", ".weight_packed", *GGUF_TENSORS)
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 _UNUSED_SUFFIXES = (".k_scale", ".v_scale", ".q_scale")
 """Name suffixes of scales of the KV cache. The engine does not read them."""
@@ -60,13 +61,13 @@ class QuantizedTensors:
         if marker is None or not name.endswith(_WEIGHT):
             return None
         scheme = self._scheme.scheme_of(module)
-        tensor_class = _CLASS_BY_LAYOUT.get(scheme.layout)
+        tensor_class = GGUF_TENSORS.get(marker) if scheme.layout == "gguf" else _CLASS_BY_LAYOUT.get(scheme.layout)
         if tensor_class is None or marker != tensor_class.MARKER:
             raise ConfigError(
                 f"config.json: quantization_config: describes {module} as {scheme.layout}, but the checkpoint contains "
                 f"{module}{marker}; correct quant_method or format"
             )
-        used = (marker, *tensor_class.SCALES, *tensor_class.REQUIRED, *tensor_class.OPTIONAL)
+        used = (*dict.fromkeys((marker, *tensor_class.SCALES)), *tensor_class.REQUIRED, *tensor_class.OPTIONAL)
         suffixes = [suffix for suffix in used if f"{module}{suffix}" in self.files]
         self._modules.add(module)
         self._found.update(f"{module}{suffix}" for suffix in (*suffixes, *tensor_class.UNUSED))

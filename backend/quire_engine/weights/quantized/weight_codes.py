@@ -15,7 +15,7 @@ _MIN_GROUP = 8
 
 @dataclass(frozen=True, slots=True)
 class WeightCodes:
-    """A weight, equal to (values - zeros) * scales.
+    """A weight, equal to (values - zeros) * scales - mins.
 
     Each block of output and input features has one scale and one zero point.
     """
@@ -40,15 +40,20 @@ class WeightCodes:
     codebook: Tensor | None = None
     """The numbers that codes of 4 bits stand for, as [16] float32. In this case, there are no zero points. None: the
     values are the numbers."""
+    mins: Tensor | None = None
+    """Numbers that are subtracted after the multiplication, as float32 in the shape of `scales`. None means that they
+    are 0."""
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out_features, in_features]. The product is computed in float32 and rounded once."""
         if self.codebook is not None:
-            return (self.codebook[self.values.int()] * self._expand(self.scales.float())).to(dtype)
-        weight = self.values.float()
-        if self.values.dtype == torch.uint8:
-            weight -= 1 << (self.num_bits - 1) if self.zeros is None else self._expand(self.zeros).float()
-        return (weight * self._expand(self.scales)).to(dtype)
+            weight = self.codebook[self.values.int()]
+        else:
+            weight = self.values.float()
+            if self.values.dtype == torch.uint8:
+                weight -= 1 << (self.num_bits - 1) if self.zeros is None else self._expand(self.zeros).float()
+        weight *= self._expand(self.scales.float())
+        return (weight if self.mins is None else weight - self._expand(self.mins)).to(dtype)
 
     def by_row(self) -> Self:
         """Return the same weight, but with separate scales for each row.
@@ -60,7 +65,8 @@ class WeightCodes:
         width = self.block[1] if self.scales.shape[1] > 1 else columns
         scales = self.scales.repeat_interleave(height, 0)[:rows]
         zeros = None if self.zeros is None else self.zeros.repeat_interleave(height, 0)[:rows]
-        return replace(self, scales=scales, zeros=zeros, block=(1, width))
+        mins = None if self.mins is None else self.mins.repeat_interleave(height, 0)[:rows]
+        return replace(self, scales=scales, zeros=zeros, mins=mins, block=(1, width))
 
     def cut(self, first_row: int, num_rows: int, first_column: int, num_columns: int) -> Self | None:
         """Return a part of the weight.
@@ -84,6 +90,7 @@ class WeightCodes:
             values=self.values[rows, first_column : first_column + num_columns],
             scales=cut_groups(weight.scales),
             zeros=None if weight.zeros is None else cut_groups(weight.zeros),
+            mins=None if weight.mins is None else cut_groups(weight.mins),
             block=(1, weight.block[1] if num_columns == columns else size),
         )
 
@@ -103,7 +110,8 @@ class WeightCodes:
 
     def _kind(self) -> tuple[object, ...]:
         codebook = None if self.codebook is None else tuple(self.codebook.tolist())
-        return self.values.dtype, self.scales.dtype, self.num_bits, self.block, codebook
+        kind = self.values.dtype, self.scales.dtype, self.num_bits, self.block
+        return *kind, codebook, self.zeros is None, self.mins is None
 
     def _expand(self, grid: Tensor) -> Tensor:
         """For each value of the weight, look up its entry in `grid`, and return these entries as a tensor.
@@ -132,13 +140,14 @@ def concatenate(parts: Sequence[WeightCodes]) -> WeightCodes | None:
         has_same_groups = part.groups is first.groups or (
             part.groups is not None and first.groups is not None and torch.equal(part.groups, first.groups)
         )
-        if not is_alike or not has_same_groups or (part.zeros is None) != (first.zeros is None):
+        if not is_alike or not has_same_groups:
             return None
     return replace(
         first,
         values=_cat([part.values for part in parts]),
         scales=_cat([part.scales for part in parts]),
         zeros=None if first.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None]),
+        mins=None if first.mins is None else torch.cat([part.mins for part in parts if part.mins is not None]),
     )
 
 
