@@ -138,7 +138,12 @@ def test_rank_follows_local_adapters(tmp_path):
     assert document(TINY, f"--lora=a={tmp_path}", "--max-lora-rank=64")["spec"]["lora"] == {"maxRank": 64}
 
 
-VALUES = {"--dtype": "float32", "--quantization": "int8", "--kv-cache-dtype": "fp8"}
+VALUES = {
+    "--mamba-ssm-cache-dtype": "bfloat16",
+    "--dtype": "float32",
+    "--quantization": "int8",
+    "--kv-cache-dtype": "fp8",
+}
 
 
 def test_saved_file_serves_the_same(tmp_path, capsys):
