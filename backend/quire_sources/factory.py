@@ -33,6 +33,7 @@ from quire_spec.documents.sources import (
     GcsSource,
     HttpSource,
     HuggingFaceSource,
+    ImageSource,
     OciSource,
     PvcSource,
     S3Source,
@@ -121,6 +122,11 @@ class SourceFactory(AsyncExitStack):
                 return self._pvc_reader(pvc)
             case Source(path=str() as path):
                 return self._path_reader(path)
+            case Source(image=ImageSource() as image):
+                raise ConfigError(
+                    f"image {image.reference!r}: only pods of a cluster mount it, and only for a model; use oci for an "
+                    "adapter, and a path on this machine"
+                )
         raise ConfigError(f"source: is empty; give one of {name_list(SOURCE_KINDS)}")
 
     def secret_version(self, source: Source) -> int:

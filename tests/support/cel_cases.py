@@ -49,6 +49,7 @@ MEDUSA = NGRAM | {"method": "medusa", "model": {"source": HUB_SOURCE}}
 HTTP_POOL = {**OPENAI_POOL, "targetPort": "http"}
 COMPLETION = {"completion": "b", "minLogprob": -1.5}
 VERSIONS = {"name": "sql", "versions": [{"name": "v1", "source": {"path": "a"}}]}
+IMAGE_SOURCE = {"image": {"reference": "models:1"}}
 PVC_SOURCE = {"pvc": {"claimName": "c"}}
 
 EVENTS = {"subscribers": [{"podSelector": {}}]}
@@ -277,6 +278,18 @@ CEL_RULE_CASES = [
                 COMPLETION | {"maxTokens": 3},
                 ".maxTokens",
             ),
+        )
+    ),
+    *(
+        (
+            "source must not be of kind image",
+            {"spec.adapters": [good]},
+            {"spec.adapters": [bad]},
+            f"spec.adapters[0]{path}",
+        )
+        for good, bad, path in (
+            (ADAPTER, ADAPTER | {"source": IMAGE_SOURCE}, ".source"),
+            (VERSIONS, VERSIONS | {"versions": [{"name": "v1", "source": IMAGE_SOURCE}]}, ".versions[0].source"),
         )
     ),
     (

@@ -22,7 +22,7 @@ from quire_spec.dataclass_json import drop_nulls, from_json, read_json, to_json
 from quire_spec.documents.adapter_sum import MAX_PARTS, parse_sum
 from quire_spec.documents.field_schema import Rule, schema_field
 from quire_spec.documents.sources import (
-    SOURCE_KINDS,
+    PREFIX_KINDS,
     AzureSource,
     GcsSource,
     HttpSource,
@@ -82,8 +82,8 @@ class AdapterPrefix:
 
     RULES: ClassVar[tuple[Rule, ...]] = (
         exactly_one(
-            SOURCE_KINDS,
-            f"adapterSources must have exactly one of {name_list(SOURCE_KINDS)} in each entry; write one entry for "
+            PREFIX_KINDS,
+            f"adapterSources must have exactly one of {name_list(PREFIX_KINDS)} in each entry; write one entry for "
             "each place.",
         ),
     )
@@ -135,13 +135,13 @@ class AdapterPrefix:
         if self.huggingFace is not None:
             hub = self.huggingFace
             return Source(huggingFace=HuggingFaceSource(hub.organization, tokenSecretRef=hub.tokenSecretRef))
-        return Source(**{kind: getattr(self, kind) for kind in SOURCE_KINDS if kind != "huggingFace"})
+        return Source(**{kind: getattr(self, kind) for kind in PREFIX_KINDS if kind != "huggingFace"})
 
     def validate(self, field_path: str) -> None:
         """Raise ConfigError unless exactly one place is given, and without a checksum."""
-        if len(present := [kind for kind in SOURCE_KINDS if getattr(self, kind) is not None]) != 1:
+        if len(present := [kind for kind in PREFIX_KINDS if getattr(self, kind) is not None]) != 1:
             given = ", ".join(present) or "none"
-            raise ConfigError(f"{field_path}: exactly one of {', '.join(SOURCE_KINDS)} is required, got {given}")
+            raise ConfigError(f"{field_path}: exactly one of {', '.join(PREFIX_KINDS)} is required, got {given}")
         if self.oci is not None and "@" in self.oci.reference:
             raise ConfigError(f"{field_path}.oci.reference: one digest cannot fit all adapters; remove it")
         if self.http is not None and self.http.sha256 is not None:
@@ -260,9 +260,18 @@ class AdapterContent:
     canary: Canary | None = schema_field(None)
 
 
+_NOT_IN_AN_IMAGE = Rule(
+    "!has(self.source) || !has(self.source.image)",
+    "source must not be of kind image for an adapter, because adapters change without new pods; push the files to a "
+    "registry with oras, and use oci.",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
     """One of several contents of an adapter that serve at the same time."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (_NOT_IN_AN_IMAGE,)
 
     name: str = schema_field(min_length=1, max_length=32, pattern="^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$")
     """Name of the version. Requests for ADAPTER@VERSION get this version."""
@@ -278,6 +287,7 @@ class AdapterSpec:
     """One adapter of the catalog."""
 
     RULES: ClassVar[tuple[Rule, ...]] = (
+        _NOT_IN_AN_IMAGE,
         Rule(
             "has(self.source) != has(self.versions)",
             "source must be set without versions, and only then; keep one of them.",

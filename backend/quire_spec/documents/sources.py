@@ -6,6 +6,7 @@
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import ClassVar, Protocol
 
 from quire_spec.documents.field_schema import OBJECT_NAME, Restarts, Rule, schema_field
@@ -21,6 +22,14 @@ class SecretRef:
     """Name of a Secret in the same namespace."""
     key: str | None = schema_field(None, crd_default="token", min_length=1, max_length=253, pattern="^[-._a-zA-Z0-9]+$")
     """Key in the Secret that contains the token. Default token."""
+
+
+class ImagePullPolicy(StrEnum):
+    """When a node pulls an image, as in Kubernetes."""
+
+    ALWAYS = "Always"
+    IF_NOT_PRESENT = "IfNotPresent"
+    NEVER = "Never"
 
 
 class SourceKind(Protocol):
@@ -171,6 +180,21 @@ class PvcSource:
     """Folder, relative to the root of the volume. Default: the root."""
 
 
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """A folder in a container image that a node pulls and mounts as an image volume."""
+
+    SECRET_FIELD: ClassVar = ""
+    SECRET_KEYS: ClassVar[tuple[str, ...]] = ()
+
+    reference: str = schema_field(min_length=1, max_length=1024, pattern="^[A-Za-z0-9][-A-Za-z0-9._/:@]*$")
+    """The image, as in a container. spec.runtime.imagePullSecrets are used for it."""
+    pullPolicy: ImagePullPolicy | None = schema_field(None)
+    """When the node pulls the image. Default: Always for the tag latest, IfNotPresent for all others."""
+    path: str = schema_field("", max_length=1024, pattern="^([^/.][^/]*(/[^/.][^/]*)*)?$")
+    """Folder in the image. Default: the root."""
+
+
 def exactly_one(kinds: tuple[str, ...], message: str) -> Rule:
     """Return the rule that exactly one of the kinds is set."""
     given = ", ".join(f"has(self.{kind})" for kind in kinds)
@@ -182,7 +206,9 @@ def name_list(kinds: tuple[str, ...]) -> str:
     return f"{', '.join(kinds[:-1])} and {kinds[-1]}"
 
 
-SOURCE_KINDS = ("huggingFace", "s3", "gcs", "azure", "oci", "http", "pvc", "path")
+PREFIX_KINDS = ("huggingFace", "s3", "gcs", "azure", "oci", "http", "pvc", "path")
+"""The kinds of a place of many adapters."""
+SOURCE_KINDS = ("huggingFace", "s3", "gcs", "azure", "oci", "http", "pvc", "image", "path")
 """The fields of a source, of which one is set."""
 
 
@@ -212,6 +238,9 @@ class Source:
     pvc: PvcSource | None = schema_field(None)
     """A folder on a PersistentVolumeClaim in the same namespace. Pods mount the claim read-only and read the files on
     it."""
+    image: ImageSource | None = schema_field(None)
+    """A folder in a container image, for the model and the draft model. The node pulls the image and mounts it, as
+    volumes of the kind image in a pod. Needs a container runtime that has them (containerd 2.1, CRI-O 1.33)."""
     path: str | None = schema_field(None, min_length=1, max_length=1024)
     """A folder on the machine that runs `quire serve`, relative to the LLMService file. The operator rejects it,
     because nodes do not have that folder; use pvc in a cluster."""
@@ -232,6 +261,24 @@ class Source:
     def kind_name(self) -> str:
         """Name of the field that is set; "" if none is."""
         return next((name for name in SOURCE_KINDS if getattr(self, name) is not None), "")
+
+    @property
+    def is_mounted(self) -> bool:
+        """Whether pods read the files in place, on a volume."""
+        return self.pvc is not None or self.image is not None
+
+    @property
+    def volume_name(self) -> str:
+        """The claim or the image whose files are read in place, for messages; "" if there is none."""
+        if self.pvc is not None:
+            return f"claim {self.pvc.claimName!r}"
+        return "" if self.image is None else f"image {self.image.reference!r}"
+
+    @property
+    def volume_path(self) -> str:
+        """The folder on the volume."""
+        volume = self.pvc or self.image
+        return "" if volume is None else volume.path
 
     @property
     def bucket(self) -> S3Source | GcsSource | AzureSource | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from quire_operator.api.quantity import QUANTITY, to_bytes
 from quire_spec.documents.adapter_catalog import AdapterPrefix, AdapterSource
 from quire_spec.documents.field_schema import Restarts, schema_field
-from quire_spec.documents.sources import SOURCE_KINDS
+from quire_spec.documents.sources import PREFIX_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,5 +35,5 @@ class AdapterSourceSpec(AdapterPrefix):
 
     def to_source(self) -> AdapterSource:
         """Return the entry of the pods' catalog."""
-        places = {name: getattr(self, name) for name in (*SOURCE_KINDS, "allow")}
+        places = {name: getattr(self, name) for name in (*PREFIX_KINDS, "allow")}
         return AdapterSource(**places, maxAdapters=self.limit.adapters, maxBytes=self.max_bytes)

@@ -151,12 +151,13 @@ class LLMServiceSpec:
         ),
         Rule(
             "!has(self.cache.mode) || (self.cache.mode == 'None') == ((has(self.model.source.pvc) || "
-            "has(self.model.source.path)) && (!has(self.engine.speculativeConfig) || "
+            "has(self.model.source.image) || has(self.model.source.path)) && (!has(self.engine.speculativeConfig) || "
             "!has(self.engine.speculativeConfig.model) || has(self.engine.speculativeConfig.model.source.pvc) || "
+            "has(self.engine.speculativeConfig.model.source.image) || "
             "has(self.engine.speculativeConfig.model.source.path)))",
             "cache.mode must be None if the sources of the model and of engine.speculativeConfig.model are of kind "
-            "pvc or path, and must not be None for other sources, because files on a volume are read in place and all "
-            "other files are downloaded; remove spec.cache.mode to use the default.",
+            "pvc, image or path, and must not be None for other sources, because files on a volume are read in place "
+            "and all other files are downloaded; remove spec.cache.mode to use the default.",
         ),
         Rule(
             "!has(self.networking.inferencePool) || self.networking.inferencePool.targetPort != 'openai' || "

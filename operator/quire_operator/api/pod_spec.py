@@ -147,7 +147,7 @@ class CacheSpec:
     mode: str | None = schema_field(None, enum=("PVC", "EmptyDir", "None"))
     """With PVC, the model is downloaded once to a PersistentVolumeClaim of the service, before pods occupy GPUs. With
     EmptyDir, every pod downloads it to the disk of its node. With None, pods read it directly from the source. Default:
-    None for a model source of kind pvc or path, PVC for all others."""
+    None for a model source of kind pvc, image or path, PVC for all others."""
     size: str | None = schema_field(None, **QUANTITY, restarts=Restarts.OF_EMPTY_DIR)
     """Size of the claim, or size limit of the EmptyDir. It can grow but not shrink. Default: 2.3 times the size of the
     model's files for a claim, which has room for two revisions; 1.3 times for an EmptyDir; at least 10Gi."""

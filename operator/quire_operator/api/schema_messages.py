@@ -134,6 +134,10 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "must be an artifact with its registry, in lower case",
         "write it like registry.example.com/loras/sql:1, without oci://",
     ),
+    r"^([^/.][^/]*(/[^/.][^/]*)*)?$": (
+        "must be a folder in the image, without a leading / and without parts that begin with a dot",
+        "write it like models/llama",
+    ),
     r"^[a-z0-9]+$": ("must be the name of a storage account", "use lower-case letters and digits"),
     r"^https?://[^ ]+$": ("must be a URL", "begin it with https:// or http://"),
     r"^([*]|https?://[^ /]+)$": ("must be an origin or *", "write it like https://chat.example, without a path"),

@@ -74,6 +74,13 @@ class LocalSources:
                 "claims are not available on this machine",
                 f"give the folder of the claim: --volume {source.pvc.claimName}=FOLDER",
             )
+        if source.image is not None:
+            yield Problem(
+                (*source_path, "image", "reference"),
+                source.image.reference,
+                "image volumes exist only in a cluster",
+                "give a path, or push the files to a registry with oras and use oci",
+            )
         folder = self.resolve(source)
         if folder is None:
             return

@@ -6,7 +6,7 @@ by objects.py, pod_template.py and download_job.py.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from quire_operator.api.llmservice import LLMService
@@ -19,7 +19,7 @@ from quire_operator.render.manifests import Manifest, new_manifest
 from quire_operator.render.strategic_merge import merge
 from quire_spec.dataclass_json import drop_nulls, to_json
 from quire_spec.documents.download_progress import PROGRESS_PORT_VARIABLE
-from quire_spec.documents.sources import Source
+from quire_spec.documents.sources import ImageSource, Source
 from quire_spec.errors import ConfigError
 
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -49,19 +49,37 @@ def cache_mode(service: LLMService) -> str:
 def downloaded_sources(service: LLMService) -> list[Source]:
     """Return the sources of the model and of the draft model, but only those that must be downloaded before a pod can
     serve."""
-    return [source for source in service.model_sources.values() if source.pvc is None]
+    return [source for source in service.model_sources.values() if not source.is_mounted]
 
 
 def folder(source: Source) -> str:
     """Return the folder of the model or the draft model in a pod."""
     if source.pvc is not None:
         return f"{object_names.CLAIMS_DIR}/{source.pvc.claimName}/{source.pvc.path}".rstrip("/")
+    if source.image is not None:
+        return f"{_image_folder(source.image)}/{source.image.path}".rstrip("/")
     return f"{object_names.MODEL_DIR}/{object_names.digest(_source_fields(source))}"
 
 
 def download_folders(service: LLMService) -> list[str]:
     """Return the folders of the sources that are downloaded."""
     return [folder(source) for source in downloaded_sources(service)]
+
+
+def image_volumes(sources: Iterable[Source]) -> tuple[list[Manifest], list[Manifest]]:
+    """Return the volumes of the images among the sources, and their mounts."""
+    images = {_image_folder(source.image): source.image for source in sources if source.image is not None}
+    volumes, mounts = [], []
+    for i, (path, image) in enumerate(sorted(images.items())):
+        policy = {"pullPolicy": image.pullPolicy.value} if image.pullPolicy else {}
+        volumes.append({"name": f"image-{i}", "image": {"reference": image.reference, **policy}})
+        mounts.append({"name": f"image-{i}", "mountPath": path, "readOnly": True})
+    return volumes, mounts
+
+
+def _image_folder(image: ImageSource) -> str:
+    """Return the path at which an image is mounted."""
+    return f"{object_names.IMAGES_DIR}/{object_names.digest(image.reference)}"
 
 
 def claim_names(service: LLMService) -> list[str]:

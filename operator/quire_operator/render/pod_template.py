@@ -256,6 +256,7 @@ def _volume_mounts(service: LLMService) -> list[Manifest]:
     if volume := _chat_template_volume(service):
         mounts.append({"name": volume["name"], "mountPath": object_names.CHAT_TEMPLATE_DIR, "readOnly": True})
     mounts += kv_storage.volume_mounts(service)
+    mounts += model_storage.image_volumes(service.model_sources.values())[1]
     for i, claim in enumerate(model_storage.claim_names(service)):
         mounts.append({"name": f"claim-{i}", "mountPath": f"{object_names.CLAIMS_DIR}/{claim}", "readOnly": True})
     return mounts
@@ -285,6 +286,7 @@ def _volumes(service: LLMService, plan: Plan, engine_configmap: str) -> list[Man
     if volume := _chat_template_volume(service):
         volumes.append(volume)
     volumes += kv_storage.volumes(service)
+    volumes += model_storage.image_volumes(service.model_sources.values())[0]
     for i, claim in enumerate(model_storage.claim_names(service)):
         volumes.append({"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
     return volumes

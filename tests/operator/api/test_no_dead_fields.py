@@ -43,6 +43,7 @@ SOURCES = """
 - {oci: {reference: "registry:5000/a:1", insecure: true, pullSecretRef: {name: oci}}}
 - {http: {url: http://h:8080/a, sha256: "HEX", headersSecretRef: {name: web}}}
 - {pvc: {claimName: c, path: a}}
+- {image: {reference: "registry:5000/models:1", pullPolicy: IfNotPresent, path: a}}
 """.replace("HEX", "0" * 64)
 
 COMMON = """
@@ -143,16 +144,20 @@ def bases():
     """Yield services that together set every field."""
     sources = yaml.safe_load(SOURCES)
     adapters = [
-        {"name": f"a{i}", "source": source, "pinned": False, "expose": "Model"} for i, source in enumerate(sources)
+        {"name": f"a{i}", "source": source, "pinned": False, "expose": "Model"}
+        for i, source in enumerate(sources)
+        if "image" not in source
     ]
     adapters[0]["limits"] = {"maxConcurrentRequests": 8, "maxTokensPerSecond": 500}
     adapters[0]["canary"] = {"prompt": "a", "expect": "b", "maxTokens": 8}
     adapters[1]["canary"] = {"prompt": "a", "completion": "b", "minLogprob": -1.5}
-    versions = [{"name": f"v{i}", "source": source, "weight": 2} for i, source in enumerate(sources)]
+    versions = [
+        {"name": f"v{i}", "source": source, "weight": 2} for i, source in enumerate(sources) if "image" not in source
+    ]
     adapters.append({"name": "versioned", "versions": versions, "expose": "Model"})
     for source in sources:
         document = body(COMMON + GPU, source, adapters=adapters)
-        if "pvc" in source:
+        if source.keys() & {"pvc", "image"}:
             del document["spec"]["cache"]
         yield document
     pins = {"maxModelLen": 8192, "blockSize": 16, "tensorParallelSize": 1, "dtype": "bfloat16", "maxNumSeqs": 32}
@@ -299,7 +304,12 @@ WITHOUT = {("autoscaling", "kind"): [*KEDA_FIELDS, "external"]}
 # Fields that only the controller reads: it does not change the objects of a paused service, and the scheme of a route
 # is in its status only.
 ELSEWHERE = {("paused",), ("networking", "httpRoute", "scheme")}
-LEAVES = [(path, node) for path, node in leaves() if path not in ELSEWHERE]
+LEAVES = [
+    (path, node)
+    for path, node in leaves()
+    # A rule refuses adapters in images.
+    if path not in ELSEWHERE and not (path[0] == "adapters" and "image" in path)
+]
 SELECTOR = {object_names.MANAGED_BY: object_names.MANAGER, object_names.INSTANCE: "s"}
 BASES = json.loads(json.dumps(list(bases())))  # copied, so that a change affects only one place
 

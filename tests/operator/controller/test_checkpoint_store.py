@@ -46,7 +46,7 @@ OVER = {"type": "Complete", "status": "True"}
 async def _found(pods: Pods, how: dict = OVER):
     """What a Job has found that is known to be over, while none of its pods is known."""
     asked = llm_service("model: {source: {pvc: {claimName: models, path: tiny}}}")
-    job = model_reader_job.job(asked, asked.spec.model.source.pvc, "image")
+    job = model_reader_job.job(asked, asked.spec.model.source, "image")
     job["metadata"] |= {"uid": "j1", "resourceVersion": "1"}
     job["status"] = {"conditions": [how]}
     cache = ObjectCache()

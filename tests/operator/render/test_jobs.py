@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Jobs of a service: their resources, placement and network settings."""
 
+import json
+
+import kubernetes_validate
 import pytest
 from support.planning import llm_service
 from support.rendering import only_of_kind, rendered_objects
 
 from quire_operator.render import model_reader_job
 from quire_operator.render.jobs import POD_FIELDS
-from quire_spec.documents.sources import PvcSource
+from quire_spec.documents.sources import PvcSource, Source
 
 GPU = "gpu: {product: NVIDIA-L4, nodeSelector: {pool: gpu}, tolerations: [{key: gpu, operator: Exists}]}\n"
 READER_RESOURCES = {"requests": {"cpu": "100m", "memory": "128Mi"}}
@@ -36,7 +39,7 @@ podTemplate:
 def jobs(text):
     """Return the pod specs of the download Job and of the model reader Job."""
     service = llm_service(GPU + text)
-    reader = model_reader_job.job(service, PvcSource("c"), "i:1")
+    reader = model_reader_job.job(service, Source(pvc=PvcSource("c")), "i:1")
     download = only_of_kind(rendered_objects(service), "Job")
     return [job["spec"]["template"]["spec"] for job in (download, reader)]
 
@@ -79,7 +82,7 @@ def test_labels_of_the_jobs_take_precedence_and_are_on_no_server_pod():
     text += "jobs: {labels: {a: jobs, inject: 'false', queue: q}, annotations: {note: x}}"
     service = llm_service(GPU + text)
     objects = rendered_objects(service)
-    for job in (only_of_kind(objects, "Job"), model_reader_job.job(service, PvcSource("c"), "i:1")):
+    for job in (only_of_kind(objects, "Job"), model_reader_job.job(service, Source(pvc=PvcSource("c")), "i:1")):
         labels, pod_labels = job["metadata"]["labels"], job["spec"]["template"]["metadata"]["labels"]
         assert labels.items() >= {"a": "jobs", "b": "all", "queue": "q"}.items()
         assert pod_labels.items() >= {"a": "jobs", "b": "pods", "inject": "false", "queue": "q"}.items()
@@ -96,3 +99,23 @@ def test_a_setting_gives_a_new_name_because_a_job_is_immutable(text):
         for t in ("", text)
     )
     assert old != new
+
+
+def test_a_model_in_an_image_is_mounted_by_its_pods_and_by_the_job_that_reads_it():
+    image = "{reference: registry.example.com/llama:1, pullPolicy: Always, path: models/a}"
+    service = llm_service(
+        f"{GPU}model: {{source: {{image: {image}}}}}\nruntime: {{imagePullSecrets: [{{name: pull}}]}}"
+    )
+    objects = rendered_objects(service)
+    assert not {"Job", "PersistentVolumeClaim"} & {kind for kind, _ in objects}
+    reader = model_reader_job.job(service, service.spec.model.source, "i:1")
+    for workload in (objects["Deployment", "s"], reader):
+        pod = workload["spec"]["template"]["spec"]
+        kubernetes_validate.validate(workload, "1.37", strict=True)
+        (volume,) = [volume for volume in pod["volumes"] if "image" in volume]
+        assert volume["image"] == {"reference": "registry.example.com/llama:1", "pullPolicy": "Always"}
+        (container,) = pod["containers"]
+        (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == volume["name"]]
+        assert mount["readOnly"] and pod["imagePullSecrets"] == [{"name": "pull"}]
+        arguments = json.dumps([container.get("args"), [*objects.values()]])
+        assert f"{mount['mountPath']}/models/a" in arguments

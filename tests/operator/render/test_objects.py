@@ -47,7 +47,7 @@ from quire_server.downloads import model_download
 from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.documents.pod_config import PodConfig
-from quire_spec.documents.sources import PvcSource
+from quire_spec.documents.sources import PvcSource, Source
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 
@@ -271,8 +271,8 @@ def test_labels_and_annotations_reach_every_object_and_override_none_of_the_oper
         service, spec=dataclasses.replace(service.spec, labels=LABELS, annotations=ANNOTATIONS)
     )
     plain, objects = rendered_objects(service), rendered_objects(with_metadata)
-    plain["Job", "reader"] = model_reader_job.job(service, PvcSource("c"), "i:1")
-    objects["Job", "reader"] = model_reader_job.job(with_metadata, PvcSource("c"), "i:1")
+    plain["Job", "reader"] = model_reader_job.job(service, Source(pvc=PvcSource("c")), "i:1")
+    objects["Job", "reader"] = model_reader_job.job(with_metadata, Source(pvc=PvcSource("c")), "i:1")
     assert objects.keys() == plain.keys()
     assert len({kind for kind, _ in objects}) == 12
     for key, manifest in objects.items():

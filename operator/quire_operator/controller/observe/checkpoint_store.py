@@ -33,7 +33,7 @@ from quire_operator.render import model_reader_job, object_names
 from quire_operator.render.manifests import owner_reference
 from quire_sources.http.borders import Borders
 from quire_spec.dataclass_json import drop_nulls, to_json
-from quire_spec.documents.sources import PvcSource, SecretRef, Source
+from quire_spec.documents.sources import SecretRef, Source
 from quire_spec.errors import AccessDenied, ConfigError, Unavailable
 
 SecretValues = Mapping[str, Mapping[str, str]]
@@ -153,8 +153,8 @@ class CheckpointStore:
         source_key = (namespace, json.dumps(drop_nulls(to_json(source)), sort_keys=True), *variant)
         if source_key not in self._checkpoints:
             self._raise_if_backing_off(source_key, (namespace, service.name))
-            if source.pvc is not None:
-                checkpoint = await self._read_from_claim(source_key, request, source.pvc, parse)
+            if source.is_mounted:
+                checkpoint = await self._read_from_volume(source_key, request, parse)
             else:
                 checkpoint = await self._read_remote(source_key, request, parse)
             self._checkpoints[source_key] = checkpoint
@@ -186,10 +186,8 @@ class CheckpointStore:
                     self._back_off(source_key, min(error.retry_after_s, _MAX_RETRY_AFTER_S), error)
                 raise
 
-    async def _read_from_claim(
-        self, source_key: SourceKey, request: _Request, source: PvcSource, parse: Parser[T]
-    ) -> T:
-        service, field = request.service, ".".join(map(str, request.path))
+    async def _read_from_volume(self, source_key: SourceKey, request: _Request, parse: Parser[T]) -> T:
+        service, source, field = request.service, request.source, ".".join(map(str, request.path))
         key = (service.namespace or "", service.name)
         manifest = model_reader_job.job(service, source, request.image)
         name, namespace = manifest["metadata"]["name"], key[0]
@@ -197,9 +195,9 @@ class CheckpointStore:
         entry = self._cache.get(resources.JOB, namespace, name)
         if entry is None:
             await self._start_reader_job(manifest, service, request.uid)
-            raise NotReadYet(f"Job {name} was created to read config.json from claim {source.claimName}")
+            raise NotReadYet(f"Job {name} was created to read config.json from {source.volume_name}")
         try:
-            source_field = f"{field}.pvc: claim {source.claimName!r}, path {source.path!r}"
+            source_field = f"{field}.{source.kind_name}: {source.volume_name}, path {source.volume_path!r}"
             checkpoint = _read_result(entry.body(), await self._termination_messages(entry, name), source_field, parse)
         except (ConfigError, Unavailable) as error:
             if isinstance(error, ConfigError):
@@ -209,7 +207,7 @@ class CheckpointStore:
             raise
         if checkpoint is None:
             problem = await self._describe_pod_problem(key, entry)
-            raise NotReadYet(f"Job {name} reads config.json from claim {source.claimName}{problem}")
+            raise NotReadYet(f"Job {name} reads config.json from {source.volume_name}{problem}")
         # The Job is not deleted here, because its result would be lost if the operator restarted before the plan is
         # stored. prune() deletes the Job after the plan is stored.
         self._requeue_waiting(source_key)
@@ -225,7 +223,7 @@ class CheckpointStore:
                 # first one becomes its owner.
                 job = await self._client.create(resources.JOB, manifest)
             except (InvalidObject, Forbidden) as error:
-                message = f"the API server rejects Job {name}, which reads config.json from a claim: {error}"
+                message = f"the API server rejects Job {name}, which reads config.json from a volume: {error}"
                 raise NotReadYet(message, needs_backoff=True) from error
             except WriteConflict as error:
                 self._requeue((service.namespace or "", service.name), _JOB_POLL_S)

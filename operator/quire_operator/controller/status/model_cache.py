@@ -70,11 +70,11 @@ def evaluate_model_cache(
         return _evaluate_pod_downloads(
             service, pods, download_progress.to_fields(_current_progress(pods), planned_bytes, previous_cache, now)
         )
-    claims = " and ".join(repr(source.pvc.claimName) for source in service.model_sources.values() if source.pvc)
-    if claims and not is_planned:
-        message = f"unknown for claim {claims} until there is a plan, see Planned"
+    volumes = " and ".join(source.volume_name for source in service.model_sources.values() if source.is_mounted)
+    if volumes and not is_planned:
+        message = f"unknown for {volumes} until there is a plan, see Planned"
         return Condition(ConditionType.MODEL_CACHED, None, Reason.ON_CLAIM, message), {"state": "Pending"}
-    location = f"the files are on claim {claims}" if claims else "nothing is downloaded"
+    location = f"the files are on {volumes}" if volumes else "nothing is downloaded"
     return _condition(True, Reason.ON_CLAIM, location), {"state": "Ready"}
 
 
@@ -222,7 +222,7 @@ def _explain_failure(
 def _explain_result(service: LLMService, result: DownloadReason, message: str) -> tuple[Reason, str]:
     reason = Reason(result.value)
     if result is DownloadReason.AUTH_FAILED:
-        hints = [_secret_hint(path, source) for path, source in service.model_sources.items() if source.pvc is None]
+        hints = [_secret_hint(path, source) for path, source in service.model_sources.items() if not source.is_mounted]
         return reason, "; ".join([message, *hints])
     return reason, message
 
