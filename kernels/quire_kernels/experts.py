@@ -199,7 +199,7 @@ def _fused_experts_cpu(
         num_experts,
         hidden,
         inner,
-        swiglu is not None,
+        2 if not experts.is_gated else int(swiglu is not None),
         *((1.0, 1.0) if swiglu is None else (swiglu.alpha, swiglu.limit)),
     )
     native_adapters = None if adapters is None else adapters.native
@@ -287,13 +287,12 @@ def pack_experts(experts: ExpertWeights, arena: HugePageArena | None = None) -> 
         cpu_native.supports(experts.gate_up, experts.down)
         and cpu_native.has_fast_gemm()
         and hidden % PANEL_COLUMNS == inner % PANEL_COLUMNS == 0
-        and experts.is_gated
-        and (experts.activation == "silu" or isinstance(experts.activation, SwiGLU))
+        and _has_activation(experts.activation, experts.is_gated)
     )
     if not is_supported:
         return experts
     gate_up, down = (pack_weight(weight.flatten(0, 1), arena) for weight in (experts.gate_up, experts.down))
-    return ExpertWeights(gate_up, down, experts.gate_up_bias, experts.down_bias, experts.activation)
+    return replace(experts, gate_up=gate_up, down=down)
 
 
 def quantize_experts(experts: ExpertWeights, quantization: str, arena: HugePageArena | None = None) -> ExpertWeights:
@@ -301,23 +300,34 @@ def quantize_experts(experts: ExpertWeights, quantization: str, arena: HugePageA
     but none of them supports the quantized weights, the weights are packed instead of quantized."""
     assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
     sizes, (dtype, device) = (experts.hidden_size, experts.intermediate_size), (experts.down.dtype, experts.down.device)
-    if cpu_native.supports(experts.down) and not has_experts_kernel(*sizes, experts.activation, dtype, device):
+    if cpu_native.supports(experts.down) and not has_experts_kernel(
+        *sizes, experts.activation, dtype, device, experts.is_gated
+    ):
         return pack_experts(experts, arena)
     gate_up, down = (quantize_weight(w.flatten(0, 1), quantization, arena) for w in (experts.gate_up, experts.down))
     return replace(experts, gate_up=gate_up, down=down)
 
 
 def has_experts_kernel(
-    hidden_size: int, intermediate_size: int, activation: ExpertActivation, dtype: torch.dtype, device: torch.device
+    hidden_size: int,
+    intermediate_size: int,
+    activation: ExpertActivation,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_gated: bool = True,
 ) -> bool:
     """Return whether `fused_experts` has a kernel for quantized weights of these sizes on this device. On a CPU, the
     weights of an expert must fill whole panels."""
     if device.type != "cpu" or not has_quantized_kernel(dtype, device):
         return has_quantized_kernel(dtype, device)
-    has_shapes = has_kernel_for_shape(2 * intermediate_size, hidden_size) and has_kernel_for_shape(
-        hidden_size, intermediate_size
-    )
-    return has_shapes and (activation == "silu" or isinstance(activation, SwiGLU))
+    width = 2 * intermediate_size if is_gated else intermediate_size
+    has_shapes = has_kernel_for_shape(width, hidden_size) and has_kernel_for_shape(hidden_size, intermediate_size)
+    return has_shapes and _has_activation(activation, is_gated)
+
+
+def _has_activation(activation: ExpertActivation, is_gated: bool) -> bool:
+    """Return whether the compiled kernel has an activation."""
+    return activation == "relu2" if not is_gated else activation == "silu" or isinstance(activation, SwiGLU)
 
 
 class _ExpertStack(ctypes.Structure):

@@ -32,12 +32,13 @@ SWIGLU = SwiGLU(alpha=1.702, limit=1.5)
 
 
 def make_experts(num_experts, hidden, inner, activation, dtype=torch.float32, biases=True):
-    """Return random weights whose outputs are about 1."""
-    gate_up = torch.randn(num_experts, 2 * inner, hidden) * hidden**-0.5 * 2
+    """Return random weights whose outputs are about 1. Experts with relu2 have no gate."""
+    width = inner if activation == "relu2" else 2 * inner
+    gate_up = torch.randn(num_experts, width, hidden) * hidden**-0.5 * 2
     down = torch.randn(num_experts, hidden, inner) * inner**-0.5
-    both = [torch.randn(num_experts, n) if biases else None for n in (2 * inner, hidden)]
+    both = [torch.randn(num_experts, n) if biases else None for n in (width, hidden)]
     tensors = [None if tensor is None else tensor.to(dtype) for tensor in (gate_up, down, *both)]
-    return ExpertWeights(*tensors, activation)
+    return ExpertWeights(*tensors, activation, is_gated=activation != "relu2")
 
 
 def make_inputs(num_tokens, hidden, num_experts, top_k, dtype=torch.float32):
@@ -74,7 +75,7 @@ def test_the_reference_is_the_weighted_sum_of_gated_mlps():
     torch.testing.assert_close(fused_experts.reference(x, ids, shares, weights)[0], expected)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", SWIGLU], ids=["silu", "gelu", "swiglu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", SWIGLU, "relu2"], ids=["silu", "gelu", "swiglu", "relu2"])
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (2, 3), (30, 2), (100, 6)])
 def test_sorted_rows_equal_the_reference(num_tokens, top_k, activation):
     weights = make_experts(6, 20, 12, activation, biases=top_k > 1)
@@ -88,11 +89,12 @@ def test_sorted_rows_equal_the_reference(num_tokens, top_k, activation):
 
 def _double(weights: ExpertWeights) -> ExpertWeights:
     tensors: list[Tensor | None] = [weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias]
-    return ExpertWeights(*(None if tensor is None else tensor.double() for tensor in tensors), weights.activation)
+    wide = (None if tensor is None else tensor.double() for tensor in tensors)
+    return ExpertWeights(*wide, weights.activation, weights.is_gated)
 
 
 @requires_native_kernels
-@pytest.mark.parametrize("activation", ["silu", SWIGLU], ids=["silu", "swiglu"])
+@pytest.mark.parametrize("activation", ["silu", SWIGLU, "relu2"], ids=["silu", "swiglu", "relu2"])
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (9, 1), (64, 2), (70, 4), (600, 3)])
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_compiled_experts_equal_the_reference(num_tokens, top_k, activation, num_threads, monkeypatch):
@@ -149,8 +151,11 @@ def test_experts_are_quantized_at_load(quantization, max_error):
 
 
 @requires_native_kernels
-@pytest.mark.parametrize("activation", ["silu", SWIGLU], ids=["silu", "swiglu"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("scheme", "activation"),
+    [*((scheme, activation) for scheme in SCHEMES for activation in ("silu", SWIGLU)), ("int4", "relu2")],
+    ids=str,
+)
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (9, 1), (70, 4), (600, 3)])
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_compiled_quantized_experts_equal_the_reference(

@@ -50,12 +50,13 @@ SCHEMES = WEIGHT_ONLY | {"w8a8": lambda weight, dtype: pack_weight_int8(*quantiz
 
 
 def make_dense(num_experts: int, hidden: int, inner: int, activation: ExpertActivation) -> ExpertWeights:
-    """Return float32 weights whose outputs are about 1, with biases."""
-    gate_up = torch.randn(num_experts, 2 * inner, hidden) * hidden**-0.5
+    """Return float32 weights whose outputs are about 1, with biases. Experts with relu2 have no gate."""
+    is_gated = activation != "relu2"
+    width = 2 * inner if is_gated else inner
+    gate_up = torch.randn(num_experts, width, hidden) * hidden**-0.5
     down = torch.randn(num_experts, hidden, inner) * inner**-0.5
-    return ExpertWeights(
-        gate_up, down, torch.randn(num_experts, 2 * inner), torch.randn(num_experts, hidden), activation
-    )
+    biases = torch.randn(num_experts, width), torch.randn(num_experts, hidden)
+    return ExpertWeights(gate_up, down, *biases, activation, is_gated)
 
 
 def quantize(experts: ExpertWeights, scheme: str, dtype: torch.dtype = torch.float32) -> ExpertWeights:

@@ -17,7 +17,7 @@
 namespace quire {
 namespace {
 
-enum Activation : int64_t { kSilu = 0, kSwiGLU = 1 };
+enum Activation : int64_t { kSilu = 0, kSwiGLU = 1, kRelu2 = 2 };
 
 // out [rows, inner] = silu(gate) * up for columns [begin, end); gate and up are the halves of a row of gate_up.
 void silu_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t inner, int64_t begin, int64_t end) {
@@ -26,6 +26,15 @@ void silu_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t inner, int64
     for (int64_t i = begin; i < end; i += kLanes)
       store(out + r * inner + i, _mm512_mul_ps(silu(load(gate + i)), load(gate + inner + i)));
   }
+}
+
+// out [rows, inner] = max(up, 0)^2 for columns [begin, end); there is no gate.
+void relu2(const bf16* up, bf16* out, int64_t rows, int64_t inner, int64_t begin, int64_t end) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = begin; i < end; i += kLanes) {
+      const __m512 positive = _mm512_max_ps(load(up + r * inner + i), _mm512_setzero_ps());
+      store(out + r * inner + i, _mm512_mul_ps(positive, positive));
+    }
 }
 
 // out = gate * sigmoid(alpha * gate) * (up + 1), both clamped; gate and up are neighbours in a row of gate_up.
@@ -161,10 +170,13 @@ extern "C" {
 
 // Experts of a layer; `_Experts` of experts.py.
 struct QuireExperts {
-  Stack gate_up, down;                   // [experts, 2 * inner, hidden], [experts, hidden, inner]
-  const bf16 *gate_up_bias, *down_bias;  // [experts, 2 * inner], [experts, hidden], or null
+  Stack gate_up, down;                   // [experts, width, hidden], [experts, hidden, inner]
+  const bf16 *gate_up_bias, *down_bias;  // [experts, width], [experts, hidden], or null
   int64_t experts, hidden, inner, activation;
   float alpha, limit;
+
+  // Outputs of gate and up together.
+  int64_t width() const { return activation == kRelu2 ? inner : 2 * inner; }
 };
 
 // Adapters of the tokens; `_ExpertAdapters` of experts.py.
@@ -183,7 +195,7 @@ void quire_experts(const bf16* x, int64_t ldx, const int64_t* ids, const float* 
   static thread_local Sorted sorted_rows;
   static thread_local RowDeltas gate_up_rows, down_rows;
   const QuireExperts& a = *all;
-  const int64_t hidden = a.hidden, inner = a.inner;
+  const int64_t hidden = a.hidden, inner = a.inner, width = a.width();
   for (int64_t t0 = 0; t0 < tokens; t0 += chunk) {
     const int64_t count = std::min(chunk, tokens - t0), pairs = count * top_k;
     Sorted& s = sorted_rows;
@@ -194,8 +206,8 @@ void quire_experts(const bf16* x, int64_t ldx, const int64_t* ids, const float* 
     down_deltas.reset(adapters ? adapters->down : nullptr, pairs);
     const int64_t num_tiles = s.tiles.size();
     bf16* const inputs = workspace;                      // [pairs, hidden]
-    bf16* const gate_up = inputs + pairs * hidden;       // [pairs, 2 * inner]
-    bf16* const gated = gate_up + pairs * 2 * inner;     // [pairs, inner]
+    bf16* const gate_up = inputs + pairs * hidden;       // [pairs, width]
+    bf16* const gated = gate_up + pairs * width;         // [pairs, inner]
     bf16* const outputs = gated + pairs * inner;         // [pairs, hidden]
     // Part of a thread of something; threads divide the panels of each expert and not its rows, so weights are read
     // from memory once.
@@ -219,15 +231,17 @@ void quire_experts(const bf16* x, int64_t ldx, const int64_t* ids, const float* 
       }
       for (int64_t e = 0; e < a.experts; e++)
         if (const int64_t first_row = s.starts[e], rows = s.starts[e + 1] - first_row; rows)
-          a.gate_up.multiply(e, inputs + first_row * hidden, a.gate_up_bias ? a.gate_up_bias + e * 2 * inner : nullptr,
-                             gate_up + first_row * 2 * inner, rows, 2 * inner, hidden);
-      add_deltas(gate_up_deltas, inputs, hidden, gate_up, 2 * inner);
+          a.gate_up.multiply(e, inputs + first_row * hidden, a.gate_up_bias ? a.gate_up_bias + e * width : nullptr,
+                             gate_up + first_row * width, rows, width, hidden);
+      add_deltas(gate_up_deltas, inputs, hidden, gate_up, width);
 #pragma omp parallel for schedule(static)
       for (int64_t r = 0; r < pairs; r++) {
         if (a.activation == kSwiGLU)
-          swiglu(gate_up + r * 2 * inner, gated + r * inner, 1, inner, 0, inner, a.alpha, a.limit);
+          swiglu(gate_up + r * width, gated + r * inner, 1, inner, 0, inner, a.alpha, a.limit);
+        else if (a.activation == kRelu2)
+          relu2(gate_up + r * width, gated + r * inner, 1, inner, 0, inner);
         else
-          silu_mul(gate_up + r * 2 * inner, gated + r * inner, 1, inner, 0, inner);
+          silu_mul(gate_up + r * width, gated + r * inner, 1, inner, 0, inner);
       }
       for (int64_t e = 0; e < a.experts; e++)
         if (const int64_t first_row = s.starts[e], rows = s.starts[e + 1] - first_row; rows)
@@ -258,15 +272,18 @@ void quire_experts(const bf16* x, int64_t ldx, const int64_t* ids, const float* 
         if (!rows) continue;
         const bf16* const input = inputs + first_row * hidden;
         const bf16* const packed = a.gate_up.expert(e);
-        const bf16* const bias = a.gate_up_bias ? a.gate_up_bias + e * 2 * inner : nullptr;
-        bf16* const product = gate_up + first_row * 2 * inner;
+        const bf16* const bias = a.gate_up_bias ? a.gate_up_bias + e * width : nullptr;
+        bf16* const product = gate_up + first_row * width;
         bf16* const result = gated + first_row * inner;
         const auto multiply = [&](int64_t from, int64_t to) {
-          gate_up_deltas.multiply(first_row, input, packed, bias, product, 2 * inner, rows, hidden, from, to);
+          gate_up_deltas.multiply(first_row, input, packed, bias, product, width, rows, hidden, from, to);
         };
         if (a.activation == kSwiGLU) {
           multiply(2 * begin, 2 * end);
           swiglu(product, result, rows, inner, begin * kColumns, end * kColumns, a.alpha, a.limit);
+        } else if (a.activation == kRelu2) {
+          multiply(begin, end);
+          relu2(product, result, rows, inner, begin * kColumns, end * kColumns);
         } else {
           const int64_t up = inner / kColumns;
           multiply(begin, end);

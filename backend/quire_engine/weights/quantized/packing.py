@@ -84,7 +84,8 @@ def pack_quantized_experts(
     scheme = parts[0].tensor.scheme
     if scheme.layout == "fp8" and not converts_fp8(device):
         return None
-    if not has_experts_kernel(experts.hidden_size, experts.intermediate_size, experts.activation, dtype, device):
+    sizes = experts.hidden_size, experts.intermediate_size
+    if not has_experts_kernel(*sizes, experts.activation, dtype, device, experts.is_gated):
         return None
     # A kernel reads the input features of all experts in the same order. With act_order, each expert would need its own
     # order.
