@@ -138,6 +138,8 @@ class Sequence:
     """Whether the vector depends on the last hidden states of all tokens, and not only on that of the last one."""
     images: tuple[ImageInput, ...] = ()
     """The images of the prompt, in the order of their tokens."""
+    unsplit: tuple[range, ...] = ()
+    """Positions of tokens that one step computes together, because they attend to each other in both directions."""
 
     status: SequenceStatus = SequenceStatus.WAITING
     adapter_wait_start: float | None = None
@@ -285,8 +287,10 @@ class Sequence:
         return parent if parent.num_computed_tokens < len(parent.prompt_token_ids) else None
 
     def chunk_end(self, start: int, end: int) -> int:
-        """Return where a chunk of the prompt ends that begins at `start` and could end at `end`."""
-        return next((stop for stop in self.state_stops if start < stop < end), end)
+        """Return where a chunk of the prompt ends that begins at `start` and could end at `end`. The result is `start`
+        if the chunk could not contain all tokens that must be computed together."""
+        end = next((stop for stop in self.state_stops if start < stop < end), end)
+        return next((max(start, tokens.start) for tokens in self.unsplit if tokens.start < end < tokens.stop), end)
 
     def adapter_until(self, end: int) -> AdapterDigest | None:
         """Return the adapter that changes tokens before position `end`; None if the base model computes all of them."""

@@ -12,6 +12,8 @@ from quire_kernels.activation import ACTIVATIONS, gelu_mul, gelu_tanh_mul, get_g
 from quire_kernels.attention import (
     AttentionGroup,
     AttentionMetadata,
+    BidirectionalTokens,
+    attend_in_both_directions,
     build_attention_metadata,
     paged_attention,
     reads_whole_blocks,

@@ -86,6 +86,21 @@ class AttentionGroup:
         return self.masks[window]
 
 
+class BidirectionalTokens(NamedTuple):
+    """Adjacent tokens that attend to each other in both directions, such as those of an image. The tokens at their
+    start can be in the cache already; the others are in one span."""
+
+    span_index: int
+    first_row: int
+    """Row in the batch of the first token that is not in the cache."""
+    first_position: int
+    """Position of this token in its sequence."""
+    start: int
+    """Position of the first token of all."""
+    end: int
+    """Position after the last token."""
+
+
 class PrefillSpan(NamedTuple):
     """A span that consists of tokens of a prompt. If it is the first span of its sequence, its tokens attend only to
     each other."""
@@ -303,6 +318,38 @@ def paged_attention(
         weights = scores.softmax(dim=-1)[..., :context]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, kv[1]).to(out.dtype)
     return out
+
+
+def attend_in_both_directions(
+    out: Tensor,
+    queries: Tensor,
+    cache: Tensor,
+    batch: AttentionMetadata,
+    tokens: BidirectionalTokens,
+    scale: float,
+    window: int | None,
+) -> None:
+    """Replace the attention of some tokens in `out` [num_tokens, num_heads, head_dim], which is causal, by attention
+    that also reads the keys of the tokens after them in `tokens`.
+
+    As in transformers, a window limits the keys before a token and not those after it. The other arguments are those of
+    `paged_attention`. Runs on any device by operations of PyTorch.
+    """
+    first_key = 0 if window is None else max(tokens.first_position - window + 1, 0)
+    block_size = cache.shape[2]
+    first_block, num_blocks = first_key // block_size, -(-tokens.end // block_size)
+    blocks = as_indexable(cache)[:, batch.block_tables[tokens.span_index, first_block:num_blocks]].view(cache.dtype)
+    kv = blocks.flatten(1, 2)[:, : tokens.end - first_block * block_size]
+    kv = dequantize_rows(kv, queries.dtype) if is_quantized(kv) else kv.to(queries.dtype)
+    rows = slice(tokens.first_row, tokens.first_row + tokens.end - tokens.first_position)
+    positions = torch.arange(tokens.first_position, tokens.end, device=out.device)[:, None]
+    keys = torch.arange(first_block * block_size, tokens.end, device=out.device)
+    is_read = (keys <= positions) | (keys >= tokens.start)
+    if window is not None:
+        is_read &= keys > positions - window
+    query, key, value = (each.transpose(0, 1)[None] for each in (queries[rows], kv[0], kv[1]))
+    attended = F.scaled_dot_product_attention(query, key, value, is_read, scale=scale, enable_gqa=True)
+    out[rows] = attended[0].transpose(0, 1)
 
 
 @paged_attention.register("cpu")

@@ -19,7 +19,7 @@ from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import ImageInput
 
 IMAGE_TOKEN, VIDEO_TOKEN, START_TOKEN, END_TOKEN = range(VOCAB - 4, VOCAB)
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5-vision")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5-vision", "gemma3-vision")
 SIZES = ((60, 100), (130, 40), (64, 64), (90, 90))
 """Heights and widths of the images."""
 
@@ -34,6 +34,12 @@ def make_image_checkpoint(folder: Path, name: str) -> Path:
     vision = config.vision_config
     if name == "qwen2_vl":
         vision.hidden_size = config.text_config.hidden_size  # the size of its outputs in this family
+    if name == "gemma3-vision":
+        vision.image_size, config.mm_tokens_per_image = 84, 9
+        write_checkpoint(folder, config, sum(map(ord, name)))
+        settings = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 84, "width": 84}}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        return folder
     settings = {
         "image_processor_type": "Qwen2VLImageProcessorFast",
         "size": {"longest_edge": 20_000, "shortest_edge": 1000},

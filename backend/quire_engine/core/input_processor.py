@@ -43,6 +43,8 @@ class InputProcessor:
         self._max_model_len = max_model_len
         pooler = PoolerConfig.load(checkpoint.folder, checkpoint.shape, config.convert, config.pooling_type)
         self._pools_all_tokens = pooler is not None and pooler.pooling != "last"
+        images = checkpoint.shape.images
+        self._has_unsplit_images = images is not None and images.is_bidirectional
         self._clock = clock
         self._seed_generator = random.Random(config.seed)
         # The tokenizer and the grammar compiler are created in another thread at startup, or by the first request that
@@ -129,6 +131,9 @@ class InputProcessor:
             pooling=request.pooling,
             pools_all_tokens=request.pooling is not None and self._pools_all_tokens,
             images=tuple(request.images),
+            unsplit=tuple(range(image.start, image.start + image.num_tokens) for image in request.images)
+            if self._has_unsplit_images
+            else (),
         )
 
     def _create_grammar(self, request: SequenceRequest) -> Grammar | None:

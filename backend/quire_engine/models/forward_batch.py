@@ -18,6 +18,7 @@ from quire_engine.step.input import StepInput
 from quire_kernels import (
     AdapterSegment,
     AttentionMetadata,
+    BidirectionalTokens,
     LoRABatch,
     StateBatch,
     build_attention_metadata,
@@ -67,7 +68,9 @@ class ForwardBatch:
     rope_positions: Tensor | None = None
     """[3, num_tokens] int64: time, row and column of each token; None if all three are the position."""
     images: ImageFeatures | None = None
-    """Embeddings of the tokens of images; None if the batch has no such tokens."""
+    """Embeddings of the tokens of images; None if the batch contains only text."""
+    bidirectional: Sequence[BidirectionalTokens] = ()
+    """Tokens that attend to each other in both directions."""
     groups: tuple["ForwardBatch", ...] = ()
     """Copies of the batch, one for each group of layers (see KVLayout). Each copy has the addresses and the attention
     of its group. Empty if there is only one group."""
@@ -120,6 +123,7 @@ def build_forward_batch(
         rope_positions=None
         if step_input.rope_positions is None
         else to_device_async(step_input.rope_positions, device).view(3, -1),
+        bidirectional=step_input.bidirectional,
         images=None if images is None else replace(images, rows=to_device_async(step_input.image_rows, device)),
     )
     if len(attentions) == 1:

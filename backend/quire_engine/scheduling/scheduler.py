@@ -701,11 +701,18 @@ class Scheduler:
         return True
 
     def _make_span(self, sequence: Sequence, length: int, builder: StepPlanBuilder) -> ScheduledSpan:
-        """Return the next span of a sequence. It has at most `length` tokens."""
+        """Return the next span of a sequence. It has at most `length` tokens, unless an image has more. It is empty if
+        the step has no room for the image.
+        """
         start = sequence.num_computed_tokens
         if self.states is not None:
             self.states.take_snapshot(sequence, builder)
-            length = sequence.chunk_end(start, start + length) - start
+        end = sequence.chunk_end(start, start + length)
+        if end == start:
+            # The share of the client ends inside an image. The most urgent sequence gets the tokens of all clients.
+            last = min(start + builder.token_budget, sequence.num_prefill_tokens)
+            end = sequence.chunk_end(start, last)
+        length = end - start
         adapter_slot = (
             None if sequence.adapter_digest is None else self._adapter_registry.get_slot(sequence.adapter_digest)
         )

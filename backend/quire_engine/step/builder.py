@@ -50,7 +50,9 @@ class StepPlanBuilder:
         return self.client_share is not None and self.prefill_tokens_by_client[client] >= self.client_share
 
     def add_prefill(self, span: ScheduledSpan) -> None:
-        """Add a chunk of a prompt."""
+        """Add a chunk of a prompt, unless it is empty."""
+        if not span.length:
+            return
         self.prefills.append(span)
         self.token_budget -= span.length
         self.prefill_tokens_by_client[span.sequence.client] += span.length
@@ -59,8 +61,8 @@ class StepPlanBuilder:
         """Give the tokens that no share has used to the chunks that a share has cut."""
         self.client_share = None
         for i, span in enumerate(self.prefills):
-            missing = span.sequence.chunk_end(span.start, span.sequence.num_prefill_tokens) - span.end
-            if extra := min(missing, self.token_budget):
+            last = min(span.end + self.token_budget, span.sequence.num_prefill_tokens)
+            if extra := span.sequence.chunk_end(span.start, last) - span.end:
                 self.prefills[i] = replace(span, length=span.length + extra)
                 self.token_budget -= extra
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from quire_engine.sequence import BlockId
 from quire_engine.step.image_positions import rope_positions
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StateCopy, StepPlan, SwapCopy
+from quire_kernels import BidirectionalTokens
 
-_HEADER_SIZE = 17
+_HEADER_SIZE = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class StepInput:
     state_copies: list[StateCopy] = field(default_factory=list)
     image_rows: list[int] = field(default_factory=list)
     """Indices of the tokens whose embeddings come from images. Rank 0 computes these embeddings and broadcasts them."""
+    bidirectional: list[BidirectionalTokens] = field(default_factory=list)
+    """Tokens that attend to each other in both directions."""
     rope_positions: Tensor | None = None
     """[3 * num_tokens] int64 on the CPU: the times, then the rows, then the columns of the tokens (see ImageConfig).
     None if no sequence has images, so that all three are the position in the sequence."""
@@ -149,11 +152,16 @@ def build_step_input(
     )
     num_base_tokens = [0 if span.active_slot is None else span.num_base_tokens for span in spans]
     image_rows: list[int] = []
+    bidirectional: list[BidirectionalTokens] = []
     has_images = any(span.sequence.images for span in spans)
     if has_images:
         first = 0
-        for span in spans:
+        for i, span in enumerate(spans):
             image_rows += [first + position - span.start for _, tokens in span.image_tokens for position in tokens]
+            for tokens in span.sequence.unsplit:
+                start, end = max(tokens.start, span.start), min(tokens.stop, span.end)
+                if start < end:
+                    bidirectional.append(BidirectionalTokens(i, first + start - span.start, start, tokens.start, end))
             first += span.length
     return StepInput(
         starts=[span.start for span in spans],
@@ -173,6 +181,7 @@ def build_step_input(
         state_rows=[span.sequence.state_row for span in spans] if spans[0].sequence.state_row >= 0 else [],
         state_copies=plan.state_copies if plan is not None else [],
         image_rows=image_rows,
+        bidirectional=bidirectional,
         rope_positions=_rope_positions(spans) if has_images else None,
     )
 
@@ -190,7 +199,7 @@ def max_elements(
     blocks, and copies at most one block of each group per span. `max_blocks_per_seq` is the number of blocks of one
     group."""
     # A span has a state row, and at most two copies: from one snapshot, and to another one.
-    num_elements = max_num_seqs * (11 + (2 + max_blocks_per_seq) * num_groups) + 6 * max_num_tokens
+    num_elements = max_num_seqs * (11 + (2 + max_blocks_per_seq) * num_groups) + 11 * max_num_tokens
     num_graph_elements = max_num_seqs * (2 + 3 * max_blocks_per_seq) * num_groups
     num_graph_elements += 6 * max(max_num_seqs, max_num_tokens)
     return _HEADER_SIZE + max(num_elements, num_graph_elements) + 2 * num_swaps
@@ -206,7 +215,7 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
     if isinstance(step_input, GraphStepInput):
         num_inputs, size = step_input.inputs.shape
         header = [size, *header, num_inputs, step_input.has_adapters]
-        header += [step_input.table_updates.shape[1], len(step_input.logit_rows), *[0] * 8]
+        header += [step_input.table_updates.shape[1], len(step_input.logit_rows), *[0] * 9]
         lists = [*header, *block_numbers, *step_input.logit_rows]
         tensors = step_input.inputs.flatten(), step_input.table_updates.flatten()
         positions = None
@@ -215,11 +224,11 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
         header += [len(step_input.logit_rows), step_input.num_sampled, len(step_input.long_rope)]
         header += [len(step_input.num_base_tokens), step_input.num_pooled]
         header += [len(step_input.state_rows), len(step_input.state_copies), len(step_input.image_rows)]
-        header.append(step_input.rope_positions is not None)
+        header += [step_input.rope_positions is not None, len(step_input.bidirectional)]
         lists = [*header, *block_numbers, *step_input.starts, *step_input.lengths, *step_input.adapter_slots]
         lists += [*step_input.logit_rows, *step_input.long_rope, *step_input.num_base_tokens, *step_input.state_rows]
         lists += [number for copy in step_input.state_copies for number in (copy.source, copy.destination)]
-        lists += step_input.image_rows
+        lists += [*step_input.image_rows, *(number for tokens in step_input.bidirectional for number in tokens)]
         tensors = step_input.token_ids, step_input.block_ids
         positions = step_input.rope_positions
     chunks = (int64_tensor(lists), *tensors, *([] if positions is None else [positions]))
@@ -241,9 +250,9 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
         rest = bool(awaits_tokens), swap_outs, swap_ins, copies
         return GraphStepInput(bool(has_adapters), inputs, table_updates, logit_rows, *rest)
     num_spans, num_tokens, num_blocks, num_logits, num_sampled, num_long_rope, *other_counts = counts
-    num_bases, num_pooled, num_states, num_state_copies, num_image_rows, has_rope_positions = other_counts
+    num_bases, num_pooled, num_states, num_state_copies, num_image_rows, has_rope_positions, num_ranges = other_counts
     num_list_elements = 3 * num_spans + num_logits + num_long_rope + num_bases + num_states + 2 * num_state_copies
-    num_list_elements += num_image_rows
+    num_list_elements += num_image_rows + 5 * num_ranges
     numbers = iter(row[end : end + num_list_elements].tolist())
 
     def next_list(num: int) -> list[int]:
@@ -258,6 +267,7 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
     state_rows = next_list(num_states)
     state_copies = [StateCopy(*pair) for pair in _block_pairs(next_list(2 * num_state_copies))]
     image_rows = next_list(num_image_rows)
+    bidirectional = [BidirectionalTokens(*next_list(5)) for _ in range(num_ranges)]
     return StepInput(
         starts=starts,
         lengths=lengths,
@@ -276,6 +286,7 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
         state_rows=state_rows,
         state_copies=state_copies,
         image_rows=image_rows,
+        bidirectional=bidirectional,
         rope_positions=positions,
     )
 

@@ -11,6 +11,7 @@ Source:
 https://github.com/triton-inference-server/vllm_backend/blob/11c4e0fd7c6e22c0b451d74adcd51ee70d1d4115/src/utils/request.py
 """
 
+import binascii
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -127,6 +128,7 @@ def parse_request(
         client=headers.get(CLIENT_HEADER, ""),
         traceparent=headers.get(constants.TRACE_HEADER, ""),
         pooling=pooling,
+        images=[] if is_embedding else _images(inputs),
     )
     return request, options
 
@@ -211,6 +213,24 @@ def _prompt(inputs: Mapping[str, Array]) -> tuple[str | None, list[int] | None]:
     if has_text:
         return _string_value(inputs, constants.TEXT_INPUT), None
     return None, _token_ids(inputs[constants.INPUT_IDS])
+
+
+def _images(inputs: Mapping[str, Array]) -> list[bytes]:
+    """Return the files of the images, which the tensor contains in base64. The prompt contains the model's mark of an
+    image for each."""
+    array = inputs.get(constants.IMAGE)
+    if array is None:
+        return []
+    files = []
+    for i, value in enumerate(array.reshape(-1)):
+        name = f"{constants.IMAGE}[{i}]"
+        if not isinstance(value, bytes | str):
+            raise InvalidArgument(f"{name}: must be a string in base64, got {array.dtype}")
+        try:
+            files.append(binascii.a2b_base64(value, strict_mode=True))
+        except ValueError as error:
+            raise InvalidArgument(f"{name}: is not valid base64 ({error}); encode the file again") from None
+    return files
 
 
 def _embedding_request(inputs: Mapping[str, Array]) -> tuple[str | None, list[int] | None, PoolingParams]:

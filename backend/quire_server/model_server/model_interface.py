@@ -29,6 +29,7 @@ INPUTS: tuple[tuple[str, str, int], ...] = (
     (constants.INPUT_IDS, "TYPE_INT64", -1),
     (constants.SAMPLING_PARAMETERS, "TYPE_STRING", 1),
     (constants.EMBEDDING_REQUEST, "TYPE_STRING", 1),
+    (constants.IMAGE, "TYPE_STRING", -1),
     *((flag, "TYPE_BOOL", 1) for flag in FLAGS),
 )
 """Name, type and shape of each input. Each shape has one dimension (-1: any size). All inputs are optional."""

@@ -9,12 +9,10 @@ import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from PIL import Image
 from support.image_checkpoints import make_image_checkpoint, png
-from support.quire_serve import command_line
 from support.tokenizer import byte_level, save_tokenizer
 from transformers import AutoImageProcessor
 
@@ -65,15 +63,13 @@ async def reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setattr(worker_pool, "NUM_WORKERS", 1)
     reader = ImageReader(folder, _images(folder))
     yield reader
-    while reader._workers._tasks or _workers():
-        for worker in _workers():
-            worker.kill()
+    while reader._workers._tasks:
         await asyncio.sleep(0.05)
-    await asyncio.sleep(0.1)  # the loop closes the pipes
-
-
-def _workers() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "quire_engine.text.images.image_worker" in command_line(p)]
+    while not reader._workers._idle.empty():
+        worker = reader._workers._idle.get_nowait()
+        worker.kill()
+        await worker._process.wait()
+        worker._process._transport.close()  # type: ignore[attr-defined]
 
 
 async def test_workers_return_the_tensors_of_transformers(folder: Path, reader: ImageReader) -> None:
@@ -129,6 +125,12 @@ def test_marks_of_a_template_are_places_of_images_and_marks_of_users_are_text(fo
     for token_ids in ([1, token, 2, token, token, token], [1, *[token] * 2, 2, *[token] * 4]):
         with pytest.raises(InvalidArgument, match="tokens of images"):
             places.locate(token_ids, _processed(2, 3))
+
+
+def test_marks_of_gemma_3_are_replaced_by_its_whole_sequence(folder: Path) -> None:
+    images = ImageConfig("gemma3", _images(folder).token_id, num_tokens=3)
+    text = Placeholders(images, Tokenizer(folder)).expand("a<start_of_image>b", _processed(3))
+    assert text == f"a\n\n<start_of_image>{MARKS[0] * 3}<end_of_image>\n\nb"
 
 
 def test_why_a_checkpoint_reads_no_images(folder: Path, tmp_path: Path) -> None:

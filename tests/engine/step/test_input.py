@@ -12,6 +12,7 @@ from quire_engine.sequence import BlockId, Sequence, SlotId
 from quire_engine.step.image_positions import rope_positions
 from quire_engine.step.input import GraphStepInput, StepInput, build_step_input, decode, encode, max_elements
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StateCopy, SwapCopy
+from quire_kernels import BidirectionalTokens
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.protocol.messages import ImageInput
 
@@ -50,6 +51,7 @@ def test_step_input_round_trips_through_a_ring_row(
         state_rows=lengths if long else [],
         state_copies=[StateCopy(*pair) for pair in state_copies],
         image_rows=logit_rows if long else [],
+        bidirectional=[BidirectionalTokens(*pair, *pair, 5) for pair in outs],
         rope_positions=torch.tensor(token_ids * 3, dtype=torch.int64) if long else None,
     )
     inputs = torch.tensor([starts, lengths, slots, starts, lengths][: 4 + long], dtype=torch.int64)
@@ -70,7 +72,8 @@ def test_step_input_round_trips_through_a_ring_row(
 
 def test_largest_step_input_fits_its_row():
     sequence = Sequence(0, [1] * 64, SamplingParams(prompt_logprobs=0), seed=0, max_output_tokens=1)
-    sequence.images = (ImageInput(0, 64, b"", (8, 8)),)
+    sequence.images = tuple(ImageInput(i, 1, b"", (1, 1)) for i in range(64))
+    sequence.unsplit = tuple(range(i, i + 1) for i in range(64))
     sequence.block_table, sequence.state_row = [BlockId(i) for i in range(8)], 1
     step_input = build_step_input([ScheduledSpan(sequence, 0, 64, SlotId(0))] * 3, 8, long_rope_threshold=10)
     step_input = dataclasses.replace(step_input, copies=[BlockCopy(0, 1)] * 3, state_copies=[StateCopy(0, 1)] * 6)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of requests to GenerateRequest and of OutputDelta to tensors, with vllm_backend's semantics."""
 
+import base64
 import json
 import re
 
@@ -98,6 +99,21 @@ class TestEmbedding:
     )
     def test_a_wrong_value_is_named(self, text, words):
         assert_rejected("embedding_request", *words, embedding_request=strings(text))
+
+
+class TestImage:
+    def test_files_in_base64(self):
+        files = [b"first", b"second"]
+        request, _ = parse(image=strings(*(base64.b64encode(file).decode() for file in files)))
+        assert request.images == files and request.prompt == "Hello"
+        assert parse()[0].images == []
+
+    @pytest.mark.parametrize("value", ["a", "Zg==?", "data:image/png;base64,Zg=="])
+    def test_a_wrong_value_is_named(self, value):
+        assert_rejected("image[1]: is not valid base64", image=strings("Zg==", value))
+
+    def test_numbers_are_rejected(self):
+        assert_rejected("image[0]: must be a string in base64", image=np.array([1], np.int64))
 
 
 class TestPrompt:

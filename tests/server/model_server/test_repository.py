@@ -20,6 +20,7 @@ UPSTREAM_INPUTS = {
     "return_num_input_tokens": ("TYPE_BOOL", [1]),
     "return_num_output_tokens": ("TYPE_BOOL", [1]),
     "embedding_request": ("TYPE_STRING", [1]),
+    "image": ("TYPE_STRING", [-1]),
 }
 UPSTREAM_OUTPUTS = {
     "text_output": ("TYPE_STRING", [-1]),

@@ -8,7 +8,7 @@ from torch import Tensor
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory, build_linear
 from quire_engine.models.layers.module import Module
-from quire_kernels import paged_attention, rope_and_cache
+from quire_kernels import attend_in_both_directions, paged_attention, rope_and_cache
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -49,6 +49,10 @@ class Attention(Module):
         attention_output = paged_attention(
             queries, kv_cache, batch.attention, self.scale, self.window, self.softcap, self.sinks
         )
+        for tokens in batch.bidirectional:
+            attend_in_both_directions(
+                attention_output, queries, kv_cache, batch.attention, tokens, self.scale, self.window
+            )
         return self.o_proj(attention_output.view(queries.shape[0], -1), batch, residual)
 
 

@@ -10,7 +10,7 @@ from quire_spec.model.hf_config import HFConfigReader
 
 QWEN_TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 """Models whose images keep their aspect ratio, and whose tokens have a row and a column."""
-IMAGE_TOWERS = QWEN_TOWERS
+IMAGE_TOWERS = (*QWEN_TOWERS, "gemma3")
 """Values of `model_type` of the models whose vision towers the engine runs."""
 
 
