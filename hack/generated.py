@@ -199,7 +199,7 @@ def main() -> None:
 def texts() -> dict[Path, str]:
     """Return the text of each generated file."""
     definition = crd.definition()
-    models = models_table.replace_table(MODELS.read_text())
+    models = models_table.replace_tables(MODELS.read_text())
     return {CRD: crd.to_yaml(definition), REFERENCE: reference(definition), MODELS: models}
 
 

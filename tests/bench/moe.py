@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from workload import Workload
 
 from quire_engine import LLM, LoRARequest, SamplingParams
+from quire_engine.models import base
 from quire_engine.weights.param_shard import LoadTarget, unsharded
-from quire_engine.worker import startup
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 896,
@@ -66,7 +66,7 @@ def _fill_randomly(folder: Path, tensors: Iterable[tuple[str, LoadTarget]], **_:
 def _load(name: str, folder: Path, **lora: Any) -> LLM:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
-    with mock.patch.object(startup, "load_weights", _fill_randomly):
+    with mock.patch.object(base, "load_weights", _fill_randomly):
         return LLM(
             folder,
             dtype="bfloat16",

@@ -10,13 +10,13 @@ from unittest import mock
 
 import torch
 
+from quire_engine.models import base
 from quire_engine.weights.param_shard import LoadTarget, unsharded
-from quire_engine.worker import startup
 
 
 def patch_weight_loading() -> contextlib.AbstractContextManager[Any]:
     """Let engines that are created in this block fill their weights with random numbers."""
-    return mock.patch.object(startup, "load_weights", _fill_randomly)
+    return mock.patch.object(base, "load_weights", _fill_randomly)
 
 
 def _fill_randomly(folder: Path, tensors: Iterable[tuple[str, LoadTarget]], **_: Any) -> None:

@@ -18,7 +18,9 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BioGptConfig,
     Cohere2Config,
+    CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
@@ -37,9 +39,11 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
@@ -57,6 +61,7 @@ from transformers import (
     Olmo3Config,
     OlmoeConfig,
     OPTConfig,
+    PersimmonConfig,
     Phi3Config,
     PhiConfig,
     Qwen2_5_VLConfig,
@@ -73,7 +78,9 @@ from transformers import (
     Qwen3VLConfig,
     SeedOssConfig,
     SmolLM3Config,
+    StableLmConfig,
     Starcoder2Config,
+    VaultGemmaConfig,
 )
 from transformers.models.internlm3.configuration_internlm3 import InternLM3Config
 
@@ -562,11 +569,29 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "smollm3": (SmolLM3Config, {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0}),
 }
 """One row per family and per shape that takes another path."""
+TRANSFORMERS_CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "stablelm": (StableLmConfig, {"use_qkv_bias": True, "qk_layernorm": True}),
+    "persimmon": (PersimmonConfig, {}),
+    "cohere": (CohereConfig, {"use_qk_norm": True, "pad_token_id": 0}),
+    "vaultgemma": (
+        VaultGemmaConfig,
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+        | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 20.0},
+    ),
+    "granitemoe": (
+        GraniteMoeConfig,
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "attention_multiplier": 0.3, "embedding_multiplier": 3.0}
+        | {"residual_multiplier": 0.8, "logits_scaling": 4.0},
+    ),
+    "gpt2": (GPT2Config, {}),
+    "biogpt": (BioGptConfig, {}),
+}
+"""The same for models that classes of transformers compute, because there is no class of Quire."""
 
 
 def make_checkpoint(folder: Path, name: str, **save: Any) -> Path:
     """Write checkpoint `name` into `folder`; `save` goes to transformers' save_pretrained."""
-    kind, overrides = CHECKPOINTS[name]
+    kind, overrides = (CHECKPOINTS | TRANSFORMERS_CHECKPOINTS)[name]
     return write_checkpoint(folder, kind(**(BASE | overrides)), sum(map(ord, name)), **save)
 
 

@@ -100,7 +100,7 @@ def compile_kernels(models: Sequence[Path], capability: str, into: Path) -> int:
         from quire_kernels.gpu import compilation
     except ImportError as error:
         raise InvalidArgument(f"compile: Triton cannot be imported ({error}); install triton") from error
-    shapes = [ModelConfig.load(folder) for folder in models] or [ModelConfig.from_config(_LLAMA_3_1_8B)]
+    shapes = [ModelConfig.load(folder, "quire") for folder in models] or [ModelConfig.from_config(_LLAMA_3_1_8B)]
 
     def call_kernels() -> None:
         for shape in shapes:

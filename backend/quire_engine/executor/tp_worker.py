@@ -60,7 +60,9 @@ class TensorParallelWorker:
         call = self._next_call("load")
         logging.getLogger().setLevel(call["log_level"])
         config, folder = EngineConfig.from_json(call["config"]), Path(call["folder"])
-        shard = TensorParallelShard(ModelConfig.load(folder), call["rank"], config.tensor_parallel_size)
+        shard = TensorParallelShard(
+            ModelConfig.load(folder, config.model_impl), call["rank"], config.tensor_parallel_size
+        )
 
         def rendezvous() -> Path:
             nonlocal call

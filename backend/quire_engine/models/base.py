@@ -6,6 +6,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -17,7 +18,9 @@ from quire_engine.models.layers.linear import AdapterSite, Linear, ParamFactory
 from quire_engine.models.layers.module import Module
 from quire_engine.models.layers.norm import Norm, find_norms
 from quire_engine.models.layers.vocab_parallel import build_lm_head, embedding_shard, num_vocab_rows, parallel_embedding
+from quire_engine.weights.loader import load_weights
 from quire_engine.weights.param_shard import LoadTarget
+from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_kernels import HugePageArena, ModuleSlots, supports_embedding
 from quire_spec.model.model_config import ModelConfig
 
@@ -111,7 +114,7 @@ class CausalLM(ABC):
 
     def norms(self) -> Iterator[tuple[str, Norm]]:
         """Yield the norms with learned weights, each with its name in the checkpoint."""
-        parent = self.shape.architecture_info.layers_path.removesuffix("layers")
+        parent = self.shape.architecture_info.parent_path
         layers = ((f"layers.{index}", layer) for index, layer in enumerate(self.layers))
         outer = ((self.NAMES.get(name, name), part) for name, part in vars(self).items() if isinstance(part, Norm))
         for path, part in (*layers, *outer):
@@ -124,14 +127,14 @@ class CausalLM(ABC):
     def tensors(self) -> Iterator[tuple[str, LoadTarget]]:
         """Yield the name of every tensor in the checkpoint, and the parameter or shard into which the tensor is
         loaded."""
-        parent = self.shape.architecture_info.layers_path.removesuffix(".layers")
+        parent = self.shape.architecture_info.parent_path
         yield (
-            f"{parent}.{self.shape.architecture_info.embedding}.weight",
+            f"{parent}{self.shape.architecture_info.embedding}.weight",
             embedding_shard(self.embed_tokens, self.communicator),
         )
         for index, layer in enumerate(self.layers):
-            yield from layer.tensors(f"{parent}.layers.{index}.")
-        yield from self.top_level_tensors(f"{parent}.")
+            yield from layer.tensors(f"{parent}layers.{index}.")
+        yield from self.top_level_tensors(parent)
         for name, target in self.lm_head.tensors(""):
             is_tied = self.shape.tie_word_embeddings and name.endswith(".weight")
             if not is_tied and self.shape.head == "lm":
@@ -142,6 +145,20 @@ class CausalLM(ABC):
     @abstractmethod
     def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """Yield the tensors under `prefix` that belong neither to the embedding nor to a layer."""
+
+    def load(
+        self, folder: Path, checkpoint: QuantizedTensors | None = None, *, progress: bool = False, stream: bool = False
+    ) -> None:
+        """Fill the parameters from the checkpoint in `folder`; see `load_weights` for the arguments and the errors."""
+        load_weights(
+            folder,
+            self.tensors(),
+            tied_to=self.shape.tied_embedding_name,
+            progress=progress,
+            checkpoint=checkpoint,
+            stream=stream,
+            unused_prefixes=self.shape.unused_prefixes,
+        )
 
     def pack(self) -> None:
         """Repack the loaded weights of all layers for speed; `tensors` must not be used afterwards."""

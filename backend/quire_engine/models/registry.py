@@ -41,8 +41,11 @@ not served.
 """
 
 
-def get_model_class(architecture: str) -> type[CausalLM]:
-    """Return the model class of an architecture, which must be in `ARCHITECTURES`."""
+def get_model_class(architecture: str, model_impl: str = "quire") -> type[CausalLM]:
+    """Return the model class of an architecture, which must be in the table of `model_impl`; see ModelConfig."""
+    if model_impl == "transformers":
+        # transformers is imported only for models that need it, because this takes seconds.
+        return importlib.import_module("quire_engine.models.transformers.causal_lm").TransformersForCausalLM  # type: ignore[no-any-return]
     module = importlib.import_module(f"quire_engine.models.{ARCHITECTURES[architecture].module}")
     model_cls: type[CausalLM] = getattr(module, _ALIASES.get(architecture, architecture))
     return model_cls

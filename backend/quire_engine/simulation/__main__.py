@@ -57,7 +57,8 @@ def _record(args: argparse.Namespace) -> int:
         from quire_engine.weights.checkpoint import Checkpoint
         from quire_engine.weights.hub import resolve_model
 
-        checkpoint = Checkpoint.load(resolve_model(config.model, config.revision, True, config.download_dir))
+        folder = resolve_model(config.model, config.revision, True, config.download_dir)
+        checkpoint = Checkpoint.load(folder, config.model_impl)
         runner = create_runner(config, checkpoint.shape, checkpoint.folder, progress=sys.stderr.isatty())
         return Engine(config, checkpoint, wrap(runner), runner.memory)
 

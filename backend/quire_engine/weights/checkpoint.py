@@ -25,8 +25,8 @@ class Checkpoint:
     """A hash that identifies the weights. It is part of the hash of each KV block."""
 
     @classmethod
-    def load(cls, folder: Path, *, full_digest: bool = False) -> Self:
-        """Read `folder`.
+    def load(cls, folder: Path, model_impl: str = "auto", *, full_digest: bool = False) -> Self:
+        """Read `folder` for the classes that `model_impl` of EngineConfig selects.
 
         If `full_digest` is true, the fingerprint covers every byte of the weights (`compute_digest`). This is necessary
         if KV blocks leave the process. Otherwise, it covers samples of them (`compute_fingerprint`).
@@ -34,7 +34,7 @@ class Checkpoint:
         Raises:
             ConfigError: a file is missing or wrong, or the architecture is not supported.
         """
-        shape = ModelConfig.load(folder)
+        shape = ModelConfig.load(folder, model_impl)
         fingerprint = compute_digest(folder) if full_digest else compute_fingerprint(folder)
         return cls(folder, shape, load_eos_token_ids(folder, shape), fingerprint)
 

@@ -210,11 +210,13 @@ def check_free_memory(
     dtype: torch.dtype,
     device: torch.device,
     quantized_bytes: int | None = None,
+    file_bytes: int = 0,
 ) -> None:
     """Check that the weights and the adapter slots fit into memory, before anything is loaded.
 
     `quantized_bytes` is the size of the files of a quantized checkpoint. On a machine with kernels for quantized
-    weights, most weights of such a checkpoint stay quantized.
+    weights, most weights of such a checkpoint stay quantized. `file_bytes` is the size of the files if config.json does
+    not describe all weights.
 
     Raises:
         ConfigError: the weights and the adapter slots do not fit. The message contains their sizes in bytes, which an
@@ -227,7 +229,7 @@ def check_free_memory(
     size = dtype.itemsize
     lora = lora_bytes(shape, config.num_lora_pages(shape), size, config.lora_experts)
     # Ranks on a CPU load at the same time and share the free memory, so another rank may already have used some of it.
-    weights = weights_bytes(shape, size)
+    weights = max(weights_bytes(shape, size), file_bytes)
     if quantized_bytes is not None and has_quantized_kernel(dtype, device):
         weights = min(weights, quantized_bytes // config.tensor_parallel_size)
     check_model_fits(config, weights, lora, free_memory_bytes(device))

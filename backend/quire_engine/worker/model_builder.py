@@ -57,6 +57,7 @@ def build_model(
         logger.info("inputs of 4 bits are not supported; only the weights are quantized")
     checkpoint = None if shape.quantization is None else QuantizedTensors(TensorFiles(folder), shape.quantization)
     quantized_bytes = None if checkpoint is None else checkpoint.files.num_bytes
-    check_free_memory(config, local_shape, factory.dtype, device, quantized_bytes)
-    model = get_model_class(shape.architecture)(local_shape, replace(factory, checkpoint=checkpoint))
+    file_bytes = 0 if shape.is_native else TensorFiles(folder).num_bytes
+    check_free_memory(config, local_shape, factory.dtype, device, quantized_bytes, file_bytes)
+    model = get_model_class(shape.architecture, shape.model_impl)(local_shape, replace(factory, checkpoint=checkpoint))
     return BuiltModel(model, factory, checkpoint)

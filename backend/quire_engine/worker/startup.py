@@ -26,7 +26,6 @@ from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.sequence import BlockId
 from quire_engine.step.input import StepInput, build_step_input
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StepPlan
-from quire_engine.weights.loader import load_weights
 from quire_engine.weights.model_streamer import can_stream
 from quire_engine.weights.param_shard import unsharded
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
@@ -92,7 +91,7 @@ class RunnerStartup:
         self._cache_dtype = resolve_cache_dtype(config, factory.dtype)
         self._max_model_len = config.max_model_len or model.shape.max_length
         should_capture = graph_capture.should_capture(factory.device) and not config.has_drafter
-        should_capture &= model.shape.states is None
+        should_capture &= model.shape.states is None and model.shape.is_native
         self._layout = layout_choice.choose_layout(config, model.shape)
         self._num_spare_blocks = 1 if should_capture else 0
         self._capture = graph_capture.GraphCapture(factory.device) if should_capture else None
@@ -101,16 +100,10 @@ class RunnerStartup:
     def load_model(self, folder: Path, checkpoint: QuantizedTensors | None, *, progress: bool) -> None:
         """Load and pack the weights, and connect the tensor-parallel ranks. `ParamFactory` describes `checkpoint`."""
         needs_compilation = _compiles_kernels(self._device) and self._communicator is None
+        needs_compilation &= self._model.shape.is_native  # other models have no modules before they are loaded
         with self._compile_while_loading() if needs_compilation else nullcontext():
-            load_weights(
-                folder,
-                self._model.tensors(),
-                tied_to=self._model.shape.tied_embedding_name,
-                progress=progress,
-                checkpoint=checkpoint,
-                stream=can_stream(self._config.load_format, self._config.num_ranks),
-                unused_prefixes=self._model.shape.unused_prefixes,
-            )
+            stream = can_stream(self._config.load_format, self._config.num_ranks)
+            self._model.load(folder, checkpoint, progress=progress, stream=stream)
         loaded_bytes = self._model.num_bytes
         self._model.pack()
         if self._drafter is not None:

@@ -236,6 +236,11 @@ class EngineConfig:
     chat_template: str | None = None
     """File that contains a chat template; None: the chat template of the checkpoint is used."""
 
+    model_impl: str = "auto"
+    """The classes that compute the model, as in vLLM: quire (Quire's own), transformers (those of transformers, with
+    Quire's attention, linear layers and adapters; slower), or auto: Quire's own, and those of transformers for other
+    architectures."""
+
     convert: str = "auto"
     """What the model answers instead of, or in addition to, generating: the values are those of vLLM's --convert.
 
@@ -384,6 +389,7 @@ class EngineConfig:
                 (None, *dict.fromkeys((*capabilities.QUANTIZATIONS, *capabilities.CHECKPOINT_QUANTIZATIONS))),
             ),
             ("max_lora_rank", self.max_lora_rank, capabilities.LORA_RANKS),
+            ("model_impl", self.model_impl, capabilities.MODEL_IMPLS),
             ("convert", self.convert, capabilities.CONVERSIONS),
             ("pooling_type", self.pooling_type, capabilities.POOLING_TYPES),
             ("tool_call_parser", self.tool_call_parser, ("auto", "none", *capabilities.TOOL_CALL_PARSERS)),

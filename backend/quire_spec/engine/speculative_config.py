@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
-from quire_spec.model.architectures import ARCHITECTURES
 from quire_spec.model.model_config import ModelConfig
 
 MAX_SPECULATIVE_TOKENS = 16
@@ -99,13 +98,18 @@ class SpeculativeConfig:
             )
         self._check_range("suffix_decoding_min_token_prob", 0, 1)
 
-    def check_architecture(self, architecture: str) -> None:
-        """Raise ConfigError if this method uses heads or a draft model, but these cannot be used with models of
-        `architecture`."""
-        if self.method in capabilities.SPECULATIVE_MODEL_METHODS and ARCHITECTURES[architecture].has_layer_variants:
+    def check_target(self, target: ModelConfig) -> None:
+        """Raise ConfigError if this method uses heads or a draft model, but these cannot be used with `target`."""
+        architecture = target.architecture
+        if self.method in capabilities.SPECULATIVE_MODEL_METHODS and target.variants is not None:
             raise ConfigError(
                 f"speculative_config.method: {self.method} does not support architecture {architecture!r}, whose "
                 "layers have keys of different sizes; use suffix or ngram"
+            )
+        if self.method in ("eagle3", "medusa") and not target.is_native:
+            raise ConfigError(
+                f"speculative_config.method: {self.method} does not support model_impl transformers, whose hidden "
+                "states the heads cannot read; use suffix or ngram"
             )
         if self.method in ("eagle3", "medusa") and architecture in capabilities.ARCHITECTURES_WITHOUT_HEADS:
             raise ConfigError(

@@ -131,6 +131,8 @@ def from_vllm_arguments(arguments: Mapping[str, Any], location: str = "") -> dic
             config_fields[name] = value if field_types[name].startswith("str") else _parse_literal(value)
         else:
             problems.append(_unknown_argument(name, sorted(field_types)))
+    if config_fields.get("model_impl") == "vllm":
+        config_fields["model_impl"] = "quire"
     if isinstance(dtype := config_fields.get("dtype"), str):
         config_fields["dtype"] = _DTYPE_ALIASES.get(dtype, dtype)
     if problems:

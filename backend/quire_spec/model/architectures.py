@@ -366,6 +366,11 @@ class Architecture:
     router_scoring: str = "softmax"
     """The function that computes the scores of experts: "softmax" or "sigmoid"."""
 
+    @property
+    def parent_path(self) -> str:
+        """Path of the module that contains the layers, with a dot at its end."""
+        return f"{self.layers_path.rpartition('.')[0]}."
+
 
 def _always(config: HFConfigReader, index: int) -> bool:
     return True

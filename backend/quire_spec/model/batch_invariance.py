@@ -49,6 +49,8 @@ def variance_reason(
         return "on a processor with AMX, oneDNN computes, whose sums depend on the size of a step"
     if kernels.override:
         return f"QUIRE_KERNELS is {kernels.override}"
+    if not shape.is_native:
+        return "with model_impl transformers, torch computes norms and activations"
     if num_ranks > 1:
         return "the sum over tensor-parallel ranks depends on the size of a step"
     return _size_without_kernel(shape)

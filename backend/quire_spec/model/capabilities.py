@@ -17,6 +17,8 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 SCHEDULING_POLICIES = ("fcfs", "priority")
+MODEL_IMPLS = ("auto", "quire", "transformers")
+"""Values of `model_impl`: those of vLLM, whose own classes are called vllm there."""
 LOAD_FORMATS = ("auto", "safetensors", "runai_streamer")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8_per_token_head")
 STATE_DTYPES = ("auto", "float32", "bfloat16")

@@ -31,6 +31,8 @@ from quire_spec.model.quantization import (
     with_modelopt_file,
 )
 from quire_spec.model.rope_config import RopeConfig
+from quire_spec.model.transformers import table
+from quire_spec.model.transformers.model_values import read_values
 
 # Models and adapters build tables for each layer. This limit bounds their number, because config.json is untrusted
 # input.
@@ -111,6 +113,14 @@ class ModelConfig:
     """Describes how layers differ in their heads, their MLP and their inputs. None: they do not differ."""
     images: ImageConfig | None = None
     """Describes how the model reads images. None: it reads none, or the engine does not run its vision tower."""
+    model_impl: str = "quire"
+    """The class that computes the model: quire (a class of quire_engine.models) or transformers (a class of
+    transformers, for which this configuration contains neither norms nor activations nor positions nor experts)."""
+
+    @property
+    def is_native(self) -> bool:
+        """Whether a class of Quire computes the model."""
+        return self.model_impl == "quire"
 
     @property
     def max_length(self) -> int:
@@ -141,8 +151,8 @@ class ModelConfig:
 
     @property
     def architecture_info(self) -> Architecture:
-        """The row for this model's architecture in the table of architectures."""
-        return ARCHITECTURES[self.architecture]
+        """The row for this model's architecture in the table of the implementation that computes it."""
+        return (ARCHITECTURES if self.is_native else table.SERVED)[self.architecture]
 
     def kv_heads(self, layer: int) -> tuple[int, int]:
         """Return the number of heads and their dimension in the KV cache of a layer."""
@@ -262,7 +272,7 @@ class ModelConfig:
         None if the output projection has its own tensor.
         """
         return (
-            f"{self.architecture_info.layers_path.removesuffix('layers')}{self.architecture_info.embedding}.weight"
+            f"{self.architecture_info.parent_path}{self.architecture_info.embedding}.weight"
             if self.tie_word_embeddings
             else None
         )
@@ -273,27 +283,68 @@ class ModelConfig:
         return next((rope.long_threshold for rope in self.ropes if rope.long_threshold is not None), None)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read a Hugging Face config.json.
+    def from_config(cls, config: Mapping[str, Any], model_impl: str = "auto") -> Self:
+        """Read a Hugging Face config.json. `model_impl` is a value of capabilities.MODEL_IMPLS.
 
         Raises:
-            ConfigError: the architecture is not supported (the message lists supported ones), or a value is missing,
-                has the wrong type, or is not supported (the message names its key).
+            ConfigError: the architecture is not supported, or a value is missing, has the wrong type, or is not
+                supported (the message names its key). The message also contains whether the other implementation can
+                serve the model.
         """
         if not isinstance(config, Mapping):
             raise ConfigError(f"config.json: expected an object, got {type(config).__name__}")
         names = config.get("architectures") or ["none"]
-        architecture, head = _split_head(names[0] if isinstance(names, list) else names)
-        if isinstance(architecture, str) and _ENCODER.fullmatch(architecture):
+        name = names[0] if isinstance(names, list) else names
+        if not isinstance(name, str):
+            raise ConfigError(f"config.json: architectures: must contain a name, got {truncated_repr(name)}")
+        is_native = _split_head(name)[0] in ARCHITECTURES
+        if model_impl == "transformers" or (model_impl == "auto" and not is_native and name in table.SERVED):
+            return cls._from_transformers(config, name)
+        try:
+            return cls._from_native(config, name)
+        except ConfigError as error:
+            try:
+                cls._from_transformers(config, name)
+            except ConfigError:
+                raise error from None
+            raise ConfigError(f"{error}; model_impl transformers can serve this model, but more slowly") from error
+
+    @classmethod
+    def _from_transformers(cls, config: Mapping[str, Any], architecture: str) -> Self:
+        """Read a config.json for a class of transformers."""
+        if architecture not in table.SERVED:
+            raise ConfigError(
+                f"config.json: architecture {architecture!r} cannot be served with model_impl transformers: "
+                f"{_unserved_reason(architecture)}"
+            )
+        row = table.SERVED[architecture]
+        if config.get("model_type") != row.model_type:
+            raise ConfigError(
+                f"config.json: model_type of architecture {architecture!r} must be {row.model_type!r}, got "
+                f"{config.get('model_type')!r}; correct one of them"
+            )
+        values = read_values(config, row)
+        # What only classes of Quire read has a neutral value.
+        unused: dict[str, Any] = dict.fromkeys(("attention_softcap", "logits_softcap", "moe", "states"))
+        unused |= dict.fromkeys(("attention_bias", "output_bias", "mlp_bias"), False)
+        unused |= {"flags": {}, "factors": {}, "ropes": (), "norm_eps": 1e-6, "activation": "silu"}
+        unused |= {"num_learned_positions": 0, "quantization": None, "attention_scale": values["head_dim"] ** -0.5}
+        return cls(architecture=architecture, model_impl="transformers", **values, **unused)
+
+    @classmethod
+    def _from_native(cls, config: Mapping[str, Any], name: str) -> Self:
+        """Read a config.json for a class of Quire."""
+        architecture, head = _split_head(name)
+        if _ENCODER.fullmatch(architecture):
             raise ConfigError(
                 f"config.json: architecture {architecture!r} is an encoder, and only decoders with causal attention "
                 "are served; use a model for embeddings or scores that is a decoder, such as Qwen3-Embedding"
             )
-        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-            raise ConfigError(
-                f"config.json: architecture {architecture!r} is not supported; "
-                f"supported architectures are {', '.join(capabilities.SUPPORTED_ARCHITECTURES)}"
+        if architecture not in ARCHITECTURES:
+            advice = (
+                "" if name in table.SERVED else f", and no class of transformers can serve it: {_unserved_reason(name)}"
             )
+            raise ConfigError(f"config.json: architecture {name!r} is not supported: Quire has no class for it{advice}")
         model_type = config.get("model_type")
         for name, info in ARCHITECTURES.items():
             if info.model_type == model_type and info.saved_as == architecture:
@@ -327,12 +378,12 @@ class ModelConfig:
         return replace(model_config, head=head, num_labels=num_labels, tie_word_embeddings=True)
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load(cls, folder: Path, model_impl: str = "auto") -> Self:
         """Read `folder`/config.json, and MODELOPT_FILE if it exists. Raises ConfigError if a file cannot be read, or if
         `from_config` rejects its content."""
         modelopt = folder / MODELOPT_FILE
         document = read_json(modelopt) if modelopt.is_file() else None
-        return cls.from_config(with_modelopt_file(read_json(folder / "config.json"), document))
+        return cls.from_config(with_modelopt_file(read_json(folder / "config.json"), document), model_impl)
 
     @classmethod
     def _from_hf_config(cls, config: HFConfigReader, architecture: str, architecture_info: Architecture) -> Self:
@@ -396,13 +447,19 @@ class ModelConfig:
         )
 
 
-def _split_head(name: object) -> tuple[object, str]:
+def _split_head(name: str) -> tuple[str, str]:
     """Return the architecture with an output projection that has the same layers, and the head of `name`."""
     for suffix, head in (("ForSequenceClassification", "score"), ("Model", "none")):
-        if isinstance(name, str) and name.endswith(suffix):
+        if name.endswith(suffix):
             causal = f"{name.removesuffix(suffix)}ForCausalLM"
             return (causal, head) if causal in ARCHITECTURES else (name, "lm")
     return name, "lm"
+
+
+def _unserved_reason(architecture: str) -> str:
+    """Return why no class of transformers can compute an architecture that is not in the table."""
+    unknown = f"transformers {table.VERSION} has no class of this name for generating text"
+    return table.REFUSED.get(architecture, unknown)
 
 
 def _num_labels(config: Mapping[str, Any]) -> int:

@@ -17,6 +17,8 @@ from quire_spec.model.model_config import ModelConfig
 
 def unsupported_reason(model_config: ModelConfig, size: int) -> str:
     """Return the reason why a model cannot be split over `size` ranks. The result is empty if it can be split."""
+    if not model_config.is_native:
+        return "" if size == 1 else "model_impl transformers runs on one rank"
     if model_config.num_heads % size:
         return f"the number of attention heads, {model_config.num_heads}, is not a multiple of {size}"
     if model_config.num_kv_heads % size and size % model_config.num_kv_heads:

@@ -263,6 +263,10 @@ class EngineSpec:
     images are rejected. Default false."""
     limitMmPerPrompt: LimitMmPerPromptSpec | None = schema_field(None)
     """Limits of the inputs of a prompt that are not text. Default: 8 images."""
+    modelImpl: str | None = schema_field(None, enum=capabilities.MODEL_IMPLS)
+    """Classes that compute the model. quire: Quire's own. transformers: those of transformers, for more architectures
+    and more slowly, on one GPU or a CPU. With auto, Quire's own, and those of transformers for other architectures.
+    Default auto."""
     convert: str | None = schema_field(None, enum=capabilities.CONVERSIONS)
     """What the model returns besides text. With auto, the checkpoint decides: embeddings if it has the files of
     sentence-transformers or no output projection, classes if it has the head of a classifier, otherwise nothing. embed:

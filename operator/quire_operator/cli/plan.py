@@ -95,14 +95,15 @@ def _read_node_list(file: str) -> object:
 
 
 def _read_model(args: argparse.Namespace, manifest: Manifest, service: LLMService) -> CheckpointInfo:
+    parse = partial(CheckpointInfo.from_files, model_impl=service.spec.engine.modelImpl)
     if args.model_config is not None:
         path: Path = args.model_config
         if not path.exists():
             raise ConfigError(f"--model-config {path}: does not exist; give a model's folder, or its {CONFIG_FILE}")
-        return asyncio.run(read_local_checkpoint(path, CheckpointInfo.from_files))
+        return asyncio.run(read_local_checkpoint(path, parse))
     try:
         needs_tokenizer = not service.spec.engine.skipTokenizerInit
-        return _read_source(args, manifest, service, MODEL_SOURCE, CheckpointInfo.from_files, needs_tokenizer)
+        return _read_source(args, manifest, service, MODEL_SOURCE, parse, needs_tokenizer)
     except InvalidService as error:
         raise InvalidService(list(map(_with_model_config_hint, error.problems)), manifest.location) from error
     except Unavailable as error:

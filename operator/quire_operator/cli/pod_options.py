@@ -184,6 +184,13 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "spec.openai.allowedMediaDomains, otherwise none)",
     ),
     (
+        "--model-impl",
+        "engine.model_impl",
+        {"choices": capabilities.MODEL_IMPLS, "metavar": "NAME"},
+        "classes that compute the model: quire, transformers or auto, which prefers those of Quire (default: "
+        "spec.engine.modelImpl, otherwise auto)",
+    ),
+    (
         "--convert",
         "engine.convert",
         {"choices": capabilities.CONVERSIONS, "metavar": "NAME"},

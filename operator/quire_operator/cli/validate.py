@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quire validate`: reports every problem in every document, together with its line. Called by main.py."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quire_operator.api import crd, yaml_manifest
 from quire_operator.api.validation_errors import ABSENT, Problem
 from quire_operator.api.yaml_manifest import Manifest, ManifestError
 from quire_spec import constants
+from quire_spec.errors import ConfigError
+
+_CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,24 @@ def validate_file(file: str) -> ValidationReport:
 
 
 def _iter_findings(document: Manifest) -> Iterator[tuple[str, Problem]]:
-    for problem in (*crd.validate(document.body).problems, *crd.null_problems(document.body)):
+    result = crd.validate(document.body)
+    problems = (*result.problems, *crd.null_problems(document.body))
+    for problem in problems or _iter_model_problems(document.folder, result.body["spec"]):
         yield document.location(problem.path), problem
+
+
+def _iter_model_problems(folder: Path, spec: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the reason why a model cannot be served, if it is in a local folder. Other sources are not read."""
+    path = spec["model"]["source"].get("path")
+    if path is None or not (folder / Path(path).expanduser() / _CONFIG_FILE).is_file():
+        return
+    # Imported here, because most files name no local folder, and the command must start fast.
+    from quire_spec.model.model_config import ModelConfig
+
+    try:
+        ModelConfig.load(folder / Path(path).expanduser(), spec.get("engine", {}).get("modelImpl") or "auto")
+    except ConfigError as error:
+        yield Problem(("spec", "model", "source", "path"), path, str(error), "give a folder with another model")
 
 
 def _service_name(body: Any) -> str:

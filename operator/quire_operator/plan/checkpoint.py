@@ -49,13 +49,16 @@ class CheckpointInfo:
         return self.shape.dtype
 
     @classmethod
-    def from_files(cls, config: object, index: object = None, header: object = None) -> Self:
-        """Return the facts from the parsed config.json and, if present, the parsed index or header.
+    def from_files(
+        cls, config: object, index: object = None, header: object = None, *, model_impl: str | None = None
+    ) -> Self:
+        """Return the facts from the parsed config.json and, if present, the parsed index or header. `model_impl` is the
+        value of spec.engine.modelImpl.
 
         Raises:
             ConfigError: the engine does not support config.json, or another file is invalid.
         """
-        shape = ModelConfig.from_config(cast(Mapping[str, Any], config))
+        shape = ModelConfig.from_config(cast(Mapping[str, Any], config), model_impl or "auto")
         digest = f"sha256:{hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()}"
         if index is not None:
             return cls(shape, index_total_bytes(index), SizeSource.INDEX, digest)

@@ -73,7 +73,7 @@ class DraftInfo:
             num_tokens = spec.numSpeculativeTokens
             heads = MedusaConfig.from_config(config, num_tokens)
             return cls(spec.method, digest, None, heads.num_elements(target, num_tokens), None)
-        checkpoint = CheckpointInfo.from_files(config, index, header)
+        checkpoint = CheckpointInfo.from_files(config, index, header, model_impl="quire")
         if problem := draft_model_problem(checkpoint.shape, target):
             raise ConfigError(f"config.json: {problem}")
         return cls(spec.method, digest, checkpoint, 0, checkpoint.shape)

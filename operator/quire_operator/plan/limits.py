@@ -144,7 +144,7 @@ def check_speculation(inputs: PlannerInputs) -> None:
         message = f"{field}: speculative decoding does not support models with longrope; remove the field"
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
     try:
-        SpeculativeConfig(speculative.method, speculative.numSpeculativeTokens).check_architecture(shape.architecture)
+        SpeculativeConfig(speculative.method, speculative.numSpeculativeTokens).check_target(shape)
     except ConfigError as error:
         message = f"{field}.{str(error).removeprefix('speculative_config.')}"
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message) from error

@@ -26,6 +26,7 @@ from support.near_ties import assert_greedy_tokens, assert_top_tokens
 from support.quantized_checkpoints import FOLDER, write_dequantized
 from support.tiny_checkpoints import (
     CHECKPOINTS,
+    TRANSFORMERS_CHECKPOINTS,
     VOCAB,
     load_adapted_oracle,
     load_oracle,
@@ -190,6 +191,12 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "swap_space": 0.001,
         "enable_prefix_caching": False,
     },
+    "preempted, by classes of transformers": {
+        "block_size": 8,
+        "num_blocks": 24,
+        "max_num_batched_tokens": 40,
+        "model_impl": "transformers",
+    },
     "blocks of 32": {"block_size": 32},
     "blocks of 64": {"block_size": 64, "max_num_batched_tokens": 50},
     "blocks of 128": {"block_size": 128, "max_num_seqs": 33},
@@ -218,15 +225,22 @@ SIMILAR = [
 # Their layers have states, which are not swapped.
 HYBRIDS = ["qwen3_5", "qwen3_next"]
 STATE_FAMILIES = ["lfm2", "granite4-moe", "falcon_h1", "nemotron_h"]
-BY_NAME = {name: list(SCENARIOS) for name in FAMILIES}
+# Their attention in transformers has other parts beside the layers.
+NATIVE_ONLY = ["opt"]
+BY_NAME = {
+    name: [each for each in SCENARIOS if "transformers" not in each or name not in NATIVE_ONLY] for name in FAMILIES
+}
 PAIRS = [
-    (name, scenario) for name in CHECKPOINTS if name not in SIMILAR for scenario in BY_NAME.get(name, SOME_SCENARIOS)
+    (name, scenario)
+    for name in (*CHECKPOINTS, *TRANSFORMERS_CHECKPOINTS)
+    if name not in SIMILAR
+    for scenario in BY_NAME.get(name, SOME_SCENARIOS)
 ]
 PAIRS += [
     (name, scenario)
     for name in HYBRIDS
     for scenario in SCENARIOS
-    if "swapped" not in scenario and scenario not in SOME_SCENARIOS
+    if "swapped" not in scenario and "transformers" not in scenario and scenario not in SOME_SCENARIOS
 ]
 
 
@@ -241,6 +255,16 @@ def test_outputs_equal_transformers(cases, name, scenario, monkeypatch):
     if set(ModelConfig.load(case.folder).sliding_windows) == {None}:
         assert (engine.stats().num_preemptions > 0) == scenario.startswith("preempted")
         assert (engine.stats().num_swapped_in_blocks > 0) == ("swapped" in scenario)
+
+
+@pytest.mark.parametrize("name", ["llama", "stablelm"])
+def test_classes_of_transformers_verify_drafts(cases, name):
+    folder = cases(name).folder
+    prompts = [2 * prompt[:40] for prompt in cases(name).prompts[:4]]
+    drafts = SpeculativeConfig("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=2)
+    engine = Engine.from_config(_config(folder, model_impl="transformers", speculative_config=drafts))
+    _check(_generate(engine, prompts), _reference(load_oracle(folder), prompts))
+    assert engine.stats().num_draft_tokens > 0
 
 
 def test_outputs_equal_transformers_with_mxfp4_experts():
@@ -297,7 +321,7 @@ def test_outputs_equal_transformers_with_packed_weights(cases, name, monkeypatch
     _check(_generate(engine, case.prompts[:12], arrival_ratio=0.5), case.references[:12])
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "phi3-longrope"])
+@pytest.mark.parametrize("name", [*FAMILIES, "phi3-longrope", "stablelm"])
 def test_outputs_equal_transformers_from_the_prefix_cache(cases, name):
     case = cases(name)
     engine = Engine.from_config(_config(case.folder, block_size=8))
@@ -594,6 +618,7 @@ def test_each_adapter_changes_the_output(adapter_cases):
         *((name, r".*language_model.*\.(k_proj|up_proj|down_proj)") for name in ("qwen2_5_vl", "qwen3_vl")),
         ("gemma4-moe", ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]),
         *((name, ["q_proj", "k_proj", "v_proj", "o_proj"]) for name in ("qwen3_moe-mixed", "mixtral", "gpt_oss")),
+        *((name, "all-linear") for name in TRANSFORMERS_CHECKPOINTS if name != "gpt2"),
         *(
             (name, "all-linear")
             for name in (
@@ -617,6 +642,20 @@ def test_adapter_of_some_linears_equals_peft(cases, name, target_modules, tmp_pa
     # For PEFT, the linears of these models include those of all experts.
     engine = _adapted_engine(adapted, lora_experts=name in (*SPARSE_FAMILIES, *LATENT_FAMILIES))
     _check(_generate(engine, prompts, adapted.adapter_digests), references)
+
+
+def test_adapters_of_classes_of_transformers_equal_peft(adapter_cases):
+    adapted, with_norms = adapter_cases("llama"), "whole vocabulary and norms"
+    engine = _adapted_engine(
+        adapted._replace(adapters={name: path for name, path in adapted.adapters.items() if name != with_norms}),
+        model_impl="transformers",
+        max_loras=2,
+    )
+    rows = [i for i, name in enumerate(adapted.adapter_digests) if name != with_norms]
+    prompts, digests, references = ([each[i] for i in rows] for each in adapted[2:])
+    _check(_generate(engine, prompts, digests, arrival_ratio=0.3), references)
+    with pytest.raises(InvalidArgument, match="which is supported for embed_tokens and lm_head; train other modules"):
+        engine.read_adapter(adapted.adapters[with_norms])
 
 
 @pytest.mark.parametrize("config", [{"use_dora": True}, {"lora_bias": True}], ids=str)

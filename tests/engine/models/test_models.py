@@ -12,6 +12,7 @@ from support.tiny_checkpoints import (
     BASE,
     CHECKPOINTS,
     LLAMA3_ROPE,
+    TRANSFORMERS_CHECKPOINTS,
     VOCAB,
     YARN_ROPE,
     load_oracle,
@@ -29,9 +30,8 @@ from quire_engine.models.registry import get_model_class
 from quire_engine.sequence import Sequence, SlotId
 from quire_engine.step.input import build_step_input
 from quire_engine.step.plan import ScheduledSpan
-from quire_engine.weights.loader import load_weights
 from quire_engine.weights.param_shard import unsharded
-from quire_kernels import LoRASlots, LoRATarget, cpu_native
+from quire_kernels import LoRASlots, LoRATarget, QuantizedWeight, cpu_native
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
 from quire_spec.model.architectures import ARCHITECTURES
@@ -49,11 +49,17 @@ def folder(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def _load(folder, dtype=torch.float32, quantization=None):
-    shape = ModelConfig.load(folder)
-    model = get_model_class(shape.architecture)(shape, ParamFactory(dtype, CPU, quantization=quantization))
-    unused = shape.unused_prefixes
-    load_weights(folder, model.tensors(), tied_to=shape.tied_embedding_name, unused_prefixes=unused)
+@pytest.fixture(scope="module", params=[*CHECKPOINTS, *TRANSFORMERS_CHECKPOINTS])
+def any_folder(request, tmp_path_factory):
+    """A checkpoint of a class of Quire, or of a class of transformers."""
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def _load(folder, dtype=torch.float32, quantization=None, model_impl="auto"):
+    shape = ModelConfig.load(folder, model_impl)
+    factory = ParamFactory(dtype, CPU, quantization=quantization)
+    model = get_model_class(shape.architecture, shape.model_impl)(shape, factory)
+    model.load(folder)
     return model
 
 
@@ -88,6 +94,11 @@ def _span(tokens, start, length, first_block, block_size):
     return ScheduledSpan(sequence, start, length, None)
 
 
+def test_every_row_of_transformers_is_computed_by_one_of_its_classes():
+    for kind, overrides in TRANSFORMERS_CHECKPOINTS.values():
+        assert kind(**(BASE | overrides)).model_type not in {info.model_type for info in ARCHITECTURES.values()}
+
+
 def test_every_supported_architecture_has_a_class_and_a_parity_row():
     assert all(issubclass(get_model_class(name), CausalLM) for name in SUPPORTED_ARCHITECTURES)
     tested = {kind(**(BASE | overrides)).model_type for kind, overrides in CHECKPOINTS.values()}
@@ -107,9 +118,9 @@ def _prompts():
 
 
 @torch.inference_mode()
-def test_logits_equal_transformers(folder):
-    model, prompts = _load(folder), _prompts()
-    oracle = load_oracle(folder)
+def test_logits_equal_transformers(any_folder):
+    model, prompts = _load(any_folder), _prompts()
+    oracle = load_oracle(any_folder)
     kv = create_cache(model, 12)
     firsts = (0, 5, 6)
     spans = [_span(p, 0, len(p), first, 8) for p, first in zip(prompts, firsts, strict=True)]
@@ -120,9 +131,9 @@ def test_logits_equal_transformers(folder):
 
 
 @torch.inference_mode()
-def test_logits_depend_on_every_tensor(folder):
+def test_logits_depend_on_every_tensor(any_folder):
     """Without this, the comparison above could hide that a model ignores a tensor."""
-    oracle, ids = load_oracle(folder), torch.tensor(_prompts()[:1])
+    oracle, ids = load_oracle(any_folder), torch.tensor(_prompts()[:1])
     initial = trained_tensors(make_initial_model(oracle.config, seed=0))
     expected = oracle(ids).logits[0, -1]
     unused = []
@@ -133,9 +144,9 @@ def test_logits_depend_on_every_tensor(folder):
         tensor.copy_(drawn)
         if change < 10 * MAX_LOGIT_ERROR * expected.abs().max():
             unused.append(name)
-    last = ModelConfig.load(folder).num_layers - 1
+    last = ModelConfig.load(any_folder).num_layers - 1
     without_effect = [f"layers.{last}.layer_scalar"]  # the final norm divides by it
-    if oracle.config.model_type == "opt":
+    if oracle.config.model_type in ("opt", "biogpt"):
         # Without rotary positions, a bias of all keys of a head does not change its attention.
         without_effect.append("k_proj.bias")
     assert [name for name in unused if not name.endswith(tuple(without_effect))] == []
@@ -143,12 +154,12 @@ def test_logits_depend_on_every_tensor(folder):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_as_exact_as_transformers(folder, dtype):
+def test_half_precision_is_as_exact_as_transformers(any_folder, dtype):
     # Enough prompts that one lucky rounding does not decide.
     prompts = torch.randint(0, VOCAB, (24, 32), generator=torch.Generator().manual_seed(1))
-    exact = load_oracle(folder)(prompts).logits[:, -1]
-    transformers_error = load_oracle(folder, dtype)(prompts).logits[:, -1].float() - exact
-    model = _load(folder, dtype)
+    exact = load_oracle(any_folder)(prompts).logits[:, -1]
+    transformers_error = load_oracle(any_folder, dtype)(prompts).logits[:, -1].float() - exact
+    model = _load(any_folder, dtype)
     model.pack()
     kv = create_cache(model, 24 * 4, dtype)
     spans = [_span(prompt, 0, 32, 4 * i, 8) for i, prompt in enumerate(prompts.tolist())]
@@ -202,6 +213,23 @@ def test_fused_decoder_gives_the_same_bits(name, quantization, tmp_path, monkeyp
         assert all(torch.equal(a, b) for a, b in zip(logits[:2], logits[2:], strict=True))
 
 
+@torch.inference_mode()
+@requires_native_kernels
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_classes_of_transformers_have_the_same_quantized_weights(quantization, tmp_path, monkeypatch):
+    monkeypatch.setitem(BASE, "intermediate_size", 128)
+    folder, weights = make_checkpoint(tmp_path, "qwen3"), []
+    for model_impl in ("quire", "transformers"):
+        model = _load(folder, torch.bfloat16, quantization, model_impl)
+        model.pack()
+        kv = create_cache(model, 8, torch.bfloat16)
+        assert _logits(model, _batch(model, [_span(_prompts()[0], 0, 33, 0, 8)], kv), kv).isfinite().all()
+        weights.append([linear.weight for _, linear in model.linears()] + [model.lm_head.weight])
+    for native, other in zip(*weights, strict=True):
+        assert isinstance(native, QuantizedWeight) and isinstance(other, QuantizedWeight)
+        assert native.scheme == other.scheme and torch.equal(native.values, other.values)
+
+
 def _pair(target, width, share):
     """Return a matrix pair of LoRA rank 3 for a share of the modules, otherwise None."""
     if torch.rand(()) > share:
@@ -210,8 +238,8 @@ def _pair(target, width, share):
 
 
 @torch.inference_mode()
-def test_chunk_inside_a_prompt_computes_no_logits(folder):
-    model = _load(folder)
+def test_chunk_inside_a_prompt_computes_no_logits(any_folder):
+    model = _load(any_folder)
     kv = create_cache(model, 4)
     assert model(_batch(model, [_span(list(range(20)), 0, 9, 0, 8)], kv), kv) is None
 

@@ -12,6 +12,7 @@ from support.single_steps import CONFIG, random_prompt, run_prompt
 
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.models import base
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.worker import startup
@@ -80,7 +81,7 @@ def test_rejects_memory_settings_that_do_not_fit(llama_shape, name, value, error
 )
 def test_rejects_a_model_that_does_not_fit_before_loading_it(llama_folder, llama_shape, monkeypatch, loras, more):
     monkeypatch.setattr("quire_engine.worker.device.available_memory_bytes", lambda: 100_000)
-    monkeypatch.setattr(startup, "load_weights", None)
+    monkeypatch.setattr(base, "load_weights", None)
     config = dataclasses.replace(CONFIG, enable_lora=loras > 0, max_loras=loras or 1)
     with pytest.raises(ConfigError) as error:
         DeviceModelRunner(config, llama_shape, llama_folder)
@@ -126,7 +127,7 @@ def test_kernels_compile_while_weights_load(llama_folder, llama_shape, monkeypat
     """The dummy steps compute finite numbers and leave nothing behind."""
     expected = run_prompt(DeviceModelRunner(CONFIG, llama_shape, llama_folder), random_prompt(20))
     step_ran, waited = threading.Event(), []
-    compute_logits, load_weights = LlamaForCausalLM.compute_logits, startup.load_weights
+    compute_logits, load_weights = LlamaForCausalLM.compute_logits, base.load_weights
 
     def checked_logits(model, hidden, batch):
         logits = compute_logits(model, hidden, batch)
@@ -139,7 +140,7 @@ def test_kernels_compile_while_weights_load(llama_folder, llama_shape, monkeypat
         load_weights(*args, **options)
 
     monkeypatch.setattr(LlamaForCausalLM, "compute_logits", checked_logits)
-    monkeypatch.setattr(startup, "load_weights", load_after_a_step)
+    monkeypatch.setattr(base, "load_weights", load_after_a_step)
     monkeypatch.setattr(startup, "_compiles_kernels", lambda device: True)
     assert run_prompt(DeviceModelRunner(CONFIG, llama_shape, llama_folder), random_prompt(20)) == expected
     assert waited == [True]

@@ -175,6 +175,24 @@ def test_a_closed_pipe_prints_no_traceback():
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_validate_refuses_a_model_in_a_local_folder_that_cannot_be_served(tmp_path):
+    config = {"architectures": ["BloomForCausalLM"], "model_type": "bloom"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "service.yaml"
+    head = "apiVersion: quire.dev/v1alpha1\nkind: LLMService\nmetadata: {name: tales}\n"
+    file.write_text(f"{head}spec:\n  device: CPU\n  model:\n    source: {{path: .}}\n")
+    done = quire("validate", "-f", file)
+    assert done.returncode == 1
+    assert (
+        f"{file}:7: spec.model.source.path: \".\": config.json: architecture 'BloomForCausalLM' is not" in done.stdout
+    )
+    assert "no class of transformers can serve it: its attention does not call the attention" in done.stdout
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 320})
+    )
+    assert "config.json: n_embd is missing" in quire("validate", "-f", file).stdout
+
+
 def test_validate_starts_fast():
     """It takes 0.25 s of CPU time, and imports of the standard library take 0.14 s; torch alone would take 1.5 s."""
 

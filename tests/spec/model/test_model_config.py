@@ -5,8 +5,11 @@ import json
 
 import pytest
 
+from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
+from quire_spec.model.memory_sizing import linear_sizes
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.tensor_parallel import TensorParallelShard
 
 NUMBERS = {
     "hidden_size": 64,
@@ -334,9 +337,80 @@ def test_opt():
     assert not config.flags["do_layer_norm_before"] and config.flags["layer_norm_elementwise_affine"]
 
 
+STABLELM = NUMBERS | {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "num_key_value_heads": 2}
+
+
+def test_classes_of_transformers_compute_other_architectures():
+    config = ModelConfig.from_config(STABLELM)
+    assert (config.model_impl, config.is_native, config.num_kv_heads, config.head_dim) == ("transformers", False, 2, 16)
+    assert linear_sizes(config)["self_attn.k_proj"] == (64, 32)
+    assert config.tied_embedding_name is None
+    gpt2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128, "vocab_size": 320}
+    config = ModelConfig.from_config(gpt2 | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
+    assert (config.hidden_size, config.num_layers, config.num_heads, config.max_length) == (64, 4, 4, 128)
+    assert config.tied_embedding_name == "transformer.wte.weight"
+    llama = NUMBERS | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    assert ModelConfig.from_config(llama).is_native
+    assert not ModelConfig.from_config(llama, "transformers").is_native
+
+
+def test_windows_of_classes_of_transformers_come_from_layer_types():
+    types = ["sliding_attention", "full_attention"] * 2
+    config = ModelConfig.from_config(STABLELM | {"layer_types": types, "sliding_window": 24})
+    assert config.sliding_windows == (24, None, 24, None)
+    assert ModelConfig.from_config(STABLELM | {"sliding_window": 24}).sliding_windows == (None,) * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "model_impl", "message"),
+    [
+        (STABLELM, "quire", "Quire has no class for it; model_impl transformers can serve this model, but more slowly"),
+        (
+            STABLELM | {"architectures": ["BloomForCausalLM"]},
+            "auto",
+            "'BloomForCausalLM' is not supported: Quire has no class for it, and no class of transformers can serve "
+            "it: its attention does not call the attention functions of transformers",
+        ),
+        (
+            STABLELM | {"architectures": ["XForCausalLM"]},
+            "transformers",
+            "'XForCausalLM' cannot be served with model_impl transformers: transformers 5.24 has no class of this name",
+        ),
+        (
+            NUMBERS | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "mish"},
+            "auto",
+            "hidden_act: must be one of .*, got 'mish'; model_impl transformers can serve this model",
+        ),
+        (
+            NUMBERS | {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
+            "transformers",
+            "some of its layers have states",
+        ),
+        (STABLELM | {"model_type": "llama"}, "auto", "must be 'stablelm', got 'llama'; correct one of them"),
+        (STABLELM | {"hidden_size": None}, "auto", "hidden_size is missing"),
+        (STABLELM | {"rope_parameters": {"rope_type": "dynamic"}}, "auto", "rope type dynamic is not supported with"),
+        (STABLELM | {"quantization_config": {"quant_method": "awq"}}, "auto", r"the weights are quantized \('awq'\)"),
+        (STABLELM | {"is_causal": False}, "auto", "is_causal: must be True .only causal attention"),
+    ],
+)
+def test_what_classes_of_transformers_cannot_serve_is_refused(config, model_impl, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_config(config, model_impl)
+
+
+def test_classes_of_transformers_run_on_one_rank():
+    shape = ModelConfig.from_config(STABLELM)
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size: 2 .* model_impl transformers runs on one rank; use 1"
+    ):
+        TensorParallelShard(shape, 0, 2).validate()
+    with pytest.raises(ConfigError, match="eagle3 does not support model_impl transformers"):
+        SpeculativeConfig("eagle3", 2, model="heads").check_target(shape)
+
+
 INVALID_CONFIGS = {
     "encoder": ({"architectures": ["XLMRobertaForSequenceClassification"]}, "is an encoder, and only decoders with"),
-    "unknown architecture": ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; .* Llama"),
+    "unknown architecture": ({"architectures": ["MambaForCausalLM"]}, "of its layers have states instead of keys"),
     "no architecture": ({"architectures": None}, "'none' is not supported"),
     "missing number": ({"hidden_size": ...}, "hidden_size is missing"),
     "text for a number": ({"hidden_size": "64"}, "hidden_size: must be a positive integer, got '64'"),

@@ -115,9 +115,10 @@ class AdapterTensors:
                 elif match["base"] and module is not None and module in outer:
                     saved_modules[module] = tensor_name
                 else:
+                    supported = "embed_tokens, lm_head and norms" if shape.is_native else "embed_tokens and lm_head"
                     raise InvalidArgument(
                         f"modules_to_save: {truncated_repr(name)} was trained as a whole, which is supported for "
-                        "embed_tokens, lm_head and norms; train other modules with target_modules"
+                        f"{supported}; train other modules with target_modules"
                     )
                 continue
             if match is None or module is None or module.num_experts:

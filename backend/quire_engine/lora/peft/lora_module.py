@@ -70,7 +70,7 @@ def lora_modules(shape: ModelConfig) -> dict[str, LoRAModule]:
                 (f"{names.module}.experts.down_proj", projections[2:]),
             )
         ]
-    parent = layers_path.removesuffix("layers")
+    parent = shape.architecture_info.parent_path
     outer_names = {"embed_tokens": f"{parent}{shape.architecture_info.embedding}", "lm_head": "lm_head"}
     outer_modules = [
         LoRAModule(outer_names.get(path, f"{parent}{path}"), NO_LAYER, path) for path in outer_module_sizes(shape)

@@ -37,7 +37,7 @@ def build_drafter(
         return None
     if factory.communicator is not None and factory.communicator.shard.rank > 0:
         return None
-    speculative.check_architecture(target.shape.architecture)
+    speculative.check_target(target.shape)
     try:
         folder = resolve_model(speculative.model, speculative.revision, progress, config.download_dir)
         return _build(

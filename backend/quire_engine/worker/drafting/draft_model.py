@@ -18,7 +18,7 @@ from quire_engine.models.eagle3 import EMBEDDING, Eagle3Head
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.registry import get_model_class
-from quire_engine.weights.loader import equals_checkpoint, load_weights, read_tensor, read_tensors
+from quire_engine.weights.loader import equals_checkpoint, read_tensor, read_tensors
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_kernels import embedding
@@ -72,7 +72,7 @@ class SmallDraftModel(DraftModel):
 
     def __init__(self, folder: Path, target: ModelConfig, target_folder: Path, factory: ParamFactory) -> None:
         """Allocate the model in `folder`; raises ConfigError if its vocabulary differs from the target's."""
-        self.shape = ModelConfig.load(folder)
+        self.shape = ModelConfig.load(folder, "quire")
         _check_vocabularies(self.shape, folder, target, target_folder)
         self._folder = folder
         scheme = self.shape.quantization
@@ -84,14 +84,7 @@ class SmallDraftModel(DraftModel):
 
     def load(self) -> None:
         """See DraftModel."""
-        tied_to = self.shape.tied_embedding_name
-        load_weights(
-            self._folder,
-            self._model.tensors(),
-            tied_to=tied_to,
-            checkpoint=self._checkpoint,
-            unused_prefixes=self._model.shape.unused_prefixes,
-        )
+        self._model.load(self._folder, self._checkpoint)
         self._model.pack()
 
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> tuple[Tensor | None, Tensor]:

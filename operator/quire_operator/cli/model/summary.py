@@ -10,13 +10,14 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from quire_operator.api.llmservice import MODEL_SOURCE, Device, LLMService
 from quire_operator.cli.local_sources import LocalSources
 from quire_operator.cli.model.place import Place, place_of
 from quire_operator.plan.checkpoint import CheckpointInfo
-from quire_operator.plan.checkpoint_files import read_local_checkpoint, read_source_checkpoint
+from quire_operator.plan.checkpoint_files import Parser, read_local_checkpoint, read_source_checkpoint
 from quire_operator.plan.gpu import GpuInfo, MemorySource
 from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.planner import make_plan
@@ -43,7 +44,8 @@ def summarize(
     source = service.model_sources[MODEL_SOURCE]
     place = place_of(source, local_sources, cache_dir, environment)
     try:
-        model = asyncio.run(_read(source, local_sources, place, not service.spec.engine.skipTokenizerInit))
+        parse = partial(CheckpointInfo.from_files, model_impl=service.spec.engine.modelImpl)
+        model = asyncio.run(_read(source, local_sources, place, parse, not service.spec.engine.skipTokenizerInit))
     except AccessDenied:
         raise
     except (Unavailable, TimeoutError) as error:
@@ -55,13 +57,15 @@ def summarize(
     return [line, _check_memory(service, model)]
 
 
-async def _read(source: Source, local_sources: LocalSources, place: Place, needs_tokenizer: bool) -> CheckpointInfo:
+async def _read(
+    source: Source, local_sources: LocalSources, place: Place, parse: Parser[CheckpointInfo], needs_tokenizer: bool
+) -> CheckpointInfo:
     async with asyncio.timeout(_TIMEOUT_S):
         if place.is_complete:
-            return await read_local_checkpoint(place.folder, CheckpointInfo.from_files, needs_tokenizer)
+            return await read_local_checkpoint(place.folder, parse, needs_tokenizer)
         localized = local_sources.localize(source)
         return await read_source_checkpoint(
-            localized, local_sources.read_secret, CheckpointInfo.from_files, needs_tokenizer=needs_tokenizer
+            localized, local_sources.read_secret, parse, needs_tokenizer=needs_tokenizer
         )
 
 

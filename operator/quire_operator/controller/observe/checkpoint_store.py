@@ -125,7 +125,9 @@ class CheckpointStore:
             ApiError: the API server rejected a Job.
         """
         request = _Request(service, uid, secrets, image, MODEL_SOURCE)
-        checkpoint: CheckpointInfo = await self._get(request, (), CheckpointInfo.from_files)
+        model_impl = service.spec.engine.modelImpl
+        parse = partial(CheckpointInfo.from_files, model_impl=model_impl)
+        checkpoint: CheckpointInfo = await self._get(request, (model_impl or "auto",), parse)
         return checkpoint
 
     async def get_draft(
