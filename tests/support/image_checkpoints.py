@@ -4,6 +4,8 @@
 import io
 import json
 import random
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 from support.tiny_checkpoints import BASE, CHECKPOINTS, VOCAB, write_checkpoint
+from support.tokenizer import byte_level, save_tokenizer
 
 from quire_engine.images.processor import ImageProcessor, ProcessedImage
 from quire_spec.model.model_config import ModelConfig
@@ -20,6 +23,12 @@ from quire_spec.protocol.messages import ImageInput
 
 IMAGE_TOKEN, VIDEO_TOKEN, START_TOKEN, END_TOKEN = range(VOCAB - 4, VOCAB)
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5-vision", "gemma3-vision")
+MARKS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+CHAT_TEMPLATE = """{% for message in messages %}{{ message.role }}: {% if message.content is string %}\
+{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}\
+<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
+{% endfor %}assistant:"""
+"""In the form of Qwen's templates."""
 SIZES = ((60, 100), (130, 40), (64, 64), (90, 90))
 """Heights and widths of the images."""
 
@@ -51,6 +60,23 @@ def make_image_checkpoint(folder: Path, name: str) -> Path:
     settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def add_image_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer with the marks of images into the folder of a checkpoint of Qwen."""
+    tokenizer = byte_level(300)
+    tokenizer.add_tokens([f"filler {i} " for i in range(IMAGE_TOKEN - tokenizer.get_vocab_size())])
+    tokenizer.add_special_tokens([MARKS[0], "<|video_pad|>", *MARKS[1:]])
+    assert tokenizer.token_to_id(MARKS[0]) == IMAGE_TOKEN
+    return save_tokenizer(tokenizer, folder)
+
+
+def bomb() -> bytes:
+    """Return a PNG file of a few bytes that claims to have 10 billion pixels."""
+    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+    chunks = [b"IHDR" + header, b"IDAT" + zlib.compress(b"")]
+    parts = [struct.pack(">I", len(each) - 4) + each + struct.pack(">I", zlib.crc32(each)) for each in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def png(seed: int) -> bytes:

@@ -14,6 +14,7 @@ from typing import Self
 
 from torch import Tensor
 
+from quire_engine.images.support import why_no_images
 from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
 from quire_engine.lora.device_slots import DeviceAdapterSlots, create_slots
@@ -79,6 +80,7 @@ class AdapterStore:
         reader = partial(reader, has_experts=config.lora_experts, has_vocab_modules=config.lora_modules_to_save)
         pooler = PoolerConfig.load(checkpoint, shape, config.convert, config.pooling_type)
         reader = partial(reader, has_heads=pooler is not None and pooler.task == "classify")
+        reader = partial(reader, reads_images=why_no_images(config, shape, checkpoint) is None)
         norms = {name: norm.size for name, norm in model.norms()}
         is_cpu = factory.device.type == "cpu"
         return cls(slots, partial(reader, shard=shard, checkpoint=checkpoint, has_transforms=is_cpu, norms=norms))

@@ -20,6 +20,7 @@ from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.speculative_config import SpeculativeConfig
+from quire_spec.errors import InvalidArgument
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import SequenceRequest
@@ -169,3 +170,13 @@ def test_adapters_of_the_language_model_equal_peft(cases, tmp_path):
     adapted = [greedy(oracle, case.prompts[i], NUM_TOKENS) for i in (0, 2)]
     _check(outputs, [adapted[0], case.references[1], adapted[1]])
     assert adapted[0][0] != case.references[0][0]
+
+
+def test_adapters_of_the_vision_tower_are_refused_unless_only_texts_are_served(cases, tmp_path):
+    folder = cases("qwen2_5_vl").folder
+    adapter = make_adapter(folder, tmp_path / "adapter", target_modules=r".*\.(q_proj|qkv)")
+    with pytest.raises(InvalidArgument, match=r"visual\.blocks.*changes the vision tower.*language_model_only"):
+        Engine.from_config(_config(folder, enable_lora=True)).read_adapter(adapter)
+    engine = Engine.from_config(_config(folder, enable_lora=True, language_model_only=True))
+    assert engine._runner._image_encoder is None  # type: ignore[attr-defined]
+    engine.read_adapter(adapter)

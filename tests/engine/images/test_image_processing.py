@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of images become the tensors of transformers' processor, in processes that may die; files that are not images,
-or are too large, are errors of their own requests."""
+"""Files of images become the tensors of transformers' processor, and the marks of a template their places."""
 
-import asyncio
 import io
-import struct
-import zlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-from support.image_checkpoints import make_image_checkpoint, png
-from support.tokenizer import byte_level, save_tokenizer
+from support.image_checkpoints import MARKS, add_image_tokenizer, bomb, make_image_checkpoint, png
 from transformers import AutoImageProcessor
 
 from quire_engine import LLM, SamplingParams
 from quire_engine.images.placeholders import Placeholders
 from quire_engine.images.processor import ImageProcessor, ProcessedImage
 from quire_engine.images.support import why_no_images
-from quire_engine.ipc import worker_pool
-from quire_engine.text.images.image_reader import ImageReader
 from quire_engine.tokenization.control_tokens import END, START
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.config import EngineConfig
@@ -30,18 +22,12 @@ from quire_spec.errors import InvalidArgument
 from quire_spec.model.images.image_config import ImageConfig
 from quire_spec.model.model_config import ModelConfig
 
-MARKS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A checkpoint whose tokenizer has the marks of images."""
     folder = make_image_checkpoint(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl")
-    tokenizer = byte_level(300)
-    tokenizer.add_tokens([f"filler {i} " for i in range(316 - tokenizer.get_vocab_size())])
-    tokenizer.add_special_tokens([MARKS[0], "<|video_pad|>", *MARKS[1:]])
-    assert tokenizer.token_to_id(MARKS[0]) == ModelConfig.load(folder).images.token_id  # type: ignore[union-attr]
-    return save_tokenizer(tokenizer, folder)
+    return add_image_tokenizer(folder)
 
 
 def _images(folder: Path) -> ImageConfig:
@@ -50,44 +36,17 @@ def _images(folder: Path) -> ImageConfig:
     return images
 
 
-def _bomb() -> bytes:
-    """Return a PNG file of a few bytes that claims to have 10 billion pixels."""
-    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
-    chunks = [b"IHDR" + header, b"IDAT" + zlib.compress(b"")]
-    parts = [struct.pack(">I", len(each) - 4) + each + struct.pack(">I", zlib.crc32(each)) for each in chunks]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-
-@pytest.fixture
-async def reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ImageReader]:
-    monkeypatch.setattr(worker_pool, "NUM_WORKERS", 1)
-    reader = ImageReader(folder, _images(folder))
-    yield reader
-    while reader._workers._tasks:
-        await asyncio.sleep(0.05)
-    while not reader._workers._idle.empty():
-        worker = reader._workers._idle.get_nowait()
-        worker.kill()
-        await worker._process.wait()
-        worker._process._transport.close()  # type: ignore[attr-defined]
-
-
-async def test_workers_return_the_tensors_of_transformers(folder: Path, reader: ImageReader) -> None:
-    first, second, again = await reader.read([png(0), png(1), png(0)])
-    assert first == again == ImageProcessor(folder, _images(folder)).process(png(0))
+def test_tensors_are_those_of_transformers_and_invalid_files_are_errors(folder: Path) -> None:
+    processor = ImageProcessor(folder, _images(folder))
+    first, second = processor.process(png(0)), processor.process(png(1))
     expected = AutoImageProcessor.from_pretrained(folder, backend="pil")(Image.open(io.BytesIO(png(1))))
     values = second.tensors["pixel_values"]
     tensor = torch.frombuffer(bytearray(values.data), dtype=torch.float32).view(values.shape)
     assert torch.equal(tensor, torch.tensor(expected["pixel_values"]))
     assert second.digest != first.digest and second.num_tokens == second.grid[0] * second.grid[1]
-    # An invalid image ends its own request only.
-    results = await asyncio.gather(
-        *(reader.read([png(2), data]) for data in (b"no image", png(0)[:400], _bomb(), png(3))), return_exceptions=True
-    )
-    for result, message in zip(results, ("not a valid image", "not a valid image", "too many pixels"), strict=False):
-        assert isinstance(result, InvalidArgument) and str(result).startswith("images[1]: "), result
-        assert message in str(result)
-    assert isinstance(results[3], list) and len(results[3]) == 2
+    for data, message in ((b"no image", "not a valid image"), (png(0)[:400], "not a valid image"), (bomb(), "pixels")):
+        with pytest.raises(InvalidArgument, match=message):
+            processor.process(data)
 
 
 def test_transparent_images_get_a_white_background_and_rotated_ones_are_turned(folder: Path) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front fetches images only over HTTPS, from hosts of the allow list, at public addresses, and within limits."""
+"""Images in requests of the three APIs get equal answers, wrong ones end their own requests, and the front fetches
+images only over HTTPS, from hosts of the allow list, at public addresses, and within limits."""
 
+import base64
 import ssl
 
 import aiohttp
@@ -9,6 +11,8 @@ import trustme
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from support.fake_sources import start_server
+from support.image_checkpoints import CHAT_TEMPLATE, add_image_tokenizer, bomb, make_image_checkpoint, png
+from support.openai_front import running_front
 
 from quire_server.openai.errors import ApiError
 from quire_server.openai.images import image_loader
@@ -77,3 +81,77 @@ async def test_images_of_allowed_hosts_are_fetched_within_limits(server):
             await load(f"{server}/{name}.png", "localhost")
     with pytest.raises(ApiError, match="no response from"):
         await load("https://localhost:1/a.png", "localhost")
+
+
+@pytest.fixture(scope="module")
+def vision_front(tmp_path_factory):
+    """A front for a model that reads images."""
+    folder = tmp_path_factory.mktemp("vision")
+    add_image_tokenizer(make_image_checkpoint(folder / "model", "qwen3_vl"))
+    (folder / "model/chat_template.jinja").write_text(CHAT_TEMPLATE)
+    with running_front(folder, model=folder / "model", max_model_len=256) as front:
+        yield front
+
+
+def _data_url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def _chat(front, *images: bytes, text: str = "fox", **fields):
+    parts = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}, *parts]}]
+    body = {"model": "base", "messages": messages, "temperature": 0, "ignore_eos": True, "max_tokens": 5}
+    return front.request("/v1/chat/completions", body | fields)
+
+
+def test_the_three_apis_answer_alike_and_a_wrong_image_ends_its_own_request(vision_front):
+    neighbour = vision_front.client().chat.completions.create(
+        model="base",
+        messages=[{"role": "user", "content": "the"}],
+        max_tokens=200,
+        stream=True,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    first, again, other = (_chat(vision_front, image) for image in (png(0), png(0), png(1)))
+    usage = [answer.body["usage"] for answer in (first, again, other)]
+    assert usage[0]["prompt_tokens_details"]["cached_tokens"] == 0 < usage[1]["prompt_tokens_details"]["cached_tokens"]
+    contents = [answer.body["choices"][0]["message"]["content"] for answer in (first, again, other)]
+    assert contents[0] == contents[1] != contents[2]
+    response = vision_front.request(
+        "/v1/responses",
+        {
+            "model": "base",
+            "temperature": 0,
+            "ignore_eos": True,
+            "max_output_tokens": 5,
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_text", "text": "fox"},
+                        {"type": "input_image", "image_url": _data_url(png(0))},
+                    ],
+                }
+            ],
+        },
+    )
+    assert response.body["output"][0]["content"][0]["text"] == contents[0]
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png(0)).decode()}
+    blocks = [{"type": "text", "text": "fox"}, {"type": "image", "source": source}]
+    body = {"model": "base", "max_tokens": 5, "temperature": 0, "messages": [{"role": "user", "content": blocks}]}
+    message = vision_front.request("/v1/messages", body | {"ignore_eos": True})
+    assert message.body["content"][0]["text"] == contents[0]
+    count = vision_front.request("/v1/messages/count_tokens", body)
+    assert count.body == {"input_tokens": usage[0]["prompt_tokens"]}
+    for images, text in (
+        ((b"no image",), r"images[0]: is not a valid image"),
+        ((png(0), png(0)[:400]), r"images[1]: is not a valid image"),
+        ((bomb(),), r"images[0]: has too many pixels"),
+        ((png(0),) * 9, "images: at most 8 are allowed, got 9"),
+    ):
+        answer = _chat(vision_front, *images)
+        assert answer.status == 400 and text in answer.message
+    # The mark of an image in the text of a user is text.
+    assert _chat(vision_front, png(0), text="a <|image_pad|>").status == 200
+    assert len(list(neighbour)) > 100

@@ -82,6 +82,7 @@ def read_adapter(
     has_experts: bool = False,
     has_vocab_modules: bool = False,
     has_heads: bool = False,
+    reads_images: bool = False,
     norms: Mapping[str, int] = MappingProxyType({}),
 ) -> HostAdapter:
     """Read and check an adapter folder. The scales are folded into B before conversion to `dtype`.
@@ -96,6 +97,7 @@ def read_adapter(
         has_experts: whether the slots have memory for experts.
         has_vocab_modules: whether the slots have memory for a whole embedding and a whole output projection.
         has_heads: whether the engine classifies, so that an adapter can have the head of a classifier.
+        reads_images: whether the engine runs the vision tower, which adapters cannot change.
         norms: sizes of the model's norms by path.
 
     Raises:
@@ -111,6 +113,11 @@ def read_adapter(
                 raise InvalidArgument(
                     f"the adapter changes experts ({next(iter(names.experts)).name}), but the adapter slots have no "
                     "memory for them; set lora_experts (spec.lora.experts of an LLMService) to true"
+                )
+            if names.vision is not None and reads_images:
+                raise InvalidArgument(
+                    f"tensor {names.vision!r} changes the vision tower, which adapters cannot change; train the "
+                    "adapter on the language model only, or start the server with language_model_only"
                 )
             if names.score is not None and not has_heads:
                 raise InvalidArgument(

@@ -27,7 +27,7 @@ _TENSOR_NAME = re.compile(
     r"|(?P<tokens>token_adapter\.trainable_tokens_delta))"
 )
 # Modules of a model that reads images, beside its language model. They cannot change an output for a text.
-_OTHER_PART = re.compile(r"base_model\.model\.(model\.)?(vision_tower|multi_modal_projector)\.")
+_OTHER_PART = re.compile(r"base_model\.model\.(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 _EXTRAS = ("magnitude", "lora_bias", "bias")
 """Groups of _TENSOR_NAME with tensors that change a module beside A and B."""
 logger = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ class AdapterTensors:
     """Names of the tensors `weight` and `bias` of norms that were trained as a whole, by path of the norm."""
     score: str | None = None
     """Name of the head of a classifier; None if the adapter has no head of its own."""
+    vision: str | None = None
+    """Name of a tensor that changes the vision tower; None if there is no such tensor."""
 
     @classmethod
     def from_names(cls, keys: list[str], shape: ModelConfig, config: PeftConfig, norms: Collection[str] = ()) -> Self:
@@ -83,7 +85,8 @@ class AdapterTensors:
         saves_both &= any(config.saves_module(module.name) for module in outer)
         mixture = shape.architecture_info.expert_names
         old_router, router = f".{mixture.block}.", f".{mixture.module}."
-        if is_part and (other_parts := [key for key in keys if _OTHER_PART.match(key)]):
+        other_parts = [key for key in keys if is_part and _OTHER_PART.match(key)]
+        if other_parts:
             logger.info(
                 "adapter tensors outside the language model ignored, first of %d: %s",
                 len(other_parts),
@@ -154,7 +157,8 @@ class AdapterTensors:
                 raise InvalidArgument(
                     f"modules_to_save contains {truncated_repr(name)}, but the file has no such module"
                 )
-        tensors = cls(pairs, experts, extras, token_rows, base_copies, saved_modules, saved_norms, score)
+        vision = min(other_parts, default=None)
+        tensors = cls(pairs, experts, extras, token_rows, base_copies, saved_modules, saved_norms, score, vision)
         tensors._check_experts(config)
         tensors._check_extras(config)
         tensors._check_tied_embeddings(config, shape)
