@@ -69,8 +69,8 @@ PICKER = Controller("picker", "sigs.k8s.io/gateway-api-inference-extension", 3 *
 COLLECTOR = Controller("collector", "go.opentelemetry.io/collector/otelcol", 3 * 2**30)
 """The OpenTelemetry Collector `otelcol`, with OTLP only (2 minutes on two idle cores)."""
 STORES = Controller("stores", "github.com/fsouza/fake-gcs-server", 3 * 2**30)
-"""The emulator of Google Cloud Storage `fake-gcs-server`, and the `registry` of the CNCF's Distribution (2 minutes on
-two idle cores)."""
+"""The emulator of Google Cloud Storage `fake-gcs-server`, the S3 server `versitygw`, and the `registry` of the CNCF's
+Distribution (2 minutes on two idle cores)."""
 KEDA = Controller("keda", "github.com/kedacore/keda/v2", 6 * 2**30)
 """KEDA's `operator` and metrics `adapter` (8 minutes on two idle cores)."""
 KUEUE = Controller("kueue", "sigs.k8s.io/kueue", 4 * 2**30)

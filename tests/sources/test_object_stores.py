@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The readers of Google Cloud Storage, Azure Blob Storage and OCI registries, below the adapter fetcher, with real
+"""The readers of S3, Google Cloud Storage, Azure Blob Storage and OCI registries, below the adapter fetcher, with real
 servers."""
 
 import base64
@@ -19,7 +19,7 @@ from quire_sources.factory import SourceFactory, SourceOptions
 from quire_sources.http.borders import Borders
 from quire_sources.reader import read_range
 from quire_spec.documents.adapter_digest import CONFIG_FILE, WEIGHTS_FILE
-from quire_spec.documents.sources import AzureSource, GcsSource, OciSource, SecretRef, Source, source_from_url
+from quire_spec.documents.sources import AzureSource, GcsSource, OciSource, S3Source, SecretRef, Source, source_from_url
 from quire_spec.errors import AccessDenied, ConfigError, NotFound, QuireError, Unavailable
 
 FILES = {name.lstrip("/"): content for name, content in files_under("/loras/sql").items()}
@@ -35,6 +35,12 @@ def write_secret(tmp_path, **values):
     for name, value in values.items():
         (folder / name).write_text(value)
     return {"secrets_dir": folder.parent}
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory):
+    with object_stores.running_s3(tmp_path_factory.mktemp("s3"), "models", FILES, "AKIA1", "s3cr3t") as url:
+        yield S3Source("s3://models/loras/sql", url, "us-east-1", SecretRef("store"))
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +61,13 @@ def registry(tmp_path_factory):
         yield address
 
 
-@pytest.fixture(params=["gcs", "azure", "oci"])
+@pytest.fixture(params=["s3", "gcs", "azure", "oci"])
 def store(request, tmp_path):
     """A source that a Secret opens, and the options that contain the Secret."""
     match request.param:
+        case "s3":
+            options = write_secret(tmp_path, AWS_ACCESS_KEY_ID="AKIA1", AWS_SECRET_ACCESS_KEY="s3cr3t")
+            return Source(s3=request.getfixturevalue("s3")), options
         case "gcs":
             options = write_secret(tmp_path, **{"key.json": object_stores.service_account_key()})
             return Source(gcs=request.getfixturevalue("gcs")), options

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers of files as processes: Google Cloud Storage (fake-gcs-server), Azure Blob Storage (Azurite), and an OCI
-registry (the CNCF's Distribution)."""
+"""Real servers of files as processes: S3 (Versity's gateway), Google Cloud Storage (fake-gcs-server), Azure Blob
+Storage (Azurite), and an OCI registry (the CNCF's Distribution)."""
 
 import base64
 import contextlib
@@ -23,11 +23,26 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from nodocker_cluster import azurite
 from nodocker_cluster.controllers import STORES
 from nodocker_cluster.ports import free_ports
-from obstore.store import AzureStore
+from obstore.store import AzureStore, S3Store
 from support.engine_processes import wait_for
 
 AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = base64.b64encode(b"a key of 64 bytes for the account of the emulator of Azure Blob.").decode()
+
+
+@contextlib.contextmanager
+def running_s3(folder: Path, bucket: str, files: Mapping[str, bytes], key: str, secret: str) -> Iterator[str]:
+    """Start an S3 server that has the files in a private bucket, and yield its URL."""
+    (port,) = free_ports(1)
+    (folder / "data" / bucket).mkdir(parents=True)
+    command = [_stores() / "versitygw", "--port", f"127.0.0.1:{port}", "--quiet", "posix", folder / "data"]
+    with _running(command, folder, port, ROOT_ACCESS_KEY=key, ROOT_SECRET_KEY=secret):
+        url = f"http://127.0.0.1:{port}"
+        options = {"access_key_id": key, "secret_access_key": secret, "region": "us-east-1", "endpoint": url}
+        store = S3Store(bucket, **options, client_options={"allow_http": True})
+        for name, content in files.items():
+            obstore.put(store, name, content)
+        yield url
 
 
 @contextlib.contextmanager
