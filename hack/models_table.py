@@ -62,7 +62,7 @@ CHECKPOINTS = {
         "350M to 32B-A9B",
     ),
     "FalconH1ForCausalLM": ("Falcon-H1", "0.5B to 34B"),
-    "NemotronHForCausalLM": ("Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano", "4B to 56B, 30B-A3B"),
+    "NemotronHForCausalLM": ("Nemotron-H, Nemotron Nano 2, Nemotron 3", "4B to 56B, 30B-A3B to 500B"),
     "NemotronForCausalLM": ("Nemotron-4, Minitron", "4B to 340B"),
     "ArceeForCausalLM": ("Arcee AFM", "4.5B"),
     "DeepseekV2ForCausalLM": ("DeepSeek V2, DeepSeek-Coder-V2, V2-Lite", "16B-A2.4B, 236B-A21B"),

@@ -549,6 +549,10 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mlp_bias": True},
     ),
     "nemotron_h": (NemotronHConfig, NEMOTRON_H),
+    "nemotron_h-latent": (
+        NemotronHConfig,
+        {**NEMOTRON_H, "layers_block_type": NEMOTRON_H["layers_block_type"][:4], "moe_latent_size": 32},
+    ),
     "nemotron_h-biases": (
         NemotronHConfig,
         {

@@ -122,7 +122,7 @@ LATENT_LINEARS = {
     **_shared_linears("mlp.shared_experts"),
 }
 _IGNORED_BY_LATENT_ATTENTION = ("num_key_value_heads", "head_dim", "partial_rotary_factor")
-UNSHARDED_KINDS = ("hidden", "per_layer", "query_latent", "latent_row", "kv_latent")
+UNSHARDED_KINDS = ("hidden", "per_layer", "query_latent", "latent_row", "kv_latent", "expert_latent")
 """Kinds of features that every tensor-parallel rank has."""
 _GEMMA4_DEFAULTS = {
     "vocab_size": 262144,
@@ -189,6 +189,8 @@ NEMOTRON_H_LINEARS = {
     **_mamba2_linears("mixer"),
     "mixer.up_proj": ("hidden", "inner"),
     "mixer.down_proj": ("inner", "hidden"),
+    "mixer.fc1_latent_proj": ("hidden", "expert_latent"),
+    "mixer.fc2_latent_proj": ("expert_latent", "hidden"),
     "mixer.shared_experts.up_proj": ("hidden", "shared_inner"),
     "mixer.shared_experts.down_proj": ("shared_inner", "hidden"),
 }
@@ -224,6 +226,8 @@ class ExpertNames:
     """
     shared_gate: str = ""
     """Path of the linear layer whose sigmoid multiplies the output of the shared experts. Empty: there is none."""
+    latent_projections: tuple[str, ...] = ()
+    """Paths of the linear layers before and after the experts, if MoEConfig.latent_size is not 0."""
 
     @property
     def is_gated(self) -> bool:
@@ -1400,6 +1404,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 7688,
             "shared_expert_intermediate_size": 7688,
+            "moe_latent_size": None,
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
             "n_group": 1,
@@ -1415,7 +1420,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         biases=(False, False, "mlp_bias"),
         activations=("relu2",),
-        required={"moe_latent_size": (None, "experts with latent inputs")},
         translate=_translate_nemotron_h,
         uses_rope=_uses_rope_never,
         uses_state=_is_listed_as("linear_attention"),
@@ -1430,6 +1434,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             projections=("up_proj", "down_proj"),
             correction_bias="gate.e_score_correction_bias",
             shared="shared_experts",
+            latent_projections=("fc1_latent_proj", "fc2_latent_proj"),
         ),
         router_scoring="sigmoid",
     ),

@@ -86,7 +86,8 @@ def expert_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return the input size and the output size of the projections of an expert with a gate. Gate and up are one
     projection. The key is the name of the parameter with the weights of all experts."""
     assert model_config.moe is not None
-    hidden, inner = model_config.hidden_size, model_config.moe.intermediate_size
+    hidden = model_config.moe.latent_size or model_config.hidden_size
+    inner = model_config.moe.intermediate_size
     return {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
 
 
@@ -121,7 +122,7 @@ def _expert_elements(model_config: ModelConfig, layer: int) -> int:
     if moe is None or not moe.layers[layer]:
         return 0
     num_matrices = 3 if model_config.architecture_info.expert_names.is_gated else 2
-    return moe.num_experts * (num_matrices * moe.intermediate_size * hidden + hidden)
+    return moe.num_experts * (num_matrices * moe.intermediate_size * (moe.latent_size or hidden) + hidden)
 
 
 def vocab_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -172,6 +173,7 @@ def linear_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
     if model_config.states is not None:
         sizes |= model_config.states.feature_sizes
     if model_config.moe is not None:
+        sizes["expert_latent"] = model_config.moe.latent_size
         sizes["shared_inner"] = model_config.moe.shared_intermediate_size
     # A model without experts or without states has no features of their kinds.
     linears = model_config.architecture_info.linears.items()

@@ -248,6 +248,8 @@ class ModelConfig:
     def _is_of_kind(self, layer: int, path: str) -> bool:
         """Return whether layers with the kind of attention and of feed-forward part of this layer have a linear."""
         kinds, has_experts = self.architecture_info.linears[path], self.has_experts(layer)
+        if "expert_latent" in kinds:
+            return has_experts and self.moe is not None and self.moe.latent_size > 0
         if "shared_inner" in kinds or "one" in kinds:
             return has_experts and self.moe is not None and self.moe.shared_intermediate_size > 0
         if "inner" in kinds or "gate_up" in kinds:

@@ -38,6 +38,9 @@ class MoEConfig:
     """topk_group: a token has experts only from this number of groups."""
     num_group_scores: int = 2
     """The score of a group is the sum of this number of its largest scores."""
+    latent_size: int = 0
+    """moe_latent_size: number of input and output features of an expert, if linear layers convert those of the layer to
+    them; 0 if experts have the features of the layer."""
     shared_intermediate_size: int = 0
     """Number of intermediate features of the shared experts together; 0 if there are none."""
 
@@ -96,7 +99,12 @@ class MoEConfig:
             num_groups=num_groups,
             num_token_groups=num_token_groups,
             num_group_scores=2 if method is None else 1,
+            latent_size=_latent_size(config) if "moe_latent_size" in defaults else 0,
             shared_intermediate_size=config.get_int("shared_expert_intermediate_size")
             if "shared_expert_intermediate_size" in defaults
             else inner * (config.get_int("n_shared_experts", minimum=0) if "n_shared_experts" in defaults else 0),
         )
+
+
+def _latent_size(config: HFConfigReader) -> int:
+    return config.get_int("moe_latent_size") if "moe_latent_size" in config else 0

@@ -144,6 +144,8 @@ class TensorParallelShard:
             sizes = {"hidden": self.model_config.hidden_size, "per_layer": self.model_config.per_layer_size}
             if mla is not None:
                 sizes |= {"query_latent": mla.query_rank, "kv_latent": mla.kv_rank, "latent_row": mla.row_size}
+            if self.model_config.moe is not None:
+                sizes["expert_latent"] = self.model_config.moe.latent_size
             return (range(sizes[kind]),)
         if mla is not None and kind in ("keys_and_values", "values"):
             size = heads * (mla.value_dim + (mla.plain_dim if kind == "keys_and_values" else 0))

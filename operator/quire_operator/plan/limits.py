@@ -272,7 +272,7 @@ def state_bytes(inputs: PlannerInputs, tp: int, num_seqs: int) -> int:
     state_dtype = inputs.engine.mambaSsmCacheDtype
     state_element = capabilities.DTYPE_BYTES["bfloat16" if state_dtype == "bfloat16" else "float32"]
     bytes_per_element = element_bytes(inputs), state_element
-    return num_rows * state_config.state_bytes(shape.states, *bytes_per_element) // tp
+    return num_rows * state_config.state_bytes(shape.states.shard(tp), *bytes_per_element)
 
 
 def draft_bytes(inputs: PlannerInputs, tp: int) -> int:

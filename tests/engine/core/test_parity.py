@@ -219,7 +219,7 @@ SIMILAR = [
     "glm4_moe-ungrouped",
     "qwen2_vl",
     "lfm2-biases",
-    *("granite4-mamba", "falcon_h1-norm", "falcon_h1-gated-norm", "nemotron_h-biases"),
+    *("granite4-mamba", "falcon_h1-norm", "falcon_h1-gated-norm", "nemotron_h-biases", "nemotron_h-latent"),
 ]
 """Only their logits are compared with transformers, because their layers are like those of another checkpoint."""
 # Their layers have states, which are not swapped.
@@ -628,6 +628,7 @@ def test_each_adapter_changes_the_output(adapter_cases):
         ),
         # PEFT refuses out_proj of these models.
         ("falcon_h1", ["in_proj", "q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]),
+        ("nemotron_h-latent", ["fc1_latent_proj", "fc2_latent_proj", "in_proj"]),
         ("nemotron_h", ["in_proj", "q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]),
         ("qwen3_next", ["q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"]),
         ("qwen3_5_moe", ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "v_proj"]),

@@ -259,11 +259,6 @@ KV = {"num_key_value_heads": 4}
             "hybrid_override_pattern: must be linear_att",
         ),
         (
-            "NemotronHForCausalLM",
-            KV | {"hybrid_override_pattern": "M*-E", "moe_latent_size": 8},
-            "moe_latent_size: must be None .experts with latent inputs: not supported",
-        ),
-        (
             "Lfm2ForCausalLM",
             KV | {"layer_types": ["mamba"] * 4},
             "layer_types: must be conv or full_attention for each",

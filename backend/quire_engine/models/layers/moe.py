@@ -44,7 +44,7 @@ class MoE(Module):
     Each expert is an MLP, in most architectures a gated one. With tensor parallelism, every expert is divided among the
     ranks: each rank has a part of the expert's intermediate features. Many checkpoints store one tensor for each
     projection of each expert; `ExpertNames` contains the names of these tensors. In some architectures, shared experts
-    also compute every token.
+    also compute every token. In some, linear layers before and after the experts change the number of features.
     """
 
     HAS_ROUTER_BIAS: ClassVar[bool] = False
@@ -61,7 +61,8 @@ class MoE(Module):
             ConfigError: the experts cannot be quantized as `factory` requires.
         """
         assert shape.moe is not None
-        self.config, hidden, inner = shape.moe, shape.hidden_size, shape.moe.intermediate_size
+        self.config, inner = shape.moe, shape.moe.intermediate_size
+        hidden = shape.moe.latent_size or shape.hidden_size
         self.names = shape.architecture_info.expert_names
         _check_quantization(factory, hidden, inner)
         self.router = self.ROUTER(shape, factory, self.HAS_ROUTER_BIAS)
@@ -80,6 +81,11 @@ class MoE(Module):
             activation=shape.activation,
             is_gated=self.names.is_gated,
         )
+        self.latent_in: Linear | None = None
+        self.latent_out: Linear | None = None
+        if shape.moe.latent_size:
+            paths = [f"{self.names.module}.{name}" for name in self.names.latent_projections]
+            self.latent_in, self.latent_out = (build_linear(shape, [path], factory, shape.mlp_bias) for path in paths)
         self.shared: SharedExperts | None = None
         if self.names.shared and self.config.shared_intermediate_size:
             self.shared = SharedExperts(shape, factory)
@@ -92,22 +98,32 @@ class MoE(Module):
         """Compute the output for the input [num_tokens, hidden_size]. If `residual` is given, add the output to it in
         place."""
         ids, weights = self.router(x, batch)
-        adapters = self._expert_adapters(batch)
         shared = None if self.shared is None else self.shared(x, batch)
-        if self.communicator is None:
-            out = fused_experts(x, ids, weights, self.experts, residual, adapters)
+        if self.latent_in is None or self.latent_out is None:
+            out = self._compute_experts(x, ids, weights, batch, residual)
         else:
-            # Only rank 0 adds the output bias.
-            experts = replace(self.experts, down_bias=None) if self.communicator.shard.rank else self.experts
-            out = self.communicator.all_reduce(fused_experts(x, ids, weights, experts, None, adapters))
-            out = out if residual is None else residual.add_(out)
+            out = self._compute_experts(self.latent_in(x, batch), ids, weights, batch, None)
+            out = self.latent_out(out, batch, residual)
         return out if shared is None else out.add_(shared)
+
+    def _compute_experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, batch: ForwardBatch, residual: Tensor | None
+    ) -> Tensor:
+        """Return the weighted sum of the outputs of all ranks. If `residual` is given, add the sum to it in place."""
+        adapters = self._expert_adapters(batch)
+        if self.communicator is None:
+            return fused_experts(x, ids, weights, self.experts, residual, adapters)
+        # Only rank 0 adds the output bias.
+        experts = replace(self.experts, down_bias=None) if self.communicator.shard.rank else self.experts
+        out = self.communicator.all_reduce(fused_experts(x, ids, weights, experts, None, adapters))
+        return out if residual is None else residual.add_(out)
 
     def adapter_sites(self) -> Iterator[Linear | AdapterSite]:
         """See Module.adapter_sites."""
         if self.adapts_experts:
             yield from self.router.adapter_sites()
             yield from self.expert_sites
+        yield from (linear for linear in (self.latent_in, self.latent_out) if linear is not None)
         if self.shared is not None:
             yield from self.shared.adapter_sites()
 
@@ -124,6 +140,9 @@ class MoE(Module):
         prefix = prefix.removesuffix(f"{self.names.module}.") + (f"{self.names.block}." if self.names.block else "")
         yield from self.router.tensors(prefix)
         yield from self.bias_tensors(prefix)
+        for linear in (self.latent_in, self.latent_out):
+            if linear is not None:
+                yield from linear.tensors(prefix)
         if self.shared is not None:
             yield from self.shared.tensors(prefix)
         assert isinstance(self.experts.gate_up, Tensor) and isinstance(self.experts.down, Tensor)
@@ -163,8 +182,9 @@ class MoE(Module):
         dequantized. If the configuration requires it, all other experts are quantized, see `quantize_experts`.
         """
         self.router.pack(arena)
-        if self.shared is not None:
-            self.shared.pack(arena)
+        for part in (self.latent_in, self.latent_out, self.shared):
+            if part is not None:
+                part.pack(arena)
         factory = self._factory
         if self._quantized_parts is None:
             self.experts = (
@@ -189,13 +209,15 @@ class MoE(Module):
     def packed_bytes(self) -> int:
         """See Module.packed_bytes."""
         parts = self.router.packed_bytes + (0 if self.shared is None else self.shared.packed_bytes)
+        parts += sum(linear.num_bytes for linear in (self.latent_in, self.latent_out) if linear is not None)
         return parts + sum(weight_bytes(weight) for weight in (self.experts.gate_up, self.experts.down))
 
     @property
     def unread_bytes(self) -> int:
         """See Module.unread_bytes."""
         weights = () if self._quantized_parts is None else (self.experts.gate_up, self.experts.down)
-        return sum(map(weight_bytes, weights)) + (0 if self.shared is None else self.shared.unread_bytes)
+        parts = (self.latent_in, self.latent_out, self.shared)
+        return sum(map(weight_bytes, weights)) + sum(part.unread_bytes for part in parts if part is not None)
 
     def _find_quantized_parts(self, prefix: str) -> tuple[list[WeightPart], list[WeightPart]] | None:
         """Return the quantized parts of gate_up and of down; None if a part is not quantized in the checkpoint.
@@ -233,7 +255,8 @@ class MoE(Module):
             return weight
         shard = self.communicator.shard
         assert shard.model_config.moe is not None
-        hidden, inner = shard.model_config.hidden_size, shard.model_config.moe.intermediate_size
+        hidden = self.config.latent_size or shard.model_config.hidden_size
+        inner = shard.model_config.moe.intermediate_size
         if is_down:
             return ParamShard(weight, (hidden, inner), (range(hidden),), shard.expert_range)
         return ParamShard(weight, (inner, hidden), (shard.expert_range,))
