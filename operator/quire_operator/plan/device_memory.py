@@ -108,6 +108,9 @@ def activation_bytes(
     layer = num_tokens * element_bytes * (4 * shape.hidden_size + (3 * inner + heads) // tp)
     # The inputs of all layers, and the three tensors from which they are computed.
     layer += num_tokens * element_bytes * 4 * shape.num_layers * shape.per_layer_size
+    if shape.images is not None:
+        # The embeddings of the images of a step, which are kept for later steps.
+        layer += num_tokens * element_bytes * (1 + shape.images.num_deepstack) * shape.hidden_size
     if shape.moe is not None:
         # Each token is copied once for each of its experts, and once more for their adapters.
         per_expert = (3 if lora.experts else 2) * shape.hidden_size + (3 * shape.moe.intermediate_size + heads) // tp

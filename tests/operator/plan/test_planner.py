@@ -14,14 +14,16 @@ from support.planning import (
     L4,
     MODELS,
     NO_LORA,
+    QWEN3_5_4B,
     T4,
+    checkpoint_info,
     plan_for,
     planner_inputs,
     schema_problems,
 )
 
 from quire_operator.api.engine_spec import LoraSpec
-from quire_operator.plan import candidates, device_memory, planner
+from quire_operator.plan import candidates, device_memory, host_memory, planner
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.gpu import GpuInfo, MemorySource
 from quire_operator.plan.limits import kv_bytes_per_token
@@ -449,6 +451,14 @@ def test_suggestions_for_more_requests_are_sufficient(requested):
 
 # Copy of an adapter of LoRA rank 16 for all target modules; sums are in whole MiB.
 SLOT = 80 * 2**20 + 2 * 16 * 2 * (MODELS["8b"].shape.vocab_size + 4096)
+
+
+def test_host_memory_includes_the_processes_that_read_images():
+    images = checkpoint_info(QWEN3_5_4B | {"vision_config": {}, "image_token_id": 5})
+    inputs = dataclasses.replace(planner_inputs("qwen3.5", None), model=images)
+    only_text = dataclasses.replace(inputs, engine=dataclasses.replace(inputs.engine, languageModelOnly=True))
+    costs = [host_memory.host_costs(each, 0).processes for each in (inputs, only_text)]
+    assert costs[0] - costs[1] == 2 * GIB
 
 
 def test_host_memory_includes_stubs_adapter_copies_and_shared_memory():
