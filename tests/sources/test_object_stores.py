@@ -310,3 +310,10 @@ def test_url_of_an_azure_container():
     with pytest.raises(ConfigError, match="does not name an account"):
         source_from_url("az://models/a")
     assert source_from_url("org/model") is None
+
+
+@pytest.mark.parametrize(
+    ("registry", "insecure"), [("localhost:5000", True), ("127.0.0.1", True), ("localhost.example.com", False)]
+)
+def test_a_registry_of_this_machine_has_no_certificate(registry, insecure):
+    assert source_from_url(f"oci://{registry}/a:1") == Source(oci=OciSource(f"{registry}/a:1", insecure=insecure))

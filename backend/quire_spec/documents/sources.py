@@ -307,6 +307,7 @@ class Source:
 
 
 _AZURE_URL = re.compile(r"https://([a-z0-9]{3,24})\.blob\.core\.windows\.net/([^?#]+)")
+_LOCAL_REGISTRY = re.compile(r"(localhost|127(\.[0-9]+){3})[:/]")
 
 
 def source_from_url(url: str) -> Source | None:
@@ -325,7 +326,8 @@ def source_from_url(url: str) -> Source | None:
         case "gs":
             return Source(gcs=GcsSource(url))
         case "oci":
-            return Source(oci=OciSource(rest))
+            # As for Docker and oras, a registry on this machine has no certificate.
+            return Source(oci=OciSource(rest, insecure=_LOCAL_REGISTRY.match(rest) is not None))
         case "az":
             raise ConfigError(f"{url!r} does not name an account; write https://ACCOUNT.blob.core.windows.net/{rest}")
         case "http" | "https":
