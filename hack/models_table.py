@@ -67,6 +67,12 @@ CHECKPOINTS = {
     "ArceeForCausalLM": ("Arcee AFM", "4.5B"),
     "DeepseekV2ForCausalLM": ("DeepSeek V2, DeepSeek-Coder-V2, V2-Lite", "16B-A2.4B, 236B-A21B"),
     "DeepseekV3ForCausalLM": ("DeepSeek V3, V3.1 and R1; Kimi K2 in the same format", "671B-A37B"),
+    "Kimi_K25ForConditionalGeneration": ("Kimi K2.5 and K2.6", "1T-A32B"),
+    "Mistral4ForCausalLM": ("the language model of Mistral Small 4", "119B"),
+    "Mistral4ForConditionalGeneration": (
+        "Mistral Small 4, with `Mistral3ForConditionalGeneration` in config.json",
+        "119B",
+    ),
     "Glm4MoeLiteForCausalLM": ("GLM-4.7-Flash", "30B-A3B"),
     "Glm4MoeForCausalLM": ("GLM-4.5, 4.6 and 4.7", "106B-A12B, 355B-A32B"),
     "MiniMaxM2ForCausalLM": ("MiniMax M2", "230B-A10B"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from support.tokenizer import byte_level, save_tokenizer
 from transformers import (
     ApertusConfig,
@@ -47,12 +48,15 @@ from transformers import (
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    Kimi_K25Config,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -299,6 +303,7 @@ GRANITE = {
 }
 # Prompts and outputs of the tests are up to four times as long as the first context.
 MINISTRAL3_ROPE = {**YARN_ROPE, "original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4}
+MISTRAL4 = {"rope_parameters": {**DEEPSEEK["rope_parameters"], **MINISTRAL3_ROPE}, "first_k_dense_replace": 0}
 COHERE2 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.2}
 EXAONE4 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 OLMO3 = {
@@ -372,6 +377,13 @@ def _gemma4(kind: type, text_kind: type, **values: Any) -> Any:
 def _mistral3(text_type: type, **values: Any) -> Mistral3Config:
     text, vision = text_type(**values).to_dict(), VISION | {"model_type": "pixtral"}
     return Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=text["tie_word_embeddings"])
+
+
+def _kimi_k25(**values: Any) -> Kimi_K25Config:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = DeepseekV3Config(**values).to_dict()
+    tied = text["tie_word_embeddings"]
+    return Kimi_K25Config(text_config=text, vision_config=vision, projection_hidden_size=32, tie_word_embeddings=tied)
 
 
 def _qwen_vl(kind: type, **values: Any) -> Any:
@@ -468,6 +480,9 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         Glm4MoeLiteConfig,
         {**DEEPSEEK, **LATENT_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"], "rope_interleave": False},
     ),
+    "mistral4": (Mistral4Config, {**DEEPSEEK, **LATENT_EXPERTS, **MISTRAL4}),
+    "mistral3-mistral4": (functools.partial(_mistral3, Mistral4Config), {**DEEPSEEK, **LATENT_EXPERTS, **MISTRAL4}),
+    "kimi_k25": (_kimi_k25, {**DEEPSEEK, **LATENT_EXPERTS}),
     "glm4": (Glm4Config, GLM4),
     "granite": (GraniteConfig, {**GRANITE, "tie_word_embeddings": True}),
     "ministral3": (Ministral3Config, {"head_dim": 24, "rope_parameters": MINISTRAL3_ROPE}),
@@ -593,6 +608,10 @@ TRANSFORMERS_CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] =
 """The same for models that classes of transformers compute, because there is no class of Quire."""
 
 
+# transformers has the class, but its table lacks it.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+
+
 def make_checkpoint(folder: Path, name: str, **save: Any) -> Path:
     """Write checkpoint `name` into `folder`; `save` goes to transformers' save_pretrained."""
     kind, overrides = (CHECKPOINTS | TRANSFORMERS_CHECKPOINTS)[name]
@@ -615,6 +634,11 @@ def write_checkpoint(folder: Path, config: Any, seed: int, **save: Any) -> Path:
                 # Otherwise, most states forget all tokens before the last one.
                 tensor.sub_(3.0)
     model.save_pretrained(folder, **save)
+    if config.model_type == "kimi_k25":
+        # transformers also renames the layers of the language model. The published checkpoint has `layers`.
+        tensors = load_file(folder / "model.safetensors")
+        renamed = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in tensors.items()}
+        save_file(renamed, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -629,7 +653,7 @@ def trained_tensors(model: Any) -> dict[str, torch.Tensor]:
     tensors = {
         name: tensor
         for name, tensor in model.state_dict().items()
-        if tensor.is_floating_point() and not re.search(r"vision|visual|multi_modal", name)
+        if tensor.is_floating_point() and not re.search(r"vision|visual|multi_modal|mm_projector", name)
     }
     # A tied output projection is the embedding.
     return {name: tensors[name] for name in {tensor.data_ptr(): name for name, tensor in tensors.items()}.values()}

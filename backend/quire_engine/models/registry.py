@@ -21,6 +21,8 @@ _ALIASES = {
     "Olmo3ForCausalLM": "Olmo2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     **dict.fromkeys(("DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"), "DeepseekV3ForCausalLM"),
+    **dict.fromkeys(("Kimi_K25ForConditionalGeneration", "Mistral4ForCausalLM"), "DeepseekV3ForCausalLM"),
+    "Mistral4ForConditionalGeneration": "DeepseekV3ForCausalLM",
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     **dict.fromkeys(
         ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),

@@ -36,7 +36,7 @@ _MISSING_HINT = "config.json does not match this checkpoint, or the checkpoint i
 # further tokens, which the engine does not serve.
 _UNUSED_TENSORS = re.compile(
     r"\w+\.layers\.\d+\.(self_attn|attention)\.(rotary_emb\.inv_freq|bias|masked_bias)"
-    r"|model\.mtp_.*|mtp\..*|(model\.)?(vision_tower|multi_modal_projector|visual)\..*"
+    r"|model\.mtp_.*|mtp\..*|(model\.)?(vision_tower|multi_modal_projector|mm_projector|visual)\..*"
 )
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)\.weight")
 
@@ -75,7 +75,7 @@ def load_weights(
     sources: dict[str, TensorSource] = {
         name: tensor for name in targets if (tensor := quantized.find(name)) is not None
     }
-    stacked = {} if checkpoint is not None else _find_stacked_experts(files, targets)
+    stacked = _find_stacked_experts(files, [name for name in targets if name not in sources])
     sources |= stacked
     if tied_to and lm_head_name not in files and quantized.find(lm_head_name) is not None:
         raise ConfigError(

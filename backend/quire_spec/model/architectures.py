@@ -305,6 +305,9 @@ class Architecture:
     """For a multimodal architecture: the values that `model_type` in `text_config` can have. The row with this model
     type describes the language model; ImageConfig describes how it reads images."""
 
+    row_by_text_type: Mapping[str, str] = field(default_factory=dict)
+    """Other values of `model_type` in `text_config`, and the row that replaces this one."""
+
     mrope_section: tuple[int, ...] = ()
     """For a language model with a time, a row and a column as positions: the default number of pairs of rotated
     elements of each. Empty: a token has one position."""
@@ -661,6 +664,47 @@ _LFM2 = Architecture(
 )
 
 
+_DEEPSEEK_V3 = Architecture(
+    "deepseek_v3",
+    "moe.deepseek",
+    linears=LATENT_LINEARS,
+    key_aliases={"num_experts": "n_routed_experts"},
+    ignored_keys=_IGNORED_BY_LATENT_ATTENTION,
+    defaults={
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+    },
+    biases=("attention_bias", "attention_bias", False),
+    uses_experts=_uses_experts_after_dense,
+    expert_names=ExpertNames(correction_bias="gate.e_score_correction_bias", shared="shared_experts"),
+    router_scoring="sigmoid",
+    has_latent_attention=True,
+)
+_MISTRAL4 = replace(
+    _DEEPSEEK_V3,
+    model_type="mistral4",
+    defaults={
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+    },
+    expert_names=ExpertNames(shared="shared_experts"),
+    router_scoring="softmax",
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture("llama", "llama", biases=("attention_bias", "attention_bias", "mlp_bias")),
     "MistralForCausalLM": Architecture(
@@ -914,7 +958,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         uses_sliding_window=_always,
     ),
     "Mistral3ForConditionalGeneration": Architecture(
-        "mistral3", "ministral3", layers_path="model.language_model.layers", text_types=("mistral", "ministral3")
+        "mistral3",
+        "ministral3",
+        layers_path="model.language_model.layers",
+        text_types=("mistral", "ministral3"),
+        row_by_text_type={"mistral4": "Mistral4ForConditionalGeneration"},
     ),
     "SmolLM3ForCausalLM": Architecture(
         "smollm3",
@@ -1214,28 +1262,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         expert_names=ExpertNames(shared="shared_experts"),
         has_latent_attention=True,
     ),
-    "DeepseekV3ForCausalLM": Architecture(
-        "deepseek_v3",
-        "moe.deepseek",
-        linears=LATENT_LINEARS,
-        key_aliases={"num_experts": "n_routed_experts"},
-        ignored_keys=_IGNORED_BY_LATENT_ATTENTION,
-        defaults={
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-            "n_group": 8,
-            "topk_group": 4,
-            "first_k_dense_replace": 3,
-        },
-        biases=("attention_bias", "attention_bias", False),
-        uses_experts=_uses_experts_after_dense,
-        expert_names=ExpertNames(correction_bias="gate.e_score_correction_bias", shared="shared_experts"),
-        router_scoring="sigmoid",
-        has_latent_attention=True,
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "Kimi_K25ForConditionalGeneration": replace(
+        _DEEPSEEK_V3,
+        model_type="kimi_k25",
+        layers_path="model.language_model.layers",
+        # kimi_k2 is the name of deepseek_v3 in the code of the checkpoint.
+        text_types=("deepseek_v3", "kimi_k2"),
+    ),
+    "Mistral4ForCausalLM": _MISTRAL4,
+    "Mistral4ForConditionalGeneration": replace(
+        _MISTRAL4, model_type="mistral3", layers_path="model.language_model.layers", text_types=("mistral4",)
     ),
     "Glm4MoeLiteForCausalLM": Architecture(
         "glm4_moe_lite",

@@ -44,6 +44,8 @@ _ENCODER = re.compile(
     r"|New|Gemma3Text|T5Encoder)(Model|For[A-Z]\w*)"
 )
 """Architectures of models for embeddings and scores that are not decoders."""
+_TEXT_TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Types in checkpoints with their own code, and the types that transformers has for them."""
 _KEYS_OF_WHOLE_MODEL = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", *QUANTIZATION_KEYS)
 
 
@@ -361,7 +363,8 @@ class ModelConfig:
             )
         images = ImageConfig.from_config(config)
         if architecture_info.text_types:
-            config, architecture_info = _text_config(config, architecture_info)
+            architecture = _row_by_text_type(config, architecture_info) or architecture
+            config, architecture_info = _text_config(config, ARCHITECTURES[architecture])
         values = {key: value for key, value in config.items() if key not in architecture_info.ignored_keys}
         aliases = architecture_info.key_aliases.items()
         values |= {key: values[alias] for key, alias in aliases if alias in values and key not in values}
@@ -474,6 +477,13 @@ def _num_labels(config: Mapping[str, Any]) -> int:
     return len(labels)
 
 
+def _row_by_text_type(config: Mapping[str, Any], architecture_info: Architecture) -> str | None:
+    """Return the row that replaces the row of a multimodal model, because of the type of the language model in it."""
+    text_config = config.get("text_config")
+    text_type = text_config.get("model_type") if isinstance(text_config, Mapping) else None
+    return architecture_info.row_by_text_type.get(text_type) if isinstance(text_type, str) else None
+
+
 def _text_config(config: Mapping[str, Any], architecture_info: Architecture) -> tuple[dict[str, Any], Architecture]:
     """Return the config of the language model inside a multimodal model, and the table row for that language model."""
     text_config = config.get("text_config")
@@ -487,6 +497,7 @@ def _text_config(config: Mapping[str, Any], architecture_info: Architecture) -> 
             f"got {truncated_repr(text_type)}"
         )
     outer = {key: config[key] for key in _KEYS_OF_WHOLE_MODEL if config.get(key) is not None}
+    text_type = _TEXT_TYPE_ALIASES.get(text_type, text_type)
     rows = (*TEXT_MODELS.values(), *ARCHITECTURES.values())
     return {**text_config, **outer}, next(info for info in rows if info.model_type == text_type)
 

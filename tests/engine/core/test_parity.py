@@ -208,12 +208,14 @@ DENSE_FAMILIES = [
     *("cohere2", "phi", "starcoder2", "gpt_neox", "granite4", "nemotron", "arcee"),
 ]
 SPARSE_FAMILIES = ["glm4_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_moe", "qwen2_moe", "olmoe", "lfm2_moe"]
-LATENT_FAMILIES = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
+LATENT_FAMILIES = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"]
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gemma2"]
 # The other checkpoints of a family differ in the model, not in the engine.
 SOME_SCENARIOS = ["preempted in chunks"]
 SIMILAR = [
     "exaone4-unlimited",
+    "mistral3-mistral4",
+    "kimi_k25",
     "phi-qk_layernorm",
     "gpt_neox-sequential",
     "glm4_moe-ungrouped",

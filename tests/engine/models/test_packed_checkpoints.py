@@ -9,7 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.quantized_checkpoints import FOLDER, QUANTIZED_LLAMAS, load_model, logits_of, write_dequantized
+from support.quantized_checkpoints import (
+    FOLDER,
+    QUANTIZED_LLAMAS,
+    load_model,
+    logits_of,
+    open_checkpoint,
+    write_dequantized,
+)
 from support.requirements_of_machine import requires_native_kernels
 from support.tiny_checkpoints import make_checkpoint
 from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
@@ -109,7 +116,7 @@ def test_blocks_of_128_stay_quantized(tmp_path):
         assert torch.equal(_effective_weight(layer), _effective_weight(expected))
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe-mixed", "mistral3-ministral3"])
+@pytest.mark.parametrize("name", ["qwen3_moe-mixed", "mistral3-ministral3", "mistral3-mistral4"])
 def test_experts_and_a_language_model_with_another_prefix(name, tmp_path):
     """FP8 per tensor with static scales of activations, as Ministral 3 is published; experts are dequantized."""
     folder = make_checkpoint(tmp_path, name)
@@ -119,6 +126,25 @@ def test_experts_and_a_language_model_with_another_prefix(name, tmp_path):
     found = logits_of(load_model(folder, torch.float32))
     assert torch.equal(found, logits_of(load_model(write_dequantized(folder, tmp_path / "dequantized"), torch.float32)))
     assert 0 < (found - original).std() < 0.5 * original.std()
+
+
+def test_blocks_of_latent_attention(tmp_path):
+    """The projection of keys and values is quantized, too, as in DeepSeek V3. The engine reads parts of it."""
+    folder = make_checkpoint(tmp_path, "deepseek_v3")
+    original = logits_of(load_model(folder, torch.float32))
+    _quantize_fp8(folder, [8, 8], {})
+    assert open_checkpoint(folder).find_linear("model.layers.0.self_attn.kv_b_proj").scheme.block == (8, 8)
+    dequantized = write_dequantized(folder, tmp_path / "dequantized")
+    found = logits_of(load_model(folder, torch.float32))
+    assert torch.equal(found, logits_of(load_model(dequantized, torch.float32)))
+    assert 0 < (found - original).std() < 0.5 * original.std()
+    for rank in range(2):
+        shard = TensorParallelShard(ModelConfig.load(folder), rank, 2)
+        models = [
+            load_model(path, torch.float32, Communicator(shard, lambda: tmp_path)) for path in (folder, dequantized)
+        ]
+        projections = [model.layers[0].self_attn.kv_b_proj.weight for model in models]
+        assert torch.equal(*projections) and len(projections[0]) == 2 * (16 + 24)
 
 
 def _quantize_fp8(folder, block, config):

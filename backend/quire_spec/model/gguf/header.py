@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from quire_spec.errors import ConfigError, truncated_repr
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
-_MAX_HEADER_BYTES = 256 * 2**20
+_MAX_HEADER_BYTES = 64 * 2**20
 _MAX_TENSORS, _MAX_DIMENSIONS = 1_000_000, 4
 _DEFAULT_ALIGNMENT = 32
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
