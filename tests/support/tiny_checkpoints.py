@@ -557,22 +557,22 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "falcon_h1": (FalconH1Config, FALCON_H1),
     "falcon_h1-norm": (
         FalconH1Config,
-        {**FALCON_H1, "mamba_rms_norm": True, "mamba_n_groups": 2, "projectors_bias": True, "attention_bias": True},
-    ),
-    "falcon_h1-gated-norm": (
-        FalconH1Config,
-        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mlp_bias": True},
+        {
+            **FALCON_H1,
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 2,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
     ),
     "nemotron_h": (NemotronHConfig, NEMOTRON_H),
     "nemotron_h-latent": (
         NemotronHConfig,
-        {**NEMOTRON_H, "layers_block_type": NEMOTRON_H["layers_block_type"][:4], "moe_latent_size": 32},
-    ),
-    "nemotron_h-biases": (
-        NemotronHConfig,
         {
             **NEMOTRON_H,
-            "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "moe_latent_size": 32,
             "use_bias": True,
             "mlp_bias": True,
             "use_conv_bias": False,

@@ -221,7 +221,7 @@ SIMILAR = [
     "glm4_moe-ungrouped",
     "qwen2_vl",
     "lfm2-biases",
-    *("granite4-mamba", "falcon_h1-norm", "falcon_h1-gated-norm", "nemotron_h-biases", "nemotron_h-latent"),
+    *("granite4-mamba", "falcon_h1-norm", "nemotron_h-latent"),
 ]
 """Only their logits are compared with transformers, because their layers are like those of another checkpoint."""
 # Their layers have states, which are not swapped.
