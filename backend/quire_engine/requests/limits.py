@@ -113,7 +113,7 @@ class RequestLimits:
             images=images,
             why_no_images=why_no_images or "the model has no tokenizer; start it without skip_tokenizer_init",
             max_images=config.max_images,
-            max_image_tokens=config.max_num_batched_tokens - config.max_num_seqs
+            max_image_tokens=max(1, config.max_num_batched_tokens - config.max_num_seqs)
             if images is not None and images.is_bidirectional
             else 0,
         )

@@ -2,6 +2,7 @@
 """Files of images become the tensors of transformers' processor, and the marks of a template their places."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.images.placeholders import Placeholders
 from quire_engine.images.processor import ImageProcessor, ProcessedImage
 from quire_engine.images.support import why_no_images
+from quire_engine.requests.limits import RequestLimits
+from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.control_tokens import END, START
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.config import EngineConfig
@@ -21,6 +24,7 @@ from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import InvalidArgument
 from quire_spec.model.images.image_config import ImageConfig
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.messages import ImageTensor
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +108,22 @@ def test_why_a_checkpoint_reads_no_images(folder: Path, tmp_path: Path) -> None:
         reason = why_no_images(EngineConfig(str(folder), **changes), shape, folder)  # type: ignore[arg-type]
         assert reason is not None and message in reason
     assert "has no preprocessor_config.json" in str(why_no_images(config, shape, tmp_path))
+
+
+def test_images_that_no_step_or_frame_has_room_for_are_refused(folder: Path) -> None:
+    tokenizer, shape = Tokenizer(folder), ModelConfig.load(folder)
+    images = ImageConfig("gemma3", _images(folder).token_id, num_tokens=9)
+    templates, pixels = ChatTemplateFiles(None, None, {}), ImageTensor("float32", [1], bytes(2**26 + 4))
+    for num_seqs, max_tokens in ((8, 9), (9, 8), (17, 1)):
+        config = EngineConfig(str(folder), max_num_batched_tokens=17, max_num_seqs=num_seqs)
+        limits = RequestLimits.from_config(config, replace(shape, images=images), tokenizer, frozenset(), templates)
+        assert limits.max_image_tokens == max_tokens
+        limits.check_images(_processed(max_tokens))
+        with pytest.raises(InvalidArgument, match=r"images\[1\]: has .* must be computed in one step"):
+            limits.check_images(_processed(1, max_tokens + 1))
+    large = [replace(image, tensors={"pixel_values": pixels}) for image in _processed(1, 1, 1)]
+    with pytest.raises(InvalidArgument, match=r"images: the 3 images have .* bytes after they were resized"):
+        limits.check_images(large)
 
 
 def test_the_offline_llm_takes_images_with_a_text(folder: Path) -> None:

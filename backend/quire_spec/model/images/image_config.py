@@ -13,6 +13,9 @@ QWEN_TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 IMAGE_TOWERS = (*QWEN_TOWERS, "gemma3")
 """Values of `model_type` of the models whose vision towers the engine runs."""
 
+_DEEPSTACK: tuple[int, ...] = (8, 16, 24)
+"""Default of deepstack_visual_indexes in Qwen3-VL."""
+
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
@@ -54,7 +57,9 @@ class ImageConfig:
         if tower not in QWEN_TOWERS:
             return cls(tower, token_ids[0], num_tokens=reader.get_int("mm_tokens_per_image", 256))
         vision_reader = reader.get_section("vision_config")
-        deepstack = vision_reader.get_int_list("deepstack_visual_indexes") if tower == "qwen3_vl" else ()
+        deepstack = _DEEPSTACK if tower == "qwen3_vl" else ()
+        if deepstack and "deepstack_visual_indexes" in vision_reader:
+            deepstack = vision_reader.get_int_list("deepstack_visual_indexes")
         return cls(tower, token_ids[0], vision_reader.get_int("spatial_merge_size", 2), num_deepstack=len(deepstack))
 
 
