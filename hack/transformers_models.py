@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find out which models of the installed transformers can be served with model_impl transformers.
 
-    hack/transformers_models.py --write    # every model that generates text: 15 minutes on two cores
+    hack/transformers_models.py --write    # every model that generates text: 3 minutes on two cores
     hack/transformers_models.py Helium     # only models whose names contain a word; prints the result
 
-For each class, the script writes a tiny random checkpoint, and loads it as the engine does. The engine compares its
-logits with those of transformers when it loads a model. The result is the table in quire_spec/model/transformers.
+Run it with --write after an upgrade of transformers. For each class, the script writes a tiny random checkpoint, and
+loads it as the engine does. The engine compares its logits with those of transformers when it loads a model. The result
+is the table in quire_spec/model/transformers.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.transformers.causal_lm import TransformersForCausalLM
+from quire_kernels import ModuleSlots
 from quire_spec.errors import ConfigError
 from quire_spec.model.architectures import LLAMA_LINEARS, Architecture, module_name
 from quire_spec.model.memory_sizing import linear_sizes
@@ -262,7 +264,10 @@ def examine(architecture: str) -> tuple[Architecture | None, str]:
         table.SERVED[architecture] = row
         try:
             shape = ModelConfig.load(folder, "transformers")
-            TransformersForCausalLM(shape, ParamFactory(torch.float32, torch.device("cpu"))).load(folder)
+            loaded = TransformersForCausalLM(shape, ParamFactory(torch.float32, torch.device("cpu")))
+            for _, linear in loaded.linears():
+                linear.adapters = ModuleSlots.__new__(ModuleSlots)  # so that the check includes the rows of its input
+            loaded.load(folder)
         except ConfigError as error:
             return None, str(error)
     return row, ""

@@ -227,10 +227,9 @@ SIMILAR = [
 # Their layers have states, which are not swapped.
 HYBRIDS = ["qwen3_5", "qwen3_next"]
 STATE_FAMILIES = ["lfm2", "granite4-moe", "falcon_h1", "nemotron_h"]
-# Their attention in transformers has other parts beside the layers.
-NATIVE_ONLY = ["opt"]
+BY_TRANSFORMERS = ["llama", "qwen3", "gemma2"]
 BY_NAME = {
-    name: [each for each in SCENARIOS if "transformers" not in each or name not in NATIVE_ONLY] for name in FAMILIES
+    name: [each for each in SCENARIOS if "transformers" not in each or name in BY_TRANSFORMERS] for name in FAMILIES
 }
 PAIRS = [
     (name, scenario)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support.caches import create_cache
 from support.requirements_of_machine import requires_native_kernels
@@ -38,6 +39,7 @@ from quire_spec.model.architectures import ARCHITECTURES
 from quire_spec.model.capabilities import SUPPORTED_ARCHITECTURES
 from quire_spec.model.memory_sizing import weights_bytes
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.transformers import table
 
 CPU = torch.device("cpu")
 MAX_LOGIT_ERROR = 2e-5
@@ -92,6 +94,12 @@ def _span(tokens, start, length, first_block, block_size):
     sequence.state_row = first_block
     sequence.block_table = list(range(first_block, first_block + -(-len(tokens) // block_size)))
     return ScheduledSpan(sequence, start, length, None)
+
+
+def test_the_table_of_transformers_is_that_of_the_installed_version():
+    """After an upgrade, hack/transformers_models.py --write finds out what can be served."""
+    assert transformers.__version__.startswith(f"{table.VERSION}.")
+    assert all(hasattr(transformers, name) for name in table.SERVED)
 
 
 def test_every_row_of_transformers_is_computed_by_one_of_its_classes():

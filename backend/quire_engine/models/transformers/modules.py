@@ -15,6 +15,7 @@ from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import Linear
 from quire_engine.models.transformers.paged_attention import CURRENT_PASS
 from quire_kernels import get_gated_op, linear, rms_norm
+from quire_spec.errors import ConfigError
 
 
 class MergedLinear:
@@ -31,8 +32,7 @@ class MergedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """Compute all layers for [..., in_features]."""
         if self._output is None or self._input is not x:
-            batch, rows = CURRENT_PASS.get().batch, x.reshape(-1, x.shape[-1])
-            self._output = _apply(self.layer, rows, batch).view(*x.shape[:-1], -1)
+            self._output = _apply(self.layer, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
             self._input = x
         return self._output
 
@@ -140,7 +140,12 @@ class IdentityModel(nn.Module):
         return HiddenStates(last_hidden_state=inputs_embeds)
 
 
-def _apply(layer: Linear, rows: Tensor, batch: ForwardBatch) -> Tensor:
+def _apply(layer: Linear, rows: Tensor) -> Tensor:
+    current = CURRENT_PASS.get()
+    batch = current.batch
+    if layer.adapters is not None and current.kv_cache is not None and len(rows) != len(batch.token_ids):
+        names = ", ".join(layer.slices)
+        raise ConfigError(f"{names} does not read one row for each token, so adapters cannot change it; disable LoRA")
     if layer.adapters is None or batch.adapters is None:
         return linear(rows if layer.input_order is None else rows[:, layer.input_order], layer.weight, layer.bias, None)
     return layer(rows, batch)
