@@ -59,8 +59,6 @@ def unsharded(target: LoadTarget) -> ParamShard:
         return target
     if target.dim() == 0:
         return ParamShard(target.view(1), (), (range(1),))
-    if target.dim() == 0:
-        return ParamShard(target.view(1), (), (range(1),))
     return ParamShard(target, tuple(target.shape), (range(target.shape[0 if target.dim() < 3 else 1]),))
 
 

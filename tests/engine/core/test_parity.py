@@ -695,16 +695,7 @@ def test_adapters_in_one_batch_equal_peft(adapter_cases, checkpoint, scenario):
         assert engine.stats().num_adapter_evictions > 0
 
 
-QUANTIZED = (
-    "gguf",
-    "awq",
-    "bitsandbytes-nf4",
-    "ct-fp8-block",
-    "ct-int4-zeros",
-    "ct-int8",
-    "gptq-desc_act",
-    "modelopt-nvfp4",
-)
+QUANTIZED = ("awq", "bitsandbytes-nf4", "ct-fp8-block", "ct-int4-zeros", "ct-int8", "gptq-desc_act", "modelopt-nvfp4")
 
 
 @pytest.mark.parametrize("name", (*QUANTIZED, "gguf"))
