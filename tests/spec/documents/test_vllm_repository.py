@@ -54,12 +54,14 @@ def test_reads_upstream_multi_lora_tutorial_with_string_values(vllm):
             "max_lora_rank": 16,
             "dtype": "half",
             "device": "cpu",
+            "model_impl": "vllm",
         },
         {"alpaca": "/weights/loras/alpaca-lora-7b", "bactrian": "loras/bactrian"},
     )
     (folder / "1/loras/bactrian").mkdir(parents=True)
     config, catalog = read_vllm_repository(folder)
     assert (config.enable_lora, config.max_lora_rank, config.dtype, config.device) == (True, 16, "float16", "cpu")
+    assert config.model_impl == "quire"  # the engine's own classes
     assert {a.name: a.source.path for a in catalog.adapters} == {
         "alpaca": "/weights/loras/alpaca-lora-7b",
         "bactrian": str((folder / "1/loras/bactrian").resolve()),
