@@ -147,6 +147,7 @@ def _call_quantized_linears(kernel_of: Any, num_tokens: int) -> None:
     for layer in (
         ops.pack_weight_int4(codes, scales, zeros, dtype=torch.float32),
         ops.pack_weight_int4(codes, scales, None, dtype=torch.float32),
+        ops.pack_weight_codebook(codes, scales, torch.arange(16.0), dtype=torch.float32, mins=scales),
         ops.pack_weight_int8(*ops.quantize_int8(weight), dtype=torch.float32),
         ops.pack_weight_fp8(*ops.quantize_fp8(weight), dtype=torch.float32),
     ):

@@ -11,6 +11,7 @@ from quire_kernels import (
     ExpertActivation,
     ExpertWeights,
     QuantizedWeight,
+    pack_weight_codebook,
     pack_weight_fp4,
     pack_weight_fp8,
     pack_weight_int4,
@@ -37,10 +38,16 @@ def _fp8_blocks(weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
     return pack_weight_fp8(quantize_fp8(weight)[0], scales, dtype=dtype)
 
 
+def _codebook(weight: Tensor, dtype: torch.dtype) -> QuantizedWeight:
+    codes, scales, _ = quantize_int4(weight)
+    return pack_weight_codebook(codes, scales, torch.arange(16.0), dtype=dtype, mins=scales * 7.5)
+
+
 WEIGHT_ONLY: dict[str, Callable[[Tensor, torch.dtype], QuantizedWeight]] = {
     "mxfp4": _mxfp4,
     "int4": lambda weight, dtype: _int4(weight, dtype, True),
     "int4 without zero points": lambda weight, dtype: _int4(weight, dtype, False),
+    "codebook and minima": _codebook,
     "int8": lambda weight, dtype: pack_weight_int8(*quantize_int8(weight), dtype=dtype, weight_only=True),
     "fp8": lambda weight, dtype: pack_weight_fp8(*quantize_fp8(weight), dtype=dtype),
     "fp8, blocks": _fp8_blocks,

@@ -172,12 +172,12 @@ def _launch_constants(routing: TokenRouting) -> dict[str, int]:
 
 def _arguments(weight: LinearWeight) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """Return two things: the tensors of a weight that the kernels read, and the constants with which the kernels are
-    compiled for this weight. If the weight is not quantized, the constant CODES is empty."""
+    compiled for this weight. If the weight is not quantized, the constant CODES contains an empty text."""
     if isinstance(weight, QuantizedWeight):
         tensors, constants = arguments_of(weight)
         return tensors, constants | {"INPUTS": BYTES}
     assert weight.is_contiguous()
-    constants = {"GROUP": 0, "GROUPS": 0, "PER_BYTE": 1, "CODES": "", "INPUTS": _INPUTS}
+    constants = {"GROUP": 0, "GROUPS": 0, "PER_BYTE": 1, "CODES": ("",), "INPUTS": _INPUTS}
     return (weight, None, None), constants
 
 
@@ -222,7 +222,7 @@ def _gate_up(
         gate = tl.zeros((ROWS, COLUMNS), tl.float32)
         up = tl.zeros((ROWS, COLUMNS), tl.float32)
         width, groups = hidden // PER_BYTE, 0
-        if CODES != "":
+        if CODES[0] != "":
             groups = tl.cdiv(hidden, GROUP)
         for first in range(0, width, INPUTS):
             item = first + tl.arange(0, INPUTS)
@@ -231,7 +231,7 @@ def _gate_up(
             gate_codes = tl.load(weight_ptr + (gate_rows * width)[None, :] + item[:, None], mask=mask, other=0)
             up_codes = tl.load(weight_ptr + (up_rows * width)[None, :] + item[:, None], mask=mask, other=0)
             gate_scale, gate_zero, up_scale, up_zero = None, None, None, None
-            if CODES != "":
+            if CODES[0] != "":
                 gate_scale = load_groups(
                     scales_ptr, gate_rows * groups, is_column, first, width, GROUP, GROUPS, INPUTS, PER_BYTE
                 )
@@ -248,7 +248,7 @@ def _gate_up(
             for part in tl.static_range(PER_BYTE):
                 inputs = item * PER_BYTE + part
                 x = tl.load(x_ptrs + inputs[None, :], mask=is_row[:, None] & is_item[None, :], other=0.0)
-                if CODES == "":
+                if CODES[0] == "":
                     gate_weight, up_weight = gate_codes, up_codes
                 else:
                     gate_weight = dequantize(gate_codes, part, gate_scale, gate_zero, GROUPS, CODES).to(x.dtype)
@@ -306,7 +306,7 @@ def _down(
         weight_rows = expert * hidden + columns
         out = tl.zeros((ROWS, COLUMNS), tl.float32)
         width, groups = inner // PER_BYTE, 0
-        if CODES != "":
+        if CODES[0] != "":
             groups = tl.cdiv(inner, GROUP)
         for first in range(0, width, INPUTS):
             item = first + tl.arange(0, INPUTS)
@@ -314,7 +314,7 @@ def _down(
             mask = is_item[:, None] & is_column[None, :]
             codes = tl.load(weight_ptr + (weight_rows * width)[None, :] + item[:, None], mask=mask, other=0)
             scale, zero = None, None
-            if CODES != "":
+            if CODES[0] != "":
                 scale = load_groups(
                     scales_ptr, weight_rows * groups, is_column, first, width, GROUP, GROUPS, INPUTS, PER_BYTE
                 )
@@ -325,7 +325,7 @@ def _down(
             for part in tl.static_range(PER_BYTE):
                 inputs = item * PER_BYTE + part
                 x = tl.load(x_ptrs + inputs[None, :], mask=is_row[:, None] & is_item[None, :], other=0.0)
-                if CODES == "":
+                if CODES[0] == "":
                     weight = codes
                 else:
                     weight = dequantize(codes, part, scale, zero, GROUPS, CODES).to(x.dtype)

@@ -40,6 +40,8 @@ _DEQUANTIZE_COLUMNS = 64
 BYTES = 64
 """Number of bytes that an iteration of the kernel's loop reads from each row of the weight."""
 _SCALED_MM_MULTIPLE = 16
+_CODES = {"w4a16": "int4", "mxfp4": "e2m1", "nvfp4": "e2m1", "fp8": "e4m3", "codebook": "codebook"}
+"""Maps a scheme to the name of its codes in the kernels. All other schemes have int8."""
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
@@ -88,10 +90,9 @@ def arguments_of(weight: QuantizedWeight) -> tuple[tuple[Tensor | None, ...], di
     # The interpreter cannot load 8-bit floating point where a mask is false.
     values = weight.values.view(torch.uint8) if weight.scheme == "fp8" else weight.values
     scales = weight.scales.view(torch.uint8) if weight.scales.dtype == torch.float8_e8m0fnu else weight.scales
-    codes: Any = {"w4a16": "int4", "mxfp4": "e2m1", "nvfp4": "e2m1", "fp8": "e4m3"}.get(weight.scheme, "int8")
-    if weight.scheme == "codebook":
-        assert weight.codebook is not None
-        codes = tuple(weight.codebook.tolist())
+    codes: tuple[str | float, ...] = (_CODES.get(weight.scheme, "int8"),)
+    if weight.codebook is not None:
+        codes += tuple(weight.codebook.tolist())
     bits = 4 if weight.scheme in FOUR_BIT_SCHEMES else 8
     group, num_inputs = weight.group_size, BYTES * 8 // bits
     if group >= weight.shape[1] or group % num_inputs == 0:
@@ -258,7 +259,8 @@ def dequantize(codes, part: tl.constexpr, scale, zero, GROUPS: tl.constexpr, COD
     """Return the weights of a tile in float32.
 
     Args:
-        codes: bytes [inputs, columns]. CODES is int4, e2m1, int8 or e4m3, or it contains the values of 16 codes.
+        codes: bytes [inputs, columns]. The first item of CODES is int4, e2m1, int8, e4m3 or codebook. After codebook,
+            it contains the values of 16 codes.
         part: for 4 bits, which half of each byte: 0 for the lower half, 1 for the upper half.
         scale: [GROUPS, columns], float32 or uint8. The uint8 values are exponents of 2 with a bias of 127 (E8M0). The
             rows of a group are adjacent.
@@ -268,21 +270,21 @@ def dequantize(codes, part: tl.constexpr, scale, zero, GROUPS: tl.constexpr, COD
     if scale.dtype == tl.uint8:
         # 2^-127 is subnormal.
         scale = tl.where(scale == 0, 1 << 22, scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    if CODES == "int4":
+    if CODES[0] == "int4":
         weight = ((codes >> (4 * part)) & 15).to(tl.float32)
         if zero is None:
             weight -= 8.0
-    elif CODES == "e2m1":
+    elif CODES[0] == "e2m1":
         # Build the sign, exponent and mantissa of a float16. It is the number divided by 2^14.
         code = (codes >> (4 * part)).to(tl.int16)
         weight = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-    elif CODES == "e4m3":
+    elif CODES[0] == "e4m3":
         weight = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    elif CODES != "int8":
+    elif CODES[0] == "codebook":
         code = (codes >> (4 * part)) & 15
         weight = tl.zeros(codes.shape, dtype=tl.float32)
         for i in tl.static_range(16):
-            weight = tl.where(code == i, CODES[i], weight)
+            weight = tl.where(code == i, CODES[1 + i], weight)
     else:
         weight = codes.to(tl.float32)
     INPUTS: tl.constexpr = codes.shape[0]
