@@ -77,7 +77,7 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
     # alone and with the sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more
     # than 2^31 elements adds none: the engine warms up on one of a block. Filters: by stage. Experts: two activations,
     # and four schemes of quantized weights, each with tiles of few rows and of many; three of these six also with
-    # adapters. Quantized weights: four schemes; those of 8 bits with tiles of few tokens and of many.
+    # adapters. Quantized weights: five schemes; those of 8 bits with tiles of few tokens and of many.
     assert several == {
         "_split_kv_decode": 3,
         "_prefill": 2,
@@ -90,8 +90,8 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
         "_gate_up": 18,
         "_down": 18,
         "_fill_tiles": 2,
-        "_linear_codes": 6,
-        "_dequantize_weight": 4,
+        "_linear_codes": 7,
+        "_dequantize_weight": 5,
     }
 
 
