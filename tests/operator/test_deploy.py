@@ -148,7 +148,7 @@ def test_gpu_image_does_not_install_the_server_from_pypi(tmp_path):
     extras = PROJECT["project"]["optional-dependencies"]
     needed = [
         PROJECT["project"]["dependencies"],
-        *(extras[e] for e in ("engine", "streamer", "tracing", "trust", "server", "openai", "operator")),
+        *(extras[e] for e in ("engine", "streamer", "tracing", "trust", "images", "server", "openai", "operator")),
     ]
     assert set(needs["cpu"]) == {line for lines in needed for line in lines}
     assert not any(line.startswith("nvidia-pytriton") for line in needs["gpu"])

@@ -79,7 +79,7 @@ class FuzzHarness:
         params = SamplingParams(**timed.params)
         request = GenerateRequest(first_id, "", None, timed.prompt, params, False, priority=timed.priority)
         bad_word_ids = tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
-        prepared = PreparedRequest(None, timed.prompt, bad_word_ids, None, [], [], None)
+        prepared = PreparedRequest(None, timed.prompt, bad_word_ids, None, [], [], None, [])
         state = RequestState(first_id, request, RequestAdapter(digest=timed.adapter_digest), 0.0)
         sequence_requests = state.submit(prepared, tokenizer, frozenset(), 0.0)
         return RunningRequest(state, prepared, 0.0), sequence_requests

@@ -125,6 +125,18 @@ def _check_ranks(folder, size, vocab_size, tmp_path, quantization=None):
     torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+def _split_experts(name, tensor):
+    """Yield the projections of each expert if a tensor has those of all experts, as in checkpoints of Mistral 4."""
+    experts, _, projection = name.rpartition(".")
+    if not experts.endswith(".experts") or tensor.dim() != 3:
+        yield name, tensor
+        return
+    for expert, weights in enumerate(tensor):
+        names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+        for part, values in zip(names, weights.chunk(len(names)), strict=True):
+            yield f"{experts}.{expert}.{part}.weight", values
+
+
 def test_rank_reads_only_its_shard(folder, monkeypatch):
     """Every element of a tensor is loaded by a rank; replicated KV heads and unsharded tensors by several."""
     shape, size = ModelConfig.load(folder), 4
@@ -137,8 +149,14 @@ def test_rank_reads_only_its_shard(folder, monkeypatch):
         if name.endswith(("conv1d.weight", "conv.conv.weight"))
         else tensor.view(tensor.shape or 1)
         for name, tensor in load_file(folder / "model.safetensors").items()
-        if not re.match(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.", name)
+        if not re.match(r"(model\.)?(vision_tower|multi_modal_projector|mm_projector|visual)\.", name)
     }
+    names = {files.name_in_file(name) for name, _ in _load_model(folder, None).tensors()}
+    tensors = dict(
+        item
+        for name, tensor in tensors.items()
+        for item in ([(name, tensor)] if name in names else _split_experts(name, tensor))
+    )
     load_counts = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
     bytes_read = 0
     for rank in range(size):
