@@ -13,10 +13,8 @@ from quire_sources.buckets.url_signer import (
     Method,
     SignedRequest,
     UrlSigner,
-    check_endpoint,
     client_options,
     object_url,
-    parse_uri,
 )
 from quire_sources.http.errors import error_from_status
 from quire_spec.documents.sources import AzureSource
@@ -36,13 +34,12 @@ _ERROR_CODE = re.compile(
 class AzureSigner(UrlSigner):
     """Signs the URLs of one container of Azure Blob Storage."""
 
+    KIND, SCHEME = "azure", "az"
+
     def __init__(self, source: AzureSource) -> None:
-        """Raises ConfigError if the URI is not az://container/prefix, or if the endpoint is not a URL."""
-        container, prefix = parse_uri("azure", "az", source.uri)
-        if source.endpoint is not None:
-            check_endpoint("azure", source.endpoint)
-        super().__init__(container, prefix, f"az://{source.account}/{container}", source.endpoint)
+        super().__init__(source)
         self._account = source.account
+        self.place = f"az://{source.account}/{self._bucket}"
 
     async def sign(self, method: Method, key: str, credentials: Mapping[str, str], display_name: str) -> SignedRequest:
         url = object_url(self.endpoint or f"https://{self._account}.blob.core.windows.net", self._bucket, key)

@@ -18,10 +18,8 @@ from quire_sources.buckets.url_signer import (
     Method,
     SignedRequest,
     UrlSigner,
-    check_endpoint,
     client_options,
     object_url,
-    parse_uri,
 )
 from quire_spec.documents.sources import GcsSource
 from quire_spec.errors import Unavailable
@@ -39,12 +37,10 @@ _RENEW_BEFORE_S = 300.0
 class GcsSigner(UrlSigner):
     """Signs the URLs of one bucket of Google Cloud Storage."""
 
+    KIND, SCHEME = "gcs", "gs"
+
     def __init__(self, source: GcsSource) -> None:
-        """Raises ConfigError if the URI is not gs://bucket/prefix, or if the endpoint is not a URL."""
-        bucket, prefix = parse_uri("gcs", "gs", source.uri)
-        if source.endpoint is not None:
-            check_endpoint("gcs", source.endpoint)
-        super().__init__(bucket, prefix, f"gs://{bucket}", source.endpoint)
+        super().__init__(source)
         self._token, self._token_until = "", 0.0
 
     async def sign(self, method: Method, key: str, credentials: Mapping[str, str], display_name: str) -> SignedRequest:

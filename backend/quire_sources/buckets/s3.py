@@ -13,9 +13,7 @@ from quire_sources.buckets.url_signer import (
     Method,
     SignedRequest,
     UrlSigner,
-    check_endpoint,
     client_options,
-    parse_uri,
 )
 from quire_sources.http.errors import error_from_status
 from quire_spec.documents.sources import S3Source
@@ -44,12 +42,10 @@ _ERROR_CODE = re.compile(rf"<Code>({'|'.join(_ERROR_CODES)})</Code>")
 class S3Signer(UrlSigner):
     """Signs the URLs of one S3-compatible bucket."""
 
+    KIND = SCHEME = "s3"
+
     def __init__(self, source: S3Source) -> None:
-        """Raises ConfigError if the URI is not s3://bucket/prefix, or if the endpoint is not a URL."""
-        bucket, prefix = parse_uri("s3", "s3", source.uri)
-        if source.endpoint is not None:
-            check_endpoint("s3", source.endpoint)
-        super().__init__(bucket, prefix, f"s3://{bucket}", source.endpoint)
+        super().__init__(source)
         self._region = source.region
 
     async def sign(self, method: Method, key: str, credentials: Mapping[str, str], display_name: str) -> SignedRequest:

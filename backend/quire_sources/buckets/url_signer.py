@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from ipaddress import IPv4Address, IPv6Address
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import quote, urlsplit
 
 import obstore
@@ -20,6 +20,7 @@ from obstore.store import ObjectStore
 
 from quire_sources.http.errors import error_from_status
 from quire_sources.readers.blocking import run_in_daemon_thread
+from quire_spec.documents.sources import AzureSource, GcsSource, S3Source
 from quire_spec.errors import ConfigError, Unavailable
 from quire_spec.net.redaction import describe_error
 
@@ -52,11 +53,17 @@ class UrlSigner(ABC):
     Each object store has a subclass.
     """
 
-    def __init__(self, bucket: str, prefix: str, place: str, endpoint: str | None) -> None:
-        """`place` identifies the bucket in messages, such as s3://bucket. `endpoint` is the URL of a store that is not
-        the default one."""
-        self._bucket = bucket
-        self.prefix, self.place, self.endpoint = prefix, place, endpoint
+    KIND: ClassVar[str]
+    """Name of the source's field, for messages."""
+    SCHEME: ClassVar[str]
+    """Scheme of the source's URI."""
+
+    def __init__(self, source: S3Source | GcsSource | AzureSource) -> None:
+        """Raises ConfigError if the URI is not SCHEME://bucket/prefix, or if the endpoint is not a URL."""
+        self._bucket, self.prefix = parse_uri(self.KIND, self.SCHEME, source.uri)
+        if source.endpoint is not None:
+            check_endpoint(self.KIND, source.endpoint)
+        self.place, self.endpoint = f"{self.SCHEME}://{self._bucket}", source.endpoint
         self._options: dict[str, Any] = {}
         self._store: ObjectStore | None = None
         self._lock = threading.Lock()
