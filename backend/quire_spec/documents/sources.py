@@ -306,6 +306,8 @@ class Source:
         return [SecretRef(ref.name, key) for key in kind.SECRET_KEYS] or [ref]
 
 
+STORE_SCHEMES = ("s3://", "gs://", "az://", "oci://")
+"""URLs that name files, and never a server of models."""
 _AZURE_URL = re.compile(r"https://([a-z0-9]{3,24})\.blob\.core\.windows\.net/([^?#]+)")
 _LOCAL_REGISTRY = re.compile(r"(localhost|127(\.[0-9]+){3})[:/]")
 

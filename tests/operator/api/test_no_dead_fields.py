@@ -362,6 +362,8 @@ def test_types_state_which_fields_restart_pods(before):
             for changed, _ in islice(variants(document, path, node), 1 + (declared is Restarts.YES))
             if (output := outputs(changed)) not in (None, text) and output.startswith("[")
         )
+        # Four services that differ in their sources show enough of a field that restarts nothing.
+        rendered = islice(rendered, None if declared is Restarts.YES else 4)
         # A value that is rejected in all services restarts nothing.
         first = next(rendered, None)
         if first is not None and (first or any(rendered)) != (declared is Restarts.YES):

@@ -14,6 +14,7 @@ from quire_operator.cli.chat.local_server import running_server
 from quire_operator.cli.chat.session import Session
 from quire_operator.cli.chat.terminal import AnswerPrinter
 from quire_spec import constants
+from quire_spec.documents.sources import STORE_SCHEMES
 from quire_spec.errors import InvalidArgument, Unavailable
 from quire_spec.net.server_url import server_root
 
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     environment = dict(os.environ)
     if args.api_key is not None:
         environment["QUIRE_API_KEY"] = args.api_key
-    is_url = args.target is not None and args.target.startswith(("http://", "https://"))
+    is_url = args.target is not None and "://" in args.target and not args.target.startswith(STORE_SCHEMES)
     if (args.target is None or is_url) and (args.adapters or args.device):
         args.usage_error("--lora and --device require MODEL: a running server has its adapters already")
     prompt = args.once
