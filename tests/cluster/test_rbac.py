@@ -287,7 +287,7 @@ def available(cluster, namespace, name):
         conditions = (cluster.get(API, KIND, name, namespace) or {}).get("status", {}).get("conditions", [])
         return any(c["type"] == "Available" and c["status"] == "True" for c in conditions)
 
-    wait_for(found, 90, f"{name} available")
+    wait_for(found, 240, f"{name} available")
 
 
 def absent(cluster, namespace, version, kind, name):
