@@ -45,9 +45,10 @@ def _run_command(command: str, archive: Path | None) -> None:
         try:
             print_progress(f"endpoint picker: {controllers.PICKER.find_or_build(print_progress)}")
             print_progress(f"OpenTelemetry Collector: {controllers.COLLECTOR.find_or_build(print_progress)}")
-            print_progress(f"servers of files: {controllers.STORES.find_or_build(print_progress)}")
-            print_progress(f"Azurite: {azurite.find_or_install(print_progress)}")
             print_progress(f"CRDs of {', '.join(crds.find_or_download(print_progress))}")
+            print_progress(f"servers of files: {controllers.STORES.find_or_build(print_progress)}")
+            # The last one, because only it needs Node.js.
+            print_progress(f"Azurite: {azurite.find_or_install(print_progress)}")
         except binaries.Unavailable as error:
             print_progress(f"tests that need other projects will be skipped: {error}")
         return

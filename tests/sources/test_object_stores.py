@@ -296,6 +296,37 @@ async def test_token_server_gets_the_password_and_no_one_else(tmp_path, serve):
     assert seen == [("registry", "", {}), ("tokens", basic, query), ("registry", "Bearer t0ken", {})]
 
 
+async def test_a_token_that_expires_between_two_files_is_renewed(tmp_path, serve):
+    """Tokens of registries are valid for minutes, and a model takes longer to read."""
+    issued = []
+
+    async def tokens(request):
+        issued.append(f"t{len(issued)}")
+        return aio.json_response({"access_token": issued[-1]})
+
+    realm, used = await serve(tokens), []
+    layers = [
+        {"digest": f"sha256:{hashlib.sha256(data).hexdigest()}", "size": len(data), "mediaType": "application/x"}
+        | {"annotations": {"org.cncf.model.filepath": name}}
+        for name, data in ADAPTER_FILES.items()
+    ]
+    blobs = {layer["digest"]: data for layer, data in zip(layers, ADAPTER_FILES.values(), strict=True)}
+
+    async def registry(request):
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        # A token is valid until the first file was read with it.
+        if token not in issued or token in used:
+            return aio.Response(status=401, headers={"WWW-Authenticate": f'Bearer realm="{realm}"'})
+        if "/manifests/" in request.path:
+            return aio.json_response({"layers": layers})
+        used.append(token)
+        return aio.Response(body=blobs[request.path.rpartition("/")[2]])
+
+    host = urllib.parse.urlsplit(await serve(registry)).netloc
+    assert await fetch(tmp_path, Source(oci=OciSource(f"{host}/a", insecure=True))) == ADAPTER_FILES
+    assert len(issued) == len(used) == len(ADAPTER_FILES)
+
+
 @pytest.mark.parametrize("url", ["s3://b/m", "gs://bucket/m", "oci://ghcr.io/a/b:1", "https://example.com/m"])
 def test_urls_name_sources(url):
     source = source_from_url(url)

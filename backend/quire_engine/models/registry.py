@@ -38,7 +38,7 @@ _ALIASES = {
 """Maps an architecture to the name of the class that it uses.
 
 These architectures differ from the architecture of that class only in their configuration, for example in sliding
-windows, in biases on q, k and v, or in layers without rope. Other parts of these models, such as image encoders, are
+windows, in biases on q, k and v, or in layers without rope. Their vision towers are in models/vision; other parts are
 not served.
 """
 

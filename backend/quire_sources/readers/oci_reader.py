@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ class _Blob:
 
     digest: str
     size: int
+    """Bytes."""
     media_type: str
 
 
@@ -101,16 +102,22 @@ class OciReader:
         # A blob never changes, so a request for a range needs no condition.
         headers = range_headers(start if version in (None, blob.digest) else 0, None, num_bytes)
         url, display_name = self._root / "blobs" / blob.digest, self.display_name(name)
-        try:
-            async with self._client.open(url, self._authorization, headers, display_name) as file:
-                yield OpenFile(file.start, file.size, blob.digest, file.chunks)
-        except AccessDenied:
-            # The token may have expired during a long download. The caller tries again.
-            self._authorization = {}
-            raise
-        except NotFound as error:
-            # The manifest lists the file. If NotFound was raised, the caller would leave out an optional file.
-            raise Unavailable(str(error)) from error
+        async with AsyncExitStack() as stack:
+            try:
+                try:
+                    file = await stack.enter_async_context(
+                        self._client.open(url, self._authorization, headers, display_name)
+                    )
+                except AccessDenied:
+                    # Tokens expire after minutes, in long downloads. The request for the manifest gets a new one.
+                    await self._manifest(self._digest or self._requested)
+                    file = await stack.enter_async_context(
+                        self._client.open(url, self._authorization, headers, display_name)
+                    )
+            except NotFound as error:
+                # The manifest lists the file. If NotFound was raised, the caller would leave out an optional file.
+                raise Unavailable(str(error)) from error
+            yield OpenFile(file.start, blob.size, blob.digest, file.chunks)
 
     async def _blob(self, name: str) -> _Blob:
         if self._blobs is None:

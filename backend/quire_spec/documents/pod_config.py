@@ -8,20 +8,21 @@ of existing services.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from quire_spec import constants
 from quire_spec.dataclass_json import from_json, non_default_json, read_json, to_json
 from quire_spec.documents.api_key_rule import ApiKeyRule
-from quire_spec.documents.field_schema import Rule, schema_field
+from quire_spec.documents.field_schema import Rule, schema_field, schema_of
 from quire_spec.documents.server_arguments import parse_server_arguments
 from quire_spec.documents.trust import TrustConfig
 from quire_spec.engine.config import EngineConfig
-from quire_spec.errors import ConfigError, InvalidArgument
+from quire_spec.errors import ConfigError, InvalidArgument, truncated_repr
 
 DEFAULT_MAX_BODY_BYTES = 8 * 2**20
 """Default maximum size of a request body. It is enough for a prompt of a million token ids. While a body of this size
@@ -84,6 +85,14 @@ class ServerConfig:
         """Certificate chain of the gRPC port; None: no TLS."""
         files = (argument.partition("=")[2] for argument in self.serverArgs if argument.startswith("grpc-server-cert="))
         return next(map(Path, files), None)
+
+
+_ITEMS = {
+    "allowedMediaDomains": "a host like images.example, without https:// and without a port",
+    "corsAllowedOrigins": "an origin like https://chat.example, without a path, or *",
+}
+"""Lists whose entries have a pattern, with what it means. An LLMService is compared with the patterns of the CRD; the
+options of `quire serve` are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +332,12 @@ class PodConfig:
             yield f"apiServerCount: must be from 1 to {constants.MAX_OPENAI_FRONTS}, got {openai.apiServerCount}"
         if openai.generationConfig not in ("auto", "vllm"):
             yield f"generationConfig: must be auto or vllm, got {openai.generationConfig!r}"
+        for option in fields(OpenAIOptions):
+            if option.name in _ITEMS:
+                pattern = re.compile(schema_of(option).items["pattern"])
+                for value in getattr(openai, option.name):
+                    if pattern.fullmatch(value) is None:
+                        yield f"{option.name}: must be {_ITEMS[option.name]}, got {truncated_repr(value)}"
         if openai.maxBodyBytes < 1:
             yield f"maxBodyBytes: must be at least 1, got {openai.maxBodyBytes}"
         if openai.keys and openai.apiKeysDir is None:

@@ -608,7 +608,7 @@ _GATED_DELTA_NET_DEFAULTS = {
 }
 _QWEN3_5 = Architecture(
     "qwen3_5_text",
-    "qwen3_next",
+    "hybrid.qwen3_next",
     linears=QWEN3_5_LINEARS,
     defaults={**_GATED_DELTA_NET_DEFAULTS, "num_key_value_heads": 4},
     biases=("attention_bias", "attention_bias", False),

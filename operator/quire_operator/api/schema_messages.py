@@ -132,7 +132,7 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
     r"^[a-zA-Z0-9][a-zA-Z0-9.-]*(:[0-9]{1,5})?/[a-z0-9]+([._/-]+[a-z0-9]+)*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?"
     r"(@sha256:[0-9a-f]{64})?$": (
         "must be an artifact with its registry, in lower case",
-        "write it like registry.example.com/loras/sql:1, without oci://",
+        "write it like registry.example.com/loras/sql:1, and put oci:// before it only in a URL",
     ),
     r"^([^/.][^/]*(/[^/.][^/]*)*)?$": (
         "must be a folder in the image, without a leading / and without parts that begin with a dot",

@@ -45,13 +45,14 @@ def pod_configs(draw):
         OpenAIConfig,
         port=st.just(openai_port),
         apiServerCount=st.integers(1, 16),
+        corsAllowedOrigins=st.lists(texts.map("https://{}.example".format), max_size=2).map(tuple),
+        allowedMediaDomains=st.lists(st.sampled_from(["a.example", "b"]), max_size=2).map(tuple),
         sharedPrefixCache=st.booleans(),
         rejectUnknownFields=st.booleans(),
         live=st.booleans(),
         enableLogRequests=st.booleans(),
         allowRuntimeLoraUpdating=st.booleans(),
         generationConfig=st.sampled_from(["auto", "vllm"]),
-        corsAllowedOrigins=text_tuples,
         servedModelNames=text_tuples,
         apiKeysDir=optional_paths,
         sslCertfile=paths,
@@ -143,6 +144,12 @@ def test_explicit_fields_of_the_engine_are_written_with_their_defaults():
         ({"limits": {"maxAdapterBytes": 0}}, "limits.maxAdapterBytes: must be at least 1, got 0"),
         ({"openai": {"apiServerCount": 17}}, "openai.apiServerCount: must be from 1 to 16, got 17"),
         ({"openai": {"generationConfig": "x"}}, "openai.generationConfig: must be auto or vllm, got 'x'"),
+        (
+            {"openai": {"allowedMediaDomains": ["a.example", "https://b.example/"]}},
+            "openai.allowedMediaDomains: must be a host like images.example, without https:// and without a port, got "
+            "'https://b.example/'",
+        ),
+        ({"openai": {"corsAllowedOrigins": ["chat.example"]}}, "openai.corsAllowedOrigins: must be an origin like"),
         ({"openai": {"maxBodyBytes": 0}}, "openai.maxBodyBytes: must be at least 1, got 0"),
         ({"openai": {"keys": [{"name": "a"}]}}, "openai.keys: requires openai.apiKeysDir; add it, or remove keys"),
         (
