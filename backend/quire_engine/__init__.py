@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         RequestMetrics,
         RequestOutput,
+        ScoringOutput,
     )
     from quire_engine.api.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
     from quire_spec.engine.pooling_params import PoolingParams
@@ -44,6 +45,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",

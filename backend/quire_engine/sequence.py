@@ -136,6 +136,10 @@ class Sequence:
     """If it is set, the sequence ends after its prompt with a vector instead of an output."""
     pools_all_tokens: bool = False
     """Whether the vector depends on the last hidden states of all tokens, and not only on that of the last one."""
+    pools_first_token: bool = False
+    """Whether the vector depends on the last hidden state of the first token only."""
+    second_text_start: int = 0
+    """Position of the first token of the second text of a pair; 0 if the prompt is one text."""
     images: tuple[ImageInput, ...] = ()
     """The images of the prompt, in the order of their tokens."""
     unsplit: tuple[range, ...] = ()
@@ -175,7 +179,7 @@ class Sequence:
     num_computed_prompt_logprobs: int = 0
     """If the request requires prompt log probabilities: the number of positions for which they are already computed."""
     num_pooled_tokens: int = 0
-    """If the sequence pools all tokens: the number of tokens that are already pooled."""
+    """If the sequence pools all tokens or the first one: the number of tokens that are already pooled."""
     prompt_logprobs: list[list[Logprob]] = field(default_factory=list)
     """Log probabilities of prompt positions computed so far; returned with the first output token."""
     host_blocks: list[BlockId] = field(default_factory=list)
@@ -255,7 +259,8 @@ class Sequence:
     def needs_hidden_states(self) -> bool:
         """True while the last hidden states of prompt tokens are needed that are not computed yet, so that the prefix
         cache must not replace these tokens."""
-        is_pooling = self.pools_all_tokens and self.num_pooled_tokens < len(self.prompt_token_ids)
+        num_pooled = len(self.prompt_token_ids) if self.pools_all_tokens else int(self.pools_first_token)
+        is_pooling = self.num_pooled_tokens < num_pooled
         return is_pooling or self.needs_prompt_logprobs
 
     @property

@@ -19,6 +19,7 @@ from quire_kernels.attention import (
     reads_whole_blocks,
 )
 from quire_kernels.dispatch import Op
+from quire_kernels.encoder_attention import build_encoder_metadata, encoder_attention
 from quire_kernels.experts import (
     ExpertActivation,
     ExpertAdapters,

@@ -77,6 +77,8 @@ def embed(folder: Path, prompt: list[int], adapter: Path | None = None) -> torch
     pooling = json.loads((folder / "1_Pooling/config.json").read_text())
     if pooling.get("pooling_mode_lasttoken"):
         vector = hidden[-1]
+    elif pooling.get("pooling_mode_cls_token"):
+        vector = hidden[0]
     elif pooling.get("pooling_mode_mean_tokens"):
         vector = hidden.sum(0) / len(prompt)
     else:

@@ -27,6 +27,7 @@ from quire_engine.api.outputs import (
     LoRARequest,
     PoolingRequestOutput,
     RequestOutput,
+    ScoringOutput,
 )
 from quire_engine.api.request_runner import ProgressBar, RequestRunner, RunningRequest
 from quire_engine.api.sampling_params import SamplingParams
@@ -42,7 +43,7 @@ from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_digest import CHAT_TEMPLATE_FILE, DigestCache
 from quire_spec.engine.config import EngineConfig
-from quire_spec.engine.pooling_params import PoolingParams
+from quire_spec.engine.pooling_params import PoolingParams, cosine
 from quire_spec.engine.sampling_params import SamplingParams as FrozenParams
 from quire_spec.engine.vllm_arguments import from_vllm_arguments
 from quire_spec.errors import ConfigError, InvalidArgument, truncated_repr
@@ -192,6 +193,50 @@ class LLM:
         params = structs.replace(pooling_params or PoolingParams(), task="classify")
         outputs = self._pool(prompts, use_tqdm, params, lora_request)
         return [output.with_outputs(ClassificationOutput) for output in outputs]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: bool | Callable[..., "tqdm[NoReturn]"] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Return the score of each pair of texts; a single text in `data_1` belongs to all pairs.
+
+        An encoder with the head of a classifier reads both texts in one prompt. With a model for embeddings, the score
+        is the cosine of both, and `prompt_token_ids` are those of the second text. The other arguments are those of
+        `embed`.
+
+        Raises:
+            InvalidArgument: the numbers of texts differ, the model has several classes, it is a decoder that
+                classifies, or a reason of `embed`.
+        """
+        firsts, seconds = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
+        if len(firsts) != len(seconds):
+            raise InvalidArgument(f"data_1: has {len(firsts)} texts and data_2 has {len(seconds)}; give equally many")
+        limits = self._processor.limits
+        if limits.pooler is None or limits.pooler.task == "embed":
+            params = structs.replace(pooling_params or PoolingParams(), task="embed")
+            vectors = [self._pool(texts, use_tqdm, params, lora_request) for texts in (firsts, seconds)]
+            scores = [cosine(a.outputs, b.outputs) for a, b in zip(*vectors, strict=True)]
+            return [
+                output.with_outputs(lambda _, score=score: ScoringOutput(score))  # type: ignore[misc]
+                for output, score in zip(vectors[1], scores, strict=True)
+            ]
+        if not limits.is_encoder:
+            raise InvalidArgument("model: a decoder reads both texts in one prompt; write the prompt, and use classify")
+        params = structs.replace(pooling_params or PoolingParams(), task="classify")
+        inputs: list[dict[str, Any]] = [
+            {"prompt": first, "second_text": second, "pooling": params}
+            for first, second in zip(firsts, seconds, strict=True)
+        ]
+        options = self._options(len(inputs), SamplingParams(max_tokens=1), lora_request, None)
+        outputs = [request.to_pooling_output() for request in self._run(inputs, options, use_tqdm)]
+        if outputs and (num_classes := len(outputs[0].outputs)) != 1:
+            raise InvalidArgument(f"model: has {num_classes} classes, and a score needs one; use classify")
+        return [output.with_outputs(lambda values: ScoringOutput(values[0])) for output in outputs]
 
     def _pool(
         self,

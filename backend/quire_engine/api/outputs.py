@@ -162,6 +162,13 @@ class ClassificationOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """The score of a pair of texts."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
 class PoolingRequestOutput(Generic[_T]):
     """The result of a prompt whose hidden states are pooled."""
 

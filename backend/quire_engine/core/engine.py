@@ -148,6 +148,7 @@ class Engine:
         folder = resolve_model(config.model, config.revision, progress, config.download_dir)
         checkpoint = Checkpoint.load(folder, config.model_impl, full_digest=config.kv_offloading_folder is not None)
         check_max_model_len(config, checkpoint.shape)
+        config = config.for_model(checkpoint.shape)
         check_kv_offloading(config, checkpoint.shape)
         check_states(config, checkpoint.shape)
         check_latent_attention(config, checkpoint.shape)

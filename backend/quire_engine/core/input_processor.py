@@ -42,7 +42,8 @@ class InputProcessor:
         self._eos_token_ids = checkpoint.eos_token_ids
         self._max_model_len = max_model_len
         pooler = PoolerConfig.load(checkpoint.folder, checkpoint.shape, config.convert, config.pooling_type)
-        self._pools_all_tokens = pooler is not None and pooler.pooling != "last"
+        pooling = "last" if pooler is None else pooler.pooling
+        self._pools_first_token, self._pools_all_tokens = pooling == "cls", pooling not in ("last", "cls")
         images = checkpoint.shape.images
         self._has_unsplit_images = images is not None and images.is_bidirectional
         self._clock = clock
@@ -130,6 +131,8 @@ class InputProcessor:
             client=request.client,
             pooling=request.pooling,
             pools_all_tokens=request.pooling is not None and self._pools_all_tokens,
+            pools_first_token=request.pooling is not None and self._pools_first_token,
+            second_text_start=request.second_text_start,
             images=tuple(request.images),
             unsplit=tuple(range(image.start, image.start + image.num_tokens) for image in request.images)
             if self._has_unsplit_images

@@ -83,13 +83,13 @@ class KVCache:
         all_blocks = num_blocks + num_spare_blocks
         num_tensors = shape.num_kv_tensors
         size = (layout.num_layers, num_tensors, all_blocks, block_size, num_kv_heads, row_size(head_dim, dtype))
-        on_cpu = device.type == "cpu"
-        typed_data = HugePageArena().empty(size, dtype) if on_cpu else torch.empty(size, dtype=dtype, device=device)
+        uses_arena = device.type == "cpu" and layout.num_layers > 0
+        typed_data = HugePageArena().empty(size, dtype) if uses_arena else torch.empty(size, dtype=dtype, device=device)
         # This is a view of the same memory with a dtype that torch can index. torch cannot index 8-bit floats on any
         # device.
         self._data = as_indexable(typed_data)
-        splits = layout.splits or (1,) * shape.num_layers
-        heads = [shape.kv_heads(layer) for layer in range(shape.num_layers)]
+        splits = layout.splits or (1,) * len(layout.groups)
+        heads = [shape.kv_heads(layer) for layer in range(len(layout.groups))]
         if len(set(heads)) > 1 and dtype == torch.int8:
             raise ConfigError(f"kv_cache_dtype: int8_per_token_head: {UNSUPPORTED_KEY_SIZES}")
         self.layers: tuple[Tensor, ...] = tuple(
@@ -129,7 +129,7 @@ class KVCache:
     @property
     def max_blocks_per_copy(self) -> int:
         """Maximum number of blocks in the temporary buffer of a copy."""
-        return max(1, _MAX_COPY_BYTES // (self.num_bytes // self._data.shape[2]))
+        return max(1, _MAX_COPY_BYTES // max(self.num_bytes // self._data.shape[2], 1))
 
     def pad_tables(self, blocks: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Return a block table [num_spans, max_blocks] for each group, int64 on the CPU; short rows are padded with one

@@ -41,8 +41,6 @@ class CausalLM(ABC):
         self.communicator = factory.communicator
         self.embed_tokens = factory.empty(num_vocab_rows(shape, factory), shape.embedding_size)
         self.lm_head = build_lm_head(shape, factory, self.embed_tokens if shape.tie_word_embeddings else None)
-        self.score = factory.empty(shape.num_labels, shape.embedding_size) if shape.head == "score" else None
-        """The head of a classifier, on every rank; None if the model has no such head."""
         self.outer_linears: list[Linear] = [self.lm_head]
         """Linear layers outside the layers."""
         self.embedding_adapters: ModuleSlots | None = None
@@ -115,10 +113,11 @@ class CausalLM(ABC):
     def norms(self) -> Iterator[tuple[str, Norm]]:
         """Yield the norms with learned weights, each with its name in the checkpoint."""
         parent = self.shape.architecture_info.parent_path
-        layers = ((f"layers.{index}", layer) for index, layer in enumerate(self.layers))
-        outer = ((self.NAMES.get(name, name), part) for name, part in vars(self).items() if isinstance(part, Norm))
-        for path, part in (*layers, *outer):
-            yield from ((parent + name, norm) for name, norm in find_norms(part, path) if norm.size)
+        path = self.shape.architecture_info.layers_path
+        layers = ((f"{path}.{index}", layer) for index, layer in enumerate(self.layers))
+        outer = ((parent + self.NAMES.get(n, n), part) for n, part in vars(self).items() if isinstance(part, Norm))
+        for name, part in (*layers, *outer):
+            yield from ((path, norm) for path, norm in find_norms(part, name) if norm.size)
 
     def linears(self) -> Iterator[tuple[int, Linear]]:
         """Yield the linear layers, each with its layer index."""
@@ -133,14 +132,12 @@ class CausalLM(ABC):
             embedding_shard(self.embed_tokens, self.communicator),
         )
         for index, layer in enumerate(self.layers):
-            yield from layer.tensors(f"{parent}layers.{index}.")
+            yield from layer.tensors(f"{self.shape.architecture_info.layers_path}.{index}.")
         yield from self.top_level_tensors(parent)
         for name, target in self.lm_head.tensors(""):
             is_tied = self.shape.tie_word_embeddings and name.endswith(".weight")
             if not is_tied and self.shape.head == "lm":
                 yield name, target
-        if self.score is not None:
-            yield "score.weight", self.score
 
     @abstractmethod
     def top_level_tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:

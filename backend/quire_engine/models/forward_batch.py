@@ -22,6 +22,7 @@ from quire_kernels import (
     LoRABatch,
     StateBatch,
     build_attention_metadata,
+    build_encoder_metadata,
     build_lora_batch,
     build_state_batch,
     to_device_async,
@@ -71,6 +72,8 @@ class ForwardBatch:
     """Embeddings of the tokens of images; None if the batch contains only text."""
     bidirectional: Sequence[BidirectionalTokens] = ()
     """Tokens that attend to each other in both directions."""
+    token_types: Tensor | None = None
+    """[num_tokens] int64: 1 for the tokens of the second text of a pair, otherwise 0. None if all are 0."""
     groups: tuple["ForwardBatch", ...] = ()
     """Copies of the batch, one for each group of layers (see KVLayout). Each copy has the addresses and the attention
     of its group. Empty if there is only one group."""
@@ -92,6 +95,8 @@ def build_forward_batch(
 ) -> ForwardBatch:
     """Build the batch of a step, and zero the KV blocks whose first token the step writes, and the states of sequences
     that begin. `images` are the embeddings of the tokens `image_rows` of the step."""
+    if not kv_cache.groups:
+        return _build_encoder_batch(step_input, device)
     starts, lengths, num_tokens = step_input.starts, step_input.lengths, len(step_input.token_ids)
     block_tables = kv_cache.pad_tables(
         step_input.block_ids, [start + length for start, length in zip(starts, lengths, strict=True)]
@@ -130,6 +135,31 @@ def build_forward_batch(
         return batch
     groups = [replace(batch, addresses=a, attention=m) for a, m in zip(group_addresses, attentions, strict=True)]
     return replace(batch, groups=tuple(groups))
+
+
+def _build_encoder_batch(step_input: StepInput, device: torch.device) -> ForwardBatch:
+    """Build the batch of a step of an encoder, whose spans are whole sequences."""
+    lengths, num_tokens = step_input.lengths, len(step_input.token_ids)
+    rows, positions = _positions(step_input.starts, lengths)
+    segments = _adapter_segments(step_input.adapter_slots, lengths, step_input.num_base_tokens)
+    token_types = None
+    if step_input.second_text_starts:
+        starts = torch.tensor(step_input.second_text_starts)[rows]
+        token_types = to_device_async(((starts > 0) & (positions >= starts)).long(), device)
+    all_rows = step_input.logit_rows == list(range(num_tokens))
+    positions = to_device_async(positions, device)
+    return ForwardBatch(
+        token_ids=to_device_async(step_input.token_ids, device),
+        positions=positions,
+        long_rope=None,
+        addresses=positions[:0],
+        attention=build_encoder_metadata(lengths, device),
+        adapters=build_lora_batch(segments, num_tokens, device) if segments else None,
+        logit_rows=None if all_rows else to_device_async(step_input.logit_rows, device),
+        num_logits=len(step_input.logit_rows),
+        logit_adapter_slots=_logit_adapter_slots(segments, step_input.logit_rows) if segments else (),
+        token_types=token_types,
+    )
 
 
 def _positions(starts: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import importlib
 
 from quire_engine.models.base import CausalLM
 from quire_spec.model.architectures import ARCHITECTURES
+from quire_spec.model.encoders.table import ENCODERS
 
 _ALIASES = {
     **dict.fromkeys(("MistralForCausalLM", "Qwen2ForCausalLM", "SmolLM3ForCausalLM"), "LlamaForCausalLM"),
@@ -48,6 +49,7 @@ def get_model_class(architecture: str, model_impl: str = "quire") -> type[Causal
     if model_impl == "transformers":
         # transformers is imported only for models that need it, because this takes seconds.
         return importlib.import_module("quire_engine.models.transformers.causal_lm").TransformersForCausalLM  # type: ignore[no-any-return]
-    module = importlib.import_module(f"quire_engine.models.{ARCHITECTURES[architecture].module}")
+    row = ENCODERS.get(architecture) or ARCHITECTURES[architecture]
+    module = importlib.import_module(f"quire_engine.models.{row.module}")
     model_cls: type[CausalLM] = getattr(module, _ALIASES.get(architecture, architecture))
     return model_cls

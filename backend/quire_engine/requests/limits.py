@@ -63,6 +63,8 @@ class RequestLimits:
     """Number of cores."""
     pooler: PoolerConfig | None = None
     """What the model returns for requests with `pooling`; None if it only generates."""
+    is_encoder: bool = False
+    """Whether the model is an encoder, whose tokenizer joins the texts of a pair."""
     has_score_template: bool = False
     """Whether the chat template has the roles query and document, instead of those of a conversation."""
     can_generate: bool = True
@@ -109,6 +111,7 @@ class RequestLimits:
             data_parallel_size=config.data_parallel_size,
             pooler=pooler,
             has_score_template=all(role.search(templates.default or "") for role in _SCORE_ROLES),
+            is_encoder=model_config.encoder is not None,
             can_generate=model_config.head == "lm",
             images=images,
             why_no_images=why_no_images or "the model has no tokenizer; start it without skip_tokenizer_init",
@@ -140,6 +143,10 @@ class RequestLimits:
         if rank is not None and not 0 <= rank < num_cores:
             raise InvalidArgument(f"data_parallel_rank: must be from 0 to {num_cores - 1}, got {rank}; or omit it")
         self._check_task(request.pooling)
+        if request.second_text is not None:
+            if not self.is_encoder or request.pooling is None:
+                raise InvalidArgument("second_text: only encoders read pairs of texts; put both into the prompt")
+            self.check_prompt_text(request.second_text)
         self._check_params(request.params, request.stream)
         if [request.prompt, request.prompt_token_ids, request.chat].count(None) != 2:
             raise InvalidArgument("prompt: give either a text or token ids, but not both")
@@ -286,6 +293,9 @@ class RequestLimits:
         """Reject a request that the model cannot answer."""
         pooler = self.pooler
         if pooling is None:
+            if self.is_encoder:
+                route = _ROUTES["embed" if pooler is None else pooler.task]
+                raise InvalidArgument(f"model: is an encoder, so it cannot generate; use {route}")
             if not self.can_generate:
                 route = "/v1/classify" if pooler is not None and pooler.task == "classify" else "/v1/embeddings"
                 raise InvalidArgument(f"model: has no output projection, so it cannot generate; use {route}")

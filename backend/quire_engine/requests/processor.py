@@ -88,6 +88,8 @@ class PreparedRequest:
     """Creates the parser of an output; None if outputs are returned as text."""
     images: list[ImageInput]
     """The images of the prompt, in the order of their tokens."""
+    second_text_start: int = 0
+    """See SequenceRequest."""
 
 
 class RequestProcessor:
@@ -125,7 +127,7 @@ class RequestProcessor:
         """
         limits, params = self.limits, request.params
         reasoning, tools = "possible", _tools(request.chat)
-        text, token_ids, bad_word_ids, images = await self._tokenize(request, template)
+        text, token_ids, bad_word_ids, images, second_text_start = await self._tokenize(request, template)
         if request.chat is not None:
             reasoning = reasoning_state(limits.parser_names, text or "", _prefill(request.chat))
         limits.check_prompt_logprobs(params, len(token_ids))
@@ -147,17 +149,19 @@ class RequestProcessor:
             marks,
             self._parser_factory(request, token_ids, tools, reasoning == "open"),
             images,
+            second_text_start,
         )
 
     async def tokenize(self, request: GenerateRequest, template: str | None = None) -> list[int]:
         """Return the token ids of the prompt. The errors are those of `prepare`."""
-        _, token_ids, _, _ = await self._tokenize(request, template)
+        _, token_ids, *_ = await self._tokenize(request, template)
         return token_ids
 
     async def _tokenize(
         self, request: GenerateRequest, template: str | None
-    ) -> tuple[str | None, list[int], list[list[int]], list[ImageInput]]:
-        """Return the text of the prompt, its token ids, the token ids of the bad words, and the images."""
+    ) -> tuple[str | None, list[int], list[list[int]], list[ImageInput], int]:
+        """Return the text of the prompt, its token ids, the token ids of the bad words, the images, and the position of
+        the second text of a pair."""
         text = request.prompt if request.chat is None else await self.render(request.chat, template)
         images: list[ProcessedImage] = []
         expanded = text
@@ -167,11 +171,24 @@ class RequestProcessor:
             self.limits.check_images(images)
             if text is not None:
                 expanded = self._placeholders.expand(text, images)
-        token_ids, bad_word_ids = await self._encode(request, expanded)
+        second_text_start = 0
+        if request.second_text is None:
+            token_ids, bad_word_ids = await self._encode(request, expanded)
+        else:
+            token_ids, second_text_start = await self._encode_pair(request, text or "", request.second_text)
+            bad_word_ids = []
         if request.prompt_token_ids is None:
             self.limits.check_prompt(token_ids, request.pooling is not None)
         located = self._placeholders.locate(token_ids, images) if images and self._placeholders else []
-        return text, token_ids, bad_word_ids, located
+        return text, token_ids, bad_word_ids, located, second_text_start
+
+    async def _encode_pair(self, request: GenerateRequest, first: str, second: str) -> tuple[list[int], int]:
+        """Return the token ids of a pair of texts, and the position of the second one."""
+        tokenizer, params = self.tokenizer, request.params
+        assert tokenizer is not None, "limits reject text without a tokenizer"
+        max_tokens = params.max_prompt_tokens(self.limits.max_model_len)
+        encode = partial(tokenizer.encode_pair, first, second, max_tokens, params.truncation_side)
+        return await self.run_tokenizer(encode, len(first) + len(second))
 
     async def render(self, chat: Conversation, template: str | None) -> str:
         """Return the text of a conversation, in which control tokens are marked."""

@@ -141,6 +141,7 @@ class RequestState:
             client=self.request.client,
             adapter_parts=[(part.digest, part.weight) for part in self.adapter.parts if part.digest is not None],
             pooling=self.request.pooling,
+            second_text_start=prepared.second_text_start,
             images=prepared.images,
         )
         return fan_out(base_request)

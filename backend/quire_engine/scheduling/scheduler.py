@@ -346,7 +346,7 @@ class Scheduler:
             if span_output.prompt_logprobs:
                 sequence.prompt_logprobs += span_output.prompt_logprobs
                 sequence.num_computed_prompt_logprobs += len(span_output.prompt_logprobs)
-            if sequence.pools_all_tokens:
+            if sequence.pools_all_tokens or sequence.pools_first_token:
                 sequence.num_pooled_tokens = max(sequence.num_pooled_tokens, span.end)
             if span_output.pooled is not None:
                 self._finish_sequence(sequence, FinishReason.STOP)

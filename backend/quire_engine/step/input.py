@@ -21,7 +21,7 @@ from quire_engine.step.image_positions import rope_positions
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StateCopy, StepPlan, SwapCopy
 from quire_kernels import BidirectionalTokens
 
-_HEADER_SIZE = 18
+_HEADER_SIZE = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,9 @@ class StepInput:
     """Indices of the tokens whose embeddings come from images. Rank 0 computes these embeddings and broadcasts them."""
     bidirectional: list[BidirectionalTokens] = field(default_factory=list)
     """Tokens that attend to each other in both directions."""
+    second_text_starts: list[int] = field(default_factory=list)
+    """Per span: position of the first token of the second text of a pair, 0 if there is none. The list is empty if it
+    would contain only zeros."""
     rope_positions: Tensor | None = None
     """[3 * num_tokens] int64 on the CPU: the times, then the rows, then the columns of the tokens (see ImageConfig).
     None if no sequence has images, so that all three are the position in the sequence."""
@@ -150,6 +153,7 @@ def build_step_input(
     is_long = (
         [] if long_rope_threshold is None else [int(span.sequence.num_tokens > long_rope_threshold) for span in spans]
     )
+    second_text_starts = [span.sequence.second_text_start for span in spans]
     num_base_tokens = [0 if span.active_slot is None else span.num_base_tokens for span in spans]
     image_rows: list[int] = []
     bidirectional: list[BidirectionalTokens] = []
@@ -182,6 +186,7 @@ def build_step_input(
         state_copies=plan.state_copies if plan is not None else [],
         image_rows=image_rows,
         bidirectional=bidirectional,
+        second_text_starts=second_text_starts if any(second_text_starts) else [],
         rope_positions=_rope_positions(spans) if has_images else None,
     )
 
@@ -199,7 +204,7 @@ def max_elements(
     blocks, and copies at most one block of each group per span. `max_blocks_per_seq` is the number of blocks of one
     group."""
     # A span has a state row, and at most two copies: from one snapshot, and to another one.
-    num_elements = max_num_seqs * (11 + (2 + max_blocks_per_seq) * num_groups) + 11 * max_num_tokens
+    num_elements = max_num_seqs * (12 + (2 + max_blocks_per_seq) * num_groups) + 11 * max_num_tokens
     num_graph_elements = max_num_seqs * (2 + 3 * max_blocks_per_seq) * num_groups
     num_graph_elements += 6 * max(max_num_seqs, max_num_tokens)
     return _HEADER_SIZE + max(num_elements, num_graph_elements) + 2 * num_swaps
@@ -215,7 +220,7 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
     if isinstance(step_input, GraphStepInput):
         num_inputs, size = step_input.inputs.shape
         header = [size, *header, num_inputs, step_input.has_adapters]
-        header += [step_input.table_updates.shape[1], len(step_input.logit_rows), *[0] * 9]
+        header += [step_input.table_updates.shape[1], len(step_input.logit_rows), *[0] * 10]
         lists = [*header, *block_numbers, *step_input.logit_rows]
         tensors = step_input.inputs.flatten(), step_input.table_updates.flatten()
         positions = None
@@ -225,10 +230,12 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
         header += [len(step_input.num_base_tokens), step_input.num_pooled]
         header += [len(step_input.state_rows), len(step_input.state_copies), len(step_input.image_rows)]
         header += [step_input.rope_positions is not None, len(step_input.bidirectional)]
+        header += [len(step_input.second_text_starts)]
         lists = [*header, *block_numbers, *step_input.starts, *step_input.lengths, *step_input.adapter_slots]
         lists += [*step_input.logit_rows, *step_input.long_rope, *step_input.num_base_tokens, *step_input.state_rows]
         lists += [number for copy in step_input.state_copies for number in (copy.source, copy.destination)]
         lists += [*step_input.image_rows, *(number for tokens in step_input.bidirectional for number in tokens)]
+        lists += step_input.second_text_starts
         tensors = step_input.token_ids, step_input.block_ids
         positions = step_input.rope_positions
     chunks = (int64_tensor(lists), *tensors, *([] if positions is None else [positions]))
@@ -250,9 +257,10 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
         rest = bool(awaits_tokens), swap_outs, swap_ins, copies
         return GraphStepInput(bool(has_adapters), inputs, table_updates, logit_rows, *rest)
     num_spans, num_tokens, num_blocks, num_logits, num_sampled, num_long_rope, *other_counts = counts
-    num_bases, num_pooled, num_states, num_state_copies, num_image_rows, has_rope_positions, num_ranges = other_counts
+    num_bases, num_pooled, num_states, num_state_copies, num_image_rows, *last_counts = other_counts
+    has_rope_positions, num_ranges, num_pairs = last_counts
     num_list_elements = 3 * num_spans + num_logits + num_long_rope + num_bases + num_states + 2 * num_state_copies
-    num_list_elements += num_image_rows + 5 * num_ranges
+    num_list_elements += num_image_rows + 5 * num_ranges + num_pairs
     numbers = iter(row[end : end + num_list_elements].tolist())
 
     def next_list(num: int) -> list[int]:
@@ -268,6 +276,7 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
     state_copies = [StateCopy(*pair) for pair in _block_pairs(next_list(2 * num_state_copies))]
     image_rows = next_list(num_image_rows)
     bidirectional = [BidirectionalTokens(*next_list(5)) for _ in range(num_ranges)]
+    second_text_starts = next_list(num_pairs)
     return StepInput(
         starts=starts,
         lengths=lengths,
@@ -287,6 +296,7 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
         state_copies=state_copies,
         image_rows=image_rows,
         bidirectional=bidirectional,
+        second_text_starts=second_text_starts,
         rope_positions=positions,
     )
 

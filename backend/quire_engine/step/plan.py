@@ -62,6 +62,8 @@ class ScheduledSpan:
         """Positions whose hidden states are pooled; empty unless the sequence is pooled."""
         if self.sequence.pooling is None:
             return range(0)
+        if self.sequence.pools_first_token and self.start == 0:
+            return range(1)
         if self.sequence.pools_all_tokens:
             return range(max(self.start, self.sequence.num_pooled_tokens), self.end)
         return range(self.end - 1, self.end) if self._reaches_end else range(0)

@@ -141,6 +141,7 @@ class TextMethods:
             pooling_task="" if pooler is None else pooler.task,
             labels=[] if pooler is None else list(pooler.labels),
             has_score_template=admission.limits.has_score_template,
+            joins_pairs=admission.limits.is_encoder,
         )
 
     def adapters(self) -> list[dict[str, Any]]:

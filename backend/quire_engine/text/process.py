@@ -62,6 +62,7 @@ def main(args: process.ProcessArgs) -> None:
     folder = resolve_model(config.model, config.revision, progress=False, download_dir=config.download_dir)
     tokenizer = load_tokenizer(folder, config)
     model_config = ModelConfig.load(folder, config.model_impl)
+    config = config.for_model(model_config)
     eos_token_ids, sampling_defaults = load_eos_token_ids(folder, model_config), _load_sampling_defaults(config, folder)
     templates = _load_chat_templates(folder, config)
     pooler = PoolerConfig.load(folder, model_config, config.convert, config.pooling_type)

@@ -85,6 +85,8 @@ class TokenBytesTable:
         elif decoder_type == "ByteFallback" and not self._is_fused:
             self._token_decoders.append(_byte_fallback)
             self.decode_errors = "surrogateescape"
+        elif decoder_type == "WordPiece" and not self._is_fused:
+            self._token_decoders.append(_word_piece(decoder_config["prefix"], decoder_config["cleanup"]))
         elif decoder_type == "Fuse":
             self._is_fused = True
         elif decoder_type == "Metaspace" and not self._is_fused:
@@ -101,12 +103,34 @@ class TokenBytesTable:
         else:
             raise ConfigError(
                 f"tokenizer.json: decoder {json.dumps(decoder_config, ensure_ascii=False)[:200]} is not supported; "
-                "use ByteLevel, or the decoders of SentencePiece models (Metaspace, ByteFallback, Fuse, Replace, Strip)"
+                "use ByteLevel, WordPiece, or the decoders of SentencePiece models (Metaspace, ByteFallback, Fuse, "
+                "Replace, Strip)"
             )
 
 
 def _replacer(old: str, new: str, new_at_start: str) -> _TokenDecoder:
     return lambda token, at_start: token.replace(old, new_at_start if at_start else new)
+
+
+_CLEAN_UPS = (
+    *((f" {mark}", mark) for mark in (".", "?", "!", ",")),
+    *((" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" do not", " don't")),
+    *((f" {end}", end) for end in ("'s", "'ve", "'re")),
+)
+"""What the decoder WordPiece replaces in each token, in this order, as in the library tokenizers."""
+
+
+def _word_piece(prefix: str, has_cleanup: bool) -> _TokenDecoder:
+    """Return the decoder of BERT: a token that begins with the prefix continues a word."""
+
+    def decode(token: str, at_start: bool) -> str:
+        if not at_start:
+            token = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
+        for old, new in _CLEAN_UPS if has_cleanup else ():
+            token = token.replace(old, new)
+        return token
+
+    return decode
 
 
 def _join_with_spaces(token: str, at_start: bool) -> str:

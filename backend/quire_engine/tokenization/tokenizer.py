@@ -129,6 +129,31 @@ class Tokenizer:
         truncated_ids: list[int] = self._tokenizer.post_process(encoding, add_special_tokens=add_special_tokens).ids
         return truncated_ids[-max_tokens:] if truncation_side == "left" else truncated_ids[:max_tokens]
 
+    def encode_pair(
+        self, first: str, second: str, max_tokens: int | None = None, truncation_side: str = "right"
+    ) -> tuple[list[int], int]:
+        """Return the token ids of two texts with their special tokens, and the position of the first token of type 1,
+        which is part of the second text; 0 if the tokenizer gives all tokens the same type.
+
+        If there would be more than `max_tokens` tokens, the longer text is truncated first, as sentence-transformers
+        does it (`longest_first` of the library tokenizers).
+        """
+        a, b = self._encode([first, second], "the texts of a pair", add_special_tokens=False)
+        if max_tokens is not None:
+            room = max(0, max_tokens - self._tokenizer.num_special_tokens_to_add(True))
+            short, long = sorted((len(a.ids), len(b.ids)))
+            if short + long > room:
+                short = min(short, room // 2)
+                lengths = short, room - short
+                for encoding, length in zip(
+                    (a, b), lengths if len(a.ids) <= len(b.ids) else lengths[::-1], strict=True
+                ):
+                    encoding.truncate(length, direction=truncation_side)
+        pair = self._tokenizer.post_process(a, b, add_special_tokens=True)
+        types: list[int] = pair.type_ids
+        token_ids: list[int] = pair.ids
+        return token_ids, types.index(1) if 1 in types else 0
+
     @cached_property
     def _segmenter(self) -> Segmenter:
         """The segmenter. It is built when the first conversation arrives. Building it takes time, because the segmenter

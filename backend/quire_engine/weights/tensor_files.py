@@ -18,7 +18,9 @@ _EMBED_OUT = "embed_out"
 CONVERT_COMMAND = "python -m quire_engine convert"
 _BACKBONE = "backbone."
 """The inner module in checkpoints of Nemotron-H."""
-_INNER_MODULES = ("model.", "gpt_neox.", _BACKBONE)
+_INNER_MODULES = ("model.", "gpt_neox.", "bert.", "roberta.", _BACKBONE)
+_OLD_NORM_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+"""Names of the parameters of norms in the first checkpoints of BERT."""
 
 
 class TensorFiles:
@@ -41,6 +43,7 @@ class TensorFiles:
         # In early checkpoints with images, the tensors of the language model have the names of a model without images.
         self._is_flat = not any(name.startswith(_LANGUAGE_MODEL) for name in self.file_by_tensor)
         self._has_backbone = any(name.startswith(_BACKBONE) for name in self.file_by_tensor)
+        self._has_old_norms = any(name.endswith(".LayerNorm.gamma") for name in self.file_by_tensor)
         self._has_embed_out = f"{_EMBED_OUT}.weight" in self.file_by_tensor
 
     def __contains__(self, name: str) -> bool:
@@ -61,7 +64,12 @@ class TensorFiles:
             return name.replace("lm_head", _EMBED_OUT, 1)
         if self._is_flat and name.startswith(_LANGUAGE_MODEL):
             return name.replace(_LANGUAGE_MODEL, "model.", 1)
-        return name if self._has_outer_module else name.removeprefix("model.").removeprefix("gpt_neox.")
+        if self._has_old_norms:
+            for new, old in _OLD_NORM_NAMES.items():
+                name = f"{name.removesuffix(new)}{old}" if name.endswith(new) else name
+        if self._has_outer_module:
+            return name
+        return next((name.removeprefix(prefix) for prefix in _INNER_MODULES if name.startswith(prefix)), name)
 
     def get_slice(self, name: str) -> Any:
         """Return a slice of a tensor.

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from torch import Tensor
-
 from quire_engine.images.support import why_no_images
 from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
@@ -24,6 +22,7 @@ from quire_engine.models.base import CausalLM
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.sequence import SlotId
 from quire_engine.step.plan import SlotLoad
+from quire_engine.weights.score_head import ScoreHead
 from quire_kernels import PackedAdapter
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
@@ -37,7 +36,7 @@ class StoredAdapter:
 
     packed: PackedAdapter
     info: AdapterInfo
-    score: Tensor | None = None
+    score: ScoreHead | None = None
     """See HostAdapter."""
 
 
@@ -55,7 +54,7 @@ class AdapterStore:
         self.slots = slots
         self._read_host_adapter = read_host_adapter
         self._adapter_by_digest: dict[AdapterDigest, StoredAdapter] = {}
-        self._score_by_slot: dict[SlotId, Tensor | None] = {}
+        self._score_by_slot: dict[SlotId, ScoreHead | None] = {}
 
     @classmethod
     def from_model(
@@ -110,11 +109,11 @@ class AdapterStore:
         packed = self.slots.pack(adapter)
         invocation, not_combinable = adapter.invocation_tokens, adapter.not_combinable
         num_pages = self.slots.count_pages(packed)
-        num_bytes = packed.num_bytes + (0 if adapter.score is None else adapter.score.nbytes)
+        num_bytes = packed.num_bytes + (0 if adapter.score is None else adapter.score.num_bytes)
         info = AdapterInfo(num_bytes, adapter.rank, invocation, not_combinable, num_pages)
         return StoredAdapter(packed, info, adapter.score)
 
-    def score(self, adapter_slot: SlotId | None) -> Tensor | None:
+    def score(self, adapter_slot: SlotId | None) -> ScoreHead | None:
         """Return the head of a classifier of the adapter in a slot; None if it has none."""
         return None if adapter_slot is None else self._score_by_slot.get(adapter_slot)
 

@@ -22,7 +22,7 @@ def select_for_prompts(
     A trial run covers every length that a prompt can have in one step.
     """
     shape = model.shape
-    if shape.attention_softcap is None and shape.variants is None:
+    if shape.attention_softcap is None and shape.variants is None and shape.encoder is None:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         select_prefill_attention(heads, dtype, device, min(config.max_num_batched_tokens, max_model_len))
 
@@ -34,7 +34,7 @@ def prepare_for_chunks(
 
     The plans depend on the number of blocks of `kv_cache`.
     """
-    if model.shape.attention_softcap is None and model.shape.variants is None:
+    if model.shape.attention_softcap is None and model.shape.variants is None and kv_cache.layers:
         prepare_chunk_attention(
             kv_cache.layers[0],
             model.shape.num_heads,

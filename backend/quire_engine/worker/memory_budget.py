@@ -52,7 +52,8 @@ def num_kv_blocks(
 
     If `kv_cache_memory_bytes` is set, the blocks fill this memory. Otherwise, a GPU uses all remaining memory. A CPU
     uses the smallest of three amounts: 4 GiB divided by the number of ranks, a quarter of the remaining memory, or the
-    memory for `max_num_seqs` sequences of `max_model_len` tokens.
+    memory for `max_num_seqs` sequences of `max_model_len` tokens. If blocks have no contents, there are as many as the
+    scheduler counts.
 
     Raises:
         ConfigError: one sequence of max_model_len tokens does not fit, or the engine runs on a CPU and
@@ -60,6 +61,9 @@ def num_kv_blocks(
             settings to change.
     """
     blocks_per_sequence = -(-max_model_len // config.block_size) * num_groups
+    if block_bytes == 0:
+        # The scheduler keeps one block in reserve for each running sequence.
+        return 2 * (config.max_num_seqs + 1) * blocks_per_sequence
     if config.kv_cache_memory_bytes is not None:
         kv_bytes = config.kv_cache_memory_bytes
         # Without this check, Linux would grant the allocation, but kill a process later, when the memory is used.

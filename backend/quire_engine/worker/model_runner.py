@@ -88,8 +88,7 @@ class DeviceModelRunner(ModelRunner):
             )
         self._pooler = None
         if pooler is not None and (communicator is None or communicator.shard.rank == 0):
-            find_score = self.adapter_store.score
-            self._pooler = Pooler(pooler, folder, shape, self._model.score, find_score, self._device)
+            self._pooler = Pooler(pooler, folder, shape, self.adapter_store.score, self._device)
         self._drafter = build_drafter(config, self._model, folder, factory, progress)
         self._communicator = communicator
         self._image_encoder = None

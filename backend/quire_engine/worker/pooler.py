@@ -17,20 +17,11 @@ from quire_engine.sequence import Sequence, SlotId
 from quire_engine.step.plan import ScheduledSpan
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_engine.weights.loader import CheckpointTensors, read_tensor
+from quire_engine.weights.score_head import ACTIVATIONS, ScoreHead
 from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.pooler_config import DenseConfig, PoolerConfig
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Identity": lambda x: x,
-    "Tanh": torch.tanh,
-    "ReLU": torch.relu,
-    "GELU": functional.gelu,
-    "Sigmoid": torch.sigmoid,
-    "SiLU": functional.silu,
-    "Softmax": lambda x: torch.softmax(x, -1),
-}
 
 
 class Pooler:
@@ -41,20 +32,23 @@ class Pooler:
         config: PoolerConfig,
         folder: Path,
         shape: ModelConfig,
-        score: Tensor | None,
-        find_score: Callable[[SlotId | None], Tensor | None],
+        find_head: Callable[[SlotId | None], ScoreHead | None],
         device: torch.device,
     ) -> None:
-        """Read the weights of the Dense layers. `score` [num_labels, hidden_size] is the head of a classifier, which
-        the caller fills later. `find_score` returns the head of the adapter in a slot, which replaces it.
+        """Read the weights of the Dense layers and of the head. `find_head` returns the head of the adapter in a slot,
+        which replaces that of the checkpoint.
 
         Raises:
             ConfigError: a tensor is missing or has the wrong shape, or a token of the score does not exist.
         """
         self._config = config
         self._dense = [(*_read_dense(folder, dense, device), dense.activation) for dense in config.dense]
-        self._score = _token_score(folder, shape, config.tokens, device) if config.tokens else score
-        self._find_score = find_score
+        self._head: ScoreHead | None = None
+        if config.tokens:
+            self._head = ScoreHead(_token_score(folder, shape, config.tokens, device))
+        elif shape.head == "score":
+            self._head = ScoreHead.load(folder, shape)
+        self._find_head = find_head
         self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()
 
     def pool(self, spans: Items[ScheduledSpan], hidden: Tensor) -> list[bytes | None]:
@@ -67,7 +61,12 @@ class Pooler:
         for span in spans:
             positions = span.pooled_positions
             rows, start = hidden[start : start + len(positions)], start + len(positions)
-            if span.sequence.pools_all_tokens:
+            if span.sequence.pools_first_token:
+                # If the prompt is computed in chunks, the last chunk has a row of its last token, which is not needed.
+                if span.start == 0:
+                    self._sums[span.sequence] = rows
+                rows = self._sums[span.sequence]
+            elif span.sequence.pools_all_tokens:
                 rows = self._add(span.sequence, rows, positions)
             if span.completes_pooling:
                 pooled.append(rows[-1])
@@ -96,21 +95,22 @@ class Pooler:
     def _finish(self, vectors: Tensor, spans: Items[ScheduledSpan]) -> list[bytes]:
         """Apply what follows the pooling to vectors [num_spans, hidden_size]."""
         for weight, bias, activation in self._dense:
-            vectors = _ACTIVATIONS[activation](functional.linear(vectors, weight, bias))
+            vectors = ACTIVATIONS[activation](functional.linear(vectors, weight, bias))
         results = [b""] * len(spans)
-        kinds = [(_params(span), None if self._score is None else span.adapter_slot) for span in spans]
+        kinds = [(_params(span), None if self._head is None else span.adapter_slot) for span in spans]
         for kind, adapter_slot in dict.fromkeys(kinds):
             indices = [i for i, each in enumerate(kinds) if each == (kind, adapter_slot)]
             group, activation = vectors if len(indices) == len(vectors) else vectors[indices], self._config.activation
-            if self._score is not None:
-                if (score := self._find_score(adapter_slot)) is not None and len(score) != len(self._score):
-                    activation = "Sigmoid" if len(score) == 1 else "Softmax"
-                group = functional.linear(group, (self._score if score is None else score).to(group.device).float())
+            if self._head is not None:
+                head = self._find_head(adapter_slot) or self._head
+                if head.num_labels != self._head.num_labels:
+                    activation = "Sigmoid" if head.num_labels == 1 else "Softmax"
+                group = head(group)
             if kind.dimensions is not None:
                 group = group[:, : kind.dimensions]
             if kind.use_activation:
                 is_normalized = self._config.normalize
-                group = functional.normalize(group) if is_normalized else _ACTIVATIONS[activation](group)
+                group = functional.normalize(group) if is_normalized else ACTIVATIONS[activation](group)
             group = group.cpu().contiguous()
             for i, vector, is_finite in zip(indices, group, torch.isfinite(group).all(-1).tolist(), strict=True):
                 results[i] = vector.numpy().astype("<f4").tobytes() if is_finite else b""

@@ -91,7 +91,7 @@ class RunnerStartup:
         self._cache_dtype = resolve_cache_dtype(config, factory.dtype)
         self._max_model_len = config.max_model_len or model.shape.max_length
         should_capture = graph_capture.should_capture(factory.device) and not config.has_drafter
-        should_capture &= model.shape.states is None and model.shape.is_native
+        should_capture &= model.shape.states is None and model.shape.is_native and model.shape.encoder is None
         self._layout = layout_choice.choose_layout(config, model.shape)
         self._num_spare_blocks = 1 if should_capture else 0
         self._capture = graph_capture.GraphCapture(factory.device) if should_capture else None
@@ -169,6 +169,8 @@ class RunnerStartup:
         for spans in steps:
             plan = StepPlan(spans, copies=copies)
             threshold, num_groups = self._model.shape.long_rope_threshold, self._layout.num_groups
+            if self._model.shape.encoder is not None:
+                spans = [dummy_span(0, max(span.length, 2), kv_cache.block_size, span.adapter_slot) for span in spans]
             set_block_tables(spans, kv_cache.block_size, num_groups)
             step_input = build_step_input(spans, kv_cache.block_size, threshold, plan, num_groups)
             self._run_step(step_input, spans, kv_cache)

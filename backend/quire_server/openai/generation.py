@@ -41,6 +41,8 @@ class Prompt:
     text: str | None = None
     token_ids: list[int] | None = None
     chat: Conversation | None = None
+    second_text: str | None = None
+    """The second text of a pair, of which `text` is the first one; see GenerateRequest."""
     parsing: OutputParsing | None = None
     """Settings for parsing the output; None: the output is not parsed."""
     images: list[bytes] = field(default_factory=list)

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from quire_spec.dataclass_json import from_json, to_json
@@ -251,8 +251,8 @@ class EngineConfig:
     """
 
     pooling_type: str = "auto"
-    """Which hidden states an embedding is made of: last (of the last token) or mean (of all tokens). With auto, the
-    checkpoint decides, and it is the last one if the checkpoint names none."""
+    """Which hidden states an embedding is made of: last (of the last token), cls (of the first token) or mean (of
+    all tokens). With auto, the checkpoint decides; if it names none, it is last, or cls for an encoder."""
 
     language_model_only: bool = False
     """Serve a checkpoint that reads images as a language model: the vision tower is not loaded, and requests with
@@ -320,6 +320,32 @@ class EngineConfig:
             return 0
         parts = self.lora_experts, self.lora_modules_to_save
         return lora_pages(model_config, self.max_loras, self.total_lora_rank, *parts)
+
+    def for_model(self, model_config: ModelConfig) -> Self:
+        """Return the configuration with which a model runs.
+
+        An encoder computes each request in one step, and keeps nothing: a step has room for the longest request, and
+        blocks of the KV cache only count sequences.
+
+        Raises:
+            ConfigError: a setting is not possible with an encoder.
+        """
+        if model_config.encoder is None:
+            return self
+        for name in ("speculative_config", "kv_offloading_size"):
+            if getattr(self, name):
+                raise ConfigError(f"{name}: not possible with an encoder, which has no KV cache; remove it")
+        max_model_len = self.max_model_len or model_config.max_length
+        return replace(
+            self,
+            max_num_batched_tokens=max(self.max_num_batched_tokens, max_model_len),
+            block_size=max(capabilities.BLOCK_SIZES),
+            enable_chunked_prefill=False,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=None,
+            kv_cache_dtype="auto",
+            swap_space=0.0,
+        )
 
     @classmethod
     def from_json(cls, data: object) -> Self:

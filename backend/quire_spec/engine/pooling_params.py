@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request wants instead of an output: an embedding of its prompt, or the scores of a classifier."""
 
+import math
+from collections.abc import Sequence
+from operator import mul
 from typing import Literal
 
 from msgspec import Struct
@@ -17,3 +20,9 @@ class PoolingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     use_activation: bool = True
     """Normalize the embedding, or convert the scores to probabilities, as the checkpoint does it. If false, return the
     raw numbers."""
+
+
+def cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the score of two embeddings; 0 if one of them has no direction."""
+    norms = math.hypot(*a) * math.hypot(*b)
+    return sum(map(mul, a, b)) / norms if norms else 0.0

@@ -86,10 +86,21 @@ SHARED_EXPERT_LINEARS = {
 }
 
 
+WHOLE_PATH_LINEARS = frozenset(
+    (
+        *("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"),
+        *("intermediate.dense", "output.dense", "attn.Wqkv", "attn.Wo", "mlp.Wi", "mlp.Wo"),
+    )
+)
+"""Linears of encoders. Several linears of a layer end in the same name, so only the whole path identifies them."""
+
+
 def module_name(path: str) -> str:
     """Return the name that identifies a linear, a router or a projection of experts among those of a layer. It is the
     path within attention, MLP or experts. The linears of shared experts have the names of those of an MLP, so their
     names contain that of the shared experts."""
+    if path in WHOLE_PATH_LINEARS:
+        return path
     return path.rpartition(".")[2] if ".experts." in path else path.partition(".")[2] or path
 
 
@@ -256,6 +267,9 @@ class Architecture:
     layers_path: str = "model.layers"
     """The names of the layers' tensors in a checkpoint begin with this path."""
 
+    inner_path: str = ""
+    """Path of the inner model, which contains the embedding. Empty: it is the module that contains the layers."""
+
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     """Some keys of Llama's config.json have another name in this architecture. Maps Llama's name of such a key to that
     other name."""
@@ -347,6 +361,9 @@ class Architecture:
     embedding: str = "embed_tokens"
     """The name of the embedding in a checkpoint."""
 
+    unused_prefixes: tuple[str, ...] = ()
+    """Tensors of a checkpoint whose names begin with these texts belong to parts that the layers do not need."""
+
     has_lm_head_bias: bool = False
     """Whether the output projection has a bias."""
 
@@ -375,8 +392,8 @@ class Architecture:
 
     @property
     def parent_path(self) -> str:
-        """Path of the module that contains the layers, with a dot at its end."""
-        return f"{self.layers_path.rpartition('.')[0]}."
+        """Path of the inner model, with a dot at its end."""
+        return f"{self.inner_path or self.layers_path.rpartition('.')[0]}."
 
 
 def _always(config: HFConfigReader, index: int) -> bool:

@@ -71,6 +71,6 @@ REASONING_PARSERS = (
 """Formats of reasoning that are supported. The names are those of vLLM's --reasoning-parser."""
 CONVERSIONS = ("auto", "none", "embed", "classify")
 """Values of `convert`, as in vLLM."""
-POOLING_TYPES = ("auto", "last", "mean")
+POOLING_TYPES = ("auto", "last", "mean", "cls")
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -39,7 +39,7 @@ class KVLayout:
 
     num_layers: int = 1
     """Number of layers that a block has room for. The last group of each kind may have fewer layers. Its blocks then
-    have places that are not used."""
+    have places that are not used. 0 for an encoder, whose blocks contain nothing and only count sequences."""
     groups: tuple[int, ...] = (0,)
     """For each layer of the model, the index of its group; the first one if the layer has several. A layer that reads
     the keys and values of another layer has the place of that layer."""
@@ -67,6 +67,8 @@ class KVLayout:
 
         A layer whose window has `max_model_len` tokens or more is treated as a layer without a window.
         """
+        if shape.encoder is not None:
+            return cls(0, (), ())
         if has_drafter:
             # The cache of the draft model uses the same block tables, and the layers of the draft model may have no
             # window.

@@ -31,7 +31,7 @@ def kv_block_bytes(
     """
     num_kv_heads, head_dim = model_config.smallest_heads
     row_bytes = head_dim * element_bytes + scale_bytes
-    num_layers = num_layers or model_config.num_kv_layers
+    num_layers = model_config.num_kv_layers if num_layers is None else num_layers
     return model_config.num_kv_tensors * num_layers * block_size * num_kv_heads * row_bytes
 
 

@@ -20,6 +20,8 @@ from quire_spec.model.attention.linear_attention_config import LinearAttentionCo
 from quire_spec.model.attention.mamba2_config import Mamba2Config
 from quire_spec.model.attention.short_conv_config import ShortConvConfig
 from quire_spec.model.attention.state_config import StateConfig
+from quire_spec.model.encoders import table as encoders
+from quire_spec.model.encoders.encoder_config import EncoderConfig
 from quire_spec.model.hf_config import HFConfigReader
 from quire_spec.model.images.image_config import ImageConfig, mrope_axes
 from quire_spec.model.layer_variants import LayerVariants
@@ -43,7 +45,9 @@ _ENCODER = re.compile(
     r"(Bert|Roberta|XLMRoberta(XL)?|ModernBert|DistilBert|MPNet|Electra|Albert|Deberta(V2)?|Camembert|NomicBert|JinaBert"
     r"|New|Gemma3Text|T5Encoder)(Model|For[A-Z]\w*)"
 )
-"""Architectures of models for embeddings and scores that are not decoders."""
+"""Architectures of models for embeddings and scores that are not decoders, beside those of the table of encoders."""
+_SENTENCE_FILE = "sentence_bert_config.json"
+"""sentence-transformers writes the maximum length of a text into this file."""
 _TEXT_TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
 """Types in checkpoints with their own code, and the types that transformers has for them."""
 _KEYS_OF_WHOLE_MODEL = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", *QUANTIZATION_KEYS)
@@ -51,7 +55,7 @@ _KEYS_OF_WHOLE_MODEL = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_toke
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Configuration of a decoder-only transformer."""
+    """Configuration of a decoder-only transformer, or of an encoder."""
 
     architecture: str
     num_layers: int
@@ -115,6 +119,9 @@ class ModelConfig:
     """Describes how layers differ in their heads, their MLP and their inputs. None: they do not differ."""
     images: ImageConfig | None = None
     """Describes how the model reads images. None: it reads none, or the engine does not run its vision tower."""
+    encoder: EncoderConfig | None = None
+    """Describes what only encoders have. In an encoder, all tokens of a sequence attend to each other, so it has no KV
+    cache, and sliding_windows limit the keys after a token like those before it. None: the model is a decoder."""
     model_impl: str = "quire"
     """The class that computes the model: quire (a class of quire_engine.models) or transformers (a class of
     transformers, for which this configuration contains neither norms nor activations nor positions nor experts)."""
@@ -154,6 +161,8 @@ class ModelConfig:
     @property
     def architecture_info(self) -> Architecture:
         """The row for this model's architecture in the table of the implementation that computes it."""
+        if self.encoder is not None:
+            return encoders.ENCODERS[self.architecture]
         return (ARCHITECTURES if self.is_native else table.SERVED)[self.architecture]
 
     def kv_heads(self, layer: int) -> tuple[int, int]:
@@ -189,7 +198,9 @@ class ModelConfig:
 
     @property
     def num_kv_layers(self) -> int:
-        """Number of layers that have keys and values."""
+        """Number of layers whose keys and values are kept."""
+        if self.encoder is not None:
+            return 0
         return sum(map(self.has_attention, range(self.num_layers)))
 
     def for_layer(self, layer: int) -> Self:
@@ -223,7 +234,9 @@ class ModelConfig:
     def unused_prefixes(self) -> tuple[str, ...]:
         """The names of tensors that are not loaded begin with these prefixes."""
         last, path = self.num_layers + self.num_nextn_predict_layers, self.architecture_info.layers_path
-        return tuple(f"{path}.{layer}." for layer in range(self.num_layers, last))
+        score = ("score.",) if self.head == "score" else ()  # the pooler reads it
+        layers = (f"{path}.{layer}." for layer in range(self.num_layers, last))
+        return (*layers, *score, *self.architecture_info.unused_prefixes)
 
     @property
     def has_router_module(self) -> bool:
@@ -301,6 +314,8 @@ class ModelConfig:
         name = names[0] if isinstance(names, list) else names
         if not isinstance(name, str):
             raise ConfigError(f"config.json: architectures: must contain a name, got {truncated_repr(name)}")
+        if encoders.split_name(name) is not None and model_impl != "transformers":
+            return cls._from_encoder(config, name)
         is_native = _split_head(name)[0] in ARCHITECTURES
         if model_impl == "transformers" or (model_impl == "auto" and not is_native and name in table.SERVED):
             return cls._from_transformers(config, name)
@@ -341,8 +356,9 @@ class ModelConfig:
         architecture, head = _split_head(name)
         if _ENCODER.fullmatch(architecture):
             raise ConfigError(
-                f"config.json: architecture {architecture!r} is an encoder, and only decoders with causal attention "
-                "are served; use a model for embeddings or scores that is a decoder, such as Qwen3-Embedding"
+                f"config.json: architecture {architecture!r} is an encoder that is not served; use a decoder for "
+                f"embeddings or scores, such as Qwen3-Embedding, or an encoder of {', '.join(encoders.ENCODERS)} with "
+                f"one of these names or with {' or '.join(list(encoders.HEADS)[1:])} at its end"
             )
         if architecture not in ARCHITECTURES:
             advice = (
@@ -365,16 +381,7 @@ class ModelConfig:
         if architecture_info.text_types:
             architecture = _row_by_text_type(config, architecture_info) or architecture
             config, architecture_info = _text_config(config, ARCHITECTURES[architecture])
-        values = {key: value for key, value in config.items() if key not in architecture_info.ignored_keys}
-        aliases = architecture_info.key_aliases.items()
-        values |= {key: values[alias] for key, alias in aliases if alias in values and key not in values}
-        top_k = values.get("num_experts_per_tok")
-        if isinstance(top_k, list) and top_k and top_k == top_k[:1] * len(top_k):
-            values["num_experts_per_tok"] = top_k[0]  # Hunyuan has a number for each layer
-        reader = HFConfigReader(values, architecture_info.defaults)
-        if architecture_info.translate is not None:
-            values |= architecture_info.translate(reader)
-            reader = HFConfigReader(values, architecture_info.defaults)
+        reader = _translated_reader(config, architecture_info)
         model_config = replace(cls._from_hf_config(reader, architecture, architecture_info), images=images)
         if head == "lm":
             return model_config
@@ -383,12 +390,41 @@ class ModelConfig:
         return replace(model_config, head=head, num_labels=num_labels, tie_word_embeddings=True)
 
     @classmethod
+    def _from_encoder(cls, config: Mapping[str, Any], name: str) -> Self:
+        """Read a config.json of an encoder."""
+        names = encoders.split_name(name)
+        assert names is not None
+        (architecture, head), row = names, encoders.ENCODERS[names[0]]
+        if config.get("model_type") != row.model_type:
+            raise ConfigError(
+                f"config.json: model_type of architecture {name!r} must be {row.model_type!r}, got "
+                f"{truncated_repr(config.get('model_type'))}; correct one of them"
+            )
+        reader = _translated_reader(config, row)
+        skips_padding = bool(row.learned_position_offset)
+        encoder = EncoderConfig.from_hf_config(reader, encoders.SCORE_NAMES[architecture], skips_padding)
+        # There is no output projection. The embedding takes its place, and nothing reads it.
+        return replace(
+            cls._from_hf_config(reader, architecture, row),
+            head=head,
+            num_labels=_num_labels(config) if head == "score" else 0,
+            tie_word_embeddings=True,
+            encoder=encoder,
+        )
+
+    @classmethod
     def load(cls, folder: Path, model_impl: str = "auto") -> Self:
         """Read `folder`/config.json, and MODELOPT_FILE if it exists. Raises ConfigError if a file cannot be read, or if
         `from_config` rejects its content."""
         modelopt = folder / MODELOPT_FILE
         document = read_json(modelopt) if modelopt.is_file() else None
-        return cls.from_config(with_modelopt_file(read_json(folder / "config.json"), document), model_impl)
+        model = cls.from_config(with_modelopt_file(read_json(folder / "config.json"), document), model_impl)
+        sentences = folder / _SENTENCE_FILE
+        if model.encoder is None or not sentences.is_file():
+            return model
+        values = HFConfigReader(read_json(sentences), location=_SENTENCE_FILE)
+        length = values.get_int("max_seq_length", model.max_position_embeddings)
+        return replace(model, max_position_embeddings=min(length, model.max_position_embeddings))
 
     @classmethod
     def _from_hf_config(cls, config: HFConfigReader, architecture: str, architecture_info: Architecture) -> Self:
@@ -465,6 +501,20 @@ def _unserved_reason(architecture: str) -> str:
     """Return why no class of transformers can compute an architecture that is not in the table."""
     unknown = f"transformers {table.VERSION} has no class of this name for generating text"
     return table.REFUSED.get(architecture, unknown)
+
+
+def _translated_reader(config: Mapping[str, Any], architecture_info: Architecture) -> HFConfigReader:
+    """Return a reader of config.json in which keys have the names and the meaning of Llama's."""
+    values = {key: value for key, value in config.items() if key not in architecture_info.ignored_keys}
+    aliases = architecture_info.key_aliases.items()
+    values |= {key: values[alias] for key, alias in aliases if alias in values and key not in values}
+    top_k = values.get("num_experts_per_tok")
+    if isinstance(top_k, list) and top_k and top_k == top_k[:1] * len(top_k):
+        values["num_experts_per_tok"] = top_k[0]  # Hunyuan has a number for each layer
+    reader = HFConfigReader(values, architecture_info.defaults)
+    if architecture_info.translate is None:
+        return reader
+    return HFConfigReader(values | {**architecture_info.translate(reader)}, architecture_info.defaults)
 
 
 def _num_labels(config: Mapping[str, Any]) -> int:

@@ -20,6 +20,7 @@ MODULE_FILES = ("config.json", "model.safetensors")
 """Files of a module that follows the layers. Modules without weights have only the first one."""
 _POOLING_BY_MODE = {
     **dict.fromkeys(("lasttoken", "pooling_mode_lasttoken"), "last"),
+    **dict.fromkeys(("cls", "pooling_mode_cls_token"), "cls"),
     **dict.fromkeys(("mean", "pooling_mode_mean_tokens"), "mean"),
     **dict.fromkeys(("weightedmean", "pooling_mode_weightedmean_tokens"), "weighted_mean"),
 }
@@ -54,7 +55,8 @@ class PoolerConfig:
     size: int
     """Number of elements of the vector."""
     pooling: str = "last"
-    """last, mean, or weighted_mean, in which the weight of a token is its position, counted from 1."""
+    """last, cls (the first token), mean, or weighted_mean, in which the weight of a token is its position, counted from
+    1."""
     dense: tuple[DenseConfig, ...] = ()
     normalize: bool = False
     """Whether the Euclidean norm of the embedding is 1."""
@@ -80,10 +82,21 @@ class PoolerConfig:
                 do not fit the checkpoint.
         """
         has_modules = (folder / MODULES_FILE).is_file()
+        default_pooling = "last" if model.encoder is None else "cls"
         if model.head == "score":
             if convert == "embed":
                 raise ConfigError("convert: must be auto or classify for a classifier, got 'embed'; remove it")
             pooler = cls._classifier(folder, model)
+            if pooling_type != "auto" and model.encoder is not None:
+                raise ConfigError(
+                    f"pooling_type: got {pooling_type!r}, but the head of this encoder needs {pooler.pooling!r}; "
+                    "remove it"
+                )
+        elif model.encoder is not None and convert in ("none", "classify"):
+            raise ConfigError(
+                f"convert: must be auto or embed for an encoder without the head of a classifier, got {convert!r}; "
+                "remove it"
+            )
         elif convert == "classify":
             if model.head == "none":
                 raise ConfigError(
@@ -98,9 +111,9 @@ class PoolerConfig:
         elif has_modules:
             pooler = cls._from_modules(folder, model)
         else:
-            pooler = cls("embed", model.embedding_size, normalize=True)
+            pooler = cls("embed", model.embedding_size, default_pooling, normalize=True)
         if convert == "embed" and pooler.task != "embed":
-            pooler = cls("embed", model.embedding_size, normalize=True)
+            pooler = cls("embed", model.embedding_size, default_pooling, normalize=True)
         if pooling_type != "auto":
             pooler = replace(pooler, pooling=pooling_type)
         return replace(pooler, dimensions=_dimensions(folder)) if pooler.task == "embed" else pooler
@@ -116,6 +129,7 @@ class PoolerConfig:
         return cls(
             "classify",
             model.num_labels,
+            "last" if model.encoder is None else model.encoder.score_pooling,
             activation=_score_activation(folder, "Identity" if problem_type == "regression" else activation),
             labels=tuple(str(labels.get(str(i), f"LABEL_{i}")) for i in range(model.num_labels)),
         )
@@ -202,7 +216,7 @@ def _pooling(values: HFConfigReader) -> str:
         modes = [key for key in values if key.startswith("pooling_mode_") and values.get_bool(key)]
     pooling = _POOLING_BY_MODE.get(modes[0]) if len(modes) == 1 and isinstance(modes[0], str) else None
     if pooling is None:
-        raise values.error("pooling_mode", modes, "exactly one of lasttoken, mean and weightedmean")
+        raise values.error("pooling_mode", modes, "exactly one of lasttoken, cls, mean and weightedmean")
     return pooling
 
 

@@ -143,6 +143,8 @@ class GenerateRequest(RequestMessage, frozen=True, tag=2):
     trace of its own."""
     pooling: PoolingParams | None = None
     """If it is set, the request ends after its prompt, and its only delta contains a vector instead of an output."""
+    second_text: str | None = None
+    """For an encoder: the second text of a pair, of which `prompt` is the first one."""
     images: list[bytes] = []
     """Files of the images of the prompt, in the order of their places in it."""
 
@@ -314,6 +316,8 @@ class SequenceRequest(RequestMessage, frozen=True, tag=6):
     """If the adapter is a weighted sum of adapters: their digests and weights."""
     pooling: PoolingParams | None = None
     """See GenerateRequest."""
+    second_text_start: int = 0
+    """Position of the first token of the second text of a pair; 0 if the prompt is one text."""
     images: list[ImageInput] = []
     """The images of the prompt, in the order of their tokens."""
 

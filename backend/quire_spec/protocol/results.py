@@ -77,6 +77,8 @@ class ServedModels(msgspec.Struct, frozen=True):
     """Names of the classes of a classifier."""
     has_score_template: bool = False
     """Whether the chat template has the roles query and document."""
+    joins_pairs: bool = False
+    """Whether the tokenizer joins the texts of a pair, because the model is an encoder."""
 
 
 class Tokenized(msgspec.Struct, frozen=True):

@@ -273,8 +273,9 @@ class EngineSpec:
     any model returns embeddings. classify: a model that generates returns the probability of the token yes against no.
     none: the model only generates. Default auto."""
     poolingType: str | None = schema_field(None, enum=capabilities.POOLING_TYPES)
-    """Hidden states that an embedding is made of: that of the last token, or the mean of all tokens. With auto, the
-    checkpoint decides; last if it contains no pooling. Default auto."""
+    """Hidden states that an embedding is made of: that of the last token, that of the first one (cls), or the mean
+    of all tokens. With auto, the checkpoint decides; without pooling in it, last, or cls for an encoder. Default
+    auto."""
     schedulingPolicy: str | None = schema_field(None, enum=capabilities.SCHEDULING_POLICIES)
     """Order in which requests run. fcfs is first come, first served. With priority, requests with the lowest value of
     the parameter `priority` run first, and requests with equal values run in order of arrival. Default fcfs."""

@@ -201,8 +201,8 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "--pooling-type",
         "engine.pooling_type",
         {"choices": capabilities.POOLING_TYPES, "metavar": "NAME"},
-        "hidden states that an embedding is made of: last or mean (default: spec.engine.poolingType, otherwise the "
-        "checkpoint decides)",
+        "hidden states that an embedding is made of: last, mean or cls (default: spec.engine.poolingType, otherwise "
+        "the checkpoint decides)",
     ),
     (
         "--chat-template",

@@ -24,6 +24,7 @@ from quire_operator.render.pod_config import cluster_document
 from quire_spec.dataclass_json import to_json
 from quire_spec.documents.adapter_catalog import AdapterSpec
 from quire_spec.documents.simulated_service import SimulatedService
+from quire_spec.errors import ConfigError
 
 _OPTIONS = (
     *("model", "trace", "trace_block_size", "limit", "rate_scale", "replicas", "router", "costs", "slo", "goodput"),
@@ -66,6 +67,10 @@ def _planned_service(args: argparse.Namespace) -> SimulatedService:
     service = SpecDefaults.read(args.defaults).service(crd.require_valid(manifest))
     inputs, plan = plan_from_args(args, manifest, service)
     engine = cluster_document(service, plan)["engine"]
+    if inputs.model.shape.encoder is not None:
+        raise ConfigError(
+            f"{inputs.model.shape.architecture} is an encoder, and only models that generate are simulated"
+        )
     pool_tokens = plan.bytes.kv // limits.kv_bytes_per_token(inputs, plan.tensorParallelSize.value)
     return SimulatedService(engine, inputs.model.shape, pool_tokens, service.spec.replicas)
 

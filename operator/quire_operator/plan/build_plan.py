@@ -104,7 +104,7 @@ def _utilization(inputs: PlannerInputs, candidate: Candidate) -> PlannedValue[st
 
 def _kv_cache_memory(inputs: PlannerInputs, device_memory: DeviceMemory) -> PlannedValue[str] | None:
     requested = inputs.engine.kvCacheMemory
-    if inputs.gpu is not None and requested is None:
+    if (inputs.gpu is not None or inputs.model.shape.encoder is not None) and requested is None:
         return None
     reason = "a bounded fraction of memory" if inputs.memory_limit is None else "the rest of the container's memory"
     return _planned_value(requested, to_quantity(device_memory.kv), reason)
@@ -132,11 +132,15 @@ def _context_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
 def _max_num_seqs_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
     if candidate.max_num_seqs <= inputs.engine.minConcurrency:
         return "minConcurrency"
+    if inputs.model.shape.encoder is not None:
+        return "sequences of an encoder need no KV cache"
     mean = min(MEAN_SEQUENCE_LEN, candidate.max_model_len)
     return f"{candidate.kv_tokens} KV tokens, at about {mean} tokens per sequence"
 
 
 def _token_budget_reason(inputs: PlannerInputs, candidate: Candidate) -> str:
+    if candidate.max_num_batched_tokens == candidate.max_model_len and inputs.model.shape.encoder is not None:
+        return "an encoder computes each request in one step"
     if candidate.max_num_batched_tokens == candidate.max_num_seqs:
         return "one token for each sequence"
     return "a larger step would delay running requests" if inputs.gpu is None else "chosen by the GPU's memory"

@@ -85,6 +85,10 @@ def sort_key(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, int, int
 def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidate:
     """Compute the memory costs and the context length of these settings, and return them as a candidate."""
     shape, dtype_bytes = inputs.model.shape, limits.element_bytes(inputs)
+    is_encoder = shape.encoder is not None
+    if is_encoder:
+        # The engine never divides a request of an encoder.
+        tokens = max(tokens, limits.max_context(inputs))
     costs = DeviceCosts(
         weights=device_memory.weights_bytes(limits.loaded_weights_bytes(inputs, tp), tp),
         activations=device_memory.activation_bytes(shape, tokens, seqs, dtype_bytes, tp, inputs.lora),
@@ -95,6 +99,10 @@ def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidat
     )
     utilization = _utilization(inputs, tp)
     per_token = limits.kv_bytes_per_token(inputs, tp)
+    if is_encoder:
+        missing = min(_kv_bytes(inputs, tp, costs, utilization, seqs, per_token), 0)
+        length = 0 if missing else limits.max_context(inputs)
+        return Candidate(tp, tokens, seqs, utilization, costs, missing, seqs * length, length)
     kv_bytes = _kv_bytes(inputs, tp, costs, utilization, seqs, per_token)
     # This number of tokens fits if all layers keep all tokens. More fit if layers with a sliding window free KV blocks.
     pool_tokens = min(max(0, kv_bytes // per_token), MAX_KV_TOKENS)

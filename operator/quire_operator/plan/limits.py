@@ -214,6 +214,27 @@ def check_latent_attention(inputs: PlannerInputs) -> None:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
 
 
+def check_encoder(inputs: PlannerInputs) -> None:
+    """Check that the spec sets nothing that only a KV cache has, if the model is an encoder.
+
+    Raises:
+        Unplannable: it does.
+    """
+    if inputs.model.shape.encoder is None:
+        return
+    for name in ("kvCacheMemory", "kvCacheOffloading", "speculativeConfig"):
+        if getattr(inputs.engine, name) is not None:
+            message = f"spec.engine.{name}: not possible with an encoder, which has no KV cache; remove the field"
+            raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
+    tokens, longest = inputs.engine.maxNumBatchedTokens, max_context(inputs)
+    if tokens is not None and tokens < longest:
+        message = (
+            f"spec.engine.maxNumBatchedTokens: {tokens}: an encoder computes each request in one step, and a request "
+            f"can have {longest} tokens; raise it, or lower maxModelLen"
+        )
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
+
+
 def check_kv_cache_dtype(inputs: PlannerInputs) -> None:
     """Check that the engine can store this model's keys in spec.engine.kvCacheDtype.
 

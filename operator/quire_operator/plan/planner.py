@@ -27,6 +27,7 @@ def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES)
     """
     limits.check_dtypes(inputs)
     limits.check_latent_attention(inputs)
+    limits.check_encoder(inputs)
     limits.check_context(inputs)
     limits.check_quantization(inputs)
     limits.check_speculation(inputs)

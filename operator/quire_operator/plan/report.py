@@ -62,6 +62,10 @@ def render_lines(
     if draft is not None:
         yield from _wrap(f"draft model: {_describe_draft(draft)}", width)
     yield from _wrap(_describe_invariance(model, plan), width)
+    if model.shape.encoder is not None:
+        yield from _wrap(
+            "KV cache: none, because an encoder computes each request in one step and keeps nothing", width
+        )
     yield ""
     rows = _host_rows(service, plan) if plan.gpu is None else _gpu_rows(service, plan)
     title = "memory of the pod" if plan.gpu is None else "memory of each GPU"

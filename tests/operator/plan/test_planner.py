@@ -648,3 +648,33 @@ def test_replicas_are_advised_beyond_the_text_process():
     assert plan_for("8b", H100, spec % 4).advice == "" == plan_for("70b", H100, spec % 2 + "\ngpu: {count: 8}").advice
     advice = plan_for("8b", H100, spec % 12).advice
     assert "lower spec.engine.dataParallelSize to 7, and use more replicas" in advice
+
+
+BERT_BASE = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "vocab_size": 30522,
+    "max_position_embeddings": 512,
+}
+XLM_R_LARGE = BERT_BASE | {"architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta", "vocab_size": 250002}
+XLM_R_LARGE |= {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+XLM_R_LARGE |= {"max_position_embeddings": 8194, "pad_token_id": 1, "type_vocab_size": 1}
+
+
+@pytest.mark.parametrize(("config", "length"), [(BERT_BASE, 512), (XLM_R_LARGE, 8192)], ids=["bert", "xlm-r"])
+@pytest.mark.parametrize("gpu", [None, L4])
+def test_an_encoder_has_no_kv_cache(monkeypatch, config, length, gpu):
+    monkeypatch.setitem(MODELS, "encoder", checkpoint_info(config))
+    plan = plan_for("encoder", gpu)
+    assert (plan.bytes.kv, plan.kvCacheMemory, plan.maxModelLen.value) == (0, None, length)
+    assert plan.maxNumBatchedTokens.value >= length and not schema_problems(plan.to_json())
+    for field, message in (
+        ("kvCacheMemory: 1Gi", "kvCacheMemory: not possible with an encoder, which has no KV cache"),
+        ("maxNumBatchedTokens: 100, maxNumSeqs: 4", f"a request can have {length} tokens; raise it, or lower"),
+    ):
+        with pytest.raises(Unplannable, match=message):
+            plan_for("encoder", gpu, f"{NO_LORA}\nengine: {{{field}}}")

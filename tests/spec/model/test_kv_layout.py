@@ -14,6 +14,7 @@ def make_layout(windows, max_model_len=100, full_elements=1, windowed_elements=1
     """A layout for layers whose keys have these numbers of elements, depending on whether they have a window."""
     is_uniform = None not in windows
     shape = SimpleNamespace(
+        encoder=None,
         sliding_windows=tuple(windows),
         num_layers=len(windows),
         max_sliding_window=max(windows) if is_uniform else None,

@@ -404,7 +404,10 @@ def test_classes_of_transformers_run_on_one_rank():
 
 
 INVALID_CONFIGS = {
-    "encoder": ({"architectures": ["XLMRobertaForSequenceClassification"]}, "is an encoder, and only decoders with"),
+    "encoder": (
+        {"architectures": ["DebertaV2ForSequenceClassification"]},
+        "is an encoder that is not served; use a decoder",
+    ),
     "unknown architecture": ({"architectures": ["MambaForCausalLM"]}, "of its layers have states instead of keys"),
     "no architecture": ({"architectures": None}, "'none' is not supported"),
     "missing number": ({"hidden_size": ...}, "hidden_size is missing"),

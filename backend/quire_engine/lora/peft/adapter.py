@@ -9,7 +9,7 @@ shapes and sizes are checked before a tensor is read, and nothing in the folder 
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,6 +26,7 @@ from quire_engine.lora.peft.tensor_check import check_finite, check_tensor
 from quire_engine.weights.loader import CheckpointTensors, equals_checkpoint
 from quire_engine.weights.pickle_conversion import ADAPTER_PICKLE_NAME
 from quire_engine.weights.safetensors_reader import SafetensorsReader, open_safetensors
+from quire_engine.weights.score_head import ScoreHead
 from quire_engine.weights.tensor_files import CONVERT_COMMAND
 from quire_kernels import RowTransform
 from quire_spec.errors import InvalidArgument
@@ -60,14 +61,14 @@ class HostAdapter:
     """The tokens from which the adapter applies; if there are none, it applies to all tokens."""
     not_combinable: str = ""
     """The field of adapter_config.json for which it cannot be part of a sum; empty if it can."""
-    score: Tensor | None = None
-    """The head of a classifier [num_labels, hidden_size], float32; None if the adapter has no head of its own."""
+    score: ScoreHead | None = None
+    """The head of a classifier; None if the adapter does not change that of the checkpoint."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         matrices = sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
-        score = 0 if self.score is None else self.score.nbytes
+        score = 0 if self.score is None else self.score.num_bytes
         return matrices + score + sum(transform.nbytes for transform in self.transforms.values())
 
 
@@ -119,10 +120,10 @@ def read_adapter(
                     f"tensor {names.vision!r} changes the vision tower, which adapters cannot change; train the "
                     "adapter on the language model only, or start the server with language_model_only"
                 )
-            if names.score is not None and not has_heads:
+            if "weight" in names.score and not has_heads:
                 raise InvalidArgument(
-                    f"tensor {names.score!r} is the head of a classifier, and this engine does not classify; set "
-                    "convert to classify (spec.engine.convert of an LLMService)"
+                    f"tensor {names.score['weight']!r} is the head of a classifier, and this engine does not classify; "
+                    "set convert to classify (spec.engine.convert of an LLMService)"
                 )
             if (names.saved_modules or names.saved_norms) and not has_transforms:
                 raise InvalidArgument("modules_to_save is supported only on a CPU (device cpu), not on a GPU")
@@ -260,17 +261,49 @@ def _read_tensors(
         for matrix in (a, b):
             check_finite(f"{name} contains", matrix, dtype)
         pairs[module.key] = (a, b) if shard is None else shard_pair(a, b, module, shard)
-    score = None if names.score is None else _read_score(file, names.score, shape)
+    score = _read_score(file, names.score, config, shape, checkpoint)
     return HostAdapter(rank, pairs, transforms, config.invocation_tokens, config.not_combinable, score)
 
 
-def _read_score(file: SafetensorsReader, name: str, shape: ModelConfig) -> Tensor:
-    """Return the head of a classifier."""
-    num_labels = next(iter(file.get_slice(name).get_shape()), 1)
-    check_tensor(file, name, (min(max(num_labels, 1), MAX_LABELS), shape.embedding_size))
-    score = file.get_tensor(name).float()
-    check_finite(f"{name} contains", score, torch.float32)
-    return score
+def _read_score(
+    file: SafetensorsReader, names: Mapping[str, str], config: PeftConfig, shape: ModelConfig, checkpoint: Path | None
+) -> ScoreHead | None:
+    """Return the head of a classifier: that of the checkpoint, with the parts that the adapter replaces or changes."""
+
+    def read(part: str, *size: int) -> Tensor:
+        check_tensor(file, names[part], size)
+        tensor = file.get_tensor(names[part]).float()
+        check_finite(f"{names[part]} contains", tensor, torch.float32)
+        return tensor
+
+    size, has_own = shape.embedding_size, "weight" in names
+    if not names or (shape.head != "score" and not has_own):
+        return None  # the layer after the first token is not part of an embedding
+    num_labels = shape.num_labels
+    if has_own:
+        num_labels = min(max(next(iter(file.get_slice(names["weight"]).get_shape()), 1), 1), MAX_LABELS)
+    if shape.encoder is None:
+        return ScoreHead(read("weight", num_labels, size))
+    assert checkpoint is not None
+    head = ScoreHead.load(checkpoint, shape)
+    if has_own:
+        if "bias" not in names:
+            raise InvalidArgument(f"tensor {names['weight']!r} exists, but the bias of this layer is missing")
+        head = replace(head, weight=read("weight", num_labels, size), bias=read("bias", num_labels))
+    if "dense.weight" in names:
+        head = replace(head, dense=read("dense.weight", size, size))
+    if "dense.bias" in names:
+        head = replace(head, dense_bias=read("dense.bias", size))
+    if {"dense.A", "dense.B"} & names.keys():
+        if not {"dense.A", "dense.B"} <= names.keys() or config.use_dora:
+            raise InvalidArgument("the layer before the head needs lora_A and lora_B, without use_dora")
+        assert shape.encoder is not None and head.dense is not None
+        name = shape.encoder.score.dense
+        rank = config.rank(name)
+        update = config.scale(name) * read("dense.B", size, rank) @ read("dense.A", rank, size)
+        _check_row_norm(name, torch.linalg.vector_norm(update).item() / math.sqrt(size))
+        head = replace(head, dense=head.dense + update)
+    return head
 
 
 def _read_norm(file: SafetensorsReader, names: Mapping[str, str], size: int, dtype: torch.dtype) -> Tensor:

@@ -6,8 +6,8 @@ Untrusted: a name that this reader does not know is an error, because PEFT would
 
 import logging
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 from quire_engine.lora.peft.config import CONFIG_FILE, PeftConfig
@@ -20,6 +20,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 SCORE_NAMES = frozenset(("score", "classifier"))
 """Names of the head of a classifier, beside the inner model."""
+_SCORE_PARTS = {"score": "", "classifier": "", "classifier.out_proj": "", "classifier.dense": "dense."}
+"""Maps the paths of the layers of a head to the prefixes of their parts in `AdapterTensors.score`."""
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?P<module>[\w.]{1,200}?)\."
     r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<embedding_half>[AB])|(?P<base>(base_layer\.)?weight)"
@@ -51,8 +53,10 @@ class AdapterTensors:
     """Names of the weights of an embedding and of an output projection that were trained as a whole."""
     saved_norms: dict[str, dict[str, str]]
     """Names of the tensors `weight` and `bias` of norms that were trained as a whole, by path of the norm."""
-    score: str | None = None
-    """Name of the head of a classifier; None if the adapter has no head of its own."""
+    score: Mapping[str, str] = field(default_factory=dict)
+    """Names of the tensors of the head of a classifier: `weight` and `bias` of its last layer, `dense.weight` and
+    `dense.bias` of the layer before it, `dense.A` and `dense.B` of the adapter of that layer. It has no `weight` if the
+    adapter has no head of its own."""
     vision: str | None = None
     """Name of a tensor that changes the vision tower; None if there is no such tensor."""
 
@@ -71,7 +75,9 @@ class AdapterTensors:
         base_copies: dict[str, LoRAModule] = {}
         saved_modules: dict[LoRAModule, str] = {}
         saved_norms: dict[str, dict[str, str]] = {}
-        score: str | None = None
+        score: dict[str, str] = {}
+        dense = {f"{shape.architecture_info.inner_path}.pooler.dense", "pooler.dense"} if shape.encoder else set()
+        dense |= {shape.encoder.score.dense} if shape.encoder else set()
         # An adapter that was trained on the inner model, without an output projection, lacks this prefix.
         outer_path, _, inner_path = shape.architecture_info.layers_path.partition(".")
         inner_names = (
@@ -105,10 +111,17 @@ class AdapterTensors:
             )
             if name.startswith(inner_names):
                 name = f"{outer_path}.{name}"
-            if match is not None and match["base"] and name in SCORE_NAMES and config.saves_module(name):
-                if score is not None:
-                    raise InvalidArgument(f"tensors {score!r} and {tensor_name!r}: an adapter has only one head")
-                score = tensor_name
+            if match is not None and name in _SCORE_PARTS and config.saves_module(name) and match["base"]:
+                part = f"{_SCORE_PARTS[name]}weight"
+                if part in score:
+                    raise InvalidArgument(f"tensors {score[part]!r} and {tensor_name!r}: an adapter has only one head")
+                score[part] = tensor_name
+                continue
+            if match is not None and shape.encoder and name in _SCORE_PARTS and match["bias"]:
+                score[f"{_SCORE_PARTS[name]}bias"] = tensor_name
+                continue
+            if match is not None and name in dense and match["half"]:
+                score[f"dense.{match['half']}"] = tensor_name
                 continue
             module = modules.get(name)
             is_saved = config.saves_module(name) or (saves_both and module in outer)
@@ -152,7 +165,7 @@ class AdapterTensors:
             raise InvalidArgument(f"ensure_weight_tying True, but of embed_tokens and lm_head the file has only {path}")
         saved = (*(module.name for module in saved_modules), *saved_norms)
         # PEFT adds both names of a head to the adapter of a classifier, and the model has only one of them.
-        for name in sorted(config.modules_to_save.difference(() if score is None else SCORE_NAMES)):
+        for name in sorted(config.modules_to_save.difference(SCORE_NAMES if "weight" in score else ())):
             if not any(module.endswith(name) for module in saved):
                 raise InvalidArgument(
                     f"modules_to_save contains {truncated_repr(name)}, but the file has no such module"

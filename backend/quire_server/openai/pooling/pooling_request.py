@@ -185,4 +185,5 @@ class PoolingRequest:
             session=self._session,
             traceparent=self._http_request.traceparent,
             pooling=pooling,
+            second_text=prompt.second_text,
         )

@@ -6,9 +6,7 @@ score is the cosine between the embeddings of the two texts.
 """
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
-from operator import mul
 from typing import Any
 
 from quire_server.openai.completions import parse_prompts
@@ -25,9 +23,10 @@ from quire_server.openai.pooling.pooling_request import (
 )
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
-from quire_spec.engine.pooling_params import PoolingParams
+from quire_spec.engine.pooling_params import PoolingParams, cosine
 from quire_spec.errors import truncated_repr
 from quire_spec.protocol.messages import Conversation, to_raw
+from quire_spec.protocol.results import ServedModels
 
 _SCORE_NAMES = {
     **dict.fromkeys(("data_1", "queries"), "text_1"),
@@ -136,7 +135,7 @@ class Scores:
             # This can take a second.
             return await asyncio.to_thread(_cosines, embeddings, len(firsts))
         pairs = zip([*firsts] * (len(seconds) // len(firsts)), seconds, strict=True)
-        prompts = [_pair_prompt(*pair, served.has_score_template) for pair in pairs]
+        prompts = [_pair_prompt(*pair, served) for pair in pairs]
         pooling = PoolingParams(task="classify", use_activation=fields.use_activation)
         vectors = [floats(vector) for vector in await run.vectors(self._client, prompts, pooling)]
         if len(vectors[0]) != 1:
@@ -152,10 +151,12 @@ def _label(labels: Sequence[str], probabilities: Sequence[float]) -> str:
     return labels[index] if len(labels) == len(probabilities) else f"LABEL_{index}"
 
 
-def _pair_prompt(query: str, document: str, has_template: bool) -> Prompt:
-    """Return the prompt of a pair. A chat template for scores has the roles query and document; without it, the texts
-    follow each other, as in vLLM."""
-    if not has_template:
+def _pair_prompt(query: str, document: str, served: ServedModels) -> Prompt:
+    """Return the prompt of a pair. A chat template for scores has the roles query and document; without it, the
+    tokenizer of an encoder joins the texts, and with a decoder they follow each other, as in vLLM."""
+    if not served.has_score_template and served.joins_pairs:
+        return Prompt(query, second_text=document)
+    if not served.has_score_template:
         return Prompt(query + document)
     messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
     return Prompt(chat=Conversation(to_raw(messages, "documents"), add_generation_prompt=False))
@@ -184,9 +185,4 @@ def _cosines(embeddings: Sequence[bytes], num_firsts: int) -> list[float]:
     firsts = [floats(vector) for vector in embeddings[:num_firsts]]
     seconds = embeddings[num_firsts:]
     pairs = zip(firsts * (len(seconds) // num_firsts), seconds, strict=True)
-    return [_cosine(first, floats(second)) for first, second in pairs]
-
-
-def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    norms = math.hypot(*a) * math.hypot(*b)
-    return sum(map(mul, a, b)) / norms if norms else 0.0
+    return [cosine(first, floats(second)) for first, second in pairs]
