@@ -30,13 +30,14 @@ class SequenceStatus(Enum):
     """State of a sequence.
 
     The normal order is WAITING -> RUNNING -> FINISHED. Before its first step, a sequence is WAITING_FOR_ADAPTER while
-    its adapter is not in a slot, and WAITING_FOR_KV while a store reads its KV blocks. A sequence that was preempted is
-    PREEMPTED until it runs again.
+    its adapter is not in a slot, WAITING_FOR_KV while a store reads its KV blocks, and WAITING_FOR_IMAGES while its
+    images are encoded. A sequence that was preempted is PREEMPTED until it runs again.
     """
 
     WAITING = "waiting"
     WAITING_FOR_ADAPTER = "waiting_adapter"
     WAITING_FOR_KV = "waiting_kv"
+    WAITING_FOR_IMAGES = "waiting_images"
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
@@ -290,6 +291,11 @@ class Sequence:
         if self.beam_group is None and preempted in (self.status, parent.status):
             return None
         return parent if parent.num_computed_tokens < len(parent.prompt_token_ids) else None
+
+    @property
+    def last_image_token(self) -> int:
+        """Position of the last token of an image; -1 if the prompt has no images."""
+        return self.images[-1].start + self.images[-1].num_tokens - 1 if self.images else -1
 
     def chunk_end(self, start: int, end: int) -> int:
         """Return where a chunk of the prompt ends that begins at `start` and could end at `end`. The result is `start`

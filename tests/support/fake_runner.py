@@ -45,6 +45,7 @@ class TokenEchoRunner:
         self.memory = MeasuredMemory(0, 0, 0, num_blocks, block_size, 0, "float32", "cpu")
         self.cells: list[list[Cell | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.swap_costs = swap_costs or SwapCosts()
+        self.background_image_encoder = None
         self.host_cells: dict[int, list[Cell | None]] = {}
         self.states: dict[int, list[Cell]] = {}
         """By row: what was written to the state since its first token."""

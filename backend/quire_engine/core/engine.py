@@ -30,6 +30,7 @@ from quire_engine.kv_transfer.store import KVStore
 from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.adapter_usage import AdapterUsage
+from quire_engine.scheduling.image_encodings import ImageEncodings
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.speculation.draft_policy import DraftCounts
 from quire_engine.step.plan import SlotLoad
@@ -321,6 +322,30 @@ class Engine:
 
     def on_store_ready(self) -> None:
         """Called when a store has read blocks or is late."""
+        self._scheduler.on_resource_ready()
+
+    def delegate_image_encoding(self, start: Callable[[Callable[[], object]], None]) -> None:
+        """Let the owner of the engine encode images in another thread, if the device allows it. Without this call, or
+        if the device does not allow it, steps encode images.
+
+        `start` is called with a function that encodes an image. The owner must run this function, and then call
+        `on_image_encoded` with its result, or `fail_image`.
+        """
+        encoder = self._runner.background_image_encoder
+        if encoder is not None:
+            self._scheduler.image_encodings = ImageEncodings(encoder, start)
+
+    def on_image_encoded(self, embeddings: object) -> None:
+        """Called with the result of a function that encodes an image."""
+        assert self._scheduler.image_encodings is not None
+        self._scheduler.image_encodings.on_encoded(embeddings)
+        self._scheduler.on_resource_ready()
+
+    def fail_image(self, error: QuireError) -> None:
+        """Called when an image could not be encoded. The sequences that wait for it fail with this error."""
+        assert self._scheduler.image_encodings is not None
+        sequences = self._scheduler.fail_images(self._scheduler.image_encodings.on_failed())
+        self._failed_results += [error_result(sequence, error.code, str(error)) for sequence in sequences]
         self._scheduler.on_resource_ready()
 
     def on_slot_loaded(self, slot_load: SlotLoad, error: QuireError | None = None) -> None:

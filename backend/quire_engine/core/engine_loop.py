@@ -54,6 +54,7 @@ class EngineLoop:
         publish: Callable[[int, StepResult], None],
         on_adapter_needed: Callable[[AdapterDigest, AdapterSource], None],
         on_slot_copy: Callable[[SlotLoad, Callable[[], None]], None],
+        on_image: Callable[[Callable[[], object]], None],
         event_publisher: KVEventPublisher | None = None,
         report_blocks: bool = False,
     ) -> None:
@@ -66,11 +67,14 @@ class EngineLoop:
                 the engine's add_adapter or fail_adapter with `submit_call`.
             on_slot_copy: called with a slot load and a function that copies the adapter into the slot. Run this
                 function, and then call the engine's on_slot_loaded with `submit_call`.
+            on_image: called with a function that encodes an image. Run this function, and then call the engine's
+                on_image_encoded or fail_image with `submit_call`.
             event_publisher: publishes the events of cached blocks after each step.
             report_blocks: whether results contain the changes of the prefix cache.
         """
         self._engine = engine
         engine.delegate_slot_copies(on_slot_copy)
+        engine.delegate_image_encoding(on_image)
         engine.delegate_store_waits(lambda: self._inbox.put(engine.on_store_ready))
         self._publish = publish
         self._on_adapter_needed = on_adapter_needed

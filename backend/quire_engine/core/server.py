@@ -21,7 +21,7 @@ from quire_engine.ipc import process
 from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.kv_events.publisher import KVEventPublisher
 from quire_engine.lora.adapter_source import AdapterSource
-from quire_engine.lora.io_threads import AdapterIOThreads
+from quire_engine.lora.io_threads import AdapterIOThreads, run_in_background
 from quire_engine.step.plan import SlotLoad
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import Canary
@@ -67,7 +67,7 @@ class CoreServer(Server):
         self._started_at = utc_now()
         self._event_publisher = event_publisher
         self._engine_loop = EngineLoop(
-            *(engine, self._publish, self._on_adapter_needed, self._on_slot_copy, event_publisher),
+            *(engine, self._publish, self._on_adapter_needed, self._on_slot_copy, self._on_image, event_publisher),
             report_blocks=engine.config.data_parallel_size > 1,
         )
         self._verifier = AdapterVerifier(engine, self._engine_loop)
@@ -139,6 +139,10 @@ class CoreServer(Server):
     def _on_slot_copy(self, slot_load: SlotLoad, copy: Callable[[], None]) -> None:
         """Start to copy an adapter into a slot; called in the compute thread."""
         self._event_loop.call_soon_threadsafe(lambda: self._start_task(self._copy_to_slot(slot_load, copy)))
+
+    def _on_image(self, encode: Callable[[], object]) -> None:
+        """Start to encode an image; called in the compute thread."""
+        self._event_loop.call_soon_threadsafe(lambda: self._start_task(self._encode_image(encode)))
 
     def _start_task(self, coroutine: Awaitable[None]) -> None:
         task = asyncio.ensure_future(coroutine)
@@ -214,6 +218,17 @@ class CoreServer(Server):
             )
             failure = slot_copy_error(slot_load, f"{type(error).__name__}: {error}")
         await self._run_on_engine_thread(lambda: self._engine.on_slot_loaded(slot_load, failure))
+
+    async def _encode_image(self, encode: Callable[[], object]) -> None:
+        """Encode an image; sequences wait for it."""
+        try:
+            embeddings = await run_in_background("image", encode)
+        except Exception as error:  # an image ends only the sequences that have it, not the engine
+            logger.exception("an image could not be encoded")
+            failure = Internal(f"images: an image could not be encoded: {type(error).__name__}: {str(error)[:200]}")
+            await self._run_on_engine_thread(lambda: self._engine.fail_image(failure))
+        else:
+            await self._run_on_engine_thread(lambda: self._engine.on_image_encoded(embeddings))
 
     async def _read_and_add_adapter(
         self, digest: AdapterDigest, source: AdapterSource, slot_pinned: bool | None

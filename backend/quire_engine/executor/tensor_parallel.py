@@ -51,6 +51,8 @@ class TensorParallelRunner(ModelRunner):
         self._adapter_by_digest: dict[AdapterDigest, ShardedAdapter] = {}
         self.swap_costs, self.host_rows = local_runner.swap_costs, local_runner.host_rows
         self.memory = local_runner.memory
+        # Only rank 0 has a vision tower.
+        self.background_image_encoder = local_runner.background_image_encoder
 
     @classmethod
     def start(

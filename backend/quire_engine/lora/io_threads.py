@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads in which the core server reads adapters and copies them into slots while steps run.
+"""Threads in which the core server reads adapters, copies them into slots and encodes images while steps run.
 
 Each task runs in a new thread, which ends with the task. Long-lived threads slow down the steps, because libgomp keeps
 a team of workers for every thread that has computed before. Once there are more workers than cores, they sleep instead
@@ -49,13 +49,18 @@ class AdapterIOThreads:
 
     async def _run_in_thread(self, semaphore: asyncio.Semaphore, function: Callable[[], T]) -> T:
         async with semaphore:
-            with ThreadPoolExecutor(1, "adapter", initializer=lower_thread_priority) as executor:
-                return await asyncio.get_running_loop().run_in_executor(executor, function)
+            return await run_in_background("adapter", function)
+
+
+async def run_in_background(name: str, function: Callable[[], T]) -> T:
+    """Run a function in a thread of this name. Its exceptions propagate."""
+    with ThreadPoolExecutor(1, name, initializer=lower_thread_priority) as executor:
+        return await asyncio.get_running_loop().run_in_executor(executor, function)
 
 
 def lower_thread_priority() -> None:
     """Lower the priority of the calling thread below that of the steps, and limit it to one core. A task still gets a
-    quarter of a busy core, so a request does not wait much longer for its adapter."""
+    quarter of a busy core, so a request does not wait much longer for its adapter or image."""
     import torch  # imported here, so that importing the core server does not import torch
 
     # On Linux the priority is per thread. If the call is forbidden, tasks compete with steps.

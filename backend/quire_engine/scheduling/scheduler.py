@@ -31,6 +31,7 @@ from quire_engine.scheduling.adapter_usage import AdapterUsage, count_usage
 from quire_engine.scheduling.async_scheduling import apply_placeholders, reaches_max_tokens, remove_placeholder
 from quire_engine.scheduling.beam_scheduler import BeamScheduler
 from quire_engine.scheduling.capacity import CapacityCheck
+from quire_engine.scheduling.image_encodings import ImageEncodings
 from quire_engine.scheduling.in_flight_steps import InFlightSteps
 from quire_engine.scheduling.request_checks import check_request, find_parent
 from quire_engine.scheduling.request_queue import RequestQueue
@@ -115,6 +116,9 @@ class Scheduler:
     into host memory, and delays no other sequence. It waits at most READ_DEADLINE_S. After that, it starts like every
     other sequence, with the blocks that were read.
 
+    Images. If `image_encodings` is set, a sequence is WAITING_FOR_IMAGES while the vision tower computes the embeddings
+    of its images in another thread, and delays no other sequence. Otherwise, steps run the tower.
+
     Async scheduling. While a step is in flight, the next step can be planned as if the step in flight were complete
     (see async_scheduling). Such a plan never preempts a sequence. If a preemption is necessary, planning waits until
     the step in flight is complete. A sequence that is aborted, or that turns out to
@@ -152,6 +156,8 @@ class Scheduler:
         self.block_manager = BlockManager(block_pool, config.block_size, self.host_cache, layout)
         self.draft_planner = DraftPlanner.from_config(config, self.block_manager)
         self._has_long_rope = block_hasher.long_rope_threshold is not None
+        self.image_encodings: ImageEncodings | None = None
+        """The images that are encoded while steps run; None: steps encode them."""
         self._num_arrivals = 0
         self._clock = VirtualClock()
         self._sequences: dict[int, Sequence] = {}
@@ -341,6 +347,8 @@ class Scheduler:
             if has_placeholders:
                 remove_placeholder(sequence)
             sequence.num_computed_tokens = span.end - len(span.draft_token_ids)
+            if span.start <= sequence.last_image_token < span.end:
+                self._release_images(sequence)
             self.prefix_cache.cache_full_blocks(sequence)
             self.block_manager.free_outside_window(sequence)
             if span_output.prompt_logprobs:
@@ -426,6 +434,11 @@ class Scheduler:
         """Finish and return the sequences that wait for an adapter that cannot be loaded."""
         return self._fail_sequences([s for s in self._waiting if s.adapter_digest == adapter_digest])
 
+    def fail_images(self, sequence_ids: Iterable[int]) -> list[Sequence]:
+        """Finish and return the sequences that wait for an image that cannot be encoded."""
+        sequences = [self._sequences[sequence_id] for sequence_id in sequence_ids]
+        return self._fail_sequences([s for s in sequences if s.status is not SequenceStatus.RUNNING])
+
     def _fail_sequences(self, sequences: list[Sequence]) -> list[Sequence]:
         """Finish these sequences, and all beams of the searches to which they belong.
 
@@ -443,7 +456,7 @@ class Scheduler:
         return failed_sequences
 
     def on_resource_ready(self) -> None:
-        """Called when an adapter was read or copied to a slot, or when a store has read blocks.
+        """Called when an adapter was read or copied to a slot, a store has read blocks, or an image was encoded.
 
         Waiting sequences may now be able to run."""
         self.waiting_for_adapters = False
@@ -464,6 +477,8 @@ class Scheduler:
                 f"scheduler: {len(self._waiting)} waiting ({len(waiting_with_blocks)} of them have blocks), "
                 f"{len(self._running)} running, {len(self._sequences)} unfinished, sorted: {is_sorted}"
             )
+        if self.image_encodings is not None and not self.image_encodings.check_integrity(set(self._sequences)):
+            raise Internal("scheduler: embeddings of images are held for sequences that have ended")
         self._beams.check_integrity(self._sequences)
         held_rows = [] if self.store_traffic is None else self.store_traffic.held_rows
         self.block_manager.check_integrity(block_holders, self._waiting, self._in_flight.plans, held_rows)
@@ -616,7 +631,7 @@ class Scheduler:
             if parent.status is SequenceStatus.RUNNING or parent.id in builder.pending_forks:
                 builder.pending_forks.add(sequence.id)
             return True
-        if not self._adapter_ready(sequence, now) or not self._kv_ready(sequence, now):
+        if not (self._adapter_ready(sequence, now) and self._kv_ready(sequence, now) and self._images_ready(sequence)):
             return True
         if (prefix := self._usable_prefix(sequence, builder)) is None:
             return False
@@ -661,6 +676,19 @@ class Scheduler:
         is_ready = self.store_traffic.is_ready(sequence, lambda: self.prefix_cache.missing_blocks(sequence), now)
         sequence.status = SequenceStatus.WAITING if is_ready else SequenceStatus.WAITING_FOR_KV
         return is_ready
+
+    def _images_ready(self, sequence: Sequence) -> bool:
+        """Return whether a sequence need not wait for the embeddings of its images."""
+        if self.image_encodings is None or not sequence.images:
+            return True
+        is_ready = self.image_encodings.are_ready(sequence, self.prefix_cache.match(sequence).num_tokens)
+        if sequence.status is not SequenceStatus.PREEMPTED:
+            sequence.status = SequenceStatus.WAITING if is_ready else SequenceStatus.WAITING_FOR_IMAGES
+        return is_ready
+
+    def _release_images(self, sequence: Sequence) -> None:
+        if self.image_encodings is not None:
+            self.image_encodings.release(sequence.id, sequence.images)
 
     def _chunk_length(self, remaining: int, budget: int) -> int:
         """Return how many of the `remaining` prompt tokens to compute in this step."""
@@ -750,6 +778,7 @@ class Scheduler:
         sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
         if self.draft_planner is not None and sequence.beam_group is None:
             self.draft_planner.finish(sequence)
+        self._release_images(sequence)
         (self._running if was_running else self._waiting).remove(sequence)
         self.block_manager.drop_swapped(sequence)
         if not (self._running.num_by_client[sequence.client] or self._waiting.num_by_client[sequence.client]):

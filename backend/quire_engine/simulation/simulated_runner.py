@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from random import Random
 
+from quire_engine.images.background_encoder import BackgroundImageEncoder
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer.store import HostRows
 from quire_engine.lora.adapter_info import AdapterInfo
@@ -31,6 +32,7 @@ class SimulatedRunner:
         self.outside_s = 0.0
         """Part of `busy_s` in steps that are larger than every recorded one."""
         self.num_steps = 0
+        self.background_image_encoder: BackgroundImageEncoder | None = None
 
     def execute(self, plan: StepPlan) -> list[SpanOutput]:
         """Predict the time of a step. Each sequence whose prompt is complete gets a token."""

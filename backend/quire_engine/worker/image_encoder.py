@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder of images: runs the vision tower for the images of a step, and keeps the outputs of recent images.
+"""Encoder of images: runs the vision tower, and keeps the outputs of recent images.
 
 A chunk of a prompt can end inside an image, a preempted sequence computes its images again, and other requests send
-the same image: the output of the tower is then in the cache. An image that has left the cache is encoded again, so the
-size of the cache changes only the speed.
+the same image: the output of the tower is then in the cache. A step encodes an image that is not in the cache, so the
+size of the cache changes only the speed. Outputs that were computed ahead of a step are held until the step has run.
 """
 
 from collections import OrderedDict
@@ -27,11 +27,14 @@ class ImageEncoder:
     """Encoder of one engine. Tensor-parallel ranks other than 0 have none."""
 
     def __init__(self, tower: VisionTower, max_cached_tokens: int) -> None:
-        """The outputs of at most `max_cached_tokens` tokens are kept."""
+        """The outputs of at most `max_cached_tokens` tokens are kept, and at least that of the last image. Those that
+        are held are not counted."""
         self._tower = tower
         self._max_cached_tokens = max_cached_tokens
         self._cache: OrderedDict[bytes, ImageFeatures] = OrderedDict()
         self._num_cached_tokens = 0
+        self._held: dict[bytes, ImageFeatures] = {}
+        self._num_threads: int | None = None
         self.num_bytes = tower.num_bytes
         """Bytes of the weights of the tower."""
         self.num_encoded = 0
@@ -51,19 +54,48 @@ class ImageEncoder:
         embeddings, *deepstack = (torch.cat(each) for each in zip(*parts, strict=True))
         return ImageFeatures(embeddings, tuple(deepstack))
 
+    def compute(self, image: ImageInput) -> ImageFeatures:
+        """Run the tower. Another thread can use the rest of this object meanwhile."""
+        if self._num_threads is not None:
+            # A background thread begins with one core (lora/io_threads.py). An engine without other work has more.
+            torch.set_num_threads(self._num_threads)
+        return self._tower.encode(image.tensors)
+
+    def store(self, digest: bytes, features: ImageFeatures) -> None:
+        """Put the output of the tower into the cache."""
+        self.num_encoded += 1
+        self._add(digest, features)
+
+    def allow_background(self) -> None:
+        """Let other threads call `compute`, on as many cores as the calling thread uses."""
+        self._num_threads = torch.get_num_threads()
+
+    def hold(self, digest: bytes) -> bool:
+        """Keep the output for an image until `release`. Return False if it is not in the cache."""
+        features = self._cache.pop(digest, None)
+        if features is not None:
+            self._num_cached_tokens -= len(features.embeddings)
+            self._held[digest] = features
+        return features is not None
+
+    def release(self, digest: bytes) -> None:
+        """Return a held output to the cache."""
+        self._add(digest, self._held.pop(digest))
+
+    def _add(self, digest: bytes, features: ImageFeatures) -> None:
+        self._cache[digest] = features
+        self._num_cached_tokens += len(features.embeddings)
+        while self._num_cached_tokens > self._max_cached_tokens and len(self._cache) > 1:
+            _, dropped = self._cache.popitem(last=False)
+            self._num_cached_tokens -= len(dropped.embeddings)
+
     def _features(self, image: ImageInput) -> ImageFeatures:
-        features = self._cache.get(image.digest)
-        if features is None:
-            features = self._tower.encode(image.tensors)
-            self.num_encoded += 1
-            self._cache[image.digest] = features
-            self._num_cached_tokens += len(features.embeddings)
-            while self._num_cached_tokens > self._max_cached_tokens:
-                _, dropped = self._cache.popitem(last=False)
-                self._num_cached_tokens -= len(dropped.embeddings)
-        else:
-            self._cache.move_to_end(image.digest)
-        return features
+        if (held := self._held.get(image.digest)) is not None:
+            return held
+        if image.digest not in self._cache:
+            self.store(image.digest, self.compute(image))
+        self._cache.move_to_end(image.digest)
+        return self._cache[image.digest]
 
 
 def build_image_encoder(

@@ -8,6 +8,7 @@ for several. The module does not import torch. As a result, torch is not loaded 
 from collections.abc import Callable
 from typing import Protocol
 
+from quire_engine.images.background_encoder import BackgroundImageEncoder
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer.store import HostRows
 from quire_engine.lora.adapter_info import AdapterInfo
@@ -25,6 +26,9 @@ class ModelRunner(Protocol):
 
     host_rows: HostRows | None
     """The host memory of these blocks on this rank; None if there is none."""
+
+    background_image_encoder: BackgroundImageEncoder | None
+    """Encodes images beside steps; None if steps encode them."""
 
     def read_adapter(self, source: AdapterSource) -> object:
         """Read an adapter's folder, or those of a sum, and pack it for `store_adapter`. This is slow. Any thread can

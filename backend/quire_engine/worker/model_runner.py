@@ -104,6 +104,10 @@ class DeviceModelRunner(ModelRunner):
         memory = startup.allocate()
         self._kv_cache, self._graphs, self._host_swap = memory.kv_cache, memory.graphs, memory.host_swap
         self.swap_costs, self.memory, self.host_rows = memory.swap_costs, memory.measured, memory.host_swap
+        self.background_image_encoder = None
+        if self._image_encoder is not None and self._device.type == "cpu":
+            self._image_encoder.allow_background()
+            self.background_image_encoder = self._image_encoder
 
     def read_adapter(self, source: AdapterSource) -> StoredAdapter:
         """See ModelRunner."""

@@ -402,7 +402,7 @@ def test_adapter_events_are_kept_until_a_text_process_connects(with_step):
     harness = EngineHarness()
     published: queue.SimpleQueue[tuple[int, StepResult]] = queue.SimpleQueue()
     engine_loop = EngineLoop(
-        harness.engine, lambda client_id, result: published.put((client_id, result)), lambda *_: None, lambda *_: None
+        harness.engine, lambda client_id, result: published.put((client_id, result)), *[lambda *_: None] * 3
     )
     harness.add_adapter("d0")
     if with_step:
@@ -421,7 +421,7 @@ def test_text_process_receives_the_changes_of_the_prefix_cache() -> None:
     recorded: list[BlockEvent] = []
     publisher = Mock(publish=recorded.extend, num_dropped=3)
     engine_loop = EngineLoop(
-        harness.engine, lambda _, result: published.put(result), lambda *_: None, lambda *_: None, publisher, True
+        harness.engine, lambda _, result: published.put(result), *[lambda *_: None] * 3, publisher, True
     )
     threading.Thread(target=engine_loop.run, daemon=True).start()
     cached: set[bytes] = set()

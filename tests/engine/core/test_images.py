@@ -3,7 +3,8 @@
 for each token, and its images with it."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +17,12 @@ from support.thread_workers import engine_with_thread_workers
 from support.tiny_checkpoints import load_adapted_oracle, load_oracle, make_adapter
 
 from quire_engine.core.engine import Engine
+from quire_engine.worker.image_encoder import ImageEncoder
 from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.speculative_config import SpeculativeConfig
-from quire_spec.errors import InvalidArgument
+from quire_spec.errors import Internal, InvalidArgument
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import SequenceRequest
@@ -70,16 +72,24 @@ def _config(folder: Path, num_blocks: int | None = None, **changes: Any) -> Engi
     return config
 
 
-def _run(
-    engine: Engine, prompts: list[ImagePrompt], digests: Mapping[int, str] | None = None, n: int = 1
-) -> dict[int, tuple[list[int], list[dict[int, float]], int]]:
-    """Return the tokens of each sequence, the log probabilities, and the number of cached tokens."""
+def _request(sequence_id: int, prompt: ImagePrompt, digest: str | None = None) -> SequenceRequest:
     allowed = list(range(IMAGE_TOKEN))
     params = SamplingParams(
         temperature=0.0, max_tokens=NUM_TOKENS, logprobs=-1, ignore_eos=True, allowed_token_ids=allowed
     )
+    return SequenceRequest(sequence_id, prompt.token_ids, params, digest, images=prompt.images)
+
+
+def _run(
+    engine: Engine,
+    prompts: list[ImagePrompt],
+    digests: Mapping[int, str] | None = None,
+    n: int = 1,
+    on_step: Callable[[], None] = lambda: None,
+) -> dict[int, tuple[list[int], list[dict[int, float]], int]]:
+    """Return the tokens of each sequence, the log probabilities, and the number of cached tokens."""
     for i, prompt in enumerate(prompts):
-        request = SequenceRequest(i * n, prompt.token_ids, params, (digests or {}).get(i), images=prompt.images)
+        request = _request(i * n, prompt, (digests or {}).get(i))
         engine.add(request)
         empty = [replace(image, tensors={}) for image in prompt.images]
         for j in range(1, n):
@@ -88,6 +98,7 @@ def _run(
     while engine.has_work:
         for digest, path in engine.pop_adapter_reads():
             engine.add_adapter(digest, path, engine.read_adapter(path))
+        on_step()
         for result in engine.step().results:
             assert result.error == ""
             tokens, tables, cached = outputs.get(result.id, ([], [], 0))
@@ -180,3 +191,67 @@ def test_adapters_of_the_vision_tower_are_refused_unless_only_texts_are_served(c
     engine = Engine.from_config(_config(folder, enable_lora=True, language_model_only=True))
     assert engine._runner._image_encoder is None  # type: ignore[attr-defined]
     engine.read_adapter(adapter)
+
+
+class _Owner:
+    """Encodes images like the core server, but only when the test calls `encode`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.pending: list[Callable[[], object]] = []
+        engine.delegate_image_encoding(self.pending.append)
+
+    def encode(self) -> None:
+        """Encode the image of which the encoding has started, in another thread."""
+        [encode] = self.pending
+        self.pending.clear()
+        with ThreadPoolExecutor(1) as executor:
+            self.engine.on_image_encoded(executor.submit(encode).result())
+
+
+@pytest.mark.parametrize("num_blocks", [None, MAX_MODEL_LEN // 8 + 1])
+def test_images_that_are_encoded_beside_steps_delay_no_other_sequence(cases, num_blocks):
+    case = cases("qwen3_vl")
+    engine = Engine.from_config(_config(case.folder, num_blocks))
+    owner, encoder = _Owner(engine), engine._runner.background_image_encoder
+    assert isinstance(encoder, ImageEncoder)
+    outputs = _run(engine, case.prompts, on_step=lambda: owner.encode() if owner.pending else None)
+    _check(outputs, case.references)
+    assert not encoder._held
+
+
+def test_a_text_gets_its_tokens_while_an_image_is_encoded(cases):
+    case = cases("qwen3_vl")
+    engine = Engine.from_config(_config(case.folder))
+    owner = _Owner(engine)
+    for i in (1, 2):
+        engine.add(_request(i, case.prompts[i]))
+    results = []
+    while engine.has_runnable:
+        results += engine.step().results
+    assert owner.pending and {result.id for result in results} == {2}
+    assert assert_greedy_tokens([token for result in results for token in result.token_ids], *case.references[2])
+
+
+def test_a_failed_image_ends_only_its_sequences(cases):
+    case = cases("qwen3_vl")
+    engine = Engine.from_config(_config(case.folder))
+    owner = _Owner(engine)
+    for i in (0, 1, 2):
+        engine.add(_request(i, case.prompts[i]))
+    results = engine.step().results
+    engine.abort([1])
+    engine.fail_image(Internal("images: broken"))
+    owner.pending.clear()
+    while engine.has_work:
+        results += engine.step().results
+    assert [(r.id, r.error) for r in results if r.error] == [(0, "images: broken")]
+    assert sum(len(r.token_ids) for r in results if r.id == 2) == NUM_TOKENS
+    engine.check_integrity()
+    # An aborted request leaves its image to the cache.
+    engine.add(_request(3, case.prompts[0]))
+    engine.step()
+    engine.abort([3])
+    owner.encode()
+    assert not engine.has_work and not engine._runner.background_image_encoder._held  # type: ignore[union-attr]
+    engine.check_integrity()

@@ -155,7 +155,7 @@ def test_loop_computes_a_prompt_when_the_store_is_late(
     monkeypatch.setattr(traffic._store, "contains", len)
     monkeypatch.setattr(traffic._store, "read", lambda *arguments: reads.append(arguments))
     published: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
-    loop = EngineLoop(engine, lambda _, result: published.put(result), lambda *_: None, lambda *_: None)
+    loop = EngineLoop(engine, lambda _, result: published.put(result), *[lambda *_: None] * 3)
     threading.Thread(target=loop.run, daemon=True).start()
     loop.attach_client(1)
     start, num_results = time.monotonic(), 0
