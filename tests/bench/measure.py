@@ -27,8 +27,9 @@ class WrongOutput(Exception):
 
 
 def percentile(values: Iterable[float], p: float) -> float:
-    """The smallest value that `p` percent of them do not exceed (nearest rank)."""
-    ordered = sorted(values)
+    """The smallest value that `p` percent of them do not exceed (nearest rank); NaN if there are none."""
+    if not (ordered := sorted(values)):
+        return math.nan
     return ordered[max(0, math.ceil(p / 100 * len(ordered)) - 1)]
 
 
