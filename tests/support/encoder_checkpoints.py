@@ -8,8 +8,8 @@ from typing import Any
 
 import tokenizers
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from support.tiny_checkpoints import _library_warnings_ignored, trained_tensors
+from peft import LoraConfig, PeftModel
+from support.tiny_checkpoints import library_warnings_ignored, save_random_adapter, trained_tensors
 from support.tokenizer import CORPUS, save_tokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
@@ -74,7 +74,7 @@ def load(folder: Path, adapter: Path | None = None, dtype: torch.dtype = torch.f
     is_classifier = "Classification" in json.loads((folder / "config.json").read_text())["architectures"][0]
     options = {"num_labels": num_labels, "ignore_mismatched_sizes": True} if num_labels else {}
     kind = AutoModelForSequenceClassification if is_classifier else AutoModel
-    with _library_warnings_ignored():
+    with library_warnings_ignored():
         model = kind.from_pretrained(folder, dtype=dtype, **options)
         return (model if adapter is None else PeftModel.from_pretrained(model, adapter)).eval()
 
@@ -83,15 +83,8 @@ def make_encoder_adapter(folder: Path, name: str, checkpoint: Path, num_labels: 
     """Write an adapter; with `num_labels`, one with its own head."""
     torch.manual_seed(7)
     task = "SEQ_CLS" if num_labels else "FEATURE_EXTRACTION"
-    with _library_warnings_ignored():
-        model = load(checkpoint, num_labels=num_labels)
-        adapted = get_peft_model(model, LoraConfig(r=8, target_modules=TARGETS[name], task_type=task))
-    with torch.no_grad():
-        for key, parameter in adapted.named_parameters():
-            if "lora_B" in key or "modules_to_save" in key:
-                parameter.copy_(torch.randn_like(parameter) * 0.1)
-    adapted.save_pretrained(folder)
-    return folder
+    config = LoraConfig(r=8, target_modules=TARGETS[name], task_type=task)
+    return save_random_adapter(load(checkpoint, num_labels=num_labels), config, folder)
 
 
 @torch.inference_mode()

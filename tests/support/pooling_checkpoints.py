@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from support.tiny_checkpoints import BASE, CHECKPOINTS, _library_warnings_ignored
+from support.tiny_checkpoints import BASE, CHECKPOINTS, library_warnings_ignored, save_random_adapter
 from support.tokenizer import byte_level, save_tokenizer
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForSequenceClassification
@@ -69,7 +69,7 @@ def embed(folder: Path, prompt: list[int], adapter: Path | None = None) -> torch
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     if adapter is not None:
         is_inner = json.loads((adapter / "adapter_config.json").read_text())["task_type"] == "FEATURE_EXTRACTION"
-        with _library_warnings_ignored():
+        with library_warnings_ignored():
             model = PeftModel.from_pretrained(model, adapter).eval() if is_inner else _adapted(model, adapter)
     hidden = model(torch.tensor([prompt])).last_hidden_state[0]
     if not (folder / "modules.json").exists():
@@ -100,14 +100,7 @@ def make_pooled_adapter(checkpoint: Path, folder: Path, num_labels: int = 0, see
     else:
         model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32)
         config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="FEATURE_EXTRACTION")
-    with _library_warnings_ignored():
-        adapted = get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name or "modules_to_save" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.1)
-    adapted.save_pretrained(folder)
-    return folder
+    return save_random_adapter(model, config, folder)
 
 
 @torch.inference_mode()
@@ -117,7 +110,7 @@ def classify(
     """Return the scores of a prompt, [num_labels] float32. `num_labels` is that of the adapter's own head."""
     model = _classifier(folder, num_labels)
     if adapter is not None:
-        with _library_warnings_ignored():
+        with library_warnings_ignored():
             model = PeftModel.from_pretrained(model, adapter)
     return model.eval()(torch.tensor([prompt])).logits[0]
 

@@ -672,10 +672,15 @@ def make_adapter(checkpoint: Path, folder: Path, seed: int = 0, **config: Any) -
     """Write an adapter with random A and B into `folder`; `config` goes to peft's LoraConfig."""
     torch.manual_seed(seed)
     defaults = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    with _library_warnings_ignored():
-        model = get_peft_model(load_oracle(checkpoint), LoraConfig(**(defaults | config)))
+    return save_random_adapter(load_oracle(checkpoint), LoraConfig(**(defaults | config)), folder)
+
+
+def save_random_adapter(model: Any, config: LoraConfig, folder: Path) -> Path:
+    """Write an adapter of `model` whose every trained parameter is random."""
+    with library_warnings_ignored():
+        adapted = get_peft_model(model, config)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in adapted.named_parameters():
                 if "lora_B" in name or "lora_embedding_A" in name:  # what PEFT starts at 0
                     parameter.copy_(torch.randn_like(parameter) * 0.1)
                 elif "trainable_tokens_delta" in name or "modules_to_save" in name:
@@ -684,19 +689,19 @@ def make_adapter(checkpoint: Path, folder: Path, seed: int = 0, **config: Any) -
                     parameter.mul_(1 + torch.randn_like(parameter) * 0.3)
                 elif name.endswith("bias") and parameter.requires_grad:
                     parameter.add_(torch.randn_like(parameter) * 0.3)
-        model.save_pretrained(folder)
+        adapted.save_pretrained(folder)
     return folder
 
 
 def load_adapted_oracle(checkpoint: Path, adapter: Path) -> Any:
     """An adapter on its checkpoint in peft, not merged."""
-    with _library_warnings_ignored():
+    with library_warnings_ignored():
         return PeftModel.from_pretrained(load_oracle(checkpoint), adapter).eval()
 
 
 def load_summed_oracle(checkpoint: Path, adapters: Mapping[str, Path], parts: Sequence[tuple[str, float]]) -> Any:
     """A weighted sum of adapters on their checkpoint in peft, not merged."""
-    with _library_warnings_ignored():
+    with library_warnings_ignored():
         names = [name for name, _ in parts]
         model = PeftModel.from_pretrained(load_oracle(checkpoint), adapters[names[0]], adapter_name=names[0])
         for name in names[1:]:
@@ -727,7 +732,7 @@ def greedy_output(folder: Path, prompt: list[int], max_tokens: int) -> list[int]
 
 
 @contextmanager
-def _library_warnings_ignored() -> Iterator[None]:
+def library_warnings_ignored() -> Iterator[None]:
     """peft calls what transformers deprecates, and advises trainers; neither is ours to change."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

@@ -51,7 +51,7 @@ class ScoreHead:
     @property
     def num_bytes(self) -> int:
         """Bytes of the layers."""
-        parts = self.weight, self.bias, self.dense, self.dense_bias
+        parts = self.weight, self.bias, self.dense, self.dense_bias, self.norm, self.norm_bias
         return sum(part.nbytes for part in parts if part is not None)
 
     def __call__(self, vectors: Tensor) -> Tensor:

@@ -45,9 +45,9 @@ CHECKPOINT_QUANTIZATIONS = (
 """Values of quant_method that are supported in config.json of a quantized checkpoint."""
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 MAX_DATA_PARALLEL_SIZE = 16
+"""Maximum number of cores in a pod."""
 MAX_IMAGES = 64
 """Largest value of limit_mm_per_prompt.image."""
-"""Maximum number of cores in a pod."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of max_lora_rank, as in vLLM."""
 SPECULATIVE_MODEL_METHODS = ("draft_model", "eagle3", "medusa")
