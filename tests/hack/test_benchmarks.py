@@ -109,6 +109,12 @@ def test_names_benchmark(tmp_path):
     assert figures["failed"] == 0 and 2 < figures["first_adapters"] <= 12
 
 
+@pytest.mark.server
+def test_images_benchmark() -> None:
+    lines = run_script("images.py", "--sizes", "112", "--runs", "2").splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"112 x 112 pixels, {what}, ms" for what in ("idle", "beside")]
+
+
 def test_fairness_benchmark() -> None:
     """Its exit code is 1 above the bar, which a busy machine can cause."""
     output = run_script("fairness.py", "--model", TINY, "--seconds", "2", "--prompt-tokens", "16", codes=(0, 1))

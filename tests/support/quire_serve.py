@@ -69,9 +69,10 @@ class QuireServeProcess:
         host: str = "127.0.0.1",
         ports: dict[str, int] | None = None,
         env: dict[str, str] | None = None,
+        program: Path | None = None,
     ) -> None:
         """Start it in `folder`. `document` is an LLMService, the path of a vllm_backend repository, or as a str the
-        argument MODEL. It listens on `host`, by default on free ports."""
+        argument MODEL. It listens on `host`, by default on free ports. `program`: `quire` of another environment."""
         self.folder, self.host = folder, host
         self.ports = ports or dict(zip((*PORTS, "openai"), free_ports(5), strict=True))
         self.file = folder / "llmservice.yaml"
@@ -84,7 +85,7 @@ class QuireServeProcess:
             what = ["-f", str(self.file)]
         self.log = folder / "serve.log"
         ports = [f"--{name}-port={port}" for name, port in self.ports.items()]
-        command = [str(Path(sys.executable).with_name("quire")), "serve", *what]
+        command = [str(program or Path(sys.executable).with_name("quire")), "serve", *what]
         command += [f"--host={host}", *ports, f"--run-dir={folder / 'run'}", f"--cache-dir={folder / 'cache'}", *flags]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
