@@ -169,7 +169,7 @@ def _missing(name: str, info: Architecture) -> Iterator[str]:
         yield "images"
     yield from dict.fromkeys(feature for _, feature in info.required.values())
     if info.uses_state is not None:
-        yield from ("drafts", "beam search", "KV tiers")
+        yield from ("beam search", "KV tiers")
     if info.has_latent_attention:
         yield "GPUs"
     if info.has_layer_variants:

@@ -200,7 +200,10 @@ class Sequence:
     """Monotonic seconds after which it no longer waits for a store."""
     state_row: int = -1
     """For a model whose layers have states: row of its state; -1 if the sequence does not run. The state contains the
-    computed tokens."""
+    computed tokens, except the last `num_replayed_tokens`."""
+    num_replayed_tokens: int = 0
+    """Number of its last computed tokens that its state does not contain. They are accepted drafts of the last step,
+    and the next step computes their part of the state again."""
     state_stops: tuple[int, ...] = ()
     """Positions at which a chunk of its prompt ends, because a snapshot of its state is taken there; ascending."""
     num_matched_tokens: int = 0

@@ -31,13 +31,7 @@ from quire_kernels.experts import (
     quantize_experts,
 )
 from quire_kernels.fused_decoder import AttentionShape, FusedDecoder, LayerWeights, LinearWeights, build_fused_decoder
-from quire_kernels.gated_delta import (
-    StateBatch,
-    build_state_batch,
-    gated_delta_rule,
-    gated_rms_norm,
-    short_convolution,
-)
+from quire_kernels.gated_delta import gated_delta_rule, gated_rms_norm, short_convolution
 from quire_kernels.host_device_copy import pinned_empty, to_device_async
 from quire_kernels.huge_pages import HugePageArena
 from quire_kernels.kv_cache_layout import row_size
@@ -95,4 +89,5 @@ from quire_kernels.sampling import (
     sample,
     uniform,
 )
+from quire_kernels.state_batch import StateBatch, build_state_batch
 from quire_kernels.step_inputs import SequenceState, StepInputs, prepare_inputs

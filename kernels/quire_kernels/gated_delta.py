@@ -3,13 +3,10 @@
 
 Each sequence has a state of fixed size instead of keys and values: the last inputs of the convolution, and the matrices
 of the recurrence. A state is a row of a tensor. An operation reads and writes the rows of the sequences of a step in
-place. Sequences that compute one token are updated together. Prompts are computed in chunks of tokens.
+place; see `state_batch`. Sequences that decode are updated together. Prompts are computed in chunks of tokens.
 
 Source: Yang, Kautz, Hatamizadeh: "Gated Delta Networks", https://arxiv.org/abs/2412.06464
 """
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +14,7 @@ from torch import Tensor
 
 from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
-from quire_kernels.host_device_copy import to_device_async
+from quire_kernels.state_batch import StateBatch
 
 _CHUNK = 64
 """Number of tokens of a prompt that the recurrence computes at once."""
@@ -26,51 +23,6 @@ _BLOCK = 16
 _LANES = 16
 """The compiled kernel for prompts needs a multiple of this number of elements of a value."""
 _NORM_EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class StateSpan:
-    """A prompt chunk of a step."""
-
-    row: int
-    """Row of the sequence's state."""
-    start: int
-    """Index of its first token in the batch."""
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class StateBatch:
-    """Which states the tokens of a step read and write."""
-
-    decode_tokens: Tensor
-    """[num_decodes] int64: indices of the tokens that are alone in their span."""
-    decode_rows: Tensor
-    """[num_decodes] int64: rows of their states. All rows are different."""
-    prompts: tuple[StateSpan, ...]
-    """The other spans."""
-    rows: Tensor
-    """[num_spans] int64: rows of the states of all spans."""
-    starts: Tensor
-    """[num_spans + 1] int64: index of the first token of each span, and the number of tokens."""
-    has_all: bool
-    """Whether `decode_tokens` contains all tokens, in the order of the batch."""
-
-
-def build_state_batch(rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> StateBatch:
-    """Return the batch for spans of the given lengths. `rows` are the rows of their states."""
-    tokens, decode_rows, prompts, starts = [], [], [], [0]
-    for row, length in zip(rows, lengths, strict=True):
-        start = starts[-1]
-        if length == 1:
-            tokens.append(start)
-            decode_rows.append(row)
-        else:
-            prompts.append(StateSpan(row, start, start + length))
-        starts.append(start + length)
-    numbers = (torch.tensor(each, dtype=torch.int64) for each in (tokens, decode_rows, rows, starts))
-    decode_tokens, decode_row_ids, all_rows, bounds = (to_device_async(each, device) for each in numbers)
-    return StateBatch(decode_tokens, decode_row_ids, tuple(prompts), all_rows, bounds, not prompts)
 
 
 @Op
@@ -83,7 +35,7 @@ def short_convolution(
         x: [num_tokens, size], any float dtype.
         weight: [size, kernel_size], dtype of x; the last column belongs to the present token.
         states: [num_rows, kernel_size - 1, size], dtype of x: the inputs before the step, oldest first. The rows of the
-            batch are replaced with the last inputs of the step.
+            batch are replaced with the last inputs that they keep.
         batch: the states of the tokens.
         bias: [size], dtype of x, added to the convolution; None if there is none.
         has_silu: whether to apply silu.
@@ -95,13 +47,16 @@ def short_convolution(
     shift = x.new_zeros((), dtype=torch.float32) if bias is None else bias.float()
     activate = F.silu if has_silu else torch.Tensor.contiguous
     if len(batch.decode_tokens):
-        inputs = x if batch.has_all else x[batch.decode_tokens]
-        window = torch.cat((states[batch.decode_rows], inputs[:, None]), dim=1)
-        states[batch.decode_rows] = window[:, 1:]
-        result = activate((window.float() * taps).sum(1) + shift).to(x.dtype)
-        if batch.has_all:
-            return result
-        out[batch.decode_tokens] = result
+        earlier = states[batch.decode_rows]
+        for i, (count, kept) in enumerate(batch.rounds):
+            inputs = x if batch.has_all else x[batch.decode_tokens[:count] + i]
+            window = torch.cat((earlier[:count], inputs[:, None]), dim=1)
+            result = activate((window.float() * taps).sum(1) + shift).to(x.dtype)
+            earlier = window[:, 1:]
+            keep_states(states, earlier, batch.decode_rows, kept)
+            if batch.has_all:
+                return result
+            out[batch.decode_tokens[:count] + i] = result
     for span in batch.prompts:
         length = span.end - span.start
         sequence = torch.cat((states[span.row], x[span.start : span.end]))
@@ -129,6 +84,7 @@ def _short_convolution_cpu(
         states.data_ptr(),
         batch.rows.data_ptr(),
         batch.starts.data_ptr(),
+        batch.kept.data_ptr(),
         out.data_ptr(),
         len(batch.rows),
         x.shape[1],
@@ -160,7 +116,7 @@ def gated_delta_rule(
         a_log: [num_value_heads] float32.
         dt_bias: [num_value_heads] float32.
         states: [num_rows, num_value_heads, key_head_dim, value_head_dim], float32 or bfloat16. The rows of the batch
-            are updated in place. All other values are float32.
+            are updated in place by the tokens that they keep. All other values are float32.
         batch: the states of the tokens.
 
     Returns:
@@ -169,13 +125,15 @@ def gated_delta_rule(
     _, num_heads, key_dim, value_dim = states.shape
     out = qkv.new_empty(len(qkv), num_heads, value_dim)
     if len(batch.decode_tokens):
-        tokens = slice(None) if batch.has_all else batch.decode_tokens
-        q, k, v, log_decay, beta = _prepare(qkv[tokens], a[tokens], b[tokens], a_log, dt_bias, key_dim, value_dim)
-        state = states[batch.decode_rows].float() * log_decay.exp()[..., None, None]
-        delta = (v - torch.einsum("bhkv,bhk->bhv", state, k)) * beta[..., None]
-        state += k[..., None] * delta[..., None, :]
-        out[tokens] = torch.einsum("bhkv,bhk->bhv", state, q).to(out.dtype)
-        states[batch.decode_rows] = state.to(states.dtype)
+        state = states[batch.decode_rows].float()
+        for i, (count, kept) in enumerate(batch.rounds):
+            tokens = slice(None) if batch.has_all else batch.decode_tokens[:count] + i
+            q, k, v, log_decay, beta = _prepare(qkv[tokens], a[tokens], b[tokens], a_log, dt_bias, key_dim, value_dim)
+            state = state[:count] * log_decay.exp()[..., None, None]
+            delta = (v - torch.einsum("bhkv,bhk->bhv", state, k)) * beta[..., None]
+            state += k[..., None] * delta[..., None, :]
+            out[tokens] = torch.einsum("bhkv,bhk->bhv", state, q).to(out.dtype)
+            state = keep_states(states, state, batch.decode_rows, kept)
     _scan_prompts(qkv, a, b, a_log, dt_bias, states, batch, out)
     return out
 
@@ -226,6 +184,8 @@ def _gated_delta_rule_cpu(
         states.dtype == torch.bfloat16,
         batch.decode_tokens.data_ptr(),
         batch.decode_rows.data_ptr(),
+        batch.decode_lengths.data_ptr(),
+        batch.decode_kept.data_ptr(),
         out.data_ptr(),
         len(batch.decode_tokens),
         num_key_heads,
@@ -234,6 +194,20 @@ def _gated_delta_rule_cpu(
         value_dim,
     )
     return out
+
+
+def keep_states(states: Tensor, updated: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
+    """Write the states of the spans `kept` to their rows; None stands for all spans.
+
+    Returns:
+        All states as the next token of their sequences reads them: float32, rounded to the dtype of the rows.
+    """
+    rounded = updated.to(states.dtype)
+    if kept is None:
+        states[rows] = rounded
+    else:
+        states[rows[kept]] = rounded[kept]
+    return rounded.float()
 
 
 def _scan_prompts(

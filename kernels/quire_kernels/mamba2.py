@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mamba-2: a recurrence with one matrix per sequence and head, whose decay is the same for all elements.
 
-States are rows of a tensor, as in `gated_delta`: sequences that compute one token are updated together, and prompts are
-computed in chunks of tokens.
+States are rows of a tensor, as in `gated_delta`: sequences that decode are updated together, and prompts are computed
+in chunks of tokens.
 
 Source: Dao, Gu: "Transformers are SSMs", https://arxiv.org/abs/2405.21060
 """
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from quire_kernels import cpu_native
 from quire_kernels.dispatch import Op
-from quire_kernels.gated_delta import StateBatch
+from quire_kernels.gated_delta import keep_states
+from quire_kernels.state_batch import StateBatch
 
 _CHUNK = 64
 """Number of tokens of a prompt that the recurrence computes at once."""
@@ -54,7 +55,7 @@ def mamba2_recurrence(xbc: Tensor, dt: Tensor, params: Mamba2Params, states: Ten
         dt: [num_tokens, num_heads], dtype of xbc.
         params: parameters of the layer.
         states: [num_rows, num_heads, state_dim, head_dim], float32 or bfloat16. The rows of the batch are updated in
-            place. All other values are float32.
+            place by the tokens that they keep. All other values are float32.
         batch: the states of the tokens.
 
     Returns:
@@ -62,13 +63,15 @@ def mamba2_recurrence(xbc: Tensor, dt: Tensor, params: Mamba2Params, states: Ten
     """
     out = xbc.new_empty(len(xbc), states.shape[1], states.shape[3])
     if len(batch.decode_tokens):
-        tokens = slice(None) if batch.has_all else batch.decode_tokens
-        x, b, c, step, log_decay = _prepare(xbc[tokens], dt[tokens], params, states)
-        state = states[batch.decode_rows].float() * log_decay.exp()[..., None, None]
-        state += b[..., None] * (x * step[..., None])[..., None, :]
-        y = torch.einsum("bhnp,bhn->bhp", state, c) + params.d[:, None] * x
-        out[tokens] = y.to(out.dtype)
-        states[batch.decode_rows] = state.to(states.dtype)
+        state = states[batch.decode_rows].float()
+        for i, (count, kept) in enumerate(batch.rounds):
+            tokens = slice(None) if batch.has_all else batch.decode_tokens[:count] + i
+            x, b, c, step, log_decay = _prepare(xbc[tokens], dt[tokens], params, states)
+            state = state[:count] * log_decay.exp()[..., None, None]
+            state += b[..., None] * (x * step[..., None])[..., None, :]
+            y = torch.einsum("bhnp,bhn->bhp", state, c) + params.d[:, None] * x
+            out[tokens] = y.to(out.dtype)
+            state = keep_states(states, state, batch.decode_rows, kept)
     _scan_prompts(xbc, dt, params, states, batch, out)
     return out
 
@@ -99,6 +102,8 @@ def _mamba2_recurrence_cpu(xbc: Tensor, dt: Tensor, params: Mamba2Params, states
         states.dtype == torch.bfloat16,
         batch.decode_tokens.data_ptr(),
         batch.decode_rows.data_ptr(),
+        batch.decode_lengths.data_ptr(),
+        batch.decode_kept.data_ptr(),
         out.data_ptr(),
         len(batch.decode_tokens),
         *sizes,

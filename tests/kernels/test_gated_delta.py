@@ -8,7 +8,7 @@ from support.requirements_of_machine import requires_native_kernels
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from quire_kernels import build_state_batch, gated_delta_rule, gated_rms_norm, short_convolution
-from quire_kernels.gated_delta import StateBatch
+from quire_kernels.state_batch import StateBatch
 
 CPU = torch.device("cpu")
 # Key heads, value heads, key size, value size, taps.
@@ -90,6 +90,24 @@ def test_division_into_steps_does_not_matter():
     torch.testing.assert_close(outputs, expected, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(divided.states, whole.states, rtol=1e-3, atol=1e-4)
     assert torch.equal(divided.convolution, whole.convolution)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_drafts_change_no_state(dtype):
+    """With drafts in a span, outputs and kept states have the same bits as token by token."""
+    lengths, drafts, replayed = [4, 70, 1, 3], [2, 0, 0, 0], [1, 0, 0, 2]
+    spans = [(sum(lengths[:i]), n) for i, n in enumerate(lengths)]
+    whole, single = Case(SIZES[1], lengths, dtype), Case(SIZES[1], lengths, dtype)
+    steps = [n - r for n, r in zip(lengths, replayed, strict=True)]
+    *_, outputs = whole.run(build_state_batch(whole.rows, steps, CPU, drafts, replayed, 3))
+    for i in (0, 2, 3):
+        (start, length), row = spans[i], single.rows[i]
+        for token in range(length):
+            *_, expected = single.run(build_state_batch([row], [1], CPU), rows=slice(start + token, start + token + 1))
+            assert torch.equal(outputs[start + token], expected[0])
+            if token == length - drafts[i] - 1:
+                assert torch.equal(whole.states[row], single.states[row])
+                assert torch.equal(whole.convolution[row], single.convolution[row])
 
 
 @requires_native_kernels

@@ -8,7 +8,7 @@ from transformers.models.falcon_h1 import modeling_falcon_h1
 from transformers.models.nemotron_h import modeling_nemotron_h
 
 from quire_kernels import Mamba2Params, build_state_batch, gated_group_norm, mamba2_recurrence
-from quire_kernels.gated_delta import StateBatch
+from quire_kernels.state_batch import StateBatch
 
 CPU = torch.device("cpu")
 # Heads, groups, size of the state, size of a head.

@@ -49,6 +49,8 @@ class TokenEchoRunner:
         self.host_cells: dict[int, list[Cell | None]] = {}
         self.states: dict[int, list[Cell]] = {}
         """By row: what was written to the state since its first token."""
+        self.state_drafts: dict[int, list[Cell]] = {}
+        """By row: the drafts of the last step, which the state does not contain."""
         self.host_adapters: dict[str, object] = {}
         self.digest_by_adapter_slot: dict[int, str] = {}
         self.invocation_by_path: dict[str, tuple[int, ...]] = {}
@@ -143,13 +145,17 @@ class TokenEchoRunner:
                 self.cells[table[position // size]][position % size] = (token, position, digest, group)
         self._check_cells(span, self._tokens(sequence, 0, span.start) + tokens)
         if sequence.state_row >= 0:
-            state = self.states[sequence.state_row] if span.start else []
-            self.states[sequence.state_row] = state + [
+            row, num_drafts = sequence.state_row, len(span.draft_token_ids)
+            state = self.states[row] if span.start else []
+            state = state + self.state_drafts.get(row, [])[: sequence.num_replayed_tokens]
+            state = state + [
                 (token, span.start + i, sequence.adapter_until(span.start + i + 1), 0) for i, token in enumerate(tokens)
             ]
             expected = enumerate(self._tokens(sequence, 0, span.start) + tokens)
             expected_state = [(token, i, sequence.adapter_until(i + 1), 0) for i, token in expected]
-            assert self.states[sequence.state_row] == expected_state, f"sequence {sequence.id}: wrong state"
+            assert state == expected_state, f"sequence {sequence.id}: wrong state"
+            self.states[row] = state[: len(state) - num_drafts]
+            self.state_drafts[row] = state[len(state) - num_drafts :]
 
     def _output(self, span: ScheduledSpan) -> SpanOutput:
         """Return the sampled tokens of a span, or the candidates of a beam that was computed completely."""

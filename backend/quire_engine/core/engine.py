@@ -22,7 +22,6 @@ from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.layout_choice import (
     check_kv_offloading,
     check_latent_attention,
-    check_states,
     choose_layout,
 )
 from quire_engine.kv_cache.state_pool import StatePool
@@ -151,7 +150,6 @@ class Engine:
         check_max_model_len(config, checkpoint.shape)
         config = config.for_model(checkpoint.shape)
         check_kv_offloading(config, checkpoint.shape)
-        check_states(config, checkpoint.shape)
         check_latent_attention(config, checkpoint.shape)
         # Imported here, so that importing the engine does not import torch.
         from quire_engine.executor.runner_factory import create_runner

@@ -6,7 +6,7 @@ import logging
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model.attention.latent_attention_config import UNSUPPORTED_ON_GPUS
-from quire_spec.model.attention.state_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS
+from quire_spec.model.attention.state_config import UNSUPPORTED_TIERS
 from quire_spec.model.kv_layout import UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
 
@@ -25,12 +25,6 @@ def check_kv_offloading(config: EngineConfig, shape: ModelConfig) -> None:
         raise ConfigError(f"kv_offloading_size: {UNSUPPORTED_TIERS}; remove it")
     if config.kv_offloading_size and choose_layout(config, shape).num_groups > 1:
         raise ConfigError(f"kv_offloading_size: {UNSUPPORTED_LAYOUT}; remove it")
-
-
-def check_states(config: EngineConfig, shape: ModelConfig) -> None:
-    """Raise ConfigError if speculative decoding is set for a model whose layers have states."""
-    if config.speculative_config is not None and shape.states is not None:
-        raise ConfigError(f"speculative_config: {UNSUPPORTED_DRAFTS}; remove it")
 
 
 def check_latent_attention(config: EngineConfig, shape: ModelConfig) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire_kernels import to_device_async
+from quire_kernels import StateBatch, to_device_async
 from quire_spec.model.attention.state_config import StateConfig
 
 
@@ -22,6 +22,31 @@ class LayerStates:
     """[num_rows, kernel_size - 1, conv_size], dtype of the activations; see `short_convolution`."""
     recurrence: Tensor
     """[num_rows, *matrices]; see `gated_delta_rule`. It has no elements if the layer has no recurrence."""
+    drafts: Tensor
+    """[num_rows, max_drafts, input_size], dtype of the activations: inputs of the drafts of the last step, which the
+    state does not contain."""
+
+    def replay_drafts(self, batch: StateBatch, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs of all tokens of the batch, and keep the inputs of the drafts of the step.
+
+        Args:
+            batch: the tokens of the batch.
+            inputs: inputs of the tokens of the step by which a token changes the state, [num_tokens, size] each.
+
+        Returns:
+            The inputs of the tokens of the batch, in the same order.
+        """
+        if (drafts := batch.drafts) is None:
+            return inputs
+        joined, kept = torch.cat(inputs, dim=1), self.drafts.flatten(0, 1)
+        replayed = torch.cat((kept[drafts.read_rows], joined))[drafts.order]
+        kept[drafts.kept_rows] = joined[drafts.kept_tokens]
+        return torch.split(replayed, [part.shape[1] for part in inputs], dim=1)
+
+
+def drop_replayed(batch: StateBatch, out: Tensor) -> Tensor:
+    """Return the rows of `out`, which has one for each token of the batch, that belong to tokens of the step."""
+    return out if batch.drafts is None else out[batch.drafts.outputs]
 
 
 class StateCache:
@@ -35,23 +60,27 @@ class StateCache:
         dtype: torch.dtype,
         state_dtype: torch.dtype,
         device: torch.device,
+        max_drafts: int = 0,
     ) -> None:
-        """Allocate the states. The memory is not zeroed, because a page on a CPU takes memory only after the first
-        write."""
+        """Allocate the states, and memory for the inputs of `max_drafts` drafts of each sequence. The memory is not
+        zeroed, because a page on a CPU takes memory only after the first write."""
         self.num_rows = num_rows
+        self.max_drafts = max_drafts
         self._device = device
         convolution_size = config.num_layers, num_rows, config.kernel_size - 1, config.conv_size
         self._convolution = torch.empty(convolution_size, dtype=dtype, device=device)
         recurrence_size = config.num_layers, num_rows, *config.recurrence_shape
         self._recurrence = torch.empty(recurrence_size, dtype=state_dtype, device=device)
-        states = map(LayerStates, self._convolution, self._recurrence)
+        drafts_size = config.num_layers, num_rows, max_drafts, config.input_size
+        self._drafts = torch.empty(drafts_size, dtype=dtype, device=device)
+        states = map(LayerStates, self._convolution, self._recurrence, self._drafts)
         self.layers = {layer: next(states) for layer, has_state in enumerate(config.layers) if has_state}
         """The states of each layer that has them, by index of the layer."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all states."""
-        return self._convolution.nbytes + self._recurrence.nbytes
+        return self._convolution.nbytes + self._recurrence.nbytes + self._drafts.nbytes
 
     def zero(self, rows: Sequence[int]) -> None:
         """Zero the states of sequences that begin."""

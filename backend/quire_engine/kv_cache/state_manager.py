@@ -3,7 +3,7 @@
 
 The scheduler calls it for models whose layers have one state per sequence, which contains all
 tokens so far. A state cannot be cut back to fewer tokens. Therefore, a prefix can be reused only where a snapshot of
-the state exists.
+the state exists, and a state never contains drafts. Those that are accepted are added by the next step.
 """
 
 from collections.abc import Iterable
@@ -53,7 +53,7 @@ class StateManager:
     def take_snapshot(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
         """Plan to copy the state of a sequence before its next span, if the span starts at the end of a KV block."""
         start = sequence.num_computed_tokens
-        if not self._has_snapshots or not start or start % self._block_size:
+        if not self._has_snapshots or not start or start % self._block_size or sequence.num_replayed_tokens:
             return
         is_decoding = sequence.num_tokens - start == 1 and start not in sequence.state_stops
         if is_decoding and start % self._decode_interval:
@@ -67,10 +67,20 @@ class StateManager:
             builder.state_copies.append(StateCopy(sequence.state_row, row))
             self.num_snapshots_taken += 1
 
+    def max_draft_length(self, sequence: Sequence) -> int:
+        """Return how many drafts the next span of a decoding sequence can have, so that the sequence takes its next
+        snapshot.
+
+        A step starts there, and its state contains all tokens, because the step before has no drafts."""
+        if not self._has_snapshots:
+            return sequence.max_output_tokens
+        start = sequence.num_computed_tokens
+        return max(0, self._decode_interval - start % self._decode_interval - 2)
+
     def free(self, sequence: Sequence) -> None:
         """Release the row of a sequence."""
         self.pool.free(sequence.state_row)
-        sequence.state_row = -1
+        sequence.state_row, sequence.num_replayed_tokens = -1, 0
 
     def complete_step(self, plan: StepPlan, step_failed: bool) -> None:
         """Drop the snapshots of a failed step, because they may not have been written."""

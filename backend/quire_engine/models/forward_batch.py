@@ -124,7 +124,12 @@ def build_forward_batch(
         logit_rows=None if all_rows else to_device_async(step_input.logit_rows, device),
         num_logits=len(step_input.logit_rows),
         logit_adapter_slots=_logit_adapter_slots(segments, step_input.logit_rows) if segments else (),
-        states=build_state_batch(step_input.state_rows, lengths, device) if kv_cache.states is not None else None,
+        states=None
+        if kv_cache.states is None
+        else build_state_batch(
+            *(step_input.state_rows, lengths, device),
+            *(step_input.num_drafts, step_input.num_replayed, kv_cache.states.max_drafts),
+        ),
         rope_positions=None
         if step_input.rope_positions is None
         else to_device_async(step_input.rope_positions, device).view(3, -1),

@@ -154,7 +154,7 @@ class Scheduler:
             None if state_pool is None else StateManager(state_pool, self.prefix_cache, config.block_size, enabled)
         )
         self.block_manager = BlockManager(block_pool, config.block_size, self.host_cache, layout)
-        self.draft_planner = DraftPlanner.from_config(config, self.block_manager)
+        self.draft_planner = DraftPlanner.from_config(config, self.block_manager, self.states)
         self._has_long_rope = block_hasher.long_rope_threshold is not None
         self.image_encodings: ImageEncodings | None = None
         """The images that are encoded while steps run; None: steps encode them."""
@@ -347,6 +347,7 @@ class Scheduler:
             if has_placeholders:
                 remove_placeholder(sequence)
             sequence.num_computed_tokens = span.end - len(span.draft_token_ids)
+            sequence.num_replayed_tokens = 0
             if span.start <= sequence.last_image_token < span.end:
                 self._release_images(sequence)
             self.prefix_cache.cache_full_blocks(sequence)
@@ -416,6 +417,8 @@ class Scheduler:
         self.draft_planner.record(span, output)
         if span.sequence.status is SequenceStatus.RUNNING:
             span.sequence.num_computed_tokens += len(output.token_ids) - 1
+            if self.states is not None:
+                span.sequence.num_replayed_tokens = len(output.token_ids) - 1
             self.prefix_cache.cache_full_blocks(span.sequence)
 
     def fail_step(self, plan: StepPlan) -> list[Sequence]:

@@ -8,6 +8,7 @@ blocks and the rest of the token budget. They never delay a prompt and never pre
 from dataclasses import replace
 
 from quire_engine.kv_cache.block_manager import BlockManager
+from quire_engine.kv_cache.state_manager import StateManager
 from quire_engine.sequence import Sequence
 from quire_engine.speculation.draft_policy import DraftCounts, DraftPolicy
 from quire_engine.speculation.model_proposer import ModelProposer
@@ -23,18 +24,27 @@ class DraftPlanner:
     draft."""
 
     def __init__(
-        self, config: EngineConfig, block_manager: BlockManager, proposer: DraftProposer, policy: DraftPolicy
+        self,
+        config: EngineConfig,
+        block_manager: BlockManager,
+        states: StateManager | None,
+        proposer: DraftProposer,
+        policy: DraftPolicy,
     ) -> None:
         self._config = config
         self._block_manager = block_manager
+        self._states = states
         self._proposer = proposer
         self._policy = policy
         self._forced: set[int] = set()
         """Ids of the sequences whose draft in this step consists of tokens that a grammar forces."""
 
     @classmethod
-    def from_config(cls, config: EngineConfig, block_manager: BlockManager) -> "DraftPlanner | None":
-        """Return the planner that a configuration requires; None if speculative decoding is not configured."""
+    def from_config(
+        cls, config: EngineConfig, block_manager: BlockManager, states: StateManager | None
+    ) -> "DraftPlanner | None":
+        """Return the planner that a configuration requires; None if speculative decoding is not configured. `states`
+        are the states of sequences, if the model has them."""
         if (speculative := config.speculative_config) is None:
             return None
         proposer: DraftProposer
@@ -44,7 +54,8 @@ class DraftPlanner:
             proposer = SuffixProposer(speculative)
         else:
             proposer = NgramProposer(speculative.lookup_lengths)
-        return cls(config, block_manager, proposer, DraftPolicy(config.device, speculative.num_speculative_tokens))
+        policy = DraftPolicy(config.device, speculative.num_speculative_tokens)
+        return cls(config, block_manager, states, proposer, policy)
 
     @property
     def counts(self) -> DraftCounts:
@@ -69,6 +80,7 @@ class DraftPlanner:
                 builder.token_budget,
                 # The step returns the accepted draft tokens and one more token.
                 sequence.max_output_tokens - len(sequence.output_token_ids) - 1,
+                *([] if self._states is None else [self._states.max_draft_length(sequence)]),
             )
             draft = self._draft(sequence, num_rows, max_tokens) if max_tokens > 0 else []
             if draft and self._block_manager.reserve(sequence, span.end + len(draft)):

@@ -21,7 +21,7 @@ from quire_engine.step.image_positions import rope_positions
 from quire_engine.step.plan import BlockCopy, ScheduledSpan, StateCopy, StepPlan, SwapCopy
 from quire_kernels import BidirectionalTokens
 
-_HEADER_SIZE = 19
+_HEADER_SIZE = 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,12 @@ class StepInput:
     copies: list[BlockCopy] = field(default_factory=list)
     state_rows: list[int] = field(default_factory=list)
     """Per span: row of the state of its sequence. The list is empty if no layer has a state."""
+    num_drafts: list[int] = field(default_factory=list)
+    """Per span, if layers have states: number of drafts at its end, which the state does not keep. The list is empty if
+    it would contain only zeros."""
+    num_replayed: list[int] = field(default_factory=list)
+    """Per span, if layers have states: number of tokens before it that its state does not contain yet. The list is
+    empty if it would contain only zeros."""
     state_copies: list[StateCopy] = field(default_factory=list)
     image_rows: list[int] = field(default_factory=list)
     """Indices of the tokens whose embeddings come from images. Rank 0 computes these embeddings and broadcasts them."""
@@ -154,6 +160,9 @@ def build_step_input(
         [] if long_rope_threshold is None else [int(span.sequence.num_tokens > long_rope_threshold) for span in spans]
     )
     second_text_starts = [span.sequence.second_text_start for span in spans]
+    has_states = spans[0].sequence.state_row >= 0
+    num_drafts = [len(span.draft_token_ids) for span in spans] if has_states else []
+    num_replayed = [span.sequence.num_replayed_tokens for span in spans]
     num_base_tokens = [0 if span.active_slot is None else span.num_base_tokens for span in spans]
     image_rows: list[int] = []
     bidirectional: list[BidirectionalTokens] = []
@@ -182,7 +191,9 @@ def build_step_input(
         swap_outs=plan.swap_outs if plan is not None else [],
         swap_ins=plan.swap_ins if plan is not None else [],
         copies=plan.copies if plan is not None else [],
-        state_rows=[span.sequence.state_row for span in spans] if spans[0].sequence.state_row >= 0 else [],
+        state_rows=[span.sequence.state_row for span in spans] if has_states else [],
+        num_drafts=num_drafts if any(num_drafts) else [],
+        num_replayed=num_replayed if any(num_replayed) else [],
         state_copies=plan.state_copies if plan is not None else [],
         image_rows=image_rows,
         bidirectional=bidirectional,
@@ -203,8 +214,8 @@ def max_elements(
     """Return the number of elements that a row needs for the largest possible input. A step swaps at most `num_swaps`
     blocks, and copies at most one block of each group per span. `max_blocks_per_seq` is the number of blocks of one
     group."""
-    # A span has a state row, and at most two copies: from one snapshot, and to another one.
-    num_elements = max_num_seqs * (12 + (2 + max_blocks_per_seq) * num_groups) + 11 * max_num_tokens
+    # A span has a state row with two numbers of drafts, and at most two copies: from one snapshot, and to another one.
+    num_elements = max_num_seqs * (14 + (2 + max_blocks_per_seq) * num_groups) + 11 * max_num_tokens
     num_graph_elements = max_num_seqs * (2 + 3 * max_blocks_per_seq) * num_groups
     num_graph_elements += 6 * max(max_num_seqs, max_num_tokens)
     return _HEADER_SIZE + max(num_elements, num_graph_elements) + 2 * num_swaps
@@ -220,7 +231,7 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
     if isinstance(step_input, GraphStepInput):
         num_inputs, size = step_input.inputs.shape
         header = [size, *header, num_inputs, step_input.has_adapters]
-        header += [step_input.table_updates.shape[1], len(step_input.logit_rows), *[0] * 10]
+        header += [step_input.table_updates.shape[1], len(step_input.logit_rows), *[0] * 12]
         lists = [*header, *block_numbers, *step_input.logit_rows]
         tensors = step_input.inputs.flatten(), step_input.table_updates.flatten()
         positions = None
@@ -230,9 +241,10 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
         header += [len(step_input.num_base_tokens), step_input.num_pooled]
         header += [len(step_input.state_rows), len(step_input.state_copies), len(step_input.image_rows)]
         header += [step_input.rope_positions is not None, len(step_input.bidirectional)]
-        header += [len(step_input.second_text_starts)]
+        header += [len(step_input.num_drafts), len(step_input.num_replayed), len(step_input.second_text_starts)]
         lists = [*header, *block_numbers, *step_input.starts, *step_input.lengths, *step_input.adapter_slots]
         lists += [*step_input.logit_rows, *step_input.long_rope, *step_input.num_base_tokens, *step_input.state_rows]
+        lists += [*step_input.num_drafts, *step_input.num_replayed]
         lists += [number for copy in step_input.state_copies for number in (copy.source, copy.destination)]
         lists += [*step_input.image_rows, *(number for tokens in step_input.bidirectional for number in tokens)]
         lists += step_input.second_text_starts
@@ -258,9 +270,9 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
         return GraphStepInput(bool(has_adapters), inputs, table_updates, logit_rows, *rest)
     num_spans, num_tokens, num_blocks, num_logits, num_sampled, num_long_rope, *other_counts = counts
     num_bases, num_pooled, num_states, num_state_copies, num_image_rows, *last_counts = other_counts
-    has_rope_positions, num_ranges, num_pairs = last_counts
+    has_rope_positions, num_ranges, num_with_drafts, num_with_replayed, num_pairs = last_counts
     num_list_elements = 3 * num_spans + num_logits + num_long_rope + num_bases + num_states + 2 * num_state_copies
-    num_list_elements += num_image_rows + 5 * num_ranges + num_pairs
+    num_list_elements += num_with_drafts + num_with_replayed + num_image_rows + 5 * num_ranges + num_pairs
     numbers = iter(row[end : end + num_list_elements].tolist())
 
     def next_list(num: int) -> list[int]:
@@ -273,6 +285,7 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
     starts, lengths, adapter_slots = (next_list(num_spans) for _ in range(3))
     logit_rows, long_rope, num_base_tokens = map(next_list, (num_logits, num_long_rope, num_bases))
     state_rows = next_list(num_states)
+    num_drafts, num_replayed = next_list(num_with_drafts), next_list(num_with_replayed)
     state_copies = [StateCopy(*pair) for pair in _block_pairs(next_list(2 * num_state_copies))]
     image_rows = next_list(num_image_rows)
     bidirectional = [BidirectionalTokens(*next_list(5)) for _ in range(num_ranges)]
@@ -293,6 +306,8 @@ def decode(row: Tensor) -> StepInput | GraphStepInput:
         swap_ins=swap_ins,
         copies=copies,
         state_rows=state_rows,
+        num_drafts=num_drafts,
+        num_replayed=num_replayed,
         state_copies=state_copies,
         image_rows=image_rows,
         bidirectional=bidirectional,

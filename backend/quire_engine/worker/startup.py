@@ -282,7 +282,8 @@ class RunnerStartup:
     @property
     def _state_bytes(self) -> int:
         """Bytes of all states of sequences."""
-        state = state_bytes(self._model.shape.states, self._dtype.itemsize, self._state_dtype.itemsize)
+        sizes = self._dtype.itemsize, self._state_dtype.itemsize
+        state = state_bytes(self._model.shape.states, *sizes, self._config.max_drafts)
         return self._num_state_rows * state
 
     def _create_cache(self, num_blocks: int, num_state_rows: int = 1) -> KVCache:
@@ -290,7 +291,8 @@ class RunnerStartup:
         dtype, device, shape = self._cache_dtype, self._device, self._model.shape
         states = None
         if shape.states is not None:
-            states = StateCache(shape.states, num_state_rows, self._dtype, self._state_dtype, device)
+            dtypes, drafts = (self._dtype, self._state_dtype), self._config.max_drafts
+            states = StateCache(shape.states, num_state_rows, *dtypes, device, drafts)
         return KVCache(shape, num_blocks, block_size, dtype, device, num_spare_blocks, self._layout, states)
 
 

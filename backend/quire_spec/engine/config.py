@@ -303,6 +303,11 @@ class EngineConfig:
         return self.speculative_config is not None and self.speculative_config.model is not None
 
     @property
+    def max_drafts(self) -> int:
+        """Maximum number of draft tokens of a sequence in a step; 0 without speculation."""
+        return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+
+    @property
     def state_dtype(self) -> str:
         """Name of the data type of the recurrent matrices in states."""
         return "float32" if self.mamba_ssm_cache_dtype == "auto" else self.mamba_ssm_cache_dtype

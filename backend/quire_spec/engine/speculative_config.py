@@ -129,6 +129,11 @@ def draft_model_problem(draft: ModelConfig, target: ModelConfig) -> str:
             f"the draft model has the architecture {draft.architecture}, whose layers have keys of different sizes; "
             "use another draft model"
         )
+    if draft.states is not None:
+        return (
+            f"the draft model has the architecture {draft.architecture}, whose layers have one state per sequence; use "
+            "another draft model"
+        )
     if draft.vocab_size != target.vocab_size:
         return (
             f"the draft model has vocab_size {draft.vocab_size}, but the model has {target.vocab_size}; use a draft "

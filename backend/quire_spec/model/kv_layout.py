@@ -69,12 +69,10 @@ class KVLayout:
         """
         if shape.encoder is not None:
             return cls(0, (), ())
-        if has_drafter:
-            # The cache of the draft model uses the same block tables, and the layers of the draft model may have no
-            # window.
-            return cls.uniform(shape.num_layers)
+        # The cache of a draft model uses the same block tables, and the layers of the draft model may have no window.
+        windows = (None,) * shape.num_layers if has_drafter else shape.sliding_windows
         kinds: dict[tuple[bool, int], list[int]] = {}
-        for layer, window in enumerate(shape.sliding_windows):
+        for layer, window in enumerate(windows):
             if shape.kv_source(layer) == layer:
                 is_windowed = window is not None and window < max_model_len
                 kinds.setdefault((is_windowed, shape.kv_elements(layer)), []).append(layer)
@@ -92,10 +90,9 @@ class KVLayout:
             num_full_groups = num_full_groups if is_windowed else num_groups
         groups, rows, splits = zip(*(places[shape.kv_source(layer)] for layer in range(shape.num_layers)), strict=True)
         if num_groups == 1:
-            return cls(size, groups, rows, window=shape.max_sliding_window)
-        windows = [window for window in shape.sliding_windows if window is not None and window < max_model_len]
+            return cls(size, groups, rows, window=None if has_drafter else shape.max_sliding_window)
         has_splits = any(split > 1 for split in splits)
-        window = max(windows, default=None)
+        window = max((window for window in windows if window is not None and window < max_model_len), default=None)
         return cls(size, groups, rows, num_groups, num_full_groups, window, splits if has_splits else ())
 
     @property

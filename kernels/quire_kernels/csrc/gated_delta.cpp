@@ -83,30 +83,43 @@ struct Layer {
 
 template <class State>
 inline void update_all(const Layer& s, const bf16* qkv, const bf16* a, const bf16* b, const float* a_log,
-                       const float* dt_bias, State* states, const int64_t* tokens, const int64_t* rows, bf16* out,
-                       int64_t count) {
+                       const float* dt_bias, State* states, const Decodes& decodes, bf16* out) {
   const int64_t per_key = s.value_heads / s.key_heads, dk = s.key_dim, dv = s.value_dim, matrix = dk * dv;
-#pragma omp parallel if (count * s.value_heads * matrix > kParallel)
+#pragma omp parallel if (decodes.count * s.value_heads * matrix > kParallel)
   {
-    std::vector<float> scratch(2 * dk);
-    float *q = scratch.data(), *k = q + dk;
+    std::vector<float> keys, dots;
+    std::vector<State> drafted;  // the state of a head after drafts
 #pragma omp for schedule(static)
-    for (int64_t item = 0; item < count * s.key_heads; item++) {
-      const int64_t i = item / s.key_heads, key_head = item % s.key_heads, t = tokens[i];
-      const bf16* x = qkv + t * s.ldq;
-      normalise_head(x + key_head * dk, q, dk, 1.f / std::sqrt((float)dk));
-      normalise_head(x + (s.key_heads + key_head) * dk, k, dk, 1.f);
-      const float qk = dot(q, k, dk);
+    for (int64_t item = 0; item < decodes.count * s.key_heads; item++) {
+      const int64_t i = item / s.key_heads, key_head = item % s.key_heads, length = decodes.lengths[i];
+      const bf16* x = qkv + decodes.tokens[i] * s.ldq;
+      keys.resize(length * 2 * dk);
+      dots.resize(length);
+      for (int64_t j = 0; j < length; j++) {
+        float *q = &keys[2 * j * dk], *k = q + dk;
+        normalise_head(x + j * s.ldq + key_head * dk, q, dk, 1.f / std::sqrt((float)dk));
+        normalise_head(x + j * s.ldq + (s.key_heads + key_head) * dk, k, dk, 1.f);
+        dots[j] = dot(q, k, dk);
+      }
       for (int64_t h = key_head * per_key; h < (key_head + 1) * per_key; h++) {
-        const float decay = std::exp(log_decay_of(a[t * s.ldg + h], a_log[h], dt_bias[h]));
-        const float beta = sigmoid_one(b[t * s.ldg + h]);
-        State* state = states + (rows[i] * s.value_heads + h) * matrix;
-        const bf16* v = x + 2 * s.key_heads * dk + h * dv;
-        bf16* y = out + (t * s.value_heads + h) * dv;
-        int64_t c = 0;
-        for (; c + kColumns * kLanes <= dv; c += kColumns * kLanes)
-          update<kColumns>(state + c, dv, q, k, qk, v + c, y + c, dk, decay, beta, 0xffff);
-        for (; c < dv; c += kLanes) update<1>(state + c, dv, q, k, qk, v + c, y + c, dk, decay, beta, first(dv - c));
+        State* state = states + (decodes.rows[i] * s.value_heads + h) * matrix;
+        for (int64_t j = 0; j < length; j++) {
+          if (j == decodes.kept[i]) {
+            drafted.assign(state, state + matrix);
+            state = drafted.data();
+          }
+          const int64_t t = decodes.tokens[i] + j;
+          const float decay = std::exp(log_decay_of(a[t * s.ldg + h], a_log[h], dt_bias[h]));
+          const float beta = sigmoid_one(b[t * s.ldg + h]);
+          const float *q = &keys[2 * j * dk], *k = q + dk;
+          const bf16* v = x + j * s.ldq + 2 * s.key_heads * dk + h * dv;
+          bf16* y = out + (t * s.value_heads + h) * dv;
+          int64_t c = 0;
+          for (; c + kColumns * kLanes <= dv; c += kColumns * kLanes)
+            update<kColumns>(state + c, dv, q, k, dots[j], v + c, y + c, dk, decay, beta, 0xffff);
+          for (; c < dv; c += kLanes)
+            update<1>(state + c, dv, q, k, dots[j], v + c, y + c, dk, decay, beta, first(dv - c));
+        }
       }
     }
   }
@@ -193,15 +206,15 @@ extern "C" {
 // The convolution over the last `taps` inputs of each sequence, or silu of it. x has rows of ldx; weight is [taps, size]
 // and bias [size] or null.
 // starts [spans + 1]: first token of each span. states [.., taps - 1, size]: earlier inputs, oldest first; row rows[s]
-// belongs to span s, and gets the last inputs.
+// belongs to span s, and gets the last of its first kept[s] inputs.
 void quire_short_convolution(const bf16* x, int64_t ldx, const bf16* weight, const bf16* bias, bf16* states,
-                             const int64_t* rows, const int64_t* starts, bf16* out, int64_t spans, int64_t size,
-                             int64_t taps, int64_t has_silu) {
-  const int64_t tokens = starts[spans], kept = taps - 1;
+                             const int64_t* rows, const int64_t* starts, const int64_t* kept, bf16* out, int64_t spans,
+                             int64_t size, int64_t taps, int64_t has_silu) {
+  const int64_t tokens = starts[spans], earlier = taps - 1;
   const auto span_of = [&](int64_t t) { return std::upper_bound(starts, starts + spans + 1, t) - starts - 1; };
   // The input of the token at `position` of a span; negative positions are in the state.
   const auto input = [&](int64_t s, int64_t position) {
-    return position < 0 ? (const bf16*)states + (rows[s] * kept + kept + position) * size
+    return position < 0 ? (const bf16*)states + (rows[s] * earlier + earlier + position) * size
                         : x + (starts[s] + position) * ldx;
   };
 #pragma omp parallel if (tokens * size > kParallel)
@@ -213,35 +226,36 @@ void quire_short_convolution(const bf16* x, int64_t ldx, const bf16* weight, con
         const __mmask16 mask = first(size - i);
         __m512 sum = bias ? load(bias + i, mask) : _mm512_setzero_ps();
         for (int64_t tap = 0; tap < taps; tap++)
-          sum = _mm512_fmadd_ps(load(input(s, position - kept + tap) + i, mask), load(weight + tap * size + i, mask),
+          sum = _mm512_fmadd_ps(load(input(s, position - earlier + tap) + i, mask), load(weight + tap * size + i, mask),
                                 sum);
         store(out + t * size + i, has_silu ? silu(sum) : sum, mask);
       }
     }
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < spans; s++) {
-      const int64_t length = starts[s + 1] - starts[s];
       // In ascending order, an input is read before its place is overwritten.
-      for (int64_t j = 0; j < kept; j++) {
-        const bf16* source = input(s, length - kept + j);
-        bf16* target = states + (rows[s] * kept + j) * size;
+      for (int64_t j = 0; j < earlier; j++) {
+        const bf16* source = input(s, kept[s] - earlier + j);
+        bf16* target = states + (rows[s] * earlier + j) * size;
         if (source != target) std::copy(source, source + size, target);
       }
     }
   }
 }
 
-// Update the state of each sequence by one token, and read it. tokens [count]: rows of qkv, a, b and out. rows [count]:
-// rows of states [.., value_heads, key_dim, value_dim], bf16 or float.
+// Update the state of each sequence by its tokens, and read it after each of them. tokens, rows, lengths and kept
+// [count]: see Decodes. Tokens are rows of qkv, a, b and out. states [.., value_heads, key_dim, value_dim], bf16 or float.
 void quire_gated_delta_update(const bf16* qkv, int64_t ldq, const bf16* a, const bf16* b, int64_t ldg,
                               const float* a_log, const float* dt_bias, void* states, int64_t is_bf16,
-                              const int64_t* tokens, const int64_t* rows, bf16* out, int64_t count, int64_t key_heads,
-                              int64_t value_heads, int64_t key_dim, int64_t value_dim) {
+                              const int64_t* tokens, const int64_t* rows, const int64_t* lengths, const int64_t* kept,
+                              bf16* out, int64_t count, int64_t key_heads, int64_t value_heads, int64_t key_dim,
+                              int64_t value_dim) {
   const Layer s{ldq, ldg, key_heads, value_heads, key_dim, value_dim};
+  const Decodes decodes{tokens, rows, lengths, kept, count};
   if (is_bf16)
-    update_all(s, qkv, a, b, a_log, dt_bias, (bf16*)states, tokens, rows, out, count);
+    update_all(s, qkv, a, b, a_log, dt_bias, (bf16*)states, decodes, out);
   else
-    update_all(s, qkv, a, b, a_log, dt_bias, (float*)states, tokens, rows, out, count);
+    update_all(s, qkv, a, b, a_log, dt_bias, (float*)states, decodes, out);
 }
 
 // Compute the tokens [start, end) of one sequence from its state, and update the state. value_dim must be a multiple of

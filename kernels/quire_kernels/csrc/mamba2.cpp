@@ -57,33 +57,43 @@ inline void update(State* state, int64_t ld, const float* b, const float* c, con
 
 template <class State>
 inline void update_all(const Layer& s, const bf16* xbc, const bf16* dt, const float* a_log, const float* dt_bias,
-                       const float* d, float low, float high, State* states, const int64_t* tokens,
-                       const int64_t* rows, bf16* out, int64_t count) {
-  const int64_t matrix = s.state_dim * s.head_dim;
-#pragma omp parallel if (count * s.heads * matrix > kParallel)
+                       const float* d, float low, float high, State* states, const Decodes& decodes, bf16* out) {
+  const int64_t matrix = s.state_dim * s.head_dim, dim = s.state_dim;
+#pragma omp parallel if (decodes.count * s.heads * matrix > kParallel)
   {
-    std::vector<float> scratch(2 * s.state_dim);
-    float *b = scratch.data(), *c = b + s.state_dim;
+    std::vector<float> inputs;   // B and C of each token
+    std::vector<State> drafted;  // the state of a head after drafts
     int64_t known = -1;
 #pragma omp for schedule(static)
-    for (int64_t item = 0; item < count * s.heads; item++) {
-      const int64_t i = item / s.heads, h = item % s.heads, t = tokens[i], group = s.group_of(h);
-      const bf16* row = xbc + t * s.ldx;
+    for (int64_t item = 0; item < decodes.count * s.heads; item++) {
+      const int64_t i = item / s.heads, h = item % s.heads, group = s.group_of(h), length = decodes.lengths[i];
+      const bf16* rows = xbc + decodes.tokens[i] * s.ldx;
       if (known != i * s.groups + group) {
-        widen_row(s.b(row, group), b, s.state_dim);
-        widen_row(s.c(row, group), c, s.state_dim);
+        inputs.resize(2 * length * dim);
+        for (int64_t j = 0; j < length; j++) {
+          widen_row(s.b(rows + j * s.ldx, group), &inputs[2 * j * dim], dim);
+          widen_row(s.c(rows + j * s.ldx, group), &inputs[(2 * j + 1) * dim], dim);
+        }
         known = i * s.groups + group;
       }
-      const float step = step_size(dt[t * s.ldt + h], dt_bias[h], low, high);
-      const float decay = std::exp(-std::exp(a_log[h]) * step);
-      State* state = states + (rows[i] * s.heads + h) * matrix;
-      const bf16* x = row + h * s.head_dim;
-      bf16* y = out + (t * s.heads + h) * s.head_dim;
-      int64_t p = 0;
-      for (; p + kColumns * kLanes <= s.head_dim; p += kColumns * kLanes)
-        update<kColumns>(state + p, s.head_dim, b, c, x + p, y + p, s.state_dim, decay, step, d[h], 0xffff);
-      for (; p < s.head_dim; p += kLanes)
-        update<1>(state + p, s.head_dim, b, c, x + p, y + p, s.state_dim, decay, step, d[h], first(s.head_dim - p));
+      State* state = states + (decodes.rows[i] * s.heads + h) * matrix;
+      for (int64_t j = 0; j < length; j++) {
+        if (j == decodes.kept[i]) {
+          drafted.assign(state, state + matrix);
+          state = drafted.data();
+        }
+        const int64_t t = decodes.tokens[i] + j;
+        const float step = step_size(dt[t * s.ldt + h], dt_bias[h], low, high);
+        const float decay = std::exp(-std::exp(a_log[h]) * step);
+        const float *b = &inputs[2 * j * dim], *c = b + dim;
+        const bf16* x = rows + j * s.ldx + h * s.head_dim;
+        bf16* y = out + (t * s.heads + h) * s.head_dim;
+        int64_t p = 0;
+        for (; p + kColumns * kLanes <= s.head_dim; p += kColumns * kLanes)
+          update<kColumns>(state + p, s.head_dim, b, c, x + p, y + p, dim, decay, step, d[h], 0xffff);
+        for (; p < s.head_dim; p += kLanes)
+          update<1>(state + p, s.head_dim, b, c, x + p, y + p, dim, decay, step, d[h], first(s.head_dim - p));
+      }
     }
   }
 }
@@ -158,17 +168,19 @@ inline void scan(const Layer& s, const bf16* xbc, const bf16* dt, float a_log, f
 
 extern "C" {
 
-// Update the state of each sequence by one token, and read it. tokens [count]: rows of xbc, dt and out. rows [count]:
-// rows of states [.., heads, state_dim, head_dim], bf16 or float.
+// Update the state of each sequence by its tokens, and read it after each of them. tokens, rows, lengths and kept
+// [count]: see Decodes. Tokens are rows of xbc, dt and out. states [.., heads, state_dim, head_dim], bf16 or float.
 void quire_mamba2_update(const bf16* xbc, int64_t ldx, const bf16* dt, int64_t ldt, const float* a_log,
                          const float* dt_bias, const float* d, float low, float high, void* states, int64_t is_bf16,
-                         const int64_t* tokens, const int64_t* rows, bf16* out, int64_t count, int64_t heads,
-                         int64_t groups, int64_t state_dim, int64_t head_dim) {
+                         const int64_t* tokens, const int64_t* rows, const int64_t* lengths, const int64_t* kept,
+                         bf16* out, int64_t count, int64_t heads, int64_t groups, int64_t state_dim,
+                         int64_t head_dim) {
   const Layer s{ldx, ldt, heads, groups, state_dim, head_dim};
+  const Decodes decodes{tokens, rows, lengths, kept, count};
   if (is_bf16)
-    update_all(s, xbc, dt, a_log, dt_bias, d, low, high, (bf16*)states, tokens, rows, out, count);
+    update_all(s, xbc, dt, a_log, dt_bias, d, low, high, (bf16*)states, decodes, out);
   else
-    update_all(s, xbc, dt, a_log, dt_bias, d, low, high, (float*)states, tokens, rows, out, count);
+    update_all(s, xbc, dt, a_log, dt_bias, d, low, high, (float*)states, decodes, out);
 }
 
 // Compute the tokens [start, end) of one sequence from its state, and update the state. head_dim must be a multiple of

@@ -10,6 +10,13 @@
 
 namespace quire {
 
+// The tokens of a step by which states are updated one after the other; see StateBatch.
+struct Decodes {
+  const int64_t *tokens, *rows;    // first token and row of the state of each span
+  const int64_t *lengths, *kept;   // number of tokens, and after how many of them the state is kept
+  int64_t count;
+};
+
 // Minimum elements per thread: with fewer, a second thread costs more than it saves.
 constexpr int64_t kParallel = 1 << 13;
 

@@ -18,7 +18,7 @@ from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
 from quire_spec.model.attention import state_config
 from quire_spec.model.attention.latent_attention_config import UNSUPPORTED_ON_GPUS
-from quire_spec.model.attention.state_config import UNSUPPORTED_DRAFTS, UNSUPPORTED_TIERS, num_state_rows
+from quire_spec.model.attention.state_config import UNSUPPORTED_TIERS, num_state_rows
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.quantization import resolve_quantization
@@ -138,8 +138,6 @@ def check_speculation(inputs: PlannerInputs) -> None:
     if speculative is None:
         return
     field = "spec.engine.speculativeConfig"
-    if shape.states is not None:
-        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"{field}: {UNSUPPORTED_DRAFTS}; remove the field")
     if shape.long_rope_threshold is not None:
         message = f"{field}: speculative decoding does not support models with longrope; remove the field"
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
@@ -293,7 +291,9 @@ def state_bytes(inputs: PlannerInputs, tp: int, num_seqs: int) -> int:
     state_dtype = inputs.engine.mambaSsmCacheDtype
     state_element = capabilities.DTYPE_BYTES["bfloat16" if state_dtype == "bfloat16" else "float32"]
     bytes_per_element = element_bytes(inputs), state_element
-    return num_rows * state_config.state_bytes(shape.states.shard(tp), *bytes_per_element)
+    speculative = inputs.engine.speculativeConfig
+    max_drafts = 0 if speculative is None else speculative.numSpeculativeTokens
+    return num_rows * state_config.state_bytes(shape.states.shard(tp), *bytes_per_element, max_drafts)
 
 
 def draft_bytes(inputs: PlannerInputs, tp: int) -> int:

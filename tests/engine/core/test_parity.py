@@ -24,6 +24,7 @@ from support.gguf_files import K_TYPES, write_quantized_llama
 from support.graph_captures import replace_captures
 from support.near_ties import assert_greedy_tokens, assert_top_tokens
 from support.quantized_checkpoints import FOLDER, write_dequantized
+from support.scripted_drafts import ScriptedProposer
 from support.tiny_checkpoints import (
     CHECKPOINTS,
     TRANSFORMERS_CHECKPOINTS,
@@ -37,7 +38,9 @@ from support.tiny_checkpoints import (
 from transformers import Mxfp4Config
 
 from quire_engine.core.engine import Engine
+from quire_engine.kv_cache import state_manager
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.speculation.draft_policy import DraftPolicy
 from quire_engine.weights.gguf_conversion import convert_gguf
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
@@ -481,11 +484,15 @@ def test_prompts_with_the_same_beginning_continue_where_they_begin_to_differ(cas
     assert hits == [0, 0, 48, 48]
 
 
+NGRAM_DRAFTS = SpeculativeConfig("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=2)
+
+
+@pytest.mark.parametrize("speculative_config", [None, NGRAM_DRAFTS], ids=["plain", "drafts"])
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
-def test_forks_of_a_sequence_with_a_state(cases, enable_prefix_caching):
+def test_forks_of_a_sequence_with_a_state(cases, enable_prefix_caching, speculative_config):
     case = cases("qwen3_5")
     changes = {"block_size": 8, "enable_prefix_caching": enable_prefix_caching, "max_num_batched_tokens": 40}
-    engine = Engine.from_config(_config(case.folder, **changes))
+    engine = Engine.from_config(_config(case.folder, **changes, speculative_config=speculative_config))
     prompt, reference = max(zip(case.prompts, case.references, strict=True), key=lambda pair: len(pair[0]))
     params = SamplingParams.from_mapping({"temperature": 0.0, "max_tokens": NUM_TOKENS})
     outputs: dict[int, list[int]] = {0: [], 1: [], 2: []}
@@ -496,13 +503,60 @@ def test_forks_of_a_sequence_with_a_state(cases, enable_prefix_caching):
             outputs[result.id] += result.token_ids
         engine.check_integrity()
     assert outputs == dict.fromkeys(outputs, reference.token_ids)
+    assert bool(engine.stats().num_draft_tokens) == (speculative_config is not None)
+
+
+STATE_DRAFTS: dict[str, dict[str, Any]] = {
+    "snapshots": {"max_num_batched_tokens": 40},
+    "preempted": {"num_blocks": 20, "enable_prefix_caching": False},
+    "bfloat16 states": {"mamba_ssm_cache_dtype": "bfloat16"},
+    "two ranks": {"tensor_parallel_size": 2},
+}
+
+
+def _script_drafts(engine: Engine, prompts: Any, references: Any, adapter_digests: Any) -> None:
+    """Make the engine verify drafts that are right for some tokens. Some are accepted as a whole, some in part, and
+    some not at all."""
+    keys = ((digest, tuple(prompt)) for digest, prompt in zip(adapter_digests, prompts, strict=True))
+    outputs = {key: reference.token_ids for key, reference in zip(keys, references, strict=True)}
+
+    def continuation(sequence, _):
+        key = sequence.adapter_digest, tuple(sequence.prompt_token_ids)
+        return outputs[key][len(sequence.output_token_ids) :]
+
+    planner = engine._scheduler.draft_planner
+    # On this device, the policy gives drafts to steps of any size.
+    planner._proposer, planner._policy = ScriptedProposer(continuation, 0.8), DraftPolicy("cuda", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario"),
+    [(name, "snapshots") for name in ("qwen3_5", *STATE_FAMILIES)]
+    + [("qwen3_5", scenario) for scenario in STATE_DRAFTS if scenario != "snapshots"]
+    + [("nemotron_h", "preempted")],
+)
+def test_states_do_not_contain_rejected_drafts(cases, name, scenario, monkeypatch):
+    case = cases(name)
+    # A decoding sequence takes a snapshot after every block.
+    monkeypatch.setattr(state_manager, "_MIN_DECODE_TOKENS", 8)
+    changes = {"block_size": 8, "max_num_seqs": 12} | STATE_DRAFTS[scenario]
+    engine = Engine.from_config(_config(case.folder, speculative_config=SpeculativeConfig("ngram", 3), **changes))
+    _script_drafts(engine, case.prompts, case.references, [None] * len(case.prompts))
+    generated = _generate(engine, case.prompts, arrival_ratio=0.2)
+    if "mamba_ssm_cache_dtype" in changes:
+        plain = _generate(Engine.from_config(_config(case.folder, **changes)), case.prompts)
+        assert [output.token_ids for output in generated] == [output.token_ids for output in plain]
+    else:
+        _check(generated, case.references)
+    counts, stats = engine._scheduler.draft_planner.counts, engine.stats()
+    assert counts.num_draft_tokens > counts.num_accepted_tokens > sum(counts.accepted_per_position[1:]) > 10
+    assert bool(stats.num_preemptions) == scenario.startswith("preempted")
 
 
 def test_what_states_do_not_support_is_refused(cases):
     folder = cases("qwen3_5").folder
     for changes, message in (
         ({"kv_offloading_size": 0.001}, "kv_offloading_size: layers of this model have one state per sequence"),
-        ({"speculative_config": SpeculativeConfig("ngram", 2)}, "speculative_config: layers of this model have one"),
     ):
         with pytest.raises(ConfigError, match=message):
             Engine.from_config(_config(folder, **changes))
@@ -712,11 +766,12 @@ ADAPTER_SCENARIOS: dict[str, dict[str, Any]] = {
     "one slot for seven": {"max_loras": 1, "enable_prefix_caching": False},
     "preempted": {"num_blocks": MAX_MODEL_LEN // 8 + 4},
     "preempted, two slots": {"num_blocks": MAX_MODEL_LEN // 8 + 4, "max_loras": 2, "enable_prefix_caching": False},
+    "drafts": {"speculative_config": NGRAM_DRAFTS, "num_blocks": MAX_MODEL_LEN // 8 + 4, "max_num_seqs": 3},
 }
 
 
-ADAPTER_PAIRS = [("llama", scenario) for scenario in ADAPTER_SCENARIOS]
-ADAPTER_PAIRS += [(c, scenario) for c in ["qwen3_5"] for scenario in ("in chunks", "preempted, two slots")]
+ADAPTER_PAIRS = [("llama", scenario) for scenario in ADAPTER_SCENARIOS if scenario != "drafts"]
+ADAPTER_PAIRS += [(c, scenario) for c in ["qwen3_5"] for scenario in ("in chunks", "preempted, two slots", "drafts")]
 ADAPTER_PAIRS += [(c, "preempted, two slots") for c in (*FAMILIES[1:], "llama-head_dim", "llama-biases")]
 
 
@@ -724,10 +779,15 @@ ADAPTER_PAIRS += [(c, "preempted, two slots") for c in (*FAMILIES[1:], "llama-he
 def test_adapters_in_one_batch_equal_peft(adapter_cases, checkpoint, scenario):
     adapted = adapter_cases(checkpoint)
     engine = _adapted_engine(adapted, **ADAPTER_SCENARIOS[scenario])
+    if scenario == "drafts":
+        _script_drafts(engine, adapted.prompts, adapted.references, adapted.adapter_digests)
     outputs = _generate(engine, adapted.prompts, adapted.adapter_digests, arrival_ratio=0.3)
     _check(outputs, adapted.references)
     if "slot" in scenario:
         assert engine.stats().num_adapter_evictions > 0
+    if scenario == "drafts":
+        counts = engine._scheduler.draft_planner.counts
+        assert counts.num_draft_tokens > counts.num_accepted_tokens > sum(counts.accepted_per_position[1:]) > 10
 
 
 QUANTIZED = ("awq", "bitsandbytes-nf4", "ct-fp8-block", "ct-int4-zeros", "ct-int8", "gptq-desc_act", "modelopt-nvfp4")
@@ -816,10 +876,7 @@ INVOCATION_SCENARIOS: dict[str, dict[str, Any]] = {
     "preempted and swapped": {"num_blocks": MAX_MODEL_LEN // 8 + 4, "swap_space": 0.001},
     "offloaded": {"num_blocks": MAX_MODEL_LEN // 8 + 4, "kv_offloading_size": 0.01},
     "one slot for five": {"max_loras": 1},
-    "drafts": {
-        "speculative_config": SpeculativeConfig("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=2),
-        "max_num_seqs": 3,
-    },
+    "drafts": {"speculative_config": NGRAM_DRAFTS, "max_num_seqs": 3},
     "two devices": {"tensor_parallel_size": 2},
     "graphs of a GPU": {"max_num_batched_tokens": 32, "max_num_seqs": 8},
 }

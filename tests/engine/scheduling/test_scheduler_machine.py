@@ -71,7 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         if num_snapshots is not None:
             # Models with states refuse or ignore the rest.
-            layout, swap, offload, has_store, num_drafts = ONE_GROUP, NEVER_SWAP, False, False, 0
+            layout, swap, offload, has_store = ONE_GROUP, NEVER_SWAP, False, False
         if layout.num_groups > 1:
             swap = NEVER_SWAP
         config = EngineConfig(

@@ -49,6 +49,8 @@ def test_step_input_round_trips_through_a_ring_row(
         swap_ins=[SwapCopy(*pair) for pair in ins],
         copies=[BlockCopy(*pair) for pair in copies],
         state_rows=lengths if long else [],
+        num_drafts=starts if long else [],
+        num_replayed=slots if awaits else [],
         state_copies=[StateCopy(*pair) for pair in state_copies],
         image_rows=logit_rows if long else [],
         bidirectional=[BidirectionalTokens(*pair, *pair, 5) for pair in outs],
@@ -76,7 +78,8 @@ def test_largest_step_input_fits_its_row():
     sequence.unsplit = tuple(range(i, i + 1) for i in range(64))
     sequence.block_table, sequence.state_row = [BlockId(i) for i in range(8)], 1
     step_input = build_step_input([ScheduledSpan(sequence, 0, 64, SlotId(0))] * 3, 8, long_rope_threshold=10)
-    step_input = dataclasses.replace(step_input, copies=[BlockCopy(0, 1)] * 3, state_copies=[StateCopy(0, 1)] * 6)
+    lists = {"copies": [BlockCopy(0, 1)] * 3, "state_copies": [StateCopy(0, 1)] * 6}
+    step_input = dataclasses.replace(step_input, **lists, num_drafts=[3] * 3, num_replayed=[3] * 3)
     row = torch.zeros(max_elements(3, 3 * 64, 8, 0), dtype=torch.int64)
     encode(step_input, row)
     assert decode(row).copies == step_input.copies

@@ -292,12 +292,13 @@ def test_counts_states_of_layers_with_linear_attention():
     plan = planner.make_plan(half)
     assert plan.bytes.states == -(-80 * (state - 24 * 32 * 128 * 128 * 2) // 2**20) * 2**20
     assert Plan.from_json(plan.to_json()) == plan
-    for text, field in (
-        ("kvCacheOffloading: {memory: 1Gi}", "kvCacheOffloading"),
-        ("speculativeConfig: {method: ngram, numSpeculativeTokens: 3}", "speculativeConfig"),
-    ):
-        _, message = unplannable("qwen3.5", H100, f"{NO_LORA}\nengine: {{{text}}}")
-        assert message.startswith(f"spec.engine.{field}: layers of this model have one state per sequence")
+    # The inputs of drafts: those of the convolution, and two numbers per head.
+    drafts = planner_inputs(
+        "qwen3.5", H100, spec % (64, ", speculativeConfig: {method: ngram, numSpeculativeTokens: 3}")
+    )
+    assert candidates.evaluate(drafts, 1, 2048, 64).costs.states == 80 * (state + 24 * 3 * (8192 + 64) * 2)
+    _, message = unplannable("qwen3.5", H100, f"{NO_LORA}\nengine: {{kvCacheOffloading: {{memory: 1Gi}}}}")
+    assert message.startswith("spec.engine.kvCacheOffloading: layers of this model have one state per sequence")
 
 
 def test_latent_attention_is_for_cpus_and_keeps_one_row_per_token():

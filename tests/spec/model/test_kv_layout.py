@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quire_spec.model.kv_layout import KVLayout
 
 
-def make_layout(windows, max_model_len=100, full_elements=1, windowed_elements=1, sources=None):
+def make_layout(windows, max_model_len=100, full_elements=1, windowed_elements=1, sources=None, has_drafter=False):
     """A layout for layers whose keys have these numbers of elements, depending on whether they have a window."""
     is_uniform = None not in windows
     shape = SimpleNamespace(
@@ -21,7 +21,7 @@ def make_layout(windows, max_model_len=100, full_elements=1, windowed_elements=1
         kv_source=lambda layer: layer if sources is None else sources[layer],
         kv_elements=lambda layer: full_elements if windows[layer] is None else windowed_elements,
     )
-    return KVLayout.from_model(shape, max_model_len)
+    return KVLayout.from_model(shape, max_model_len, has_drafter)
 
 
 @given(st.lists(st.sampled_from([None, 16, 40, 100]), min_size=1, max_size=40))
@@ -113,11 +113,12 @@ def test_capacity_of_sequences_that_have_left_their_windows(windows, pool_tokens
         assert layout.num_tokens(pool_tokens, length, 8) >= num_seqs * length
 
 
-@given(st.lists(st.booleans(), min_size=2, max_size=40).filter(lambda layers: not all(layers)))
-def test_only_layers_without_a_state_have_a_place_in_blocks(has_state):
-    windows, num_kv_layers = [None] * len(has_state), has_state.count(False)
+@given(st.lists(st.booleans(), min_size=2, max_size=40).filter(lambda layers: not all(layers)), st.booleans())
+def test_only_layers_without_a_state_have_a_place_in_blocks(has_state, has_drafter):
+    """With a drafter, all layers keep all tokens."""
+    windows, num_kv_layers = [7 if has_drafter else None] * len(has_state), has_state.count(False)
     sources = [has_state.index(False) if state else layer for layer, state in enumerate(has_state)]
-    layout = make_layout(windows, sources=sources)
-    assert (layout.num_layers, layout.num_groups) == (num_kv_layers, 1)
+    layout = make_layout(windows, sources=sources, has_drafter=has_drafter)
+    assert (layout.num_layers, layout.num_groups, layout.window) == (num_kv_layers, 1, None)
     rows = [row for row, state in zip(layout.rows, has_state, strict=True) if not state]
     assert rows == list(range(num_kv_layers)) and max(layout.rows) < num_kv_layers

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from quire_engine.kv_cache.state_cache import LayerStates
+from quire_engine.kv_cache.state_cache import LayerStates, drop_replayed
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory, build_linear
 from quire_engine.models.layers.module import Module
@@ -66,8 +66,10 @@ class GatedDeltaNet(Module):
         assert batch.states is not None
         config = self.config
         qkv, z, b, a = self.split(self.in_proj_qkvz(x, batch), self.in_proj_ba(x, batch))
+        qkv, b, a = states.replay_drafts(batch.states, qkv, b, a)
         qkv = short_convolution(qkv, self.conv_weight, states.convolution, batch.states)
         out = gated_delta_rule(qkv, a, b, self.a_log, self.dt_bias, states.recurrence, batch.states)
+        out = drop_replayed(batch.states, out)
         gate = z.view(len(x), config.num_value_heads, config.value_head_dim)
         return self.out_proj(self.norm.apply_gate(out, gate, batch).flatten(1), batch, residual)
 

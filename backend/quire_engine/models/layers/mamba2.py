@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire_engine.kv_cache.state_cache import LayerStates
+from quire_engine.kv_cache.state_cache import LayerStates, drop_replayed
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory, build_linear
 from quire_engine.models.layers.module import Module
@@ -93,8 +93,10 @@ class Mamba2(Module):
         if self.multipliers is not None:
             projected = projected * self.multipliers
         gate, xbc, dt = torch.split(projected, [config.inner_size, config.conv_size, config.num_heads], dim=1)
+        xbc, dt = states.replay_drafts(batch.states, xbc, dt)
         xbc = short_convolution(xbc, self.conv_weight, states.convolution, batch.states, self.conv_bias)
         out = mamba2_recurrence(xbc, dt, self.params, states.recurrence, batch.states).flatten(1)
+        out = drop_replayed(batch.states, out)
         if self.norm is None:
             out = gated_group_norm(out, gate, None, 0.0, 1, True)
         else:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from quire_engine.kv_cache.state_cache import LayerStates
+from quire_engine.kv_cache.state_cache import LayerStates, drop_replayed
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory, build_linear
 from quire_engine.models.layers.module import Module
@@ -34,10 +34,9 @@ class ShortConv(Module):
         """See StateLayer."""
         assert batch.states is not None
         input_gate, output_gate, inputs = self.in_proj(x, batch).chunk(3, dim=1)
-        out = short_convolution(
-            input_gate * inputs, self.weight, states.convolution, batch.states, self.bias, has_silu=False
-        )
-        return self.out_proj(output_gate * out, batch, residual)
+        (inputs,) = states.replay_drafts(batch.states, input_gate * inputs)
+        out = short_convolution(inputs, self.weight, states.convolution, batch.states, self.bias, has_silu=False)
+        return self.out_proj(output_gate * drop_replayed(batch.states, out), batch, residual)
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See Module.tensors."""

@@ -40,6 +40,11 @@ class LinearAttentionConfig(StateConfig):
         return self.num_value_heads, self.key_head_dim, self.value_head_dim
 
     @property
+    def input_size(self) -> int:
+        """The input of the convolution, the learning rates and the decays; see StateConfig.input_size."""
+        return self.conv_size + 2 * self.num_value_heads
+
+    @property
     def feature_sizes(self) -> dict[str, int]:
         """See StateConfig.feature_sizes."""
         return {

@@ -59,6 +59,11 @@ class Mamba2Config(StateConfig):
         return self.num_heads, self.state_dim, self.head_dim
 
     @property
+    def input_size(self) -> int:
+        """The input of the convolution, and dt; see StateConfig.input_size."""
+        return self.conv_size + self.num_heads
+
+    @property
     def feature_sizes(self) -> dict[str, int]:
         """See StateConfig.feature_sizes."""
         return {

@@ -28,6 +28,11 @@ class ShortConvConfig(StateConfig):
         return (0,)
 
     @property
+    def input_size(self) -> int:
+        """The input of the convolution; see StateConfig.input_size."""
+        return self.conv_size
+
+    @property
     def feature_sizes(self) -> dict[str, int]:
         """See StateConfig.feature_sizes."""
         return {"state_gates_and_input": 3 * self.num_features, "state_values": self.num_features}

@@ -11,10 +11,6 @@ from quire_spec.model.hf_config import HFConfigReader
 
 UNSUPPORTED_TIERS = "layers of this model have one state per sequence, and the states cannot be kept in host memory"
 """Why KV offloading refuses a model whose layers have states."""
-UNSUPPORTED_DRAFTS = (
-    "layers of this model have one state per sequence, and the states after rejected draft tokens cannot be undone"
-)
-"""Why speculative decoding refuses a model whose layers have states."""
 UNSUPPORTED_BEAMS = "layers of this model have one state per sequence, and beams cannot share it"
 """Why beam search refuses a model whose layers have states."""
 
@@ -45,6 +41,11 @@ class StateConfig(ABC):
     @abstractmethod
     def recurrence_shape(self) -> tuple[int, ...]:
         """Dimensions of the matrices of all heads; (0,) if there is no recurrence."""
+
+    @property
+    @abstractmethod
+    def input_size(self) -> int:
+        """Number of features of a token by which it changes the state."""
 
     @property
     @abstractmethod
@@ -84,16 +85,17 @@ class StateConfig(ABC):
         return sum(self.layers)
 
 
-def state_bytes(config: StateConfig | None, element_bytes: int, state_element_bytes: int) -> int:
-    """Return the bytes of the state of one sequence in all layers.
+def state_bytes(config: StateConfig | None, element_bytes: int, state_element_bytes: int, max_drafts: int) -> int:
+    """Return the bytes of the state of one sequence in all layers, and of the inputs of its drafts.
 
     `element_bytes` is the size of an element of the activations, which the short convolution keeps.
-    `state_element_bytes` is the size of an element of the recurrent matrices.
+    `state_element_bytes` is the size of an element of the recurrent matrices. `max_drafts` is the maximum number of
+    drafts in a step.
     """
     if config is None:
         return 0
-    convolution = config.conv_size * (config.kernel_size - 1) * element_bytes
-    return config.num_layers * (convolution + math.prod(config.recurrence_shape) * state_element_bytes)
+    inputs = (config.conv_size * (config.kernel_size - 1) + config.input_size * max_drafts) * element_bytes
+    return config.num_layers * (inputs + math.prod(config.recurrence_shape) * state_element_bytes)
 
 
 def num_state_rows(max_num_seqs: int, has_snapshots: bool) -> int:
