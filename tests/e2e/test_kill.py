@@ -12,7 +12,7 @@ import pytest
 from support.pod_cluster import ServiceEndpoint
 from support.quire_serve import StreamedResponse, example_document, run_concurrently, running_service
 from support.steady_clients import KINDS, read_long_stream
-from support.thread_workers import tp_worker_processes
+from support.thread_workers import rank_worker_processes
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
 
@@ -64,7 +64,7 @@ def test_tensor_parallel_rank_is_killed_and_sigterm_drains(tmp_path):
     document["spec"]["engine"]["tensorParallelSize"] = 2
     with running_service(document, tmp_path) as service:
         core = service.pid("core")
-        (rank,) = tp_worker_processes(core)
+        (rank,) = rank_worker_processes(core)
 
         async def killed_rank() -> StreamedResponse:
             (stream,), (task,) = await service.open_streams(["pirate"], STORY, **LONG)
@@ -90,6 +90,29 @@ def test_tensor_parallel_rank_is_killed_and_sigterm_drains(tmp_path):
         asyncio.run(drained())
         assert (stream.error, stream.events[-1]["finish_reason"]) == (None, "length")
         assert service.process.wait(40) == 0
+
+
+def test_lost_pipeline_stage_ends_requests_and_the_service_recovers(tmp_path):
+    """A stage that is killed or stopped ends the open requests within 15 s, and the supervisor starts all stages."""
+    with running_service(example_document(), tmp_path, "--pipeline-parallel-size", "2") as service:
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            core = service.pid("core")
+            (rank,) = rank_worker_processes(core)
+            assert service.status()["memory"]["pipeline_parallel_size"] == 2
+
+            async def lost_stage(rank=rank, number=number) -> tuple[list[StreamedResponse], float]:
+                streams, tasks = await service.open_streams([*MODELS], STORY, **LONG)
+                rank.send_signal(number)
+                lost = time.monotonic()
+                await asyncio.wait(tasks, timeout=20)
+                return streams, max(stream.ended_at for stream in streams) - lost
+
+            streams, delay_s = asyncio.run(lost_stage())
+            assert all("UNAVAILABLE" in str(stream.error) for stream in streams), [s.error for s in streams]
+            assert delay_s < 15.0, delay_s
+            print(f"\n{number.name}: streams ended within {delay_s:.2f} s")
+            service.wait(lambda: serves_all_models(service), 90, "serving all three models again")
+            assert service.pid("core") != core and not rank.is_running()
 
 
 def test_serves_after_all_kills(own):

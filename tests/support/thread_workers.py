@@ -11,8 +11,8 @@ import psutil
 
 from quire_engine.core.engine import Engine
 from quire_engine.distributed.worker_handle import WorkerChannels
+from quire_engine.executor.rank_worker import RankWorker
 from quire_engine.executor.runner_factory import create_runner
-from quire_engine.executor.tp_worker import TensorParallelWorker
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.engine.config import EngineConfig
 
@@ -24,7 +24,7 @@ class ThreadWorker:
         own_channels = WorkerChannels(
             *(os.dup(fd) for fd in (channels.control_fd, channels.memory_fd, channels.doorbell_fd))
         )
-        self._worker = TensorParallelWorker(own_channels, on_disconnected=self.kill)
+        self._worker = RankWorker(own_channels, on_disconnected=self.kill)
         self._outcome = "returned"
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -60,10 +60,10 @@ def engine_with_thread_workers(config: EngineConfig, **runner_options: Any) -> E
     return Engine(config, checkpoint, runner, runner.memory)
 
 
-def tp_worker_processes(pid: int | None = None) -> list[psutil.Process]:
+def rank_worker_processes(pid: int | None = None) -> list[psutil.Process]:
     """Return the workers that a process, by default this one, has started."""
     children = psutil.Process(pid).children()
-    return [child for child in children if any("tp_worker_process" in word for word in _command_line(child))]
+    return [child for child in children if any("rank_worker_process" in word for word in _command_line(child))]
 
 
 def _command_line(process: psutil.Process) -> list[str]:

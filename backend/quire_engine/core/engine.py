@@ -135,8 +135,8 @@ class Engine:
         """Find the model, load it, and allocate the device's memory.
 
         Args:
-            config: engine configuration. With tensor_parallel_size > 1, worker processes share the layers. If one
-                worker ends, all workers end, and each step raises RunnerLost.
+            config: engine configuration. With several tensor-parallel ranks or pipeline stages, worker processes share
+                the model. If one worker ends, all workers end, and each step raises RunnerLost.
             progress: show progress bars on stderr.
             on_lost: called with the reason when a worker process ends unexpectedly. The call runs in a thread of its
                 own.

@@ -24,7 +24,8 @@ from quire_engine.kv_events.publisher import KVEventPublisher
 from quire_spec.constants import core_index, process_socket
 from quire_spec.model import memory_sizing
 from quire_spec.model.capabilities import DTYPE_BYTES, KV_SCALE_BYTES
-from quire_spec.model.tensor_parallel import TensorParallelShard
+from quire_spec.model.parallel.pipeline_parallel import split_stages
+from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 
 logger = logging.getLogger(__name__)
 _GIB = 2**30
@@ -51,19 +52,23 @@ def main(args: process.ProcessArgs) -> None:
 
 
 def log_memory(engine: Engine) -> None:
-    """Log the planned and the measured memory of a tensor-parallel rank."""
+    """Log the planned and the measured memory of rank 0."""
     memory, config = engine.memory, engine.config
-    shape = TensorParallelShard(engine.shape, 0, config.tensor_parallel_size).local_config
+    stage = split_stages(engine.shape, config.pipeline_parallel_size, config.quantization)[0]
+    shape = TensorParallelShard(stage, 0, config.tensor_parallel_size).local_config
+    layout = choose_layout(config, engine.shape)
+    if stage.stage is not None:
+        layout = layout.for_stage(range(stage.num_layers))
     element_bytes = DTYPE_BYTES[memory.dtype]
     kv_element_bytes = element_bytes if config.kv_cache_dtype == "auto" else 1
-    weights = memory_sizing.weights_bytes(engine.shape, element_bytes) // config.tensor_parallel_size
+    weights = memory_sizing.weights_bytes(stage, element_bytes) // config.tensor_parallel_size
     lora = memory_sizing.lora_bytes(shape, config.num_lora_pages(engine.shape), element_bytes, config.lora_experts)
     kv = memory.num_blocks * memory_sizing.kv_block_bytes(
         shape,
         memory.block_size,
         kv_element_bytes,
         KV_SCALE_BYTES.get(config.kv_cache_dtype, 0),
-        choose_layout(config, engine.shape).num_layers,
+        layout.num_layers,
     )
     for part, planned_bytes, measured_bytes in (
         ("weights", weights, memory.weights_bytes),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire_spec.model.tensor_parallel import TensorParallelShard
+from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 
 TIMEOUT_S = 30.0
 """Time limit of one collective operation. All ranks start an operation within milliseconds of each other, unless a rank
@@ -38,7 +38,7 @@ class Communicator:
         Args:
             shard: this rank's part of the model.
             rendezvous: waits until all ranks have loaded their weights, which can take minutes. It then returns the
-                path of the rendezvous file. The path is the same for all ranks, and the file does not exist yet.
+                folder of the rendezvous files. It is the same for all ranks, and the files do not exist yet.
             timeout_s: maximum duration of every call.
         """
         self.shard = shard
@@ -56,24 +56,10 @@ class Communicator:
             RuntimeError: a rank did not connect within the time limit. All other methods can raise this error too.
         """
         self._device = device
-        rank, size, rendezvous_file = self.shard.rank, self.shard.size, self._rendezvous()
-        store = dist.FileStore(str(rendezvous_file), size)  # type: ignore[attr-defined]
-        if device.type == "cuda":
-            # Without this setting, a thread of torch polls the store to find out whether it must write a debug dump.
-            os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
-        backend: Any = dist.ProcessGroupNCCL if self._device.type == "cuda" else dist.ProcessGroupGloo
-        options = backend.Options() if self._device.type == "cuda" else backend._Options()
-        options._timeout = timedelta(seconds=self._timeout_s)
-        if self._device.type == "cpu":
-            # By default, gloo would listen at the address of the host name, which other machines can reach.
-            options._devices = [backend.create_device(hostname=_LOOPBACK)]
-        self._process_group = backend(store, rank, size, options)
-        # The first operation makes NCCL create its channels. It runs here, so that memory profiling includes the
-        # channels.
-        self.broadcast(torch.zeros(1, device=device))
-        # The file is deleted afterwards. But after a failure, a thread of torch waits for this file in order to write
-        # to it, and the process cannot exit before that thread ends. So the wait must be short.
-        store.set_timeout(_STORE_FILE_TIMEOUT)
+        stage = self.shard.model_config.stage
+        path = self._rendezvous() / f"stage-{0 if stage is None else stage.index}"
+        timeout = timedelta(seconds=self._timeout_s)
+        self._process_group = create_process_group(path, self.shard.rank, self.shard.size, device, timeout)
 
     def abort(self, step_lock: threading.Lock) -> None:
         """Abort operations that wait for a lost rank. Safe to call from any thread; returns at once.
@@ -127,8 +113,39 @@ class Communicator:
 
     def all_reduce_min(self, value: int) -> int:
         """Return the minimum of the ranks' values."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-        tensor = torch.tensor([value], device=self._device)
-        self._process_group.allreduce([tensor], options).wait()
-        return int(tensor.item())
+        return all_reduce_min(self._process_group, value, self._device)
+
+
+def create_process_group(path: Path, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+    """Connect the ranks that name the same file `path`, and return their process group. `timeout` is the time limit of
+    its operations.
+
+    Raises:
+        RuntimeError: a rank did not connect.
+    """
+    store = dist.FileStore(str(path), size)  # type: ignore[attr-defined]
+    if device.type == "cuda":
+        # Without this setting, a thread of torch polls the store to find out whether it must write a debug dump.
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    backend: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+    options = backend.Options() if device.type == "cuda" else backend._Options()
+    options._timeout = timeout
+    if device.type == "cpu":
+        # By default, gloo would listen at the address of the host name, which other machines can reach.
+        options._devices = [backend.create_device(hostname=_LOOPBACK)]
+    process_group = backend(store, rank, size, options)
+    # The first operation makes NCCL create its channels. It runs here, so that memory profiling includes the channels.
+    all_reduce_min(process_group, 0, device)
+    # The file is deleted afterwards. But after a failure, a thread of torch waits for this file in order to write to
+    # it, and the process cannot exit before that thread ends. So the wait must be short.
+    store.set_timeout(_STORE_FILE_TIMEOUT)
+    return process_group
+
+
+def all_reduce_min(process_group: Any, value: int, device: torch.device) -> int:
+    """Return the minimum of the ranks' values. All ranks of the group must call it."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+    tensor = torch.tensor([value], device=device)
+    process_group.allreduce([tensor], options).wait()
+    return int(tensor.item())

@@ -17,10 +17,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_NUM_ROWS = 2
-"""Number of rows. At most two steps are in flight, and a step ends only when all ranks have computed it. Therefore, all
-readers have read a row before it is written again.
-"""
 _SPIN_S = 50e-6
 """Seconds for which a reader spins before it sleeps. A wake-up takes about as long. A longer spin takes a CPU core from
 rank 0.
@@ -30,26 +26,28 @@ rank 0.
 class SharedMemoryRing:
     """The rows of the ring, mapped into the memory of this process."""
 
-    def __init__(self, memory_fd: int, num_elements: int) -> None:
-        """Map the memory file `memory_fd` as rows of `num_elements` elements.
+    def __init__(self, memory_fd: int, num_elements: int, num_rows: int) -> None:
+        """Map the memory file `memory_fd` as `num_rows` rows of `num_elements` elements.
 
-        `allocate` must have set the size of the file before.
+        `allocate` must have set the size of the file before. `num_rows` is at least the number of rows that can be
+        written while a step is in flight, the row of the step included. A step ends only when all ranks have computed
+        it. Therefore, all readers have read a row before it is written again.
         """
         # Pages that no row uses are never allocated.
-        size = _NUM_ROWS * num_elements * torch.int64.itemsize
-        self._rows = torch.frombuffer(mmap.mmap(memory_fd, size), dtype=torch.int64).view(_NUM_ROWS, num_elements)
+        size = num_rows * num_elements * torch.int64.itemsize
+        self._rows = torch.frombuffer(mmap.mmap(memory_fd, size), dtype=torch.int64).view(num_rows, num_elements)
         self._next_row_index = 0
 
     @staticmethod
-    def allocate(memory_fd: int, num_elements: int) -> None:
+    def allocate(memory_fd: int, num_elements: int, num_rows: int) -> None:
         """Set the size of a memory file (os.memfd_create)."""
-        os.ftruncate(memory_fd, _NUM_ROWS * num_elements * torch.int64.itemsize)
+        os.ftruncate(memory_fd, num_rows * num_elements * torch.int64.itemsize)
 
     def next_row(self) -> Tensor:
         """Return the next row, [num_elements] int64. The writer fills the row; a reader must wait for its doorbell
         before it reads the row."""
         row = self._rows[self._next_row_index]
-        self._next_row_index = (self._next_row_index + 1) % _NUM_ROWS
+        self._next_row_index = (self._next_row_index + 1) % len(self._rows)
         return row
 
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker group: rank 0 uses it to start the tensor-parallel workers, to send them steps and calls, and to watch them.
+"""Worker group: rank 0 uses it to start the workers of the other ranks, to send them steps and calls, and to watch
+them. A rank is a tensor-parallel rank of a pipeline stage.
 
-    scheduler, sampler, rank 0 --ring: input of a step--> rank 1 .. n-1 (executor/tp_worker.py)
+    scheduler, sampler, rank 0 --ring: input of a step--> rank 1 .. n-1 (executor/rank_worker.py)
                                --socket: calls, JSON---->
                                <-------replies-----------
-                               <--torch.distributed----->   (communicator.py)
+                               <--torch.distributed----->   (communicator.py, pipeline_link.py)
 
 Calls are rare: load, rendezvous, serve, and the calls about adapters. If one rank ends, the group is lost: the other
-ranks are killed, every method that waits or starts a step raises RunnerLost, and `on_lost` is called. If a rank hangs,
-the next collective operation of the other ranks fails after `communicator.TIMEOUT_S`.
+ranks are killed, every method that waits or starts a step raises RunnerLost, and `on_lost` is called. The same happens
+if a rank hangs: it must answer a ping within `HANG_S`.
 """
 
 import json
@@ -27,16 +28,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quire_engine.distributed.communicator import TIMEOUT_S, Communicator
+from quire_engine.distributed.communicator import TIMEOUT_S
+from quire_engine.distributed.rank_links import RankLinks
 from quire_engine.distributed.shm_ring import Doorbell, SharedMemoryRing, notify_all
 from quire_engine.distributed.worker_handle import MAX_CALL_BYTES, WorkerChannels, WorkerHandle, WorkerProcess
-from quire_engine.step.input import GraphStepInput, StepInput, encode
+from quire_engine.step.input import StepMessage, encode
 from quire_engine.step.plan import RunnerLost
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, QuireError, error_from_code
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.model.tensor_parallel import TensorParallelShard
 
+HANG_S = 10.0
+"""A rank that answers no ping for this many seconds hangs. A thread of its own answers, also while a step runs."""
+_PING_INTERVAL_S = 2.0
 _EXIT_DETECTION_S = 1.0
 """Maximum seconds until the exit of a worker is noticed."""
 _POLL_S = 20e-6
@@ -52,11 +56,12 @@ class _PendingCall:
     missing_ranks: set[int]
     """Ranks that have not replied."""
     errors: list[QuireError] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
 
 
 class WorkerGroup:
-    """The tensor-parallel workers of a model, which are all ranks except rank 0. `communicator` is the communicator of
-    rank 0. Call `start_serving` before `broadcast_step`."""
+    """The workers of a model, which are all ranks except rank 0. `links` are the connections of rank 0. Call
+    `start_serving` before `broadcast_step`."""
 
     def __init__(
         self,
@@ -66,13 +71,18 @@ class WorkerGroup:
         start_worker: Callable[[WorkerChannels], WorkerHandle] = WorkerProcess,
         on_lost: Callable[[str], None] | None = None,
         timeout_s: float = TIMEOUT_S,
+        hang_s: float | None = None,
     ) -> None:
         """Start the workers and return at once; the workers load the model in `folder`.
 
-        `on_lost(reason)` is called in a thread of the group when a worker has ended unexpectedly.
+        `on_lost(reason)` is called in a thread of the group when a worker has ended unexpectedly or hangs.
         """
-        size = config.tensor_parallel_size
-        self.communicator = Communicator(TensorParallelShard(shape, 0, size), self._rendezvous, timeout_s)
+        size = config.ranks_per_core
+        self.links = RankLinks.of_rank(config, shape, 0, self._rendezvous, timeout_s)
+        self._num_rows = 2 * config.pipeline_parallel_size + (2 if config.pipeline_parallel_size > 1 else 0)
+        self._hang_s = hang_s or HANG_S
+        self._heard_at: dict[int, float] = {}
+        """When each worker last replied, on the monotonic clock; empty until the workers serve."""
         self._timeout_s = timeout_s
         self._step_lock = threading.Lock()
         self._on_lost = on_lost
@@ -91,7 +101,7 @@ class WorkerGroup:
         self._workers: dict[int, WorkerHandle] = {}
         started = threading.Event()
         self._watch_thread = threading.Thread(
-            target=self._start_and_watch, args=(start_worker, started), name="tp-watch", daemon=True
+            target=self._start_and_watch, args=(start_worker, started), name="rank-watch", daemon=True
         )
         self._watch_thread.start()
         started.wait()
@@ -111,9 +121,10 @@ class WorkerGroup:
         Raises:
             QuireError: a worker failed or has ended.
         """
-        SharedMemoryRing.allocate(self._memory_fd, num_elements)
-        self._ring = SharedMemoryRing(self._memory_fd, num_elements)
-        self.call("serve", num_elements=num_elements)
+        SharedMemoryRing.allocate(self._memory_fd, num_elements, self._num_rows)
+        self._ring = SharedMemoryRing(self._memory_fd, num_elements, self._num_rows)
+        self.call("serve", num_elements=num_elements, num_rows=self._num_rows)
+        self._heard_at = dict.fromkeys(self._worker_ranks, time.monotonic())
         self._rendezvous_dir.cleanup()
 
     def call(self, name: str, **args: Any) -> None:
@@ -137,17 +148,18 @@ class WorkerGroup:
             with suppress(OSError):
                 control.send(frame)
 
-    def wait_call(self, call_id: int) -> None:
-        """Wait for all replies to a started call; raises the same errors as `call`."""
-        self._wait_for_replies(call_id)
+    def wait_call(self, call_id: int) -> list[Any]:
+        """Wait for all replies to a started call, and return their values; raises the same errors as `call`."""
+        return self._wait_for_replies(call_id)
 
     @contextmanager
-    def broadcast_step(self, step_input: StepInput | GraphStepInput) -> Iterator[None]:
+    def broadcast_step(self, step_input: StepMessage) -> Iterator[None]:
         """Send the input of a step to the workers.
 
         The body of the context must run or launch the step on rank 0.
 
-        At most one earlier step may still be in flight.
+        At most one earlier step may still be in flight, or with pipeline stages, as many as there are stages, this one
+        included.
 
         Raises:
             RunnerLost: a worker has ended, or the body of the context failed.
@@ -191,7 +203,7 @@ class WorkerGroup:
         self._closing = True
         for worker in self._workers.values():
             worker.kill()
-        self.communicator.abort(self._step_lock)
+        self._abort_communicator()
         if threading.current_thread() is not self._watch_thread:
             self._watch_thread.join()
         self._rendezvous_dir.cleanup()
@@ -208,9 +220,8 @@ class WorkerGroup:
     def _rendezvous(self) -> Path:
         for call_id in self._load_call_ids:
             self._wait_for_replies(call_id)
-        path = Path(self._rendezvous_dir.name) / "store"
-        self.start_call("rendezvous", path=str(path))
-        return path
+        self.start_call("rendezvous", path=self._rendezvous_dir.name)
+        return Path(self._rendezvous_dir.name)
 
     def _send_call(self, call: dict[str, Any], ranks: set[int]) -> int:
         call_id = next(self._call_ids)
@@ -224,7 +235,7 @@ class WorkerGroup:
                 self._sockets[rank].send(frame)
         return call_id
 
-    def _wait_for_replies(self, call_id: int) -> None:
+    def _wait_for_replies(self, call_id: int) -> list[Any]:
         with self._condition:
             call = self._pending_calls[call_id]
             self._condition.wait_for(lambda: not call.missing_ranks or call.errors or self._lost_error is not None)
@@ -232,6 +243,7 @@ class WorkerGroup:
                 raise call.errors[0]
             self._raise_if_lost()
             del self._pending_calls[call_id]
+            return call.values
 
     @contextmanager
     def _abort_all_on_error(self) -> Iterator[None]:
@@ -260,8 +272,13 @@ class WorkerGroup:
                 self._sockets[rank] = local_socket
                 selector.register(local_socket, selectors.EVENT_READ, rank)
             started.set()
+            next_ping = time.monotonic()
             while selector.get_map():
-                for key, _ in selector.select():
+                if self._heard_at and not self._closing and time.monotonic() >= next_ping:
+                    self.notify("ping")
+                    self._check_hanging()
+                    next_ping = time.monotonic() + min(_PING_INTERVAL_S, self._hang_s / 4)
+                for key, _ in selector.select(min(_PING_INTERVAL_S, self._hang_s / 4)):
                     rank = int(key.data)
                     frame = self._receive(rank)
                     if frame:
@@ -280,11 +297,25 @@ class WorkerGroup:
         except OSError:
             return b""
 
+    def _check_hanging(self) -> None:
+        """Mark the group as lost if a worker has not replied for too long."""
+        for rank, heard_at in self._heard_at.items():
+            if time.monotonic() - heard_at > self._hang_s:
+                error = self._mark_lost(
+                    f"rank {rank} of {len(self._worker_ranks) + 1} hangs: no answer for {self._hang_s:g} s"
+                )
+                if self._on_lost is not None:
+                    self._on_lost(str(error))
+                return
+
     def _on_reply(self, rank: int, reply: dict[str, Any]) -> None:
+        if rank in self._heard_at:
+            self._heard_at[rank] = time.monotonic()
         with self._condition:
             call = self._pending_calls.get(reply["id"])
             if call is not None:
                 call.missing_ranks.discard(rank)
+                call.values.append(reply["value"])
                 if reply["error"]:
                     call.errors.append(error_from_code(*reply["error"]))
             self._condition.notify_all()
@@ -300,14 +331,18 @@ class WorkerGroup:
         """Mark the group as lost for good, kill the workers, and return the error. Only the first reason is kept."""
         with self._condition:
             if self._lost_error is None:
-                self._lost_error = RunnerLost(f"{reason}; all tensor-parallel ranks stop together; restart the engine")
-                logger.error("tensor-parallel group lost reason=%s", reason)
+                self._lost_error = RunnerLost(f"{reason}; all ranks stop together; restart the engine")
+                logger.error("group of ranks lost reason=%s", reason)
             self._closing = True
             self._condition.notify_all()
         for worker in self._workers.values():
             worker.kill()
-        self.communicator.abort(self._step_lock)
+        self._abort_communicator()
         return self._lost_error
+
+    def _abort_communicator(self) -> None:
+        if self.links.communicator is not None:
+            self.links.communicator.abort(self._step_lock)
 
 
 @contextmanager

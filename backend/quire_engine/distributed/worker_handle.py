@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A handle on a started tensor-parallel worker, and the file descriptors that the worker inherits. Used by
+"""A handle on a started worker of a rank, and the file descriptors that the worker inherits. Used by
 `worker_group.py`."""
 
 import signal
@@ -44,7 +44,7 @@ class WorkerProcess:
 
     def __init__(self, channels: WorkerChannels) -> None:
         fds = (channels.control_fd, channels.memory_fd, channels.doorbell_fd)
-        argv = [sys.executable, "-P", "-m", "quire_engine.executor.tp_worker_process", *map(str, fds)]
+        argv = [sys.executable, "-P", "-m", "quire_engine.executor.rank_worker_process", *map(str, fds)]
         self._popen = subprocess.Popen(argv, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=sys.__stderr__)
 
     def kill(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factory of model runners: chooses the runner of one device, or the runner of several tensor-parallel ranks.
+"""Factory of model runners: chooses the runner of one device, or the runner of several ranks.
 
 The engine core calls it. vLLM makes this choice in `Executor.get_class`.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quire_engine.distributed.communicator import TIMEOUT_S
 from quire_engine.distributed.worker_handle import WorkerChannels, WorkerHandle, WorkerProcess
-from quire_engine.executor.tensor_parallel import TensorParallelRunner
+from quire_engine.executor.multi_rank import MultiRankRunner
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
@@ -24,7 +24,7 @@ def create_runner(
     on_lost: Callable[[str], None] | None = None,
     start_worker: Callable[[WorkerChannels], WorkerHandle] = WorkerProcess,
     timeout_s: float = TIMEOUT_S,
-) -> DeviceModelRunner | TensorParallelRunner:
+) -> DeviceModelRunner | MultiRankRunner:
     """Create the runner for a configuration, and start the workers of the other ranks. Raises the errors of
     DeviceModelRunner.
 
@@ -37,8 +37,8 @@ def create_runner(
         start_worker: starts one worker; tests replace it.
         timeout_s: maximum duration of every collective operation; see Communicator.
     """
-    if config.tensor_parallel_size == 1:
+    if config.ranks_per_core == 1:
         return DeviceModelRunner(config, shape, folder, progress=progress)
-    return TensorParallelRunner.start(
+    return MultiRankRunner.start(
         config, shape, folder, progress=progress, on_lost=on_lost, start_worker=start_worker, timeout_s=timeout_s
     )

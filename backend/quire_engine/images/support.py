@@ -20,6 +20,8 @@ def why_no_images(config: EngineConfig, shape: ModelConfig, folder: Path) -> str
         return "the server runs only the language model; start it without language_model_only"
     if not config.max_images:
         return "limit_mm_per_prompt allows none; raise its value of image"
+    if config.pipeline_parallel_size > 1:
+        return "not possible with pipeline_parallel_size above 1; start the server without it"
     if config.has_drafter:
         return "not possible with speculative_config.model, because draft models read no images; start without it"
     if not any((folder / name).is_file() for name in PROCESSOR_FILES):

@@ -14,8 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def choose_layout(config: EngineConfig, shape: ModelConfig) -> KVLayout:
-    """Return the layout for a model; it is the same in the engine core and on all ranks."""
-    return KVLayout.from_model(shape, config.max_model_len or shape.max_length, config.has_drafter)
+    """Return the layout for a whole model; it is the same in the engine core and on all ranks."""
+    max_model_len, is_staged = config.max_model_len or shape.max_length, config.pipeline_parallel_size > 1
+    return KVLayout.from_model(shape, max_model_len, config.has_drafter, is_staged)
 
 
 def check_kv_offloading(config: EngineConfig, shape: ModelConfig) -> None:

@@ -112,22 +112,26 @@ def create_slots(
     sites = [each for each in model.adapter_sites() if config.lora_experts or not each[1].num_experts]
     module_keys = [[(layer, name) for name in site.slices] for layer, site in sites]
     vocab_size, embedding_size = model.embed_tokens.shape
+    has_outer_parts = model.shape.has_outer_parts
     vocab_rank = config.max_lora_rank + (vocab_module_rank(model.shape) if config.lora_modules_to_save else 0)
     norms = dict(model.norms()) if device.type == "cpu" else {}
     # The linears are in the order in which a step computes them.
+    embedding = LoRATarget(vocab_size, (embedding_size,), is_embedding=True, max_rank=vocab_rank)
+    lm_head = LoRATarget(embedding_size, (vocab_size,), max_rank=vocab_rank)
     targets = [
-        LoRATarget(vocab_size, (embedding_size,), is_embedding=True, max_rank=vocab_rank),
+        *([embedding] if has_outer_parts else []),
         *(LoRATarget(s.in_features, tuple(s.slices.values()), num_experts=s.num_experts) for _, s in sites),
-        LoRATarget(embedding_size, (vocab_size,), max_rank=vocab_rank),
+        *([lm_head] if has_outer_parts else []),
         *(LoRATarget(0, (norm.size,), is_norm=True) for norm in norms.values()),
     ]
-    outer_keys = [(NO_LAYER, "lm_head"), *((NO_LAYER, name) for name in norms)]
-    module_keys = [[(NO_LAYER, "embed_tokens")], *module_keys, *([key] for key in outer_keys)]
+    outer_names = [*(["lm_head"] if has_outer_parts else []), *norms]
+    embedding_keys = [[(NO_LAYER, "embed_tokens")]] if has_outer_parts else []
+    module_keys = [*embedding_keys, *module_keys, *([(NO_LAYER, name)] for name in outer_names)]
     like = torch.empty(0, dtype=dtype, device=device)
     slots = LoRASlots(targets, config.max_loras, config.max_lora_rank, like, num_pages)
     modules = iter(slots.modules)
-    model.embedding_adapters = next(modules)
-    for part in (*(site for _, site in sites), model.lm_head, *norms.values()):
+    model.embedding_adapters = next(modules) if has_outer_parts else None
+    for part in (*(site for _, site in sites), *([model.lm_head] if has_outer_parts else []), *norms.values()):
         part.adapters = next(modules)
     model.adapted_norms = tuple(norms.values())
     return DeviceAdapterSlots(module_keys, slots, device)

@@ -6,10 +6,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from quire_engine.kv_cache.device_cache import KVCache
@@ -39,10 +41,12 @@ class CausalLM(ABC):
         """`shape` is the configuration of this rank's shard."""
         self.shape = shape
         self.communicator = factory.communicator
-        self.embed_tokens = factory.empty(num_vocab_rows(shape, factory), shape.embedding_size)
-        self.lm_head = build_lm_head(shape, factory, self.embed_tokens if shape.tie_word_embeddings else None)
-        self.outer_linears: list[Linear] = [self.lm_head]
-        """Linear layers outside the layers."""
+        # Only the first pipeline stage stores these parts. The others have no memory for them.
+        outer = factory if shape.has_outer_parts else replace(factory, device=torch.device("meta"))
+        self.embed_tokens = outer.empty(num_vocab_rows(shape, factory), shape.embedding_size)
+        self.lm_head = build_lm_head(shape, outer, self.embed_tokens if shape.tie_word_embeddings else None)
+        self.outer_linears: list[Linear] = [self.lm_head] if shape.has_outer_parts else []
+        """Linear layers outside the layers that this rank stores."""
         self.embedding_adapters: ModuleSlots | None = None
         self.adapted_norms: Sequence[Norm] = ()
         """The norms that adapters can replace; empty on a GPU and without adapters."""
@@ -69,9 +73,7 @@ class CausalLM(ABC):
             Hidden states [num_logits, hidden_size] for `compute_logits`; None if the batch needs no logits.
         """
         hidden = self.forward_layers(batch, kv_cache)
-        if batch.num_logits == 0:
-            return None
-        return hidden if batch.logit_rows is None else hidden[batch.logit_rows]
+        return None if batch.num_logits == 0 else select_logit_rows(hidden, batch)
 
     @abstractmethod
     def build_layers(self, factory: ParamFactory) -> None:
@@ -98,7 +100,9 @@ class CausalLM(ABC):
 
     def embed_inputs(self, batch: ForwardBatch) -> Tensor:
         """Return the input of the first layer, a new tensor [num_tokens, embedding_size]: the embeddings of the tokens,
-        or those of images."""
+        or those of images, or what the previous pipeline stage has computed."""
+        if batch.hidden is not None:
+            return batch.hidden
         hidden = self.embed(batch)
         if batch.images is not None:
             assert batch.images.rows is not None
@@ -106,18 +110,31 @@ class CausalLM(ABC):
         return hidden
 
     def adapter_sites(self) -> Iterator[tuple[int, Linear | AdapterSite]]:
-        """Yield the parts of the layers that adapters can change, each with its layer index."""
-        for index, layer in enumerate(self.layers):
+        """Yield the parts of the layers that adapters can change, each with its layer index in the whole model."""
+        for index, layer in enumerate(self.layers, self.shape.first_layer):
             yield from ((index, site) for site in layer.adapter_sites())
 
     def norms(self) -> Iterator[tuple[str, Norm]]:
         """Yield the norms with learned weights, each with its name in the checkpoint."""
         parent = self.shape.architecture_info.parent_path
         path = self.shape.architecture_info.layers_path
-        layers = ((f"{path}.{index}", layer) for index, layer in enumerate(self.layers))
+        layers = ((f"{path}.{index}", layer) for index, layer in enumerate(self.layers, self.shape.first_layer))
         outer = ((parent + self.NAMES.get(n, n), part) for n, part in vars(self).items() if isinstance(part, Norm))
-        for name, part in (*layers, *outer):
+        for name, part in (*layers, *(outer if self.shape.has_outer_parts else ())):
             yield from ((path, norm) for path, norm in find_norms(part, name) if norm.size)
+
+    def norm_sizes(self) -> dict[str, int]:
+        """Return the sizes of the norms of the whole model, by name. The layers of all pipeline stages have the same
+        norms."""
+        shape, parent = self.shape, self.shape.architecture_info.parent_path
+        path = self.shape.architecture_info.layers_path
+        sizes = {name: norm.size for name, norm in self.norms()}
+        if shape.stage is not None:
+            own = [(name, norm.size) for name, norm in find_norms(self.layers[0], "") if norm.size]
+            names = [(f"{path}.{i}{name}", n) for i in range(shape.stage.total_layers) for name, n in own]
+            outer = ((self.NAMES.get(n, n), p) for n, p in vars(self).items() if isinstance(p, Norm))
+            sizes |= dict(names) | {f"{parent}{name}": norm.size for name, norm in outer if norm.size}
+        return sizes
 
     def linears(self) -> Iterator[tuple[int, Linear]]:
         """Yield the linear layers, each with its layer index."""
@@ -127,12 +144,17 @@ class CausalLM(ABC):
         """Yield the name of every tensor in the checkpoint, and the parameter or shard into which the tensor is
         loaded."""
         parent = self.shape.architecture_info.parent_path
+        if self.shape.has_outer_parts:
+            yield from self._outer_tensors(parent)
+        for index, layer in enumerate(self.layers, self.shape.first_layer):
+            yield from layer.tensors(f"{self.shape.architecture_info.layers_path}.{index}.")
+
+    def _outer_tensors(self, parent: str) -> Iterator[tuple[str, LoadTarget]]:
+        """Yield the tensors that belong to no layer."""
         yield (
             f"{parent}{self.shape.architecture_info.embedding}.weight",
             embedding_shard(self.embed_tokens, self.communicator),
         )
-        for index, layer in enumerate(self.layers):
-            yield from layer.tensors(f"{self.shape.architecture_info.layers_path}.{index}.")
         yield from self.top_level_tensors(parent)
         for name, target in self.lm_head.tensors(""):
             is_tied = self.shape.tie_word_embeddings and name.endswith(".weight")
@@ -147,14 +169,16 @@ class CausalLM(ABC):
         self, folder: Path, checkpoint: QuantizedTensors | None = None, *, progress: bool = False, stream: bool = False
     ) -> None:
         """Fill the parameters from the checkpoint in `folder`; see `load_weights` for the arguments and the errors."""
+        parent, has_outer_parts = self.shape.architecture_info.parent_path, self.shape.has_outer_parts
+        of_stage_0 = () if has_outer_parts else ("lm_head.", *(name for name, _ in self._outer_tensors(parent)))
         load_weights(
             folder,
             self.tensors(),
-            tied_to=self.shape.tied_embedding_name,
+            tied_to=self.shape.tied_embedding_name if has_outer_parts else None,
             progress=progress,
             checkpoint=checkpoint,
             stream=stream,
-            unused_prefixes=self.shape.unused_prefixes,
+            unused_prefixes=(*self.shape.unused_prefixes, *of_stage_0),
         )
 
     def pack(self) -> None:
@@ -164,7 +188,7 @@ class CausalLM(ABC):
             layer.pack(arena)
         for linear in self.outer_linears:
             linear.pack(arena)
-        if self.shape.tie_word_embeddings and supports_embedding(self.lm_head.weight):
+        if self.shape.tie_word_embeddings and self.shape.has_outer_parts and supports_embedding(self.lm_head.weight):
             self.embed_tokens = self.lm_head.weight
         self.num_bytes += self._num_packed_bytes() - loaded_bytes
 
@@ -173,3 +197,8 @@ class CausalLM(ABC):
         does not count."""
         outer = sum(linear.num_bytes for linear in self.outer_linears if linear.weight is not self.embed_tokens)
         return outer + sum(layer.packed_bytes for layer in self.layers)
+
+
+def select_logit_rows(hidden: Tensor, batch: ForwardBatch) -> Tensor:
+    """Return the hidden states [num_logits, hidden_size] of the tokens that need logits."""
+    return hidden if batch.logit_rows is None else hidden[batch.logit_rows]

@@ -74,6 +74,8 @@ class ForwardBatch:
     """Tokens that attend to each other in both directions."""
     token_types: Tensor | None = None
     """[num_tokens] int64: 1 for the tokens of the second text of a pair, otherwise 0. None if all are 0."""
+    hidden: Tensor | None = None
+    """[num_tokens, hidden_size]: what the previous pipeline stage has computed; None in the first stage."""
     groups: tuple["ForwardBatch", ...] = ()
     """Copies of the batch, one for each group of layers (see KVLayout). Each copy has the addresses and the attention
     of its group. Empty if there is only one group."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step input: a step plan as plain numbers, without the sequences. All tensor-parallel ranks get the same input.
+"""Step input: a step plan as plain numbers, without the sequences. All ranks get the same input.
 
 StepInput can contain any step; GraphStepInput is for steps that a captured CUDA graph runs. An input is encoded as a
 row of int64 numbers: first a header with the number of elements of each list and tensor, then the lists, then the
@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -83,6 +84,12 @@ class StepInput:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCompletion:
+    """Tells the ranks of pipeline stage 0 to compute the logits of the earliest step whose logits are not computed. The
+    last stage has sent its hidden states. Other stages do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class GraphStepInput:
     """Input of a step that runs as a CUDA graph. Only rank 0 selects the graph, so the input also identifies the graph
     for the other ranks."""
@@ -109,6 +116,12 @@ class GraphStepInput:
     def is_mixed(self) -> bool:
         """Whether the spans of the graph can have several tokens."""
         return self.inputs.shape[0] > 4
+
+
+StepMessage: TypeAlias = StepInput | GraphStepInput | StepCompletion
+"""What rank 0 sends to the other ranks."""
+_COMPLETION = -1
+"""First element of the row of a StepCompletion."""
 
 
 def sort_spans(spans: Sequence[ScheduledSpan]) -> list[int]:
@@ -221,8 +234,11 @@ def max_elements(
     return _HEADER_SIZE + max(num_elements, num_graph_elements) + 2 * num_swaps
 
 
-def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
+def encode(step_input: StepMessage, row: Tensor) -> None:
     """Encode an input into the first elements of `row`, which is an int64 tensor on the CPU."""
+    if isinstance(step_input, StepCompletion):
+        row[0] = _COMPLETION
+        return
     block_numbers = [
         number for copy in (*step_input.swap_outs, *step_input.swap_ins) for number in (copy.block, copy.host_block)
     ]
@@ -254,8 +270,10 @@ def encode(step_input: StepInput | GraphStepInput, row: Tensor) -> None:
     torch.cat(chunks, out=row[: sum(map(len, chunks))])
 
 
-def decode(row: Tensor) -> StepInput | GraphStepInput:
+def decode(row: Tensor) -> StepMessage:
     """Return the input that `encode` wrote. The result does not reference the row."""
+    if row[0] == _COMPLETION:
+        return StepCompletion()
     size, awaits_tokens, num_swap_outs, num_swap_ins, num_copies, *counts = row[:_HEADER_SIZE].tolist()
     end = _HEADER_SIZE + 2 * (num_swap_outs + num_swap_ins + num_copies)
     pairs = iter(_block_pairs(row[_HEADER_SIZE:end].tolist()))

@@ -70,6 +70,7 @@ def load_weights(
     """
     quantized = QuantizedTensors(TensorFiles(folder), None) if checkpoint is None else checkpoint
     files = quantized.files
+    unused_prefixes = tuple(files.name_in_file(prefix) for prefix in unused_prefixes)
     targets = {files.name_in_file(name): unsharded(target) for name, target in tensors}
     lm_head_name = files.name_in_file(_LM_HEAD_NAME)
     sources: dict[str, TensorSource] = {

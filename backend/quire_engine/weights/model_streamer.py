@@ -28,7 +28,7 @@ def can_stream(load_format: str, num_ranks: int) -> bool:
     if importlib.util.find_spec("runai_model_streamer") is None:
         reason = "runai-model-streamer is not installed; pip install 'quire-llm[streamer]'"
     elif num_ranks > 1:
-        reason = "with tensor_parallel_size above 1, it would read each tensor once for each rank"
+        reason = "with several ranks, it would read each tensor once for each rank"
     if reason:
         logger.warning("load_format %s is not used, the weights are read as safetensors: %s", load_format, reason)
     return not reason

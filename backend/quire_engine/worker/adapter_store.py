@@ -80,7 +80,7 @@ class AdapterStore:
         pooler = PoolerConfig.load(checkpoint, shape, config.convert, config.pooling_type)
         reader = partial(reader, has_heads=pooler is not None and pooler.task == "classify")
         reader = partial(reader, reads_images=why_no_images(config, shape, checkpoint) is None)
-        norms = {name: norm.size for name, norm in model.norms()}
+        norms = model.norm_sizes()
         is_cpu = factory.device.type == "cpu"
         return cls(slots, partial(reader, shard=shard, checkpoint=checkpoint, has_transforms=is_cpu, norms=norms))
 

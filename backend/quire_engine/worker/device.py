@@ -33,7 +33,8 @@ _M_MMAP_THRESHOLD = -3
 
 
 def init_device(config: EngineConfig, rank: int = 0) -> torch.device:
-    """Set up the configured device and return it. `rank` is the tensor-parallel rank of this process.
+    """Set up the configured device and return it. `rank` is the number of this process among the
+    ranks of the core.
 
     Raises:
         ConfigError: the device does not exist, or QUIRE_KERNELS names a kernel that does not exist.
@@ -45,11 +46,13 @@ def init_device(config: EngineConfig, rank: int = 0) -> torch.device:
             raise ConfigError(
                 "device: is 'cuda' but torch found no CUDA device; use 'cpu' (--device cpu) or install torch for CUDA"
             )
-        size, num_devices = config.tensor_parallel_size, torch.cuda.device_count()
+        size, num_devices = config.ranks_per_core, torch.cuda.device_count()
         if size > num_devices:
+            name = "tensor_parallel_size"
+            if config.pipeline_parallel_size > 1:
+                name += f" x pipeline_parallel_size {config.pipeline_parallel_size}"
             raise ConfigError(
-                f"tensor_parallel_size: is {size} but torch found {num_devices} CUDA devices; "
-                f"use {num_devices} or fewer"
+                f"{name}: is {size} but torch found {num_devices} CUDA devices; use {num_devices} or fewer"
             )
         if size > 1:
             torch.cuda.set_device(rank)

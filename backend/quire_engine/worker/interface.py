@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface between the engine core and the component that computes steps, on one device or on several.
 
-The engine core uses only this protocol. `DeviceModelRunner` implements it for one device, and `TensorParallelRunner`
+The engine core uses only this protocol. `DeviceModelRunner` implements it for one device, and `MultiRankRunner`
 for several. The module does not import torch. As a result, torch is not loaded when the engine is imported.
 """
 

@@ -111,7 +111,7 @@ def check_host_memory(config: EngineConfig, needed: int, free: int) -> None:
     Raises:
         ConfigError: the memory is not free. Linux would grant the allocation, but kill a process later.
     """
-    total = needed * config.tensor_parallel_size
+    total = needed * config.ranks_per_core
     if total > free:
         raise ConfigError(
             f"kv_offloading_size: {config.kv_offloading_size} GiB: the host memory for KV blocks needs {total} bytes, "

@@ -42,7 +42,7 @@ def build_model(
 ) -> BuiltModel:
     """Build the model in `folder`. If there are several ranks, build only this rank's shard.
 
-    `shape` is the configuration of the whole model.
+    `shape` is the configuration of the whole model, or of a pipeline stage.
 
     Raises:
         ConfigError: dtype or quantization do not fit the checkpoint or the device, or the weights do not fit into free

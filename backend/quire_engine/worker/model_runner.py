@@ -7,6 +7,7 @@ their KV blocks and their adapter slots. The engine core calls the runner from o
 and load adapters.
 """
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,14 +17,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire_engine.distributed.communicator import Communicator
+from quire_engine.distributed.pipeline_link import PipelineLink
+from quire_engine.distributed.rank_links import RankLinks
 from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.kv_cache.host_swap import HostSwap
+from quire_engine.kv_cache.layout_choice import choose_layout
 from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.adapter_source import AdapterSource
+from quire_engine.models.base import select_logit_rows
 from quire_engine.models.forward_batch import ForwardBatch, ImageFeatures, build_forward_batch
-from quire_engine.step.input import GraphStepInput, StepInput, build_step_input, sort_spans
+from quire_engine.step.input import (
+    GraphStepInput,
+    StepCompletion,
+    StepInput,
+    StepMessage,
+    build_step_input,
+    sort_spans,
+)
 from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
 from quire_engine.worker.adapter_store import AdapterStore, StoredAdapter
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
@@ -60,25 +71,26 @@ class DeviceModelRunner(ModelRunner):
         shape: ModelConfig,
         folder: Path,
         *,
-        communicator: Communicator | None = None,
+        links: RankLinks | None = None,
         worker_group: WorkerGroup | None = None,
         progress: bool = False,
     ) -> None:
         """Load the model in `folder`, and allocate everything that steps use.
 
-        `shape` is the configuration of the whole model. `communicator` connects the tensor-parallel ranks. It is None
-        if there is only one rank. `worker_group` contains the processes of the other ranks. Only rank 0 has a worker
-        group.
+        `shape` is the configuration of the whole model. `links` connects this rank to the others. It is None if there
+        is only one rank. `worker_group` contains the processes of the other ranks. Only rank 0 has a worker group.
         """
         self._worker_group = worker_group
-        self._device = init_device(config, 0 if communicator is None else communicator.shard.rank)
+        links = links or RankLinks(shape)
+        communicator, pipeline, is_first = links.communicator, links.pipeline, links.is_first
+        self._device = init_device(config, links.rank)
         device_wait = None if worker_group is None else worker_group.wait_until
         self._future_tokens = FutureTokens(self._device, communicator, device_wait)
         self._sampler = SpanSampler(config.max_num_seqs, shape.vocab_size, self._device, self._future_tokens)
-        built = build_model(config, shape, folder, communicator, self._device)
+        built = build_model(config, links.shape, folder, communicator, self._device)
         self._model, factory = built.model, built.factory
         self._dtype = factory.dtype
-        if communicator is None or communicator.shard.rank == 0:
+        if is_first:
             log_batch_invariance(config, shape, factory.dtype)
         self.adapter_store = AdapterStore.from_model(self._model, config, shape, folder, factory)
         pooler = PoolerConfig.load(folder, shape, config.convert, config.pooling_type)
@@ -87,23 +99,33 @@ class DeviceModelRunner(ModelRunner):
                 "speculative_config: a model that is pooled cannot have a draft model; remove it, or set convert none"
             )
         self._pooler = None
-        if pooler is not None and (communicator is None or communicator.shard.rank == 0):
+        if pooler is not None and is_first:
             self._pooler = Pooler(pooler, folder, shape, self.adapter_store.score, self._device)
         self._drafter = build_drafter(config, self._model, folder, factory, progress)
         self._communicator = communicator
         self._image_encoder = None
-        if communicator is None or communicator.shard.rank == 0:
+        if is_first:
             self._image_encoder = build_image_encoder(config, shape, folder, factory.dtype, self._device)
         tower_bytes = 0 if self._image_encoder is None else self._image_encoder.num_bytes
         # Dummy steps run during startup, before these attributes exist.
         self._graphs: CudaGraphRunner | None = None
         self._host_swap: HostSwap | None = None
         slot_bytes = self.adapter_store.slot_bytes
-        startup = RunnerStartup(config, self._model, factory, slot_bytes, self._run_eager, self._drafter, tower_bytes)
+        self._pipeline: PipelineLink | None = None
+        self._sent_steps: deque[tuple[StepInput, ForwardBatch]] = deque()
+        """On the other ranks of pipeline stage 0: the steps whose logits are not computed."""
+        layout, stage = choose_layout(config, shape), links.shape.stage
+        if stage is not None:
+            layout = layout.for_stage(range(stage.first_layer, stage.first_layer + links.shape.num_layers))
+        run_step = self._run_eager if links.shape.has_outer_parts else self._run_dummy_layers
+        startup = RunnerStartup(
+            config, self._model, factory, slot_bytes, run_step, self._drafter, tower_bytes, pipeline, layout
+        )
         startup.load_model(folder, built.checkpoint, progress=progress)
         memory = startup.allocate()
         self._kv_cache, self._graphs, self._host_swap = memory.kv_cache, memory.graphs, memory.host_swap
         self.swap_costs, self.memory, self.host_rows = memory.swap_costs, memory.measured, memory.host_swap
+        self._pipeline = pipeline
         self.background_image_encoder = None
         if self._image_encoder is not None and self._device.type == "cpu":
             self._image_encoder.allow_background()
@@ -142,6 +164,8 @@ class DeviceModelRunner(ModelRunner):
 
     def execute(self, plan: StepPlan) -> list[SpanOutput]:
         """See ModelRunner."""
+        if self._pipeline is not None:
+            return self.execute_async(plan)()
         with annotate(f"step of {sum(s.length for s in plan.spans)} tokens of {len(plan.spans)} sequences"):
             step_input, order = self._build_input(plan)
             spans = [plan.spans[i] for i in order]
@@ -163,6 +187,8 @@ class DeviceModelRunner(ModelRunner):
 
     def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
         """See ModelRunner."""
+        if self._pipeline is not None:
+            return self._execute_staged(plan)
         if any(span.sequence.requires_host_tokens for span in plan.spans):
             outputs = self.execute(plan)
             return lambda: outputs
@@ -174,15 +200,77 @@ class DeviceModelRunner(ModelRunner):
         self._sampler.run_postponed()
 
     @torch.inference_mode()
-    def execute_as_worker(self, step_input: StepInput | GraphStepInput) -> None:
+    def execute_as_worker(self, step_input: StepMessage) -> None:
         """On a rank other than 0, compute this rank's part of a step while rank 0 executes the same step."""
         if isinstance(step_input, GraphStepInput):
             self._graph_logits(step_input, None)
             return
-        batch, hidden = self._forward(step_input, self._kv_cache, None)
+        if isinstance(step_input, StepCompletion):
+            if not self._sent_steps:  # a later pipeline stage
+                return
+            step_input, batch = self._sent_steps.popleft()
+            hidden = self._receive_logit_rows(batch)
+        elif self._pipeline is not None:
+            batch = self._run_stage(step_input)
+            if self._pipeline.is_first:
+                self._sent_steps.append((step_input, batch))
+            return
+        else:
+            batch, hidden = self._forward(step_input, self._kv_cache, None)
         if hidden is not None:
             for rows in logit_row_chunks(step_input, self._model.shape.vocab_size):
                 self._model.compute_logits(hidden[rows], batch.for_logit_rows(rows))
+
+    def _execute_staged(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
+        """Compute the layers of pipeline stage 0, and return a function that waits for those of the others, and then
+        samples."""
+        step_input, order = self._build_input(plan)
+        assert isinstance(step_input, StepInput)
+        spans = [plan.spans[i] for i in order]
+        with self._broadcast_step(step_input), torch.inference_mode():
+            batch = self._run_stage(step_input)
+
+        def get_outputs() -> list[SpanOutput]:
+            bitmask = self._sampler.grammar_bitmask.fill_async(
+                [span for span in spans if span.samples and span.sequence.beam_group is None]
+            )
+            has_peers = self._communicator is not None
+            with self._broadcast_step(StepCompletion()) if has_peers else nullcontext(), torch.inference_mode():
+                hidden = self._receive_logit_rows(batch)
+                outputs = self._sample(step_input, spans, batch, hidden, bitmask)
+            output_by_index = dict(zip(order, outputs, strict=True))
+            return [output_by_index[i] for i in range(len(order))]
+
+        return get_outputs
+
+    def _run_stage(self, step_input: StepInput) -> ForwardBatch:
+        """Compute the layers of this pipeline stage, and send what they return to the next one. The last stage sends
+        the rows that need logits."""
+        assert self._pipeline is not None
+        self._copy_blocks(step_input, self._kv_cache)
+        batch = build_forward_batch(step_input, self._kv_cache, self._device)
+        inputs = None if self._pipeline.is_first else self._pipeline.receive(len(step_input.token_ids))
+        hidden = self._model.forward_layers(replace(batch, hidden=inputs), self._kv_cache)
+        if self._pipeline.is_last:
+            # Without such rows, one row tells stage 0 that the step is complete.
+            hidden = select_logit_rows(hidden, batch) if batch.num_logits else hidden[:1]
+        self._pipeline.send(hidden)
+        return batch
+
+    def _receive_logit_rows(self, batch: ForwardBatch) -> Tensor | None:
+        """On pipeline stage 0, wait for the hidden states of the rows that need logits; return None if there are
+        none."""
+        assert self._pipeline is not None
+        hidden = self._pipeline.receive(max(batch.num_logits, 1))
+        return hidden if batch.num_logits else None
+
+    @torch.inference_mode()
+    def _run_dummy_layers(self, step_input: StepInput, spans: list[ScheduledSpan], kv_cache: KVCache) -> None:
+        """Compute the layers of a later pipeline stage in a warm-up step, without the other stages."""
+        batch = build_forward_batch(step_input, kv_cache, self._device)
+        size = len(step_input.token_ids), self._model.shape.hidden_size
+        hidden = torch.zeros(size, dtype=self._dtype, device=self._device)
+        self._model.forward_layers(replace(batch, hidden=hidden), kv_cache)
 
     @torch.inference_mode()
     def _execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
@@ -207,7 +295,7 @@ class DeviceModelRunner(ModelRunner):
         num_groups, threshold = self._kv_cache.layout.num_groups, self._model.shape.long_rope_threshold
         return build_step_input(spans, self._kv_cache.block_size, threshold, plan, num_groups), order
 
-    def _broadcast_step(self, step_input: StepInput | GraphStepInput) -> AbstractContextManager[None]:
+    def _broadcast_step(self, step_input: StepMessage) -> AbstractContextManager[None]:
         """Send the step to the other ranks, if there are any. They compute the step while the context is active."""
         return nullcontext() if self._worker_group is None else self._worker_group.broadcast_step(step_input)
 
@@ -226,6 +314,17 @@ class DeviceModelRunner(ModelRunner):
         if bitmask is None:
             bitmask = partial(self._sampler.grammar_bitmask.allow_all, sum(span.samples for span in spans))
         batch, hidden = self._forward(step_input, kv_cache, spans)
+        return self._sample(step_input, spans, batch, hidden, bitmask)
+
+    def _sample(
+        self,
+        step_input: StepInput,
+        spans: list[ScheduledSpan],
+        batch: ForwardBatch,
+        hidden: Tensor | None,
+        bitmask: BitmaskFuture,
+    ) -> list[SpanOutput]:
+        """Return one output for each span, from the hidden states of the rows that need logits."""
         if hidden is None:
             return [SpanOutput([]) for _ in spans]
         logit_chunks = (

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import torch
 
+from quire_engine.distributed.pipeline_link import PipelineLink
 from quire_engine.kv_cache import layout_choice
 from quire_engine.kv_cache.device_cache import KVCache, block_bytes
 from quire_engine.kv_cache.host_swap import HostSwap
@@ -46,6 +47,7 @@ from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.attention.state_config import num_state_rows, state_bytes
 from quire_spec.model.host_memory import available_memory_bytes
+from quire_spec.model.kv_layout import KVLayout
 
 _CPU_MEASURED_TOKENS = 128
 """Number of prompt tokens in the step that measures the speed of a CPU. The swap policy uses this speed. On a GPU, the
@@ -70,13 +72,16 @@ class RunnerStartup:
         run_step: RunStep,
         drafter: Drafter | None = None,
         tower_bytes: int = 0,
+        pipeline: PipelineLink | None = None,
+        layout: KVLayout | None = None,
     ) -> None:
         """Prepare the startup of `model`.
 
         `factory` has allocated the parameters of the model. `lora_bytes` is the size of all adapter slots. `run_step`
         is also called from the thread that compiles kernels. Rank 0 can have a `drafter`. The drafter's KV cache has as
         many blocks as the model's KV cache. If there is a drafter, no rank runs steps as CUDA graphs. `tower_bytes` is
-        the size of the vision tower's weights on this rank.
+        the size of the vision tower's weights on this rank. `pipeline` connects the pipeline stages, of which none runs
+        steps as CUDA graphs, and `layout` is that of this stage; None if there is one stage.
         """
         self._drafter = drafter
         self._config = config
@@ -92,14 +97,16 @@ class RunnerStartup:
         self._max_model_len = config.max_model_len or model.shape.max_length
         should_capture = graph_capture.should_capture(factory.device) and not config.has_drafter
         should_capture &= model.shape.states is None and model.shape.is_native and model.shape.encoder is None
-        self._layout = layout_choice.choose_layout(config, model.shape)
+        should_capture &= pipeline is None
+        self._layout = layout or layout_choice.choose_layout(config, model.shape)
+        self._pipeline = pipeline
         self._num_spare_blocks = 1 if should_capture else 0
         self._capture = graph_capture.GraphCapture(factory.device) if should_capture else None
         self._has_compiled = False
 
     def load_model(self, folder: Path, checkpoint: QuantizedTensors | None, *, progress: bool) -> None:
         """Load and pack the weights, and connect the tensor-parallel ranks. `ParamFactory` describes `checkpoint`."""
-        needs_compilation = _compiles_kernels(self._device) and self._communicator is None
+        needs_compilation = _compiles_kernels(self._device) and self._communicator is None and self._pipeline is None
         needs_compilation &= self._model.shape.is_native  # other models have no modules before they are loaded
         with self._compile_while_loading() if needs_compilation else nullcontext():
             stream = can_stream(self._config.load_format, self._config.num_ranks)
@@ -113,6 +120,8 @@ class RunnerStartup:
             set_num_threads(loaded_bytes, self._config.num_ranks)
         if self._communicator is not None:
             self._communicator.connect(self._device)
+        if self._pipeline is not None:
+            self._pipeline.connect(self._device, self._dtype)
 
     def allocate(self) -> RunnerMemory:
         """Measure the free memory, then allocate the KV cache, the CUDA graphs and the host memory for KV blocks."""
@@ -122,8 +131,7 @@ class RunnerStartup:
             bytes_per_block += self._drafter.block_bytes
         budget = replace(self._measure_memory(), states=self._state_bytes)
         num_blocks = num_kv_blocks(config, self._max_model_len, bytes_per_block, budget, self._layout.num_groups)
-        if self._communicator is not None:
-            num_blocks = self._communicator.all_reduce_min(num_blocks)
+        num_blocks = self._smallest(num_blocks)
         with naming_setting_on_oom("kv_cache_memory_bytes"):
             kv_cache = self._create_cache(num_blocks, self._num_state_rows)
             draft_cache = None if self._drafter is None else self._drafter.allocate(num_blocks)
@@ -132,7 +140,7 @@ class RunnerStartup:
         graphs = self._build_graphs(kv_cache)
         if graphs is not None:
             graphs.capture_all(budget.graphs)
-        num_host_blocks = layout_choice.num_host_blocks(config, shape, self._layout, bytes_per_block)
+        num_host_blocks = self._smallest(layout_choice.num_host_blocks(config, shape, self._layout, bytes_per_block))
         setting = "kv_offloading_size" if config.kv_offloading_size else "swap_space"
         if config.kv_offloading_size:
             check_host_memory(config, num_host_blocks * bytes_per_block, available_memory_bytes())
@@ -151,12 +159,19 @@ class RunnerStartup:
             device=config.device,
             swap_bytes=host_swap.num_bytes if host_swap is not None else 0,
             tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
             kv_tokens=self._layout.num_tokens(
                 num_blocks // self._layout.num_groups * config.block_size, self._max_model_len, config.block_size
             ),
         )
         logger.info("memory plan %s", " ".join(f"{f}={getattr(measured, f)}" for f in MeasuredMemory.__slots__))
         return RunnerMemory(kv_cache, graphs, host_swap, swap_costs, measured)
+
+    def _smallest(self, value: int) -> int:
+        """Return the minimum of the values of all ranks, so that all of them have the same blocks."""
+        if self._communicator is not None:
+            value = self._communicator.all_reduce_min(value)
+        return value if self._pipeline is None else self._pipeline.all_reduce_min(value)
 
     def run_dummy_steps(self, steps: Iterable[list[ScheduledSpan]]) -> None:
         """Run steps of dummy sequences.
@@ -194,7 +209,7 @@ class RunnerStartup:
         # that the other cores already use theirs.
         config = self._config
         has_fixed_size = config.kv_cache_memory_bytes is not None
-        num_starting = config.tensor_parallel_size if has_fixed_size else config.num_ranks
+        num_starting = config.ranks_per_core if has_fixed_size else config.num_ranks
         available = available_memory_bytes() // num_starting
         return MemoryBudget(available + weights + lora, weights, lora, 0)
 

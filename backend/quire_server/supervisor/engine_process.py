@@ -75,7 +75,7 @@ def visible_devices(config: EngineConfig, core: int, environment: Mapping[str, s
             f"data_parallel_size: {config.data_parallel_size} cores need {config.num_ranks} GPUs, but "
             f"CUDA_VISIBLE_DEVICES is {visible!r}; use more GPUs, or lower data_parallel_size"
         )
-    size = config.tensor_parallel_size
+    size = config.ranks_per_core
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[core * size : (core + 1) * size])}
 
 

@@ -139,7 +139,9 @@ class MeasuredMemory:
     swap_bytes: int = 0
     """Size of the KV swap space in host memory, in bytes."""
     tensor_parallel_size: int = 1
-    """Number of tensor-parallel ranks."""
+    """Number of tensor-parallel ranks of a pipeline stage."""
+    pipeline_parallel_size: int = 1
+    """Number of pipeline stages. Sizes are those of the first one."""
     kv_tokens: int = 0
     """Number of tokens that fit into the KV cache if every sequence has max_model_len tokens; see KVLayout.num_tokens.
     An older version does not report this number; it is then 0."""

@@ -20,6 +20,7 @@ from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
 from quire_spec.model.memory_sizing import lora_pages
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.parallel.pipeline_parallel import split_stages
 
 _DEFAULT_MAX_LORAS = 8
 _DEFAULT_MAX_IMAGES = 8
@@ -100,18 +101,29 @@ class EngineConfig:
     """Number of tensor-parallel ranks; all of them run on one machine. On GPUs, each rank uses its own GPU. On a CPU,
     each rank is a process, and the ranks share the CPU cores. A setting in bytes applies to each rank separately."""
 
+    pipeline_parallel_size: int = 1
+    """Number of pipeline stages, each with its own part of the layers; all of them run on one machine.
+
+    Each stage has `tensor_parallel_size` ranks. On GPUs, each rank uses its own GPU. On a CPU, each rank is a process,
+    and the ranks share the CPU cores. A setting in bytes applies to each rank separately. The first stage also has the
+    embedding and the output projection, and samples the tokens. One step is in flight at a time, so stages save memory
+    and not time.
+    """
+
     data_parallel_size: int = 1
     """Number of cores: copies of the model that serve one queue, all in one pod.
 
-    On GPUs, each core uses `tensor_parallel_size` GPUs of its own. On a CPU, the cores share the CPU cores. A setting
-    in bytes applies to each core separately, and so do `max_num_seqs` and the adapter slots.
+    On GPUs, each core uses `tensor_parallel_size` x `pipeline_parallel_size` GPUs of its own. On a CPU, the cores
+    share the CPU cores. A setting in bytes applies to each core separately, and so do `max_num_seqs` and the adapter
+    slots.
     """
 
     async_scheduling: bool | None = None
     """Schedule and launch the next step while the current step is still running.
 
     The device then does not wait for the host. There is a cost: after a request ends with a stop token, one more token
-    is computed for it and discarded. None: async scheduling is enabled on a GPU, unless speculative_config is set.
+    is computed for it and discarded. None: async scheduling is enabled on a GPU, unless speculative_config is set or
+    pipeline_parallel_size is above 1.
     """
 
     enable_lora: bool = False
@@ -148,7 +160,7 @@ class EngineConfig:
 
     load_format: str = "auto"
     """Reader of the weights. runai_streamer: Model Streamer, whose threads read ahead; it is not used with
-    tensor_parallel_size above 1. safetensors: the engine's own reader, which reads only what a rank needs. auto:
+    several ranks. safetensors: the engine's own reader, which reads only what a rank needs. auto:
     safetensors, because it is faster if the files are in the page cache or on a fast disk."""
 
     swap_space: float = 0.0
@@ -276,9 +288,14 @@ class EngineConfig:
         return 0 if self.language_model_only else limits.get("image", _DEFAULT_MAX_IMAGES)
 
     @property
+    def ranks_per_core(self) -> int:
+        """Number of tensor-parallel ranks of all pipeline stages together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def num_ranks(self) -> int:
         """Number of ranks of all cores together. On a CPU, they share the CPU cores and the memory."""
-        return self.tensor_parallel_size * self.data_parallel_size
+        return self.ranks_per_core * self.data_parallel_size
 
     @property
     def max_host_loras(self) -> int:
@@ -315,7 +332,7 @@ class EngineConfig:
     @property
     def uses_async_scheduling(self) -> bool:
         """True if the next step is launched while the current step is still running."""
-        if self.speculative_config is not None:
+        if self.speculative_config is not None or self.pipeline_parallel_size > 1:
             return False
         return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
 
@@ -324,6 +341,8 @@ class EngineConfig:
         if not self.enable_lora:
             return 0
         parts = self.lora_experts, self.lora_modules_to_save
+        # All stages have the same number of pages, although the pages of stage 0 also have room for the embedding.
+        model_config = split_stages(model_config, self.pipeline_parallel_size, self.quantization)[0]
         return lora_pages(model_config, self.max_loras, self.total_lora_rank, *parts)
 
     def for_model(self, model_config: ModelConfig) -> Self:
@@ -396,6 +415,8 @@ class EngineConfig:
                 "kv_events_config: requires enable_prefix_caching, because only cached blocks have events; enable "
                 "it, or publish no events"
             )
+        if self.pipeline_parallel_size > 1:
+            self._check_pipeline()
         if self.speculative_config is not None:
             self.speculative_config.validate()
             if self.async_scheduling:
@@ -403,6 +424,20 @@ class EngineConfig:
                     "async_scheduling: must not be true with speculative_config, because draft tokens are computed "
                     "from the tokens of the previous step; remove one of the two"
                 )
+
+    def _check_pipeline(self) -> None:
+        """Raise ConfigError for the first field that cannot be set with several pipeline stages."""
+        size = f"pipeline_parallel_size {self.pipeline_parallel_size}"
+        if self.async_scheduling:
+            raise ConfigError(
+                f"async_scheduling: must not be true with {size}, because the next step is planned when the last "
+                "stage has computed this one; remove it"
+            )
+        if self.has_drafter:
+            raise ConfigError(
+                f"speculative_config.model: not possible with {size}, because drafts of a model need the hidden "
+                "states of all layers in one process; use the method ngram or suffix, or remove one of the two"
+            )
 
     def _check_choices(self) -> None:
         choices: list[tuple[str, object, tuple[object, ...]]] = [
@@ -440,6 +475,11 @@ class EngineConfig:
                 raise ConfigError(f"{name}: must be at least 1, got {value}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization: must be in (0, 1], got {self.gpu_memory_utilization}")
+        if not 1 <= self.pipeline_parallel_size <= capabilities.MAX_PIPELINE_PARALLEL_SIZE:
+            raise ConfigError(
+                f"pipeline_parallel_size: must be from 1 to {capabilities.MAX_PIPELINE_PARALLEL_SIZE}, got "
+                f"{self.pipeline_parallel_size}"
+            )
         if not 1 <= self.data_parallel_size <= capabilities.MAX_DATA_PARALLEL_SIZE:
             raise ConfigError(
                 f"data_parallel_size: must be from 1 to {capabilities.MAX_DATA_PARALLEL_SIZE}, got "
@@ -489,11 +529,12 @@ class EngineConfig:
             raise ConfigError(
                 "kv_offloading_folder: needs kv_offloading_size, because blocks pass through this host memory; set it"
             )
-        if self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"kv_offloading_folder: not possible with tensor_parallel_size {self.tensor_parallel_size}, because "
-                "only the first rank could read and write files; remove it"
-            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"kv_offloading_folder: not possible with {name} {getattr(self, name)}, because only the first "
+                    "rank could read and write files; remove it"
+                )
         if self.has_drafter:
             raise ConfigError(
                 "kv_offloading_folder: not possible with speculative_config.model, because files do not name the draft "

@@ -48,7 +48,6 @@ _IGNORED_ARGUMENTS = frozenset(
 _HUB_TOKEN_FIX = "set the environment variable HF_TOKEN, or tokenSecretRef in an LLMService"
 _TOKENIZER_FIX = "the tokenizer of the checkpoint is always used; remove the argument"
 _SUPPORTED_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
-    "pipeline_parallel_size": ((1,), "use tensor_parallel_size"),
     "decode_context_parallel_size": ((1,), "use tensor_parallel_size"),
     "trust_remote_code": ((False,), "code of a checkpoint is never executed; remove the argument"),
     "tokenizer": ((None,), _TOKENIZER_FIX),

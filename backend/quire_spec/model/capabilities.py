@@ -44,6 +44,8 @@ CHECKPOINT_QUANTIZATIONS = (
 )
 """Values of quant_method that are supported in config.json of a quantized checkpoint."""
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
+MAX_PIPELINE_PARALLEL_SIZE = 16
+"""Maximum number of pipeline stages of a model."""
 MAX_DATA_PARALLEL_SIZE = 16
 """Maximum number of cores in a pod."""
 MAX_IMAGES = 64

@@ -4,8 +4,9 @@
 The engine and the planner use this module. Pure arithmetic, like memory_sizing.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 from quire_spec.model.model_config import ModelConfig
@@ -62,10 +63,14 @@ class KVLayout:
         return cls(num_layers, (0,) * num_layers, tuple(range(num_layers)), window=window)
 
     @classmethod
-    def from_model(cls, shape: ModelConfig, max_model_len: int, has_drafter: bool = False) -> Self:
+    def from_model(
+        cls, shape: ModelConfig, max_model_len: int, has_drafter: bool = False, is_staged: bool = False
+    ) -> Self:
         """Return the layout for a model. Its sequences have at most `max_model_len` tokens.
 
-        A layer whose window has `max_model_len` tokens or more is treated as a layer without a window.
+        A layer whose window has `max_model_len` tokens or more is treated as a layer without a window. If the model
+        `is_staged`, adjacent layers of a kind are in different groups, so that each pipeline stage has about the same
+        part of every group.
         """
         if shape.encoder is not None:
             return cls(0, (), ())
@@ -82,11 +87,11 @@ class KVLayout:
         places: dict[int, tuple[int, int, int]] = {}
         num_groups = num_full_groups = 0
         for (is_windowed, elements), layers in sorted(kinds.items()):
-            split = elements // smallest
+            split, num_of_kind = elements // smallest, -(-len(layers) // size)
             for i, layer in enumerate(layers):
-                index, row = divmod(i, size)
+                row, index = divmod(i, num_of_kind) if is_staged else divmod(i, size)[::-1]
                 places[layer] = num_groups + index * split, row, split
-            num_groups += -(-len(layers) // size) * split
+            num_groups += num_of_kind * split
             num_full_groups = num_full_groups if is_windowed else num_groups
         groups, rows, splits = zip(*(places[shape.kv_source(layer)] for layer in range(shape.num_layers)), strict=True)
         if num_groups == 1:
@@ -94,6 +99,16 @@ class KVLayout:
         has_splits = any(split > 1 for split in splits)
         window = max((window for window in windows if window is not None and window < max_model_len), default=None)
         return cls(size, groups, rows, num_groups, num_full_groups, window, splits if has_splits else ())
+
+    def for_stage(self, layers: range) -> Self:
+        """Return the layout of a pipeline stage with these layers of the model. Its block tables have the entries of
+        the whole model. Its blocks have no room for the layers of other stages."""
+        rows, used = [], Counter[int]()
+        for group in self.groups[layers.start : layers.stop]:
+            rows.append(used[group])
+            used[group] += 1
+        groups, splits = self.groups[layers.start : layers.stop], self.splits[layers.start : layers.stop]
+        return replace(self, num_layers=max(used.values()), groups=groups, rows=tuple(rows), splits=splits)
 
     @property
     def blocks_per_layer(self) -> int:

@@ -96,11 +96,9 @@ def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
 
     All experts are counted. Biases and norms are not counted, because they are at most 0.2 % of the weights.
     """
-    layers = sum(
-        sum(math.prod(size) for size in layer_linear_sizes(model_config, layer).values())
-        + _expert_elements(model_config, layer)
-        for layer in range(model_config.num_layers)
-    )
+    layers = sum(layer_bytes(model_config, layer, 1) for layer in range(model_config.num_layers))
+    if not model_config.has_outer_parts:
+        return layers * element_bytes
     embeddings = model_config.vocab_size * model_config.embedding_size * (1 if model_config.tie_word_embeddings else 2)
     per_layer = model_config.num_layers * model_config.per_layer_size
     embeddings += (model_config.vocab_size + model_config.hidden_size) * per_layer
@@ -113,6 +111,12 @@ def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
     state = model_config.states
     convolutions = 0 if state is None else state.num_layers * state.conv_size * state.kernel_size
     return (layers + embeddings + positions + projections + convolutions) * element_bytes
+
+
+def layer_bytes(model_config: ModelConfig, layer: int, element_bytes: int) -> int:
+    """Return the size of the linears and the experts of a layer in bytes."""
+    linears = sum(math.prod(size) for size in layer_linear_sizes(model_config, layer).values())
+    return (linears + _expert_elements(model_config, layer)) * element_bytes
 
 
 def _expert_elements(model_config: ModelConfig, layer: int) -> int:
@@ -136,6 +140,8 @@ def vocab_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def outer_module_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return the input size and the output size of all modules outside the layers that adapters can change."""
+    if not model_config.has_outer_parts:
+        return {}
     sizes = vocab_module_sizes(model_config)
     if model_config.per_layer_size:
         width = model_config.num_layers * model_config.per_layer_size

@@ -54,6 +54,17 @@ _KEYS_OF_WHOLE_MODEL = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_toke
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """The place of a pipeline stage among the layers of its model."""
+
+    index: int
+    first_layer: int
+    """Number of layers of the model before those of the stage."""
+    total_layers: int
+    """Number of layers of the whole model."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Configuration of a decoder-only transformer, or of an encoder."""
 
@@ -125,6 +136,18 @@ class ModelConfig:
     model_impl: str = "quire"
     """The class that computes the model: quire (a class of quire_engine.models) or transformers (a class of
     transformers, for which this configuration contains neither norms nor activations nor positions nor experts)."""
+    stage: PipelineStage | None = None
+    """If set, the configuration describes only the layers of one pipeline stage. They are counted from 0."""
+
+    @property
+    def first_layer(self) -> int:
+        """Number of layers of the model before those that this configuration describes."""
+        return 0 if self.stage is None else self.stage.first_layer
+
+    @property
+    def has_outer_parts(self) -> bool:
+        """Whether the embedding, the final norm and the output projection belong to these layers."""
+        return self.first_layer == 0
 
     @property
     def is_native(self) -> bool:
@@ -233,9 +256,11 @@ class ModelConfig:
     @property
     def unused_prefixes(self) -> tuple[str, ...]:
         """The names of tensors that are not loaded begin with these prefixes."""
-        last, path = self.num_layers + self.num_nextn_predict_layers, self.architecture_info.layers_path
+        total = self.num_layers if self.stage is None else self.stage.total_layers
+        own = range(self.first_layer, self.first_layer + self.num_layers)
+        path = self.architecture_info.layers_path
         score = ("score.",) if self.head == "score" else ()  # the pooler reads it
-        layers = (f"{path}.{layer}." for layer in range(self.num_layers, last))
+        layers = (f"{path}.{layer}." for layer in range(total + self.num_nextn_predict_layers) if layer not in own)
         return (*layers, *score, *self.architecture_info.unused_prefixes)
 
     @property

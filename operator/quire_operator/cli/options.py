@@ -357,6 +357,14 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     _add_defaults_option(parser)
     parser.add_argument("-f", "--file", required=True, help="the LLMService; - for standard input")
     add_model_options(parser)
+    parser.add_argument(
+        "--pipeline-parallel-size",
+        type=parse_count,
+        default=1,
+        metavar="N",
+        help="number of pipeline stages of quire serve --pipeline-parallel-size (default: 1); the memory is that of "
+        "the stage that has the fewest KV tokens",
+    )
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="format of the plan")
 
 

@@ -163,6 +163,13 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "the CPU cores (default: spec.engine.dataParallelSize, otherwise 1)",
     ),
     (
+        "--pipeline-parallel-size",
+        "engine.pipeline_parallel_size",
+        {"type": parse_count, "metavar": "N"},
+        "number of pipeline stages, each with its own part of the layers; each uses its own GPUs, and on a CPU they "
+        "share the CPU cores (default: 1)",
+    ),
+    (
         "--language-model-only",
         "engine.language_model_only",
         _FLAG,

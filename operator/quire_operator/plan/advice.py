@@ -20,7 +20,7 @@ from quire_operator.plan.host_memory import host_costs
 from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.plan import FitReason
 from quire_spec.model import capabilities
-from quire_spec.model.tensor_parallel import unsupported_reason
+from quire_spec.model.parallel.tensor_parallel import unsupported_reason
 
 MIN_FULL_LENGTH_REQUESTS = 4
 """The KV cache should have space for this number of requests with maxModelLen tokens each. If it has space for fewer
@@ -80,9 +80,9 @@ def smallest_gpus(inputs: PlannerInputs) -> Iterator[tuple[int, str]]:
         for product in PRODUCTS:
             engine = replace(inputs.engine, tensorParallelSize=count)
             if _best_candidate_with(
-                inputs, gpu=GpuInfo.from_product(product), max_gpus=count * inputs.num_cores, engine=engine
+                inputs, gpu=GpuInfo.from_product(product), max_gpus=inputs.num_ranks(count), engine=engine
             ):
-                yield count * inputs.num_cores, product
+                yield inputs.num_ranks(count), product
                 break
 
 
@@ -122,7 +122,7 @@ def _attempt_row(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, ...]
 def _min_kv_bytes(inputs: PlannerInputs, tp: int) -> int:
     requested = inputs.engine.maxModelLen
     tokens = round_up_to_blocks(requested or limits.min_context(inputs) * inputs.engine.minConcurrency)
-    return tokens * limits.kv_bytes_per_token(inputs, tp)
+    return tokens * max(limits.kv_bytes_per_token(inputs, tp, stage) for stage in limits.stages(inputs))
 
 
 def _not_tried_reason(inputs: PlannerInputs, tp: int) -> str:
@@ -164,7 +164,7 @@ def _reduction_options(inputs: PlannerInputs) -> str:
 def _explain_no_fit_on_cpu(inputs: PlannerInputs, attempts: list[Candidate]) -> str:
     best_attempt = max(attempts, key=lambda w: (w.kv_bytes, -w.max_num_seqs))
     host, costs, tp = host_costs(inputs, 0), best_attempt.costs, best_attempt.tp
-    requested, num_ranks = inputs.engine.kvCacheMemory, tp * inputs.num_cores
+    requested, num_ranks = inputs.engine.kvCacheMemory, inputs.num_ranks(tp)
     min_kv = round_up_mib(_min_kv_bytes(inputs, tp))
     kv = min_kv if requested is None else max(min_kv, to_bytes(requested))
     rows = {
@@ -226,7 +226,7 @@ def _more_gpus_options(inputs: PlannerInputs, candidate: Candidate) -> Iterator[
     if gpu is None or inputs.engine.kvCacheMemory is not None:
         return
     for count in limits.TP_SIZES:
-        num_gpus = count * inputs.num_cores
+        num_gpus = inputs.num_ranks(count)
         unrestricted = replace(inputs, max_gpus=num_gpus, engine=replace(inputs.engine, tensorParallelSize=None))
         if count <= candidate.tp or limits.rejection_reason(unrestricted, count):
             continue
@@ -299,7 +299,7 @@ def _text_process_advice(inputs: PlannerInputs, candidate: Candidate) -> str:
 def _host_memory_advice(inputs: PlannerInputs, candidate: Candidate) -> str:
     if inputs.gpu is None or inputs.memory_limit is None:
         return ""
-    required = host_costs(inputs, candidate.tp * inputs.num_cores).total
+    required = host_costs(inputs, inputs.num_ranks(candidate.tp)).total
     if required <= inputs.memory_limit:
         return ""
     return (

@@ -31,7 +31,7 @@ def build_plan(inputs: PlannerInputs, candidate: Candidate, images: Mapping[str,
     engine, gpu = inputs.engine, inputs.gpu
     device_memory = _device_memory(inputs, candidate)
     fit, text = advice.assess_fit(inputs, candidate)
-    count = 0 if gpu is None else candidate.tp * inputs.num_cores
+    count = 0 if gpu is None else inputs.num_ranks(candidate.tp)
     shm = None if inputs.shared_memory is None else to_quantity(round_up_mib(inputs.shared_memory))
     default_image = images["CPU" if gpu is None else "GPU"]
     return Plan(
@@ -82,7 +82,7 @@ def _host_memory(inputs: PlannerInputs, num_gpus: int, device_memory: DeviceMemo
         stubs=round_up_mib(host.stubs),
         loraCopies=round_up_mib(host.lora_copies),
         sharedMemory=round_up_mib(host.shared_memory),
-        model=0 if num_gpus else device_memory.total * tp * inputs.num_cores,
+        model=0 if num_gpus else device_memory.total * inputs.num_ranks(tp),
         total=0,
         swap=round_up_mib(host.swap),
         kvOffloading=round_up_mib(host.kv_offloading),

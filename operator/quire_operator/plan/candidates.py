@@ -16,6 +16,7 @@ from quire_operator.plan.device_memory import GIB, MIB, DeviceCosts
 from quire_operator.plan.host_memory import host_costs
 from quire_operator.plan.inputs import PlannerInputs
 from quire_spec.model import capabilities
+from quire_spec.model.model_config import ModelConfig
 
 MEAN_SEQUENCE_LEN = 2048
 """The planner assumes that an average sequence has this number of tokens, and chooses maxNumSeqs accordingly."""
@@ -83,22 +84,30 @@ def sort_key(inputs: PlannerInputs, candidate: Candidate) -> tuple[int, int, int
 
 
 def evaluate(inputs: PlannerInputs, tp: int, tokens: int, seqs: int) -> Candidate:
-    """Compute the memory costs and the context length of these settings, and return them as a candidate."""
-    shape, dtype_bytes = inputs.model.shape, limits.element_bytes(inputs)
+    """Compute the memory costs and the context length of these settings, and return them as a candidate. Of several
+    pipeline stages, the one whose KV cache has the fewest tokens decides."""
+    candidates = [_evaluate_stage(inputs, stage, tp, tokens, seqs) for stage in limits.stages(inputs)]
+    return min(candidates, key=lambda candidate: (candidate.kv_tokens, candidate.kv_bytes))
+
+
+def _evaluate_stage(inputs: PlannerInputs, shape: ModelConfig, tp: int, tokens: int, seqs: int) -> Candidate:
+    dtype_bytes, lora = limits.element_bytes(inputs), inputs.lora
     is_encoder = shape.encoder is not None
     if is_encoder:
         # The engine never divides a request of an encoder.
         tokens = max(tokens, limits.max_context(inputs))
     costs = DeviceCosts(
-        weights=device_memory.weights_bytes(limits.loaded_weights_bytes(inputs, tp), tp),
-        activations=device_memory.activation_bytes(shape, tokens, seqs, dtype_bytes, tp, inputs.lora),
-        non_torch=device_memory.non_torch_bytes(tp) if inputs.gpu else 0,
-        lora=device_memory.lora_bytes(shape, inputs.lora.maxLoaded, inputs.lora.total_rank, inputs.lora, dtype_bytes),
+        weights=limits.stage_weights_bytes(inputs, tp, shape),
+        activations=device_memory.activation_bytes(shape, tokens, seqs, dtype_bytes, tp, lora),
+        non_torch=device_memory.non_torch_bytes(tp * inputs.pipeline_parallel_size) if inputs.gpu else 0,
+        lora=device_memory.lora_bytes(
+            shape, lora.maxLoaded, lora.total_rank, lora, dtype_bytes, limits.stages(inputs)[0]
+        ),
         draft=limits.draft_bytes(inputs, tp),
         states=limits.state_bytes(inputs, tp, seqs),
     )
     utilization = _utilization(inputs, tp)
-    per_token = limits.kv_bytes_per_token(inputs, tp)
+    per_token = limits.kv_bytes_per_token(inputs, tp, shape)
     if is_encoder:
         missing = min(_kv_bytes(inputs, tp, costs, utilization, seqs, per_token), 0)
         length = 0 if missing else limits.max_context(inputs)
@@ -145,7 +154,7 @@ def _kv_bytes(inputs: PlannerInputs, tp: int, costs: DeviceCosts, utilization: i
         available = inputs.gpu.visible_bytes * utilization // 1000 - costs.total
     elif inputs.memory_limit is not None:
         model_bytes = inputs.memory_limit - host_costs(inputs, 0).rounded_total
-        available = (model_bytes // (tp * inputs.num_cores) - costs.rounded_total) // MIB * MIB
+        available = (model_bytes // inputs.num_ranks(tp) - costs.rounded_total) // MIB * MIB
     else:
         available = requested or _cpu_kv_bytes(inputs, tp, seqs, per_token)
     if requested is None:
@@ -163,7 +172,7 @@ def _cpu_kv_bytes(inputs: PlannerInputs, tp: int, seqs: int, per_token: int) -> 
     target = max(length * inputs.engine.minConcurrency, seqs * min(MEAN_SEQUENCE_LEN, length)) * per_token
     shortest = round_up_to_blocks(limits.min_context(inputs))
     min_tokens = length if inputs.engine.maxModelLen else shortest * inputs.engine.minConcurrency
-    return -(-max(min(target, MAX_CPU_KV_BYTES // (tp * inputs.num_cores)), min_tokens * per_token) // MIB) * MIB
+    return -(-max(min(target, MAX_CPU_KV_BYTES // inputs.num_ranks(tp)), min_tokens * per_token) // MIB) * MIB
 
 
 def round_up_to_blocks(num_tokens: int) -> int:

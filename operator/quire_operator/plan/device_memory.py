@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass
 from quire_operator.api.engine_spec import LoraSpec
 from quire_spec.model import memory_sizing
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.model.tensor_parallel import TensorParallelShard
+from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 
 MIB = 2**20
 GIB = 2**30
@@ -86,11 +86,18 @@ def weights_bytes(files_bytes: int, tp: int) -> int:
     return math.ceil(files_bytes * _WEIGHTS_PERCENT / (100 * tp))
 
 
-def lora_bytes(shape: ModelConfig, num_slots: int, rank: int, lora: LoraSpec, element_bytes: int) -> int:
+def lora_bytes(
+    shape: ModelConfig,
+    num_slots: int,
+    rank: int,
+    lora: LoraSpec,
+    element_bytes: int,
+    first_stage: ModelConfig | None = None,
+) -> int:
     """Return the number of bytes on each device of `num_slots` adapters whose LoRA ranks add up to `rank`. With tensor
-    parallelism, one matrix of each LoRA pair is replicated."""
+    parallelism, one matrix of each LoRA pair is replicated. A pipeline stage has as many pages as `first_stage`."""
     experts = bool(lora.experts)
-    num_pages = memory_sizing.lora_pages(shape, num_slots, rank, experts, bool(lora.modulesToSave))
+    num_pages = memory_sizing.lora_pages(first_stage or shape, num_slots, rank, experts, bool(lora.modulesToSave))
     return memory_sizing.lora_bytes(shape, num_pages, element_bytes, experts)
 
 
@@ -115,7 +122,7 @@ def activation_bytes(
         # Each token is copied once for each of its experts, and once more for their adapters.
         per_expert = (3 if lora.experts else 2) * shape.hidden_size + (3 * shape.moe.intermediate_size + heads) // tp
         layer = max(layer, num_tokens * element_bytes * (4 * shape.hidden_size + shape.moe.top_k * per_expert))
-    sampling = num_seqs * shape.vocab_size * _SAMPLING_BYTES
+    sampling = num_seqs * shape.vocab_size * _SAMPLING_BYTES if shape.has_outer_parts else 0
     return max(layer, sampling) * _ACTIVATIONS_PERCENT // 100
 
 

@@ -105,7 +105,7 @@ def start_seconds(model_bytes: int, downloads: bool, gpu: bool) -> int:
 
 def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
     """Return the host memory of a pod with `num_gpus` GPUs; 0 means a CPU. Memory of the model is not included."""
-    num_ranks = 1 if inputs.gpu is not None else (inputs.engine.tensorParallelSize or 1) * inputs.num_cores
+    num_ranks = 1 if inputs.gpu is not None else inputs.num_ranks(inputs.engine.tensorParallelSize or 1)
     processes = _PROCESSES_GPU + (num_gpus - 1) * _PROCESSES_FURTHER_GPU
     if num_gpus == 0:
         processes = _PROCESSES_CPU + (num_ranks - 1) * _PROCESSES_FURTHER_CPU

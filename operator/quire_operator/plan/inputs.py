@@ -54,6 +54,8 @@ class PlannerInputs:
     draft: DraftInfo | None = None
     """The draft model or the heads that spec.engine.speculativeConfig selects; None if its method uses neither."""
     node: NodeCapacity = NodeCapacity()
+    pipeline_parallel_size: int = 1
+    """Number of pipeline stages. It is not part of the hash, because it is an option of a command."""
     adapter_disk_bytes: int = 0
     """Maximum size of the adapters that a pod finds by name. It is not part of the hash, because running pods stay when
     a limit changes."""
@@ -66,24 +68,27 @@ class PlannerInputs:
         gpu: GpuInfo | None,
         draft: DraftInfo | None = None,
         node: NodeCapacity = NodeCapacity(),
+        pipeline_parallel_size: int = 1,
     ) -> Self:
         """Return the inputs of a service. `gpu` is the result of `resolve_gpu`, or None for a CPU."""
         spec = service.spec
         cpu = spec.device is Device.CPU
         gpu_count, num_cores = spec.gpu.count if spec.gpu else None, spec.engine.dataParallelSize or 1
+        num_ranks = (spec.engine.tensorParallelSize or 1) * pipeline_parallel_size * num_cores
         limit, shm = spec.runtime.memory, spec.runtime.sharedMemory
         return cls(
             model=model,
             engine=spec.engine,
             lora=spec.lora,
             gpu=None if cpu else gpu,
-            max_gpus=1 if cpu else gpu_count or (spec.engine.tensorParallelSize or 1) * num_cores,
+            max_gpus=1 if cpu else gpu_count or num_ranks,
             memory_limit=None if limit is None else to_bytes(limit),
             shared_memory=None if shm is None else to_bytes(shm),
             image=spec.runtime.image,
             num_openai_fronts=spec.openai.apiServerCount if spec.openai.enabled else 0,
             draft=draft,
             node=node,
+            pipeline_parallel_size=pipeline_parallel_size,
             adapter_disk_bytes=sum(prefix.max_bytes for prefix in spec.adapterSources),
         )
 
@@ -91,6 +96,11 @@ class PlannerInputs:
     def num_cores(self) -> int:
         """Number of cores of a replica. Each has its own GPUs and its own copy of everything on a device."""
         return self.engine.dataParallelSize or 1
+
+    def num_ranks(self, tp: int) -> int:
+        """Return the number of ranks of a replica if its stages have `tp` ranks each. Each rank has its own GPU, or on
+        a CPU, its own process."""
+        return tp * self.pipeline_parallel_size * self.num_cores
 
     @property
     def inputs_hash(self) -> str:

@@ -21,8 +21,9 @@ from quire_spec.model.attention.latent_attention_config import UNSUPPORTED_ON_GP
 from quire_spec.model.attention.state_config import UNSUPPORTED_TIERS, num_state_rows
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.parallel import pipeline_parallel
+from quire_spec.model.parallel.tensor_parallel import unsupported_reason
 from quire_spec.model.quantization import resolve_quantization
-from quire_spec.model.tensor_parallel import unsupported_reason
 
 TP_SIZES = (1, 2, 4, 8)
 MAX_DEFAULT_CONTEXT = 32768
@@ -49,8 +50,8 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
         possible = " or ".join(str(tp) for tp in TP_SIZES if not unsupported_reason(inputs.model.shape, tp))
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {reason}; use {possible}")
     gpu = inputs.gpu
-    if gpu is not None and gpu.gpus_per_node is not None and requested * inputs.num_cores > gpu.gpus_per_node:
-        cores = f", and {inputs.num_cores} cores need {requested * inputs.num_cores}" if inputs.num_cores > 1 else ""
+    if gpu is not None and gpu.gpus_per_node is not None and inputs.num_ranks(requested) > gpu.gpus_per_node:
+        cores = f", and {inputs.num_cores} cores need {inputs.num_ranks(requested)}" if inputs.num_cores > 1 else ""
         fix = f"nodes with {gpu.name} have {gpu.gpus_per_node} GPUs{cores}, and a replica runs on one node; lower it"
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {fix}")
     if requested not in capabilities.TENSOR_PARALLEL_SIZES:
@@ -65,7 +66,7 @@ def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
     tensorParallelSize."""
     if reason := unsupported_reason(inputs.model.shape, tp):
         return f"not possible: {reason}"
-    num_gpus = tp * inputs.num_cores
+    num_gpus = inputs.num_ranks(tp)
     if num_gpus > inputs.max_gpus:
         cores = f", and spec.engine.dataParallelSize is {inputs.num_cores}" if inputs.num_cores > 1 else ""
         return f"not tried: spec.gpu.count is {inputs.max_gpus}{cores}"
@@ -195,6 +196,8 @@ def check_kv_offloading(inputs: PlannerInputs) -> None:
         problem = f"{field}: {UNSUPPORTED_LAYOUT}; remove the field"
     elif offloading.secondary and (inputs.engine.tensorParallelSize or 1) > 1:
         problem = f"{field}.secondary: not possible with tensorParallelSize above 1; remove one of the two"
+    elif offloading.secondary and inputs.pipeline_parallel_size > 1:
+        problem = f"{field}.secondary: not possible with pipeline stages; remove one of the two"
     elif offloading.secondary and inputs.draft is not None:
         problem = f"{field}.secondary: not possible with speculativeConfig.model; remove one of the two"
     if problem:
@@ -233,6 +236,32 @@ def check_encoder(inputs: PlannerInputs) -> None:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
 
 
+def check_pipeline(inputs: PlannerInputs) -> None:
+    """Check that the layers of this model can be split into the pipeline stages of the inputs.
+
+    Raises:
+        Unplannable: they cannot.
+    """
+    try:
+        pipeline_parallel.check(inputs.model.shape, inputs.pipeline_parallel_size)
+    except ConfigError as error:
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, str(error)) from error
+    if inputs.pipeline_parallel_size > 1 and inputs.draft is not None:
+        message = "spec.engine.speculativeConfig.model: not possible with pipeline stages; remove one of the two"
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
+
+
+def stages(inputs: PlannerInputs) -> list[ModelConfig]:
+    """Return the configuration of each pipeline stage; the only one is that of the model."""
+    return _stages(inputs.model.shape, inputs.pipeline_parallel_size, inputs.engine.quantization)
+
+
+# The planner asks for each candidate.
+@functools.lru_cache(maxsize=64)
+def _stages(shape: ModelConfig, size: int, quantization: str | None) -> list[ModelConfig]:
+    return pipeline_parallel.split_stages(shape, size, quantization)
+
+
 def check_kv_cache_dtype(inputs: PlannerInputs) -> None:
     """Check that the engine can store this model's keys in spec.engine.kvCacheDtype.
 
@@ -260,22 +289,28 @@ def kv_element_bytes(inputs: PlannerInputs) -> int:
 
 def kv_layout(inputs: PlannerInputs) -> KVLayout:
     """Return which layers share KV blocks. The plan is assumed to have the longest possible context."""
-    return _kv_layout(inputs.model.shape, max_context(inputs), inputs.draft is not None)
+    is_staged = inputs.pipeline_parallel_size > 1
+    return _kv_layout(inputs.model.shape, max_context(inputs), inputs.draft is not None, is_staged)
 
 
 # The planner asks for each candidate.
 @functools.lru_cache(maxsize=64)
-def _kv_layout(shape: ModelConfig, max_model_len: int, has_drafter: bool) -> KVLayout:
-    return KVLayout.from_model(shape, max_model_len, has_drafter=has_drafter)
+def _kv_layout(shape: ModelConfig, max_model_len: int, has_drafter: bool, is_staged: bool) -> KVLayout:
+    return KVLayout.from_model(shape, max_model_len, has_drafter, is_staged)
 
 
-def kv_bytes_per_token(inputs: PlannerInputs, tp: int) -> int:
-    """Return the number of bytes that one token needs in the KV cache of each of `tp` devices. If there is a draft
-    model, the result is for the first device, which also stores the KV cache of the draft model."""
+def kv_bytes_per_token(inputs: PlannerInputs, tp: int, stage: ModelConfig | None = None) -> int:
+    """Return the number of bytes that one token needs in the KV cache of each of the `tp` devices of a pipeline stage,
+    or of the whole model. If there is a draft model, the result is for the first device, which also stores the KV cache
+    of the draft model."""
+    stage = stage or inputs.model.shape
     scale_bytes = capabilities.KV_SCALE_BYTES.get(inputs.engine.kvCacheDtype or "auto", 0)
     element, draft = kv_element_bytes(inputs), inputs.draft
-    num_layers = kv_layout(inputs).total_layers
-    model_bytes = device_memory.kv_bytes_per_token(inputs.model.shape, element, tp, scale_bytes, num_layers)
+    layout = kv_layout(inputs)
+    if stage.stage is not None:
+        layout = layout.for_stage(range(stage.first_layer, stage.first_layer + stage.num_layers))
+    num_layers = layout.total_layers
+    model_bytes = device_memory.kv_bytes_per_token(stage, element, tp, scale_bytes, num_layers)
     if draft is None or draft.kv_shape is None:
         return model_bytes
     return model_bytes + device_memory.kv_bytes_per_token(draft.kv_shape, element, 1, scale_bytes)
@@ -334,6 +369,14 @@ def loaded_weights_bytes(inputs: PlannerInputs, tp: int) -> int:
             return num_bytes + (embedding * element_bytes(inputs) if quantization.method == "gguf" else 0)
         return memory_sizing.weights_bytes(inputs.model.shape, element_bytes(inputs))
     return inputs.model.weights_bytes * element_bytes(inputs) // capabilities.DTYPE_BYTES.get(inputs.model.dtype, 2)
+
+
+def stage_weights_bytes(inputs: PlannerInputs, tp: int, stage: ModelConfig) -> int:
+    """Return the number of bytes of the weights of a pipeline stage on each of its `tp` devices."""
+    loaded, shape = loaded_weights_bytes(inputs, tp), inputs.model.shape
+    if stage.stage is not None:
+        loaded = loaded * memory_sizing.weights_bytes(stage, 1) // memory_sizing.weights_bytes(shape, 1)
+    return device_memory.weights_bytes(loaded, tp)
 
 
 def max_context(inputs: PlannerInputs) -> int:

@@ -28,6 +28,7 @@ def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES)
     limits.check_dtypes(inputs)
     limits.check_latent_attention(inputs)
     limits.check_encoder(inputs)
+    limits.check_pipeline(inputs)
     limits.check_context(inputs)
     limits.check_quantization(inputs)
     limits.check_speculation(inputs)
@@ -39,7 +40,7 @@ def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES)
     if candidate is None:
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, advice.explain_no_fit(inputs, candidates))
     check_disk(inputs)
-    check_kv_tiers(inputs, candidate.tp * inputs.num_cores)
+    check_kv_tiers(inputs, inputs.num_ranks(candidate.tp))
     return build_plan(inputs, candidate, images)
 
 

@@ -50,6 +50,7 @@ def render_lines(
     width: int,
     use_color: bool,
     draft: DraftInfo | None = None,
+    num_stages: int = 1,
 ) -> Iterator[str]:
     """Yield the lines of the report. A line has at most `width` columns, unless it contains a longer word.
 
@@ -62,6 +63,10 @@ def render_lines(
     if draft is not None:
         yield from _wrap(f"draft model: {_describe_draft(draft)}", width)
     yield from _wrap(_describe_invariance(model, plan), width)
+    if num_stages > 1:
+        yield from _wrap(
+            f"{num_stages} pipeline stages; the memory is that of the one with the fewest KV tokens", width
+        )
     if model.shape.encoder is not None:
         yield from _wrap(
             "KV cache: none, because an encoder computes each request in one step and keeps nothing", width

@@ -30,7 +30,7 @@ from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, NotFound
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.model.tensor_parallel import TensorParallelShard
+from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 from quire_spec.protocol.messages import GenerateRequest, SequenceRequest
 
 NAMES = ["llama", "llama-longrope", "qwen2-windows", "gemma2", "opt", "phi3"]

@@ -28,7 +28,7 @@ from quire_engine.weights.tensor_files import TensorFiles
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.model.tensor_parallel import TensorParallelShard, unsupported_reason
+from quire_spec.model.parallel.tensor_parallel import TensorParallelShard, unsupported_reason
 
 CPU = torch.device("cpu")
 TINY = Path(__file__).parents[3] / "examples/models/tiny"
@@ -110,7 +110,7 @@ def _check_ranks(folder, size, vocab_size, tmp_path, quantization=None):
     def run_rank(rank):
         def rendezvous():
             loaded.wait()
-            return tmp_path / "store"
+            return tmp_path
 
         communicator = Communicator(TensorParallelShard(shape, rank, size), rendezvous, timeout_s=20)
         model = _load_model(folder, communicator, quantization)

@@ -16,7 +16,7 @@ import torch
 from support.draft_heads import random_eagle3_head, save_eagle3_head, save_medusa_heads
 from support.engine_processes import wait_for
 from support.graph_captures import replace_captures
-from support.thread_workers import ThreadWorker, engine_with_thread_workers, tp_worker_processes
+from support.thread_workers import ThreadWorker, engine_with_thread_workers, rank_worker_processes
 from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
 
 from quire_engine import SamplingParams
@@ -31,7 +31,7 @@ from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError, InvalidArgument
 from quire_spec.model.memory_sizing import kv_block_bytes, lora_bytes, lora_pages
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.model.tensor_parallel import TensorParallelShard
+from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 from quire_spec.protocol.messages import SequenceRequest
 
 GREEDY = {"temperature": 0.0, "max_tokens": 18, "logprobs": 2}
@@ -243,12 +243,12 @@ def _llm(folder, size, **changes):
 
 def test_worker_process_ends_with_the_engine(folders):
     engine = Engine.from_config(_config(folders["qwen2"], 2))
-    assert len(tp_worker_processes()) == 1
+    assert len(rank_worker_processes()) == 1
     engine.add(SequenceRequest(1, [1, 2, 3], SamplingParams.from_mapping(GREEDY)))
     assert len(engine.step().results[0].token_ids) == 1
     del engine
     gc.collect()
-    wait_for(lambda: tp_worker_processes() == [])
+    wait_for(lambda: rank_worker_processes() == [])
 
 
 def test_killed_worker_ends_all_ranks_with_two_steps_in_flight(folders):
@@ -256,7 +256,7 @@ def test_killed_worker_ends_all_ranks_with_two_steps_in_flight(folders):
     expected = _outputs(_llm(folders["llama"], 1))
     llm = _llm(folders["llama"], 4, async_scheduling=True)
     assert _outputs(llm) == expected
-    ranks = tp_worker_processes()
+    ranks = rank_worker_processes()
     assert len(ranks) == 3
     future_tokens, in_flight = llm.engine._runner._local_runner._future_tokens, []
     resolve = future_tokens.resolve
@@ -282,7 +282,7 @@ def test_killed_worker_ends_all_ranks_with_two_steps_in_flight(folders):
 def test_on_lost_is_called_at_once_when_a_worker_dies(folders):
     reasons: list[str] = []
     engine = Engine.from_config(_config(folders["llama"], 2), on_lost=reasons.append)
-    (rank,) = tp_worker_processes()
+    (rank,) = rank_worker_processes()
     rank.send_signal(signal.SIGKILL)
     wait_for(lambda: len(reasons) == 1 and "rank 1 of 2 ended: killed by SIGKILL" in reasons[0])
     assert not engine.has_work
@@ -296,7 +296,7 @@ def test_on_lost_is_called_at_once_when_a_worker_dies(folders):
 
 def test_hanging_worker_is_detected_and_killed(folders):
     engine = engine_with_thread_workers(_config(folders["llama"], 2), start_worker=WorkerProcess, timeout_s=4.0)
-    (rank,) = tp_worker_processes()
+    (rank,) = rank_worker_processes()
     engine.add(SequenceRequest(1, [1, 2, 3], SamplingParams.from_mapping(GREEDY)))
     engine.step()
     rank.suspend()
@@ -314,7 +314,7 @@ def test_startup_error_of_a_rank_leaves_no_processes(folders, monkeypatch):
         ConfigError, match=r"tensor_parallel_size: 8 is .* attention heads, 4, is not a multiple of 8; use 4"
     ):
         Engine.from_config(_config(folders["llama"], 8))
-    assert tp_worker_processes() == []
+    assert rank_worker_processes() == []
 
 
 def test_load_error_of_a_worker_is_reported(folders, tmp_path):
@@ -327,7 +327,7 @@ def test_load_error_of_a_worker_is_reported(folders, tmp_path):
     with pytest.raises(ConfigError, match="found neither"):
         engine_with_thread_workers(_config(folders["llama"], 2), start_worker=start)
     (tmp_path / "hidden").rename(folders["llama"] / "model.safetensors")
-    wait_for(lambda: tp_worker_processes() == [])
+    wait_for(lambda: rank_worker_processes() == [])
 
 
 @pytest.mark.parametrize("ahead", [False, True])

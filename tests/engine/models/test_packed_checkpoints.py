@@ -28,7 +28,7 @@ from quire_kernels import QuantizedWeight, linear, quantized_linear
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.model.tensor_parallel import TensorParallelShard
+from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 
 NOT_PACKED = {"ct-fp8-block": "blocks of 48", "ct-int8-weights": "8 bits per group"}
 """Without a kernel."""

@@ -31,7 +31,7 @@ from quire_engine.weights.quantized import packing
 from quire_kernels import ExpertWeights, QuantizedWeight
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.model.tensor_parallel import TensorParallelShard
+from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 
 NO_KERNEL = {
     "ct-fp8-block": "fp8 per block",

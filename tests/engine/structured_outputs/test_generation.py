@@ -171,9 +171,12 @@ def run(engine):
     return token_ids, errors
 
 
-def test_tensor_parallel_ranks(llm):
-    config = {"device": "cpu", "max_model_len": 128, "kv_cache_memory_bytes": 2**22, "tensor_parallel_size": 2}
-    config = EngineConfig(model=str(EXAMPLES / "models/tiny"), async_scheduling=True, **config)
+@pytest.mark.parametrize(
+    "ranks", [{"tensor_parallel_size": 2, "async_scheduling": True}, {"pipeline_parallel_size": 2}]
+)
+def test_several_ranks(llm, ranks):
+    config = {"device": "cpu", "max_model_len": 128, "kv_cache_memory_bytes": 2**22}
+    config = EngineConfig(model=str(EXAMPLES / "models/tiny"), **config, **ranks)
     engine = engine_with_thread_workers(config)
     grammar = to_grammar_text(GREEDY.structured_outputs)
     for i, prompt in enumerate(PROMPTS):

@@ -14,7 +14,7 @@ from quire_operator.api.engine_spec import LoraSpec
 from quire_operator.plan import candidates, device_memory
 from quire_operator.plan.plan import FitReason
 from quire_operator.plan.report import render_lines
-from quire_spec.model.tensor_parallel import unsupported_reason
+from quire_spec.model.parallel.tensor_parallel import unsupported_reason
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -644,6 +644,21 @@ def test_cores_divide_the_memory_of_a_cpu():
     assert unplannable("qwen-0.5b", None, spec % 16)[0] is UnplannableReason.DOES_NOT_FIT
 
 
+def test_the_pipeline_stage_with_the_least_room_decides():
+    """A stage has its own layers; one stage also has what is outside of the layers, and samples."""
+    inputs = planner_inputs("70b", H100)
+    for size in (2, 4):
+        plan = planner.make_plan(dataclasses.replace(inputs, pipeline_parallel_size=size, max_gpus=size))
+        assert (plan.gpu.count, plan.tensorParallelSize.value) == (size, 1)
+        # The largest stage has at most half a layer more than its part of the weights, in files of 131.4 GiB.
+        assert plan.bytes.weights == pytest.approx(1.01 * 141_107_412_992 / size, rel=0.025)
+        token = 80 / size * 2 * 8 * 128 * 2
+        assert plan.kvTokens == pytest.approx(plan.bytes.kv / token, rel=0.06)
+    for model, why in (("gemma-4", "read keys, values or embeddings of other layers"), ("qwen3.5", "with states")):
+        with pytest.raises(Unplannable, match=f"^pipeline_parallel_size: 2 .*{why}.*; use 1"):
+            planner.make_plan(dataclasses.replace(planner_inputs(model, H100), pipeline_parallel_size=2))
+
+
 def test_replicas_are_advised_beyond_the_text_process():
     spec = "lora: {maxLoaded: 0}\nengine: {dataParallelSize: %d}"
     assert plan_for("8b", H100, spec % 4).advice == "" == plan_for("70b", H100, spec % 2 + "\ngpu: {count: 8}").advice

@@ -82,7 +82,7 @@ def test_ignores_adapters_without_enable_lora(vllm):
     ("arguments", "words"),
     [
         ({"model": "m", "max_num_seq": 2}, "'max_num_seq': unknown engine argument"),
-        ({"model": "m", "pipeline_parallel_size": 2}, "'pipeline_parallel_size': value 2 is not supported"),
+        ({"model": "m", "pipeline_parallel_size": 99}, "pipeline_parallel_size: must be from 1 to 16, got 99"),
         ({"model": "m", "tensor_parallel_size": 64}, "tensor_parallel_size: must be one of 1, 2, 4, 8, got 64"),
         ({"model": "m", "trust_remote_code": "true"}, "'trust_remote_code': value True is not supported"),
         ({"model": "m", "tokenizer": "other"}, "'tokenizer': value 'other' is not supported"),
@@ -107,7 +107,7 @@ def test_rejects_invalid_adapter_name(vllm):
 
 
 def test_all_problems_are_reported_with_file_and_fix(vllm):
-    folder = vllm({"model": "m", "pipeline_parallel_size": 2, "config_format": "mistral", "max_num_seq": 2})
+    folder = vllm({"model": "m", "decode_context_parallel_size": 2, "config_format": "mistral", "max_num_seq": 2})
     with pytest.raises(ConfigError) as caught:
         read_vllm_repository(folder)
     lines = str(caught.value).splitlines()

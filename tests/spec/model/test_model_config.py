@@ -9,7 +9,7 @@ from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model.memory_sizing import linear_sizes
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.model.tensor_parallel import TensorParallelShard
+from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 
 NUMBERS = {
     "hidden_size": 64,

@@ -32,8 +32,8 @@ from quire_kernels import RowTransform
 from quire_spec.errors import InvalidArgument
 from quire_spec.model.memory_sizing import lora_bytes
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 from quire_spec.model.pooler_config import MAX_LABELS
-from quire_spec.model.tensor_parallel import TensorParallelShard
 
 # Maximum size of the file's header in bytes. The header contains names, shapes and metadata.
 _MAX_HEADER_BYTES = 8 << 20

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quire_engine.lora.peft.lora_module import NO_LAYER, LoRAModule
 from quire_kernels import RowTransform
-from quire_spec.model.tensor_parallel import TensorParallelShard
+from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 
 
 def shard_pair(a: Tensor, b: Tensor, module: LoRAModule, shard: TensorParallelShard) -> tuple[Tensor, Tensor]:

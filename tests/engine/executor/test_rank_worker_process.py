@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.engine_processes import EngineProcesses, wait_for, wait_quiet
-from support.thread_workers import tp_worker_processes
+from support.thread_workers import rank_worker_processes
 from support.tiny_checkpoints import greedy_output, make_llama
 
 from quire_spec.protocol.messages import OutputDeltas
@@ -57,9 +57,9 @@ def test_core_with_a_worker_serves_idles_without_cpu_time_and_ends_with_the_work
     with pod.connect("core", "supervisor") as supervisor:
         memory = supervisor.call("status")["memory"]
     assert memory["tensor_parallel_size"] == 2
-    assert "tensor-parallel worker ready rank=1 size=2" in pod.log("core")
+    assert "worker ready rank=1 size=2" in pod.log("core")
     core = psutil.Process(pod.processes["core"].pid)
-    both = [core, *tp_worker_processes(core.pid)]
+    both = [core, *rank_worker_processes(core.pid)]
     assert len(both) == 2
     wait_quiet(both, 0.03)
 
@@ -70,7 +70,7 @@ def test_core_with_a_worker_serves_idles_without_cpu_time_and_ends_with_the_work
 
 def test_killed_core_leaves_no_worker(pod: EngineProcesses):
     core = psutil.Process(pod.processes["core"].pid)
-    (rank,) = tp_worker_processes(core.pid)
+    (rank,) = rank_worker_processes(core.pid)
     check_request_fails_when_killed(pod, core)
     # The worker is an orphan now, so this process cannot wait for it.
     wait_for(lambda: has_ended(rank), 10)
@@ -79,7 +79,7 @@ def test_killed_core_leaves_no_worker(pod: EngineProcesses):
 def test_every_process_excludes_its_model_from_garbage_collections(pod: EngineProcesses, counts: Path):
     """Collections in the middle of a step do not traverse the objects that exist when loading ends."""
     core = pod.processes["core"].pid
-    for pid in (pod.processes["text"].pid, core, *(rank.pid for rank in tp_worker_processes(core))):
+    for pid in (pod.processes["text"].pid, core, *(rank.pid for rank in rank_worker_processes(core))):
         os.kill(pid, signal.SIGUSR2)
         wait_for((counts / str(pid)).exists, 10, f"a report of process {pid}")
         assert int((counts / str(pid)).read_text()) > 10_000

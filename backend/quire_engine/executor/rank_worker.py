@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel worker: a rank other than 0. The worker loads its shard of the model and computes the steps that rank
-0 sends.
+"""Worker: a rank other than 0. The worker loads its part of the model, which are the shards of a tensor-parallel rank
+of the layers of a pipeline stage, and computes its part of the steps that rank 0 sends.
 
 A worker makes no decisions, and its whole state can be restored by a restart. Therefore, it exits on every error.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quire_engine.distributed.communicator import Communicator
+from quire_engine.distributed.rank_links import RankLinks
 from quire_engine.distributed.shm_ring import Doorbell, SharedMemoryRing
 from quire_engine.distributed.worker_handle import MAX_CALL_BYTES, WorkerChannels
 from quire_engine.lora.adapter_source import WeightedFolder
@@ -28,7 +28,6 @@ from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import Internal, QuireError
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.model.tensor_parallel import TensorParallelShard
 
 _ADAPTER_CALLS = ("read_adapter", "copy_to_slot", "discard_adapter")
 _MAX_ERROR_LENGTH = MAX_CALL_BYTES // 16
@@ -37,7 +36,7 @@ _MAX_ERROR_LENGTH = MAX_CALL_BYTES // 16
 logger = logging.getLogger(__name__)
 
 
-class TensorParallelWorker:
+class RankWorker:
     """Handles the calls and the steps that rank 0 sends."""
 
     def __init__(self, channels: WorkerChannels, on_disconnected: Callable[[], None]) -> None:
@@ -56,13 +55,11 @@ class TensorParallelWorker:
         Raises:
             QuireError: this rank cannot load its shard; the error was sent to rank 0.
         """
-        threading.Thread(target=self._serve_calls, name="tp-calls", daemon=True).start()
+        threading.Thread(target=self._serve_calls, name="rank-calls", daemon=True).start()
         call = self._next_call("load")
         logging.getLogger().setLevel(call["log_level"])
         config, folder = EngineConfig.from_json(call["config"]), Path(call["folder"])
-        shard = TensorParallelShard(
-            ModelConfig.load(folder, config.model_impl), call["rank"], config.tensor_parallel_size
-        )
+        shape, rank = ModelConfig.load(folder, config.model_impl), call["rank"]
 
         def rendezvous() -> Path:
             nonlocal call
@@ -71,8 +68,8 @@ class TensorParallelWorker:
             return Path(call["path"])
 
         try:
-            communicator = Communicator(shard, rendezvous, call["timeout_s"])
-            runner = DeviceModelRunner(config, shard.model_config, folder, communicator=communicator)
+            links = RankLinks.of_rank(config, shape, rank, rendezvous, call["timeout_s"])
+            runner = DeviceModelRunner(config, shape, folder, links=links)
         except QuireError as error:
             self._send_reply(call, error)
             raise
@@ -82,9 +79,9 @@ class TensorParallelWorker:
         gc.freeze()
         self._send_reply(call)
         call = self._next_call("serve")
-        ring = SharedMemoryRing(self._memory_fd, call["num_elements"])
+        ring = SharedMemoryRing(self._memory_fd, call["num_elements"], call["num_rows"])
         self._send_reply(call)
-        logger.info("tensor-parallel worker ready rank=%d size=%d", shard.rank, shard.size)
+        logger.info("worker ready rank=%d size=%d", rank, config.ranks_per_core)
         self._doorbell.wait()
         while self._is_running:
             runner.execute_as_worker(decode(ring.next_row()))
@@ -104,10 +101,12 @@ class TensorParallelWorker:
     def _serve_calls(self) -> None:
         while frame := self._receive():
             call = json.loads(frame)
-            if call["call"] in _ADAPTER_CALLS:
+            if call["call"] == "ping":
+                self._send_reply(call)
+            elif call["call"] in _ADAPTER_CALLS:
                 # Each call gets its own thread, as in rank 0 (lora/io_threads.py). So a disk that hangs blocks only
                 # this adapter.
-                threading.Thread(target=self._run_adapter_call, args=(call,), name="tp-adapter", daemon=True).start()
+                threading.Thread(target=self._run_adapter_call, args=(call,), name="rank-adapter", daemon=True).start()
             else:
                 self._call_queue.put(call)
         self._on_disconnected()
@@ -115,12 +114,14 @@ class TensorParallelWorker:
     def _run_adapter_call(self, call: dict[str, Any]) -> None:
         """Read, load or discard an adapter; errors are sent to rank 0."""
         lower_thread_priority()
-        runner, key, failure = self._runner, AdapterDigest(str(call["key"])), None
+        runner, key, failure, num_pages = self._runner, AdapterDigest(str(call["key"])), None, 0
         assert runner is not None, "adapter calls come after the call serve"
         try:
             if call["call"] == "read_adapter":
                 folders = tuple(WeightedFolder(Path(path), weight) for path, weight in call["folders"])
-                runner.store_adapter(key, runner.read_adapter(folders))
+                adapter = runner.read_adapter(folders)
+                num_pages = adapter.info.num_pages
+                runner.store_adapter(key, adapter)
             elif call["call"] == "copy_to_slot":
                 runner.load_adapter_slot(SlotLoad(key, SlotId(call["slot"]), call["first_page"]))()
             else:
@@ -131,7 +132,7 @@ class TensorParallelWorker:
             logger.exception("adapter call failed call=%s", call["call"])
             failure = Internal(f"{type(error).__name__}: {error}")
         if call["id"] is not None:
-            self._send_reply(call, failure)
+            self._send_reply(call, failure, num_pages)
 
     def _receive(self) -> bytes:
         try:
@@ -145,6 +146,7 @@ class TensorParallelWorker:
             raise RuntimeError(f"rank 0 sent the call {call['call']!r}, expected {name!r}")
         return call
 
-    def _send_reply(self, call: dict[str, Any], error: QuireError | None = None) -> None:
+    def _send_reply(self, call: dict[str, Any], error: QuireError | None = None, value: int = 0) -> None:
+        """Reply to a call. `value` is the number of pages of an adapter that was read."""
         error_fields = None if error is None else [error.code.value, str(error)[:_MAX_ERROR_LENGTH]]
-        self._control.send(json.dumps({"id": call["id"], "error": error_fields}).encode())
+        self._control.send(json.dumps({"id": call["id"], "error": error_fields, "value": value}).encode())

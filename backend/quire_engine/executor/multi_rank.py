@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel execution: the model runner of rank 0, together with the workers of the other ranks.
+"""Execution on several ranks: the model runner of rank 0, together with the workers of the other tensor-parallel ranks
+and pipeline stages.
 
 runner_factory.py starts it if there are several ranks.
 """
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Self
@@ -19,12 +20,14 @@ from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
 from quire_engine.step.input import max_elements
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
+from quire_engine.worker.adapter_store import StoredAdapter
 from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
-from quire_spec.model.tensor_parallel import TensorParallelShard
+from quire_spec.model.parallel import pipeline_parallel
+from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 
 _ABORT_TIMEOUT_S = 5.0
 """When the process exits, it waits at most this many seconds for an abort that is still running. An abort takes
@@ -35,12 +38,14 @@ milliseconds."""
 class ShardedAdapter:
     """An adapter in host memory: the shard of rank 0, and the key by which the workers find their shards."""
 
-    local_shard: object
+    local_shard: StoredAdapter
     key: int
     """Key by which the workers find their shards, unique in this engine."""
+    num_pages: int
+    """Number of pages that it needs in a slot of the rank that needs most."""
 
 
-class TensorParallelRunner(ModelRunner):
+class MultiRankRunner(ModelRunner):
     """Model runner of all ranks: runs each operation on rank 0 and forwards it to the workers."""
 
     def __init__(self, local_runner: DeviceModelRunner, worker_group: WorkerGroup) -> None:
@@ -69,13 +74,16 @@ class TensorParallelRunner(ModelRunner):
         """Start the workers of the other ranks, and return the runner. The arguments and errors are the same as for
         `create_runner`."""
         TensorParallelShard(shape, 0, config.tensor_parallel_size).validate()
+        pipeline_parallel.check(shape, config.pipeline_parallel_size)
+        # The layers of a stage alone may have another limit.
+        config = replace(config, max_model_len=config.max_model_len or shape.max_length)
         worker_group = WorkerGroup(config, shape, folder, start_worker, on_lost, timeout_s)
         try:
             local_runner = DeviceModelRunner(
                 config,
                 shape,
                 folder,
-                communicator=worker_group.communicator,
+                links=worker_group.links,
                 worker_group=worker_group,
                 progress=progress,
             )
@@ -106,11 +114,11 @@ class TensorParallelRunner(ModelRunner):
             try:
                 local_shard = self._local_runner.read_adapter(source)
             finally:
-                self._worker_group.wait_call(call_id)
+                num_pages = self._worker_group.wait_call(call_id)
         except Exception:
             self._worker_group.notify("discard_adapter", key=key)
             raise
-        adapter = ShardedAdapter(local_shard, key)
+        adapter = ShardedAdapter(local_shard, key, max(local_shard.info.num_pages, *num_pages))
         # When this object is garbage-collected, the workers discard their shards. By then, every load of the adapter
         # has started long ago. Nothing is discarded at exit, because all ranks end anyway.
         weakref.finalize(adapter, self._worker_group.notify, "discard_adapter", key=key).atexit = False
@@ -119,7 +127,7 @@ class TensorParallelRunner(ModelRunner):
     def adapter_info(self, packed_adapter: object) -> AdapterInfo:
         """See ModelRunner. The size is that of the shard on this rank."""
         assert isinstance(packed_adapter, ShardedAdapter)
-        return self._local_runner.adapter_info(packed_adapter.local_shard)
+        return replace(packed_adapter.local_shard.info, num_pages=packed_adapter.num_pages)
 
     def store_adapter(self, adapter_digest: AdapterDigest, packed_adapter: object) -> None:
         """See ModelRunner."""
@@ -153,6 +161,8 @@ class TensorParallelRunner(ModelRunner):
 
     def execute(self, plan: StepPlan) -> list[SpanOutput]:
         """See ModelRunner."""
+        if self.memory.pipeline_parallel_size > 1:
+            return self.execute_async(plan)()
         return self._local_runner.execute(plan)
 
     def execute_async(self, plan: StepPlan) -> Callable[[], list[SpanOutput]]:
@@ -169,4 +179,5 @@ def _close(runner: DeviceModelRunner, worker_group: WorkerGroup) -> None:
     worker_group.close()
     # The graphs must be released first: the process group cannot be destroyed while CUDA graphs still use it.
     runner.close()
-    worker_group.communicator.wait_for_abort(_ABORT_TIMEOUT_S)
+    if worker_group.links.communicator is not None:
+        worker_group.links.communicator.wait_for_abort(_ABORT_TIMEOUT_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of a tensor-parallel worker process: `python -m quire_engine.executor.tp_worker_process`.
+"""Entry point of the process of a worker: `python -m quire_engine.executor.rank_worker_process`.
 
 `distributed/worker_handle.py` starts it. The process ends when rank 0 ends: the kernel kills it when rank 0 dies, and
 it exits when its socket closes.
@@ -10,7 +10,7 @@ import signal
 import sys
 
 from quire_engine.distributed.worker_handle import WorkerChannels
-from quire_engine.executor.tp_worker import TensorParallelWorker
+from quire_engine.executor.rank_worker import RankWorker
 from quire_engine.ipc import process
 from quire_spec import constants
 from quire_spec.errors import ConfigError
@@ -24,14 +24,14 @@ def main() -> None:
     # Control-C reaches all processes of a terminal; only rank 0 handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    worker = TensorParallelWorker(WorkerChannels(*map(int, sys.argv[1:])), on_disconnected=lambda: process.exit_now(0))
+    worker = RankWorker(WorkerChannels(*map(int, sys.argv[1:])), on_disconnected=lambda: process.exit_now(0))
     try:
         worker.run()
     except ConfigError:
         # The error was sent to rank 0, which reports it.
         process.exit_now(constants.EXIT_CONFIG)
     except Exception:
-        logger.exception("tensor-parallel worker failed")
+        logger.exception("worker failed")
         process.exit_now(process.EXIT_SOFTWARE)
 
 
