@@ -133,6 +133,8 @@ class Sequence:
     """Time of arrival in monotonic seconds."""
     client: str = ""
     """The client that sent the request. Clients share the engine equally."""
+    kv_source: str = ""
+    """HOST:PORT of a pod that may have its blocks; empty if none is known."""
     pooling: PoolingParams | None = None
     """If it is set, the sequence ends after its prompt with a vector instead of an output."""
     pools_all_tokens: bool = False
@@ -192,8 +194,8 @@ class Sequence:
     num_swapped_tokens: int = 0
     """If the sequence has host blocks, its blocks before them and its host blocks contain this number of tokens, from
     the first token on."""
-    has_searched_store: bool = False
-    """Whether its blocks were searched in a store outside of the process; this happens once."""
+    num_searched_stores: int = 0
+    """In how many of the stores outside of the process its blocks were searched; this happens once in each."""
     awaited_key: bytes = b""
     """Key of its first block that is in no cache. It waits while a store reads this block."""
     store_deadline: float = math.inf

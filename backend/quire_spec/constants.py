@@ -27,6 +27,8 @@ CATALOG_FILE = "adapters.json"
 CORE_SOCKET = "core.sock"
 TEXT_SOCKET = "text.sock"
 SUPERVISOR_SOCKET = "supervisor.sock"
+KV_PEER = "kv_peer"
+"""Name of the process that serves KV blocks to other pods."""
 MAX_OPENAI_FRONTS = 16
 """Maximum number of processes of the OpenAI front in a pod."""
 CLOSING_FILE = "closing"

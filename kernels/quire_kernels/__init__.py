@@ -32,7 +32,7 @@ from quire_kernels.experts import (
 )
 from quire_kernels.fused_decoder import AttentionShape, FusedDecoder, LayerWeights, LinearWeights, build_fused_decoder
 from quire_kernels.gated_delta import gated_delta_rule, gated_rms_norm, short_convolution
-from quire_kernels.host_device_copy import pinned_empty, to_device_async
+from quire_kernels.host_device_copy import pin, pinned_empty, to_device_async
 from quire_kernels.huge_pages import HugePageArena
 from quire_kernels.kv_cache_layout import row_size
 from quire_kernels.kv_cache_write import as_indexable, write_kv

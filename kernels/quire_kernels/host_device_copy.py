@@ -38,9 +38,17 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     Raises:
         RuntimeError: the system does not have enough memory, or the driver cannot pin the memory.
     """
+    return pin(torch.empty(shape, dtype=dtype))
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Pin the memory of a contiguous tensor that begins at the start of its storage, and return the tensor.
+
+    Raises:
+        RuntimeError: the driver cannot pin the memory.
+    """
     # A HugePageArena cannot be used, because its tensors do not begin at the start of their storage. To find out
     # whether a tensor is pinned, torch checks the start of the storage.
-    tensor = torch.empty(shape, dtype=dtype)
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()
     if error := int(driver.cudaHostRegister(address, tensor.nbytes, _PORTABLE)):

@@ -4,6 +4,7 @@
 import re
 
 import pytest
+from nodocker_cluster.ports import free_ports
 from prometheus_client.parser import text_string_to_metric_families
 from support.quire_serve import ROOT, example_document, running_service
 
@@ -21,7 +22,13 @@ def families(tmp_path_factory):
     """
     document = example_document()
     document["spec"]["engine"]["dataParallelSize"] = 2  # so that the series of each core exist
-    with running_service(document, tmp_path_factory.mktemp("metrics")) as service:
+    document["spec"]["engine"]["kvCacheOffloading"] = {"memory": "8Mi"}
+    folder = tmp_path_factory.mktemp("metrics")
+    key_file = folder / "key"
+    key_file.touch(0o600)
+    key_file.write_text("k" * 32)
+    flags = f"--kv-transfer-port={free_ports(1)[0]}", f"--kv-transfer-key-file={key_file}"
+    with running_service(document, folder, *flags) as service:
         service.generate("sql", "Once upon a time", max_tokens=4, ignore_eos=True)
         service.generate("pirate", "Once upon a time", max_tokens=4, ignore_eos=True)
         service.generate("tales", "Once upon a time", lora_name="unknown")

@@ -24,7 +24,13 @@ class FakeStore:
     def contains(self, keys: Sequence[bytes]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
 
-    def read(self, keys: Sequence[bytes], rows: Sequence[int], on_done: Callable[[int], None]) -> None:
+    def read(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        on_done: Callable[[int], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         def transfer() -> None:
             num_read = 0
             for key, row in zip(keys, rows, strict=True):

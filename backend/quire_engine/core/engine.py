@@ -7,17 +7,18 @@ module imports torch only when `from_config` is called.
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from quire_engine.core.input_processor import InputProcessor
 from quire_engine.core.step_executor import StepExecutor, error_result
 from quire_engine.kv_cache.block_events import BlockEvent, BlockEventLog
-from quire_engine.kv_cache.block_hash import BlockHasher, group_of
+from quire_engine.kv_cache.block_hash import LAYOUT_VERSION, BlockHasher, group_of
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.layout_choice import (
     check_kv_offloading,
@@ -25,7 +26,8 @@ from quire_engine.kv_cache.layout_choice import (
     choose_layout,
 )
 from quire_engine.kv_cache.state_pool import StatePool
-from quire_engine.kv_transfer.store import KVStore
+from quire_engine.kv_transfer.host_leases import HostLeases
+from quire_engine.kv_transfer.store import HostRows, KVStore
 from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
 from quire_engine.lora.registry import AdapterRegistry
 from quire_engine.scheduling.adapter_usage import AdapterUsage
@@ -40,11 +42,14 @@ from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
+from quire_spec.engine.kv_transfer_config import KVTransferConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
 from quire_spec.model.attention.state_config import num_state_rows
 from quire_spec.model.capabilities import DTYPE_BYTES
 from quire_spec.model.memory_sizing import lora_bytes
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol import kv_wire
+from quire_spec.protocol.kv_wire import RowLayout
 from quire_spec.protocol.messages import (
     AdapterEvent,
     AdapterResidency,
@@ -54,6 +59,10 @@ from quire_spec.protocol.messages import (
     SequenceRequest,
     StepResult,
 )
+from quire_spec.protocol.results import SharedRows
+
+if TYPE_CHECKING:
+    from quire_engine.kv_transfer.peer_store import Peers
 
 MAX_LIVE_ADAPTERS = 256
 """Maximum number of adapters in a snapshot for the live page. The snapshot lists adapters with sequences first, then
@@ -84,6 +93,7 @@ class Engine:
         """Create an engine. `store` replaces the folder of `kv_offloading_folder`."""
         if store is None and config.kv_offloading_folder is not None:
             store = _open_store(config, runner)
+        rows = runner.host_rows
         self.config = config
         self.shape: ModelConfig = checkpoint.shape
         self.memory = memory
@@ -106,6 +116,14 @@ class Engine:
             checkpoint.shape.long_rope_threshold,
             layout.groups if layout.num_groups > 1 else (),
         )
+        self._peers: Peers | None = None
+        self.row_layout: RowLayout | None = None
+        """What the bytes of a row of host memory mean; None if no rows are shared with other pods."""
+        if config.kv_transfer is not None:
+            if rows is None:
+                raise _too_few_rows(config)
+            self.row_layout = _row_layout(self.block_hasher, rows)
+            self._peers = _open_peers(config.kv_transfer, rows, self.row_layout)
         self._scheduler = Scheduler(
             config,
             self._block_pool,
@@ -116,7 +134,14 @@ class Engine:
             layout,
             store,
             _create_state_pool(config, checkpoint.shape),
+            None if self._peers is None else self._peers.find,
         )
+        self.leases: HostLeases | None = None
+        """The leases of other pods on rows of host memory; None if no rows are shared with them."""
+        if config.kv_transfer is not None and rows is not None:
+            host_cache = self._scheduler.host_cache
+            self.leases = HostLeases(host_cache, self._block_pool, lambda copies: rows.copy(copies, []))
+            self._scheduler.leases = self.leases
         self._start_slot_copy: Callable[[SlotLoad, Callable[[], None]], None] = self._copy_slot_sync
         """Starts the copy of an adapter into a slot; see `delegate_slot_copies`."""
         self._slot_copy_started_at: dict[SlotLoad, float] = {}
@@ -146,7 +171,7 @@ class Engine:
                 change.
         """
         folder = resolve_model(config.model, config.revision, progress, config.download_dir)
-        checkpoint = Checkpoint.load(folder, config.model_impl, full_digest=config.kv_offloading_folder is not None)
+        checkpoint = Checkpoint.load(folder, config.model_impl, full_digest=config.shares_blocks)
         check_max_model_len(config, checkpoint.shape)
         config = config.for_model(checkpoint.shape)
         check_kv_offloading(config, checkpoint.shape)
@@ -203,6 +228,35 @@ class Engine:
         results += self._failed_results
         self._failed_results = []
         return StepResult(results, self._step_executor.pop_started(), self.stats(), self.pop_adapter_events())
+
+    def lease_rows(self, lease: bytes, keys: list[bytes]) -> list[int | None]:
+        """Pin the rows of host memory of blocks for another pod; see HostLeases. `synchronize_rows` waits for the
+        copies of blocks to their rows."""
+        assert self.leases is not None
+        return list(self.leases.lease(lease, keys, self._clock()))
+
+    def extend_leases(self, leases: list[bytes]) -> list[bool]:
+        """Prolong leases, and return which of them exist."""
+        assert self.leases is not None
+        return [self.leases.extend(lease, self._clock()) for lease in leases]
+
+    def expire_leases(self) -> int:
+        """End the leases whose time is over; return how many rows the others pin."""
+        assert self.leases is not None
+        self.leases.expire(self._clock())
+        return self.leases.num_rows
+
+    def shared_rows(self) -> SharedRows:
+        """Return where another process of this user finds the rows of host memory."""
+        assert self.row_layout is not None and self._runner.host_rows is not None
+        file = self._runner.host_rows.file
+        assert file is not None
+        return SharedRows(os.getpid(), file, self.memory.swap_bytes // self.row_layout.row_bytes, self.row_layout)
+
+    def synchronize_rows(self) -> None:
+        """Wait until the copies to host memory that were started before are complete. Any thread can call this."""
+        assert self._runner.host_rows is not None
+        self._runner.host_rows.synchronize()
 
     def pop_adapter_events(self) -> list[AdapterEvent]:
         """Return the adapter events that occurred since the last call."""
@@ -430,6 +484,11 @@ class Engine:
             num_folder_read_blocks=0 if traffic is None else traffic.num_read_blocks,
             num_folder_written_blocks=0 if traffic is None else traffic.num_written_blocks,
             folder_errors={} if traffic is None else dict(traffic.errors),
+            num_peer_requested_blocks=0 if self._peers is None else self._peers.num_requested_blocks,
+            num_peer_read_blocks=0 if traffic is None else traffic.num_peer_read_blocks,
+            peer_errors={} if self._peers is None else self._peers.errors,
+            num_leased_rows=0 if self.leases is None else self.leases.num_rows,
+            num_refused_leases=0 if self.leases is None else self.leases.num_refused,
             host_cache_queries=prefix_cache.num_host_queries if host_cache.is_caching else 0,
             host_cache_hits=prefix_cache.num_host_hits,
             num_steps=scheduler.num_steps,
@@ -581,7 +640,7 @@ def _open_store(config: EngineConfig, runner: ModelRunner) -> KVStore | None:
 
     assert config.kv_offloading_folder is not None
     if runner.host_rows is None:
-        raise ConfigError(f"kv_offloading_size: {config.kv_offloading_size} GiB is less than one KV block; raise it")
+        raise _too_few_rows(config)
     size = config.kv_offloading_folder_size
     try:
         return FolderStore(
@@ -596,3 +655,36 @@ def _open_store(config: EngineConfig, runner: ModelRunner) -> KVStore | None:
             f"kv_offloading_folder: {config.kv_offloading_folder!r} cannot be used: {error}; give a folder that this "
             "process can write"
         ) from error
+
+
+def _too_few_rows(config: EngineConfig) -> ConfigError:
+    return ConfigError(f"kv_offloading_size: {config.kv_offloading_size} GiB is less than one KV block; raise it")
+
+
+def _open_peers(config: KVTransferConfig, rows: HostRows, layout: RowLayout) -> "Peers":
+    """Return the pods from which the engine reads.
+
+    Raises:
+        ConfigError: the key cannot be used.
+    """
+    # Imported here, because most engines have no peers.
+    from quire_engine.kv_transfer.peer_store import Peers
+
+    peers = Peers(config, rows, layout)
+    try:
+        peers.read_key()
+    except QuireError as error:
+        raise ConfigError(str(error)) from error
+    return peers
+
+
+def _row_layout(block_hasher: BlockHasher, rows: HostRows) -> RowLayout:
+    return RowLayout(
+        kv_wire.VERSION,
+        block_hasher.block_size,
+        block_hasher.kv_dtype,
+        "0/1",
+        block_hasher.root(None, None).hex(),
+        f"{LAYOUT_VERSION} {rows.layout}",
+        sum(len(buffer) for buffer in rows.buffers(0)),
+    )

@@ -129,6 +129,7 @@ class InputProcessor:
             priority=request.priority,
             arrival_time=self._clock(),
             client=request.client,
+            kv_source=request.kv_source,
             pooling=request.pooling,
             pools_all_tokens=request.pooling is not None and self._pools_all_tokens,
             pools_first_token=request.pooling is not None and self._pools_first_token,

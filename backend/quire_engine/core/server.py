@@ -8,6 +8,7 @@ step are sent in one small message, so one thread can serve all peers while the 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from quire_spec.documents.pod_status import utc_now
 from quire_spec.errors import PROCESS_ENDS, Internal, QuireError
 from quire_spec.protocol.connection import Connection
 from quire_spec.protocol.messages import AbortSequences, Message, SequenceRequest, StepResult
-from quire_spec.protocol.results import AdapterCheck, CoreStatus
+from quire_spec.protocol.results import AdapterCheck, CoreStatus, SharedRows
 from quire_spec.protocol.server import Server
 
 MAX_UNSENT_BYTES = 256 * 2**20
@@ -38,6 +39,9 @@ results of a text process exceed this limit, the process is considered to hang, 
 the sequences of the text process, and then the health checks of the supervisor fail.
 """
 
+_LEASE_BLOCKS = 64
+"""A lease copies at most this many blocks between two steps."""
+_LEASE_CHECK_S = 1.0
 logger = logging.getLogger(__name__)
 
 
@@ -58,6 +62,7 @@ class CoreServer(Server):
             (
                 *(self.load_adapter, self.verify_adapter, self.unload_adapter, self.set_adapter_names, self.status),
                 *(self.check, self.live, self.block_hasher),
+                *(() if engine.leases is None else self._lease_methods()),
             ),
             (SequenceRequest, AbortSequences),
         )
@@ -74,6 +79,8 @@ class CoreServer(Server):
         self._io_threads = AdapterIOThreads()
         self._grammar_queue = GrammarQueue(engine.input_processor.grammar_compiler, self._engine_loop.generate)
         self._text_connection: Connection | None = None
+        self._kv_peer: Connection | None = None
+        self._has_lease_timer = False
         self._client_ids = count(1)
         self._client_id = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,14 +97,17 @@ class CoreServer(Server):
         """Called when a peer has sent its role. A new text process replaces the previous one."""
         assert connection.peer is not None, "only accepted connections have this handler"
         role = connection.peer.role
-        if role not in ("text", "supervisor"):
-            raise Internal(f"role: {role!r} is not accepted; connect as text or supervisor")
+        if role not in ("text", "supervisor", "kv_peer"):
+            raise Internal(f"role: {role!r} is not accepted; connect as text, supervisor or kv_peer")
         logger.info("connected role=%s pid=%s", role, connection.peer.pid)
         if role == "text":
             if self._text_connection is not None:
                 self._text_connection.abort()
             self._text_connection, self._client_id = connection, next(self._client_ids)
             self._engine_loop.attach_client(self._client_id)
+        if role == "kv_peer":
+            self._kv_peer = connection
+            self._release_all_leases()
 
     def on_request(self, connection: Connection, message: Message) -> None:
         """Called for each message of the text process that is not a call."""
@@ -116,6 +126,10 @@ class CoreServer(Server):
             logger.warning("text process disconnected")
             self._text_connection = None
             self._engine_loop.detach_client(self._client_id)
+        if connection is self._kv_peer:
+            logger.warning("kv peer disconnected")
+            self._kv_peer = None
+            self._release_all_leases()
 
     def _publish(self, client_id: int, result: StepResult) -> None:
         """Send a result to its client; called in the compute thread."""
@@ -197,6 +211,49 @@ class CoreServer(Server):
     async def check(self) -> None:
         """Check the integrity of the engine's state; raises Internal."""
         await self._run_on_engine_thread(self._engine.check_integrity)
+
+    def _lease_methods(self) -> tuple[Callable[..., Any], ...]:
+        return self.shared_rows, self.lease_rows, self.extend_leases, self.release_leases
+
+    def shared_rows(self) -> SharedRows:
+        """Return where the rows of host memory are."""
+        return self._engine.shared_rows()
+
+    async def lease_rows(self, lease: bytes, keys: list[bytes]) -> list[int | None]:
+        """Pin the rows of blocks, and return the row of each, or None. Steps run between the parts of a long list."""
+        rows = list[int | None]()
+        for start in range(0, len(keys), _LEASE_BLOCKS):
+            part = keys[start : start + _LEASE_BLOCKS]
+            rows += await self._run_on_engine_thread(partial(self._engine.lease_rows, lease, part))
+        await asyncio.to_thread(self._engine.synchronize_rows)
+        self._start_lease_timer()
+        return rows
+
+    async def extend_leases(self, leases: list[bytes]) -> list[bool]:
+        """Prolong leases, and return which of them exist."""
+        known: list[bool] = await self._run_on_engine_thread(lambda: self._engine.extend_leases(leases))
+        return known
+
+    async def release_leases(self, leases: list[bytes]) -> None:
+        """End leases."""
+        table = self._engine.leases
+        assert table is not None
+        await self._run_on_engine_thread(lambda: table.release(leases))
+
+    def _release_all_leases(self) -> None:
+        if (leases := self._engine.leases) is not None:
+            self._start_task(self._run_on_engine_thread(leases.release_all))
+
+    def _start_lease_timer(self) -> None:
+        """Look for leases whose time is over as long as there are leases."""
+        if not self._has_lease_timer:
+            self._has_lease_timer = True
+            self._start_task(self._expire_leases())
+
+    async def _expire_leases(self) -> None:
+        while await self._run_on_engine_thread(self._engine.expire_leases):
+            await asyncio.sleep(_LEASE_CHECK_S)
+        self._has_lease_timer = False
 
     async def _reload_adapter(self, digest: AdapterDigest, source: AdapterSource) -> None:
         """Read an adapter for which sequences wait."""

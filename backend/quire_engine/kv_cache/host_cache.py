@@ -85,13 +85,18 @@ class HostCache:
         stored = [copy.host_block for copy in plan.swap_outs if copy.host_block in self._storing]
         for row in stored:
             key = self._storing.pop(row)
-            if not step_failed and self.pool.cache_block(row, key):
-                self.num_stored_blocks += 1
-                if self.pool.event_log is not None:
-                    self.pool.event_log.add_stored(BlocksStored([key], None, [], medium="CPU"))
-                if self.on_stored is not None:
-                    self.on_stored(row, key)
+            if not step_failed:
+                self.add(row, key)
         self.pool.free(stored)
+
+    def add(self, row: BlockId, key: bytes) -> None:
+        """Cache a row that was filled from the device, while it has a reference."""
+        if self.pool.cache_block(row, key):
+            self.num_stored_blocks += 1
+            if self.pool.event_log is not None:
+                self.pool.event_log.add_stored(BlocksStored([key], None, [], medium="CPU"))
+            if self.on_stored is not None:
+                self.on_stored(row, key)
 
     def check_integrity(self, row_lists: Sequence[Sequence[BlockId]]) -> None:
         """Raise Internal unless these lists, and the steps in flight, contain all references to rows."""

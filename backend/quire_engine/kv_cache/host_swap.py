@@ -3,7 +3,9 @@
 
 The runner calls it with the swaps of a step plan. This module also measures the costs of swapping, once at startup."""
 
+import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,8 +25,15 @@ class HostSwap:
     GPU, this memory is pinned and copies are asynchronous.
     """
 
-    def __init__(self, kv_caches: Sequence[KVCache], num_blocks: int) -> None:
-        self._host_blocks = [(kv_cache, kv_cache.allocate_host_blocks(num_blocks)) for kv_cache in kv_caches]
+    def __init__(self, kv_caches: Sequence[KVCache], num_blocks: int, is_shared: bool = False) -> None:
+        """Allocate the memory. If `is_shared` is true, there is one KV cache, and other processes can read its rows."""
+        self._file = os.memfd_create("kv-rows") if is_shared else None
+        if self._file is not None:
+            assert len(kv_caches) == 1
+            weakref.finalize(self, os.close, self._file).atexit = False
+        self._host_blocks = [
+            (kv_cache, kv_cache.allocate_host_blocks(num_blocks, self._file)) for kv_cache in kv_caches
+        ]
         self._num_blocks = num_blocks
         # On a GPU: the end of the latest copies.
         self._copied: torch.cuda.Event | None = None
@@ -44,13 +53,18 @@ class HostSwap:
         """See HostRows."""
         return [rows[row].flatten().view(torch.uint8).numpy().data for _, rows in self._host_blocks]
 
+    @property
+    def file(self) -> int | None:
+        """See HostRows."""
+        return self._file
+
     def synchronize(self) -> None:
         """See HostRows."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
-        """Run the copies to host memory, then the copies from host memory."""
+        """See HostRows."""
         for kv_cache, host_blocks in self._host_blocks:
             if swap_outs:
                 kv_cache.store_blocks(

@@ -119,8 +119,14 @@ class FolderStore(KVStore):
             self._scan_later()
         return next((number for number, key in enumerate(keys) if key not in self._index), len(keys))
 
-    def read(self, keys: Sequence[bytes], rows: Sequence[int], on_done: Callable[[int], None]) -> None:
-        """See KVStore."""
+    def read(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        on_done: Callable[[int], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """See KVStore. A read continues even if it is no longer wanted, for later sequences."""
         self._readers.submit(partial(self._run, self._read_blocks, keys, rows, on_done))
 
     def write(self, keys: Sequence[bytes], rows: Sequence[int], on_done: Callable[[int], None]) -> None:

@@ -6,6 +6,8 @@ Torch-free. The scheduler uses a store through `StoreTraffic`."""
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from quire_engine.step.plan import SwapCopy
+
 
 class HostRows(Protocol):
     """Rows of host memory, each of which holds one block. The core copies blocks between the device and these rows."""
@@ -16,6 +18,14 @@ class HostRows(Protocol):
 
     def buffers(self, row: int) -> list[memoryview]:
         """Return the bytes of a row. Every row has buffers of the same sizes."""
+
+    @property
+    def file(self) -> int | None:
+        """Open memory file in which the rows follow each other; None if other processes cannot read them."""
+
+    def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
+        """Start the copies to host memory, then the copies from host memory. Only the thread of the steps calls
+        this."""
 
     def synchronize(self) -> None:
         """Wait until the copies that were started before are complete. Any thread can call this."""
@@ -31,8 +41,15 @@ class KVStore(Protocol):
     def contains(self, keys: Sequence[bytes]) -> int:
         """Return how many of the first blocks with these keys the store seems to hold."""
 
-    def read(self, keys: Sequence[bytes], rows: Sequence[int], on_done: Callable[[int], None]) -> None:
-        """Start to read blocks into rows. `on_done` gets the number of first blocks that were read and checked."""
+    def read(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        on_done: Callable[[int], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Start to read blocks into rows. `on_done` gets the number of first blocks that were read and checked. The
+        read ends early when `is_wanted` returns false, in any thread."""
 
     def write(self, keys: Sequence[bytes], rows: Sequence[int], on_done: Callable[[int], None]) -> None:
         """Start to write rows as blocks. `on_done` gets the number of blocks that the store holds now."""

@@ -18,7 +18,12 @@ from quire_engine.sequence import BlockId, Sequence
 from quire_spec.constants import AdapterDigest
 
 READ_DEADLINE_S = 2.0
-"""A sequence waits at most this long for a store, and then computes its tokens."""
+"""A sequence waits at most this long for a store, and then computes its tokens. It waits longer for another pod if
+computing them takes longer."""
+_MAX_WAIT_S = 30.0
+"""A sequence waits at most this long for another pod."""
+_END_S = 0.3
+"""A read of another pod that is late ends within this many seconds."""
 _PENDING_SHARE = 4
 """At most one row in this number waits to be written, because such a row cannot be evicted. Further rows are not
 written."""
@@ -31,6 +36,7 @@ turn."""
 
 @dataclass(slots=True)
 class _Transfer:
+    store: KVStore
     keys: list[bytes]
     rows: list[BlockId]
     is_read: bool
@@ -38,15 +44,29 @@ class _Transfer:
     """Monotonic seconds at which a read is late."""
     adapters: Mapping[bytes, AdapterDigest | None] = field(default_factory=dict)
     """The adapter of each block of a read."""
+    waiting: set[int] = field(default_factory=set)
+    """The unfinished sequences that have waited for a read."""
+    is_wanted: bool = True
+    """False if a store may end a read early."""
 
 
 class StoreTraffic:
-    """The transfers of one store. It keeps a reference to the rows of each transfer until the store is done with
-    them."""
+    """The transfers of a store, and those of other pods. It keeps a reference to the rows of each transfer until the
+    store is done with them."""
 
-    def __init__(self, store: KVStore, host_cache: HostCache, block_size: int) -> None:
-        """Create the traffic; new rows of `host_cache` are written to the store from now on."""
+    def __init__(
+        self,
+        store: KVStore | None,
+        host_cache: HostCache,
+        block_size: int,
+        find_peer: Callable[[str], KVStore | None] = lambda _: None,
+    ) -> None:
+        """Create the traffic; new rows of `host_cache` are written to `store` from now on, if there is one.
+
+        `find_peer` returns the blocks of the pod that a request names, as HOST:PORT.
+        """
         self._store = store
+        self._find_peer = find_peer
         self._host_cache = host_cache
         self._block_size = block_size
         self._transfers: list[_Transfer] = []
@@ -61,14 +81,16 @@ class StoreTraffic:
         """Monotonic seconds at which the first of the sequences that waited in the latest plan stops waiting."""
         self.num_read_blocks = 0
         self.num_written_blocks = 0
+        self.num_peer_read_blocks = 0
         # The blocks that were announced as stored, only if events are recorded.
         self._announced: deque[bytes] = deque()
-        host_cache.on_stored = self._write
+        if store is not None:
+            host_cache.on_stored = self._write
 
     @property
     def errors(self) -> Mapping[str, int]:
-        """Number of blocks that were wrong or could not be read or written, by reason."""
-        return self._store.errors
+        """Number of blocks that were wrong or could not be read from the store or written to it, by reason."""
+        return {} if self._store is None else self._store.errors
 
     @property
     def held_rows(self) -> list[list[BlockId]]:
@@ -78,8 +100,8 @@ class StoreTraffic:
     def is_ready(
         self, sequence: Sequence, missing_blocks: Callable[[], Mapping[bytes, AdapterDigest | None]], now: float
     ) -> bool:
-        """Return whether a sequence need not wait for the store. A sequence whose next block is being read waits for
-        that read. Otherwise, a read starts if the store has blocks of the sequence; this happens once.
+        """Return whether a sequence need not wait for a store. A sequence whose next block is being read waits for
+        that read. Otherwise, a read starts if a store has blocks of the sequence; this happens once for each store.
 
         Args:
             sequence: a waiting sequence.
@@ -91,11 +113,23 @@ class StoreTraffic:
         if read is None:
             return True
         deadline = min(read.deadline, sequence.store_deadline)
+        if now >= deadline and read.store is not self._store:
+            # The other pod would keep its rows for too long. The blocks that have arrived are cached as the read ends.
+            read.is_wanted = False
+            deadline += _END_S
         if now >= deadline:
             # The store is slow. The read continues, for later sequences.
             return True
+        read.waiting.add(sequence.id)
         self.next_deadline = min(self.next_deadline, deadline)
         return False
+
+    def on_finished(self, sequence: Sequence) -> None:
+        """Called when a sequence has finished or was aborted. The read of another pod ends if no sequence waits for
+        it."""
+        if (read := self._reads.get(sequence.awaited_key)) is not None and sequence.id in read.waiting:
+            read.waiting.remove(sequence.id)
+            read.is_wanted &= read.store is self._store or bool(read.waiting)
 
     def poll(self) -> None:
         """Called at the start of each plan. Release the rows of transfers that are done. Rows that were read are cached
@@ -105,7 +139,10 @@ class StoreTraffic:
             transfer, num_blocks = self._done.get_nowait()
             self._transfers.remove(transfer)
             if transfer.is_read:
-                self.num_read_blocks += num_blocks
+                if transfer.store is self._store:
+                    self.num_read_blocks += num_blocks
+                else:
+                    self.num_peer_read_blocks += num_blocks
                 for key, row in list(zip(transfer.keys, transfer.rows, strict=True))[:num_blocks]:
                     if self._host_cache.pool.cache_block(row, key):
                         self._announce(key, "CPU", transfer.adapters[key])
@@ -136,7 +173,7 @@ class StoreTraffic:
         log = self._host_cache.pool.event_log
         for _ in range(min(_CHECKED_KEYS, len(self._announced))):
             key = self._announced.popleft()
-            if self._store.contains([key]):
+            if self._store is not None and self._store.contains([key]):
                 self._announced.append(key)
             elif log is not None:
                 log.add_removed(key, "STORAGE")
@@ -145,30 +182,43 @@ class StoreTraffic:
         self, sequence: Sequence, missing_blocks: Callable[[], Mapping[bytes, AdapterDigest | None]], now: float
     ) -> _Transfer | None:
         """Return the read for which a sequence waits: that of another sequence, or a new one."""
-        if sequence.has_searched_store or now >= sequence.store_deadline:
+        stores = self._stores(sequence)
+        if sequence.num_searched_stores >= len(stores) or now >= sequence.store_deadline:
             return None
-        sequence.store_deadline = min(sequence.store_deadline, now + READ_DEADLINE_S)
         adapters = missing_blocks()
+        wait_s = READ_DEADLINE_S
+        if stores[-1] is not self._store:
+            compute_s = len(adapters) * self._block_size * self._host_cache.costs.seconds_per_token
+            wait_s = max(wait_s, min(compute_s, _MAX_WAIT_S))
+        sequence.store_deadline = min(sequence.store_deadline, now + wait_s)
         sequence.awaited_key = next(iter(adapters), b"")
-        if (read := self._reads.get(sequence.awaited_key)) is None:
-            sequence.has_searched_store = True
-            read = self._start_read(adapters, now)
+        read = self._reads.get(sequence.awaited_key)
+        while read is None and sequence.num_searched_stores < len(stores):
+            store = stores[sequence.num_searched_stores]
+            sequence.num_searched_stores += 1
+            read = self._start_read(store, adapters, now, READ_DEADLINE_S if store is self._store else wait_s)
         return read
 
-    def _start_read(self, adapters: Mapping[bytes, AdapterDigest | None], now: float) -> _Transfer | None:
-        oldest = next(iter(self._reads.values()), None)
-        if oldest is not None and now >= oldest.deadline:
+    def _stores(self, sequence: Sequence) -> list[KVStore]:
+        """Return where the blocks of a sequence can be, the nearest store first."""
+        stores = (self._store, self._find_peer(sequence.kv_source) if sequence.kv_source else None)
+        return [store for store in stores if store is not None]
+
+    def _start_read(
+        self, store: KVStore, adapters: Mapping[bytes, AdapterDigest | None], now: float, wait_s: float
+    ) -> _Transfer | None:
+        if any(transfer.store is store and now >= transfer.deadline for transfer in self._reads.values()):
             # While the store is late, it gets no more reads, which would delay more sequences and occupy more rows.
             return None
         pool, costs = self._host_cache.pool, self._host_cache.costs
         max_blocks = min(pool.num_free, pool.num_blocks // _READ_SHARE - len(self._reads))
         keys = list(takewhile(lambda key: key not in self._reads, islice(adapters, max(0, max_blocks))))
-        num_blocks = self._store.contains(keys)
-        seconds = num_blocks * (costs.seconds_per_block + self._store.seconds_per_block)
+        num_blocks = store.contains(keys)
+        seconds = num_blocks * (costs.seconds_per_block + store.seconds_per_block)
         if not num_blocks or seconds >= num_blocks * self._block_size * costs.seconds_per_token:
             return None
         rows = pool.allocate(num_blocks)
-        read = _Transfer(keys[:num_blocks], rows, True, now + READ_DEADLINE_S, adapters)
+        read = _Transfer(store, keys[:num_blocks], rows, True, now + wait_s, adapters)
         self._transfers.append(read)
         self._reads |= dict.fromkeys(read.keys, read)
 
@@ -178,15 +228,16 @@ class StoreTraffic:
             if self.wake is not None:
                 self.wake()
 
-        self._store.read(read.keys, read.rows, on_done)
+        store.read(read.keys, read.rows, on_done, lambda: read.is_wanted)
         return read
 
     def _write(self, row: BlockId, key: bytes) -> None:
+        assert self._store is not None
         max_pending = max(1, self._host_cache.pool.num_blocks // _PENDING_SHARE)
         if self._num_pending_writes >= max_pending or self._store.contains([key]):
             return
         self._host_cache.pool.acquire([row])
-        write = _Transfer([key], [row], False)
+        write = _Transfer(self._store, [key], [row], False)
         self._transfers.append(write)
         self._num_pending_writes += 1
         self._store.write(write.keys, write.rows, lambda num_written: self._done.put((write, num_written)))

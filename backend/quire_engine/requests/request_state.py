@@ -143,6 +143,7 @@ class RequestState:
             pooling=self.request.pooling,
             second_text_start=prepared.second_text_start,
             images=prepared.images,
+            kv_source=self.request.kv_source,
         )
         return fan_out(base_request)
 

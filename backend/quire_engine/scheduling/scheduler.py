@@ -12,7 +12,7 @@ completes first. The engine can call add() and abort() between any two of these 
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -24,6 +24,7 @@ from quire_engine.kv_cache.prefix_cache import PrefixCache, PrefixHit
 from quire_engine.kv_cache.state_manager import StateManager
 from quire_engine.kv_cache.state_pool import StatePool
 from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.kv_transfer.host_leases import HostLeases
 from quire_engine.kv_transfer.store import KVStore
 from quire_engine.kv_transfer.store_traffic import StoreTraffic
 from quire_engine.lora.registry import AdapterRegistry
@@ -113,8 +114,8 @@ class Scheduler:
     step in flight, own the last states.
 
     Store. A sequence whose blocks are in a store outside of the process is WAITING_FOR_KV while the store reads them
-    into host memory, and delays no other sequence. It waits at most READ_DEADLINE_S. After that, it starts like every
-    other sequence, with the blocks that were read.
+    into host memory, and delays no other sequence. It waits at most READ_DEADLINE_S, or longer for another pod. After
+    that, it starts like every other sequence, with the blocks that were read.
 
     Images. If `image_encodings` is set, a sequence is WAITING_FOR_IMAGES while the vision tower computes the embeddings
     of its images in another thread, and delays no other sequence. Otherwise, steps run the tower.
@@ -140,13 +141,19 @@ class Scheduler:
         layout: KVLayout,
         store: KVStore | None = None,
         state_pool: StatePool | None = None,
+        find_peer: Callable[[str], KVStore | None] | None = None,
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
         self._block_pool = block_pool
         self._adapter_registry = adapter_registry
         self.host_cache = HostCache(swap_costs, config.block_size, config.kv_offloading_size > 0)
-        self.store_traffic = None if store is None else StoreTraffic(store, self.host_cache, config.block_size)
+        self.store_traffic: StoreTraffic | None = None
+        if store is not None or find_peer is not None:
+            peers = () if find_peer is None else (find_peer,)
+            self.store_traffic = StoreTraffic(store, self.host_cache, config.block_size, *peers)
+        self.leases: HostLeases | None = None
+        """The leases of other pods. The engine sets this attribute if it serves them."""
         self._max_copies = swap_costs.max_copies(config.max_num_batched_tokens)
         enabled = config.enable_prefix_caching
         self.prefix_cache = PrefixCache(block_pool, block_hasher, layout, enabled, self.host_cache, state_pool)
@@ -484,6 +491,7 @@ class Scheduler:
             raise Internal("scheduler: embeddings of images are held for sequences that have ended")
         self._beams.check_integrity(self._sequences)
         held_rows = [] if self.store_traffic is None else self.store_traffic.held_rows
+        held_rows += [] if self.leases is None else self.leases.held_rows
         self.block_manager.check_integrity(block_holders, self._waiting, self._in_flight.plans, held_rows)
         if self.states is not None:
             self.states.check_integrity(block_holders)
@@ -784,6 +792,8 @@ class Scheduler:
         self._release_images(sequence)
         (self._running if was_running else self._waiting).remove(sequence)
         self.block_manager.drop_swapped(sequence)
+        if self.store_traffic is not None:
+            self.store_traffic.on_finished(sequence)
         if not (self._running.num_by_client[sequence.client] or self._waiting.num_by_client[sequence.client]):
             self._clock.forget(sequence.client)
         if was_running:

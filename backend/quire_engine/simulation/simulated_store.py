@@ -32,7 +32,13 @@ class SimulatedStore(KVStore):
         """See KVStore."""
         return next((number for number, key in enumerate(keys) if key not in self._keys), len(keys))
 
-    def read(self, keys: Sequence[bytes], rows: Sequence[int], on_done: Callable[[int], None]) -> None:
+    def read(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        on_done: Callable[[int], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         """See KVStore."""
         num_blocks = self.contains(keys)
         self._num_reads += 1

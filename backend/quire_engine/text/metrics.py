@@ -166,6 +166,7 @@ class RequestMetrics:
             self._host_adapters,
             self._host_adapter_bytes,
             self._num_swapped,
+            self._leased_rows,
             *self._states.values(),
         ):
             gauge.set(0)
@@ -193,11 +194,16 @@ class RequestMetrics:
         self._kv_cache_usage.set(stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0)
         for name, gauge in self._states.items():
             gauge.set(getattr(stats, name))
+        self._leased_rows.set(stats.num_leased_rows)
         for name, counter in self._core_counters.items():
             counter.inc(max(0, getattr(stats, name) - getattr(previous, name)))
-        for reason, number in stats.folder_errors.items():
-            increase = max(0, number - previous.folder_errors.get(reason, 0))
-            self._folder_errors.labels(self._model_name, reason).inc(increase)
+        for errors, numbers, previous_numbers in (
+            (self._folder_errors, stats.folder_errors, previous.folder_errors),
+            (self._peer_errors, stats.peer_errors, previous.peer_errors),
+        ):
+            for reason, number in numbers.items():
+                increase = max(0, number - previous_numbers.get(reason, 0))
+                errors.labels(self._model_name, reason).inc(increase)
         accepted = stats.accepted_draft_tokens_per_position
         previously_accepted = previous.accepted_draft_tokens_per_position or [0] * len(accepted)
         for position, (new, old) in enumerate(zip(accepted, previously_accepted, strict=True)):
@@ -253,6 +259,9 @@ class RequestMetrics:
             "num_used_states": gauge("quire_states_used", "States that running sequences have."),
             "num_state_snapshots": gauge("quire_state_snapshots", "States that the prefix cache keeps."),
         }
+        self._leased_rows = gauge(
+            "quire_kv_transfer_leased_blocks", "KV blocks in host memory that other pods have leased."
+        )
         self._host_adapters = gauge("quire_host_adapters", "Adapters in host memory.")
         self._host_adapter_bytes = gauge("quire_host_adapter_bytes", "Bytes of the adapters in host memory.")
         self._core_connected = gauge("quire_core_connected", "1 while the engine core is connected.")
@@ -293,6 +302,13 @@ class RequestMetrics:
             ),
             "num_folder_read_blocks": counter("quire_kv_folder_read_blocks", "KV blocks read from the folder."),
             "num_folder_written_blocks": counter("quire_kv_folder_written_blocks", "KV blocks written to the folder."),
+            "num_peer_requested_blocks": counter(
+                "quire_kv_transfer_requested_blocks", "KV blocks requested from other pods."
+            ),
+            "num_peer_read_blocks": counter("quire_kv_transfer_read_blocks", "KV blocks read from other pods."),
+            "num_refused_leases": counter(
+                "quire_kv_transfer_refused_leases", "KV blocks not leased to other pods because the quota was full."
+            ),
             "num_steps": counter("quire_steps", "Steps of the engine."),
             "num_drafts": counter("vllm:spec_decode_num_drafts", "Drafts that steps verified."),
             "num_draft_tokens": counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that steps verified."),
@@ -301,6 +317,11 @@ class RequestMetrics:
         self._folder_errors = self.registry.counter(
             "quire_kv_folder_errors",
             "KV blocks in the folder that were wrong or could not be read or written, by reason.",
+            ["model_name", "reason"],
+        )
+        self._peer_errors = self.registry.counter(
+            "quire_kv_transfer_errors",
+            "Reads of KV blocks from other pods that failed, by reason.",
             ["model_name", "reason"],
         )
         self._accepted_tokens_per_position = self.registry.counter(

@@ -145,7 +145,9 @@ class RunnerStartup:
         if config.kv_offloading_size:
             check_host_memory(config, num_host_blocks * bytes_per_block, available_memory_bytes())
         with naming_setting_on_oom(setting):
-            host_swap = HostSwap(kv_caches, num_host_blocks) if num_host_blocks else None
+            host_swap = (
+                HostSwap(kv_caches, num_host_blocks, config.kv_transfer is not None) if num_host_blocks else None
+            )
         swap_costs = SwapCosts() if host_swap is None else self._measure_swap_costs(host_swap)
         measured = MeasuredMemory(
             weights_bytes=budget.weights,

@@ -108,6 +108,7 @@ class Generation:
         self._release_body = http_request.release_body
         self._cache_salt = http_request.salt_cache(fields.cache_salt)
         self._data_parallel_rank = http_request.data_parallel_rank
+        self._kv_source = http_request.kv_source(settings.engine.kv_transfer)
         user = fields.user if isinstance(fields.user, str) else ""
         self._session = http_request.session_id or user or http_request.request_id
         self._traceparent = http_request.traceparent
@@ -217,6 +218,7 @@ class Generation:
                 self._session,
                 self._traceparent,
                 images=prompt.images,
+                kv_source=self._kv_source,
             )
             for prompt in self.prompts
             for _ in range(self.copies)

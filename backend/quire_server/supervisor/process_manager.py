@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervision of the pod's processes (core, text, server, openai): their sessions, and the reaction to each death.
+"""Supervision of the pod's processes (core, text, server, openai, kv_peer): their sessions, and the reaction to each
+death.
 
 - If core dies, text ends the open requests. Then core is restarted, and the adapters are loaded again. With
   data_parallel_size above 1, the processes core-0, core-1, ... take its place, and the others serve on.
@@ -7,6 +8,8 @@
   sent again.
 - If server dies, its connections end. Then server is restarted, and the models of the adapters are loaded again.
 - If openai dies, its connections end. Then openai is restarted.
+- If kv_peer dies, other pods compute what they would have read, and their leases end. Then kv_peer is restarted. No
+  request of this pod depends on it.
 - If a stub of the server dies without open requests, its model is loaded again. If the stub has open requests, the
   server is killed and restarted, because the clients would otherwise wait forever. If the model of the stub is not
   one of Quire's models, it is always loaded again, and the server keeps running (other_models.py).
@@ -18,7 +21,9 @@ shutdown.
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
+import sys
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
@@ -42,11 +47,13 @@ from quire_spec.documents.pod_status import CoreState
 from quire_spec.documents.server_arguments import with_forwarded_header
 from quire_spec.errors import QuireError
 from quire_spec.protocol.client import ConnectionLost
+from quire_spec.protocol.results import KVPeerStatus
 
 logger = logging.getLogger(__name__)
 
 SERVER_START_TIMEOUT_S = 300.0
 _PROBE_INTERVAL_S = 0.1
+_KV_PEER_STATUS_S = 2.0
 _CONNECTED_POLL_S = 0.5
 _EXIT_TIMEOUT_S = 5
 """After the drain, the server exits within this many seconds. Without this timeout, keep-alive connections that are
@@ -113,6 +120,11 @@ class ProcessManager:
             for name in (*self.core_names, "text")
         }
         self.processes["server"] = ManagedProcess("server", self._start_server, self._server_session, notify)
+        self.kv_peer_status = KVPeerStatus()
+        """The counters of kv_peer, as it last reported them."""
+        if config.engine.kv_transfer is not None:
+            name = constants.KV_PEER
+            self.processes[name] = ManagedProcess(name, self._start_kv_peer, self._kv_peer_session, notify)
         if config.openai is not None:
             for index in range(config.openai.apiServerCount):
                 self._add_openai_front(index)
@@ -181,7 +193,7 @@ class ProcessManager:
             task.cancel()
         # If requests are still open, the text process is stopped first. The stubs and the OpenAI fronts then end these
         # requests with an error.
-        fronts = [name for name in self.processes if name.startswith("openai")]
+        fronts = [name for name in self.processes if name.startswith(("openai", constants.KV_PEER))]
         others = (*fronts, "server", "text") if drained else ("text", *fronts, "server")
         for name in (*others, *self.core_names):
             child = self.processes[name].child
@@ -209,6 +221,12 @@ class ProcessManager:
         argv, env = launch.server_command(*self._server_runtime, self._options)
         return await ChildProcess.start("server", argv, self._relay, RETURN_MEMORY_ENV | env)
 
+    async def _start_kv_peer(self) -> ChildProcess:
+        (self._run_dir / constants.process_socket(constants.KV_PEER)).unlink(missing_ok=True)
+        argv = [sys.executable, "-m", "quire_server.kv_peer", "--config", str(self._settings.config_file)]
+        argv += ["--run-dir", str(self._run_dir)]
+        return await ChildProcess.start(constants.KV_PEER, argv, self._relay, RETURN_MEMORY_ENV | os.environ)
+
     # Sessions. While a process serves requests, its session sets the handle of the process. A session returns the
     # reason why the process must be killed.
 
@@ -230,6 +248,19 @@ class ProcessManager:
                     del self.handles.cores[name]
                 self.core_connected &= self.handles.text is not None and bool(self.handles.cores)
                 self._notify_change()
+
+    async def _kv_peer_session(self, child: ChildProcess) -> str:
+        async with engine_process.connect(constants.KV_PEER, self._run_dir) as control:
+            self.processes[constants.KV_PEER].mark_ready()
+            self.kv_peer_status = KVPeerStatus()
+            while True:
+                try:
+                    self.kv_peer_status = await control.call("status", KVPeerStatus)
+                except ConnectionLost:
+                    return "connection closed"
+                except QuireError as error:
+                    return str(error)
+                await asyncio.sleep(_KV_PEER_STATUS_S)
 
     async def _server_session(self, child: ChildProcess) -> str:
         settings, config = self._settings, self._settings.config

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_spec.documents.pod_status import AdapterState, OtherModelState, PodStatus
 from quire_spec.net.addresses import format_for_url
+from quire_spec.protocol.results import KVPeerStatus
 
 _MAX_NAMES = 5
 
@@ -66,6 +67,21 @@ def supervisor_metrics(status: PodStatus) -> str:
             {"": sum(a.effect is not None and a.warning.startswith("NoEffect") for a in status.adapters)},
         ),
     ]
+    return "".join(families)
+
+
+def kv_peer_metrics(status: KVPeerStatus) -> str:
+    """Return the metrics of the process that serves KV blocks, in Prometheus's text format. They start at zero when it
+    restarts."""
+    refused = {f'reason="{reason}"': number for reason, number in sorted(status.refused.items())}
+    numbers = (
+        ("connections", "gauge", "Connections of other pods.", status.num_connections),
+        ("sent_blocks_total", "counter", "KV blocks sent to other pods.", status.num_sent_blocks),
+        ("sent_bytes_total", "counter", "Bytes of KV blocks sent to other pods.", status.num_sent_bytes),
+    )
+    families = [_family(f"quire_kv_transfer_{name}", kind, text, {"": value}) for name, kind, text, value in numbers]
+    text = "Connections of other pods that were refused or closed because of an error, by reason."
+    families.append(_family("quire_kv_transfer_refused_total", "counter", text, refused))
     return "".join(families)
 
 

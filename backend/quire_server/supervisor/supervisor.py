@@ -24,6 +24,7 @@ from quire_server.supervisor.other_models import OtherModels
 from quire_server.supervisor.process_manager import ProcessManager
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.version import VERSION
+from quire_spec import constants
 from quire_spec.documents.adapter_catalog import AdapterCatalog
 from quire_spec.documents.pod_status import AdapterState, ModelSignature, PodStatus, ProcessState
 from quire_spec.errors import QuireError
@@ -81,7 +82,8 @@ class Supervisor:
         handles, core_names = self._process_manager.handles, self._process_manager.core_names
         for name, process in self._process_manager.processes.items():
             # A pod with several cores starts with all of them, and then serves while one of them does.
-            serves_without = name in core_names and process.state is ProcessState.RESTARTING and handles.cores
+            is_optional = name == constants.KV_PEER or (name in core_names and bool(handles.cores))
+            serves_without = process.state is ProcessState.RESTARTING and is_optional
             if process.state is not ProcessState.READY and not serves_without:
                 return f"{name} is {process.state.value.lower()}"
         server = handles.server
@@ -133,7 +135,10 @@ class Supervisor:
     async def metrics(self) -> str:
         """Return the metrics of the text process, the server and the supervisor."""
         text, server = await asyncio.gather(self._text_metrics(), self._server_metrics())
-        return reporting.concat_pages(text, server, reporting.supervisor_metrics(self.status()))
+        pages = [text, server, reporting.supervisor_metrics(self.status())]
+        if self._settings.config.engine.kv_transfer is not None:
+            pages.append(reporting.kv_peer_metrics(self._process_manager.kv_peer_status))
+        return reporting.concat_pages(*pages)
 
     def set_catalog(self, catalog: AdapterCatalog, replaces: str = "") -> None:
         """Apply a new catalog; the parameters and errors are the same as for `AdapterManager.check`."""

@@ -305,6 +305,8 @@ class PodConfig:
                 path = f"engine.kv_events_config.{name}"
                 # Every core has its own ports. The first one has the name of the field.
                 ports |= {path if i == 0 else f"{path} of core-{i}": port for i, port in enumerate(core_ports)}
+        if self.engine.kv_transfer is not None:
+            ports["engine.kv_transfer.port"] = self.engine.kv_transfer.port
         return ports
 
     def _check_ports(self) -> None:

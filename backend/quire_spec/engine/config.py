@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from quire_spec.dataclass_json import from_json, to_json
 from quire_spec.engine.kv_events_config import KVEventsConfig
+from quire_spec.engine.kv_transfer_config import KVTransferConfig
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
@@ -230,6 +231,10 @@ class EngineConfig:
     """Publish which KV blocks are cached, so that a router can send a prompt to the engine that has its beginning.
     None: nothing is published."""
 
+    kv_transfer: KVTransferConfig | None = None
+    """Serve KV blocks of the host memory of kv_offloading_size to other pods with the same model, and read blocks that
+    they have. None: the pod does neither."""
+
     otlp_traces_endpoint: str | None = None
     """URL to which spans of requests are sent by OTLP, such as http://collector:4317 for gRPC or
     http://collector:4318/v1/traces for HTTP; None: requests are not traced."""
@@ -313,6 +318,11 @@ class EngineConfig:
     def publishes_kv_events(self) -> bool:
         """True if the engine publishes KV events."""
         return self.kv_events_config is not None and self.kv_events_config.is_enabled
+
+    @property
+    def shares_blocks(self) -> bool:
+        """True if other processes can use the KV blocks of the engine, so that their keys must cover all weights."""
+        return self.kv_offloading_folder is not None or self.kv_transfer is not None
 
     @property
     def has_drafter(self) -> bool:
@@ -509,6 +519,9 @@ class EngineConfig:
             self._check_kv_offloading_folder()
         elif self.kv_offloading_folder_size is not None:
             raise ConfigError("kv_offloading_folder_size: needs kv_offloading_folder; set it, or remove the size")
+        if self.kv_transfer is not None:
+            self.kv_transfer.validate()
+            self._check_store("kv_transfer", "peers would not know")
         if self.otlp_traces_endpoint is not None and not re.match(r"(https?|grpc)://[^/]", self.otlp_traces_endpoint):
             raise ConfigError(
                 f"otlp_traces_endpoint: must be a URL such as http://collector:4317, got {self.otlp_traces_endpoint!r}"
@@ -525,18 +538,22 @@ class EngineConfig:
         size = self.kv_offloading_folder_size
         if size is not None and not 0.0 < size < math.inf:
             raise ConfigError(f"kv_offloading_folder_size: must be a size in GiB above 0, got {size}; or omit it")
+        self._check_store("kv_offloading_folder", "files do not name")
+
+    def _check_store(self, field: str, unknown: str) -> None:
+        """Check what every store outside of a core needs. `unknown` says why a draft model is not possible."""
         if not self.kv_offloading_size:
             raise ConfigError(
-                "kv_offloading_folder: needs kv_offloading_size, because blocks pass through this host memory; set it"
+                f"{field}: needs kv_offloading_size, because blocks pass through this host memory; set it"
             )
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1:
                 raise ConfigError(
-                    f"kv_offloading_folder: not possible with {name} {getattr(self, name)}, because only the first "
-                    "rank could read and write files; remove it"
+                    f"{field}: not possible with {name} {getattr(self, name)}, because only the first rank could "
+                    "transfer blocks; remove it"
                 )
         if self.has_drafter:
             raise ConfigError(
-                "kv_offloading_folder: not possible with speculative_config.model, because files do not name the draft "
-                "model; remove one of the two"
+                f"{field}: not possible with speculative_config.model, because {unknown} the draft model; remove one "
+                "of the two"
             )

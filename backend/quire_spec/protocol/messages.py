@@ -26,7 +26,7 @@ from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code, InvalidArgument, QuireError, Unavailable, error_text
 from quire_spec.protocol.parsed_output import Event, OutputParsing
 
-Role = Literal["stub", "openai", "text", "supervisor"]
+Role = Literal["stub", "openai", "text", "supervisor", "kv_peer"]
 """The kind of process that opens a connection."""
 
 
@@ -147,6 +147,9 @@ class GenerateRequest(RequestMessage, frozen=True, tag=2):
     """For an encoder: the second text of a pair, of which `prompt` is the first one."""
     images: list[bytes] = []
     """Files of the images of the prompt, in the order of their places in it."""
+    kv_source: str = ""
+    """HOST:PORT of a pod that may have the KV blocks of the prompt. The frontend has checked that it is an allowed
+    peer. Empty: none is known."""
 
 
 class CancelRequests(Message, frozen=True, tag=3):
@@ -320,6 +323,8 @@ class SequenceRequest(RequestMessage, frozen=True, tag=6):
     """Position of the first token of the second text of a pair; 0 if the prompt is one text."""
     images: list[ImageInput] = []
     """The images of the prompt, in the order of their tokens."""
+    kv_source: str = ""
+    """See GenerateRequest."""
 
 
 class AbortSequences(Message, frozen=True, tag=7):
@@ -401,6 +406,16 @@ class SchedulerStats(Value, frozen=True):
     num_folder_written_blocks: int = 0
     folder_errors: dict[str, int] = {}
     """Number of KV blocks in the folder that were wrong or could not be read or written, by reason."""
+    num_peer_requested_blocks: int = 0
+    """Number of KV blocks that were requested from other pods."""
+    num_peer_read_blocks: int = 0
+    """Number of KV blocks that were read from other pods."""
+    peer_errors: dict[str, int] = {}
+    """Number of reads from other pods that failed, by reason."""
+    num_leased_rows: int = 0
+    """Number of rows of host memory that other pods have leased."""
+    num_refused_leases: int = 0
+    """Number of KV blocks that were not leased, because the leases of other pods had the whole quota."""
     host_cache_queries: int = 0
     """Number of prompt tokens that were looked up in host memory, because the device did not have them."""
     host_cache_hits: int = 0

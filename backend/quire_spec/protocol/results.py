@@ -10,6 +10,7 @@ import msgspec
 
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.pod_status import CoreState, MeasuredMemory
+from quire_spec.protocol.kv_wire import RowLayout
 from quire_spec.protocol.messages import SchedulerStats
 
 MAX_ROUNDING = 1e-5
@@ -38,6 +39,28 @@ class AdapterCheck(msgspec.Struct, frozen=True):
     def has_effect(self) -> bool:
         """Whether the adapter changes more than rounding does."""
         return self.effect > MAX_ROUNDING
+
+
+class SharedRows(msgspec.Struct, frozen=True):
+    """Result of the core's method `shared_rows`: host memory that holds one KV block in each row."""
+
+    pid: int
+    """Process that has the memory file open."""
+    file: int
+    """Its descriptor of the file, in which the rows follow each other."""
+    num_rows: int
+    layout: RowLayout
+
+
+class KVPeerStatus(msgspec.Struct, frozen=True):
+    """Result of the method `status` of the process that serves KV blocks to other pods."""
+
+    num_connections: int = 0
+    num_leases: int = 0
+    num_sent_blocks: int = 0
+    num_sent_bytes: int = 0
+    refused: dict[str, int] = {}
+    """Number of connections that were refused or closed because of an error, by reason."""
 
 
 class TextStatus(msgspec.Struct, frozen=True):

@@ -28,7 +28,13 @@ class FullStore:
     def contains(self, keys: Items[bytes]) -> int:
         return len(keys)
 
-    def read(self, keys: Items[bytes], rows: Items[int], on_done: Callable[[int], None]) -> None:
+    def read(
+        self,
+        keys: Items[bytes],
+        rows: Items[int],
+        on_done: Callable[[int], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.reads.append((list(keys), on_done))
 
     def write(self, keys: Items[bytes], rows: Items[int], on_done: Callable[[int], None]) -> None:

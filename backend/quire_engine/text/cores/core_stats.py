@@ -16,6 +16,7 @@ _COUNTERS = (
     *("num_drafts", "num_draft_tokens", "num_accepted_draft_tokens", "accepted_draft_tokens_per_position"),
     *("kv_offload_store_bytes", "kv_offload_load_bytes", "host_cache_queries", "host_cache_hits"),
     *("num_folder_read_blocks", "num_folder_written_blocks", "folder_errors", "num_dropped_kv_events"),
+    *("num_peer_requested_blocks", "num_peer_read_blocks", "peer_errors", "num_refused_leases"),
 )
 """Fields that only grow while a core runs, and start at zero with the next core."""
 

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV blocks of other pods, which requests name. Torch-free.
+
+Each pod has a queue and threads of its own, so that a slow pod delays no other. A block becomes visible only after its
+checksum was compared.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from quire_engine.kv_transfer.daemon_threads import DaemonThreads
+from quire_engine.kv_transfer.peer_connection import STALL_S, Cancelled, PeerConnection, closing
+from quire_engine.kv_transfer.store import HostRows, KVStore
+from quire_spec.engine.kv_transfer_config import KVTransferConfig, PeerAddress
+from quire_spec.errors import QuireError, Unavailable
+from quire_spec.protocol import kv_wire
+from quire_spec.protocol.kv_wire import ProtocolError
+
+_MAX_PEERS = 64
+"""Number of pods for which there are threads; those of the pod that was named least recently end."""
+_RETRY_S = 5.0
+"""After an error, a pod is not asked for this many seconds."""
+_LATE_S = 1.5
+"""If no request waits for a read any longer, the read was late if it took more than this many seconds. Otherwise, its
+requests were aborted."""
+_MEASUREMENT_S = 10.0
+"""A measured time of a read counts for this number of seconds. After that, a read measures again."""
+
+logger = logging.getLogger(__name__)
+
+
+class Peers:
+    """The pods from which this core reads. The front has checked that a request may name them."""
+
+    def __init__(self, config: KVTransferConfig, rows: HostRows, layout: kv_wire.RowLayout) -> None:
+        self._config = config
+        self._rows = rows
+        self._layout = layout
+        self._stores: OrderedDict[PeerAddress, PeerStore] = OrderedDict()
+        self._lock = threading.Lock()
+        self._errors = Counter[str]()
+        self.num_requested_blocks = 0
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Number of reads that failed, by reason."""
+        with self._lock:
+            return dict(self._errors)
+
+    def find(self, address: str) -> KVStore | None:
+        """Return the store of a pod; None if the text is not an address."""
+        if (peer := PeerAddress.parse(address)) is None:
+            return None
+        if (store := self._stores.get(peer)) is None:
+            store = self._stores[peer] = PeerStore(self, peer, self._rows, self._layout)
+            if len(self._stores) > _MAX_PEERS:
+                self._stores.popitem(last=False)
+        self._stores.move_to_end(peer)
+        return store
+
+    def read_key(self) -> bytes:
+        """Return the key that all pods share; raises Unavailable."""
+        return kv_wire.read_key(Path(self._config.key_file))
+
+    def count_error(self, peer: PeerAddress, reason: str, message: str) -> None:
+        """Count a read that failed, in any thread. The first error of each kind is logged."""
+        with self._lock:
+            self._errors[reason] += 1
+            is_first = self._errors[reason] == 1
+        if is_first:
+            logger.warning(
+                "kv peer: read failed, tokens are computed peer=%s reason=%s error=%s", peer, reason, message
+            )
+
+
+class PeerStore(KVStore):
+    """The blocks of one pod. What it has is known only when it has answered."""
+
+    def __init__(self, peers: Peers, address: PeerAddress, rows: HostRows, layout: kv_wire.RowLayout) -> None:
+        self._peers = peers
+        self._address = address
+        self._rows = rows
+        self._layout = layout
+        self._connection: PeerConnection | None = None
+        self._no_reads_before = 0.0
+        self._read_seconds, self._measured_at = 0.0, 0.0
+        self._reader = DaemonThreads(1, "kv-peer")
+        self._heartbeats = DaemonThreads(1, "kv-heartbeat")
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """See KVStore; the errors of all pods."""
+        return self._peers.errors
+
+    @property
+    def seconds_per_block(self) -> float:
+        """See KVStore."""
+        return self._read_seconds if time.monotonic() < self._measured_at + _MEASUREMENT_S else 0.0
+
+    def contains(self, keys: Sequence[bytes]) -> int:
+        """See KVStore. The pod seems to have everything, until it has answered."""
+        return 0 if time.monotonic() < self._no_reads_before else min(len(keys), kv_wire.MAX_KEYS)
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        on_done: Callable[[int], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """See KVStore."""
+        self._peers.num_requested_blocks += len(keys)
+        self._reader.submit(partial(self._run, keys, rows, on_done, is_wanted))
+
+    def write(self, keys: Sequence[bytes], rows: Sequence[int], on_done: Callable[[int], None]) -> None:
+        """See KVStore. Nothing is written: the other pod reads what it needs."""
+        on_done(0)
+
+    def _run(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        on_done: Callable[[int], None],
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        """Read, and call `on_done` with the number of blocks, also after an error."""
+        num_done, start, reason, message = 0, time.monotonic(), "", ""
+        try:
+            if start >= self._no_reads_before:
+                self._rows.synchronize()
+                for _ in self._read_blocks(keys, rows, is_wanted):
+                    num_done += 1
+        except Cancelled:
+            self._close()
+            if time.monotonic() - start > _LATE_S:
+                reason, message = "deadline", f"{num_done} of {len(keys)} blocks arrived in time"
+        except ProtocolError as error:
+            reason, message = error.reason, str(error)
+        except Unavailable as error:
+            reason, message = "key", str(error)
+        except Exception as error:
+            reason, message = "internal", str(error)
+            logger.exception("kv peer: a read failed peer=%s", self._address)
+        finally:
+            if reason:
+                self._close()
+                self._no_reads_before = time.monotonic() + _RETRY_S
+                self._peers.count_error(self._address, reason, message)
+            if num_done:
+                seconds, earlier_seconds = (time.monotonic() - start) / num_done, self.seconds_per_block
+                self._read_seconds = 0.8 * earlier_seconds + 0.2 * seconds if earlier_seconds else seconds
+                self._measured_at = time.monotonic()
+            on_done(num_done)
+
+    def _read_blocks(self, keys: Sequence[bytes], rows: Sequence[int], is_wanted: Callable[[], bool]) -> Iterator[None]:
+        connection, leased = self._lease(keys, is_wanted)
+        places: list[kv_wire.LeasedRow] = []
+        for place in leased.rows:
+            if place is None:
+                break
+            if place.length != self._layout.row_bytes:
+                raise ProtocolError("length", f"a row of {place.length} instead of {self._layout.row_bytes} bytes")
+            places.append(place)
+        if places:
+            ended = threading.Event()
+            self._heartbeats.submit(partial(self._keep, leased.lease, ended))
+            try:
+                buffers = [self._rows.buffers(row) for row in rows[: len(places)]]
+                addresses = [place.row for place in places]
+                for _, place, row in zip(
+                    connection.read(leased.lease, addresses, buffers), places, buffers, strict=True
+                ):
+                    if _checksum(row) != place.checksum:
+                        raise ProtocolError("checksum", "a block was damaged on the way")
+                    yield
+            finally:
+                ended.set()
+        if any(place is not None for place in leased.rows):
+            connection.release(leased.lease)
+
+    def _lease(self, keys: Sequence[bytes], is_wanted: Callable[[], bool]) -> tuple[PeerConnection, kv_wire.Leased]:
+        """Lease blocks. If the connection was idle, the other pod may have closed it or restarted in the meantime."""
+        if self._connection is not None:
+            self._connection.is_wanted = is_wanted
+            try:
+                return self._connection, self._connection.lease(keys)
+            except ProtocolError as error:
+                self._close()
+                if error.reason not in ("closed", "unreachable"):
+                    raise
+        self._connection = PeerConnection.open(self._address, self._peers.read_key(), self._layout, is_wanted)
+        return self._connection, self._connection.lease(keys)
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _keep(self, lease: bytes, ended: threading.Event) -> None:
+        """Send heartbeats for a lease, on a connection of their own, until the read has ended."""
+        if ended.wait(kv_wire.HEARTBEAT_S):
+            return
+        try:
+            deadline = time.monotonic() + STALL_S
+            connection = PeerConnection.open(
+                self._address, self._peers.read_key(), self._layout, lambda: time.monotonic() < deadline
+            )
+            with closing(connection):
+                connection.is_wanted = lambda: not ended.is_set()
+                while connection.heartbeat(lease) and not ended.wait(kv_wire.HEARTBEAT_S):
+                    pass
+        except (QuireError, Cancelled) as error:
+            # The lease then ends, and the checksum shows whether its rows were replaced.
+            logger.info("kv peer: no heartbeats peer=%s error=%s", self._address, error)
+
+
+def _checksum(buffers: Sequence[memoryview]) -> bytes:
+    checksum = xxhash.xxh3_128()
+    for buffer in buffers:
+        checksum.update(buffer)
+    return bytes(checksum.digest())

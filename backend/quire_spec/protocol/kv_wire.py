@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Protocol by which pods read KV blocks from each other over TCP. Pure: it encodes, decodes and checks, without I/O.
+
+    server                                    reader
+    Challenge(nonce)                ------->
+                                    <-------  Proof(nonce, mac, layout)
+    Welcome(mac, difference)        ------->
+                                    <-------  Lease(keys)
+    Leased(lease, rows)             ------->
+                                    <-------  Read(lease, rows)
+    Reading, then the bytes of rows ------->
+                                    <-------  Heartbeat(lease) or Release(lease)
+    Done                            ------->
+
+A frame is a magic number, the length of the message, and the message as MessagePack. Both ends prove that they have the
+same key (HMAC-SHA256 over both nonces and the layout), and nothing is leased before that. The key does not protect the
+bytes after that: they are neither encrypted nor signed. Each row has a checksum, which detects damage.
+"""
+
+import hashlib
+import hmac
+import secrets
+import struct
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from quire_spec.errors import QuireError, Unavailable
+
+VERSION = 1
+"""It changes with the messages."""
+MAX_KEYS = 2048
+"""Maximum number of blocks of a lease."""
+MAX_FRAME_BYTES = 256 * 1024
+"""Maximum length of a message. No end sends a longer one."""
+MAX_HANDSHAKE_BYTES = 4096
+"""Maximum length of a message before the key is proved."""
+LEASE_S = 30.0
+"""A lease lasts for this many seconds, as in vLLM."""
+EXTENSION_S = 20.0
+"""A heartbeat makes a lease last for at least this many further seconds."""
+HEARTBEAT_S = 5.0
+MIN_KEY_BYTES = 16
+
+_MAGIC = b"QKVP"
+_HEADER = struct.Struct("<4sI")
+HEADER_BYTES = _HEADER.size
+_Bytes16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Bytes32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_Row = Annotated[int, Meta(ge=0, lt=2**32)]
+_Text = Annotated[str, Meta(max_length=1024)]
+
+
+class ProtocolError(QuireError):
+    """The other end broke the protocol, or does not have the key. The connection must be closed."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """Label for counters."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of the messages."""
+
+
+class RowLayout(_Message, frozen=True):
+    """Everything that determines what the bytes of a row mean. Two pods exchange blocks only if all of it is equal."""
+
+    version: int
+    """VERSION."""
+    block_size: int
+    kv_dtype: _Text
+    parallel: _Text
+    """Number of this tensor-parallel rank and of all ranks."""
+    model: _Text
+    """Hash of weights, quantization and compute dtype. It also covers the fields before it, which are compared first,
+    so that the difference is named exactly."""
+    rows: _Text
+    """Version of the layout, device, dtypes and shapes of a row."""
+    row_bytes: int
+
+    def difference(self, other: "RowLayout") -> str:
+        """Return the name of the first field that differs; empty if the layouts are equal."""
+        names = self.__struct_fields__
+        return next((name for name in names if getattr(self, name) != getattr(other, name)), "")
+
+
+class Challenge(_Message, frozen=True, tag=1):
+    """server -> reader: the first message."""
+
+    nonce: _Bytes32
+
+
+class Proof(_Message, frozen=True, tag=2):
+    """reader -> server: proves that the reader has the key."""
+
+    nonce: _Bytes32
+    mac: _Bytes32
+    layout: RowLayout
+
+
+class Welcome(_Message, frozen=True, tag=3):
+    """server -> reader: proves that the server has the key."""
+
+    mac: _Bytes32
+    difference: _Text = ""
+    """Field of the layout that differs, or `loading` if no core is ready. If it is not empty, the server closes the
+    connection."""
+
+
+class Lease(_Message, frozen=True, tag=4):
+    """reader -> server: asks for blocks. The rows of those that the server has are pinned in its host memory."""
+
+    keys: Annotated[list[_Bytes32], Meta(min_length=1, max_length=MAX_KEYS)]
+
+
+class LeasedRow(_Message, frozen=True):
+    """Where the server has a block."""
+
+    row: _Row
+    """Address: the number of the row."""
+    length: Annotated[int, Meta(ge=1, lt=2**40)]
+    checksum: _Bytes16
+    """xxh3_128 of the row."""
+
+
+class Leased(_Message, frozen=True, tag=5):
+    """server -> reader: one entry for each key. None: the server does not have the block, or no room to pin it."""
+
+    lease: _Bytes16
+    rows: Annotated[list[LeasedRow | None], Meta(max_length=MAX_KEYS)]
+
+
+class Read(_Message, frozen=True, tag=6):
+    """reader -> server: asks for the bytes of leased rows."""
+
+    lease: _Bytes16
+    rows: Annotated[list[_Row], Meta(min_length=1, max_length=MAX_KEYS)]
+
+
+class Reading(_Message, frozen=True, tag=7):
+    """server -> reader: the bytes of the rows follow, in the order of the request, without anything between them."""
+
+
+class Heartbeat(_Message, frozen=True, tag=8):
+    """reader -> server: the lease is still needed. Any connection can send it."""
+
+    lease: _Bytes16
+
+
+class Release(_Message, frozen=True, tag=9):
+    """reader -> server: the lease is no longer needed."""
+
+    lease: _Bytes16
+
+
+class Done(_Message, frozen=True, tag=10):
+    """server -> reader: answers Heartbeat and Release."""
+
+    is_known: bool
+    """False if the lease has ended before."""
+
+
+Request = Lease | Read | Heartbeat | Release
+T = TypeVar("T", bound=_Message)
+_encode = msgspec.msgpack.Encoder().encode
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+
+
+def encode(message: _Message) -> bytes:
+    """Return the frame of a message."""
+    payload = _encode(message)
+    assert len(payload) <= MAX_FRAME_BYTES
+    return _HEADER.pack(_MAGIC, len(payload)) + payload
+
+
+def payload_length(header: bytes, max_bytes: int) -> int:
+    """Return the length of a message from the HEADER_BYTES before it.
+
+    Raises:
+        ProtocolError: this is not a frame, or it is longer than `max_bytes`.
+    """
+    magic, length = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise ProtocolError("protocol", f"a frame begins with {magic!r} instead of {_MAGIC!r}")
+    if not 0 < length <= max_bytes:
+        raise ProtocolError("protocol", f"a message has {length} bytes, but at most {max_bytes} are possible")
+    return int(length)
+
+
+def decode(message_type: type[T], payload: bytes) -> T:
+    """Return a message of this type; raises ProtocolError."""
+    try:
+        return msgspec.msgpack.decode(payload, type=message_type)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError("protocol", f"{message_type.__name__}: {error}") from None
+
+
+def decode_request(payload: bytes) -> Request:
+    """Return a request of a reader; raises ProtocolError."""
+    try:
+        return _request_decoder.decode(payload)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError("protocol", f"request: {error}") from None
+
+
+def new_nonce() -> bytes:
+    """Return 32 random bytes."""
+    return secrets.token_bytes(32)
+
+
+def prove(key: bytes, challenge: Challenge, layout: RowLayout) -> Proof:
+    """Return the reader's answer to a challenge."""
+    nonce = new_nonce()
+    return Proof(nonce, _mac(key, b"reader", challenge.nonce, nonce, _encode(layout)), layout)
+
+
+def welcome(key: bytes, challenge: Challenge, proof: Proof, difference: str = "") -> Welcome:
+    """Return the server's answer to a proof.
+
+    Raises:
+        ProtocolError: the reader does not have the key.
+    """
+    expected = _mac(key, b"reader", challenge.nonce, proof.nonce, _encode(proof.layout))
+    if not hmac.compare_digest(expected, proof.mac):
+        raise ProtocolError("key", "the reader has another key")
+    return Welcome(_mac(key, b"server", challenge.nonce, proof.nonce, difference.encode()), difference)
+
+
+def check_welcome(key: bytes, challenge: Challenge, proof: Proof, answer: Welcome) -> None:
+    """Check that the server has the key; raises ProtocolError."""
+    expected = _mac(key, b"server", challenge.nonce, proof.nonce, answer.difference.encode("utf-8", "surrogatepass"))
+    if not hmac.compare_digest(expected, answer.mac):
+        raise ProtocolError("key", "the server has another key")
+
+
+def read_key(path: Path) -> bytes:
+    """Return the key in a file.
+
+    Raises:
+        Unavailable: the file cannot be read, its key is too short, or other users can read it.
+    """
+    field = f"kv_transfer.key_file {str(path)!r}"
+    try:
+        key, mode = path.read_bytes().strip(), path.stat().st_mode
+    except OSError as error:
+        raise Unavailable(f"{field}: {error.strerror}; create it: openssl rand -hex 32 > FILE") from error
+    if len(key) < MIN_KEY_BYTES:
+        raise Unavailable(
+            f"{field}: has {len(key)} bytes, but a key has at least {MIN_KEY_BYTES}; create it: openssl rand -hex 32"
+        )
+    if mode & 0o007:
+        raise Unavailable(f"{field}: other users can read it (mode {mode & 0o777:o}); run chmod 600")
+    return key
+
+
+def _mac(key: bytes, role: bytes, *parts: bytes) -> bytes:
+    # The nonces have a fixed length, so that the parts cannot be divided in another way.
+    return hmac.new(key, b"quire kv peer %d " % VERSION + role + b" " + b"".join(parts), hashlib.sha256).digest()

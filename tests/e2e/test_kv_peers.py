@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real services: one reads KV blocks of the other, which is killed and stopped in the middle of a read."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+from nodocker_cluster.ports import free_ports
+from support.engine_processes import IpcClient
+from support.kv_peer_relay import Relay
+from support.quire_serve import QuireServeProcess, example_document
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+
+BYTES_PER_SECOND = 400_000
+"""The holder sends about four blocks in a second, so that the read of a long prompt takes three seconds."""
+
+
+def prompt(name, num_days=14):
+    return " ".join(f"{name} went to the forest on day {day} and saw a bear." for day in range(num_days))
+
+
+@pytest.fixture(scope="module")
+def pods(tmp_path_factory):
+    """Return the holder, the reader, the address of the holder, and a port of a relay for each test. The reader has
+    measured nothing yet about the speed of an address that is new."""
+    document = example_document()
+    document["spec"]["engine"] |= {"maxModelLen": 512, "kvCacheOffloading": {"memory": "32Mi"}}
+    folder = tmp_path_factory.mktemp("peers")
+    key = folder / "key"
+    key.touch(0o600)
+    key.write_text("k" * 32)
+    holder_port, reader_port, *relay_ports = free_ports(10)
+    peers = ",".join(f"127.0.0.1:{port}" for port in (holder_port, *relay_ports))
+    services = []
+    try:
+        for name, port in (("holder", holder_port), ("reader", reader_port)):
+            (folder / name).mkdir()
+            flags = [f"--kv-transfer-port={port}", f"--kv-transfer-key-file={key}", f"--kv-transfer-peers={peers}"]
+            flags.append(f"--kv-transfer-bytes-per-second={BYTES_PER_SECOND}")
+            services.append(QuireServeProcess(document, folder / name, *flags))
+        for service in services:
+            service.wait_ready()
+        yield *services, f"127.0.0.1:{holder_port}", iter(relay_ports)
+        services[1].stop()
+    finally:
+        for service in services:
+            if service.process.poll() is None:
+                service.kill()
+                service.assert_nothing_left()
+            service.clean_up()
+
+
+def complete(service, text, source=None, model="tales", timeout=60):
+    """Return status, text and number of cached tokens."""
+    connection = http.client.HTTPConnection("127.0.0.1", service.ports["openai"], timeout=timeout)
+    body = {"model": model, "prompt": text, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    headers = {"Content-Type": "application/json"} | ({"x-kv-cache-source-host-port": source} if source else {})
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+    finally:
+        connection.close()
+    if response.status != 200:
+        return response.status, answer["error"]["message"], 0
+    return 200, answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def metric(service, name):
+    """Return the values of a metric by their labels except model_name."""
+    values = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", service.metrics(), re.MULTILINE)
+    return {re.sub(r',?model_name="[^"]*",?', "", labels): float(value) for labels, value in values}
+
+
+def num_leases(service):
+    with IpcClient(service.folder / "run/kv_peer.sock", "supervisor") as client:
+        return client.call("status")["num_leases"]
+
+
+@pytest.mark.parametrize("model", ["tales", "pirate"])
+def test_the_reader_uses_blocks_of_the_holder(pods, model):
+    holder, reader, address, ports = pods
+    text = prompt("Anna", num_days=7)
+    _, expected, _ = complete(holder, text, model=model)
+    with Relay(address, port=next(ports)) as relay:
+        status, output, num_cached = complete(reader, text, relay.address, model)
+    assert (status, output) == (200, expected) and num_cached >= 80
+    assert sum(metric(reader, "quire_kv_transfer_read_blocks_total").values()) > 0
+    holder.wait(lambda: metric(holder, "quire_kv_transfer_sent_bytes_total")[""] > 0, 10, "counted")
+    assert num_leases(holder) == 0
+
+
+def test_only_allowed_peers_are_read(pods):
+    _, reader, _, _ = pods
+    for source in ("127.0.0.1:1", "10.0.0.1:8005", "http://a", "x" * 5000):
+        status, message, _ = complete(reader, "x", source)
+        assert status == 400 and "x-kv-cache-source-host-port" in message
+
+
+def test_a_cancelled_request_pins_no_row(pods):
+    holder, reader, address, ports = pods
+    complete(holder, prompt("Ben"))
+    with Relay(address, port=next(ports)) as relay:
+        with pytest.raises(TimeoutError):
+            complete(reader, prompt("Ben"), relay.address, timeout=0.7)
+        start = time.monotonic()
+        holder.wait(lambda: not num_leases(holder), 5, "released")
+        assert time.monotonic() - start < 1.0
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+def test_process_that_serves_blocks_fails_during_a_read(pods, fault):
+    """The answer only takes longer, the failure is counted, and the process serves again."""
+    holder, reader, address, ports = pods
+    text = prompt(f"Clara {fault}")
+    _, expected, _ = complete(holder, text)
+    before, pid = metric(reader, "quire_kv_transfer_errors_total"), holder.pid("kv_peer")
+    with Relay(address, port=next(ports), on_half=lambda: os.kill(pid, getattr(signal, fault))) as relay:
+        start = time.monotonic()
+        status, output, num_cached = complete(reader, text, relay.address)
+        assert time.monotonic() - start < 5
+    assert (status, output) == (200, expected) and 30 < num_cached < 150
+    reason = {"SIGKILL": 'reason="closed"', "SIGSTOP": 'reason="deadline"'}[fault]
+    after = metric(reader, "quire_kv_transfer_errors_total")
+    assert after.get(reason, 0) == before.get(reason, 0) + 1
+    if fault == "SIGSTOP":
+        os.kill(pid, signal.SIGCONT)
+    else:
+        holder.wait(lambda: holder.is_restarted("kv_peer", pid), 20, "restarted")
+    holder.wait(lambda: holder.status()["processes"]["kv_peer"]["state"] == "Ready", 20, "ready")
+    assert holder.health()[0] == 200 and num_leases(holder) == 0
+    text = prompt(f"David {fault}", num_days=7)
+    _, expected, _ = complete(holder, text)
+    with Relay(address, port=next(ports)) as relay:
+        status, output, num_cached = complete(reader, text, relay.address)
+    assert (status, output) == (200, expected) and num_cached >= 80
+
+
+def test_the_holder_is_killed_during_a_read(pods):
+    """The last test, because it ends the holder."""
+    holder, reader, address, ports = pods
+    _, expected, _ = complete(holder, prompt("Emma"))
+    with Relay(address, port=next(ports), on_half=holder.kill) as relay:
+        assert complete(reader, prompt("Emma"), relay.address)[:2] == (200, expected)
+    start = time.monotonic()
+    assert complete(reader, prompt("Felix"), address)[0] == 200
+    assert time.monotonic() - start < 3
+    assert reader.health()[0] == 200

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine reads KV blocks from the server of another one over TCP, or computes them, with the same greedy output."""
+
+import contextlib
+import random
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.kv_peer import PeerServer
+from support.kv_peer_relay import Relay
+from support.tiered_engine import tiered_config
+from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
+
+from quire_engine.core.engine import Engine
+from quire_engine.kv_cache.swap_policy import SwapCosts
+from quire_engine.kv_transfer import peer_connection, peer_store, store_traffic
+from quire_server.kv_peer import server
+from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.messages import SequenceRequest
+
+PREFIXES = [[random.Random(i).randrange(VOCAB) for _ in range(56)] for i in range(3)]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def always_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
+    monkeypatch.setattr(peer_store, "_MEASUREMENT_S", 0.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(folder, tmp_path_factory.mktemp("a"), 0, r=4)
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("key") / "key"
+    file.touch(0o600)
+    file.write_text("k" * 32)
+    return file
+
+
+def create(folder: Path, key_file: Path | None, adapter: Path | None = None, **fields: Any) -> Engine:
+    lora = {} if adapter is None else {"enable_lora": True, "max_loras": 1}
+    transfer = {} if key_file is None else {"kv_transfer": {"key_file": str(key_file)}}
+    config = tiered_config(folder, **({"num_blocks": 100, "num_host_blocks": 100} | lora | transfer | fields))
+    engine = Engine.from_config(config)
+    if adapter is not None:
+        engine.add_adapter("sha256:0", adapter, engine.read_adapter(adapter))
+    return engine
+
+
+def serve(engine: Engine, source: str = "", adapter: bool = False) -> list[list[int]]:
+    """Return the output of each prefix."""
+    outputs: dict[int, list[int]] = {}
+    for number, prefix in enumerate(PREFIXES):
+        digest = "sha256:0" if adapter and number else None
+        engine.add(SequenceRequest(number, [*prefix, 5], PARAMS, digest, kv_source=source))
+        outputs[number] = []
+    while engine.has_work:
+        engine.read_pending_adapters()
+        for result in engine.step().results:
+            assert not result.error
+            outputs[result.id] += result.token_ids
+        engine.check_integrity()
+    return list(outputs.values())
+
+
+@contextlib.contextmanager
+def peer(engine: Engine, key_file: Path, *args: int) -> Iterator[PeerServer]:
+    server = PeerServer(engine, key_file, *args)
+    try:
+        yield server
+    finally:
+        server.close()
+    engine.check_integrity()
+    assert engine.stats().num_leased_rows == 0, "leases end with their connections"
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8_per_token_head"])
+def test_outputs_are_the_same_with_blocks_of_a_peer(
+    folder: Path, adapter: Path, key_file: Path, kv_cache_dtype: str
+) -> None:
+    fields = {"kv_cache_dtype": kv_cache_dtype}
+    expected = serve(create(folder, None, adapter, **fields), adapter=True)
+    holder, reader = (create(folder, key_file, adapter, **fields) for _ in range(2))
+    # The holder has used each prompt once, so that its blocks are only on the device.
+    assert serve(holder, adapter=True) == expected and holder.stats().num_cached_host_blocks == 0
+    with peer(holder, key_file) as server:
+        assert serve(reader, server.address, adapter=True) == expected
+        stats = reader.stats()
+        assert stats.num_peer_read_blocks == stats.num_peer_requested_blocks == 21 and not stats.peer_errors
+        assert stats.host_cache_hits > 150
+        assert server.server.status().num_sent_blocks == 21
+
+
+def test_what_differs_is_counted_and_computed(folder: Path, key_file: Path, tmp_path: Path) -> None:
+    holder = create(folder, key_file)
+    serve(holder)
+    other_key = tmp_path / "other"
+    other_key.touch(0o600)
+    other_key.write_text("o" * 32)
+    other_model = make_checkpoint(tmp_path / "other-model", "mistral")
+    with peer(holder, key_file) as server:
+        for checkpoint, key, fields, reason in (
+            (folder, key_file, {"block_size": 16}, "block_size"),
+            (folder, key_file, {"kv_cache_dtype": "int8_per_token_head"}, "kv_dtype"),
+            (other_model, key_file, {}, "model"),
+            (folder, other_key, {}, "closed"),
+        ):
+            reader = create(checkpoint, key, **fields)
+            assert serve(reader, server.address) == serve(create(checkpoint, None, **fields)), reason
+            assert reader.stats().num_peer_read_blocks == 0 and set(reader.stats().peer_errors) == {reason}
+        assert server.server.status().refused == {"block_size": 1, "kv_dtype": 1, "model": 1, "key": 1}
+
+
+@pytest.mark.parametrize("fault", ["hang", "drip", "damage", "huge", "random", "cut", "nobody"])
+def test_outputs_are_right_whatever_a_peer_sends(
+    folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The reader connects through a relay that changes what the peer sends after the handshake."""
+    monkeypatch.setattr(peer_connection, "STALL_S", 0.3)
+    monkeypatch.setattr(peer_store, "_LATE_S", 0.4)
+    monkeypatch.setattr(store_traffic, "READ_DEADLINE_S", 0.5)
+    holder, reader = (create(folder, key_file) for _ in range(2))
+    expected = serve(holder)
+    with peer(holder, key_file) as server, Relay(server.address, fault) as relay:
+        start = time.monotonic()
+        assert serve(reader, relay.address) == expected
+        assert time.monotonic() - start < 8
+        while not (errors := reader.stats().peer_errors):
+            assert time.monotonic() - start < 10, "the error is counted when the read ends"
+            time.sleep(0.01)
+        assert reader.stats().num_peer_read_blocks < 21
+        if fault in (reasons := {"damage": "checksum", "drip": "deadline", "hang": "deadline"}):
+            assert set(errors) == {reasons[fault]}
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"G" * 5000, b"QKVP" + b"\xff" * 12, b"QKVP" + struct.pack("<I", 40) + b"\xc1" * 40]
+)
+def test_server_ends_what_is_not_its_protocol(folder: Path, key_file: Path, data: bytes) -> None:
+    holder = create(folder, key_file)
+    with peer(holder, key_file) as server:
+        host, port = server.address.split(":")
+        with socket.create_connection((host, int(port)), 5) as connection:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(4096):
+                    pass
+        assert sum(server.server.status().refused.values()) == bool(data)
+        assert serve(create(folder, key_file), server.address) == serve(holder)
+
+
+def test_slow_connections_and_too_many_of_one_address_are_closed(
+    folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_HANDSHAKE_S", 0.4)
+    monkeypatch.setattr(server, "MAX_ADDRESS_CONNECTIONS", 2)
+    with peer(create(folder, key_file), key_file) as peer_server, contextlib.ExitStack() as stack:
+        host, port = peer_server.address.split(":")
+        connections = [stack.enter_context(socket.create_connection((host, int(port)), 5)) for _ in range(3)]
+        # Each message of the server is shorter.
+        challenges = [connection.recv(1000) for connection in connections]
+        assert [bool(challenge) for challenge in challenges] == [True, True, False]
+        for byte in b"QKVP":
+            connections[0].sendall(bytes([byte]))
+            time.sleep(0.05)
+        assert [connection.recv(1000) for connection in connections[:2]] == [b"", b""]
+        assert peer_server.server.status().refused == {"limit": 1, "deadline": 2}
+
+
+def test_quota_and_expiry_of_leases(folder: Path, key_file: Path) -> None:
+    now = [0.0]
+    holder = create(folder, key_file)
+    serve(holder)
+    holder._clock = lambda: now[0]
+    keys = holder._block_pool.cached_hashes()[:20]
+    assert None not in holder.lease_rows(b"1", keys) and holder.stats().num_leased_rows == 20
+    # The quota is a quarter of 100 rows. The oldest lease stays.
+    assert sum(row is not None for row in holder.lease_rows(b"2", keys)) == 5
+    assert holder.stats().num_refused_leases == 15
+    holder.check_integrity()
+    now[0] = 29.0
+    assert holder.extend_leases([b"1", b"3"]) == [True, False]
+    now[0] = 31.0
+    assert holder.expire_leases() == 20
+    now[0] = 49.0
+    assert holder.expire_leases() == 0 and holder.extend_leases([b"1"]) == [False]
+    holder.check_integrity()
+
+
+def test_aborted_request_ends_its_read(folder: Path, key_file: Path) -> None:
+    holder, reader = (create(folder, key_file) for _ in range(2))
+    serve(holder)
+    assert holder.row_layout is not None
+    with peer(holder, key_file, holder.row_layout.row_bytes) as server:
+        reader.add(SequenceRequest(0, [*PREFIXES[0], 5], PARAMS, kv_source=server.address))
+        reader.step()
+        deadline = time.monotonic() + 10
+        while not holder.stats().num_leased_rows and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert holder.stats().num_leased_rows == 7
+        reader.abort([0])
+        start = time.monotonic()
+        while holder.stats().num_leased_rows:
+            assert time.monotonic() - start < 1.0, "no row is pinned after a second"
+            time.sleep(0.01)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server of KV blocks of an engine of this process, in a thread of its own."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire_engine.core.engine import Engine
+from quire_server.kv_peer.core_rows import _map
+from quire_server.kv_peer.server import KVPeerServer
+from quire_spec.protocol.kv_wire import RowLayout
+
+
+class EngineRows:
+    """Rows of an engine that no other thread uses while peers ask. Stands for CoreRows, which talks to a core
+    process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._memory = _map(engine.shared_rows())
+        self.damaged = False
+
+    @property
+    def layout(self) -> RowLayout | None:
+        return self._engine.row_layout
+
+    async def lease(self, lease: bytes, keys: Sequence[bytes]) -> list[memoryview | None]:
+        rows, layout = self._engine.lease_rows(lease, list(keys)), self._engine.row_layout
+        assert layout is not None
+        size = layout.row_bytes
+        return [None if row is None else self._memory[row * size : (row + 1) * size] for row in rows]
+
+    async def extend(self, lease: bytes) -> bool:
+        return self._engine.extend_leases([lease]) == [True]
+
+    async def release(self, leases: Sequence[bytes]) -> None:
+        assert self._engine.leases is not None
+        self._engine.leases.release(leases)
+
+
+class PeerServer:
+    """A running server. `close` ends it and its connections."""
+
+    def __init__(self, engine: Engine, key_file: Path, bytes_per_second: int | None = None) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        rows: Any = EngineRows(engine)
+        self.server = KVPeerServer([rows], key_file, bytes_per_second)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._task = self._loop.create_task(self.server.run(self._listener))
+        self._loop.run_until_complete(self._until_closed())
+        self._loop.close()
+
+    async def _until_closed(self) -> None:
+        await asyncio.gather(self._task, return_exceptions=True)
+        connections = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._task.cancel())
+        self._thread.join(30)
+        self._listener.close()
