@@ -390,6 +390,9 @@ class Architecture:
     router_scoring: str = "softmax"
     """The function that computes the scores of experts: "softmax" or "sigmoid"."""
 
+    has_float32_router: bool = False
+    """If True, routers have float32 weights and logits in any dtype of the model, as in transformers."""
+
     @property
     def parent_path(self) -> str:
         """Path of the inner model, with a dot at its end."""
@@ -702,6 +705,7 @@ _DEEPSEEK_V3 = Architecture(
     uses_experts=_uses_experts_after_dense,
     expert_names=ExpertNames(correction_bias="gate.e_score_correction_bias", shared="shared_experts"),
     router_scoring="sigmoid",
+    has_float32_router=True,
     has_latent_attention=True,
 )
 _MISTRAL4 = replace(
@@ -720,6 +724,7 @@ _MISTRAL4 = replace(
     },
     expert_names=ExpertNames(shared="shared_experts"),
     router_scoring="softmax",
+    has_float32_router=False,
 )
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -1255,6 +1260,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         uses_experts=_uses_experts_after_dense,
         expert_names=ExpertNames(correction_bias="gate.e_score_correction_bias", shared="shared_experts"),
         router_scoring="sigmoid",
+        has_float32_router=True,
     ),
     "DeepseekV2ForCausalLM": Architecture(
         "deepseek_v2",
@@ -1277,6 +1283,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         biases=("attention_bias", "attention_bias", False),
         uses_experts=_uses_experts_after_dense,
         expert_names=ExpertNames(shared="shared_experts"),
+        has_float32_router=True,
         has_latent_attention=True,
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
@@ -1312,6 +1319,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         uses_experts=_uses_experts_by_mlp_type,
         expert_names=ExpertNames(correction_bias="gate.e_score_correction_bias", shared="shared_experts"),
         router_scoring="sigmoid",
+        has_float32_router=True,
         has_latent_attention=True,
     ),
     "MiniMaxM2ForCausalLM": Architecture(
@@ -1358,6 +1366,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         biases=("use_bias", "use_bias", "use_bias"),
         uses_experts=_uses_experts_in_range,
         expert_names=ExpertNames(correction_bias="moe_statics.e_score_correction_bias", shared="shared_experts"),
+        has_float32_router=True,
     ),
     "HunYuanMoEV1ForCausalLM": Architecture(
         "hunyuan_v1_moe",
@@ -1491,6 +1500,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             latent_projections=("fc1_latent_proj", "fc2_latent_proj"),
         ),
         router_scoring="sigmoid",
+        has_float32_router=True,
     ),
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": replace(

@@ -199,16 +199,23 @@ def test_ranks_of_tensor_parallelism_equal_peft(name, tmp_path):
 
 
 @requires_native_kernels
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        *((name, quantization) for name in ("qwen3_moe", "gpt_oss") for quantization in (None, "int8", "int4")),
+        ("glm4_moe", None),  # whose router is float32
+    ],
+)
 def test_adapters_on_compiled_and_quantized_experts(name, quantization, tmp_path):
     """In bfloat16, an adapter changes the log probabilities as in float32 with the same weights. All experts compute
     each token, because rounding that changes the choice of an expert would change its log probabilities at once."""
     kind, overrides = CHECKPOINTS[name]
     sizes = {"moe_intermediate_size": 64, "intermediate_size": 64, "num_experts_per_tok": 5, "num_local_experts": 5}
-    config = kind(**(BASE | overrides | sizes | {"num_experts": 5, "initializer_range": 0.1}))
+    sizes |= {"num_experts": 5, "n_routed_experts": 5, "n_group": 1, "topk_group": 1}
+    config = kind(**(BASE | overrides | sizes | {"initializer_range": 0.1}))
     checkpoint = write_checkpoint(tmp_path / "model", config, 0)
-    adapter = _adapter(checkpoint, tmp_path / "adapter", 0, ADAPTERS["experts"] | {"lora_alpha": 64})
+    changes = {"target_modules": [], "target_parameters": [GATE_UP, DOWN, "ROUTER.weight"], "lora_alpha": 64}
+    adapter = _adapter(checkpoint, tmp_path / "adapter", 0, changes)
     prompt = [(11 * i) % VOCAB for i in range(60)]
 
     def logprobs(digest: str | None, **changes: Any) -> torch.Tensor:

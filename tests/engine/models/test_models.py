@@ -26,6 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from quire_engine.models.base import CausalLM
 from quire_engine.models.forward_batch import build_forward_batch
 from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.layers.moe import MoE
 from quire_engine.models.layers.rotary import inverse_frequencies
 from quire_engine.models.registry import get_model_class
 from quire_engine.sequence import Sequence, SlotId
@@ -177,6 +178,40 @@ def test_half_precision_is_as_exact_as_transformers(any_folder, dtype):
     # A rounded score can choose another expert, so that the error of a single prompt is much larger, here or there.
     mean = torch.median if model.shape.moe is not None else torch.norm
     assert mean(errors) < 1.3 * mean(transformers_errors)
+
+
+ROUTED = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "ernie4_5_moe",
+    "nemotron_h",
+    "minimax_m2",
+    "qwen3_moe",
+)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ROUTED)
+def test_routers_are_as_exact_as_those_of_transformers(tmp_path, name):
+    """In bfloat16, some routers of transformers compute in float32."""
+    oracle, seen = load_oracle(make_checkpoint(tmp_path, name), torch.bfloat16), []
+    for module in oracle.modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            module.register_forward_hook(lambda *args: seen.append(args))
+    oracle(torch.randint(0, VOCAB, (1, 64), generator=torch.Generator().manual_seed(1)))
+    model = _load(tmp_path, torch.bfloat16)
+    model.pack()
+    routers = [module for layer in model.layers for module in vars(layer).values() if isinstance(module, MoE)]
+    assert len(routers) == len(seen) > 0
+    for moe, (theirs, (x, *_), outputs) in zip(routers, seen, strict=True):
+        x = x.flatten(0, -2)
+        exact = x.float() @ theirs.weight.float().T
+        logits = next(each for each in ([outputs] if isinstance(outputs, torch.Tensor) else outputs))
+        ours = moe.router.compute_logits(x, None)[:, : exact.shape[1]]  # the batch is read for adapters
+        error, expected = ((each.float().reshape(exact.shape) - exact).abs().max() for each in (ours, logits))
+        assert (error < 1e-4) == (expected < 1e-4), (error, expected)
 
 
 FUSED = ("llama-biases", "llama-head_dim", "qwen2", "qwen2-windows", "phi3", "phi3-partial", "qwen3-windows")

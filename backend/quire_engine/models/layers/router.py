@@ -16,6 +16,7 @@ from quire_kernels import (
     LinearWeight,
     Routing,
     adapted_linear,
+    add_lora,
     choose_experts,
     linear,
     pack_weight,
@@ -42,7 +43,9 @@ class Router(Module):
             num_token_groups=moe.num_token_groups,
             num_group_scores=moe.num_group_scores,
         )
-        weight = factory.empty(moe.num_experts, shape.hidden_size)
+        # transformers and vLLM compute these logits in float32: of many experts, some have equal logits in bfloat16.
+        self.dtype = torch.float32 if info.has_float32_router else factory.dtype
+        weight = torch.empty(moe.num_experts, shape.hidden_size, dtype=self.dtype, device=factory.device)
         self.weight: LinearWeight = weight
         self.bias = factory.empty(moe.num_experts) if has_bias else None
         self.correction_bias: Tensor | None = None
@@ -54,15 +57,20 @@ class Router(Module):
     def __call__(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Return the ids and the weights of the experts for the input [num_tokens, hidden_size]. See
         `choose_experts`."""
-        logits = self._compute_logits(x, batch)[:, : self.num_experts]
+        logits = self.compute_logits(x, batch)[:, : self.num_experts]
         return choose_experts(logits, self.routing, self.correction_bias)
 
-    def _compute_logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+    def compute_logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the logits, [num_tokens, num_experts or more]."""
-        adapters = self.site.adapters
+        adapters, bias = self.site.adapters, self.bias
         if adapters is None or batch.adapters is None or not self.site.applies_to(batch):
-            return linear(x, self.weight, self.bias)
-        return adapted_linear(x, self.weight, self.bias, None, adapters, batch.adapters)
+            return linear(x.to(self.dtype), self.weight, bias)
+        if x.dtype == self.dtype:
+            return adapted_linear(x, self.weight, bias, None, adapters, batch.adapters)
+        # Adapters have the dtype of the model.
+        delta = x.new_zeros(len(x), *self.site.slices.values())
+        add_lora(delta, x, adapters, batch.adapters)
+        return linear(x.to(self.dtype), self.weight, bias)[:, : self.num_experts] + delta[:, : self.num_experts]
 
     def adapter_sites(self) -> Iterator[Linear | AdapterSite]:
         """See Module.adapter_sites."""
