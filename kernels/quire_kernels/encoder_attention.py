@@ -27,7 +27,12 @@ def build_encoder_metadata(lengths: Sequence[int], device: torch.device) -> Atte
 
 
 def encoder_attention(
-    qkv: Tensor, num_heads: int, batch: AttentionMetadata, scale: float, window: int | None = None
+    qkv: Tensor,
+    num_heads: int,
+    batch: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Compute attention within each sequence.
 
@@ -39,6 +44,8 @@ def encoder_attention(
         batch: contains the lengths of the sequences.
         scale: factor of the scores.
         window: number of keys on each side to which a token attends, including its own key. None: all keys.
+        bias: [num_heads, longest, longest], dtype of qkv: is added to the scores of a query and a key at these
+            positions of a sequence. Not possible with a window. None: nothing is added.
 
     Returns:
         [num_tokens, num_heads, head_dim], contiguous, dtype of qkv.
@@ -51,7 +58,8 @@ def encoder_attention(
         queries, keys, values = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         attended = out[rows].view(count, length, num_heads, head_dim)
         if window is None or length <= window:
-            found = F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=True)
+            mask = None if bias is None else bias[None, :, :length, :length]
+            found = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=True)
             attended.copy_(found.transpose(1, 2))
             continue
         for first in range(0, length, _WINDOW_CHUNK):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A random Llama of a given shape, as a Hugging Face folder with a tokenizer.
+"""A random Llama or BERT of a given shape, as a Hugging Face folder with a tokenizer.
 
 Speed does not depend on the weights' values, but the output check does. With this standard deviation, greedy output
 varies (at transformers' 0.02 it repeats one token), and bfloat16 still selects tokens within 0.1 standard deviations of
@@ -22,6 +22,9 @@ _FIXED: dict[str, Any] = {
 _135M: dict[str, Any] = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 _135M |= {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "initializer_range": 0.04}
 SHAPES: dict[str, dict[str, Any]] = {"135m": _135M, "135m-150k": _135M | {"vocab_size": 151936}}
+# BERT-base with the vocabulary of the tokenizer.
+SHAPES["bert-base"] = {"vocab_size": 49152, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
+SHAPES["bert-base"] |= {"num_attention_heads": 12, "initializer_range": 0.04}
 
 
 def cached_checkpoint(shape: str) -> Path:
@@ -35,10 +38,13 @@ def cached_checkpoint(shape: str) -> Path:
 
 def _write_weights(shape: dict[str, Any], folder: Path) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**shape, **_FIXED, dtype="bfloat16"))
+    if "num_key_value_heads" in shape:
+        model: Any = LlamaForCausalLM(LlamaConfig(**shape, **_FIXED, dtype="bfloat16"))
+    else:
+        model = BertModel(BertConfig(**shape, max_position_embeddings=512, dtype="bfloat16"))
     model.to(torch.bfloat16).save_pretrained(folder)
 
 

@@ -18,7 +18,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
+    DistilBertConfig,
     ModernBertConfig,
+    MPNetConfig,
     RobertaConfig,
     XLMRobertaConfig,
 )
@@ -32,6 +34,8 @@ ENCODERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "bert": (BertConfig, {"pad_token_id": 1}),
     "roberta": (RobertaConfig, {**_TOKENS, "type_vocab_size": 1}),
     "xlm_roberta": (XLMRobertaConfig, {**_TOKENS, "type_vocab_size": 1, "layer_norm_eps": 1e-5}),
+    "distilbert": (DistilBertConfig, {"hidden_dim": 96, "pad_token_id": 1}),
+    "mpnet": (MPNetConfig, {**_TOKENS, "max_position_embeddings": 402}),
     "modernbert": (ModernBertConfig, _MODERN),
     "modernbert_mean": (
         ModernBertConfig,
@@ -43,6 +47,8 @@ TARGETS = {
     "bert": ["query", "key", "value", "dense"],
     "roberta": ["query", "key", "value", "dense"],
     "xlm_roberta": ["query", "value"],
+    "distilbert": ["q_lin", "out_lin", "lin1", "lin2"],
+    "mpnet": ["q", "k", "v", "o", "dense"],
     "modernbert": ["Wqkv", "Wo", "Wi", "dense"],
     "modernbert_mean": ["Wqkv", "Wi"],
 }

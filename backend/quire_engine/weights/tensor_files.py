@@ -18,7 +18,7 @@ _EMBED_OUT = "embed_out"
 CONVERT_COMMAND = "python -m quire_engine convert"
 _BACKBONE = "backbone."
 """The inner module in checkpoints of Nemotron-H."""
-_INNER_MODULES = ("model.", "gpt_neox.", "bert.", "roberta.", _BACKBONE)
+_INNER_MODULES = ("model.", "gpt_neox.", "bert.", "roberta.", "distilbert.", "mpnet.", _BACKBONE)
 _OLD_NORM_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """Names of the parameters of norms in the first checkpoints of BERT."""
 

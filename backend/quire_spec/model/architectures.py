@@ -90,9 +90,11 @@ WHOLE_PATH_LINEARS = frozenset(
     (
         *("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"),
         *("intermediate.dense", "output.dense", "attn.Wqkv", "attn.Wo", "mlp.Wi", "mlp.Wo"),
+        *("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2"),
+        *(f"attention.attn.{name}" for name in "qkvo"),
     )
 )
-"""Linears of encoders. Several linears of a layer end in the same name, so only the whole path identifies them."""
+"""Linears of encoders. The whole path identifies them, because several linears of a layer can end in the same name."""
 
 
 def module_name(path: str) -> str:

@@ -46,7 +46,7 @@ def test_embeddings_equal_transformers_and_depend_on_every_parameter(tmp_path, n
     is_mean = name != "roberta"
     head, pooling = "mlm" if name in ("roberta", "modernbert") else "none", "mean_tokens" if is_mean else "cls_token"
     folder = make_encoder(tmp_path / "model", name, head, pooling)
-    prompts = _prompts(700 if name == "modernbert_mean" else 120)
+    prompts = _prompts({"modernbert_mean": 700, "mpnet": 390}.get(name, 120))
     model = load(folder)
     types = {i: [0, 0, *[1] * (len(p) - 2)] for i, p in enumerate(prompts) if name == "bert" and len(p) > 2}
     expected = [embed(model, prompt, pooling, types.get(i)) for i, prompt in enumerate(prompts)]
@@ -68,7 +68,7 @@ def test_embeddings_equal_transformers_and_depend_on_every_parameter(tmp_path, n
     ]:
         value = tensors[key]
         # Adding the same number to all keys of a head does not change the softmax.
-        if key.endswith("key.bias"):
+        if key.endswith(("key.bias", "k_lin.bias", "attn.k.bias")):
             continue
         neutral = torch.ones_like(value) if key.lower().endswith("norm.weight") else torch.zeros_like(value)
         save_file(tensors | {key: neutral}, folder / "model.safetensors", {"format": "pt"})
@@ -97,7 +97,7 @@ def test_scores_of_pairs_and_adapters_equal_transformers(tmp_path, name):
     # Each tensor of the head must change the score.
     tensors = load_file(folder / "model.safetensors")
     before = llm.score(firsts[0], seconds[0], use_tqdm=False)[0].outputs.score
-    for key in [key for key in tensors if key.startswith(("classifier", "head", "bert.pooler"))]:
+    for key in [key for key in tensors if key.startswith(("classifier", "pre_classifier", "head", "bert.pooler"))]:
         neutral = torch.ones_like if key.endswith("norm.weight") else torch.zeros_like
         save_file(tensors | {key: neutral(tensors[key])}, folder / "model.safetensors", {"format": "pt"})
         changed = LLM(str(folder), dtype="float32", max_model_len=100)
@@ -120,7 +120,7 @@ def test_adapters_of_the_inner_model(tmp_path):
         llm.generate("a", use_tqdm=False)
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert"])
+@pytest.mark.parametrize("name", ["bert", "mpnet", "modernbert"])
 def test_tensor_parallel_ranks(tmp_path, name):
     folder = make_encoder(tmp_path / "model", name)
     prompts = _prompts()

@@ -20,7 +20,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 SCORE_NAMES = frozenset(("score", "classifier"))
 """Names of the head of a classifier, beside the inner model."""
-_SCORE_PARTS = {"score": "", "classifier": "", "classifier.out_proj": "", "classifier.dense": "dense."}
+_SCORE_PARTS = {"score": "", "classifier": "", "classifier.out_proj": ""}
+_SCORE_PARTS |= dict.fromkeys(("classifier.dense", "pre_classifier"), "dense.")
 """Maps the paths of the layers of a head to the prefixes of their parts in `AdapterTensors.score`."""
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?P<module>[\w.]{1,200}?)\."

@@ -18,6 +18,8 @@ class ScoreNames:
     dense: str = ""
     """Empty: there is no such layer."""
     norm: str = ""
+    activation: str = "Tanh"
+    """Class of torch.nn that follows `dense`, unless config.json names one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class EncoderConfig:
     """Padding tokens have no position of their own in such models. None: every token has one."""
     score: ScoreNames
     """Names of a classifier's head."""
-    activation: str = "Tanh"
+    activation: str
     """Class of torch.nn that follows `score.dense`."""
     score_dense_bias: bool = True
     score_norm_bias: bool = False
@@ -44,7 +46,7 @@ class EncoderConfig:
         num_types = config.get_int("type_vocab_size", minimum=0) if "type_vocab_size" in config else 0
         padding_id = config.get_int("pad_token_id", minimum=0) if skips_padding else None
         if "classifier_pooling" not in config:
-            return cls(num_types, padding_id, score)
+            return cls(num_types, padding_id, score, score.activation)
         pooling, activation = config.get_str("classifier_pooling"), config.get_str("classifier_activation")
         if pooling not in ("cls", "mean"):
             raise config.error("classifier_pooling", pooling, "cls or mean")

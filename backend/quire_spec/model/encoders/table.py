@@ -20,13 +20,29 @@ _BERT_LINEARS = {
     "intermediate.dense": ("hidden", "inner"),
     "output.dense": ("inner", "hidden"),
 }
+_DISTILBERT_LINEARS = {
+    "attention.q_lin": ("hidden", "q"),
+    "attention.k_lin": ("hidden", "kv"),
+    "attention.v_lin": ("hidden", "kv"),
+    "attention.out_lin": ("q", "hidden"),
+    "ffn.lin1": ("hidden", "inner"),
+    "ffn.lin2": ("inner", "hidden"),
+}
+_MPNET_LINEARS = {
+    "attention.attn.q": ("hidden", "q"),
+    "attention.attn.k": ("hidden", "kv"),
+    "attention.attn.v": ("hidden", "kv"),
+    "attention.attn.o": ("q", "hidden"),
+    "intermediate.dense": ("hidden", "inner"),
+    "output.dense": ("inner", "hidden"),
+}
 _MODERNBERT_LINEARS = {
     "attn.Wqkv": ("hidden", "qkv"),
     "attn.Wo": ("q", "hidden"),
     "mlp.Wi": ("hidden", "gate_up"),
     "mlp.Wo": ("inner", "hidden"),
 }
-assert {*_BERT_LINEARS, *_MODERNBERT_LINEARS} == WHOLE_PATH_LINEARS
+assert {*_BERT_LINEARS, *_DISTILBERT_LINEARS, *_MPNET_LINEARS, *_MODERNBERT_LINEARS} == WHOLE_PATH_LINEARS
 _BERT = Architecture(
     "bert",
     "encoders.bert",
@@ -69,6 +85,42 @@ _ROBERTA = replace(
     unused_prefixes=(
         *("roberta.pooler.", "pooler.", "classifier.", "lm_head."),
         *("roberta.embeddings.position_ids", "embeddings.position_ids"),
+    ),
+)
+_DISTILBERT = replace(
+    _BERT,
+    model_type="distilbert",
+    linears=_DISTILBERT_LINEARS,
+    layers_path="distilbert.transformer.layer",
+    inner_path="distilbert",
+    key_aliases={
+        "hidden_size": "dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "intermediate_size": "hidden_dim",
+        "hidden_act": "activation",
+        "rms_norm_eps": "layer_norm_eps",
+    },
+    ignored_keys=(*_BERT.ignored_keys, "intermediate_size", "hidden_act", "layer_norm_eps"),
+    defaults={"activation": "gelu", "layer_norm_eps": 1e-12},
+    required={},
+    unused_prefixes=("pre_classifier.", "classifier.", "vocab_"),
+)
+_MPNET = replace(
+    _ROBERTA,
+    model_type="mpnet",
+    module="encoders.mpnet",
+    linears=_MPNET_LINEARS,
+    layers_path="mpnet.encoder.layer",
+    inner_path="mpnet",
+    defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-12, "pad_token_id": 1, "relative_attention_num_buckets": 32},
+    required={
+        "pad_token_id": (1, "positions that begin after another padding token"),
+        "relative_attention_num_buckets": (32, "another number of buckets for distances"),
+    },
+    unused_prefixes=(
+        *("mpnet.pooler.", "pooler.", "classifier.", "lm_head."),
+        *("mpnet.embeddings.position_ids", "embeddings.position_ids"),
     ),
 )
 
@@ -122,6 +174,8 @@ ENCODERS: Mapping[str, Architecture] = {
     "BertModel": _BERT,
     "RobertaModel": _ROBERTA,
     "XLMRobertaModel": replace(_ROBERTA, model_type="xlm-roberta"),
+    "DistilBertModel": _DISTILBERT,
+    "MPNetModel": _MPNET,
     "ModernBertModel": _MODERNBERT,
 }
 """Rows of the table. The key of a row is the name of the inner model."""
@@ -130,6 +184,8 @@ SCORE_NAMES: Mapping[str, ScoreNames] = {
     "BertModel": ScoreNames("classifier", "bert.pooler.dense"),
     "RobertaModel": _ROBERTA_SCORE,
     "XLMRobertaModel": _ROBERTA_SCORE,
+    "DistilBertModel": ScoreNames("classifier", "pre_classifier", activation="ReLU"),
+    "MPNetModel": _ROBERTA_SCORE,
     "ModernBertModel": ScoreNames("classifier", "head.dense", "head.norm"),
 }
 """For each encoder, the names of the tensors of a classifier's head."""
