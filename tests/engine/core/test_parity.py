@@ -178,11 +178,11 @@ def _check(outputs: list[Output], references: list[Reference]) -> None:
 
 
 class Case:
-    """A checkpoint with 33 prompts and their outputs from transformers."""
+    """A checkpoint with prompts and their outputs from transformers."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = make_checkpoint(folder, name)
-        self.prompts = _prompts(33, seed=len(name))
+        self.prompts = _prompts(33 if name in (*FAMILIES, *HYBRIDS) else 20, seed=len(name))
         self._references: list[Reference] = []
 
     @property
