@@ -103,7 +103,9 @@ def rendered(body):
     mig = gpu_spec is not None and "mig" in gpu_spec.resourceName
     nodes = [{"nvidia.com/mig-3g.40gb.product": "H100", "nvidia.com/mig-3g.40gb.memory": "40320"}] if mig else []
     gpu = None if service.spec.device is Device.CPU else resolve_gpu(gpu_spec, nodes)
-    plan = make_plan(PlannerInputs.from_service(service, MODELS["tiny" if gpu is None else "8b"], gpu))
+    speculative = service.spec.engine.speculativeConfig
+    name = "qwen3.5" if speculative and speculative.method == "mtp" else "tiny" if gpu is None else "8b"
+    plan = make_plan(PlannerInputs.from_service(service, MODELS[name], gpu))
     return render_objects(service, plan, RenderContext(admin_key="k")).manifests
 
 

@@ -103,6 +103,7 @@ QWEN3_5_4B = {
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
         "max_position_embeddings": 262144,
+        "mtp_num_hidden_layers": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
     },
 }

@@ -22,8 +22,9 @@ def why_no_images(config: EngineConfig, shape: ModelConfig, folder: Path) -> str
         return "limit_mm_per_prompt allows none; raise its value of image"
     if config.pipeline_parallel_size > 1:
         return "not possible with pipeline_parallel_size above 1; start the server without it"
-    if config.has_drafter:
-        return "not possible with speculative_config.model, because draft models read no images; start without it"
+    if (speculative := config.speculative_config) is not None and speculative.has_drafter:
+        method = f"speculative_config.method {speculative.method}"
+        return f"not possible with {method}, whose drafter reads no images; use suffix or ngram"
     if not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return f"the checkpoint has no {PROCESSOR_FILES[0]}; add it to the folder of the model"
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:

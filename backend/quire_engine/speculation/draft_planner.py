@@ -48,7 +48,7 @@ class DraftPlanner:
         if (speculative := config.speculative_config) is None:
             return None
         proposer: DraftProposer
-        if speculative.model is not None:
+        if speculative.has_drafter:
             proposer = ModelProposer()
         elif speculative.method == "suffix":
             proposer = SuffixProposer(speculative)

@@ -32,8 +32,8 @@ _CHUNK_BYTES = device_copier.BUFFER_BYTES
 _LM_HEAD_NAME = "lm_head.weight"
 _MISSING_HINT = "config.json does not match this checkpoint, or the checkpoint is incomplete"
 # Names of tensors that are not loaded. Old checkpoints contain rope frequencies and masks, but the engine computes them
-# from config.json. The parts of a model for images are loaded elsewhere. Some models have parts for the prediction of
-# further tokens, which the engine does not serve.
+# from config.json. The parts of a model for images are loaded elsewhere, and so are those for the prediction of further
+# tokens.
 _UNUSED_TENSORS = re.compile(
     r"\w+\.layers\.\d+\.(self_attn|attention)\.(rotary_emb\.inv_freq|bias|masked_bias)"
     r"|model\.mtp_.*|mtp\..*|(model\.)?(vision_tower|multi_modal_projector|mm_projector|visual)\..*"
@@ -50,6 +50,7 @@ def load_weights(
     checkpoint: QuantizedTensors | None = None,
     stream: bool = False,
     unused_prefixes: tuple[str, ...] = (),
+    is_part: bool = False,
 ) -> None:
     """Fill parameters from the checkpoint in `folder`, and convert the values to each parameter's dtype and device.
 
@@ -63,6 +64,7 @@ def load_weights(
             before, the caller loads this tensor, and it is not reported as unexpected.
         stream: read the tensors that are not quantized with Model Streamer.
         unused_prefixes: tensors whose names begin with these prefixes are not loaded.
+        is_part: other tensors of the checkpoint are expected.
 
     Raises:
         ConfigError: a file or a tensor is missing, a tensor is unexpected or has the wrong shape or dtype, or `tied_to`
@@ -86,7 +88,7 @@ def load_weights(
     names = {
         name
         for name in files.file_by_tensor
-        if not _UNUSED_TENSORS.fullmatch(name) and not name.startswith(unused_prefixes)
+        if name in targets or not (is_part or _UNUSED_TENSORS.fullmatch(name) or name.startswith(unused_prefixes))
     } - ({lm_head_name} if tied_to else set())
     names -= {tensor.name for tensor in stacked.values()}
     if missing := sorted(set(targets) - names - set(sources)):

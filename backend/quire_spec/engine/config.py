@@ -327,7 +327,7 @@ class EngineConfig:
     @property
     def has_drafter(self) -> bool:
         """True if the draft tokens are proposed by a draft model or by heads on the main model."""
-        return self.speculative_config is not None and self.speculative_config.model is not None
+        return self.speculative_config is not None and self.speculative_config.has_drafter
 
     @property
     def max_drafts(self) -> int:
@@ -445,7 +445,7 @@ class EngineConfig:
             )
         if self.has_drafter:
             raise ConfigError(
-                f"speculative_config.model: not possible with {size}, because drafts of a model need the hidden "
+                f"speculative_config.method: not possible with {size}, because drafts of a model need the hidden "
                 "states of all layers in one process; use the method ngram or suffix, or remove one of the two"
             )
 
@@ -554,6 +554,6 @@ class EngineConfig:
                 )
         if self.has_drafter:
             raise ConfigError(
-                f"{field}: not possible with speculative_config.model, because {unknown} the draft model; remove one "
-                "of the two"
+                f"{field}: not possible with a drafter in speculative_config, because {unknown} its weights; remove "
+                "one of the two"
             )

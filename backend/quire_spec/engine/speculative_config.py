@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.mtp_config import MTPConfig
 
 MAX_SPECULATIVE_TOKENS = 16
 MAX_TREE_DEPTH = 128
@@ -25,7 +26,7 @@ class SpeculativeConfig:
     proposed. With suffix, the most frequent continuation is proposed. The engine searches for it in the sequence
     itself, and in past outputs that had the same adapter and cache salt. With draft_model, a smaller model is run. With
     eagle3, an EAGLE-3 head is run, which reads the hidden states of the main model. With medusa, Medusa heads are run,
-    one for each draft token.
+    one for each draft token. With mtp, the layer of the main model's checkpoint that predicts a further token is run.
     """
 
     num_speculative_tokens: int
@@ -60,6 +61,11 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float = 0.1
     """The probability of each draft token is estimated from counts. A draft ends before the first token whose
     probability is less than this value."""
+
+    @property
+    def has_drafter(self) -> bool:
+        """True if draft tokens are computed with weights."""
+        return self.method in capabilities.SPECULATIVE_DRAFTER_METHODS
 
     @property
     def lookup_lengths(self) -> range:
@@ -99,9 +105,15 @@ class SpeculativeConfig:
         self._check_range("suffix_decoding_min_token_prob", 0, 1)
 
     def check_target(self, target: ModelConfig) -> None:
-        """Raise ConfigError if this method uses heads or a draft model, but these cannot be used with `target`."""
+        """Raise ConfigError if this method uses weights, but these do not exist or cannot be used with `target`."""
         architecture = target.architecture
-        if self.method in capabilities.SPECULATIVE_MODEL_METHODS and target.variants is not None:
+        if self.method == "mtp" and MTPConfig.from_model(target) is None:
+            raise ConfigError(
+                f"speculative_config.method: mtp: the model has the architecture {architecture!r} and "
+                f"{target.num_nextn_predict_layers} layers that predict further tokens, and the engine supports none "
+                "of them; use suffix or ngram"
+            )
+        if self.has_drafter and target.variants is not None:
             raise ConfigError(
                 f"speculative_config.method: {self.method} does not support architecture {architecture!r}, whose "
                 "layers have keys of different sizes; use suffix or ngram"

@@ -248,6 +248,21 @@ class ExpertNames:
         return self.projections is None or len(self.projections) == 3
 
 
+@dataclass(frozen=True, slots=True)
+class MTPNames:
+    """Names of the tensors of a layer that predicts a further token (MTP). The defaults are those of DeepSeek V3."""
+
+    path: str = ""
+    """Path of the tensors in a checkpoint. Empty: it is the path of the layer after the last one."""
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    output_norm: str = "shared_head.norm"
+    layer: str = ""
+    """Path of the decoder layer below `path`. Empty: its tensors are directly below `path`."""
+
+
+_QWEN_MTP = MTPNames("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0")
 _GEMMA4_EXPERTS = ExpertNames(router="router.proj", block="", projections=None, is_beside_mlp=True)
 GATED_SHARED_EXPERT = ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate")
 
@@ -388,6 +403,10 @@ class Architecture:
     translate: Callable[[HFConfigReader], Mapping[str, Any]] | None = None
     """A function that computes keys of config.json with the meaning of Llama's from other keys. If it is None, there
     are none."""
+
+    mtp_names: MTPNames | None = None
+    """Names of the layer that predicts a further token, if num_nextn_predict_layers of ModelConfig is not 0. None: such
+    layers are not supported."""
 
     router_scoring: str = "softmax"
     """The function that computes the scores of experts: "softmax" or "sigmoid"."""
@@ -638,6 +657,8 @@ _QWEN3_5 = Architecture(
     rope_aliases={"mrope": "default"},
     mrope_section=(11, 11, 10),
     mrope_interleaved=True,
+    key_aliases={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
+    mtp_names=_QWEN_MTP,
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
@@ -709,6 +730,7 @@ _DEEPSEEK_V3 = Architecture(
     router_scoring="sigmoid",
     has_float32_router=True,
     has_latent_attention=True,
+    mtp_names=MTPNames(),
 )
 _MISTRAL4 = replace(
     _DEEPSEEK_V3,
@@ -1261,6 +1283,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         flags=("use_qk_norm",),
         uses_experts=_uses_experts_after_dense,
         expert_names=ExpertNames(correction_bias="gate.e_score_correction_bias", shared="shared_experts"),
+        mtp_names=MTPNames(),
         router_scoring="sigmoid",
         has_float32_router=True,
     ),
@@ -1320,6 +1343,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         biases=("attention_bias", "attention_bias", False),
         uses_experts=_uses_experts_by_mlp_type,
         expert_names=ExpertNames(correction_bias="gate.e_score_correction_bias", shared="shared_experts"),
+        mtp_names=MTPNames(),
         router_scoring="sigmoid",
         has_float32_router=True,
         has_latent_attention=True,
@@ -1543,6 +1567,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         model_type="qwen3_next",
         rope_aliases={},
         mrope_section=(),
+        key_aliases={},
         linears={**QWEN3_NEXT_LINEARS, **SHARED_EXPERT_LINEARS},
         defaults={
             **_GATED_DELTA_NET_DEFAULTS,
@@ -1554,6 +1579,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "shared_expert_intermediate_size": 512,
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
+            # config.json does not contain the number.
+            "num_nextn_predict_layers": 1,
         },
         uses_experts=_uses_experts_unless_listed,
         expert_names=GATED_SHARED_EXPERT,

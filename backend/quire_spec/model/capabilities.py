@@ -54,7 +54,9 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of max_lora_rank, as in vLLM."""
 SPECULATIVE_MODEL_METHODS = ("draft_model", "eagle3", "medusa")
 """Methods of speculative decoding that need weights of their own, besides the weights of the main model."""
-SPECULATIVE_METHODS = ("ngram", "suffix", *SPECULATIVE_MODEL_METHODS)
+SPECULATIVE_DRAFTER_METHODS = ("mtp", *SPECULATIVE_MODEL_METHODS)
+"""Methods of speculative decoding that compute draft tokens with weights, which can be those of the main model."""
+SPECULATIVE_METHODS = ("ngram", "suffix", *SPECULATIVE_DRAFTER_METHODS)
 ARCHITECTURES_WITHOUT_HEADS = ("OPTForCausalLM",)
 """EAGLE-3 and Medusa heads cannot be used with these architectures, because the heads cannot read the hidden states of
 such models."""

@@ -98,7 +98,8 @@ class SpeculativeConfigSpec:
     """Method of the proposer. ngram finds the last tokens of a request earlier in the same request, and proposes the
     tokens that followed them there. suffix also finds them in past outputs of the same adapter and cache salt, and
     proposes the most frequent continuation. draft_model computes them with a smaller model, eagle3 with an EAGLE-3
-    head, and medusa with Medusa heads; these three need model."""
+    head, and medusa with Medusa heads; these three need model. mtp computes them with the layer of the model's own
+    checkpoint that predicts a further token."""
     model: SpeculativeModelSpec | None = schema_field(None)
     """The draft model of method draft_model, or the heads of eagle3 or medusa. They are downloaded with the model and
     use its dtype. A draft model must have the model's vocabulary, and heads must have been trained for the model."""

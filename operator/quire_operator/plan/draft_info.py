@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts that a plan needs about a draft model, an EAGLE-3 head or Medusa heads.
+"""Facts that a plan needs about a draft model, an EAGLE-3 head, Medusa heads or an MTP layer.
 
 The facts are the memory that the draft model or the heads need, and whether they match the served model. The functions
 are pure; checkpoint_files.py reads the files.
@@ -18,6 +18,7 @@ from quire_spec.errors import ConfigError
 from quire_spec.model.eagle3_config import Eagle3Config
 from quire_spec.model.medusa_config import MedusaConfig
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.mtp_config import MTPConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,15 @@ class DraftInfo:
     has_embedding: bool = False
     """Whether the files of the heads contain an embedding. If it is equal to the embedding of the model, the engine
     does not keep it."""
+
+    @classmethod
+    def from_model(cls, spec: SpeculativeConfigSpec | None, model: CheckpointInfo) -> Self | None:
+        """Return the facts about the MTP layer in the model's own files. None: `spec` does not use it, or the model has
+        none."""
+        layer = MTPConfig.from_model(model.shape) if spec is not None and spec.method == "mtp" else None
+        if spec is None or layer is None:
+            return None
+        return cls(spec.method, model.config_digest, None, layer.num_elements, layer.layer)
 
     @classmethod
     def from_files(
@@ -80,7 +90,10 @@ class DraftInfo:
 
     @property
     def file_bytes(self) -> int:
-        """Number of bytes of the files with the weights. For heads, it is estimated as 2 bytes for each weight."""
+        """Number of bytes of the files with the weights. For heads, it is estimated as 2 bytes for each weight. The
+        files of the model contain an MTP layer."""
+        if self.method == "mtp":
+            return 0
         return self.checkpoint.weights_bytes if self.checkpoint is not None else 2 * self.num_elements
 
 

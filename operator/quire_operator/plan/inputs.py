@@ -52,7 +52,8 @@ class PlannerInputs:
     num_openai_fronts: int = 1
     """Number of processes that serve the OpenAI API. If it is 0, the API is turned off."""
     draft: DraftInfo | None = None
-    """The draft model or the heads that spec.engine.speculativeConfig selects; None if its method uses neither."""
+    """The draft model, the heads or the layer that spec.engine.speculativeConfig selects; None if its method uses
+    none."""
     node: NodeCapacity = NodeCapacity()
     pipeline_parallel_size: int = 1
     """Number of pipeline stages. It is not part of the hash, because it is an option of a command."""
@@ -70,7 +71,8 @@ class PlannerInputs:
         node: NodeCapacity = NodeCapacity(),
         pipeline_parallel_size: int = 1,
     ) -> Self:
-        """Return the inputs of a service. `gpu` is the result of `resolve_gpu`, or None for a CPU."""
+        """Return the inputs of a service. `gpu` is the result of `resolve_gpu`, or None for a CPU. `draft` describes
+        the files of speculativeConfig.model."""
         spec = service.spec
         cpu = spec.device is Device.CPU
         gpu_count, num_cores = spec.gpu.count if spec.gpu else None, spec.engine.dataParallelSize or 1
@@ -86,7 +88,7 @@ class PlannerInputs:
             shared_memory=None if shm is None else to_bytes(shm),
             image=spec.runtime.image,
             num_openai_fronts=spec.openai.apiServerCount if spec.openai.enabled else 0,
-            draft=draft,
+            draft=draft or DraftInfo.from_model(spec.engine.speculativeConfig, model),
             node=node,
             pipeline_parallel_size=pipeline_parallel_size,
             adapter_disk_bytes=sum(prefix.max_bytes for prefix in spec.adapterSources),

@@ -199,7 +199,8 @@ def check_kv_offloading(inputs: PlannerInputs) -> None:
     elif offloading.secondary and inputs.pipeline_parallel_size > 1:
         problem = f"{field}.secondary: not possible with pipeline stages; remove one of the two"
     elif offloading.secondary and inputs.draft is not None:
-        problem = f"{field}.secondary: not possible with speculativeConfig.model; remove one of the two"
+        method = f"speculativeConfig.method {inputs.draft.method}"
+        problem = f"{field}.secondary: not possible with {method}; remove one of the two"
     if problem:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, problem)
 
@@ -247,7 +248,8 @@ def check_pipeline(inputs: PlannerInputs) -> None:
     except ConfigError as error:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, str(error)) from error
     if inputs.pipeline_parallel_size > 1 and inputs.draft is not None:
-        message = "spec.engine.speculativeConfig.model: not possible with pipeline stages; remove one of the two"
+        field = f"spec.engine.speculativeConfig.method: {inputs.draft.method}"
+        message = f"{field}: not possible with pipeline stages; use ngram or suffix"
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
 
 
@@ -343,6 +345,8 @@ def draft_bytes(inputs: PlannerInputs, tp: int) -> int:
         shape = inputs.model.shape
         needs_copy = draft.kv_shape is not None and not draft.has_embedding and tp > 1
         embedding = shape.vocab_size * shape.embedding_size if needs_copy else 0
+        if draft.method == "mtp" and not shape.tie_word_embeddings:
+            embedding *= 2  # It also needs the output projection.
         return device_memory.weights_bytes((draft.num_elements + embedding) * element_bytes(inputs), 1)
     engine = replace(inputs.engine, quantization=None)
     if inputs.gpu is not None:

@@ -103,7 +103,7 @@ def test_why_a_checkpoint_reads_no_images(folder: Path, tmp_path: Path) -> None:
     for changes, message in (
         ({"language_model_only": True}, "without language_model_only"),
         ({"limit_mm_per_prompt": {"image": 0}}, "limit_mm_per_prompt allows none"),
-        ({"speculative_config": drafter}, "not possible with speculative_config.model"),
+        ({"speculative_config": drafter}, "not possible with speculative_config.method"),
     ):
         reason = why_no_images(EngineConfig(str(folder), **changes), shape, folder)  # type: ignore[arg-type]
         assert reason is not None and message in reason

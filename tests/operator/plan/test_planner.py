@@ -301,6 +301,24 @@ def test_counts_states_of_layers_with_linear_attention():
     assert message.startswith("spec.engine.kvCacheOffloading: layers of this model have one state per sequence")
 
 
+def test_counts_the_layer_that_predicts_further_tokens():
+    """It has gated attention, an MLP, a projection of two inputs, and keys of its own. With several GPUs, the first one
+    also has the whole embedding, which is the output projection."""
+    spec = f"{NO_LORA}\nengine: {{speculativeConfig: {{method: mtp, numSpeculativeTokens: 2}}}}"
+    inputs = planner_inputs("qwen3.5", H100, spec)
+    assert kv_bytes_per_token(inputs, 1) == 9 * 2 * 4 * 256 * 2
+    elements = 2560 * (2 * 2560 + 256 * (2 * 16 + 2 * 4 + 16) + 3 * 9216)
+    embedding = 248320 * 2560
+    sizes = [candidates.evaluate(inputs, tp, 2048, 64).costs.draft for tp in (1, 2)]
+    assert sizes == [device_memory.weights_bytes(2 * size, 1) for size in (elements, elements + embedding)]
+    assert planner.make_plan(inputs).modelBytes == plan_for("qwen3.5", H100).modelBytes
+    assert unplannable("qwen", H100, spec) == (
+        UnplannableReason.UNSUPPORTED_BY_ENGINE,
+        "spec.engine.speculativeConfig.method: mtp: the model has the architecture 'Qwen2ForCausalLM' and 0 layers "
+        "that predict further tokens, and the engine supports none of them; use suffix or ngram",
+    )
+
+
 def test_latent_attention_is_for_cpus_and_keeps_one_row_per_token():
     inputs = planner_inputs("deepseek-lite", None, NO_LORA)
     assert kv_bytes_per_token(inputs, 1) == kv_bytes_per_token(inputs, 2) == 27 * (512 + 64) * 4

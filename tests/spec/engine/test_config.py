@@ -73,8 +73,8 @@ def test_engine_config_round_trip():
             "speculative_config.num_speculative_tokens: missing; SpeculativeConfig requires it",
         ),
         (
-            {"model": "m", "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
-            "speculative_config.method: must be one of ngram, suffix, draft_model, eagle3, medusa, got 'mtp'",
+            {"model": "m", "speculative_config": {"method": "eagle", "num_speculative_tokens": 2}},
+            "speculative_config.method: must be one of ngram, suffix, mtp, draft_model, eagle3, medusa, got 'eagle'",
         ),
         (
             {"model": "m", "speculative_config": {"method": "ngram", "num_speculative_tokens": 0}},

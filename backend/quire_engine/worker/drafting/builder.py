@@ -11,7 +11,7 @@ from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.weights.hub import resolve_model
 from quire_engine.worker.device import resolve_cache_dtype
 from quire_engine.worker.drafting.chain_drafter import ChainDrafter
-from quire_engine.worker.drafting.draft_model import DraftModel, Eagle3DraftModel, SmallDraftModel
+from quire_engine.worker.drafting.draft_model import DraftModel, Eagle3DraftModel, MTPDraftModel, SmallDraftModel
 from quire_engine.worker.drafting.drafter import Drafter
 from quire_engine.worker.drafting.medusa_drafter import MedusaDrafter
 from quire_spec.engine.config import EngineConfig
@@ -33,11 +33,14 @@ def build_drafter(
             `speculative_config`.
     """
     speculative = config.speculative_config
-    if speculative is None or speculative.model is None:
+    if speculative is None or not speculative.has_drafter:
         return None
     if factory.communicator is not None and factory.communicator.shard.rank > 0:
         return None
     speculative.check_target(target.shape)
+    if speculative.model is None:
+        model = MTPDraftModel(target, target_folder, replace(factory, communicator=None))
+        return ChainDrafter(model, resolve_cache_dtype(config, factory.dtype), factory.device, config.block_size)
     try:
         folder = resolve_model(speculative.model, speculative.revision, progress, config.download_dir)
         return _build(

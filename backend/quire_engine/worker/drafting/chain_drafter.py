@@ -112,6 +112,8 @@ class ChainDrafter(Drafter):
         rows = [end - 1 for end in accumulate(len(chain.token_ids) for chain in chains)]
         logit_rows = [row for row, chain in zip(rows, chains, strict=True) if chain.span.num_lookahead_tokens]
         batch = self._batch(chains, [(chain.span.start, chain.token_ids) for chain in chains], logit_rows)
+        if hidden is not None:
+            hidden = self._model.convert(hidden, batch)
         assert self._kv_cache is not None
         if not active:
             self._model.fill_cache(batch, self._kv_cache, hidden)

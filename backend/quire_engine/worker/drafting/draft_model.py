@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that propose drafts.
 
-A draft model is a small language model with the same vocabulary as the target, or an EAGLE-3 head. A draft model owns
-its weights, and each call computes one pass. The drafter decides which tokens are in the pass.
+A draft model is a small language model with the same vocabulary as the target, an EAGLE-3 head, or a layer of the
+target's checkpoint that predicts a further token (MTP). A draft model owns its weights, and each call computes one
+pass. The drafter decides which tokens are in the pass.
 """
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
@@ -17,15 +20,20 @@ from quire_engine.models.base import CausalLM
 from quire_engine.models.eagle3 import EMBEDDING, Eagle3Head
 from quire_engine.models.forward_batch import ForwardBatch
 from quire_engine.models.layers.linear import ParamFactory
+from quire_engine.models.layers.vocab_parallel import build_lm_head
+from quire_engine.models.llama import LlamaForCausalLM
+from quire_engine.models.mtp import MTPHead
 from quire_engine.models.registry import get_model_class
-from quire_engine.weights.loader import equals_checkpoint, read_tensor, read_tensors
+from quire_engine.weights.loader import equals_checkpoint, load_weights, read_tensor, read_tensors
+from quire_engine.weights.param_shard import LoadTarget, unsharded
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.weights.tensor_files import TensorFiles
-from quire_kernels import embedding
+from quire_kernels import HugePageArena, embedding
 from quire_spec.engine.speculative_config import draft_model_problem
 from quire_spec.errors import ConfigError
 from quire_spec.model.eagle3_config import Eagle3Config
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.mtp_config import MTPConfig
 from quire_spec.model.quantization import resolve_quantization
 
 
@@ -44,6 +52,11 @@ class DraftModel(ABC):
     def load(self) -> None:
         """Fill the parameters."""
 
+    def convert(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return what the first pass reads, from the hidden states of the target that it keeps; one row for each token
+        of the batch."""
+        return hidden
+
     @abstractmethod
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """Compute a pass, and write its keys and values to `kv_cache`.
@@ -51,8 +64,8 @@ class DraftModel(ABC):
         Args:
             batch: the tokens that the model reads, one for each row.
             kv_cache: KV cache of this draft model.
-            hidden: the hidden states that the model reads, one for each row. In the first pass of a draft, they are the
-                hidden states of the target. In later passes, they are those that this method returned. None if the
+            hidden: the hidden states that the model reads, one for each row. In the first pass of a draft, they are
+                those that `convert` returned. In later passes, they are those that this method returned. None if the
                 model does not read hidden states.
 
         Returns:
@@ -147,6 +160,10 @@ class Eagle3DraftModel(DraftModel):
             assert self._embedding_source is not None
             self._embedding.copy_(read_tensor(*self._embedding_source))
 
+    def convert(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """See DraftModel."""
+        return self._head.combine(hidden, batch)
+
     def __call__(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """See DraftModel."""
         output = self._forward(batch, kv_cache, hidden)
@@ -159,8 +176,72 @@ class Eagle3DraftModel(DraftModel):
 
     def _forward(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> Tensor:
         assert hidden is not None
-        if hidden.shape[1] != self.shape.hidden_size:
-            hidden = self._head.combine(hidden, batch)
+        embeddings = embedding(
+            batch.token_ids, self._target.embed_tokens if self._embedding is None else self._embedding
+        )
+        return self._head(embeddings, hidden, batch, kv_cache.layers[0])
+
+
+class MTPDraftModel(DraftModel):
+    """The layer of the target's checkpoint that predicts a further token. It reads the last hidden states of the target
+    and the embeddings of tokens."""
+
+    reads_hidden_states = True
+
+    def __init__(self, target: CausalLM, folder: Path, factory: ParamFactory) -> None:
+        """Allocate the layer. `folder` is that of the target."""
+        whole = target.shape if target.communicator is None else target.communicator.shard.model_config
+        config = MTPConfig.from_model(whole)
+        assert config is not None
+        self._folder, self._target, self.shape = folder, target, config.layer
+        scheme = whole.quantization
+        self._checkpoint = None if scheme is None else QuantizedTensors(TensorFiles(folder), scheme)
+        factory = replace(factory, checkpoint=self._checkpoint)
+        self._head = MTPHead(config, cast(LlamaForCausalLM, target).LAYER, factory)
+        self._embedding: Tensor | None = None
+        """The embedding of this head. None if it reads the embedding of the target."""
+        self._lm_head = target.lm_head
+        if target.communicator is not None:
+            # This rank has only a part of the target's embedding and output projection.
+            self._embedding = factory.empty(whole.vocab_size, whole.embedding_size)
+            tied = self._embedding if whole.tie_word_embeddings else None
+            self._lm_head = build_lm_head(whole, factory, tied)
+        self.num_bytes = sum(unsharded(tensor).nbytes for _, tensor in self._tensors())
+        self.num_bytes += self._head.unread_bytes
+        target.aux_hidden_state_layers = (target.shape.num_layers,)
+
+    def load(self) -> None:
+        """See DraftModel."""
+        load_weights(self._folder, self._tensors(), checkpoint=self._checkpoint, is_part=True)
+        arena = HugePageArena()
+        self._head.pack(arena)
+        if self._embedding is not None:
+            self._lm_head.pack(arena)
+
+    def _tensors(self) -> Iterator[tuple[str, LoadTarget]]:
+        """Yield the name of each tensor in the checkpoint, and the parameter that it fills."""
+        yield from self._head.tensors("")
+        if self._embedding is not None:
+            yield next(name for name, _ in self._target.tensors()), self._embedding
+            if not self._target.shape.tie_word_embeddings:
+                yield from self._lm_head.tensors("")
+
+    def convert(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """See DraftModel."""
+        return self._target.final_norm(hidden, batch)
+
+    def __call__(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """See DraftModel."""
+        output = self._forward(batch, kv_cache, hidden)
+        rows = output if batch.logit_rows is None else output[batch.logit_rows]
+        return rows, self._lm_head(rows, batch).argmax(dim=-1)
+
+    def fill_cache(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> None:
+        """See DraftModel."""
+        self._forward(batch, kv_cache, hidden)
+
+    def _forward(self, batch: ForwardBatch, kv_cache: KVCache, hidden: Tensor | None) -> Tensor:
+        assert hidden is not None
         embeddings = embedding(
             batch.token_ids, self._target.embed_tokens if self._embedding is None else self._embedding
         )
