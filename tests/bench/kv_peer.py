@@ -44,6 +44,11 @@ class PeerBench(Bench):
         transfer = {"key_file": str(key_file), "allowed_peers": ["127.0.0.0/8:1"]}
         super().__init__(arguments.shape, arguments.prefix_tokens, kv_offloading_size=1, kv_transfer=transfer)
         self._num_prompts = prompt_offset
+        # As in a pod that has run for a while: no row is written for the first time.
+        rows, layout = self.engine._runner.host_rows, self.engine.row_layout
+        for row in range(self.engine.memory.swap_bytes // layout.row_bytes):
+            for buffer in rows.buffers(row):
+                buffer[:] = bytes(len(buffer))
 
     def ttft_with_peer(self, prefix: list[int], source: str) -> float:
         """Return the seconds to the first output token of a prefix that `source` has."""
@@ -111,6 +116,8 @@ def _child(function: Any, *args: Any) -> Iterator[tuple[Connection, Any]]:
     try:
         yield ours, ours.recv()
     finally:
+        # It ends by itself, unless there was an error.
+        process.join(10)
         process.terminate()
         process.join()
 

@@ -110,6 +110,18 @@ CEL_RULE_CASES = [
         {"spec.autoscaling": {**KEDA_ALONE, "minReplicas": 0, "triggers": [CRON]}},
         "spec.autoscaling.minReplicas",
     ),
+    (
+        "kvTransfer must not be set without kvCacheOffloading",
+        {"spec.engine": {"kvTransfer": {}, "kvCacheOffloading": {"memory": "1Gi"}}},
+        {"spec.engine": {"kvTransfer": {}}},
+        "spec.engine.kvTransfer",
+    ),
+    (
+        "engine.kvTransfer.port must differ",
+        {"spec.engine": {"kvTransfer": {"port": 9000}, "kvCacheOffloading": {"memory": "1Gi"}}},
+        {"spec.engine": {"kvTransfer": {"port": 8004}, "kvCacheOffloading": {"memory": "1Gi"}}},
+        "spec.engine.kvTransfer.port",
+    ),
     *(
         (
             "networking.kvEvents must use ports that differ",

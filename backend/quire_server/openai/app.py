@@ -14,6 +14,7 @@ from quire_server.openai.completions import Completions
 from quire_server.openai.errors import CODE_BY_STATUS, ApiError, as_api_error
 from quire_server.openai.generation import DONE
 from quire_server.openai.http.access import AccessControl
+from quire_server.openai.http.allowed_peers import AllowedPeers
 from quire_server.openai.http.body_budget import BodyBudget
 from quire_server.openai.http.ignored_fields import IgnoredFields
 from quire_server.openai.http.message import (
@@ -58,6 +59,7 @@ class Application:
         self._settings = settings
         self._client = client
         self._access = AccessControl(settings)
+        self._allowed_peers = AllowedPeers(settings.engine.kv_transfer)
         self._body_budget = BodyBudget()
         models, tokenization = Models(client, settings), Tokenization(client, settings)
         lora_adapters = LoraAdapters(settings.run_dir)
@@ -132,6 +134,7 @@ class Application:
             self._access.check(request)
             request.salt_cache = partial(self._access.cache_salt, request)
             request.ignored_fields = IgnoredFields(self._settings.openai.rejectUnknownFields)
+            request.kv_source = await self._allowed_peers.source(request.headers)
             reply = await self._handler(request)(request)
             if isinstance(reply, EventStream):
                 await self._stream(request, reply, send)

@@ -108,7 +108,7 @@ class Generation:
         self._release_body = http_request.release_body
         self._cache_salt = http_request.salt_cache(fields.cache_salt)
         self._data_parallel_rank = http_request.data_parallel_rank
-        self._kv_source = http_request.kv_source(settings.engine.kv_transfer)
+        self._kv_source = http_request.kv_source
         user = fields.user if isinstance(fields.user, str) else ""
         self._session = http_request.session_id or user or http_request.request_id
         self._traceparent = http_request.traceparent

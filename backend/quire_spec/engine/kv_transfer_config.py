@@ -32,7 +32,8 @@ class PeerAddress:
         match = _HOST_PORT.fullmatch(text)
         if match is None or not 0 < int(match["port"]) < 2**16:
             return None
-        return cls(match["host"].strip("[]").lower(), int(match["port"]))
+        host = match["host"].strip("[]").lower()
+        return cls(str(_parse_ip(host) or host), int(match["port"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class KVTransferConfig:
     """Port on which the pod serves its blocks, on the address of its other ports."""
 
     allowed_peers: tuple[str, ...] = ()
-    """Pods from which this pod may read, if a request names one: HOST:PORT, or NETWORK:PORT such as 10.0.0.0/8:8005. If
-    the list is empty, the pod serves its blocks, but reads from no other pod."""
+    """Pods from which this pod may read, if a request names one: HOST:PORT, or NETWORK:PORT such as 10.0.0.0/8:8005. A
+    name also stands for its addresses. If the list is empty, the pod serves its blocks, but reads from no other pod."""
 
     bytes_per_second: int | None = None
     """Maximum number of bytes of blocks that the pod sends in a second, to all peers together; None: no limit."""
@@ -75,17 +76,27 @@ class KVTransferConfig:
                     f"10.0.0.0/8:{DEFAULT_PORT}, got {truncated_repr(entry)}"
                 )
 
+    @property
+    def peer_names(self) -> list[PeerAddress]:
+        """The allowed peers that are names, whose addresses DNS knows."""
+        peers = map(PeerAddress.parse, self.allowed_peers)
+        return [peer for peer in peers if peer is not None and _parse_ip(peer.host) is None]
+
     def allows(self, peer: PeerAddress) -> bool:
         """Return whether the pod may read from a peer. A name is compared as text; only an IP address can be in a
         network."""
-        try:
-            address = ipaddress.ip_address(peer.host)
-        except ValueError:
-            address = None
+        address = _parse_ip(peer.host)
         if peer in map(PeerAddress.parse, self.allowed_peers):
             return True
         networks = [] if address is None else filter(None, map(_parse_network, self.allowed_peers))
         return any(port == peer.port and address in network for network, port in networks)
+
+
+def _parse_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
 
 
 def _parse_network(entry: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, int] | None:

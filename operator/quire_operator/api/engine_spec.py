@@ -8,7 +8,11 @@ from quire_operator.api.quantity import QUANTITY
 from quire_spec.documents.adapter_catalog import OnNoEffect
 from quire_spec.documents.field_schema import Restarts, Rule, schema_field
 from quire_spec.documents.sources import PvcSource, Source
+from quire_spec.engine import kv_transfer_config
 from quire_spec.model import capabilities
+
+PEER_PATTERN = r"^([^:/\[\]\s]+|\[[0-9a-fA-F:.]+\]|[0-9.]+/[0-9]{1,2}|\[[0-9a-fA-F:.]+/[0-9]{1,3}\]):[0-9]{1,5}$"
+"""HOST:PORT or NETWORK:PORT; an IPv6 address is in brackets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +175,23 @@ class KVCacheOffloadingSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferSpec:
+    """spec.engine.kvTransfer: pods read KV blocks from the host memory of each other."""
+
+    enabled: bool = schema_field(True)
+    """Default true."""
+    port: int = schema_field(kv_transfer_config.DEFAULT_PORT, minimum=1024, maximum=65535)
+    """Port on which a pod serves its blocks to the other pods of the service. Default 8005."""
+    bytesPerSecond: str | None = schema_field(None, **QUANTITY)
+    """Maximum number of bytes of blocks that a pod sends in a second, such as 500M. Default: no limit."""
+    allowedPeers: tuple[str, ...] = schema_field(
+        (), items={"min_length": 3, "max_length": 260, "pattern": PEER_PATTERN}, max_items=64, list_type="set"
+    )
+    """Further servers from which a pod may read if a request names one: HOST:PORT, or NETWORK:PORT such as
+    10.0.0.0/8:8005. They need the same key. The pods of the service are always allowed. Default: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LimitMmPerPromptSpec:
     """spec.engine.limitMmPerPrompt"""
 
@@ -192,6 +213,11 @@ class EngineSpec:
             "!has(self.kvCacheMemory) || !has(self.gpuMemoryUtilization)",
             "kvCacheMemory and gpuMemoryUtilization must not both be set, because each determines the size of the KV "
             "cache; keep one.",
+        ),
+        Rule(
+            "!has(self.kvTransfer) || !self.kvTransfer.enabled || has(self.kvCacheOffloading)",
+            "kvTransfer must not be set without kvCacheOffloading, because blocks are sent from its memory and "
+            "received there; add kvCacheOffloading.memory, or remove kvTransfer.",
         ),
     )
 
@@ -287,6 +313,10 @@ class EngineSpec:
     kvCacheOffloading: KVCacheOffloadingSpec | None = schema_field(None, planned=True)
     """Caches KV blocks of repeated prompts in host memory after the KV cache has evicted them. Not possible for models
     in which only some layers have a sliding window. Default: none; evicted blocks are computed again."""
+    kvTransfer: KVTransferSpec | None = schema_field(None, planned=True)
+    """Pods read KV blocks of a prompt from the pod that the header x-kv-cache-source-host-port of a request names, if
+    this is faster than computing them. Not possible with tensorParallelSize above 1 or with speculativeConfig.model.
+    Default: a pod computes what it does not have itself."""
     prefixCaching: bool = schema_field(True)
     """Reuse the KV blocks of prompts that have a common prefix. Default true: prefix caching does not change outputs,
     and its cost was not measurable."""

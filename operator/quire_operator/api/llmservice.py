@@ -15,8 +15,8 @@ from itertools import count
 from typing import Any, ClassVar, Self
 
 from quire_operator.api.adapter_source_spec import AdapterSourceSpec
-from quire_operator.api.engine_spec import EngineSpec, LoraSpec, SecondaryTierSpec
-from quire_operator.api.networking_spec import KV_EVENT_PORTS_RULE, NetworkingSpec
+from quire_operator.api.engine_spec import EngineSpec, KVTransferSpec, LoraSpec, SecondaryTierSpec
+from quire_operator.api.networking_spec import KV_EVENT_PORTS_RULE, KV_TRANSFER_PORT_RULE, NetworkingSpec
 from quire_operator.api.openai_spec import OpenAISpec
 from quire_operator.api.pod_spec import CacheSpec, GpuSpec, JobsSpec, PodTemplateSpec, RuntimeSpec, SecuritySpec
 from quire_operator.api.validation_errors import FieldPath
@@ -193,6 +193,11 @@ class LLMServiceSpec:
             "with engine.dataParallelSize, each core uses one more of both; choose other numbers.",
         ),
         Rule(
+            KV_TRANSFER_PORT_RULE,
+            "engine.kvTransfer.port must differ from all other ports of the pod, because one container listens on all "
+            "of them; use another number.",
+        ),
+        Rule(
             "!has(self.openai.port) || (self.openai.port != self.runtime.ports.http && self.openai.port != "
             "self.runtime.ports.grpc && self.openai.port != self.runtime.ports.metrics && self.openai.port != "
             "self.runtime.ports.health)",
@@ -358,6 +363,18 @@ class LLMService:
         """The folder that keeps KV blocks in files, and its size; None: there is none."""
         offloading = self.spec.engine.kvCacheOffloading
         return offloading.secondary[0] if offloading is not None and offloading.secondary else None
+
+    @property
+    def kv_transfer(self) -> KVTransferSpec | None:
+        """How pods read KV blocks from each other; None: they do not."""
+        transfer = self.spec.engine.kvTransfer
+        return transfer if transfer is not None and transfer.enabled else None
+
+    @property
+    def pod_ports(self) -> dict[str, int]:
+        """All ports on which a pod accepts connections, also those that no Service has, by port name."""
+        transfer = self.kv_transfer
+        return self.ports | self.kv_event_ports | ({} if transfer is None else {"kv-transfer": transfer.port})
 
     @property
     def grpc_uses_tls(self) -> bool:

@@ -98,23 +98,29 @@ class InferencePoolSpec:
     """Service of the endpoint picker. The operator does not deploy an endpoint picker."""
 
 
+_SINGLE_PORTS = ", ".join((
+    *(f"self.runtime.ports.{name}" for name in ("http", "grpc", "metrics", "health")),
+    f"has(self.openai.port) ? self.openai.port : {OPENAI_PORT}",
+))  # fmt: skip
+_KV_TRANSFER_PORTS = "(has(self.engine.kvTransfer) ? [self.engine.kvTransfer.port] : [])"
+
+
 def _kv_event_ports_rule() -> str:
     """Return the CEL rule that no port of the KV events is beyond 65535 or used twice. `self` is the spec."""
     events, cores = "self.networking.kvEvents", "(has(self.engine.dataParallelSize) ? self.engine.dataParallelSize : 1)"
     first = f"{events}.port"
     replay = f"(has({events}.replayPort) ? {events}.replayPort : {first} + {cores})"
-    others = ", ".join(f"self.runtime.ports.{name}" for name in ("http", "grpc", "metrics", "health"))
-    openai = f"has(self.openai.port) ? self.openai.port : {OPENAI_PORT}"
     return (
         f"!has({events}) || ({first} + {cores} <= 65536 && {replay} + {cores} <= 65536 && "
         f"({replay} >= {first} + {cores} || {first} >= {replay} + {cores}) && "
-        f"[{others}, {openai}].all(p, (p < {first} || p >= {first} + {cores}) && "
+        f"([{_SINGLE_PORTS}] + {_KV_TRANSFER_PORTS}).all(p, (p < {first} || p >= {first} + {cores}) && "
         f"(p < {replay} || p >= {replay} + {cores})))"
     )
 
 
 KV_EVENT_PORTS_RULE = _kv_event_ports_rule()
-"""Rule of the whole spec."""
+KV_TRANSFER_PORT_RULE = f"{_KV_TRANSFER_PORTS}.all(port, [{_SINGLE_PORTS}].all(p, p != port))"
+"""Rules of the whole spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from quire_operator.api.engine_spec import PEER_PATTERN
 from quire_operator.api.networking_spec import HOSTNAME
 from quire_operator.api.pod_spec import QUANTITY_OF_RESOURCE
 from quire_operator.api.validation_errors import ABSENT, FieldPath, Problem, format_path, format_value
@@ -161,6 +162,7 @@ PATTERN_MESSAGES: dict[str, tuple[str, str]] = {
         "must be an allowed argument, in the form NAME=VALUE, with a valid value",
         f"use one of {', '.join(server_arguments.ALLOWED)}",
     ),
+    PEER_PATTERN: ("must be HOST:PORT or NETWORK:PORT", "write it like 10.0.0.7:8005 or 10.0.0.0/8:8005"),
     r"^[0-9a-fA-F.:]+/[0-9]{1,3}$": (_CIDR_RULE, "write it like 10.0.0.0/8"),
 }
 

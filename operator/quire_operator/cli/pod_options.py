@@ -262,26 +262,29 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "engine.kv_transfer.port",
         {"type": parse_port, "metavar": "PORT"},
         "serve KV blocks of the host memory to other servers of the same model on this port; needs "
-        "--kv-offloading-size and --kv-transfer-key-file (default: none are served)",
+        "--kv-offloading-size and --kv-transfer-key-file (default: spec.engine.kvTransfer.port, otherwise none are "
+        "served)",
     ),
     (
         "--kv-transfer-key-file",
         "engine.kv_transfer.key_file",
         {"type": parse_file, "metavar": "FILE"},
-        "file with the key that all these servers share",
+        "file with the key that all these servers share; without it, spec.engine.kvTransfer has no effect",
     ),
     (
         "--kv-transfer-peers",
         "engine.kv_transfer.allowed_peers",
         {"type": lambda text: tuple(filter(None, text.split(","))), "metavar": "HOST:PORT,..."},
         "servers from which KV blocks may be read if a request names one in the header x-kv-cache-source-host-port; "
-        "NETWORK:PORT such as 10.0.0.0/8:8005 is possible (default: none)",
+        "NETWORK:PORT such as 10.0.0.0/8:8005 is possible (default: spec.engine.kvTransfer.allowedPeers, otherwise "
+        "none)",
     ),
     (
         "--kv-transfer-bytes-per-second",
         "engine.kv_transfer.bytes_per_second",
         {"type": parse_count, "metavar": "N"},
-        "maximum number of bytes of KV blocks that are sent in a second (default: no limit)",
+        "maximum number of bytes of KV blocks that are sent in a second (default: "
+        "spec.engine.kvTransfer.bytesPerSecond, otherwise no limit)",
     ),
     (
         "--kv-events-port",

@@ -25,7 +25,7 @@ from quire_operator.api.yaml_manifest import Manifest
 from quire_operator.cli.local_sources import ADAPTER_FILES, MODEL_FILES, LocalSources
 from quire_operator.cli.model.place import place_of
 from quire_operator.cli.pod_options import KV_EVENTS_FIELD, KV_EVENTS_TOPIC_FIELD, name_options, option_of
-from quire_operator.render.engine_config import ModelLocation, UnsupportedByEngine, engine_arguments
+from quire_operator.render.engine_config import KVPeers, ModelLocation, UnsupportedByEngine, engine_arguments
 from quire_operator.render.object_names import CHAT_TEMPLATE_FILE
 from quire_operator.render.pod_config import PodFiles, pod_config
 from quire_spec import constants
@@ -140,7 +140,10 @@ def prepare(
         for adapter in catalog.adapters
     )
     local_prefixes = tuple(map(local_sources.localize_prefix, catalog.sources))
-    engine = _build_engine_config(manifest, service, local_sources, run_dir, cache_dir, environment)
+    # On one machine, there is no Secret with the key.
+    kv_key = options.fields.get("engine.kv_transfer.key_file")
+    peers = None if kv_key is None else KVPeers(str(kv_key))
+    engine = _build_engine_config(manifest, service, local_sources, run_dir, cache_dir, environment, peers)
     config = pod_config(service, engine, _pod_files(service, options, local_sources, run_dir), LOCALHOST)
     return LaunchPlan(
         config=with_options(config, options),
@@ -388,6 +391,7 @@ def _build_engine_config(
     run_dir: Path,
     cache_dir: Path,
     environment: Mapping[str, str],
+    kv_peers: KVPeers | None,
 ) -> EngineConfig:
     model, *draft = [
         _locate(source, local_sources, cache_dir, environment) for source in service.model_sources.values()
@@ -397,7 +401,7 @@ def _build_engine_config(
     # An emptyDir is a folder of the cache here, so that the blocks survive a restart.
     folder = cache_dir / "kv-blocks" / service.name if pvc is None else local_sources.resolve(Source(pvc=pvc))
     try:
-        arguments = engine_arguments(service, model, None, template, draft[0] if draft else None, str(folder))
+        arguments = engine_arguments(service, model, None, template, draft[0] if draft else None, str(folder), kv_peers)
         return EngineConfig.from_json(arguments)
     except UnsupportedByEngine as error:
         raise InvalidService([error.problem], manifest.location) from error

@@ -34,7 +34,7 @@ _GPU_TOKENS_S, _GPU_WEIGHTS_BYTES = 3_000, 16 * 10**9
 rate is assumed to be inversely proportional to the size of the weights, which each step reads."""
 _RELAXABLE_FIELDS = (
     "kvCacheMemory", "gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens", "tensorParallelSize", "dtype",
-    "swapSpace", "kvCacheOffloading",
+    "swapSpace", "kvCacheOffloading", "kvTransfer",
 )  # fmt: skip
 """Optional fields of spec.engine whose values can prevent a model from fitting."""
 

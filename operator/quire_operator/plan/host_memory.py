@@ -46,6 +46,9 @@ has a cache of at most 64 MiB, and the core process has a cache of at most 256 M
 _IMAGES = 2 * GIB
 """Memory for images. Two processes that decode and resize images needed 350 MiB each without requests, and 790 MiB with
 a photo of 12 million pixels, in a measurement. The text process has a cache of at most 128 MiB."""
+_KV_PEER = 64 * MIB
+"""Memory of the process that sends KV blocks to other pods. It maps the memory of kvCacheOffloading, which is counted
+there. Without connections, it needed 29 MiB in a measurement."""
 _GRAMMAR_CACHE = 256 * MIB
 """Cache of compiled grammars of each additional core."""
 
@@ -114,6 +117,8 @@ def host_costs(inputs: PlannerInputs, num_gpus: int) -> HostCosts:
         processes += inputs.num_openai_fronts * _OPENAI_FRONT + _TEMPLATE_RENDERERS
     if inputs.model.shape.images is not None and not inputs.engine.languageModelOnly:
         processes += _IMAGES
+    if inputs.transfers_kv:
+        processes += _KV_PEER
     stubs = 1 + (constants.MAX_EXPOSED_ADAPTERS if inputs.lora.maxLoaded else 0)
     shm = shared_memory(num_gpus) if inputs.shared_memory is None else inputs.shared_memory
     if num_gpus <= 1:

@@ -110,6 +110,11 @@ class PlannerInputs:
         text = json.dumps(drop_nulls(self._hashed_fields()), sort_keys=True, separators=(",", ":"))
         return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
+    @property
+    def transfers_kv(self) -> bool:
+        """Whether pods read KV blocks from each other."""
+        return self.engine.kvTransfer is not None and self.engine.kvTransfer.enabled
+
     def _hashed_fields(self) -> dict[str, Any]:
         engine, gpu = self.engine, self.gpu
         return {
@@ -134,5 +139,7 @@ class PlannerInputs:
                 "kvCacheDtype": None if engine.kvCacheDtype == "auto" else engine.kvCacheDtype,
                 "mambaSsmCacheDtype": None if engine.mambaSsmCacheDtype == "auto" else engine.mambaSsmCacheDtype,
                 "kvCacheOffloading": engine.kvCacheOffloading and non_default_json(engine.kvCacheOffloading),
+                # Only this is a part of the plan.
+                "kvTransfer": self.transfers_kv or None,
             },
         }

@@ -2,6 +2,8 @@
 """ConfigMaps, Secrets and the ServiceAccount of a service. Called by objects.py."""
 
 import base64
+import hashlib
+import hmac
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -53,8 +55,12 @@ def adapter_configmap(service: LLMService, catalog: AdapterCatalog) -> Manifest:
 
 
 def admin_secret(service: LLMService, context: RenderContext) -> Manifest:
-    """Return the Secret that contains the key for the admin port of the pods."""
+    """Return the Secret that contains the key for the admin port of the pods, and the key with which they read KV
+    blocks from each other. The second key follows from the first one, so that both are replaced together."""
     values = {object_names.ADMIN_KEY_FIELD: context.admin_key}
+    if service.kv_transfer is not None:
+        key = hmac.new(context.admin_key.encode(), b"quire kv transfer", hashlib.sha256).hexdigest()
+        values[object_names.KV_TRANSFER_KEY_FIELD] = key
     return _secret_manifest(service, object_names.admin_secret(service.name), values)
 
 

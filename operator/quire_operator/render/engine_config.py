@@ -19,6 +19,7 @@ from quire_operator.plan.plan import Plan
 from quire_spec.dataclass_json import non_default_json
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.kv_events_config import KVEventsConfig
+from quire_spec.engine.kv_transfer_config import KVTransferConfig
 from quire_spec.errors import ConfigError
 from quire_spec.net.addresses import ANY_ADDRESS
 
@@ -79,6 +80,7 @@ _OTHER_PATHS: Mapping[str, FieldPath] = {
     "kv_offloading_size": ("engine", "kvCacheOffloading", "memory"),
     "kv_offloading_folder": ("engine", "kvCacheOffloading", "secondary", 0, "folder"),
     "kv_offloading_folder_size": ("engine", "kvCacheOffloading", "secondary", 0, "size"),
+    "kv_transfer": ("engine", "kvTransfer"),
 }  # fmt: skip
 """Paths in the spec of the fields of EngineConfig that follow from the spec in another way."""
 _ADAPTER_FIELDS = frozenset((
@@ -103,6 +105,15 @@ class ModelLocation:
         return {"model": self.model, **({} if self.revision is None else {"revision": self.revision})}
 
 
+@dataclass(frozen=True, slots=True)
+class KVPeers:
+    """What the pods have in common that read KV blocks from each other."""
+
+    key_file: str
+    names: tuple[str, ...] = ()
+    """Names that stand for the addresses of all of them."""
+
+
 class UnsupportedByEngine(Exception):
     """The engine does not support a value in the spec. `problem` contains the path of the field."""
 
@@ -118,17 +129,19 @@ def engine_arguments(
     chat_template: str | None = None,
     draft: ModelLocation | None = None,
     kv_folder: str | None = None,
+    kv_peers: KVPeers | None = None,
 ) -> dict[str, Any]:
     """Return the fields of EngineConfig that the plan or the spec sets.
 
     `chat_template` is the path of a file with the chat template in spec.openai.chatTemplate, or None if this field is
     not set. `draft` is the location of the draft model that spec.engine.speculativeConfig.model sets. `kv_folder` is
-    the path of the folder that spec.engine.kvCacheOffloading.secondary sets.
+    the path of the folder that spec.engine.kvCacheOffloading.secondary sets. `kv_peers` is what the pods of
+    spec.engine.kvTransfer have in common; without it, the field has no effect.
 
     Raises:
         UnsupportedByEngine: the engine does not support a value of the spec.
     """
-    arguments = {**model.arguments, **dict(_fields(service, plan, draft, kv_folder))}
+    arguments = {**model.arguments, **dict(_fields(service, plan, draft, kv_folder, kv_peers))}
     if chat_template is not None:
         arguments["chat_template"] = chat_template
     try:
@@ -142,7 +155,11 @@ def engine_arguments(
 
 
 def _fields(
-    service: LLMService, plan: Plan | None, draft: ModelLocation | None, kv_folder: str | None
+    service: LLMService,
+    plan: Plan | None,
+    draft: ModelLocation | None,
+    kv_folder: str | None,
+    kv_peers: KVPeers | None,
 ) -> Iterator[tuple[str, Any]]:
     spec = service.spec
     cpu, accepts_adapters = spec.device is Device.CPU, spec.lora.maxLoaded > 0
@@ -155,6 +172,10 @@ def _fields(
     if service.kv_tier is not None:
         yield "kv_offloading_folder", kv_folder
         yield "kv_offloading_folder_size", to_bytes(service.kv_tier.size) / GIB
+    if (transfer := service.kv_transfer) is not None and kv_peers is not None:
+        speed = None if transfer.bytesPerSecond is None else to_bytes(transfer.bytesPerSecond)
+        peers = *(f"{name}:{transfer.port}" for name in kv_peers.names), *transfer.allowedPeers
+        yield "kv_transfer", non_default_json(KVTransferConfig(kv_peers.key_file, transfer.port, peers, speed))
     if spec.observability.tracing is not None:
         yield "otlp_traces_endpoint", spec.observability.tracing.endpoint
     if spec.networking.kvEvents is not None:
@@ -187,6 +208,8 @@ def _spec_path(name: str) -> FieldPath:
     if section == "speculative_config" and field:
         first, *words = field.split("_")
         return ("engine", "speculativeConfig", first + "".join(map(str.title, words)))
+    if section == "kv_transfer":
+        return _OTHER_PATHS[section]
     if section == "kv_events_config":
         return ("networking", "kvEvents")
     if name in _OTHER_PATHS:

@@ -48,7 +48,8 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
 
     For ingress, clients can connect to the exposed ports (HTTP, gRPC and OpenAI). Prometheus, the operator and an
     endpoint picker can connect to the health port. Only Prometheus can connect to the port with the metrics of the
-    server, and only the subscribers in the spec to the ports of KV events. For egress, the pods can connect to DNS, to
+    server, and only the subscribers in the spec to the ports of KV events. Only the pods of the service can connect to
+    the port on which they serve KV blocks. For egress, the pods can connect to DNS, to
     the ports of the adapters' sources and, for a bucket without credentials, to the identity agent of EKS. The ports
     always include 443, because adapters can be added later. With tracing, they can connect to the collector's port.
     """
@@ -65,10 +66,17 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
     ]
     if (events := service.spec.networking.kvEvents) is not None:
         ingress.append({"from": list(events.subscribers), "ports": _tcp_ports(*service.kv_event_ports.values())})
+    pods = [{"podSelector": {"matchLabels": object_names.selector_labels(service, object_names.SERVER)}}]
+    if (transfer := service.kv_transfer) is not None:
+        ingress.append({"from": pods, "ports": _tcp_ports(transfer.port)})
     sources = [*service.adapter_places.values(), *(context.catalog.content_sources if context.catalog else ())]
     if pods_download := model_storage.pods_download(service):
         sources += model_storage.downloaded_sources(service)
     egress = _source_egress(service, sources) if pods_download or service.spec.lora.maxLoaded else []
+    if transfer is not None:
+        egress.append({"to": pods, "ports": _tcp_ports(transfer.port)})
+        if ports_of_peers := sorted({int(peer.rpartition(":")[2]) for peer in transfer.allowedPeers}):
+            egress.append({"ports": _tcp_ports(*ports_of_peers)})
     if (tracing := service.spec.observability.tracing) is not None:
         egress.append({"ports": _tcp_ports(_url_port(tracing.endpoint))})
     if service.spec.openai.allowedMediaDomains:

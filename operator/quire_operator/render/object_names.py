@@ -41,6 +41,8 @@ TLS_DIR = "/etc/quire/tls"
 CHAT_TEMPLATE_DIR = "/etc/quire/chat-template"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 ADMIN_KEY_FIELD = "key"
+KV_TRANSFER_KEY_FIELD = "kv-transfer-key"
+"""Field of the same Secret: the key with which pods prove to each other that they belong together."""
 
 
 def headless_service(service: LLMService) -> str:

@@ -14,7 +14,7 @@ from quire_operator.api.llmservice import LLMService
 from quire_operator.api.quantity import to_bytes
 from quire_operator.plan.plan import Plan
 from quire_operator.render import kv_storage, model_storage, object_names
-from quire_operator.render.engine_config import ModelLocation, engine_arguments
+from quire_operator.render.engine_config import KVPeers, ModelLocation, engine_arguments
 from quire_spec import constants
 from quire_spec.documents.pod_config import (
     DEFAULT_MAX_BODY_BYTES,
@@ -110,6 +110,10 @@ def cluster_document(service: LLMService, plan: Plan) -> dict[str, Any]:
         chat_template_path(service),
         None if draft is None else ModelLocation(model_storage.folder(draft)),
         kv_storage.folder(service),
+        KVPeers(
+            f"{object_names.ADMIN_DIR}/{object_names.KV_TRANSFER_KEY_FIELD}",
+            (object_names.headless_service(service),),
+        ),
     )
     config = pod_config(service, EngineConfig.from_json(arguments), _cluster_files(service), ANY_ADDRESS)
     return config.to_json(explicit=arguments.keys())

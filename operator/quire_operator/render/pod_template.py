@@ -162,9 +162,7 @@ def _server_container(service: LLMService, plan: Plan) -> Manifest:
         "image": plan.image.value,
         "args": server_arguments(),
         "env": container_env(service),
-        "ports": [
-            {"name": name, "containerPort": port} for name, port in (service.ports | service.kv_event_ports).items()
-        ],
+        "ports": [{"name": name, "containerPort": port} for name, port in service.pod_ports.items()],
         "resources": _resources(service, plan),
         "startupProbe": _probe(
             "ready", _STARTUP_PERIOD_S, math.ceil(startup_seconds(service, plan) / _STARTUP_PERIOD_S)

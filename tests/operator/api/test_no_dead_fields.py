@@ -164,6 +164,8 @@ def bases():
     pins |= {"maxNumBatchedTokens": 4096, "quantization": "None", "swapSpace": "4Gi", "maxLogprobs": 5}
     folder = {"emptyDir": {}}
     pins |= {"kvCacheOffloading": {"memory": "16Gi", "secondary": [{"folder": folder, "size": "40Gi"}]}}
+    peers = ["other:8005", "10.0.0.0/8:8005"]
+    pins |= {"kvTransfer": {"enabled": True, "port": 8005, "bytesPerSecond": "500M", "allowedPeers": peers}}
     pins |= {"schedulingPolicy": "fcfs", "skipTokenizerInit": True, "convert": "embed", "poolingType": "mean"}
     pins |= {"mambaSsmCacheDtype": "bfloat16"}
     pins |= {"languageModelOnly": True, "limitMmPerPrompt": {"image": 3}}
@@ -242,6 +244,7 @@ TEXTS = {
     "url": ["http://other/a"], "prometheusAddress": ["http://other"], "sha256": ["1" * 64], "cidr": ["10.2.0.0/16"],
     "except": ["10.2.0.0/16"], "resourceName": ["nvidia.com/mig-1g.5gb"], "product": ["NVIDIA-L4"],
     "path": ["other", "/other"],
+    "bytesPerSecond": ["1G"], "allowedPeers": ["a:1"],
     "region": ["other"], "maxBodySize": ["4Mi"], "corsAllowedOrigins": ["*"], "value": ["other"],
     "suffixDecodingMaxSpecFactor": ["4.0"], "suffixDecodingMinTokenProb": ["0.3"],
     "requests": ["7"], "limits": ["7"],

@@ -328,6 +328,21 @@ def test_kv_folder_is_in_the_cache_or_on_a_volume_or_given(folder):
         tier("emptyDir: {}", "--kv-offloading-folder-size=0")
 
 
+def test_kv_transfer_needs_a_key_file_on_one_machine(folder):
+    spec = "{device: CPU, model: {source: {path: models/tiny}}, engine: {kvCacheOffloading: {memory: 1Gi}, kvTransfer: "
+    spec += "{port: 9005, allowedPeers: ['other:8005']}}}"
+    assert launch(folder, spec).config.engine.kv_transfer is None
+    (folder / "key").write_text("k" * 32)
+    option = f"--kv-transfer-key-file={folder}/key"
+    transfer = launch(folder, spec, option).config.engine.kv_transfer
+    assert (transfer.key_file, transfer.port, transfer.allowed_peers) == (f"{folder}/key", 9005, ("other:8005",))
+    options = "--kv-transfer-port=9006", "--kv-transfer-peers=a:1,b:2"
+    transfer = launch(folder, spec, option, *options).config.engine.kv_transfer
+    assert (transfer.port, transfer.allowed_peers) == (9006, ("a:1", "b:2"))
+    with pytest.raises(ConfigError, match="--kv-transfer-key-file"):
+        launch(folder, spec, "--kv-transfer-port=9006")
+
+
 def test_hub_token_is_passed_as_an_environment_variable(folder):
     spec = """
   device: CPU

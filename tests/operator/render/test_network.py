@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NetworkPolicies of a service: allowed peers and ports in both directions."""
 
+import base64
 import dataclasses
 import re
 
@@ -133,6 +134,38 @@ def test_only_subscribers_reach_the_ports_of_kv_events(num_cores, replay):
         "enable_kv_cache_events": True,
         "replay_endpoint": f"tcp://*:{replay[0]}",
     }
+
+
+def test_only_pods_of_the_service_read_kv_blocks():
+    text = "{kvCacheOffloading: {memory: 1Gi}, kvTransfer: {port: 9005, bytesPerSecond: 2k, allowedPeers: [%s]%s}}"
+    objects = rendered_objects(llm_service(f"{GPU}engine: {text % ('10.0.0.0/8:9100', '')}"))
+    policy = objects["NetworkPolicy", "s"]["spec"]
+    ports = [{"port": 9005, "protocol": "TCP"}]
+    assert [rule for rule in policy["ingress"] if rule["ports"] == ports] == [
+        {"from": [{"podSelector": policy["podSelector"]}], "ports": ports}
+    ]
+    assert policy["egress"][-2:] == [
+        {"to": [{"podSelector": policy["podSelector"]}], "ports": ports},
+        {"ports": [{"port": 9100, "protocol": "TCP"}]},
+    ]
+    template = objects["Deployment", "s"]["spec"]["template"]["spec"]
+    assert {"name": "kv-transfer", "containerPort": 9005} in template["containers"][0]["ports"]
+    assert 9005 not in {p["port"] for p in objects["Service", "s-pods"]["spec"]["ports"]}
+    transfer = pod_document(objects.values())["engine"]["kv_transfer"]
+    assert transfer == {
+        "key_file": "/etc/quire/admin/kv-transfer-key",
+        "port": 9005,
+        "allowed_peers": ["s-pods:9005", "10.0.0.0/8:9100"],
+        "bytes_per_second": 2000,
+    }
+    secret = objects["Secret", "s-admin"]["data"]
+    (volume,) = [volume for volume in template["volumes"] if volume["name"] == "admin"]
+    assert volume["secret"]["secretName"] == "s-admin" and volume["secret"]["defaultMode"] == 0o440
+    key = base64.b64decode(secret["kv-transfer-key"])
+    assert len(key) == 64 and key != base64.b64decode(secret["key"])
+    off = rendered_objects(llm_service(f"{GPU}engine: {text % ('', ', enabled: false')}"))
+    assert "kv_transfer" not in pod_document(off.values())["engine"]
+    assert off["Secret", "s-admin"]["data"].keys() == {"key"}
 
 
 def test_pods_send_traces_to_the_collector():

@@ -13,7 +13,6 @@ from quire_server.openai.errors import ApiError
 from quire_server.openai.http.body_budget import BodyBudget
 from quire_server.openai.http.ignored_fields import IgnoredFields
 from quire_server.openai.http.json_body import decode_object
-from quire_spec.engine.kv_transfer_config import KVTransferConfig, PeerAddress
 from quire_spec.errors import truncated_repr
 
 Scope = MutableMapping[str, Any]
@@ -27,7 +26,6 @@ _MAX_DISCARDED_BODIES = 8
 multiple of the limit."""
 MAX_SESSION_CHARS = 256
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_KV_SOURCE = b"x-kv-cache-source-host-port"
 _RANK = re.compile(rb"[0-9]{1,9}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 """Pattern of a valid header traceparent (W3C Trace Context). A value that does not match is not logged."""
@@ -66,6 +64,8 @@ class HttpRequest:
     """The last part of the path, if the route accepts any value there."""
     salt_cache: Callable[[str | None], str | None] = _keep
     """Function that converts the salt in the request to the salt that the prefix cache uses."""
+    kv_source: str = ""
+    """The pod that may have the KV blocks of the prompt, as HOST:PORT; empty if the request names none."""
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     """The fields in the body that the server does not know."""
     response_headers: dict[bytes, bytes] = field(default_factory=dict)
@@ -111,23 +111,6 @@ class HttpRequest:
         if not _RANK.fullmatch(value):
             raise ApiError(400, f"X-data-parallel-rank: must be a number from 0 on, got {truncated_repr(value)}")
         return int(value)
-
-    def kv_source(self, config: KVTransferConfig | None) -> str:
-        """Return the pod that may have the KV blocks of the prompt, as HOST:PORT, from llm-d's header
-        x-kv-cache-source-host-port. Empty if the header is missing, or if this pod reads from no others.
-
-        Raises:
-            ApiError: the header is not HOST:PORT, or this pod must not read from that pod.
-        """
-        value = self.headers.get(_KV_SOURCE)
-        if value is None or config is None:
-            return ""
-        text = value.decode("latin-1")
-        if (peer := PeerAddress.parse(text)) is None:
-            raise ApiError(400, f"{_KV_SOURCE.decode()}: must be HOST:PORT, got {truncated_repr(text)}")
-        if not config.allows(peer):
-            raise ApiError(400, f"{_KV_SOURCE.decode()}: {truncated_repr(text)} is not an allowed peer of this server")
-        return str(peer)
 
     @property
     def log_ids(self) -> str:

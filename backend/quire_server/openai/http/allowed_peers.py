@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pods from which a request may make this pod read KV blocks, by llm-d's header x-kv-cache-source-host-port."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Mapping
+
+from quire_server.openai.errors import ApiError
+from quire_spec.engine.kv_transfer_config import KVTransferConfig, PeerAddress
+from quire_spec.errors import truncated_repr
+
+HEADER = b"x-kv-cache-source-host-port"
+_LOOKUP_S = 1.0
+"""Names are looked up at most once in this many seconds, and only for an address that is not known."""
+_KNOWN_S = 600.0
+"""An address stays allowed for this many seconds after a lookup that had it. Routers name a pod for some time after it
+has ended; such a request is answered without its blocks."""
+
+
+class AllowedPeers:
+    """The allowed peers of the configuration. Routers name addresses of pods, so the names among the peers, such as
+    that of a headless Service, are looked up."""
+
+    def __init__(self, config: KVTransferConfig | None) -> None:
+        """None: the pod reads from no others."""
+        self._config = config
+        self._known_until: dict[PeerAddress, float] = {}
+        self._next_lookup = 0.0
+
+    async def source(self, headers: Mapping[bytes, bytes]) -> str:
+        """Return the pod that may have the KV blocks of the prompt, as HOST:PORT. Empty if the header is missing, or
+        if this pod reads from no others.
+
+        Raises:
+            ApiError: the header is not HOST:PORT, or this pod must not read from that pod.
+        """
+        value = headers.get(HEADER)
+        if value is None or self._config is None:
+            return ""
+        text = value.decode("latin-1")
+        if (peer := PeerAddress.parse(text)) is None:
+            raise ApiError(400, f"{HEADER.decode()}: must be HOST:PORT, got {truncated_repr(text)}")
+        if not (self._config.allows(peer) or self._is_known(peer)):
+            await self._look_up(self._config)
+            if not self._is_known(peer):
+                raise ApiError(400, f"{HEADER.decode()}: {truncated_repr(text)} is not an allowed peer of this server")
+        return str(peer)
+
+    def _is_known(self, peer: PeerAddress) -> bool:
+        return time.monotonic() < self._known_until.get(peer, 0.0)
+
+    async def _look_up(self, config: KVTransferConfig) -> None:
+        now, loop = time.monotonic(), asyncio.get_running_loop()
+        if now < self._next_lookup:
+            return
+        self._next_lookup = now + _LOOKUP_S
+        self._known_until = {peer: until for peer, until in self._known_until.items() if now < until}
+        for name in config.peer_names:
+            try:
+                found = await loop.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
+            except OSError:
+                # The name has no address at the moment, or DNS does not respond.
+                continue
+            self._known_until |= {PeerAddress(str(info[4][0]), name.port): now + _KNOWN_S for info in found}
