@@ -77,6 +77,8 @@ CHECKPOINTS = {
         "119B",
     ),
     "Glm4MoeLiteForCausalLM": ("GLM-4.7-Flash", "30B-A3B"),
+    "Llama4ForCausalLM": ("Llama 4 Scout and Maverick, text only", "109B-A17B, 400B-A17B"),
+    "Llama4ForConditionalGeneration": ("Llama 4 Scout and Maverick", "109B-A17B, 400B-A17B"),
     "Glm4MoeForCausalLM": ("GLM-4.5, 4.6 and 4.7", "106B-A12B, 355B-A32B"),
     "MiniMaxM2ForCausalLM": ("MiniMax M2", "230B-A10B"),
     "Ernie4_5_MoeForCausalLM": ("Ernie 4.5", "21B-A3B, 300B-A47B"),
@@ -161,8 +163,7 @@ def _has_mxfp4(info: Architecture) -> bool:
 
 
 def _adapts_experts(info: Architecture) -> bool:
-    names = info.expert_names
-    return info.uses_experts is not None and not names.is_beside_mlp and names.is_gated
+    return info.uses_experts is not None and info.expert_names.are_adaptable
 
 
 def _targets(info: Architecture) -> Iterator[str]:
@@ -190,11 +191,11 @@ def _missing(name: str, info: Architecture) -> Iterator[str]:
     yield from dict.fromkeys(feature for _, feature in info.required.values())
     if info.uses_state is not None:
         yield from ("beam search", "KV tiers")
-    if info.has_latent_attention:
+    if info.has_latent_attention or info.has_attention_chunks is not None:
         yield "GPUs"
     if info.has_layer_variants:
         yield from ("draft models and heads", "`int8_per_token_head`")
-    if info.expert_names.is_beside_mlp or not info.expert_names.is_gated:
+    if not info.expert_names.are_adaptable:
         yield "adapters of experts"
     if name in ARCHITECTURES_WITHOUT_HEADS:
         yield "EAGLE-3 and Medusa heads"

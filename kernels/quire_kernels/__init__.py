@@ -17,6 +17,7 @@ from quire_kernels.attention import (
     build_attention_metadata,
     paged_attention,
     reads_whole_blocks,
+    within_chunks,
 )
 from quire_kernels.dispatch import Op
 from quire_kernels.encoder_attention import build_encoder_metadata, encoder_attention

@@ -139,6 +139,8 @@ class AttentionMetadata:
     """Another kernel computes the chunk spans that have at least this number of tokens. This kernel skips them."""
     work_plans: dict[object, Tensor] = field(default_factory=dict)
     """Work plans on the device. An implementation stores its plan here, so that all layers of the step can use it."""
+    by_chunk_size: dict[int, "AttentionMetadata"] = field(default_factory=dict)
+    """Results that `within_chunks` has computed in this step."""
 
     @functools.cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:
@@ -197,6 +199,43 @@ def build_attention_metadata(
         tuple(span for span in spans if starts[span.span_index] == 0),
         tuple(span for span in spans if starts[span.span_index] > 0 and span.length > 1),
     )
+
+
+def within_chunks(metadata: AttentionMetadata, chunk_size: int, cache: Tensor) -> AttentionMetadata:
+    """Return the metadata for layers in which each token attends only to tokens of the same chunk of its sequence.
+
+    A span is divided where a chunk ends, and each part is like a sequence of its own that begins with its chunk. This
+    needs no other kernels. vLLM does the same. All tensors must be on the CPU.
+
+    Args:
+        metadata: describes the spans of the step.
+        chunk_size: tokens of a chunk, a multiple of the block size.
+        cache: cache of any layer; see `write_kv`.
+    """
+    if (found := metadata.by_chunk_size.get(chunk_size)) is None:
+        found = metadata.by_chunk_size[chunk_size] = _divide_at_chunks(metadata, chunk_size, cache)
+    return found
+
+
+def _divide_at_chunks(metadata: AttentionMetadata, chunk_size: int, cache: Tensor) -> AttentionMetadata:
+    contexts = metadata.context_lengths.tolist()
+    if max(contexts) <= chunk_size:
+        return metadata
+    starts, lengths, tables = list[int](), list[int](), list[Tensor]()
+    blocks_per_chunk = chunk_size // cache.shape[2]
+    for end, length, table in zip(contexts, metadata.lengths, metadata.block_tables, strict=True):
+        position = end - length
+        while position < end:
+            chunk = position // chunk_size
+            stop = min(end, (chunk + 1) * chunk_size)
+            starts.append(position - chunk * chunk_size)
+            lengths.append(stop - position)
+            # The end of the table is padded with a block of the span, which may belong to another chunk: it is masked.
+            tables.append(table[chunk * blocks_per_chunk :][:blocks_per_chunk])
+            position = stop
+    width = max(map(len, tables))
+    padded = [torch.cat((table, table[-1:].expand(width - len(table)))) for table in tables]
+    return build_attention_metadata(starts, lengths, torch.stack(padded), cache, cache.device)
 
 
 def _group_spans(starts: list[int], lengths: list[int], cache: Tensor) -> list[list[int]]:

@@ -51,6 +51,8 @@ from transformers import (
     Kimi_K25Config,
     Lfm2Config,
     Lfm2MoeConfig,
+    Llama4Config,
+    Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -334,6 +336,22 @@ GLM4_MOE = {
     "head_dim": 16,
     "partial_rotary_factor": 0.5,
 }
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 112,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 3,
+    # Shorter than prompts, so that they have several chunks.
+    "attention_chunk_size": 24,
+    "floor_scale": 8,
+    "attn_scale": 0.5,
+    "rope_parameters": {**LLAMA3_ROPE},
+    "pad_token_id": 0,
+}
 ERNIE_MOE = {
     "num_hidden_layers": 3,
     "moe_num_experts": 6,
@@ -372,6 +390,11 @@ def _gemma3_with_vision(**values: Any) -> Gemma3Config:
 
 def _gemma4(kind: type, text_kind: type, **values: Any) -> Any:
     return kind(text_config=text_kind(**values).to_dict(), vision_config=None, audio_config=None)
+
+
+def _llama4(**values: Any) -> Llama4Config:
+    vision = VISION | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+    return Llama4Config(text_config=Llama4TextConfig(**values).to_dict(), vision_config=vision)
 
 
 def _mistral3(text_type: type, **values: Any) -> Mistral3Config:
@@ -517,6 +540,18 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         Glm4MoeConfig,
         {**GLM4_MOE, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "attention_bias": True},
     ),
+    "llama4": (Llama4TextConfig, LLAMA4),
+    "llama4-multimodal": (
+        _llama4,
+        {
+            **LLAMA4,
+            "num_hidden_layers": 2,
+            "no_rope_layer_interval": 2,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": False,
+        },
+    ),
     "minimax_m2": (
         MiniMaxM2Config,
         {"head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 3, "rope_parameters": PARTIAL_ROPE},
@@ -661,7 +696,9 @@ def trained_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 def load_oracle(folder: Path, dtype: torch.dtype = torch.float32, **load: Any) -> Any:
     """The checkpoint in transformers, on the CPU; `load` goes to its from_pretrained."""
-    return _auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype, **load).eval()
+    model = _auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype, **load).eval()
+    # transformers 5.24 cannot run Llama 4 with its vision tower on a prompt without images.
+    return model.language_model if model.config.model_type == "llama4" else model
 
 
 def _auto_class(config: Any) -> Any:

@@ -21,8 +21,8 @@ from quire_engine.kv_cache.block_events import BlockEvent, BlockEventLog
 from quire_engine.kv_cache.block_hash import LAYOUT_VERSION, BlockHasher, group_of
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.layout_choice import (
+    check_attention,
     check_kv_offloading,
-    check_latent_attention,
     choose_layout,
 )
 from quire_engine.kv_cache.state_pool import StatePool
@@ -175,7 +175,7 @@ class Engine:
         check_max_model_len(config, checkpoint.shape)
         config = config.for_model(checkpoint.shape)
         check_kv_offloading(config, checkpoint.shape)
-        check_latent_attention(config, checkpoint.shape)
+        check_attention(config, checkpoint.shape)
         # Imported here, so that importing the engine does not import torch.
         from quire_engine.executor.runner_factory import create_runner
 

@@ -5,7 +5,6 @@ import logging
 
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
-from quire_spec.model.attention.latent_attention_config import UNSUPPORTED_ON_GPUS
 from quire_spec.model.attention.state_config import UNSUPPORTED_TIERS
 from quire_spec.model.kv_layout import UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
@@ -28,10 +27,16 @@ def check_kv_offloading(config: EngineConfig, shape: ModelConfig) -> None:
         raise ConfigError(f"kv_offloading_size: {UNSUPPORTED_LAYOUT}; remove it")
 
 
-def check_latent_attention(config: EngineConfig, shape: ModelConfig) -> None:
-    """Raise ConfigError if the device has no kernels for the attention of this model."""
-    if shape.mla is not None and config.device == "cuda":
-        raise ConfigError(f"device: {UNSUPPORTED_ON_GPUS}; set device to cpu")
+def check_attention(config: EngineConfig, shape: ModelConfig) -> None:
+    """Raise ConfigError if the device has no kernels for the attention of this model, or not with these blocks."""
+    if shape.cpu_only_reason and config.device == "cuda":
+        raise ConfigError(f"device: {shape.cpu_only_reason}; set device to cpu")
+    for size in filter(None, shape.attention_chunk_sizes):
+        if size % config.block_size:
+            raise ConfigError(
+                f"block_size: {config.block_size} does not divide attention_chunk_size {size} of config.json; use a "
+                "divisor"
+            )
 
 
 def num_host_blocks(config: EngineConfig, shape: ModelConfig, layout: KVLayout, block_bytes: int) -> int:

@@ -25,6 +25,7 @@ _ALIASES = {
     **dict.fromkeys(("Kimi_K25ForConditionalGeneration", "Mistral4ForCausalLM"), "DeepseekV3ForCausalLM"),
     "Mistral4ForConditionalGeneration": "DeepseekV3ForCausalLM",
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
     **dict.fromkeys(
         ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
         "Gemma4ForCausalLM",

@@ -36,7 +36,7 @@ _MISSING_HINT = "config.json does not match this checkpoint, or the checkpoint i
 # tokens.
 _UNUSED_TENSORS = re.compile(
     r"\w+\.layers\.\d+\.(self_attn|attention)\.(rotary_emb\.inv_freq|bias|masked_bias)"
-    r"|model\.mtp_.*|mtp\..*|(model\.)?(vision_tower|multi_modal_projector|mm_projector|visual)\..*"
+    r"|model\.mtp_.*|mtp\..*|(model\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual)\..*"
 )
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)\.weight")
 
@@ -78,7 +78,7 @@ def load_weights(
     sources: dict[str, TensorSource] = {
         name: tensor for name in targets if (tensor := quantized.find(name)) is not None
     }
-    stacked = _find_stacked_experts(files, [name for name in targets if name not in sources])
+    stacked = _find_stacked_experts(files, {name: each for name, each in targets.items() if name not in sources})
     sources |= stacked
     if tied_to and lm_head_name not in files and quantized.find(lm_head_name) is not None:
         raise ConfigError(
@@ -179,36 +179,40 @@ def _iter_sources(
     yield from floats.items()
 
 
-def _find_stacked_experts(files: TensorFiles, names: Iterable[str]) -> dict[str, "_StackedExpertTensor"]:
+def _find_stacked_experts(files: TensorFiles, targets: Mapping[str, ParamShard]) -> dict[str, "_StackedExpertTensor"]:
     """Return the sources of those projections of experts that the checkpoint stores in one tensor for all experts."""
     found = {}
-    for name in names:
+    for name, target in targets.items():
         match = _EXPERT.fullmatch(name)
         if match is None or name in files:
             continue
         projection = match["projection"]
         stacked = f"{match['experts']}.{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"
         if stacked in files:
-            found[name] = _StackedExpertTensor(files, stacked, int(match["expert"]), projection)
+            is_transposed = target.is_stacked_transposed
+            found[name] = _StackedExpertTensor(files, stacked, int(match["expert"]), projection, is_transposed)
     return found
 
 
 class _StackedExpertTensor:
-    """A projection of one expert, in a tensor [num_experts, out_features, in_features] of all experts. In the tensor of
-    gate and up, the features of gate come first."""
+    """A projection of one expert, in a tensor [num_experts, out_features, in_features] of all experts, or transposed
+    [num_experts, in_features, out_features]. In the tensor of gate and up, the features of gate come first."""
 
-    def __init__(self, files: TensorFiles, name: str, expert: int, projection: str) -> None:
+    def __init__(self, files: TensorFiles, name: str, expert: int, projection: str, is_transposed: bool) -> None:
         self.name = name
-        self._tensor, self._expert = _FloatTensor(files, name), expert
-        _, rows, columns = self._tensor.shape
+        self._tensor, self._expert, self._is_transposed = _FloatTensor(files, name), expert, is_transposed
+        _, *sizes = self._tensor.shape
+        rows, columns = reversed(sizes) if is_transposed else sizes
         half = rows if projection == "down_proj" else rows // 2
         self.shape = half, columns
         self._first_row = half if projection == "up_proj" else 0
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
         """See TensorSource.read."""
-        first = self._first_row
-        return self._tensor.read(self._expert, range(rows.start + first, rows.stop + first), columns, dtype)
+        rows = range(rows.start + self._first_row, rows.stop + self._first_row)
+        if self._is_transposed:
+            return self._tensor.read(self._expert, columns, rows, dtype).T
+        return self._tensor.read(self._expert, rows, columns, dtype)
 
 
 class _FloatTensor:

@@ -24,6 +24,8 @@ class ParamShard:
     columns: range | None = None
     """Which columns of the checkpoint tensor are copied. None stands for all columns, and is also used for a tensor
     with one dimension."""
+    is_stacked_transposed: bool = False
+    """Whether the matrices are transposed in a checkpoint that stores all experts in one tensor."""
 
     @property
     def nbytes(self) -> int:

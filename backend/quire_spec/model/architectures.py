@@ -239,6 +239,9 @@ class ExpertNames:
     """
     shared_gate: str = ""
     """Path of the linear layer whose sigmoid multiplies the output of the shared experts. Empty: there is none."""
+    has_exchanged_matrices: bool = False
+    """Whether A and B of an adapter of the experts have exchanged sizes in PEFT. Adapters cannot change such a mixture.
+    """
     latent_projections: tuple[str, ...] = ()
     """Paths of the linear layers before and after the experts, if MoEConfig.latent_size is not 0."""
 
@@ -246,6 +249,11 @@ class ExpertNames:
     def is_gated(self) -> bool:
         """Whether the experts have a gate. Adapters cannot change experts without one."""
         return self.projections is None or len(self.projections) == 3
+
+    @property
+    def are_adaptable(self) -> bool:
+        """Whether adapters can change the router and the experts."""
+        return self.is_gated and not self.is_beside_mlp and not self.has_exchanged_matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +329,10 @@ class Architecture:
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     """Some rope types in config.json have another meaning in this architecture. Maps the name of such a type to the
     rope type that it means."""
+
+    has_attention_chunks: Callable[[HFConfigReader, int], bool] | None = None
+    """A function that returns True if the tokens of a layer attend only to tokens of the same chunk of
+    `attention_chunk_size` tokens. If it is None, no layer has chunks."""
 
     local_rope_theta: str | None = None
     """Key of config.json that contains the rope base of the layers with a sliding window. None: all layers have the
@@ -535,6 +547,21 @@ def _uses_experts_by_mlp_type(config: HFConfigReader, index: int) -> bool:
     return types[index] == "sparse"
 
 
+def _uses_experts_of_llama4(config: HFConfigReader, index: int) -> bool:
+    if "moe_layers" in config:
+        return index in config.get_int_list("moe_layers")
+    return (index + 1) % config.get_int("interleave_moe_layer_step") == 0
+
+
+def _has_chunks_of_llama4(config: HFConfigReader, index: int) -> bool:
+    if "layer_types" not in config:
+        return _uses_rope_unless_listed(config, index)
+    layer_types = config.get_str_list("layer_types")
+    if index >= len(layer_types) or layer_types[index] not in ("full_attention", "chunked_attention"):
+        raise config.error("layer_types", list(layer_types), "full_attention or chunked_attention for each layer")
+    return layer_types[index] == "chunked_attention"
+
+
 def _uses_experts_in_range(config: HFConfigReader, index: int) -> bool:
     last = config.get_raw("moe_layer_end_index")
     if type(last) is not int:
@@ -599,6 +626,15 @@ def _translate_nemotron_h(config: HFConfigReader) -> dict[str, Any]:
     }
     names_of = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
     return values | {key: config.get_raw(key if key in config else other) for key, other in names_of.items()}
+
+
+def _translate_llama4(config: HFConfigReader) -> dict[str, Any]:
+    """Rename the sizes, and read a switch that some checkpoints have as a number."""
+    return {
+        "intermediate_size": config.get_int("intermediate_size_mlp"),
+        "moe_intermediate_size": config.get_int("intermediate_size"),
+        "attn_temperature_tuning": bool(config.get_raw("attn_temperature_tuning")),
+    }
 
 
 def _translate_lfm2(config: HFConfigReader) -> dict[str, Any]:
@@ -707,6 +743,52 @@ _LFM2 = Architecture(
 )
 
 
+_LLAMA4 = Architecture(
+    "llama4_text",
+    "moe.llama4",
+    linears={
+        **{path: kinds for path, kinds in LLAMA_LINEARS.items() if path.startswith("self_attn.")},
+        "feed_forward.gate_proj": ("hidden", "inner"),
+        "feed_forward.up_proj": ("hidden", "inner"),
+        "feed_forward.down_proj": ("inner", "hidden"),
+        **_shared_linears("feed_forward.shared_expert"),
+    },
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "moe_intermediate_size": 8192,
+        "n_shared_experts": 1,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": False,
+        "interleave_moe_layer_step": 1,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "use_qk_norm": True,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
+    biases=("attention_bias", "attention_bias", False),
+    translate=_translate_llama4,
+    uses_rope=_uses_rope_unless_listed,
+    has_attention_chunks=_has_chunks_of_llama4,
+    flags=("use_qk_norm", "attn_temperature_tuning"),
+    factors=("floor_scale", "attn_scale"),
+    uses_experts=_uses_experts_of_llama4,
+    expert_names=ExpertNames(
+        router="router",
+        block="feed_forward",
+        module="feed_forward",
+        shared="shared_expert",
+        has_exchanged_matrices=True,
+    ),
+    router_scoring="sigmoid",
+)
 _DEEPSEEK_V3 = Architecture(
     "deepseek_v3",
     "moe.deepseek",
@@ -1258,6 +1340,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
         biases=("attention_bias", "attention_bias", "mlp_bias"),
         activations=("relu2",),
+    ),
+    "Llama4ForCausalLM": _LLAMA4,
+    "Llama4ForConditionalGeneration": replace(
+        _LLAMA4, model_type="llama4", layers_path="model.language_model.layers", text_types=("llama4_text",)
     ),
     "Glm4MoeForCausalLM": Architecture(
         "glm4_moe",

@@ -136,6 +136,9 @@ class ModelConfig:
     model_impl: str = "quire"
     """The class that computes the model: quire (a class of quire_engine.models) or transformers (a class of
     transformers, for which this configuration contains neither norms nor activations nor positions nor experts)."""
+    attention_chunk_sizes: tuple[int | None, ...] = ()
+    """For each layer, the number of tokens of a chunk, if tokens attend only to tokens of the same chunk. Empty: no
+    layer has chunks."""
     stage: PipelineStage | None = None
     """If set, the configuration describes only the layers of one pipeline stage. They are counted from 0."""
 
@@ -171,10 +174,16 @@ class ModelConfig:
         return "max_position_embeddings"
 
     @property
+    def cpu_only_reason(self) -> str:
+        """Why GPUs cannot run this model; empty if they can."""
+        if self.mla is not None:
+            return "latent attention (MLA) has kernels for CPUs only"
+        return "attention in chunks (attention_chunk_size) runs on CPUs only" if any(self.attention_chunk_sizes) else ""
+
+    @property
     def adapts_experts(self) -> bool:
         """Whether the model has routers and experts that adapters can change."""
-        names = self.architecture_info.expert_names
-        return self.moe is not None and not names.is_beside_mlp and names.is_gated
+        return self.moe is not None and self.architecture_info.expert_names.are_adaptable
 
     @property
     def per_layer_size(self) -> int:
@@ -487,6 +496,7 @@ class ModelConfig:
                 *(None if variants is None else variants.full_head_dim, positions, num_layers),
             ),
             sliding_windows=windows,
+            attention_chunk_sizes=_attention_chunk_sizes(config, architecture_info, num_layers),
             attention_scale=_get_declared_float(config, architecture_info, "attention_multiplier")
             or (_get_declared_float(config, architecture_info, "query_pre_attn_scalar") or head_dim) ** -0.5
             * (1.0 if mla is None else mla.score_factor),
@@ -640,6 +650,18 @@ def _check_full_heads(config: HFConfigReader, variants: LayerVariants, num_heads
             "config.json: head_dim x num_key_value_heads: the sizes of a key with and without a window are "
             f"{sizes[0]} and {sizes[1]}; the larger one must be a multiple of the other one"
         )
+
+
+def _attention_chunk_sizes(
+    config: HFConfigReader, architecture_info: Architecture, num_layers: int
+) -> tuple[int | None, ...]:
+    # As in transformers, null turns the chunks off.
+    if architecture_info.has_attention_chunks is None:
+        return ()
+    if "attention_chunk_size" not in config:
+        return (None,) * num_layers
+    size = config.get_int("attention_chunk_size")
+    return tuple(size if architecture_info.has_attention_chunks(config, index) else None for index in range(num_layers))
 
 
 def _sliding_windows(

@@ -17,7 +17,6 @@ from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
 from quire_spec.model.attention import state_config
-from quire_spec.model.attention.latent_attention_config import UNSUPPORTED_ON_GPUS
 from quire_spec.model.attention.state_config import UNSUPPORTED_TIERS, num_state_rows
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
@@ -209,14 +208,14 @@ def check_kv_offloading(inputs: PlannerInputs) -> None:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, problem)
 
 
-def check_latent_attention(inputs: PlannerInputs) -> None:
+def check_attention(inputs: PlannerInputs) -> None:
     """Check that the device has kernels for the attention of this model.
 
     Raises:
         Unplannable: it has none.
     """
-    if inputs.gpu is not None and inputs.model.shape.mla is not None:
-        message = f"spec.device: {UNSUPPORTED_ON_GPUS}; set it to CPU"
+    if inputs.gpu is not None and (reason := inputs.model.shape.cpu_only_reason):
+        message = f"spec.device: {reason}; set it to CPU"
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
 
 

@@ -26,7 +26,7 @@ def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES)
         Unplannable: no candidate fits, or the GPU or the engine does not support a requested value.
     """
     limits.check_dtypes(inputs)
-    limits.check_latent_attention(inputs)
+    limits.check_attention(inputs)
     limits.check_encoder(inputs)
     limits.check_pipeline(inputs)
     limits.check_context(inputs)

@@ -126,12 +126,14 @@ def _check_ranks(folder, size, vocab_size, tmp_path, quantization=None):
 
 
 def _split_experts(name, tensor):
-    """Yield the projections of each expert if a tensor has those of all experts, as in checkpoints of Mistral 4."""
+    """Yield the projections of each expert if a tensor has those of all experts, as in checkpoints of Mistral 4 and
+    Llama 4."""
     experts, _, projection = name.rpartition(".")
     if not experts.endswith(".experts") or tensor.dim() != 3:
         yield name, tensor
         return
-    for expert, weights in enumerate(tensor):
+    is_llama4 = ".feed_forward.experts." in name
+    for expert, weights in enumerate(tensor.mT if is_llama4 else tensor):
         names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
         for part, values in zip(names, weights.chunk(len(names)), strict=True):
             yield f"{experts}.{expert}.{part}.weight", values
@@ -149,7 +151,7 @@ def test_rank_reads_only_its_shard(folder, monkeypatch):
         if name.endswith(("conv1d.weight", "conv.conv.weight"))
         else tensor.view(tensor.shape or 1)
         for name, tensor in load_file(folder / "model.safetensors").items()
-        if not re.match(r"(model\.)?(vision_tower|multi_modal_projector|mm_projector|visual)\.", name)
+        if not re.match(r"(model\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual)\.", name)
     }
     names = {files.name_in_file(name) for name, _ in _load_model(folder, None).tensors()}
     tensors = dict(

@@ -277,11 +277,26 @@ KV = {"num_key_value_heads": 4}
             "num_experts_per_tok: must be at most the number of",
         ),
         ("Ernie4_5_MoeForCausalLM", {"moe_layer_end_index": "last"}, "moe_layer_end_index: must be the index"),
+        (
+            "Llama4ForCausalLM",
+            {"num_key_value_heads": 4, "layer_types": ["sliding_attention"] * 4},
+            "layer_types: must be full_attention or chunked_attention for each layer",
+        ),
     ],
 )
 def test_refuses_what_a_family_lacks(architecture, values, message):
     with pytest.raises(ConfigError, match=message):
         make_config(architecture, **values)
+
+
+def test_llama4_alternates():
+    values = {"num_key_value_heads": 4, "attn_temperature_tuning": 4, "interleave_moe_layer_step": 2}
+    config = make_config("Llama4ForCausalLM", **values, intermediate_size=32, intermediate_size_mlp=64)
+    assert config.attention_chunk_sizes == (8192, 8192, 8192, None)
+    assert [rope.rope_type for rope in config.ropes] == ["default"] * 3 + ["none"]
+    assert config.moe.layers == (False, True) * 2 and config.flags["attn_temperature_tuning"]
+    assert (config.intermediate_size, config.moe.intermediate_size) == (64, 32)
+    assert make_config("Llama4ForCausalLM", **values, attention_chunk_size=None).cpu_only_reason == ""
 
 
 def test_early_configs_of_hybrid_models():

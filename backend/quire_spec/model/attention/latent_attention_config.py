@@ -13,9 +13,6 @@ from typing import Self
 from quire_spec.model.hf_config import HFConfigReader
 from quire_spec.model.rope_config import yarn_mscale
 
-UNSUPPORTED_ON_GPUS = "latent attention (MLA) has kernels for CPUs only"
-"""Why a model with latent attention is refused on GPUs."""
-
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionConfig:

@@ -108,6 +108,7 @@ def _stage(model_config: ModelConfig, index: int, layers: range) -> ModelConfig:
         num_layers=len(layers),
         ropes=model_config.ropes[part],
         sliding_windows=model_config.sliding_windows[part],
+        attention_chunk_sizes=model_config.attention_chunk_sizes[part],
         moe=moe and replace(moe, layers=moe.layers[part]),
         stage=PipelineStage(index, layers.start, model_config.num_layers),
     )
