@@ -73,6 +73,7 @@ ROUTES: dict[str, Any] = {
     "POST /v2/rerank": {"query": "Once", "documents": ["a"]},
     "POST /classify": {"input": "Once"},
     "POST /v1/classify": {"input": "Once"},
+    "POST /pooling": {"input": "Once"},
     "POST /generative_scoring": {"query": "Once", "items": ["a"], "label_token_ids": [5]},
     "POST /v1/load_lora_adapter": {"lora_name": "new", "lora_path": "/tmp/new"},
     "POST /v1/unload_lora_adapter": {"lora_name": "new"},
@@ -88,6 +89,7 @@ OWN_REFUSAL = {
     "score": 400,
     "rerank": 400,
     "classify": 400,
+    "pooling": 400,
 }
 """The pod's own status for routes that are off, whose object does not exist, or for which the model has no head."""
 

@@ -16,6 +16,7 @@ from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     BertConfig,
     DistilBertConfig,
@@ -53,6 +54,7 @@ TARGETS = {
     "modernbert_mean": ["Wqkv", "Wi"],
 }
 _CLASSES = {"none": AutoModel, "mlm": AutoModelForMaskedLM, "score": AutoModelForSequenceClassification}
+_CLASSES["token"] = AutoModelForTokenClassification
 
 
 def make_encoder(folder: Path, name: str, head: str = "none", pooling: str = "", **config: Any) -> Path:

@@ -6,14 +6,16 @@ It uses the same engine as a pod. However, the engine runs in this process, and 
 
 import gc
 import json
+import struct
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from msgspec import Raw, structs
 from tqdm import tqdm
 
@@ -25,6 +27,7 @@ from quire_engine.api.outputs import (
     CompletionOutput,
     EmbeddingOutput,
     LoRARequest,
+    PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
     ScoringOutput,
@@ -43,7 +46,7 @@ from quire_engine.weights.generation_config import load_default_sampling_params
 from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_digest import CHAT_TEMPLATE_FILE, DigestCache
 from quire_spec.engine.config import EngineConfig
-from quire_spec.engine.pooling_params import PoolingParams, cosine
+from quire_spec.engine.pooling_params import PoolingParams, PoolingTask, cosine
 from quire_spec.engine.sampling_params import SamplingParams as FrozenParams
 from quire_spec.engine.vllm_arguments import from_vllm_arguments
 from quire_spec.errors import ConfigError, InvalidArgument, truncated_repr
@@ -180,7 +183,7 @@ class LLM:
         """
         params = structs.replace(pooling_params or PoolingParams(), task="embed")
         outputs = self._pool(prompts, use_tqdm, params, lora_request)
-        return [output.with_outputs(EmbeddingOutput) for output in outputs]
+        return [output.with_outputs(lambda numbers: EmbeddingOutput(_floats(numbers))) for output in outputs]
 
     def classify(
         self,
@@ -192,7 +195,24 @@ class LLM:
         """Return the probabilities of the classes for each prompt. The arguments and errors are those of `embed`."""
         params = structs.replace(pooling_params or PoolingParams(), task="classify")
         outputs = self._pool(prompts, use_tqdm, params, lora_request)
-        return [output.with_outputs(ClassificationOutput) for output in outputs]
+        return [output.with_outputs(lambda numbers: ClassificationOutput(_floats(numbers))) for output in outputs]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool | Callable[..., "tqdm[NoReturn]"] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        pooling_task: PoolingTask | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return a tensor for each prompt; with the tasks token_embed and token_classify, it has a row for each token.
+        `pooling_task` replaces `pooling_params.task`. The other arguments and the errors are those of `embed`."""
+        params = pooling_params or PoolingParams()
+        params = structs.replace(params, task=pooling_task or params.task)
+        outputs = self._pool(prompts, use_tqdm, params, lora_request)
+        rows = [len(output.prompt_token_ids) if params.is_by_token else 0 for output in outputs]
+        return [output.with_outputs(partial(_to_output, num_rows=n)) for output, n in zip(outputs, rows, strict=True)]
 
     def score(
         self,
@@ -220,7 +240,7 @@ class LLM:
         if limits.pooler is None or limits.pooler.task == "embed":
             params = structs.replace(pooling_params or PoolingParams(), task="embed")
             vectors = [self._pool(texts, use_tqdm, params, lora_request) for texts in (firsts, seconds)]
-            scores = [cosine(a.outputs, b.outputs) for a, b in zip(*vectors, strict=True)]
+            scores = [cosine(_floats(a.outputs), _floats(b.outputs)) for a, b in zip(*vectors, strict=True)]
             return [
                 output.with_outputs(lambda _, score=score: ScoringOutput(score))  # type: ignore[misc]
                 for output, score in zip(vectors[1], scores, strict=True)
@@ -234,9 +254,9 @@ class LLM:
         ]
         options = self._options(len(inputs), SamplingParams(max_tokens=1), lora_request, None)
         outputs = [request.to_pooling_output() for request in self._run(inputs, options, use_tqdm)]
-        if outputs and (num_classes := len(outputs[0].outputs)) != 1:
+        if outputs and (num_classes := len(outputs[0].outputs) // 4) != 1:
             raise InvalidArgument(f"model: has {num_classes} classes, and a score needs one; use classify")
-        return [output.with_outputs(lambda values: ScoringOutput(values[0])) for output in outputs]
+        return [output.with_outputs(lambda numbers: ScoringOutput(_floats(numbers)[0])) for output in outputs]
 
     def _pool(
         self,
@@ -244,7 +264,7 @@ class LLM:
         use_tqdm: bool | Callable[..., "tqdm[NoReturn]"],
         params: PoolingParams,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
-    ) -> list[PoolingRequestOutput[list[float]]]:
+    ) -> list[PoolingRequestOutput[bytes]]:
         parsed_prompts = [ParsedPrompt.from_prompt(prompt) for prompt in as_prompt_list(prompts)]
         inputs: list[dict[str, Any]] = [
             {
@@ -477,6 +497,16 @@ class _Options(NamedTuple):
     params: list[FrozenParams]
     lora_requests: list[LoRARequest | None]
     priorities: list[int]
+
+
+def _floats(numbers: bytes) -> list[float]:
+    return list(struct.unpack(f"<{len(numbers) // 4}f", numbers))
+
+
+def _to_output(numbers: bytes, num_rows: int) -> PoolingOutput:
+    """Return a tensor [num_rows, size], or [size] without rows."""
+    tensor = torch.frombuffer(bytearray(numbers), dtype=torch.float32)
+    return PoolingOutput(tensor.view(num_rows, -1) if num_rows else tensor)
 
 
 def _messages_to_raw(messages: Sequence[ChatMessage]) -> Raw:

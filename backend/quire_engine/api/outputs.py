@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from torch import Tensor
+
 from quire_spec.errors import InvalidArgument
 
 _T = TypeVar("_T")
@@ -147,6 +149,14 @@ class EmbeddingOutput:
     def hidden_size(self) -> int:
         """Number of elements."""
         return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """The result of `LLM.encode`."""
+
+    data: Tensor
+    """float32: [size] for a prompt, or [num_tokens, size] for its tokens."""
 
 
 @dataclass(frozen=True, slots=True)

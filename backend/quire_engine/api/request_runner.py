@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs requests on an engine in this process, with the request layer of the text process. `LLM` owns it."""
 
-import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,12 +91,12 @@ class RunningRequest:
             ),
         )
 
-    def to_pooling_output(self) -> PoolingRequestOutput[list[float]]:
-        """Return the vector of a request with `pooling`, which has finished."""
-        pooled, state = self.deltas[-1].pooled or b"", self.state
+    def to_pooling_output(self) -> PoolingRequestOutput[bytes]:
+        """Return the numbers of a request with `pooling`, which has finished: float32 in little-endian order."""
+        state = self.state
         return PoolingRequestOutput(
             request_id=str(state.sequence_ids.start),
-            outputs=list(struct.unpack(f"<{len(pooled) // 4}f", pooled)),
+            outputs=self.deltas[-1].pooled or b"",
             prompt_token_ids=self.prepared.prompt_token_ids,
             finished=True,
             num_cached_tokens=state.num_cached_tokens,

@@ -131,8 +131,10 @@ class InputProcessor:
             client=request.client,
             kv_source=request.kv_source,
             pooling=request.pooling,
-            pools_all_tokens=request.pooling is not None and self._pools_all_tokens,
-            pools_first_token=request.pooling is not None and self._pools_first_token,
+            pools_all_tokens=request.pooling is not None and (request.pooling.is_by_token or self._pools_all_tokens),
+            pools_first_token=request.pooling is not None
+            and not request.pooling.is_by_token
+            and self._pools_first_token,
             second_text_start=request.second_text_start,
             images=tuple(request.images),
             unsplit=tuple(range(image.start, image.start + image.num_tokens) for image in request.images)

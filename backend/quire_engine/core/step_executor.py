@@ -16,6 +16,7 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.sequence import FinishReason, Logprob, Sequence
 from quire_engine.step.plan import InFlightStep, RunnerLost, SpanOutput, StepPlan
 from quire_engine.worker.interface import ModelRunner
+from quire_spec.engine.pooling_params import NOT_FINITE, TOO_LARGE, too_large_error
 from quire_spec.errors import PROCESS_ENDS, Code, Internal, InvalidArgument
 from quire_spec.protocol.messages import RankedToken, SequenceDelta, StartedSequence
 
@@ -173,8 +174,10 @@ def _sequence_result(sequence: Sequence, span_output: SpanOutput) -> SequenceDel
         return error_result(sequence, InvalidArgument.code, sequence.grammar.error)
     if sequence.finish_reason is FinishReason.ERROR and sequence.beam_group is not None:
         return error_result(sequence, Internal.code, "beam search: the model returned no finite log probability")
-    if span_output.pooled == b"":
+    if span_output.pooled == NOT_FINITE:
         return error_result(sequence, Internal.code, "pooling: the model returned NaN or infinity; check its weights")
+    if span_output.pooled == TOO_LARGE:
+        return error_result(sequence, InvalidArgument.code, too_large_error(len(sequence.prompt_token_ids)))
     logprobs = None if span_output.logprobs is None else _logprob_lists(span_output.logprobs)
     reason = None if sequence.finish_reason is None else sequence.finish_reason.value
     result = SequenceDelta(

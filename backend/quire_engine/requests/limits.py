@@ -16,7 +16,7 @@ from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.constants import MAX_IMAGE_BYTES
 from quire_spec.engine.config import EngineConfig
-from quire_spec.engine.pooling_params import PoolingParams
+from quire_spec.engine.pooling_params import MAX_POOLED_BYTES, PoolingParams, too_large_error
 from quire_spec.engine.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from quire_spec.errors import InvalidArgument
 from quire_spec.model.images.image_config import ImageConfig
@@ -156,7 +156,7 @@ class RequestLimits:
             self.check_prompt_text(request.prompt)
         elif request.prompt_token_ids is not None:
             token_ids = request.params.truncate_prompt(request.prompt_token_ids, self.max_model_len)
-            self.check_prompt(token_ids, request.pooling is not None)
+            self.check_prompt(token_ids, request.pooling)
         if request.parsing is not None:
             self._check_parsing(request.parsing, request.params)
         if request.images:
@@ -224,13 +224,14 @@ class RequestLimits:
             f"tokens has at most {self.max_prompt_bytes} bytes; shorten the prompt or raise max_model_len"
         )
 
-    def check_prompt(self, token_ids: list[int], has_pooling: bool = False) -> None:
+    def check_prompt(self, token_ids: list[int], pooling: PoolingParams | None = None) -> None:
         """Check the token ids of a prompt. If the request sets truncate_prompt_tokens, they are already truncated. A
         request with `pooling` has no output tokens.
 
         Raises:
             InvalidArgument: there are no token ids or too many, or one is outside the vocabulary.
         """
+        has_pooling = pooling is not None
         if not token_ids:
             raise InvalidArgument("the prompt is empty; give at least one token")
         if has_pooling and len(token_ids) > self.max_model_len:
@@ -238,6 +239,10 @@ class RequestLimits:
                 f"the input has {len(token_ids)} tokens and max_model_len is {self.max_model_len}; shorten the input, "
                 "set truncate_prompt_tokens, or raise max_model_len"
             )
+        if pooling is not None and pooling.is_by_token and self.pooler is not None:
+            size = pooling.dimensions or self.pooler.size
+            if 4 * size * len(token_ids) > MAX_POOLED_BYTES:
+                raise InvalidArgument(too_large_error(len(token_ids)))
         if not has_pooling and len(token_ids) >= self.max_model_len:
             raise InvalidArgument(
                 f"the prompt has {len(token_ids)} tokens and max_model_len is {self.max_model_len}, which includes at "
@@ -297,15 +302,16 @@ class RequestLimits:
                 route = _ROUTES["embed" if pooler is None else pooler.task]
                 raise InvalidArgument(f"model: is an encoder, so it cannot generate; use {route}")
             if not self.can_generate:
-                route = "/v1/classify" if pooler is not None and pooler.task == "classify" else "/v1/embeddings"
+                routes = {"classify": "/v1/classify", "token_classify": "/pooling"}
+                route = routes.get("" if pooler is None else pooler.task, "/v1/embeddings")
                 raise InvalidArgument(f"model: has no output projection, so it cannot generate; use {route}")
             return
         if pooler is None:
             raise InvalidArgument(
                 f"model: only generates, so it has no {_RESULTS[pooling.task]}; start the server with --convert "
-                f"{pooling.task}, or use another model"
+                f"{pooling.task.removeprefix('token_')}, or use another model"
             )
-        if pooler.task != pooling.task:
+        if pooling.task not in pooler.tasks:
             raise InvalidArgument(
                 f"model: returns {_RESULTS[pooler.task]}, and not {_RESULTS[pooling.task]}; use "
                 f"{_ROUTES[pooler.task]}, or another model"
@@ -385,8 +391,17 @@ class RequestLimits:
 
 
 _SCORE_ROLES = (re.compile(r"""(["'])query\1"""), re.compile(r"""(["'])document\1"""))
-_RESULTS = {"embed": "embeddings", "classify": "classes"}
-_ROUTES = {"embed": "/v1/embeddings, /v1/score or /v1/rerank", "classify": "/v1/classify, /v1/score or /v1/rerank"}
+_RESULTS = {
+    "embed": "embeddings",
+    "classify": "classes",
+    "token_embed": "embeddings of tokens",
+    "token_classify": "classes of tokens",
+}
+_ROUTES = {
+    "embed": "/v1/embeddings, /v1/score or /v1/rerank",
+    "classify": "/v1/classify, /v1/score or /v1/rerank",
+    "token_classify": "/pooling",
+}
 _TEXT_PARAMETERS = {
     "stop": "use stop_token_ids",
     "structured_outputs": "leave it out",

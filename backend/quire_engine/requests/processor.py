@@ -178,7 +178,7 @@ class RequestProcessor:
             token_ids, second_text_start = await self._encode_pair(request, text or "", request.second_text)
             bad_word_ids = []
         if request.prompt_token_ids is None:
-            self.limits.check_prompt(token_ids, request.pooling is not None)
+            self.limits.check_prompt(token_ids, request.pooling)
         located = self._placeholders.locate(token_ids, images) if images and self._placeholders else []
         return text, token_ids, bad_word_ids, located, second_text_start
 

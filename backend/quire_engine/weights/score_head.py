@@ -28,7 +28,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """The last layer of a classifier. Those of encoders have another layer before it."""
+    """The last layer of a classifier. Those of encoders and reward models have another layer before it."""
 
     weight: Tensor
     """[num_labels, hidden_size]."""
@@ -84,14 +84,23 @@ class ScoreHead:
             return source.read(0, range(expected[0]), columns, torch.float32).float()
 
         encoder = shape.encoder
+        if encoder is None and shape.head == "reward":
+            return cls(
+                read("score.2.weight", shape.num_labels, size),
+                read("score.2.bias", shape.num_labels),
+                read("score.0.weight", size, size),
+                read("score.0.bias", size),
+                "ReLU",
+            )
         if encoder is None:
-            return cls(read("score.weight", shape.num_labels, size))
+            bias = read("score.bias", shape.num_labels) if shape.head == "token_score" else None
+            return cls(read("score.weight", shape.num_labels, size), bias)
         names = encoder.score
         return cls(
             read(f"{names.out}.weight", shape.num_labels, size),
             read(f"{names.out}.bias", shape.num_labels),
-            read(f"{names.dense}.weight", size, size),
-            read(f"{names.dense}.bias", size) if encoder.score_dense_bias else None,
+            read(f"{names.dense}.weight", size, size) if names.dense else None,
+            read(f"{names.dense}.bias", size) if names.dense and encoder.score_dense_bias else None,
             encoder.activation,
             read(f"{names.norm}.weight", size) if names.norm else None,
             read(f"{names.norm}.bias", size) if names.norm and encoder.score_norm_bias else None,

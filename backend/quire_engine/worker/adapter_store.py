@@ -78,7 +78,7 @@ class AdapterStore:
         reader = partial(read_adapter, shape=shape, max_rank=config.max_lora_rank, dtype=factory.dtype)
         reader = partial(reader, has_experts=config.lora_experts, has_vocab_modules=config.lora_modules_to_save)
         pooler = PoolerConfig.load(checkpoint, shape, config.convert, config.pooling_type)
-        reader = partial(reader, has_heads=pooler is not None and pooler.task == "classify")
+        reader = partial(reader, has_heads=pooler is not None and pooler.task != "embed")
         reader = partial(reader, reads_images=why_no_images(config, shape, checkpoint) is None)
         norms = model.norm_sizes()
         is_cpu = factory.device.type == "cpu"

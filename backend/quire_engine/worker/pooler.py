@@ -18,7 +18,7 @@ from quire_engine.step.plan import ScheduledSpan
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_engine.weights.loader import CheckpointTensors, read_tensor
 from quire_engine.weights.score_head import ACTIVATIONS, ScoreHead
-from quire_spec.engine.pooling_params import PoolingParams
+from quire_spec.engine.pooling_params import MAX_POOLED_BYTES, NOT_FINITE, TOO_LARGE, PoolingParams
 from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.pooler_config import DenseConfig, PoolerConfig
@@ -46,13 +46,15 @@ class Pooler:
         self._head: ScoreHead | None = None
         if config.tokens:
             self._head = ScoreHead(_token_score(folder, shape, config.tokens, device))
-        elif shape.head == "score":
+        elif shape.num_labels:
             self._head = ScoreHead.load(folder, shape)
         self._find_head = find_head
         self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()
+        self._parts: WeakKeyDictionary[Sequence, list[bytes]] = WeakKeyDictionary()
 
     def pool(self, spans: Items[ScheduledSpan], hidden: Tensor) -> list[bytes | None]:
-        """Return the vector of each span that completes a prompt. It is empty if it is not finite.
+        """Return the numbers of each span that completes a prompt: those of a vector, or of the vectors of all tokens.
+        They can be NOT_FINITE or TOO_LARGE instead.
 
         `hidden` [num_rows, hidden_size] contains the hidden states of the spans' `pooled_positions`.
         """
@@ -61,20 +63,41 @@ class Pooler:
         for span in spans:
             positions = span.pooled_positions
             rows, start = hidden[start : start + len(positions)], start + len(positions)
-            if span.sequence.pools_first_token:
-                # If the prompt is computed in chunks, the last chunk has a row of its last token, which is not needed.
-                if span.start == 0:
-                    self._sums[span.sequence] = rows
-                rows = self._sums[span.sequence]
-            elif span.sequence.pools_all_tokens:
-                rows = self._add(span.sequence, rows, positions)
-            if span.completes_pooling:
-                pooled.append(rows[-1])
-        ends = [span for span in spans if span.completes_pooling]
-        if not ends:
+            if span.sequence.pooling is not None and not _params(span).is_by_token:
+                rows = self._vector(span, rows)
+            pooled.append(rows)
+        counts = [len(rows) for rows in pooled]
+        if not any(counts):
             return [None] * len(spans)
-        vectors = iter(self._finish(torch.stack(pooled).float(), ends))
-        return [next(vectors) if span.completes_pooling else None for span in spans]
+        finished = self._finish(torch.cat(pooled).float(), spans, counts)
+        return [self._complete(span, numbers) for span, numbers in zip(spans, finished, strict=True)]
+
+    def _vector(self, span: ScheduledSpan, rows: Tensor) -> Tensor:
+        """Return the pooled vector of a span that completes a prompt, [1, hidden_size]; otherwise, no row."""
+        if span.sequence.pools_first_token:
+            # If the prompt is computed in chunks, the last chunk has a row of its last token, which is not needed.
+            if span.start == 0:
+                self._sums[span.sequence] = rows
+            rows = self._sums[span.sequence]
+        elif span.sequence.pools_all_tokens:
+            rows = self._add(span.sequence, rows, span.pooled_positions)
+        return rows[-1:] if span.completes_pooling else rows[:0]
+
+    def _complete(self, span: ScheduledSpan, numbers: bytes | None) -> bytes | None:
+        """Return the numbers of a prompt that is complete, and keep those of the tokens of another one."""
+        if numbers is None or not _params(span).is_by_token:
+            return numbers if span.completes_pooling else None
+        parts = self._parts.setdefault(span.sequence, [])
+        parts.append(numbers)
+        failure = next((part for part in parts if part in (NOT_FINITE, TOO_LARGE)), None)
+        if failure is None and sum(map(len, parts)) > MAX_POOLED_BYTES:
+            failure = TOO_LARGE
+        if failure is not None:
+            parts[:] = [failure]
+        if not span.completes_pooling:
+            return None
+        del self._parts[span.sequence]
+        return b"".join(parts)
 
     def _add(self, sequence: Sequence, rows: Tensor, positions: range) -> Tensor:
         """Add the hidden states at some positions to the sum of a sequence. Return the weighted mean so far,
@@ -92,15 +115,22 @@ class Pooler:
         num_tokens = positions.stop
         return (total / (num_tokens * (num_tokens + 1) / 2 if is_weighted else num_tokens))[None]
 
-    def _finish(self, vectors: Tensor, spans: Items[ScheduledSpan]) -> list[bytes]:
-        """Apply what follows the pooling to vectors [num_spans, hidden_size]."""
+    def _finish(self, vectors: Tensor, spans: Items[ScheduledSpan], counts: Items[int]) -> list[bytes | None]:
+        """Apply what follows the pooling to vectors [num_vectors, hidden_size]. Return the numbers of each span, which
+        has `counts` vectors; None if it has none."""
         for weight, bias, activation in self._dense:
             vectors = ACTIVATIONS[activation](functional.linear(vectors, weight, bias))
-        results = [b""] * len(spans)
-        kinds = [(_params(span), None if self._head is None else span.adapter_slot) for span in spans]
-        for kind, adapter_slot in dict.fromkeys(kinds):
-            indices = [i for i, each in enumerate(kinds) if each == (kind, adapter_slot)]
-            group, activation = vectors if len(indices) == len(vectors) else vectors[indices], self._config.activation
+        results: list[bytes | None] = [None] * len(spans)
+        parts = torch.split(vectors, list(counts))
+        kinds = {
+            i: (_params(span), None if self._head is None else span.adapter_slot)
+            for i, span in enumerate(spans)
+            if counts[i]
+        }
+        for kind, adapter_slot in dict.fromkeys(kinds.values()):
+            indices = [i for i, each in kinds.items() if each == (kind, adapter_slot)]
+            group = vectors if len(indices) == len(kinds) else torch.cat([parts[i] for i in indices])
+            activation = self._config.activation
             if self._head is not None:
                 head = self._find_head(adapter_slot) or self._head
                 if head.num_labels != self._head.num_labels:
@@ -112,8 +142,9 @@ class Pooler:
                 is_normalized = self._config.normalize
                 group = functional.normalize(group) if is_normalized else ACTIVATIONS[activation](group)
             group = group.cpu().contiguous()
-            for i, vector, is_finite in zip(indices, group, torch.isfinite(group).all(-1).tolist(), strict=True):
-                results[i] = vector.numpy().astype("<f4").tobytes() if is_finite else b""
+            for i, part in zip(indices, torch.split(group, [counts[i] for i in indices]), strict=True):
+                is_finite = bool(torch.isfinite(part).all())
+                results[i] = part.numpy().astype("<f4").tobytes() if is_finite else NOT_FINITE
         return results
 
 

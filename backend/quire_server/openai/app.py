@@ -34,6 +34,7 @@ from quire_server.openai.messages.messages import Messages
 from quire_server.openai.models import Models
 from quire_server.openai.pooling.embeddings import Embeddings
 from quire_server.openai.pooling.generative_scoring import GenerativeScoring
+from quire_server.openai.pooling.pooling import Pooling
 from quire_server.openai.pooling.scores import Scores
 from quire_server.openai.responses.responses import Responses
 from quire_server.openai.settings import FrontSettings
@@ -88,6 +89,7 @@ class Application:
             "/v1/load_lora_adapter": {"POST": lora_adapters.load},
             "/v1/unload_lora_adapter": {"POST": lora_adapters.unload},
             "/v1/embeddings": {"POST": embeddings.create},
+            "/pooling": {"POST": Pooling(client, settings).create},
             **{path: {"POST": scores.score} for path in ("/score", "/v1/score")},
             **{path: {"POST": scores.rerank} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
             **{path: {"POST": scores.classify} for path in ("/classify", "/v1/classify")},

@@ -46,6 +46,13 @@ _ENCODER = re.compile(
     r"|New|Gemma3Text|T5Encoder)(Model|For[A-Z]\w*)"
 )
 """Architectures of models for embeddings and scores that are not decoders, beside those of the table of encoders."""
+_HEADS = {
+    "ForSequenceClassification": "score",
+    "ForTokenClassification": "token_score",
+    "ForRewardModel": "reward",
+    "Model": "none",
+}
+"""Maps the end of a name in `architectures` to the head of a decoder. Longer ends come first."""
 _SENTENCE_FILE = "sentence_bert_config.json"
 """sentence-transformers writes the maximum length of a text into this file."""
 _TEXT_TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
@@ -117,12 +124,13 @@ class ModelConfig:
     """Describes how the weights of linear layers are quantized in the checkpoint. None: they are not quantized."""
     eos_token_ids: tuple[int, ...]
     head: str = "lm"
-    """What reads the last hidden state: lm (an output projection), score (the head of a classifier), or none."""
+    """What reads the last hidden state: lm (an output projection), score (the head of a classifier), token_score (the
+    head of a classifier of tokens), reward (the two layers of a reward model), or none."""
     num_nextn_predict_layers: int = 0
     """Number of layers that predict further tokens. They come after the other layers in the checkpoint, and Quire does
     not load them."""
     num_labels: int = 0
-    """Number of labels of a classifier."""
+    """Number of labels of a classifier, 1 for a reward model, and 0 for other models."""
     mla: LatentAttentionConfig | None = None
     """Describes latent attention. Then head_dim is the size of a key, and num_kv_heads is num_heads. None: the model
     has no latent attention."""
@@ -268,7 +276,7 @@ class ModelConfig:
         total = self.num_layers if self.stage is None else self.stage.total_layers
         own = range(self.first_layer, self.first_layer + self.num_layers)
         path = self.architecture_info.layers_path
-        score = ("score.",) if self.head == "score" else ()  # the pooler reads it
+        score = ("score.", "lm_head.") if self.num_labels else ()  # the pooler reads it
         layers = (f"{path}.{layer}." for layer in range(total + self.num_nextn_predict_layers) if layer not in own)
         return (*layers, *score, *self.architecture_info.unused_prefixes)
 
@@ -420,7 +428,8 @@ class ModelConfig:
         if head == "lm":
             return model_config
         # There is no output projection. The embedding takes its place, and nothing reads it.
-        num_labels = _num_labels(config) if head == "score" else 0
+        num_labels = {"none": 0, "reward": 1}.get(head)
+        num_labels = _num_labels(config) if num_labels is None else num_labels
         return replace(model_config, head=head, num_labels=num_labels, tie_word_embeddings=True)
 
     @classmethod
@@ -436,12 +445,12 @@ class ModelConfig:
             )
         reader = _translated_reader(config, row)
         skips_padding = bool(row.learned_position_offset)
-        encoder = EncoderConfig.from_hf_config(reader, encoders.SCORE_NAMES[architecture], skips_padding)
+        encoder = EncoderConfig.from_hf_config(reader, encoders.score_names(architecture, head), skips_padding)
         # There is no output projection. The embedding takes its place, and nothing reads it.
         return replace(
             cls._from_hf_config(reader, architecture, row),
             head=head,
-            num_labels=_num_labels(config) if head == "score" else 0,
+            num_labels=0 if head == "none" else _num_labels(config),
             tie_word_embeddings=True,
             encoder=encoder,
         )
@@ -525,7 +534,7 @@ class ModelConfig:
 
 def _split_head(name: str) -> tuple[str, str]:
     """Return the architecture with an output projection that has the same layers, and the head of `name`."""
-    for suffix, head in (("ForSequenceClassification", "score"), ("Model", "none")):
+    for suffix, head in _HEADS.items():
         if name.endswith(suffix):
             causal = f"{name.removesuffix(suffix)}ForCausalLM"
             return (causal, head) if causal in ARCHITECTURES else (name, "lm")

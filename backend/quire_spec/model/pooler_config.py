@@ -51,7 +51,7 @@ class PoolerConfig:
     """What follows the last hidden states."""
 
     task: str
-    """embed or classify."""
+    """What the model returns: embed, classify, or token_classify. See `tasks`."""
     size: int
     """Number of elements of the vector."""
     pooling: str = "last"
@@ -71,6 +71,11 @@ class PoolerConfig:
     """If the score is the logit of a token, or the logit of the first token minus that of the second one: their texts
     or ids. Otherwise empty."""
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Values of PoolingParams.task that the model supports."""
+        return (self.task,) if self.task == "token_classify" else (self.task, f"token_{self.task}")
+
     @classmethod
     def load(cls, folder: Path, model: ModelConfig, convert: str = "auto", pooling_type: str = "auto") -> Self | None:
         """Read the checkpoint in `folder`; return None if it only generates.
@@ -83,7 +88,7 @@ class PoolerConfig:
         """
         has_modules = (folder / MODULES_FILE).is_file()
         default_pooling = "last" if model.encoder is None else "cls"
-        if model.head == "score":
+        if model.num_labels:
             if convert == "embed":
                 raise ConfigError("convert: must be auto or classify for a classifier, got 'embed'; remove it")
             pooler = cls._classifier(folder, model)
@@ -122,12 +127,14 @@ class PoolerConfig:
     def _classifier(cls, folder: Path, model: ModelConfig) -> Self:
         config = read_json(folder / "config.json")
         labels = config.get("id2label") or {}
+        if model.head == "reward":
+            return cls("classify", model.num_labels, labels=("LABEL_0",))
         problem_type = config.get("problem_type")
         activation = "Sigmoid" if model.num_labels == 1 or problem_type == "multi_label_classification" else "Softmax"
         if model.num_labels > MAX_LABELS:
             raise ConfigError(f"config.json: id2label: must have at most {MAX_LABELS} labels, got {model.num_labels}")
         return cls(
-            "classify",
+            "token_classify" if model.head == "token_score" else "classify",
             model.num_labels,
             "last" if model.encoder is None else model.encoder.score_pooling,
             activation=_score_activation(folder, "Identity" if problem_type == "regression" else activation),

@@ -95,7 +95,8 @@ class ServedModels(msgspec.Struct, frozen=True):
     has_thinking_budget: bool = False
     """Whether requests can set thinking_token_budget."""
     pooling_task: str = ""
-    """What the model returns for requests with `pooling`: embed or classify; empty if it only generates."""
+    """What the model returns for requests with `pooling`: embed, classify or token_classify; empty if it only
+    generates."""
     labels: list[str] = []
     """Names of the classes of a classifier."""
     has_score_template: bool = False

@@ -150,7 +150,7 @@ def test_limits_and_errors_of_encoders(tmp_path):
             LLM(str(folder), dtype="float32", **changes)
     document = json.loads((folder / "config.json").read_text())
     for changes, message in (
-        ({"architectures": ["XLMRobertaForTokenClassification"]}, "is an encoder that is not served; use a decoder"),
+        ({"architectures": ["XLMRobertaForQuestionAnswering"]}, "is an encoder that is not served; use a decoder"),
         ({"pad_token_id": 0}, "pad_token_id: must be 1"),
         ({"is_decoder": True}, "is_decoder: must be False"),
         ({"model_type": "bert"}, "model_type of architecture 'XLMRobertaModel' must be 'xlm-roberta', got 'bert'"),

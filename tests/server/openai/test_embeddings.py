@@ -65,6 +65,33 @@ def test_base64_contains_the_same_numbers(front):
     assert list(struct.unpack("<64f", base64.b64decode(encoded))) == plain
 
 
+def test_vectors_of_tokens(front, model):
+    whole = front.request("/pooling", {"input": TEXTS[0]}).body["data"]
+    _assert_close(whole[0]["data"], embed(model, _tokens(model, TEXTS[0])))
+    bodies = [
+        front.request(
+            "/pooling", {"input": TEXTS, "task": "token_embed", "dimensions": 16, "encoding_format": name}
+        ).body
+        for name in ("float", "base64")
+    ]
+    for text, entry, encoded in zip(TEXTS, bodies[0]["data"], bodies[1]["data"], strict=True):
+        tokens = _tokens(model, text)
+        assert entry["object"] == "pooling" and len(entry["data"]) == len(tokens)
+        for end, vector in enumerate(entry["data"], 1):
+            expected = embed(model, tokens[:end])[:16]
+            _assert_close(vector, expected / expected.norm())
+        numbers = struct.unpack(f"<{16 * len(tokens)}f", base64.b64decode(encoded["data"]))
+        assert list(numbers) == [number for vector in entry["data"] for number in vector]
+    for body, message in (
+        ({"task": "token_classify"}, "model: returns embeddings, and not classes of tokens; use"),
+        ({"task": "plugin"}, "task"),
+        ({"encoding_format": "bytes"}, "encoding_format"),
+        ({"messages": []}, "messages: is not supported by this route"),
+    ):
+        answer = front.request("/pooling", {"input": "a", **body})
+        assert answer.status == 400 and message in answer.body["error"]["message"], answer
+
+
 def test_a_vector_that_is_not_normalized(front, model):
     """`normalize` is the former name of the field in vLLM."""
     for name in ("use_activation", "normalize"):

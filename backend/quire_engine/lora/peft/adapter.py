@@ -277,13 +277,13 @@ def _read_score(
         return tensor
 
     size, has_own = shape.embedding_size, "weight" in names
-    if not names or (shape.head != "score" and not has_own):
+    if not names or (not shape.num_labels and not has_own):
         return None  # the layer after the first token is not part of an embedding
     num_labels = shape.num_labels
     if has_own:
         num_labels = min(max(next(iter(file.get_slice(names["weight"]).get_shape()), 1), 1), MAX_LABELS)
     if shape.encoder is None:
-        return ScoreHead(read("weight", num_labels, size))
+        return ScoreHead(read("weight", num_labels, size), read("bias", num_labels) if "bias" in names else None)
     assert checkpoint is not None
     head = ScoreHead.load(checkpoint, shape)
     if has_own:
@@ -297,7 +297,8 @@ def _read_score(
     if {"dense.A", "dense.B"} & names.keys():
         if not {"dense.A", "dense.B"} <= names.keys() or config.use_dora:
             raise InvalidArgument("the layer before the head needs lora_A and lora_B, without use_dora")
-        assert shape.encoder is not None and head.dense is not None
+        if head.dense is None:
+            raise InvalidArgument(f"tensor {min(names.values())!r}: this model has no layer before its head")
         name = shape.encoder.score.dense
         rank = config.rank(name)
         update = config.scale(name) * read("dense.B", size, rank) @ read("dense.A", rank, size)

@@ -118,7 +118,8 @@ class AdapterTensors:
                     raise InvalidArgument(f"tensors {score[part]!r} and {tensor_name!r}: an adapter has only one head")
                 score[part] = tensor_name
                 continue
-            if match is not None and shape.encoder and name in _SCORE_PARTS and match["bias"]:
+            has_bias = shape.encoder is not None or shape.head == "token_score"
+            if match is not None and has_bias and name in _SCORE_PARTS and match["bias"]:
                 score[f"{_SCORE_PARTS[name]}bias"] = tensor_name
                 continue
             if match is not None and name in dense and match["half"]:

@@ -18,7 +18,7 @@ from quire_server.openai.request_fields import BOOKKEEPING_FIELDS, check_cache_s
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_spec.dataclass_json import without_zero_fraction
-from quire_spec.engine.pooling_params import PoolingParams
+from quire_spec.engine.pooling_params import MAX_POOLED_BYTES, PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument, truncated_repr
 from quire_spec.protocol.messages import GenerateRequest, OutputDelta
@@ -116,7 +116,11 @@ class PoolingRequest:
         self._session = http_request.session_id or user or http_request.request_id
 
     async def vectors(self, client: TextClient, prompts: Sequence[Prompt], pooling: PoolingParams) -> list[bytes]:
-        """Return the vector of each prompt: float32 numbers in little-endian order.
+        """Return the vector of each prompt: float32 numbers in little-endian order. Raises the errors of `pooled`."""
+        return [delta.pooled or b"" for delta in await self.pooled(client, prompts, pooling)]
+
+    async def pooled(self, client: TextClient, prompts: Sequence[Prompt], pooling: PoolingParams) -> list[OutputDelta]:
+        """Return the final delta of each prompt, whose `pooled` has float32 numbers in little-endian order.
 
         Raises:
             ApiError: one of the requests failed.
@@ -126,8 +130,7 @@ class PoolingRequest:
             params = SamplingParams.checked(max_tokens=1, truncation_side=self._fields.truncation_side, **truncation)
         except InvalidArgument as error:
             raise ApiError(400, str(error).removeprefix("sampling parameter ")) from None
-        deltas = await self.run(client, prompts, params, pooling)
-        return [delta.pooled or b"" for delta in deltas]
+        return await self.run(client, prompts, params, pooling)
 
     async def run(
         self, client: TextClient, prompts: Sequence[Prompt], params: SamplingParams, pooling: PoolingParams | None
@@ -135,15 +138,25 @@ class PoolingRequest:
         """Return the final delta of each prompt. Without `pooling`, the prompts are continued.
 
         Raises:
-            ApiError: one of the requests failed.
+            ApiError: one of the requests failed, or tokens have too many vectors.
         """
         results: list[OutputDelta] = []
+        num_bytes = 0
         for start in range(0, len(prompts), _MAX_OPEN):
             requests = [self._engine_request(client, p, params, pooling) for p in prompts[start : start + _MAX_OPEN]]
             found: dict[int, OutputDelta] = {}
             with OutputStream(client, requests) as stream:
                 while not stream.is_complete:
-                    found |= dict(await stream.next(_WAIT_S))
+                    new = await stream.next(_WAIT_S)
+                    num_bytes += sum(len(delta.pooled or b"") for _, delta in new)
+                    if pooling is not None and pooling.is_by_token and num_bytes > MAX_POOLED_BYTES:
+                        raise ApiError(
+                            400,
+                            f"input: the vectors of the tokens of {len(prompts)} texts have more than "
+                            f"{MAX_POOLED_BYTES // 2**20} MiB in float32; send fewer texts in a request",
+                            "input",
+                        )
+                    found |= dict(new)
             results += [found[index] for index in range(len(requests))]
         self.num_input_tokens += sum(delta.num_input_tokens for delta in results)
         self.num_cached_tokens += sum(delta.num_cached_tokens for delta in results)

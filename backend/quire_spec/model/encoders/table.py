@@ -9,7 +9,12 @@ from quire_spec.model.architectures import WHOLE_PATH_LINEARS, Architecture
 from quire_spec.model.encoders.encoder_config import ScoreNames
 from quire_spec.model.hf_config import HFConfigReader
 
-HEADS: Mapping[str, str] = {"Model": "none", "ForMaskedLM": "none", "ForSequenceClassification": "score"}
+HEADS: Mapping[str, str] = {
+    "Model": "none",
+    "ForMaskedLM": "none",
+    "ForSequenceClassification": "score",
+    "ForTokenClassification": "token_score",
+}
 """Maps the end of a name in `architectures` to ModelConfig.head. The output projection of a masked language model is
 not used."""
 _BERT_LINEARS = {
@@ -189,6 +194,13 @@ SCORE_NAMES: Mapping[str, ScoreNames] = {
     "ModernBertModel": ScoreNames("classifier", "head.dense", "head.norm"),
 }
 """For each encoder, the names of the tensors of a classifier's head."""
+
+
+def score_names(architecture: str, head: str) -> ScoreNames:
+    """Return the names of the tensors of a classifier's head. `head` is ModelConfig.head."""
+    if head == "token_score" and architecture != "ModernBertModel":
+        return ScoreNames("classifier")
+    return SCORE_NAMES[architecture]
 
 
 def split_name(name: str) -> tuple[str, str] | None:
