@@ -147,6 +147,21 @@ def test_outputs_are_right_whatever_a_peer_sends(
             assert set(errors) == {reasons[fault]}
 
 
+def test_a_peer_that_hangs_delays_no_read_of_another_one(folder: Path, key_file: Path) -> None:
+    holder, reader = (create(folder, key_file) for _ in range(2))
+    expected = serve(holder)
+    with peer(holder, key_file) as server, Relay(server.address, "hang") as relay:
+        for number, source in enumerate((relay.address, server.address, server.address)):
+            reader.add(SequenceRequest(number, [*PREFIXES[number], 5], PARAMS, kv_source=source))
+        outputs: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        while not len(outputs[1]) == len(outputs[2]) == PARAMS.max_tokens:
+            for result in reader.step().results:
+                outputs[result.id] += result.token_ids
+        assert [outputs[1], outputs[2]] == expected[1:] and outputs[0] == []
+        assert reader.stats().num_peer_read_blocks == 14 and not reader.stats().peer_errors
+        reader.abort([0])
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"G" * 5000, b"QKVP" + b"\xff" * 12, b"QKVP" + struct.pack("<I", 40) + b"\xc1" * 40]
 )
