@@ -150,7 +150,12 @@ class Engine:
         # Results of sequences that failed outside a step. The next step() returns them.
         self._failed_results: list[SequenceDelta] = []
         self._step_executor = StepExecutor(
-            self._scheduler, runner, config.uses_async_scheduling, clock, self._load_slots
+            self._scheduler,
+            runner,
+            config.uses_async_scheduling,
+            clock,
+            self._load_slots,
+            config.max_steps_in_flight,
         )
 
     @classmethod
@@ -212,7 +217,8 @@ class Engine:
         self._discard_evicted_copies()
 
     def step(self) -> StepResult:
-        """Run at most one step. With async scheduling, launch the next step before waiting for this one.
+        """Run at most one step. With async scheduling or pipeline stages, launch the next step before waiting for this
+        one.
 
         Returns:
             New tokens, and the sequences that failed since the last call.

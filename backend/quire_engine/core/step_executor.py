@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step executor: plans the steps of an engine, and runs them on the model runner one at a time or asynchronously.
 
-With async scheduling, each step is launched while the previous one is in flight. The engine owns the step executor and
+With async scheduling, each step is launched while the previous one is in flight. With pipeline stages, as many steps
+are in flight as there are stages. The engine owns the step executor and
 calls it from one thread. A device error ends the sequences of the step, but not the engine.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
@@ -33,6 +35,7 @@ class StepExecutor:
         async_scheduling: bool,
         clock: Callable[[], float],
         load_slots: Callable[[], bool],
+        max_in_flight: int = 1,
     ) -> None:
         """Create an executor.
 
@@ -43,23 +46,28 @@ class StepExecutor:
             clock: monotonic seconds.
             load_slots: starts to copy adapters into slots. It returns whether further sequences can run because of
                 this.
+            max_in_flight: number of steps in flight without async scheduling.
         """
         self._scheduler = scheduler
         self._runner = runner
         self.async_scheduling = async_scheduling
         self._clock = clock
         self._load_slots = load_slots
-        # The step that was launched while the previous one was in flight.
-        self._in_flight: InFlightStep | None = None
+        self._max_in_flight = max_in_flight
+        # The steps that were launched while an earlier one was in flight.
+        self._in_flight: deque[InFlightStep] = deque()
         self._started: list[StartedSequence] = []
 
     def step(self) -> list[SequenceDelta]:
-        """Run at most one step. With async scheduling, launch the next step before waiting for this one.
+        """Run at most one step. With async scheduling or pipeline stages, launch the next step before waiting for this
+        one.
 
         Raises:
             RunnerLost: no step can run any more.
         """
-        return self._step_async() if self.async_scheduling else self._step_sync()
+        if self.async_scheduling:
+            return self._step_async()
+        return self._step_sync() if self._max_in_flight == 1 else self._step_staged()
 
     def pop_started(self) -> list[StartedSequence]:
         """Return the sequences whose first step ended after the previous call of this method."""
@@ -71,10 +79,20 @@ class StepExecutor:
         plan = self._plan_step()
         return [] if plan is None else self._complete(InFlightStep(plan, lambda: self._runner.execute(plan)))
 
+    def _step_staged(self) -> list[SequenceDelta]:
+        """Launch steps until all stages have one, then complete the earliest step."""
+        while len(self._in_flight) < self._max_in_flight:
+            step = self._launch(self._plan_step() if not self._in_flight else self._plan_beside())
+            if step is None:
+                break
+            self._in_flight.append(step)
+            if step.launch_failed:
+                break
+        return self._complete(self._in_flight.popleft()) if self._in_flight else []
+
     def _step_async(self) -> list[SequenceDelta]:
         """Launch the next step, then complete the one in flight."""
-        step = self._in_flight or self._sample_tokens(self._launch(self._plan_step()))
-        self._in_flight = None
+        step = self._in_flight.popleft() if self._in_flight else self._sample_tokens(self._launch(self._plan_step()))
         if step is None:
             return []
         if not step.launch_failed:
@@ -83,12 +101,14 @@ class StepExecutor:
                 self._load_slots()
             except BaseException as error:  # Control-C
                 if next_plan is not None:
-                    self._in_flight = InFlightStep(next_plan, partial(_raise, error), launch_failed=True)
+                    self._in_flight.append(InFlightStep(next_plan, partial(_raise, error), launch_failed=True))
                 self._fail_step(step)
                 raise
-            self._in_flight = self._launch(next_plan)
+            if (next_step := self._launch(next_plan)) is not None:
+                self._in_flight.append(next_step)
         results = self._complete(step)
-        self._in_flight = self._sample_tokens(self._in_flight)
+        if (next_step := self._sample_tokens(self._in_flight.popleft() if self._in_flight else None)) is not None:
+            self._in_flight.append(next_step)
         return results
 
     def _plan_step(self) -> StepPlan | None:
@@ -100,6 +120,10 @@ class StepExecutor:
                 self._scheduler.fail_step(plan)
             raise
         return self._scheduler.schedule(self._clock()) if slots_loaded and plan is None else plan
+
+    def _plan_beside(self) -> StepPlan | None:
+        self._load_slots()
+        return self._scheduler.schedule_beside(self._clock())
 
     def _launch(self, plan: StepPlan | None) -> InFlightStep | None:
         """Launch a step. If the launch fails, the exception is stored. It is raised when the step is completed.
@@ -148,10 +172,10 @@ class StepExecutor:
         ]
 
     def _fail_step(self, step: InFlightStep) -> list[Sequence]:
-        """Finish the sequences of a failed step and the sequences of the step that was launched after it."""
+        """Finish the sequences of a failed step and the sequences of the steps that were launched after it."""
         sequences = self._scheduler.fail_step(step.plan)
-        next_step, self._in_flight = self._in_flight, None
-        if next_step is not None:
+        while self._in_flight:
+            next_step = self._in_flight.popleft()
             self._started += next_step.plan.started
             try:
                 next_step.get_outputs()

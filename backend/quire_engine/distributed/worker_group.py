@@ -177,6 +177,7 @@ class WorkerGroup:
 
         The method raises the same errors as `broadcast_step`.
         """
+        self._raise_if_lost()
         with self._abort_all_on_error():
             result = get_result()
         # If a rank is lost, the device stops waiting for it and the result is undefined.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps in flight: steps that are planned but not complete.
 
-There are at most two such steps with async scheduling, and at most one without it. The scheduler owns them. A finished
+There are at most two such steps with async scheduling, as many as stages with pipeline stages, and otherwise at most
+one. The scheduler owns them. A finished
 sequence keeps its blocks and its adapter slot while one of these steps contains it.
 """
 
@@ -11,7 +12,7 @@ from quire_engine.step.plan import StepPlan
 
 class InFlightSteps:
     """The plans of the steps in flight, and the finished sequences that these steps still contain. The plan of the
-    earlier step comes first.
+    earliest step comes first.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class InFlightSteps:
         return plan
 
     def complete(self, plan: StepPlan) -> None:
-        """Remove the earlier step in flight."""
+        """Remove the earliest step in flight."""
         assert plan is self.plans[0]
         del self.plans[0]
 

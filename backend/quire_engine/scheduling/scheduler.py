@@ -6,8 +6,9 @@ deterministic: the caller passes the time, `kv_cache` chooses the block ids, and
 slots.
 
 The step executor calls schedule(), runs the plan, and calls update_from_step() or fail_step(). Between these calls it
-can call schedule_async() once. After schedule_async(), two steps are in flight. The step that was planned first also
-completes first. The engine can call add() and abort() between any two of these calls.
+can call schedule_async() once, or with pipeline stages, schedule_beside() several times. Several steps are then in
+flight. The step that was planned first also completes first. The engine can call add() and abort() between any two of
+these calls.
 """
 
 import sys
@@ -125,6 +126,10 @@ class Scheduler:
     the step in flight is complete. A sequence that is aborted, or that turns out to
     be finished, keeps its blocks and its adapter slot until no step in flight contains it.
 
+    Pipeline stages. So that all stages compute, several steps are in flight. A sequence is in at most one of them that
+    reaches its end, but chunks of its prompt can follow each other. Each step has an equal part of the decoding
+    sequences. As with async scheduling, such plans never preempt a sequence.
+
     Raises:
         ConfigError: the pool is smaller than one sequence of `max_model_len` tokens, or speculative decoding is set for
             a model with long rope.
@@ -178,10 +183,10 @@ class Scheduler:
         self._in_flight = InFlightSteps()
         # The step in flight whose sequences already contain placeholders for the tokens that it samples.
         self._placeholder_plan: StepPlan | None = None
-        # Whether schedule_async() is planning a step.
+        # Whether a step is being planned while another one is in flight.
         self._planning_async = False
-        # While this is set, schedule_async() plans nothing until the next schedule(), which can start a waiting
-        # sequence.
+        # While this is set, no step is planned while another one is in flight, until the next schedule(),
+        # which can start a waiting sequence.
         self._async_deferred = False
         self.waiting_for_adapters = False
         """True if the last schedule() found nothing to run, and nothing has changed since."""
@@ -294,9 +299,44 @@ class Scheduler:
         """
         assert not self._in_flight, "schedule() was called before update_from_step() or fail_step()"
         self._async_deferred = False
-        plan = self._plan_step(self._running.snapshot(), now)
+        sequences = self._running.snapshot()
+        plan = self._plan_step(sequences, now, self._max_decodes(sequences))
         self.waiting_for_adapters = plan is None
         return plan
+
+    def schedule_beside(self, now: float) -> StepPlan | None:
+        """Plan a step of sequences whose next tokens do not depend on the steps in flight; return None if there are
+        none, or if a step in flight must complete first.
+
+        A step in flight must complete first if a block is missing, or if a waiting sequence can start only by a
+        preemption.
+        """
+        if self._async_deferred:
+            return None
+        busy = set()
+        for span in (span for plan in self._in_flight.plans for span in plan.spans):
+            sequence = span.sequence
+            if span.end >= sequence.num_tokens or sequence.requires_host_tokens:
+                busy.add(sequence)
+            elif sequence.status is not SequenceStatus.FINISHED:
+                sequence.num_computed_tokens = span.end
+        sequences = [sequence for sequence in self._running if sequence not in busy]
+        max_decodes = self._max_decodes(self._running)
+        decodes = [s for s in sequences if s.num_tokens - s.num_computed_tokens == 1][:max_decodes]
+        num_lacking = sum(map(self.block_manager.needs_block, decodes))
+        if num_lacking * self.block_manager.num_groups > self._block_pool.num_free:
+            return None
+        self._planning_async = True
+        plan = self._plan_step(sequences, now, max_decodes)
+        self._planning_async = False
+        return plan
+
+    def _max_decodes(self, running: Iterable[Sequence]) -> int:
+        """Return how many sequences can decode in a step, so that all steps in flight have equal parts."""
+        num_steps = self._config.max_steps_in_flight
+        if num_steps == 1:
+            return sys.maxsize
+        return -(-sum(s.num_tokens - s.num_computed_tokens == 1 for s in running) // num_steps)
 
     def schedule_async(self, now: float) -> StepPlan | None:
         """Plan the next step as if the step in flight were complete; return None if the step in flight must complete
@@ -320,13 +360,14 @@ class Scheduler:
         self._planning_async = False
         return plan
 
-    def _plan_step(self, sequences: list[Sequence], now: float) -> StepPlan | None:
-        """Plan a step. `sequences` are the running sequences that continue."""
+    def _plan_step(self, sequences: list[Sequence], now: float, max_decodes: int = sys.maxsize) -> StepPlan | None:
+        """Plan a step. `sequences` are the running sequences that continue. Of these, about `max_decodes` decode; a
+        group of beams is not divided."""
         self._adapter_registry.begin_step(now)
         if self.store_traffic is not None:
             self.store_traffic.poll()
         builder = StepPlanBuilder(self._config.max_num_batched_tokens, copy_budget=self._max_copies)
-        self._schedule_prefills(builder, self._schedule_decodes(sequences, builder), now)
+        self._schedule_prefills(builder, self._schedule_decodes(sequences, builder, max_decodes), now)
         if not (builder.decodes or builder.prefills):
             restoring = next((sequence for sequence in self._running if sequence.host_blocks), None)
             if restoring is None:
@@ -340,7 +381,7 @@ class Scheduler:
         return self._in_flight.add(builder.build())
 
     def update_from_step(self, plan: StepPlan, span_outputs: list[SpanOutput]) -> list[tuple[Sequence, SpanOutput]]:
-        """Apply the outputs of the earlier step in flight. Return each sequence that has new tokens or was pooled,
+        """Apply the outputs of the earliest step in flight. Return each sequence that has new tokens or was pooled,
         together with its output."""
         assert len(span_outputs) == len(plan.spans)
         self._complete_step(plan, step_failed=False)
@@ -429,10 +470,10 @@ class Scheduler:
             self.prefix_cache.cache_full_blocks(span.sequence)
 
     def fail_step(self, plan: StepPlan) -> list[Sequence]:
-        """Finish and return the sequences of a failed step, which must be the earlier step in flight.
+        """Finish and return the sequences of a failed step, which must be the earliest step in flight.
 
-        Blocks computed by earlier steps stay valid. If another step was planned in the meantime, the caller must fail
-        that step too.
+        Blocks computed by earlier steps stay valid. If other steps were planned in the meantime, the caller must fail
+        them too, in their order.
         """
         self._complete_step(plan, step_failed=True)
         sequences = dict.fromkeys([*(span.sequence for span in plan.spans), *plan.restoring])
@@ -500,7 +541,9 @@ class Scheduler:
             Counter(s.adapter_digest for s in block_holders if s.adapter_digest is not None),
         )
 
-    def _schedule_decodes(self, sequences: list[Sequence], builder: StepPlanBuilder) -> list[Sequence]:
+    def _schedule_decodes(
+        self, sequences: list[Sequence], builder: StepPlanBuilder, max_decodes: int
+    ) -> list[Sequence]:
         """Plan the decoding sequences among `sequences`, and return the sequences that have partial prefills.
 
         The most urgent sequences are planned first, so a sequence that is preempted here has no span yet.
@@ -511,6 +554,8 @@ class Scheduler:
                 break
             if sequence.num_tokens - sequence.num_computed_tokens > 1:
                 partial_prefills.append(sequence)
+            elif len(builder.decodes) >= max_decodes:
+                continue
             elif (group := sequence.beam_group) is not None:
                 # The beams of a group are adjacent in the running queue; the best beam represents the group.
                 if sequence is group.sequences[0] and group.can_decode:
@@ -727,7 +772,7 @@ class Scheduler:
         victims = self._capacity.preemption_victims(sequence, prefix, builder)
         if victims is None:
             return False
-        if self._planning_async and (victims or sequence.requires_host_tokens):
+        if self._planning_async and (victims or (self._config.uses_async_scheduling and sequence.requires_host_tokens)):
             self._async_deferred = True
             return False
         # The blocks of the victims are swapped out, which must not evict what the sequence restores.
@@ -817,7 +862,7 @@ class Scheduler:
         self.waiting_for_adapters = False
 
     def _complete_step(self, plan: StepPlan, step_failed: bool) -> None:
-        """Remove the earlier step in flight."""
+        """Remove the earliest step in flight."""
         self._in_flight.complete(plan)
         self.num_steps += 1
         self.num_step_tokens += sum(span.length for span in plan.spans)

@@ -107,9 +107,13 @@ class EngineConfig:
 
     Each stage has `tensor_parallel_size` ranks. On GPUs, each rank uses its own GPU. On a CPU, each rank is a process,
     and the ranks share the CPU cores. A setting in bytes applies to each rank separately. The first stage also has the
-    embedding and the output projection, and samples the tokens. One step is in flight at a time, so stages save memory
-    and not time.
+    embedding and the output projection, and samples the tokens.
     """
+
+    pipeline_micro_batches: int | None = None
+    """Number of steps that are in flight with several pipeline stages, so that all stages compute at the same time.
+    Each has an equal part of the decoding sequences. None: as many as there are stages. 1: a step begins when the
+    previous one is complete."""
 
     data_parallel_size: int = 1
     """Number of cores: copies of the model that serve one queue, all in one pod.
@@ -298,6 +302,11 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def max_steps_in_flight(self) -> int:
+        """Largest number of steps in flight without async scheduling."""
+        return self.pipeline_parallel_size if self.pipeline_micro_batches is None else self.pipeline_micro_batches
+
+    @property
     def num_ranks(self) -> int:
         """Number of ranks of all cores together. On a CPU, they share the CPU cores and the memory."""
         return self.ranks_per_core * self.data_parallel_size
@@ -440,8 +449,8 @@ class EngineConfig:
         size = f"pipeline_parallel_size {self.pipeline_parallel_size}"
         if self.async_scheduling:
             raise ConfigError(
-                f"async_scheduling: must not be true with {size}, because the next step is planned when the last "
-                "stage has computed this one; remove it"
+                f"async_scheduling: must not be true with {size}, because stages already have several steps in "
+                "flight; remove it"
             )
         if self.has_drafter:
             raise ConfigError(
@@ -489,6 +498,11 @@ class EngineConfig:
             raise ConfigError(
                 f"pipeline_parallel_size: must be from 1 to {capabilities.MAX_PIPELINE_PARALLEL_SIZE}, got "
                 f"{self.pipeline_parallel_size}"
+            )
+        if not 1 <= self.max_steps_in_flight <= self.pipeline_parallel_size:
+            raise ConfigError(
+                f"pipeline_micro_batches: must be from 1 to pipeline_parallel_size, {self.pipeline_parallel_size}, got "
+                f"{self.pipeline_micro_batches}"
             )
         if not 1 <= self.data_parallel_size <= capabilities.MAX_DATA_PARALLEL_SIZE:
             raise ConfigError(

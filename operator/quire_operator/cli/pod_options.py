@@ -170,6 +170,12 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "share the CPU cores (default: 1)",
     ),
     (
+        "--pipeline-micro-batches",
+        "engine.pipeline_micro_batches",
+        {"type": parse_count, "metavar": "N"},
+        "number of steps that are in flight with pipeline stages; 1 turns this off (default: one for each stage)",
+    ),
+    (
         "--language-model-only",
         "engine.language_model_only",
         _FLAG,

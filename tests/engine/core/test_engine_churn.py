@@ -148,13 +148,18 @@ def expected_tokens(request: SequenceRequest) -> list[int]:
     return expected_output(request.prompt_token_ids, num, request.adapter_digest, frozenset({EOS}))
 
 
-@pytest.mark.parametrize(("caching", "overlap"), [(True, True), (False, False)])
-def test_thousands_of_requests_leak_nothing(caching: bool, overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("caching", "overlap"),
+    [(True, {"async_scheduling": True}), (False, {"async_scheduling": False}), (True, {"pipeline_parallel_size": 3})],
+)
+def test_thousands_of_requests_leak_nothing(
+    caching: bool, overlap: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     # Otherwise hundreds of failed steps would log a traceback each.
     caplog.set_level(logging.CRITICAL, "quire_engine.core.step_executor")
     rng = random.Random(11)
     # Few host blocks, and little gain for short sequences: some are swapped, others are computed again.
-    options = {"enable_prefix_caching": caching, "async_scheduling": overlap, "scheduling_policy": "priority"}
+    options = {"enable_prefix_caching": caching, "scheduling_policy": "priority"} | overlap
     harness = EngineHarness(14, rng, SwapCosts(9, 4.0, 1.0), **options)
     engine, digests = harness.engine, [f"sha256:{i}" for i in range(12)]
     reads: list[str] = []
@@ -197,7 +202,10 @@ def test_thousands_of_requests_leak_nothing(caching: bool, overlap: bool, caplog
                 assert "all 2 slots are pinned" in str(error)
 
     harness.runner.step_hook = lambda: change_requests(rng.randint(0, 1))
-    while harness.num_added < 4_000:
+    num_requests, min_copies, min_compared = (
+        (2_000, 10, 350) if "pipeline_parallel_size" in overlap else (4_000, 40, 1_400)
+    )
+    while harness.num_added < num_requests:
         change_requests(rng.randint(0, 3) if len(harness.open_requests) < 60 else 0)
         change_adapters()
         reads += [digest for digest, _ in engine.pop_adapter_reads()]
@@ -223,13 +231,14 @@ def test_thousands_of_requests_leak_nothing(caching: bool, overlap: bool, caplog
     stats = engine.stats()
     assert stats.num_used_blocks == 0
     assert stats.num_used_host_blocks == 0
-    assert stats.num_swapped_in_blocks > 40 and stats.num_block_copies > 40
+    assert stats.num_swapped_in_blocks > 40 and stats.num_block_copies > min_copies
     assert stats.num_preemptions > 40 and stats.num_adapter_evictions > 40
     assert len(harness.started_ids) == len(set(harness.started_ids))
     ends = list(harness.ends.values())
     assert {"stop", "length", "INTERNAL", "UNAVAILABLE"} == set(ends)
-    # Aborts and failures are rare, so most outputs were compared.
-    assert ends.count("length") + ends.count("stop") > 1400
+    # Aborts and failures are rare, so most outputs were compared. With stages, a failure ends the sequences of three
+    # steps, of which there are more.
+    assert ends.count("length") + ends.count("stop") > min_compared
     assert set(harness.runner.host_adapters) == {d for d, state in engine.adapter_states().items() if state != "disk"}
     for digest in digests:
         engine.remove_adapter(digest)
@@ -241,6 +250,32 @@ def test_thousands_of_requests_leak_nothing(caching: bool, overlap: bool, caplog
         harness.add([0] * 40, max_tokens=8)
         harness.drain()
     assert engine.stats().prefix_cache_hits - hits_before == (39 if caching else 0)
+
+
+def test_steps_of_a_pipeline_have_equal_parts_of_the_decoding_sequences() -> None:
+    """Chunks of a prompt follow each other in the steps in flight. A sequence decodes in one of three steps."""
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "num_blocks": 90}
+    harness = EngineHarness(**sizes, pipeline_parallel_size=3)
+    batches = harness.runner.batches
+    harness.add([1] * 60, max_tokens=24)
+    harness.step()
+    assert batches == [[(0, 0, 16)], [(0, 16, 16)], [(0, 32, 16)]]
+    for i in range(1, 8):
+        harness.add([i] * 3, max_tokens=24)
+    while len(batches) < 12:
+        harness.step()
+    for first in range(9, 21):
+        harness.step()
+        steps = batches[first : first + 3]
+        assert sorted(map(len, steps)) == [2, 3, 3]
+        assert {span[0] for step in steps for span in step} == set(range(8))
+    harness.drain()
+    # One step is in flight at a time.
+    alone = EngineHarness(**sizes, pipeline_parallel_size=3, pipeline_micro_batches=1)
+    alone.add([1] * 60, max_tokens=24)
+    alone.step()
+    assert alone.runner.batches == [[(0, 0, 16)]]
+    alone.drain()
 
 
 def test_rejects_invalid_requests_without_side_effects() -> None:
@@ -280,13 +315,12 @@ def test_failed_step_also_fails_the_step_launched_after_it() -> None:
     ids = [harness.add([i] * 5, max_tokens=9) for i in (3, 4)]
     harness.step()
     ids.append(harness.add([6] * 5, max_tokens=9))
-    in_flight_step = harness.engine._step_executor._in_flight
-    assert in_flight_step is not None
+    [in_flight_step] = harness.engine._step_executor._in_flight
 
     def raise_memory_error() -> list[SpanOutput]:
         raise MemoryError("out of memory")
 
-    harness.engine._step_executor._in_flight = replace(in_flight_step, get_outputs=raise_memory_error)
+    harness.engine._step_executor._in_flight[0] = replace(in_flight_step, get_outputs=raise_memory_error)
     assert [(r.id, r.error_code) for r in harness.engine.step().results] == [(i, "INTERNAL") for i in ids]
     assert not harness.engine.has_work and harness.engine.stats().num_used_blocks == 0
     harness.engine.check_integrity()

@@ -205,7 +205,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
     return models
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", [*range(14), 18, 19])
 def test_outputs_equal_those_of_each_request_alone(models, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     folder, adapters = models[NAMES[seed % len(NAMES)]]
@@ -221,27 +221,30 @@ def test_outputs_equal_those_of_each_request_alone(models, seed: int, monkeypatc
     ]
     expected = harness.run_alone(timed_requests)
     block_size = rng.choice([8, 16])
-    tp_size = rng.choice([2, 4]) if seed >= 12 else 1
+    tp_size = rng.choice([2, 4]) if seed in (12, 13) else 1
+    pp_size = 2 if seed > 13 else 1
     bytes_per_block = kv_block_bytes(
         TensorParallelShard(ModelConfig.load(folder), 0, tp_size).local_config,
         block_size,
         *((1, 4) if is_int8 else (4, 0)),
     )
+    bytes_per_block //= pp_size  # each stage has one of two layers
     fields: dict[str, Any] = {
         "tensor_parallel_size": tp_size,
+        "pipeline_parallel_size": pp_size,
         "block_size": block_size,
         # Enough for one sequence, and little more.
         "kv_cache_memory_bytes": (96 // block_size + rng.randint(0, 4)) * bytes_per_block,
         "max_num_seqs": rng.choice([1, 4, 8]),
         "max_num_batched_tokens": rng.choice([8, 24, 60]),
         "enable_prefix_caching": rng.random() < 0.7,
-        "async_scheduling": rng.random() < 0.6,
+        "async_scheduling": rng.random() < 0.6 and pp_size == 1,
         "scheduling_policy": policy,
         "swap_space": rng.choice([0, 3.5, 20.5]) * bytes_per_block / 2**30,
     }
     if fields["enable_prefix_caching"]:
         # For all ranks together.
-        fields["kv_offloading_size"] = rng.choice([0, 8.5, 40.5]) * tp_size * bytes_per_block / 2**30
+        fields["kv_offloading_size"] = rng.choice([0, 8.5, 40.5]) * tp_size * pp_size * bytes_per_block / 2**30
     if harness.adapters:
         fields |= {"enable_lora": True, "max_loras": rng.choice([1, 2]), "max_cpu_loras": 2}
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
@@ -253,7 +256,8 @@ def test_outputs_equal_those_of_each_request_alone(models, seed: int, monkeypatc
             _assert_equal(running_request.to_request_output(None, None), expected[i].to_request_output(None, None))
     stats = engine.stats()
     assert stats.num_used_blocks == stats.num_used_host_blocks == 0
-    assert all(capture.replayed for capture in captures) and len(captures) == (tp_size if seed % 2 == 0 else 0)
+    assert all(capture.replayed for capture in captures)
+    assert len(captures) == (tp_size if seed % 2 == 0 and pp_size == 1 else 0)
 
 
 def _assert_equal(actual: RequestOutput, expected: RequestOutput) -> None:

@@ -56,8 +56,10 @@ def split_stages(model_config: ModelConfig, size: int, quantization: str | None 
         return [model_config]
     scheme = model_config.quantization
     percent = _FORMAT_PERCENT.get(quantization or "", 100) if scheme is None else scheme.memory_percent
+    # The KV cache of a layer is assumed to need as much memory as its weights.
     layers = [
-        layer_bytes(model_config, layer, _ELEMENT_BYTES) * percent // 100 for layer in range(model_config.num_layers)
+        2 * layer_bytes(model_config, layer, _ELEMENT_BYTES) * percent // 100
+        for layer in range(model_config.num_layers)
     ]
     all_layers = sum(layer_bytes(model_config, layer, _ELEMENT_BYTES) for layer in range(model_config.num_layers))
     outer = weights_bytes(model_config, _ELEMENT_BYTES) - all_layers
