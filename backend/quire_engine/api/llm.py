@@ -211,7 +211,9 @@ class LLM:
         params = pooling_params or PoolingParams()
         params = structs.replace(params, task=pooling_task or params.task)
         outputs = self._pool(prompts, use_tqdm, params, lora_request)
-        rows = [len(output.prompt_token_ids) if params.is_by_token else 0 for output in outputs]
+        step, by_token = self._processor.limits.step_token_id, params.is_by_token
+        ids = [output.prompt_token_ids if by_token else [] for output in outputs]
+        rows = [len(tokens) if step is None else tokens.count(step) for tokens in ids]
         return [output.with_outputs(partial(_to_output, num_rows=n)) for output, n in zip(outputs, rows, strict=True)]
 
     def score(

@@ -63,6 +63,8 @@ class RequestLimits:
     """Number of cores."""
     pooler: PoolerConfig | None = None
     """What the model returns for requests with `pooling`; None if it only generates."""
+    step_token_id: int | None = None
+    """The token of PoolerConfig.step_token; None if all tokens have a vector."""
     is_encoder: bool = False
     """Whether the model is an encoder, whose tokenizer joins the texts of a pair."""
     has_score_template: bool = False
@@ -110,6 +112,9 @@ class RequestLimits:
             max_logprobs=config.max_logprobs,
             data_parallel_size=config.data_parallel_size,
             pooler=pooler,
+            step_token_id=tokenizer.encode(pooler.step_token, None, False)[0]
+            if tokenizer is not None and pooler is not None and pooler.step_token
+            else None,
             has_score_template=all(role.search(templates.default or "") for role in _SCORE_ROLES),
             is_encoder=model_config.encoder is not None,
             can_generate=model_config.head == "lm",
@@ -240,6 +245,11 @@ class RequestLimits:
                 "set truncate_prompt_tokens, or raise max_model_len"
             )
         if pooling is not None and pooling.is_by_token and self.pooler is not None:
+            if self.step_token_id is not None and self.step_token_id not in token_ids:
+                raise InvalidArgument(
+                    f"input: does not contain {self.pooler.step_token}; this model judges the text before each of "
+                    "these tokens, so write one after each step"
+                )
             size = pooling.dimensions or self.pooler.size
             if 4 * size * len(token_ids) > MAX_POOLED_BYTES:
                 raise InvalidArgument(too_large_error(len(token_ids)))

@@ -140,6 +140,7 @@ class TextMethods:
             has_thinking_budget=admission.limits.parser_names.has_thinking_budget,
             pooling_task="" if pooler is None else pooler.task,
             labels=[] if pooler is None else list(pooler.labels),
+            has_step_token=admission.limits.step_token_id is not None,
             has_score_template=admission.limits.has_score_template,
             joins_pairs=admission.limits.is_encoder,
         )

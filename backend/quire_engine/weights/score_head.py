@@ -84,7 +84,7 @@ class ScoreHead:
             return source.read(0, range(expected[0]), columns, torch.float32).float()
 
         encoder = shape.encoder
-        if encoder is None and shape.head == "reward":
+        if encoder is None and shape.head in ("reward", "step_reward"):
             return cls(
                 read("score.2.weight", shape.num_labels, size),
                 read("score.2.bias", shape.num_labels),

@@ -48,6 +48,7 @@ class Pooler:
             self._head = ScoreHead(_token_score(folder, shape, config.tokens, device))
         elif shape.num_labels:
             self._head = ScoreHead.load(folder, shape)
+        self._step_token_id = _token_id(folder, config.step_token) if config.step_token else None
         self._find_head = find_head
         self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()
         self._parts: WeakKeyDictionary[Sequence, list[bytes]] = WeakKeyDictionary()
@@ -65,11 +66,12 @@ class Pooler:
             rows, start = hidden[start : start + len(positions)], start + len(positions)
             if span.sequence.pooling is not None and not _params(span).is_by_token:
                 rows = self._vector(span, rows)
+            elif self._step_token_id is not None and positions:
+                token_ids = span.sequence.prompt_token_ids
+                rows = rows[[i for i, p in enumerate(positions) if token_ids[p] == self._step_token_id]]
             pooled.append(rows)
         counts = [len(rows) for rows in pooled]
-        if not any(counts):
-            return [None] * len(spans)
-        finished = self._finish(torch.cat(pooled).float(), spans, counts)
+        finished = self._finish(torch.cat(pooled).float(), spans, counts) if any(counts) else [None] * len(spans)
         return [self._complete(span, numbers) for span, numbers in zip(spans, finished, strict=True)]
 
     def _vector(self, span: ScheduledSpan, rows: Tensor) -> Tensor:
@@ -85,10 +87,10 @@ class Pooler:
 
     def _complete(self, span: ScheduledSpan, numbers: bytes | None) -> bytes | None:
         """Return the numbers of a prompt that is complete, and keep those of the tokens of another one."""
-        if numbers is None or not _params(span).is_by_token:
-            return numbers if span.completes_pooling else None
+        if span.sequence.pooling is None or not _params(span).is_by_token:
+            return numbers
         parts = self._parts.setdefault(span.sequence, [])
-        parts.append(numbers)
+        parts += [] if numbers is None else [numbers]
         failure = next((part for part in parts if part in (NOT_FINITE, TOO_LARGE)), None)
         if failure is None and sum(map(len, parts)) > MAX_POOLED_BYTES:
             failure = TOO_LARGE
@@ -182,8 +184,8 @@ def _token_score(folder: Path, shape: ModelConfig, tokens: Items[str | int], dev
 
 def _token_id(folder: Path, text: str) -> int:
     if (tokenizer := Tokenizer.from_folder(folder)) is None:
-        raise ConfigError("convert: classify needs a tokenizer to find its tokens; add its files")
+        raise ConfigError("the model needs a tokenizer, to find the tokens of its scores; add its files")
     ids = tokenizer.encode(text, None, False)
     if len(ids) != 1:
-        raise ConfigError(f"config.json: classifier_from_token: {text!r} is {len(ids)} tokens, must be one")
+        raise ConfigError(f"the token of a score: {text!r} is {len(ids)} tokens, must be one")
     return ids[0]

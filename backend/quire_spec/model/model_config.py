@@ -50,6 +50,7 @@ _HEADS = {
     "ForSequenceClassification": "score",
     "ForTokenClassification": "token_score",
     "ForRewardModel": "reward",
+    "ForProcessRewardModel": "step_reward",
     "Model": "none",
 }
 """Maps the end of a name in `architectures` to the head of a decoder. Longer ends come first."""
@@ -125,12 +126,12 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     head: str = "lm"
     """What reads the last hidden state: lm (an output projection), score (the head of a classifier), token_score (the
-    head of a classifier of tokens), reward (the two layers of a reward model), or none."""
+    head of a classifier of tokens), reward or step_reward (the two layers of a reward model), or none."""
     num_nextn_predict_layers: int = 0
     """Number of layers that predict further tokens. They come after the other layers in the checkpoint, and Quire does
     not load them."""
     num_labels: int = 0
-    """Number of labels of a classifier, 1 for a reward model, and 0 for other models."""
+    """Number of labels of a classifier, 1 or 2 for a reward model, and 0 for other models."""
     mla: LatentAttentionConfig | None = None
     """Describes latent attention. Then head_dim is the size of a key, and num_kv_heads is num_heads. None: the model
     has no latent attention."""
@@ -428,7 +429,7 @@ class ModelConfig:
         if head == "lm":
             return model_config
         # There is no output projection. The embedding takes its place, and nothing reads it.
-        num_labels = {"none": 0, "reward": 1}.get(head)
+        num_labels = {"none": 0, "reward": 1, "step_reward": 2}.get(head)
         num_labels = _num_labels(config) if num_labels is None else num_labels
         return replace(model_config, head=head, num_labels=num_labels, tie_word_embeddings=True)
 

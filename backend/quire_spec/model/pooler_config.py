@@ -30,6 +30,8 @@ ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 _MAX_MODULES = 16
 _FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 MAX_LABELS = 65536
+STEP_TOKEN = "<extra_0>"
+"""Qwen2.5-Math-PRM judges the text before each of these tokens."""
 _DEFAULT_TOKENS = ("no", "yes")
 
 
@@ -70,6 +72,8 @@ class PoolerConfig:
     tokens: tuple[str | int, ...] = ()
     """If the score is the logit of a token, or the logit of the first token minus that of the second one: their texts
     or ids. Otherwise empty."""
+    step_token: str = ""
+    """Only tokens with this text have a vector. Empty: all tokens have one."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -129,6 +133,9 @@ class PoolerConfig:
         labels = config.get("id2label") or {}
         if model.head == "reward":
             return cls("classify", model.num_labels, labels=("LABEL_0",))
+        if model.head == "step_reward":
+            names = ("LABEL_0", "LABEL_1")
+            return cls("token_classify", model.num_labels, activation="Softmax", labels=names, step_token=STEP_TOKEN)
         problem_type = config.get("problem_type")
         activation = "Sigmoid" if model.num_labels == 1 or problem_type == "multi_label_classification" else "Softmax"
         if model.num_labels > MAX_LABELS:

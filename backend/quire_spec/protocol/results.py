@@ -99,6 +99,8 @@ class ServedModels(msgspec.Struct, frozen=True):
     generates."""
     labels: list[str] = []
     """Names of the classes of a classifier."""
+    has_step_token: bool = False
+    """Whether only some tokens have a vector, of as many numbers as there are labels."""
     has_score_template: bool = False
     """Whether the chat template has the roles query and document."""
     joins_pairs: bool = False

@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoMode
 from quire_engine import LLM, LoRARequest, PoolingParams
 from quire_spec.engine import pooling_params
 from quire_spec.errors import InvalidArgument
+from quire_spec.model import pooler_config
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 
@@ -106,19 +107,20 @@ def test_embeddings_of_tokens(tmp_path, monkeypatch):
     assert _encode(llm, PoolingParams())[0].shape == (8,)
 
 
-def test_reward_models(tmp_path):
+@pytest.mark.parametrize("kind", ["ForRewardModel", "ForProcessRewardModel"])
+def test_reward_models(tmp_path, kind, monkeypatch):
     """The head is that of https://huggingface.co/Qwen/Qwen2.5-Math-RM-72B, modeling_qwen2_rm.py: two linear layers, and
     ReLU between them."""
     folder = make_classifier(tmp_path / "model", "qwen2", 1)
     tensors = load_file(folder / "model.safetensors")
     del tensors["score.weight"]
     torch.manual_seed(5)
-    first, second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 1)
+    first, second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 1 if kind == "ForRewardModel" else 2)
     for index, layer in ((0, first), (2, second)):
         tensors |= {f"score.{index}.{key}": value for key, value in layer.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(config.replace("Qwen2ForSequenceClassification", "Qwen2ForRewardModel"))
+    (folder / "config.json").write_text(config.replace("Qwen2ForSequenceClassification", f"Qwen2{kind}"))
     model = AutoModelForSequenceClassification.from_pretrained(
         make_classifier(tmp_path / "same", "qwen2", 1), dtype=torch.float32
     ).model.eval()
@@ -126,6 +128,23 @@ def test_reward_models(tmp_path):
     def rewards(ids):
         return second(functional.relu(first(model(ids).last_hidden_state)))
 
+    if kind == "ForProcessRewardModel":
+        # The tokenizer of the tests has no token <extra_0>.
+        monkeypatch.setattr(pooler_config, "STEP_TOKEN", "e")
+        llm = _llm(folder, max_num_batched_tokens=20)
+        [step] = llm.get_tokenizer().encode("e", add_special_tokens=False)
+        prompts = [[step], [5, step, 6, 7, step], [7, 8] * 30 + [step, 9, step] + [4] * 30]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        for output, prompt in zip(
+            llm.encode(inputs, PoolingParams(task="token_classify"), use_tqdm=False), prompts, strict=True
+        ):
+            with torch.inference_mode():
+                expected = rewards(torch.tensor([prompt]))[0].softmax(-1)[torch.tensor(prompt) == step]
+            assert output.outputs.data.shape == expected.shape
+            assert (output.outputs.data - expected).abs().max() < MAX_ERROR
+        with pytest.raises(InvalidArgument, match="input: does not contain e; this model judges the text before each"):
+            llm.encode({"prompt_token_ids": [5, 6]}, RAW, use_tqdm=False)
+        return
     llm = _llm(folder, max_num_batched_tokens=20)
     _check(llm, RAW, rewards)
     _check(llm, PoolingParams(task="classify"), lambda ids: rewards(ids)[:, -1])

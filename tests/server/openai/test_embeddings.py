@@ -2,6 +2,7 @@
 """Embeddings through the `openai` client and a real front, text and core process."""
 
 import base64
+import json
 import math
 import struct
 
@@ -11,6 +12,10 @@ import torch
 from support.openai_front import running_front
 from support.pooling_checkpoints import embed, make_embedding_model
 from transformers import AutoTokenizer
+
+from quire_server.openai.pooling.pooling import entry_json
+from quire_spec.engine.pooling_params import PoolingParams
+from quire_spec.protocol.messages import OutputDelta
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -90,6 +95,16 @@ def test_vectors_of_tokens(front, model):
     ):
         answer = front.request("/pooling", {"input": "a", **body})
         assert answer.status == 400 and message in answer.body["error"]["message"], answer
+
+
+def test_only_some_tokens_have_vectors():
+    delta = OutputDelta(1, num_input_tokens=7, pooled=struct.pack("<4f", 1, 2, 3, 4))
+    params = PoolingParams(task="token_classify")
+    assert json.loads(entry_json(5, delta, params, False, 8)) == {
+        "index": 5,
+        "object": "pooling",
+        "data": [[1, 2], [3, 4]],
+    }
 
 
 def test_a_vector_that_is_not_normalized(front, model):

@@ -44,26 +44,28 @@ class Pooling:
         prompts, fields.input = parse_prompts(fields.input, "input", MAX_INPUTS), None
         if fields.dimensions is not None and fields.dimensions < 1:
             raise ApiError(400, f"dimensions: must be at least 1, got {fields.dimensions}; or omit it")
-        task: Any = fields.task or (await self._client.pooling()).pooling_task or "embed"
+        served = await self._client.pooling()
+        task: Any = fields.task or served.pooling_task or "embed"
         pooling = PoolingParams(task=task, dimensions=fields.dimensions, use_activation=fields.use_activation)
         run = PoolingRequest("pool-", request, fields, self._settings)
         deltas = await run.pooled(self._client, prompts, pooling)
+        row_bytes = 4 * len(served.labels) if served.has_step_token else None
         is_text = fields.encoding_format == "base64"
         # A response can have millions of numbers, so another thread writes it.
         data = await asyncio.to_thread(
-            lambda: b",".join(_entry(i, delta, pooling, is_text) for i, delta in enumerate(deltas))
+            lambda: b",".join(entry_json(i, delta, pooling, is_text, row_bytes) for i, delta in enumerate(deltas))
         )
         head = encode({**run.envelope(), "usage": run.usage()}).removesuffix(b"}")
         return Response(b'%b,"data":[%b]}' % (head, data))
 
 
-def _entry(index: int, delta: OutputDelta, pooling: PoolingParams, is_text: bool) -> bytes:
-    """Return an entry of `data` as JSON."""
+def entry_json(index: int, delta: OutputDelta, pooling: PoolingParams, is_text: bool, row_bytes: int | None) -> bytes:
+    """Return an entry of `data` as JSON. `row_bytes` is the size of a vector; None if all tokens have one."""
     numbers = delta.pooled or b""
     if is_text:
         data = b'"%b"' % base64.b64encode(numbers)
     elif pooling.is_by_token:
-        size = len(numbers) // delta.num_input_tokens
+        size = row_bytes or len(numbers) // delta.num_input_tokens
         rows = (encode(floats(numbers[start : start + size])) for start in range(0, len(numbers), size))
         data = b"[%b]" % b",".join(rows)
     else:
