@@ -51,6 +51,18 @@ def test_stages_have_all_weights_of_the_model_once():
         assert sum(stage.num_layers for stage in stages) == 7
 
 
+def test_stages_have_their_part_of_every_field_that_describes_layers():
+    names = [f.name for f in dataclasses.fields(ModelConfig) if str(f.type).startswith("tuple[")]
+    names.remove("eos_token_ids")
+    shape = ModelConfig.from_config(LLAMA)
+    marked = dataclasses.replace(shape, **{name: tuple(range(7)) for name in names})
+    for name in names:
+        parts = [getattr(stage, name) for stage in split_stages(marked, 3)]
+        assert sum(parts, ()) == tuple(range(7)) and [len(part) for part in parts] == [
+            stage.num_layers for stage in split_stages(shape, 3)
+        ]
+
+
 def test_stages_share_block_tables_and_have_equal_parts_of_every_group():
     """Every second layer has a window, so there are two kinds of blocks."""
     shape = ModelConfig.from_config(GEMMA2)
