@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI API of real pods: keys from a Secret, and their rotation.
+"""The OpenAI API of real pods: keys from a Secret and their rotation, and KV blocks that a pod reads from another one.
 
 The tests depend on each other and run in order, on one service.
 """
@@ -9,6 +9,7 @@ import json
 
 import openai
 import pytest
+from nodocker_cluster.network import NETWORK
 from support.engine_processes import wait_for
 from support.pod_cluster import (
     create_examples_volume,
@@ -34,7 +35,9 @@ def namespace(cluster, operator):
     if not cluster.programs:
         pytest.skip("kubectl port-forward reaches one pod only; the Service's own address is needed")
     openai_spec = {"apiKeysSecretRef": {"name": SECRET}}
-    body = example_service(replicas=2, rollout={"drainSeconds": 20}, openai=openai_spec)
+    # The cluster has no DNS, by which pods find the other pods of the service.
+    engine = {"kvCacheOffloading": {"memory": "64Mi"}, "kvTransfer": {"allowedPeers": [f"{NETWORK.pods}:8005"]}}
+    body = example_service(replicas=2, rollout={"drainSeconds": 20}, openai=openai_spec, engine=engine)
     with cluster.namespace("openai") as name:
         create_examples_volume(cluster, name)
         write_keys(cluster, name, first="key-1")
@@ -91,6 +94,25 @@ def test_pods_need_a_key_of_the_secret(cluster, namespace):
             for model in ("tales", "pirate")
         )
     assert plain.choices[0].text and pirate.choices[0].text and plain.choices[0].text != pirate.choices[0].text
+
+
+def test_a_pod_reads_kv_blocks_from_another_pod(cluster, namespace):
+    holder, reader = pod_addresses(cluster, namespace)
+    prompt = " ".join(f"On day {day}, Anna and Ben went to the forest." for day in range(20))
+    texts, cached = [], []
+    for address, headers in (
+        (holder, {}),
+        (reader, {"x-kv-cache-source-host-port": f"{format_for_url(holder[0])}:8005"}),
+    ):
+        with client(address, "key-1") as caller:
+            answer = caller.completions.create(
+                model="tales", prompt=prompt, max_tokens=16, temperature=0, extra_headers=headers
+            )
+        texts.append(answer.choices[0].text)
+        details = answer.usage.prompt_tokens_details
+        cached.append(details.cached_tokens if details else 0)
+    assert texts[0] == texts[1]
+    assert cached[0] == 0 < cached[1]
 
 
 def test_rotated_keys_take_effect_without_a_restart(cluster, namespace):
