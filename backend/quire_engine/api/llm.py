@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import torch
 from msgspec import Raw, structs
 from tqdm import tqdm
 
@@ -507,6 +506,9 @@ def _floats(numbers: bytes) -> list[float]:
 
 def _to_output(numbers: bytes, num_rows: int) -> PoolingOutput:
     """Return a tensor [num_rows, size], or [size] without rows."""
+    # Imported here, so that importing LLM does not import torch.
+    import torch
+
     tensor = torch.frombuffer(bytearray(numbers), dtype=torch.float32)
     return PoolingOutput(tensor.view(num_rows, -1) if num_rows else tensor)
 

@@ -5,11 +5,12 @@ results."""
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from quire_spec.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")
@@ -155,7 +156,7 @@ class EmbeddingOutput:
 class PoolingOutput:
     """The result of `LLM.encode`."""
 
-    data: Tensor
+    data: "Tensor"
     """float32: [size] for a prompt, or [num_tokens, size] for its tokens."""
 
 
