@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the pinned routers in front of two servers: completions, chats, streams and adapters go through, equal
-beginnings reach one server, unknown fields are ignored, and vllm-router's kv_aware policy credits the blocks that the
-events announce."""
+beginnings reach one server, unknown fields are ignored, vllm-router's kv_aware policy credits the blocks that the
+events announce, and its mode for prefill and decode lets one server read the KV blocks of the other one."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import yaml
-from support.quire_serve import EXAMPLES, example_document
+from support.quire_serve import EXAMPLES, QuireServeProcess, example_document
 from support.routers import Router, two_pods
 
 STORY = "Once upon a time there was a small mouse who lived in a big house with a garden and a dog and three cows. "
@@ -55,6 +55,20 @@ def check(router: Router, kind: str, number: int) -> None:
         assert hits >= 5, f"the router credits no prefix: {hits} hits"
 
 
+def check_prefill(router: Router, decode: QuireServeProcess) -> None:
+    """The first pod computes the prompt, and the second one reads its blocks and generates."""
+    for number, name in enumerate(("Anna", "Ben"), 1):
+        prompt = " ".join(f"On day {day}, {name} went to the forest." for day in range(30))
+        body = {"model": "tales", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        status, text = post(f"{router.url}/v1/completions", body)
+        assert status == 200, text
+        # The router takes the cached tokens in the usage from the prefill pod.
+        (hits,) = re.findall(r"^vllm:external_prefix_cache_hits_total\{[^}]*\} (\S+)$", decode.metrics(), re.MULTILINE)
+        assert float(hits) >= 300 * number, f"{name}: {hits} tokens of the prefill pod were used"
+        _, alone = post(f"http://127.0.0.1:{decode.ports['openai']}/v1/completions", body)
+        assert json.loads(text)["choices"][0]["text"] == json.loads(alone)["choices"][0]["text"]
+
+
 def check_example(binaries: Path) -> None:
     """The pinned vllm-router has the options of examples/routers/vllm-router.yaml."""
     manifests = yaml.safe_load_all((EXAMPLES / "routers/vllm-router.yaml").read_text())
@@ -68,14 +82,19 @@ def check_example(binaries: Path) -> None:
 def main(binaries: Path) -> None:
     """Run the checks. `binaries` is the folder of the routers' programs."""
     check_example(binaries)
+    document = example_document()
+    document["spec"]["engine"] |= {"kvCacheOffloading": {"memory": "64Mi"}}
     with (
         tempfile.TemporaryDirectory(prefix="quire-routers-") as temporary,
-        two_pods(example_document(), Path(temporary)) as pods,
+        two_pods(document, Path(temporary), shares_kv=True) as pods,
     ):
         for number, kind in enumerate(KINDS):
             with Router(binaries, kind, pods, "tales", Path(temporary, "router.log")) as router:
                 check(router, kind, number)
             print(f"{kind}: ok", flush=True)
+        with Router(binaries, "vllm-router:prefill", pods, "tales", Path(temporary, "router.log")) as router:
+            check_prefill(router, pods[1])
+        print("vllm-router, prefill and decode: ok", flush=True)
 
 
 if __name__ == "__main__":

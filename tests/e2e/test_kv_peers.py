@@ -34,7 +34,7 @@ def pods(tmp_path_factory):
     key = folder / "key"
     key.touch(0o600)
     key.write_text("k" * 32)
-    holder_port, reader_port, *relay_ports = free_ports(10)
+    holder_port, reader_port, *relay_ports = free_ports(12)
     peers = ",".join(f"127.0.0.1:{port}" for port in (holder_port, *relay_ports))
     services = []
     try:
@@ -93,6 +93,27 @@ def test_the_reader_uses_blocks_of_the_holder(pods, model):
     assert sum(metric(reader, "quire_kv_transfer_read_blocks_total").values()) > 0
     holder.wait(lambda: metric(holder, "quire_kv_transfer_sent_bytes_total")[""] > 0, 10, "counted")
     assert num_leases(holder) == 0
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_one_pod_computes_the_prompt_and_another_one_generates(pods, path):
+    """As llm-d's sidecar and vllm-router drive them: they copy the object of the first response."""
+    prefill, decode, address, ports = pods
+    text = prompt(f"Emma {path}", num_days=6)
+    body = {"model": "tales", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    body |= {"messages": [{"role": "user", "content": text}]} if path.startswith("chat") else {"prompt": text}
+    role = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_port": None}
+    first = prefill.request("openai", f"/v1/{path}", body | {"max_tokens": 1, "kv_transfer_params": role})
+    assert first.status == 200, first
+    params = first.body["kv_transfer_params"]
+    assert f"{params['remote_host']}:{params['remote_port']}" == address
+    with Relay(address, port=next(ports)) as relay:
+        params["remote_port"] = int(relay.address.rpartition(":")[2])
+        second = decode.request("openai", f"/v1/{path}", body | {"kv_transfer_params": params})
+    assert second.status == 200 and "kv_transfer_params" not in second.body, second
+    assert second.body["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+    alone = prefill.request("openai", f"/v1/{path}", body)
+    assert second.body["choices"] == alone.body["choices"]
 
 
 def test_only_allowed_peers_are_read(pods):

@@ -16,15 +16,24 @@ from support.quire_serve import QuireServeProcess, running_service
 
 
 @contextlib.contextmanager
-def two_pods(document: dict[str, Any], folder: Path) -> Iterator[list[QuireServeProcess]]:
-    """Start two servers, which publish their KV events as vllm-router reads them."""
+def two_pods(document: dict[str, Any], folder: Path, shares_kv: bool = False) -> Iterator[list[QuireServeProcess]]:
+    """Start two servers, which publish their KV events as vllm-router reads them. `shares_kv`: they can read each
+    other's KV blocks."""
+    transfer_ports = free_ports(2)
+    peers = ",".join(f"127.0.0.1:{port}" for port in transfer_ports)
+    key = folder / "key"
+    key.touch(0o600)
+    key.write_text("k" * 32)
     with contextlib.ExitStack() as stack:
         pods = []
         for name in ("pod-0", "pod-1"):
             (folder / name).mkdir()
             while (ports := free_ports(2))[1] != ports[0] + 1:
                 pass
-            flags = f"--kv-events-port={ports[0]}", "--kv-events-topic="
+            flags = [f"--kv-events-port={ports[0]}", "--kv-events-topic="]
+            if shares_kv:
+                flags += [f"--kv-transfer-port={transfer_ports.pop()}", f"--kv-transfer-key-file={key}"]
+                flags += [f"--kv-transfer-peers={peers}"]
             pod = stack.enter_context(running_service(document, folder / name, *flags))
             pod.kv_events_port = ports[0]
             pods.append(pod)
@@ -35,14 +44,19 @@ class Router:
     """A running router."""
 
     def __init__(self, binaries: Path, kind: str, pods: list[QuireServeProcess], model: str, log: Path) -> None:
-        """`kind` is the name of the program and the policy, such as vllm-router:kv_aware."""
+        """`kind` is the name of the program and the policy, such as vllm-router:kv_aware. With the policy `prefill`,
+        vllm-router sends each request to the first pod for its prompt, and to the second pod for its output."""
         program, _, policy = kind.partition(":")
         port, self._metrics_port = free_ports(2)
         self.url, self._log = f"http://127.0.0.1:{port}", log
         urls = {f"http://127.0.0.1:{pod.ports['openai']}": pod.kv_events_port for pod in pods}
         command = [str(binaries / program), *({"vllm-router": []}.get(program, ["launch"]))]
         command += ["--host=127.0.0.1", f"--port={port}", f"--prometheus-port={self._metrics_port}"]
-        command += ["--worker-urls", *urls, "--policy", policy]
+        if policy == "prefill":
+            prefill, decode = urls
+            command += ["--vllm-pd-disaggregation", "--prefill", prefill, "none", "--decode", decode]
+        else:
+            command += ["--worker-urls", *urls, "--policy", policy]
         if policy == "kv_aware":
             command += ["--kv-event-model", model]
             for url, events_port in urls.items():

@@ -27,6 +27,7 @@ from quire_server.openai.http.message import (
     Scope,
     Send,
 )
+from quire_server.openai.http.remote_prefill import RemotePrefill
 from quire_server.openai.live.routes import Live
 from quire_server.openai.lora_adapters import LoraAdapters
 from quire_server.openai.messages import errors as message_errors
@@ -64,8 +65,9 @@ class Application:
         self._body_budget = BodyBudget()
         models, tokenization = Models(client, settings), Tokenization(client, settings)
         lora_adapters = LoraAdapters(settings.run_dir)
-        completions = Completions(client, settings)
-        chat = ChatCompletions(client, settings)
+        remote_prefill = RemotePrefill(settings, self._allowed_peers)
+        completions = Completions(client, settings, remote_prefill)
+        chat = ChatCompletions(client, settings, remote_prefill)
         embeddings, scores = Embeddings(client, settings), Scores(client, settings)
         responses, messages = Responses(client, chat), Messages(client, chat)
         self._routes: dict[str, Mapping[str, _Handler]] = {

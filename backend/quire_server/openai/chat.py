@@ -15,6 +15,7 @@ from quire_server.openai.formatter import Formatter, encode
 from quire_server.openai.generation import Choice, Generation, Prompt
 from quire_server.openai.http.ignored_fields import IgnoredFields
 from quire_server.openai.http.message import EventStream, HttpRequest, Reply, Response
+from quire_server.openai.http.remote_prefill import KVTransferParams, RemotePrefill
 from quire_server.openai.images.image_loader import ImageLoader
 from quire_server.openai.images.image_parts import image_urls
 from quire_server.openai.logprobs import chat_logprobs
@@ -70,14 +71,16 @@ class ChatFields(ConversationFields, kw_only=True):
     """If False, the response does not contain the reasoning."""
     separate_reasoning: bool = True
     """If False, the reasoning is part of the content, as in SGLang."""
+    kv_transfer_params: KVTransferParams | None = None
 
 
 class ChatCompletions:
     """The route /v1/chat/completions."""
 
-    def __init__(self, client: TextClient, settings: FrontSettings) -> None:
+    def __init__(self, client: TextClient, settings: FrontSettings, remote_prefill: RemotePrefill) -> None:
         self._client = client
         self._settings = settings
+        self._remote_prefill = remote_prefill
         self._images = ImageLoader(settings.openai.allowedMediaDomains)
 
     async def handle(self, request: HttpRequest) -> Reply:
@@ -117,7 +120,10 @@ class ChatCompletions:
         defaults = await self._client.sampling_defaults() if self._settings.openai.generationConfig == "auto" else {}
         values = defaults | sampling_values | _own_sampling_values(fields, sampling_values, defaults)
         params, copies = build_sampling_params(values, fields.stream)
+        source = await self._remote_prefill.source(fields.kv_transfer_params, fields.stream)
+        request.kv_source = source or request.kv_source
         generation = Generation(id_prefix, request, fields, params, copies, [prompt], self._settings)
+        generation.kv_transfer_params = self._remote_prefill.response(fields.kv_transfer_params, generation.id)
         return generation, fields, params
 
 

@@ -10,6 +10,7 @@ from quire_server.openai.errors import ApiError
 from quire_server.openai.formatter import Formatter, encode
 from quire_server.openai.generation import Choice, Generation, Prompt
 from quire_server.openai.http.message import EventStream, HttpRequest, Reply, Response
+from quire_server.openai.http.remote_prefill import KVTransferParams, RemotePrefill
 from quire_server.openai.logprobs import completion_logprobs
 from quire_server.openai.request_fields import GenerationFields, build_sampling_params, parse_fields
 from quire_server.openai.settings import FrontSettings
@@ -25,14 +26,16 @@ class CompletionFields(GenerationFields, kw_only=True):
 
     prompt: Any = None
     """A text, a list of texts, a list of token ids, or a list of lists of token ids."""
+    kv_transfer_params: KVTransferParams | None = None
 
 
 class Completions:
     """The route /v1/completions."""
 
-    def __init__(self, client: TextClient, settings: FrontSettings) -> None:
+    def __init__(self, client: TextClient, settings: FrontSettings, remote_prefill: RemotePrefill) -> None:
         self._client = client
         self._settings = settings
+        self._remote_prefill = remote_prefill
 
     async def handle(self, request: HttpRequest) -> Reply:
         """Answer a request."""
@@ -68,7 +71,10 @@ class Completions:
         if fields.echo:
             params = structs.replace(params, prompt_logprobs=params.logprobs)
             params.check_consistency()
+        source = await self._remote_prefill.source(fields.kv_transfer_params, fields.stream)
+        request.kv_source = source or request.kv_source
         generation = Generation("cmpl-", request, fields, params, copies, prompts, self._settings)
+        generation.kv_transfer_params = self._remote_prefill.response(fields.kv_transfer_params, generation.id)
         return generation, fields, params, omits_output
 
     async def _with_text(self, prompt: Prompt) -> Prompt:

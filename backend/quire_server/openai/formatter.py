@@ -42,7 +42,9 @@ class Formatter(ABC):
             async for batch in deltas:
                 final_deltas |= {choice.index: delta for choice, delta in batch}
         choices = [self.complete_choice(choice, final_deltas[choice.index]) for choice in self.generation.choices]
-        document = {**self.envelope, "system_fingerprint": SYSTEM_FINGERPRINT, "choices": choices}
+        document: dict[str, Any] = {**self.envelope, "system_fingerprint": SYSTEM_FINGERPRINT, "choices": choices}
+        if (kv_transfer_params := self.generation.kv_transfer_params) is not None:
+            document["kv_transfer_params"] = kv_transfer_params
         return encode({**document, "usage": self.usage(), **self.prompt_fields()})
 
     async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:

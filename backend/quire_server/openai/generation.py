@@ -115,6 +115,8 @@ class Generation:
         self._response_headers = http_request.response_headers
         self._num_input_tokens = [0] * (len(prompts) * copies)
         self._num_cached_tokens = [0] * (len(prompts) * copies)
+        self.kv_transfer_params: dict[str, Any] | None = None
+        """Where a decode pod finds the blocks of the prompt. It is a field of a complete response."""
         self.prompt_token_ids: dict[int, list[int]] = {}
         """Maps the index of an engine request to the token ids of its prompt. Empty unless the response needs them
         (return_token_ids, or echo with logprobs)."""

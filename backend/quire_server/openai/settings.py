@@ -10,7 +10,7 @@ from quire_spec import constants
 from quire_spec.documents.pod_config import OpenAIConfig, PodConfig
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
-from quire_spec.net.addresses import listen_address
+from quire_spec.net.addresses import advertised_address, listen_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,9 @@ class FrontSettings:
     cache_salt_secret_file: Path | None = None
     """File that contains the secret of the cache salts. None: the front makes a random secret."""
 
+    advertised_host: str = ""
+    """Address at which other pods reach this pod; empty if it is not known."""
+
     @classmethod
     def load(cls, config_file: Path, run_dir: Path, environment: Mapping[str, str]) -> Self:
         """Read pod.json. Raises ConfigError if the document is invalid, or does not configure the OpenAI API."""
@@ -49,6 +52,7 @@ class FrontSettings:
             config.engine,
             # The pods of a service have the same admin key. Therefore, they have the same salts, and can share blocks.
             config.adminKeyFile or run_dir / constants.CACHE_SALT_SECRET_FILE,
+            advertised_address(config.host, environment),
         )
 
     @property

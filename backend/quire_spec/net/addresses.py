@@ -20,6 +20,12 @@ def listen_address(host: str, environment: Mapping[str, str]) -> str:
     return _ANY_ADDRESS_V6 if host == ANY_ADDRESS and is_ipv6(environment.get(POD_IP_VARIABLE, "")) else host
 
 
+def advertised_address(host: str, environment: Mapping[str, str]) -> str:
+    """Return the address at which other pods reach a process whose option `host` has this value; empty if it is not
+    known."""
+    return environment.get(POD_IP_VARIABLE, "") or ("" if host in (ANY_ADDRESS, _ANY_ADDRESS_V6) else host)
+
+
 def is_ipv6(host: str) -> bool:
     """Return whether `host` is an IPv6 address. The result is False for a host name."""
     return ":" in host

@@ -41,10 +41,21 @@ class AllowedPeers:
         text = value.decode("latin-1")
         if (peer := PeerAddress.parse(text)) is None:
             raise ApiError(400, f"{HEADER.decode()}: must be HOST:PORT, got {truncated_repr(text)}")
+        return await self.allow(peer, HEADER.decode())
+
+    async def allow(self, peer: PeerAddress, field: str) -> str:
+        """Return the address of a pod that a request names in `field`, as HOST:PORT. Empty if this pod reads from no
+        others.
+
+        Raises:
+            ApiError: this pod must not read from that pod.
+        """
+        if self._config is None:
+            return ""
         if not (self._config.allows(peer) or self._is_known(peer)):
             await self._look_up(self._config)
             if not self._is_known(peer):
-                raise ApiError(400, f"{HEADER.decode()}: {truncated_repr(text)} is not an allowed peer of this server")
+                raise ApiError(400, f"{field}: {truncated_repr(str(peer))} is not an allowed peer of this server")
         return str(peer)
 
     def _is_known(self, peer: PeerAddress) -> bool:
