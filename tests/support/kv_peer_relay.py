@@ -65,6 +65,8 @@ class Relay:
                 if is_faulty and num_bytes > HALF_BYTES and self._on_half is not None:
                     on_half, self._on_half = self._on_half, None
                     on_half()
+        # Also after a reset, which a process sends if it closes a connection with unread bytes.
+        with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 
     def _spoil(self, data: bytes, target: socket.socket) -> bytes:
