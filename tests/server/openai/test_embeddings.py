@@ -86,7 +86,8 @@ def test_vectors_of_tokens(front, model):
             expected = embed(model, tokens[:end])[:16]
             _assert_close(vector, expected / expected.norm())
         numbers = struct.unpack(f"<{16 * len(tokens)}f", base64.b64decode(encoded["data"]))
-        assert list(numbers) == [number for vector in entry["data"] for number in vector]
+        # The second request can be divided into other steps, so its last bits differ.
+        assert list(numbers) == pytest.approx([number for vector in entry["data"] for number in vector], abs=1e-5)
     for body, message in (
         ({"task": "token_classify"}, "model: returns embeddings, and not classes of tokens; use"),
         ({"task": "plugin"}, "task"),
