@@ -53,6 +53,8 @@ _VISION |= {"out_hidden_size": 768, "fullatt_block_indexes": [3, 7, 11], "in_cha
 _PROCESSOR: dict[str, Any] = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 14, "merge_size": 2}
 _PROCESSOR |= {"temporal_patch_size": 2, "size": {"longest_edge": 12_845_056, "shortest_edge": 3136}}
 _PROCESSOR |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+NUM_NEIGHBOUR_TOKENS = 50
+"""The neighbour has this many tokens before a request begins."""
 MAX_NEIGHBOUR_TOKENS = 7000
 """More than the neighbour gets during a request. Its connection is closed after the request."""
 
@@ -84,13 +86,16 @@ class Client:
         url = "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()
         return [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}]
 
-    def stream(self, content: Any, max_tokens: int, ended: threading.Event | None = None) -> list[float]:
-        """Return when each token arrived (time.perf_counter). Stop reading when `ended` is set."""
+    def stream(
+        self, content: Any, max_tokens: int, ended: threading.Event | None = None, times: list[float] | None = None
+    ) -> list[float]:
+        """Return when each token arrived (time.perf_counter); `times` gets each time at once. Stop reading when `ended`
+        is set."""
         body = {"model": "m", "stream": True, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         body |= {"messages": [{"role": "user", "content": content}]}
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response, times = connection.getresponse(), []
+        response, times = connection.getresponse(), [] if times is None else times
         if response.status != 200:
             raise SystemExit(f"status {response.status}: {response.read()[:300]!r}")
         for line in response:
@@ -124,17 +129,16 @@ def measure_beside(client: Client, size: int, runs: int) -> dict[str, float]:
     for _ in range(runs):
         times: list[float] = []
         ended = threading.Event()
-        neighbour = threading.Thread(
-            target=lambda times=times, ended=ended: times.extend(client.stream("tell me", MAX_NEIGHBOUR_TOKENS, ended))
-        )
+        neighbour = threading.Thread(target=client.stream, args=("tell me", MAX_NEIGHBOUR_TOKENS, ended, times))
         content = client.image_prompt(size)
         neighbour.start()
-        time.sleep(1)
+        while len(times) < NUM_NEIGHBOUR_TOKENS and neighbour.is_alive():
+            time.sleep(0.01)
         started = time.perf_counter()
         firsts.append(client.first_token_s(content))
         ended.set()
         neighbour.join()
-        if times[-1] < started + firsts[-1] - 1:
+        if not times or times[-1] < started + firsts[-1] - 1:
             raise SystemExit("the neighbour ended before the request's first token")
         gaps += [1e3 * (b - a) for a, b in itertools.pairwise(times) if b > started and a < started + firsts[-1]]
     values = {f"gap p{p}": percentile(gaps, p) for p in (50, 99)} | {"gap max": max(gaps)}

@@ -88,7 +88,6 @@ GEMMA3_12B = {
     "hidden_activation": "gelu_pytorch_tanh",
     "torch_dtype": "bfloat16",
 }
-# Few KV heads with a window, and larger ones without. 15 layers have keys of their own.
 QWEN3_5_4B = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "model_type": "qwen3_5",
@@ -107,6 +106,7 @@ QWEN3_5_4B = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
     },
 }
+# Few KV heads with a window, and larger ones without. 15 layers have keys of their own.
 GEMMA4_SMALL = {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",

@@ -151,6 +151,18 @@ class ModelConfig:
     stage: PipelineStage | None = None
     """If set, the configuration describes only the layers of one pipeline stage. They are counted from 0."""
 
+    def with_layers(self, layers: range) -> Self:
+        """Return the configuration of some adjacent layers. Those with states are not supported."""
+        part = slice(layers.start, layers.stop)
+        return replace(
+            self,
+            num_layers=len(layers),
+            ropes=self.ropes[part],
+            sliding_windows=self.sliding_windows[part],
+            attention_chunk_sizes=self.attention_chunk_sizes[part],
+            moe=self.moe and replace(self.moe, layers=self.moe.layers[part]),
+        )
+
     @property
     def first_layer(self) -> int:
         """Number of layers of the model before those that this configuration describes."""

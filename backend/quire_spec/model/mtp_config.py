@@ -29,10 +29,7 @@ class MTPConfig:
         # It has the parts of the last layer with attention.
         last = max(index for index in range(model.num_layers) if model.has_attention(index))
         layer = replace(
-            model,
-            num_layers=1,
-            ropes=model.ropes[last : last + 1],
-            sliding_windows=model.sliding_windows[last : last + 1],
+            model.with_layers(range(last, last + 1)),
             moe=replace(model.moe, layers=(True,)) if model.has_experts(last) and model.moe is not None else None,
             states=None,
             images=None,

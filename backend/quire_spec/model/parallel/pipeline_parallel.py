@@ -104,13 +104,5 @@ def _smallest_maximum(ends: Sequence[int], first: int, num_stages: int) -> int:
 
 
 def _stage(model_config: ModelConfig, index: int, layers: range) -> ModelConfig:
-    part, moe = slice(layers.start, layers.stop), model_config.moe
-    return replace(
-        model_config,
-        num_layers=len(layers),
-        ropes=model_config.ropes[part],
-        sliding_windows=model_config.sliding_windows[part],
-        attention_chunk_sizes=model_config.attention_chunk_sizes[part],
-        moe=moe and replace(moe, layers=moe.layers[part]),
-        stage=PipelineStage(index, layers.start, model_config.num_layers),
-    )
+    stage = PipelineStage(index, layers.start, model_config.num_layers)
+    return replace(model_config.with_layers(layers), stage=stage)
