@@ -18,6 +18,7 @@ from quire_spec.model import capabilities
 _DEST_PREFIX = "pod."
 KV_EVENTS_FIELD = "engine.kv_events_config"
 """The value of its option is a port."""
+KV_TRANSFER_KEY_FIELD = "engine.kv_transfer.key_file"
 KV_EVENTS_TOPIC_FIELD = f"{KV_EVENTS_FIELD}.topic"
 
 
@@ -273,7 +274,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ),
     (
         "--kv-transfer-key-file",
-        "engine.kv_transfer.key_file",
+        KV_TRANSFER_KEY_FIELD,
         {"type": parse_file, "metavar": "FILE"},
         "file with the key that all these servers share; without it, spec.engine.kvTransfer has no effect",
     ),

@@ -24,7 +24,13 @@ from quire_operator.api.validation_errors import FieldPath, InvalidService, Prob
 from quire_operator.api.yaml_manifest import Manifest
 from quire_operator.cli.local_sources import ADAPTER_FILES, MODEL_FILES, LocalSources
 from quire_operator.cli.model.place import place_of
-from quire_operator.cli.pod_options import KV_EVENTS_FIELD, KV_EVENTS_TOPIC_FIELD, name_options, option_of
+from quire_operator.cli.pod_options import (
+    KV_EVENTS_FIELD,
+    KV_EVENTS_TOPIC_FIELD,
+    KV_TRANSFER_KEY_FIELD,
+    name_options,
+    option_of,
+)
 from quire_operator.render.engine_config import KVPeers, ModelLocation, UnsupportedByEngine, engine_arguments
 from quire_operator.render.object_names import CHAT_TEMPLATE_FILE
 from quire_operator.render.pod_config import PodFiles, pod_config
@@ -171,6 +177,12 @@ def with_options(config: PodConfig, options: ServeOptions) -> PodConfig:
         ConfigError: the values contradict each other or the configuration. The message names options, not fields.
     """
     parse_server_arguments(options.fields.get("server.serverArgs", ()), "--server-arg")
+    transfer_fields = [field for field in options.fields if field.startswith("engine.kv_transfer.")]
+    if transfer_fields and KV_TRANSFER_KEY_FIELD not in options.fields:
+        raise ConfigError(
+            f"{option_of(KV_TRANSFER_KEY_FIELD)}: missing, but {option_of(transfer_fields[0])} requires it; create a "
+            "file: openssl rand -hex 32 > FILE && chmod 600 FILE"
+        )
     fields = {**MACHINE_FIELDS, **options.fields, **_kv_events_fields(config, options)}
     fields.pop(KV_EVENTS_TOPIC_FIELD, None)
     if config.openai is None:

@@ -33,12 +33,13 @@ from quire_spec.documents.sources import source_from_url
 from quire_spec.errors import ConfigError
 from quire_spec.model.capabilities import LORA_RANKS
 
+_SPECULATIVE = "engine.speculativeConfig"
 _OTHER_OPTIONS = {
     "model.source": "MODEL",
     "model.servedName": "--served-model-name",
     "openai.servedModelNames": "--served-model-name",
     "adapters": "--lora",
-    "engine.speculativeConfig": "--speculative-config",
+    _SPECULATIVE: "--speculative-config",
     "runtime.ports": "--http-port, --grpc-port, --metrics-port, --health-port, --port",
     "device": "--device",
 }
@@ -181,6 +182,9 @@ def _to_yaml(document: Mapping[str, Any]) -> str:
 def _name_options(text: str) -> str:
     options = {path: option_of(field) for field, path in _POD_FIELDS.items()}
     options |= {path: option for option, path, _, _ in SPEC_OPTIONS} | _OTHER_OPTIONS
+    # This option is an object, so the name of its field is part of the message.
+    speculative = rf"\bspec\.{_SPECULATIVE}\.(\w+)"
+    text = re.sub(speculative, lambda match: f"{options[_SPECULATIVE]} {_snake_case(match[1])}", text)
     for path in sorted(options, key=len, reverse=True):
         text = re.sub(rf"\bspec\.{re.escape(path)}(?![A-Za-z])(\.\w+|\[\d+\])*", options[path], text)
     return text
@@ -197,7 +201,7 @@ def _field_values(args: argparse.Namespace, pod_fields: Mapping[str, Any]) -> It
         fields = _json_object(args.speculative_config, "--speculative-config")
         if isinstance(fields.get("model"), str):
             fields["model"] = {"source": _source(fields["model"], "--speculative-config")}
-        yield "engine.speculativeConfig", {_camel_case(name): value for name, value in fields.items()}
+        yield _SPECULATIVE, {_camel_case(name): value for name, value in fields.items()}
 
 
 def _set(spec: dict[str, Any], path: str, value: Any) -> None:
@@ -268,6 +272,10 @@ def _service_name(name: str) -> str:
     """Return the name of the LLMService, which becomes a DNS name."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (label if label[:1].isalpha() else f"model-{label}")[:40].strip("-")
+
+
+def _snake_case(name: str) -> str:
+    return re.sub("[A-Z]", lambda match: f"_{match[0].lower()}", name)
 
 
 def _camel_case(name: str) -> str:
