@@ -19,6 +19,9 @@ SERVER_METRICS_PORT = 8002
 HEALTH_PORT = 8003
 """Port of the supervisor. It serves the probes, the metrics, the status and the admin API."""
 OPENAI_PORT = 8004
+RANK_PORT = 8007
+"""Port on which the first pod of a group accepts the connections of the others. The next port is that of their
+rendezvous."""
 
 CONFIG_FILE = "pod.json"
 ENGINE_FILE = "engine.json"

@@ -209,6 +209,37 @@ CEL_RULE_CASES = [
         {"spec.engine.dataParallelSize": 2, "spec.engine.tensorParallelSize": 4, "spec.gpu.count": 4},
         "spec.engine.dataParallelSize",
     ),
+    *(
+        (
+            message,
+            {"spec.engine": {**engine, "pipelineParallelSize": 1}},
+            {"spec.engine": {**engine, "pipelineParallelSize": 2}},
+            f"spec.engine.{path}",
+        )
+        for message, engine, path in (
+            ("dataParallelSize must be 1 with", {"dataParallelSize": 2}, "dataParallelSize"),
+            ("speculativeConfig.method must be ngram", {"speculativeConfig": MEDUSA}, "speculativeConfig.method"),
+            (
+                "kvTransfer and kvCacheOffloading.secondary must",
+                {"kvTransfer": {}, "kvCacheOffloading": {"memory": "1Gi"}},
+                "kvTransfer",
+            ),
+            (
+                "kvTransfer and kvCacheOffloading.secondary must",
+                {"kvCacheOffloading": _tiers({"emptyDir": {}})},
+                "kvTransfer",
+            ),
+        )
+    ),
+    *(
+        (
+            "engine.pipelineParallelSize must be 1 if a port is 8007",
+            {"spec.engine.pipelineParallelSize": 2, "spec.openai.port": 8009},
+            {"spec.engine.pipelineParallelSize": 2, field: port},
+            "spec.engine.pipelineParallelSize",
+        )
+        for field, port in (("spec.openai.port", 8008), ("spec.networking.kvEvents", {**EVENTS, "port": 8007}))
+    ),
     (
         "adapters must be empty when lora.maxLoaded is 0",
         {"spec.adapters": [], "spec.lora.maxLoaded": 0},

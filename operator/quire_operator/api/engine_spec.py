@@ -219,6 +219,25 @@ class EngineSpec:
             "kvTransfer must not be set without kvCacheOffloading, because blocks are sent from its memory and "
             "received there; add kvCacheOffloading.memory, or remove kvTransfer.",
         ),
+        Rule(
+            "!has(self.pipelineParallelSize) || self.pipelineParallelSize == 1 || !has(self.dataParallelSize) || "
+            "self.dataParallelSize == 1",
+            "dataParallelSize must be 1 with pipelineParallelSize above 1, because the cores of a replica run on one "
+            "node; use more replicas, or remove one of the two.",
+        ),
+        Rule(
+            "!has(self.pipelineParallelSize) || self.pipelineParallelSize == 1 || !has(self.speculativeConfig) || "
+            "self.speculativeConfig.method in ['ngram', 'suffix']",
+            "speculativeConfig.method must be ngram or suffix with pipelineParallelSize above 1, because drafts of a "
+            "model need all layers in one process; change the method, or remove one of the two.",
+        ),
+        Rule(
+            "!has(self.pipelineParallelSize) || self.pipelineParallelSize == 1 || ((!has(self.kvTransfer) || "
+            "!self.kvTransfer.enabled) && (!has(self.kvCacheOffloading) || "
+            "!has(self.kvCacheOffloading.secondary) || size(self.kvCacheOffloading.secondary) == 0))",
+            "kvTransfer and kvCacheOffloading.secondary must not be set with pipelineParallelSize above 1, because "
+            "they store the KV blocks of all layers together; remove them, or pipelineParallelSize.",
+        ),
     )
 
     maxModelLen: int | None = schema_field(None, minimum=16, maximum=16777216, planned=True)
@@ -252,6 +271,12 @@ class EngineSpec:
     """Number of cores of a replica: copies of the model behind one queue, which share the replica's adapters and
     addresses. Each uses tensorParallelSize GPUs of its own; on a CPU they share the CPU cores. A request goes to the
     core that has cached its beginning, unless that one is busier. If a core ends, the others serve on. Default 1."""
+    pipelineParallelSize: int | None = schema_field(
+        None, minimum=1, maximum=capabilities.MAX_PIPELINE_PARALLEL_SIZE, planned=True
+    )
+    """Number of nodes that share the layers of a replica: each computes some of the layers, with tensorParallelSize
+    GPUs. With more than 1, a replica is a group of pods, one on each node, and the cluster needs LeaderWorkerSet. For a
+    model that does not fit on one node. Default 1."""
     dtype: str | None = schema_field(
         None, enum=tuple(dtype for dtype in capabilities.DTYPES if dtype != "auto"), planned=True
     )

@@ -16,7 +16,12 @@ from typing import Any, ClassVar, Self
 
 from quire_operator.api.adapter_source_spec import AdapterSourceSpec
 from quire_operator.api.engine_spec import EngineSpec, KVTransferSpec, LoraSpec, SecondaryTierSpec
-from quire_operator.api.networking_spec import KV_EVENT_PORTS_RULE, KV_TRANSFER_PORT_RULE, NetworkingSpec
+from quire_operator.api.networking_spec import (
+    KV_EVENT_PORTS_RULE,
+    KV_TRANSFER_PORT_RULE,
+    RANK_PORTS_RULE,
+    NetworkingSpec,
+)
 from quire_operator.api.openai_spec import OpenAISpec
 from quire_operator.api.pod_spec import CacheSpec, GpuSpec, JobsSpec, PodTemplateSpec, RuntimeSpec, SecuritySpec
 from quire_operator.api.validation_errors import FieldPath
@@ -198,6 +203,11 @@ class LLMServiceSpec:
             "of them; use another number.",
         ),
         Rule(
+            RANK_PORTS_RULE,
+            f"engine.pipelineParallelSize must be 1 if a port is {constants.RANK_PORT} or {constants.RANK_PORT + 1}, "
+            "because the pods of a group use these ports; choose other numbers for the ports.",
+        ),
+        Rule(
             "!has(self.openai.port) || (self.openai.port != self.runtime.ports.http && self.openai.port != "
             "self.runtime.ports.grpc && self.openai.port != self.runtime.ports.metrics && self.openai.port != "
             "self.runtime.ports.health)",
@@ -248,8 +258,9 @@ class LLMServiceSpec:
     gpu: GpuSpec | None = schema_field(None)
     """GPUs of a replica. Default: one GPU of the product that the cluster's nodes have."""
     replicas: int = schema_field(1, minimum=0, maximum=1000, restarts=Restarts.NO)
-    """Number of pods, each with its own GPUs. Autoscalers write this field through the scale subresource. With 0, no
-    pod runs, and the cache is kept. Default 1."""
+    """Number of pods, each with its own GPUs; with engine.pipelineParallelSize above 1, number of groups of pods.
+    Autoscalers write this field through the scale subresource. With 0, no pod runs, and the cache is kept. Default 1.
+    """
     autoscaling: AutoscalingSpec | None = schema_field(None, restarts=Restarts.NO)
     """Autoscaler that sets spec.replicas from the number of requests. Default: none. Your own autoscaler can set
     spec.replicas through the scale subresource."""
@@ -357,6 +368,11 @@ class LLMService:
         return {
             name if i == 0 else f"{name}-{i}": port + i for name, port in first_ports.items() for i in range(num_cores)
         }
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of pods of a replica, each on a node of its own. If it is 1, a replica is a pod of a Deployment."""
+        return self.spec.engine.pipelineParallelSize or 1
 
     @property
     def kv_tier(self) -> SecondaryTierSpec | None:

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quire_spec.constants import OPENAI_PORT
+from quire_spec.constants import OPENAI_PORT, RANK_PORT
 from quire_spec.documents.field_schema import LABELS, OBJECT_NAME, Restarts, Rule, schema_field
 from quire_spec.engine.kv_events_config import DEFAULT_PORT
 
@@ -119,6 +119,11 @@ def _kv_event_ports_rule() -> str:
 
 
 KV_EVENT_PORTS_RULE = _kv_event_ports_rule()
+_EVENT_PORTS = "(has(self.networking.kvEvents) ? [self.networking.kvEvents.port] : [])"
+RANK_PORTS_RULE = (
+    "!has(self.engine.pipelineParallelSize) || self.engine.pipelineParallelSize == 1 || "
+    f"([{_SINGLE_PORTS}] + {_EVENT_PORTS}).all(p, !(p in [{RANK_PORT}, {RANK_PORT + 1}]))"
+)
 KV_TRANSFER_PORT_RULE = f"{_KV_TRANSFER_PORTS}.all(port, [{_SINGLE_PORTS}].all(p, p != port))"
 """Rules of the whole spec."""
 

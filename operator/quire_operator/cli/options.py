@@ -360,10 +360,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pipeline-parallel-size",
         type=parse_count,
-        default=1,
         metavar="N",
-        help="number of pipeline stages of quire serve --pipeline-parallel-size (default: 1); the memory is that of "
-        "the stage that has the fewest KV tokens",
+        help="number of pipeline stages of quire serve --pipeline-parallel-size, all on one machine (default: one on "
+        "each of spec.engine.pipelineParallelSize nodes); the memory is that of the stage that has the fewest KV "
+        "tokens",
     )
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="format of the plan")
 

@@ -39,17 +39,15 @@ def run(args: argparse.Namespace) -> int:
     manifest = crd.single_service(args.file)
     defaults = SpecDefaults.read(args.defaults)
     service = defaults.service(crd.require_valid(manifest))
-    inputs, plan = plan_from_args(args, manifest, service, pipeline_parallel_size=args.pipeline_parallel_size)
+    inputs, plan = plan_from_args(args, manifest, service, stages_on_one_node=args.pipeline_parallel_size)
     if args.output == "json":
         print(json.dumps(plan.to_json(), indent=2))
         return 0
     tty = sys.stdout.isatty()
     width = shutil.get_terminal_size((100, 24)).columns
     use_color = tty and not os.environ.get("NO_COLOR")
-    print(
-        *render_lines(service, inputs.model, plan, width, use_color, inputs.draft, inputs.pipeline_parallel_size),
-        sep="\n",
-    )
+    stages = inputs.pipeline_parallel_size, inputs.num_nodes
+    print(*render_lines(service, inputs.model, plan, width, use_color, inputs.draft, *stages), sep="\n")
     return 0
 
 
@@ -58,7 +56,7 @@ def plan_from_args(
     manifest: Manifest,
     service: LLMService,
     images: Mapping[str, str] = DEFAULT_IMAGES,
-    pipeline_parallel_size: int = 1,
+    stages_on_one_node: int | None = None,
 ) -> tuple[PlannerInputs, Plan]:
     """Return the inputs of the plan, and the plan.
 
@@ -71,7 +69,7 @@ def plan_from_args(
     model = _read_model(args, manifest, service)
     node = node_capacity(service, nodes, gpu)
     draft = _read_draft(args, manifest, service, model)
-    inputs = PlannerInputs.from_service(service, model, gpu, draft, node, pipeline_parallel_size)
+    inputs = PlannerInputs.from_service(service, model, gpu, draft, node, stages_on_one_node)
     if args.count is not None and gpu is not None:
         inputs = replace(inputs, max_gpus=args.count)
     return inputs, make_plan(inputs, images)

@@ -168,7 +168,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "engine.pipeline_parallel_size",
         {"type": parse_count, "metavar": "N"},
         "number of pipeline stages, each with its own part of the layers; each uses its own GPUs, and on a CPU they "
-        "share the CPU cores (default: 1)",
+        "share the CPU cores (default: spec.engine.pipelineParallelSize, otherwise 1)",
     ),
     (
         "--pipeline-micro-batches",

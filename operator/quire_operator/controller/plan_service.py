@@ -69,6 +69,8 @@ class PlanService:
             kv_storage.validate(service)
         except ConfigError as error:
             return PlanningResult(plan=previous_plan, spec_error=str(error))
+        if service.num_nodes > 1:
+            return PlanningResult(plan=previous_plan, unplannable=_no_leader_worker_set())
         revision = TemplateRevision.from_deployment(deployment)
         keeps_pods = (
             previous_plan is not None
@@ -161,6 +163,14 @@ def stored_plan(status: Mapping[str, Any]) -> Plan | None:
     except ConfigError as error:
         logger.warning("stored plan is invalid error=%s", error)
         return None
+
+
+def _no_leader_worker_set() -> Unplannable:
+    return Unplannable(
+        UnplannableReason.NO_LEADER_WORKER_SET,
+        "spec.engine.pipelineParallelSize: groups of pods need LeaderWorkerSet, but the API server does not serve it "
+        "(leaderworkerset.x-k8s.io/v1); install LeaderWorkerSet 0.8 or later, or remove the field",
+    )
 
 
 def _fits_gpu(plan: Plan | None, gpu: GpuInfo | None) -> bool:

@@ -14,6 +14,7 @@ class UnplannableReason(StrEnum):
     SHARED_GPU = "SharedGPU"
     UNSUPPORTED_DTYPE = "UnsupportedDType"
     UNSUPPORTED_BY_ENGINE = "UnsupportedByEngine"
+    NO_LEADER_WORKER_SET = "NoLeaderWorkerSet"
 
 
 class Unplannable(ConfigError):

@@ -56,7 +56,10 @@ class PlannerInputs:
     none."""
     node: NodeCapacity = NodeCapacity()
     pipeline_parallel_size: int = 1
-    """Number of pipeline stages. It is not part of the hash, because it is an option of a command."""
+    """Number of pipeline stages. It is part of the hash only as a field of `engine`; otherwise, it is an option of a
+    command."""
+    num_nodes: int = 1
+    """Number of nodes of a replica, each with as many stages. All sizes of a plan are those of the pod on one node."""
     adapter_disk_bytes: int = 0
     """Maximum size of the adapters that a pod finds by name. It is not part of the hash, because running pods stay when
     a limit changes."""
@@ -69,14 +72,16 @@ class PlannerInputs:
         gpu: GpuInfo | None,
         draft: DraftInfo | None = None,
         node: NodeCapacity = NodeCapacity(),
-        pipeline_parallel_size: int = 1,
+        stages_on_one_node: int | None = None,
     ) -> Self:
         """Return the inputs of a service. `gpu` is the result of `resolve_gpu`, or None for a CPU. `draft` describes
-        the files of speculativeConfig.model."""
+        the files of speculativeConfig.model. With `stages_on_one_node`, all pipeline stages are on one machine, and
+        their number is not that of the spec."""
         spec = service.spec
         cpu = spec.device is Device.CPU
         gpu_count, num_cores = spec.gpu.count if spec.gpu else None, spec.engine.dataParallelSize or 1
-        num_ranks = (spec.engine.tensorParallelSize or 1) * pipeline_parallel_size * num_cores
+        num_nodes = service.num_nodes if stages_on_one_node is None else 1
+        num_ranks = (spec.engine.tensorParallelSize or 1) * (stages_on_one_node or 1) * num_cores
         limit, shm = spec.runtime.memory, spec.runtime.sharedMemory
         return cls(
             model=model,
@@ -90,7 +95,8 @@ class PlannerInputs:
             num_openai_fronts=spec.openai.apiServerCount if spec.openai.enabled else 0,
             draft=draft or DraftInfo.from_model(spec.engine.speculativeConfig, model),
             node=node,
-            pipeline_parallel_size=pipeline_parallel_size,
+            pipeline_parallel_size=stages_on_one_node or num_nodes,
+            num_nodes=num_nodes,
             adapter_disk_bytes=sum(prefix.max_bytes for prefix in spec.adapterSources),
         )
 
@@ -100,9 +106,9 @@ class PlannerInputs:
         return self.engine.dataParallelSize or 1
 
     def num_ranks(self, tp: int) -> int:
-        """Return the number of ranks of a replica if its stages have `tp` ranks each. Each rank has its own GPU, or on
-        a CPU, its own process."""
-        return tp * self.pipeline_parallel_size * self.num_cores
+        """Return the number of ranks of a pod if its stages have `tp` ranks each. Each rank has its own GPU, or on a
+        CPU, its own process."""
+        return tp * self.pipeline_parallel_size // self.num_nodes * self.num_cores
 
     @property
     def inputs_hash(self) -> str:
@@ -135,6 +141,7 @@ class PlannerInputs:
             "lora": to_json(self.lora) if self.lora.maxLoaded else {"maxLoaded": 0},
             "engine": {
                 **{name: getattr(engine, name) for name in PLANNED_ENGINE_FIELDS},
+                "pipelineParallelSize": None if self.num_nodes == 1 else self.num_nodes,
                 # The default is omitted. Therefore, plans that were made before this field existed keep their hash.
                 "kvCacheDtype": None if engine.kvCacheDtype == "auto" else engine.kvCacheDtype,
                 "mambaSsmCacheDtype": None if engine.mambaSsmCacheDtype == "auto" else engine.mambaSsmCacheDtype,

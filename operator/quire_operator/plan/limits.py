@@ -249,7 +249,9 @@ def check_pipeline(inputs: PlannerInputs) -> None:
     try:
         pipeline_parallel.check(inputs.model.shape, inputs.pipeline_parallel_size)
     except ConfigError as error:
-        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, str(error)) from error
+        field = "spec.engine.pipelineParallelSize" if inputs.num_nodes > 1 else "pipeline_parallel_size"
+        message = f"{field}{str(error).removeprefix('pipeline_parallel_size')}"
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message) from error
     if inputs.pipeline_parallel_size > 1 and inputs.draft is not None:
         field = f"spec.engine.speculativeConfig.method: {inputs.draft.method}"
         message = f"{field}: not possible with pipeline stages; use ngram or suffix"

@@ -51,22 +51,23 @@ def render_lines(
     use_color: bool,
     draft: DraftInfo | None = None,
     num_stages: int = 1,
+    num_nodes: int = 1,
 ) -> Iterator[str]:
     """Yield the lines of the report. A line has at most `width` columns, unless it contains a longer word.
 
     With `use_color`, the bar contains ANSI escapes.
     """
     width = max(MIN_WIDTH, min(width, MAX_WIDTH))
-    yield from _wrap(_headline(service, plan), width)
+    yield from _wrap(_headline(service, plan, num_nodes), width)
     weights = f"{model.weights_bytes / GIB:.2f} GiB of weights, {_size_source_text(model)}"
     yield from _wrap(f"model: {model.shape.architecture}, {weights}", width)
     if draft is not None:
         yield from _wrap(f"draft model: {_describe_draft(draft)}", width)
     yield from _wrap(_describe_invariance(model, plan), width)
     if num_stages > 1:
-        yield from _wrap(
-            f"{num_stages} pipeline stages; the memory is that of the one with the fewest KV tokens", width
-        )
+        places = f", each in a pod on a node of its own ({num_nodes} pods for a replica)" if num_nodes > 1 else ""
+        text = f"{num_stages} pipeline stages{places}; the memory is that of the one with the fewest KV tokens"
+        yield from _wrap(text, width)
     if model.shape.encoder is not None:
         yield from _wrap(
             "KV cache: none, because an encoder computes each request in one step and keeps nothing", width
@@ -108,11 +109,12 @@ def memory_bar(rows: Sequence[MemoryRow], width: int, use_color: bool) -> str:
     return f"[{text}]"
 
 
-def _headline(service: LLMService, plan: Plan) -> str:
+def _headline(service: LLMService, plan: Plan, num_nodes: int) -> str:
     if plan.gpu is None:
-        return f"{service.name}: on a CPU"
+        return f"{service.name}: on a CPU" if num_nodes == 1 else f"{service.name}: on the CPUs of {num_nodes} nodes"
+    place = "replica" if num_nodes == 1 else f"of the {num_nodes} nodes of a replica"
     size = f"{plan.gpu.visibleMiB / 1024:.2f} GiB of CUDA memory each, {_MEMORY_SOURCE_TEXT[plan.gpu.memory_source]}"
-    return f"{service.name}: {plan.gpu.count} x {plan.gpu.product or 'GPU'} for each replica ({size})"
+    return f"{service.name}: {plan.gpu.count} x {plan.gpu.product or 'GPU'} for each {place} ({size})"
 
 
 def _kv_folder_text(service: LLMService) -> str:

@@ -54,6 +54,7 @@ _SPEC_FIELDS: Mapping[str, tuple[FieldPath, Callable[[Any], Any]]] = {
     "swap_space": (("engine", "swapSpace"), lambda size: to_bytes(size) / GIB),
     "tensor_parallel_size": (("engine", "tensorParallelSize"), _keep),
     "data_parallel_size": (("engine", "dataParallelSize"), _keep),
+    "pipeline_parallel_size": (("engine", "pipelineParallelSize"), lambda size: None if size == 1 else size),
     "quantization": (("engine", "quantization"), _unless("None")),
     "enable_prefix_caching": (("engine", "prefixCaching"), _keep),
     "max_loras": (("lora", "maxLoaded"), _keep),

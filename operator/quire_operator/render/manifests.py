@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that all manifests have in common: metadata, owner, and references to the LLMService. Called by all modules of
-render/."""
+"""Parts that all manifests have in common: metadata, owner, references to the LLMService, environment
+variables. Called by all modules of render/."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,6 +9,7 @@ from typing import Any
 from quire_operator.api.llmservice import LLMService
 from quire_operator.render import object_names
 from quire_spec import constants as spec_names
+from quire_spec.net.addresses import POD_IP_VARIABLE
 
 Manifest = dict[str, Any]
 """A Kubernetes object, or a part of one, in the form in which the operator applies it."""
@@ -59,6 +60,15 @@ def service_reference(name: str) -> Manifest:
 def owner_reference(name: str, uid: str) -> Manifest:
     """Return the owner reference for objects that the LLMService controls."""
     return {**service_reference(name), "uid": uid, "controller": True}
+
+
+def container_env(service: LLMService, **extra: str) -> list[dict[str, Any]]:
+    """Return the environment of a container: the variables that every container has, those in `extra`, and those in
+    spec.runtime.env. If a variable occurs more than once, the value in spec.runtime.env is used."""
+    configured = extra | {variable.name: variable.value for variable in service.spec.runtime.env}
+    defaults = {POD_IP_VARIABLE: {"valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}}
+    values = defaults | {name: {"value": value} for name, value in configured.items()}
+    return [{"name": name, **value} for name, value in values.items()]
 
 
 def container_ports(template: Mapping[str, Any]) -> dict[str, int]:

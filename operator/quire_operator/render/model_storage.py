@@ -14,8 +14,7 @@ from quire_operator.api.validation_errors import format_path
 from quire_operator.plan.device_memory import GIB, round_up_mib
 from quire_operator.plan.plan import Plan, to_quantity
 from quire_operator.render import object_names
-from quire_operator.render.env import container_env
-from quire_operator.render.manifests import Manifest, new_manifest
+from quire_operator.render.manifests import Manifest, container_env, new_manifest
 from quire_operator.render.strategic_merge import merge
 from quire_spec.dataclass_json import drop_nulls, to_json
 from quire_spec.documents.download_progress import PROGRESS_PORT_VARIABLE

@@ -84,6 +84,27 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
     return _network_policy(service, service.name, object_names.SERVER, ingress, egress)
 
 
+def group_network_policy(service: LLMService, context: RenderContext) -> Manifest:
+    """Return the NetworkPolicy of all pods of a LeaderWorkerSet, in addition to the one of its servers.
+
+    The pods of a group connect to each other on ports that gloo and NCCL choose, without a key and unencrypted.
+    Therefore, only pods of the same set can connect to them, on all ports. Prometheus and the operator can connect to
+    the health port.
+    """
+    pods: list[Manifest] = [{"podSelector": {"matchLabels": object_names.group_labels(service)}}]
+    all_ports = [{"protocol": "TCP"}]
+    ingress: list[Manifest] = [
+        {"from": pods, "ports": all_ports},
+        {"from": [_PROMETHEUS, *_operator_peers(context)], "ports": _tcp_ports(service.spec.runtime.ports.health)},
+    ]
+    egress: list[Manifest] = [{"to": pods, "ports": all_ports}]
+    if model_storage.pods_download(service):
+        egress += _source_egress(service, model_storage.downloaded_sources(service))
+    policy = _network_policy(service, f"{service.name}-group", object_names.SERVER, ingress, egress)
+    policy["spec"]["podSelector"] = {"matchLabels": object_names.group_labels(service)}
+    return policy
+
+
 def download_network_policy(service: LLMService, context: RenderContext) -> Manifest:
     """Return the NetworkPolicy of the download pods. Only the operator can connect to these pods. It reads the progress
     of the download from them."""

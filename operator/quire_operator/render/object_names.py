@@ -22,6 +22,15 @@ same files, even if they use different releases of Quire or run on different nod
 PLAN_ANNOTATION = f"{spec_names.API_GROUP}/plan"
 """Annotation of a Deployment. It contains the inputsHash of the plan from which the pods were rendered."""
 SERVER, DOWNLOAD = "server", "model-download"
+WORKER = "worker"
+"""Component of the pods of a group except the first one, which is a server like the pods of a Deployment. Selectors of
+servers therefore select the pods with worker-index 0 of a LeaderWorkerSet and, while it replaces a Deployment, the pods
+of both."""
+LWS_PREFIX = "leaderworkerset.sigs.k8s.io/"
+LWS_NAME, LWS_GROUP, LWS_WORKER = f"{LWS_PREFIX}name", f"{LWS_PREFIX}group-index", f"{LWS_PREFIX}worker-index"
+"""Labels that the LeaderWorkerSet controller sets on pods."""
+TEMPLATE_LABEL = f"{spec_names.API_GROUP}/template"
+"""Label of the pods of a LeaderWorkerSet. It identifies the templates from which the pods of a group were made."""
 OPENAI_PORT_NAME = "openai"
 """Name of the port of the OpenAI API. Pods that an older release rendered do not have this port."""
 
@@ -85,6 +94,11 @@ def download_job(service: LLMService, content: str) -> str:
 def selector_labels(service: LLMService, component: str) -> dict[str, str]:
     """Return the labels that select pods. The selector of a Deployment is immutable."""
     return {"app.kubernetes.io/name": "quire", INSTANCE: service.name, COMPONENT: component}
+
+
+def group_labels(service: LLMService) -> dict[str, str]:
+    """Return the labels that select all pods of the LeaderWorkerSet."""
+    return {"app.kubernetes.io/name": "quire", INSTANCE: service.name, LWS_NAME: service.name}
 
 
 def labels(service: LLMService, component: str) -> dict[str, str]:

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.plan import Plan
-from quire_operator.render import configmaps, download_job, kv_storage, model_storage, network, pod_template, workload
+from quire_operator.render import (
+    configmaps,
+    download_job,
+    kv_storage,
+    leader_worker_set,
+    model_storage,
+    network,
+    pod_template,
+    workload,
+)
 from quire_operator.render.context import RenderContext
 from quire_operator.render.manifests import Manifest, new_manifest, owner_reference
 from quire_operator.render.pod_config import cluster_document
@@ -90,6 +99,8 @@ def _objects_for_pods(service: LLMService, context: RenderContext, engine_config
     yield configmaps.adapter_configmap(service, context.catalog or service.build_catalog())
     if service.spec.networking.networkPolicy.enabled:
         yield network.server_network_policy(service, context)
+        if service.num_nodes > 1:
+            yield network.group_network_policy(service, context)
 
 
 def _download_objects(
@@ -104,11 +115,14 @@ def _download_objects(
 
 
 def _objects_around_pods(service: LLMService, plan: Plan, template: Manifest) -> Iterator[Manifest]:
-    """Yield the Services, the Deployment, and what scales and protects its pods."""
+    """Yield the Services, the Deployment or LeaderWorkerSet, and what scales and protects its pods."""
     spec = service.spec
     yield network.client_service(service)
     yield network.headless_service(service)
-    yield workload.deployment(service, plan, template)
+    if service.num_nodes == 1:
+        yield workload.deployment(service, plan, template)
+    else:
+        yield leader_worker_set.manifest(service, plan, template)
     if budget := workload.disruption_budget(service):
         yield budget
     if spec.autoscaling and spec.autoscaling.kind == "HorizontalPodAutoscaler":

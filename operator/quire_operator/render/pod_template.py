@@ -14,8 +14,7 @@ from quire_operator.plan.gpu import GPU_RESOURCE, PRODUCT_LABEL
 from quire_operator.plan.host_memory import ephemeral_bytes, start_seconds
 from quire_operator.plan.plan import Plan, to_quantity
 from quire_operator.render import kv_storage, model_storage, object_names, security_context
-from quire_operator.render.env import container_env
-from quire_operator.render.manifests import Manifest, metadata
+from quire_operator.render.manifests import Manifest, container_env, metadata
 from quire_operator.render.strategic_merge import merge
 from quire_spec import constants
 from quire_spec.errors import ConfigError

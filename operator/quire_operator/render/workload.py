@@ -38,15 +38,22 @@ def deployment(service: LLMService, plan: Plan, template: Manifest) -> Manifest:
 
 
 def disruption_budget(service: LLMService) -> Manifest | None:
-    """Return the PodDisruptionBudget. It is None if there is only one pod. A budget that allows one unavailable pod
-    would not protect this pod, and a budget that allows none would prevent draining its node."""
+    """Return the PodDisruptionBudget, which allows one replica to be unavailable. It is None if there is only one. A
+    budget would then protect nothing, or prevent draining a node."""
     scaling = service.spec.autoscaling
     min_replicas = scaling.minReplicas if scaling else service.spec.replicas
     if service.spec.disruption.pdb == "None" or min_replicas < 2:
         return None
+    selector: Manifest = {"matchLabels": object_names.selector_labels(service, object_names.SERVER)}
+    if service.num_nodes > 1:
+        # With a budget for the leaders alone, a drain would evict workers, which also ends their groups.
+        components = [object_names.SERVER, object_names.WORKER]
+        both = {"key": object_names.COMPONENT, "operator": "In", "values": components}
+        del selector["matchLabels"][object_names.COMPONENT]
+        selector["matchExpressions"] = [both]
     spec = {
-        "maxUnavailable": 1,
-        "selector": {"matchLabels": object_names.selector_labels(service, object_names.SERVER)},
+        "maxUnavailable": service.num_nodes,
+        "selector": selector,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }
     return new_manifest("policy/v1", "PodDisruptionBudget", service, service.name, spec=spec)
@@ -94,7 +101,7 @@ def scaled_object(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> 
 
 
 def _prometheus_trigger(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> Manifest:
-    pod_matcher = f'namespace="{service.namespace or "default"}",pod=~"{pod_name_pattern(service.name)}"'
+    pod_matcher = f'namespace="{service.namespace or "default"}",pod=~"{pod_name_pattern(service)}"'
     query = f"sum(vllm:num_requests_running{{{pod_matcher}}}) + sum(vllm:num_requests_waiting{{{pod_matcher}}})"
     metadata = {
         **(scaling.prometheusMetadata or {}),
@@ -107,12 +114,16 @@ def _prometheus_trigger(service: LLMService, plan: Plan, scaling: AutoscalingSpe
     return {"type": "prometheus", "metricType": "AverageValue", "metadata": metadata, **authentication}
 
 
-def pod_name_pattern(name: str) -> str:
-    """Return a regular expression that matches the names of the pods of a Deployment.
+def pod_name_pattern(service: LLMService) -> str:
+    """Return a regular expression that matches the names of the server pods: those of a Deployment, or the first pods
+    of the groups of a LeaderWorkerSet.
 
     Kubernetes cuts the beginning of a pod's name to 58 characters. For a long name, the hyphen before the last part can
     be missing.
     """
+    name = service.name
+    if service.num_nodes > 1:
+        return f"{name}-[0-9]+"
     hyphen = "-" if len(name) <= _MAX_UNCUT_NAME else "-?"
     return f"{name}-[a-z0-9]+{hyphen}[a-z0-9]+"
 

@@ -162,6 +162,7 @@ def bases():
         yield document
     pins = {"maxModelLen": 8192, "blockSize": 16, "tensorParallelSize": 1, "dtype": "bfloat16", "maxNumSeqs": 32}
     pins |= {"maxNumBatchedTokens": 4096, "quantization": "None", "swapSpace": "4Gi", "maxLogprobs": 5}
+    yield body(GPU, sources[0], engine={"pipelineParallelSize": 4})
     folder = {"emptyDir": {}}
     pins |= {"kvCacheOffloading": {"memory": "16Gi", "secondary": [{"folder": folder, "size": "40Gi"}]}}
     peers = ["other:8005", "10.0.0.0/8:8005"]
@@ -331,9 +332,9 @@ def test_rendered_objects_are_valid(before):
     for text in before:
         for manifest in json.loads(text)[1]:
             kinds.add(manifest["kind"])
-            if manifest["kind"] not in OPTIONAL_KINDS:
+            if manifest["kind"] not in (*OPTIONAL_KINDS, "LeaderWorkerSet"):
                 kubernetes_validate.validate(manifest, "1.37", strict=True)
-    assert len(kinds) == 14, kinds
+    assert len(kinds) == 15, kinds
 
 
 @pytest.mark.parametrize(("path", "node"), LEAVES, ids=[".".join(path) for path, _ in LEAVES])
@@ -375,8 +376,8 @@ def test_types_state_which_fields_restart_pods(before):
 
 
 def pod_template(text):
-    (deployment,) = [m for m in json.loads(text)[1] if m["kind"] == "Deployment"]
-    return deployment["spec"]["template"]
+    (workload,) = [m["spec"] for m in json.loads(text)[1] if m["kind"] in ("Deployment", "LeaderWorkerSet")]
+    return workload.get("template") or workload["leaderWorkerTemplate"]
 
 
 def variants(document, path, node):

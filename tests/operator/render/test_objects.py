@@ -54,6 +54,7 @@ from quire_spec.errors import ConfigError
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
+SERVICE = llm_service("")
 SERVICES = {
     "gpu-llama-3.1-8b": lambda: (example_service("gpu-llama-3.1-8b.yaml"), "8b"),
     "pvc-qwen2.5-7b": lambda: (example_service("pvc-qwen2.5-7b.yaml"), "qwen"),
@@ -613,8 +614,9 @@ def test_autoscalers_scale_the_llmservice():
 def test_the_pattern_of_pod_names_matches_the_pods_of_a_deployment(name, digest):
     """Kubernetes cuts the name of a ReplicaSet and a hyphen to 58 characters, and appends five random ones."""
     pod = f"{name}-{digest}-"[:58] + "x7k2q"
-    assert len(pod) <= 63 and re.fullmatch(workload.pod_name_pattern(name), pod)
-    assert not re.fullmatch(workload.pod_name_pattern(name), f"{name}b-{digest}-x7k2q"), "another Deployment"
+    pattern = workload.pod_name_pattern(dataclasses.replace(SERVICE, name=name))
+    assert len(pod) <= 63 and re.fullmatch(pattern, pod)
+    assert not re.fullmatch(pattern, f"{name}b-{digest}-x7k2q"), "another Deployment"
 
 
 def test_the_openai_api_can_have_several_names_of_the_model():

@@ -47,6 +47,7 @@ _POD_FIELDS = {
     "openai.port": "openai.port",
     "openai.apiServerCount": "openai.apiServerCount",
     "engine.data_parallel_size": "engine.dataParallelSize",
+    "engine.pipeline_parallel_size": "engine.pipelineParallelSize",
     "engine.lora_experts": "lora.experts",
     "engine.lora_modules_to_save": "lora.modulesToSave",
     "engine.otlp_traces_endpoint": "observability.tracing.endpoint",
