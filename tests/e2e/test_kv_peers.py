@@ -4,15 +4,13 @@
 import http.client
 import json
 import os
-import re
 import signal
 import time
 
 import pytest
-from nodocker_cluster.ports import free_ports
-from support.engine_processes import IpcClient
 from support.kv_peer_relay import Relay
-from support.quire_serve import QuireServeProcess, example_document
+from support.kv_pods import forest, kv_pods, metric, num_leases
+from support.quire_serve import example_document
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -20,39 +18,14 @@ BYTES_PER_SECOND = 400_000
 """The holder sends about four blocks in a second, so that the read of a long prompt takes three seconds."""
 
 
-def prompt(name, num_days=14):
-    return " ".join(f"{name} went to the forest on day {day} and saw a bear." for day in range(num_days))
-
-
 @pytest.fixture(scope="module")
 def pods(tmp_path_factory):
-    """Return the holder, the reader, the address of the holder, and a port of a relay for each test. The reader has
-    measured nothing yet about the speed of an address that is new."""
+    """Return the holder, the reader, the address of the holder, and a port of a relay for each test."""
     document = example_document()
     document["spec"]["engine"] |= {"maxModelLen": 512, "kvCacheOffloading": {"memory": "32Mi"}}
-    folder = tmp_path_factory.mktemp("peers")
-    key = folder / "key"
-    key.touch(0o600)
-    key.write_text("k" * 32)
-    holder_port, reader_port, *relay_ports = free_ports(12)
-    peers = ",".join(f"127.0.0.1:{port}" for port in (holder_port, *relay_ports))
-    services = []
-    try:
-        for name, port in (("holder", holder_port), ("reader", reader_port)):
-            (folder / name).mkdir()
-            flags = [f"--kv-transfer-port={port}", f"--kv-transfer-key-file={key}", f"--kv-transfer-peers={peers}"]
-            flags.append(f"--kv-transfer-bytes-per-second={BYTES_PER_SECOND}")
-            services.append(QuireServeProcess(document, folder / name, *flags))
-        for service in services:
-            service.wait_ready()
-        yield *services, f"127.0.0.1:{holder_port}", iter(relay_ports)
-        services[1].stop()
-    finally:
-        for service in services:
-            if service.process.poll() is None:
-                service.kill()
-                service.assert_nothing_left()
-            service.clean_up()
+    speed = f"--kv-transfer-bytes-per-second={BYTES_PER_SECOND}"
+    with kv_pods(document, tmp_path_factory.mktemp("peers"), speed) as pods:
+        yield *pods.services, pods.addresses[0], pods.relay_ports
 
 
 def complete(service, text, source=None, model="tales", timeout=60):
@@ -71,21 +44,10 @@ def complete(service, text, source=None, model="tales", timeout=60):
     return 200, answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def metric(service, name):
-    """Return the values of a metric by their labels except model_name."""
-    values = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", service.metrics(), re.MULTILINE)
-    return {re.sub(r',?model_name="[^"]*",?', "", labels): float(value) for labels, value in values}
-
-
-def num_leases(service):
-    with IpcClient(service.folder / "run/kv_peer.sock", "supervisor") as client:
-        return client.call("status")["num_leases"]
-
-
 @pytest.mark.parametrize("model", ["tales", "pirate"])
 def test_the_reader_uses_blocks_of_the_holder(pods, model):
     holder, reader, address, ports = pods
-    text = prompt("Anna", num_days=7)
+    text = forest("Anna", num_days=7)
     _, expected, _ = complete(holder, text, model=model)
     with Relay(address, port=next(ports)) as relay:
         status, output, num_cached = complete(reader, text, relay.address, model)
@@ -99,7 +61,7 @@ def test_the_reader_uses_blocks_of_the_holder(pods, model):
 def test_one_pod_computes_the_prompt_and_another_one_generates(pods, path):
     """As llm-d's sidecar and vllm-router drive them: they copy the object of the first response."""
     prefill, decode, address, ports = pods
-    text = prompt(f"Emma {path}", num_days=6)
+    text = forest(f"Emma {path}", num_days=6)
     body = {"model": "tales", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     body |= {"messages": [{"role": "user", "content": text}]} if path.startswith("chat") else {"prompt": text}
     role = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_port": None}
@@ -125,10 +87,10 @@ def test_only_allowed_peers_are_read(pods):
 
 def test_a_cancelled_request_pins_no_row(pods):
     holder, reader, address, ports = pods
-    complete(holder, prompt("Ben"))
+    complete(holder, forest("Ben"))
     with Relay(address, port=next(ports)) as relay:
         with pytest.raises(TimeoutError):
-            complete(reader, prompt("Ben"), relay.address, timeout=0.7)
+            complete(reader, forest("Ben"), relay.address, timeout=0.7)
         start = time.monotonic()
         holder.wait(lambda: not num_leases(holder), 5, "released")
         assert time.monotonic() - start < 1.0
@@ -138,7 +100,7 @@ def test_a_cancelled_request_pins_no_row(pods):
 def test_process_that_serves_blocks_fails_during_a_read(pods, fault):
     """The answer only takes longer, the failure is counted, and the process serves again."""
     holder, reader, address, ports = pods
-    text = prompt(f"Clara {fault}")
+    text = forest(f"Clara {fault}")
     _, expected, _ = complete(holder, text)
     before, pid = metric(reader, "quire_kv_transfer_errors_total"), holder.pid("kv_peer")
     with Relay(address, port=next(ports), on_half=lambda: os.kill(pid, getattr(signal, fault))) as relay:
@@ -155,7 +117,7 @@ def test_process_that_serves_blocks_fails_during_a_read(pods, fault):
         holder.wait(lambda: holder.is_restarted("kv_peer", pid), 20, "restarted")
     holder.wait(lambda: holder.status()["processes"]["kv_peer"]["state"] == "Ready", 20, "ready")
     assert holder.health()[0] == 200 and num_leases(holder) == 0
-    text = prompt(f"David {fault}", num_days=7)
+    text = forest(f"David {fault}", num_days=7)
     _, expected, _ = complete(holder, text)
     with Relay(address, port=next(ports)) as relay:
         status, output, num_cached = complete(reader, text, relay.address)
@@ -165,10 +127,10 @@ def test_process_that_serves_blocks_fails_during_a_read(pods, fault):
 def test_the_holder_is_killed_during_a_read(pods):
     """The last test, because it ends the holder."""
     holder, reader, address, ports = pods
-    _, expected, _ = complete(holder, prompt("Emma"))
+    _, expected, _ = complete(holder, forest("Emma"))
     with Relay(address, port=next(ports), on_half=holder.kill) as relay:
-        assert complete(reader, prompt("Emma"), relay.address)[:2] == (200, expected)
+        assert complete(reader, forest("Emma"), relay.address)[:2] == (200, expected)
     start = time.monotonic()
-    assert complete(reader, prompt("Felix"), address)[0] == 200
+    assert complete(reader, forest("Felix"), address)[0] == 200
     assert time.monotonic() - start < 3
     assert reader.health()[0] == 200

@@ -59,7 +59,7 @@ from quire_spec.protocol.messages import (
     SequenceRequest,
     StepResult,
 )
-from quire_spec.protocol.results import SharedRows
+from quire_spec.protocol.results import SharedRows, UncachedPrompt
 
 if TYPE_CHECKING:
     from quire_engine.kv_transfer.peer_store import Peers
@@ -208,6 +208,11 @@ class Engine:
             NotFound: the adapter is not loaded.
         """
         self._scheduler.add(self.input_processor.process(request))
+
+    def uncached_prompt(self, request: SequenceRequest) -> UncachedPrompt:
+        """Return how much of the prompt of a request would have to be computed. The request is not run."""
+        num_tokens = self._scheduler.num_uncached_tokens(self.input_processor.process(request))
+        return UncachedPrompt(num_tokens, num_tokens * self._runner.swap_costs.seconds_per_token)
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
         """End sequences without returning a result for them; unknown ids are ignored."""

@@ -30,7 +30,7 @@ from quire_spec.documents.pod_status import utc_now
 from quire_spec.errors import PROCESS_ENDS, Internal, QuireError
 from quire_spec.protocol.connection import Connection
 from quire_spec.protocol.messages import AbortSequences, Message, SequenceRequest, StepResult
-from quire_spec.protocol.results import AdapterCheck, CoreStatus, SharedRows
+from quire_spec.protocol.results import AdapterCheck, CoreStatus, SharedRows, UncachedPrompt
 from quire_spec.protocol.server import Server
 
 MAX_UNSENT_BYTES = 256 * 2**20
@@ -61,7 +61,7 @@ class CoreServer(Server):
         super().__init__(
             (
                 *(self.load_adapter, self.verify_adapter, self.unload_adapter, self.set_adapter_names, self.status),
-                *(self.check, self.live, self.block_hasher),
+                *(self.check, self.live, self.block_hasher, self.uncached_prompt),
                 *(() if engine.leases is None else self._lease_methods()),
             ),
             (SequenceRequest, AbortSequences),
@@ -207,6 +207,11 @@ class CoreServer(Server):
     def block_hasher(self) -> BlockHasher:
         """Return the parameters with which the text process can hash the blocks of a prompt."""
         return self._engine.block_hasher
+
+    async def uncached_prompt(self, request: SequenceRequest) -> UncachedPrompt:
+        """Return how much of a prompt would have to be computed. The request is not run."""
+        prompt: UncachedPrompt = await self._run_on_engine_thread(lambda: self._engine.uncached_prompt(request))
+        return prompt
 
     async def check(self) -> None:
         """Check the integrity of the engine's state; raises Internal."""

@@ -165,8 +165,10 @@ class AdapterRegistry:
         return [self._residency(digest) for digest in self.adapter_states()]
 
     def adapter_start(self, digest: AdapterDigest, prompt_token_ids: Sequence[int]) -> int:
-        """Return the position of the first token of a sequence that a registered adapter changes."""
-        return adapter_start(prompt_token_ids, self._adapter_by_digest[digest].info.invocation_tokens)
+        """Return the position of the first token of a sequence that an adapter changes. An adapter that is not
+        registered seems to have no invocation tokens."""
+        adapter = self._adapter_by_digest.get(digest)
+        return adapter_start(prompt_token_ids, () if adapter is None else adapter.info.invocation_tokens)
 
     def add_sequence(
         self, digest: AdapterDigest, parts: Sequence[tuple[AdapterDigest, float]] = (), client: str = ""

@@ -152,10 +152,12 @@ class RequestProcessor:
             second_text_start,
         )
 
-    async def tokenize(self, request: GenerateRequest, template: str | None = None) -> list[int]:
-        """Return the token ids of the prompt. The errors are those of `prepare`."""
-        _, token_ids, *_ = await self._tokenize(request, template)
-        return token_ids
+    async def tokenize(
+        self, request: GenerateRequest, template: str | None = None
+    ) -> tuple[list[int], list[ImageInput]]:
+        """Return the token ids of the prompt, and its images. The errors are those of `prepare`."""
+        _, token_ids, _, images, _ = await self._tokenize(request, template)
+        return token_ids, images
 
     async def _tokenize(
         self, request: GenerateRequest, template: str | None

@@ -279,6 +279,15 @@ class Scheduler:
         self._waiting.add(sequence)
         self.waiting_for_adapters = False
 
+    def num_uncached_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens of a sequence, which is not queued, are cached neither on the device nor in host
+        memory."""
+        if sequence.adapter_digest is not None:
+            sequence.adapter_start = self._adapter_registry.adapter_start(
+                sequence.adapter_digest, sequence.prompt_token_ids
+            )
+        return sequence.num_tokens - self.prefix_cache.match(sequence).num_tokens
+
     def abort(self, sequence_ids: Iterable[int]) -> None:
         """Finish sequences; ignore unknown ids. The id of a beam finishes its whole search. If a step in flight can
         still write to blocks of a sequence, these blocks are freed when the step is complete."""

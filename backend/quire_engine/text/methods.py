@@ -28,9 +28,10 @@ from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.documents.adapter_catalog import AdapterLimits
 from quire_spec.documents.pod_status import CoreState, utc_now
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import InvalidArgument
-from quire_spec.protocol.messages import Conversation, GenerateRequest
-from quire_spec.protocol.results import ServedModels, TextStatus, Tokenized
+from quire_spec.protocol.messages import Conversation, GenerateRequest, ImageInput, SequenceRequest
+from quire_spec.protocol.results import ServedModels, TextStatus, Tokenized, UncachedPrompt
 
 _LIVE_TIMEOUT_S = 10.0
 """Seconds to wait for the core's answer. A step of a large model on a slow CPU can take seconds."""
@@ -81,6 +82,7 @@ class TextMethods:
             self.metrics,
             self.tokenize,
             self.render,
+            self.uncached_prompt,
             self.detokenize,
             self.tokenizer_info,
             self.live,
@@ -216,9 +218,34 @@ class TextMethods:
         The errors are those of running it, except those about its constraint.
         """
         await self._require_model(request.model, request.api_key_name)
-        template = self._admission.chat_template_by_name.get(request.model)
-        self._processor.limits.check(request, template is not None)
-        return await self._processor.tokenize(request, template)
+        token_ids, _ = await self._tokenize(request)
+        return token_ids
+
+    async def uncached_prompt(self, request: GenerateRequest, num_local_tokens: int) -> UncachedPrompt:
+        """Return how much of the prompt of `request` a core would have to compute. The request is not run.
+
+        A prompt with at most `num_local_tokens` tokens is not looked up, and counts as not cached. With several cores,
+        the result is that of the core with most of the prompt. The errors are those of `render`.
+        """
+        request = self._admission.choose_version(request, request.session)
+        adapter = self._admission.resolve_model(request.model, request.api_key_name)
+        token_ids, images = await self._tokenize(request)
+        if len(token_ids) <= num_local_tokens or (adapter.name is not None and adapter.digest is None):
+            return UncachedPrompt(len(token_ids))
+        sequence = SequenceRequest(
+            0,
+            token_ids,
+            SamplingParams(seed=0),
+            adapter.digest,
+            request.cache_salt,
+            # The digests of images are enough to look a prompt up.
+            images=[msgspec.structs.replace(image, tensors={}) for image in images],
+        )
+        calls = (client.call("uncached_prompt", UncachedPrompt, {"request": sequence}) for client in self._clients)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        if not (prompts := [answer for answer in answers if isinstance(answer, UncachedPrompt)]):
+            raise next(answer for answer in answers if isinstance(answer, BaseException))
+        return min(prompts, key=lambda prompt: prompt.num_tokens)
 
     def tokenizer_info(self) -> dict[str, Any]:
         """Return tokenizer_config.json with the chat template that is used."""
@@ -234,6 +261,12 @@ class TextMethods:
         if max(tokens, default=0) >= vocab_size:
             raise InvalidArgument(f"tokens: must be a list of token ids from 0 to {vocab_size - 1}")
         return await self._processor.run_tokenizer(lambda: tokenizer.decode(tokens, False), 4 * len(tokens))
+
+    async def _tokenize(self, request: GenerateRequest) -> tuple[list[int], list[ImageInput]]:
+        """Return the token ids and the images of the prompt that the engine would get for `request`."""
+        template = self._admission.chat_template_by_name.get(request.model)
+        self._processor.limits.check(request, template is not None)
+        return await self._processor.tokenize(request, template)
 
     async def _require_model(self, model: str | None, api_key_name: str) -> None:
         """Check that a model exists, or can be found; the errors are those of a request."""

@@ -18,7 +18,7 @@ from quire_engine.text.adapter_metrics import AdapterMetrics
 from quire_engine.text.metric_series import CounterSeries, GaugeSeries, HistogramSeries, Registry
 from quire_spec.constants import AdapterName
 from quire_spec.engine.config import EngineConfig
-from quire_spec.protocol.messages import SchedulerStats
+from quire_spec.protocol.messages import PrefillResult, SchedulerStats
 
 # These are the buckets of vLLM, so that its dashboards show comparable quantiles.
 _TTFT_BUCKETS = (
@@ -83,6 +83,10 @@ class RequestMetrics:
     def record_ignored_fields(self) -> None:
         """Count a request with fields that the server does not know."""
         self._requests_with_ignored_fields.inc()
+
+    def record_prefill(self, result: PrefillResult) -> None:
+        """Count a request whose header names a pod for its prompt."""
+        self._prefills.labels(self._model_name, result).inc()
 
     def record_failed(self, code: str) -> None:
         """Count a request that ended with an error, whether it was admitted or not."""
@@ -344,6 +348,11 @@ class RequestMetrics:
         self._requests_with_ignored_fields = self._counter(
             "quire_requests_with_ignored_fields",
             "Requests of the OpenAI port with fields that the server does not know and ignored.",
+        )
+        self._prefills = self.registry.counter(
+            "quire_remote_prefills",
+            "Requests whose header names a pod for their prompt, by result.",
+            ["model_name", "result"],
         )
         self._rejected_requests = self.registry.counter(
             "quire_requests_refused",

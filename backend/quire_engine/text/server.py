@@ -17,7 +17,14 @@ from quire_engine.text.result_coalescer import ResponseThrottle, ResultCoalescer
 from quire_spec.errors import Internal
 from quire_spec.protocol.connection import Connection
 from quire_spec.protocol.framing import InvalidFrame, Oversized
-from quire_spec.protocol.messages import CancelRequests, FieldsIgnored, GenerateRequest, Message, RequestRejected
+from quire_spec.protocol.messages import (
+    CancelRequests,
+    FieldsIgnored,
+    GenerateRequest,
+    Message,
+    PrefillReported,
+    RequestRejected,
+)
 from quire_spec.protocol.server import Server
 
 logger = logging.getLogger(__name__)
@@ -36,7 +43,9 @@ class TextServer(Server):
         coalescers: Sequence[ResultCoalescer],
     ) -> None:
         super().__init__(
-            methods.table(), (GenerateRequest, CancelRequests, RequestRejected, FieldsIgnored), max_payload_bytes
+            methods.table(),
+            (GenerateRequest, CancelRequests, RequestRejected, FieldsIgnored, PrefillReported),
+            max_payload_bytes,
         )
         self._request_manager = request_manager
         self._metrics = metrics
@@ -67,6 +76,8 @@ class TextServer(Server):
             self._metrics.record_rejected(message.code)
         elif frontend is not None and isinstance(message, FieldsIgnored):
             self._metrics.record_ignored_fields()
+        elif frontend is not None and isinstance(message, PrefillReported):
+            self._metrics.record_prefill(message.result)
         else:
             super().on_request(connection, message)
 

@@ -100,6 +100,7 @@ async def _serve(settings: FrontSettings, listener: socket.socket, probe_socket:
         closing_file = settings.run_dir / constants.CLOSING_FILE
         await FrontServer(config, probe_socket, closing_file, application.close).serve(sockets=[listener])
     finally:
+        await application.close_connections()
         connect_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await connect_task

@@ -14,7 +14,7 @@ from quire_server.openai.completions import Completions
 from quire_server.openai.errors import CODE_BY_STATUS, ApiError, as_api_error
 from quire_server.openai.generation import DONE
 from quire_server.openai.http.access import AccessControl
-from quire_server.openai.http.allowed_peers import AllowedPeers
+from quire_server.openai.http.allowed_peers import PREFILLER_HEADER, AllowedPeers
 from quire_server.openai.http.body_budget import BodyBudget
 from quire_server.openai.http.ignored_fields import IgnoredFields
 from quire_server.openai.http.message import (
@@ -65,9 +65,9 @@ class Application:
         self._body_budget = BodyBudget()
         models, tokenization = Models(client, settings), Tokenization(client, settings)
         lora_adapters = LoraAdapters(settings.run_dir)
-        remote_prefill = RemotePrefill(settings, self._allowed_peers)
-        completions = Completions(client, settings, remote_prefill)
-        chat = ChatCompletions(client, settings, remote_prefill)
+        self._remote_prefill = RemotePrefill(settings, self._allowed_peers)
+        completions = Completions(client, settings, self._remote_prefill)
+        chat = ChatCompletions(client, settings, self._remote_prefill)
         embeddings, scores = Embeddings(client, settings), Scores(client, settings)
         responses, messages = Responses(client, chat), Messages(client, chat)
         self._routes: dict[str, Mapping[str, _Handler]] = {
@@ -109,6 +109,10 @@ class Application:
         if self._live is not None:
             self._live.close()
 
+    async def close_connections(self) -> None:
+        """Close the connections to other pods, after all responses have ended."""
+        await self._remote_prefill.close()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
@@ -139,6 +143,7 @@ class Application:
             request.salt_cache = partial(self._access.cache_salt, request)
             request.ignored_fields = IgnoredFields(self._settings.openai.rejectUnknownFields)
             request.kv_source = await self._allowed_peers.source(request.headers)
+            request.prefiller = await self._allowed_peers.source(request.headers, PREFILLER_HEADER)
             reply = await self._handler(request)(request)
             if isinstance(reply, EventStream):
                 await self._stream(request, reply, send)

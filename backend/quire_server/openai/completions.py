@@ -57,7 +57,8 @@ class Completions:
     async def _prepare(self, request: HttpRequest) -> tuple[Generation, CompletionFields, SamplingParams, bool]:
         """Check a request and return its generation, which is not started yet, and whether its output is dropped.
         Raises ApiError if the request is invalid."""
-        fields, sampling_values = parse_fields(await request.json_object(), CompletionFields, request.ignored_fields)
+        document = await request.json_object()
+        fields, sampling_values = parse_fields(document, CompletionFields, request.ignored_fields)
         prompts, fields.prompt = parse_prompts(fields.prompt), None
         # The engine always generates at least one token. If the request needs only the prompt, this token is dropped.
         omits_output = fields.echo and sampling_values.get("max_tokens") == 0
@@ -75,6 +76,7 @@ class Completions:
         request.kv_source = source or request.kv_source
         generation = Generation("cmpl-", request, fields, params, copies, prompts, self._settings)
         generation.kv_transfer_params = self._remote_prefill.response(fields.kv_transfer_params, generation.id)
+        generation.remote_prompt = self._remote_prefill.prompt(request, "/v1/completions", document, params)
         return generation, fields, params, omits_output
 
     async def _with_text(self, prompt: Prompt) -> Prompt:

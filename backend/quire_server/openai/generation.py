@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from quire_server.openai.errors import ApiError
 from quire_server.openai.http.message import HttpRequest
+from quire_server.openai.http.remote_prefill import RemotePrompt
 from quire_server.openai.output_stream import OutputStream
 from quire_server.openai.request_fields import GenerationFields
 from quire_server.openai.settings import FrontSettings
@@ -117,6 +119,8 @@ class Generation:
         self._num_cached_tokens = [0] * (len(prompts) * copies)
         self.kv_transfer_params: dict[str, Any] | None = None
         """Where a decode pod finds the blocks of the prompt. It is a field of a complete response."""
+        self.remote_prompt: RemotePrompt | None = None
+        """The prompt, if another pod can compute it."""
         self.prompt_token_ids: dict[int, list[int]] = {}
         """Maps the index of an engine request to the token ids of its prompt. Empty unless the response needs them
         (return_token_ids, or echo with logprobs)."""
@@ -144,6 +148,11 @@ class Generation:
         """
         num_outputs, choices = self.params.n, self.choices
         engine_requests = self._engine_requests(client, return_prompt_token_ids)
+        if (prompt := self.remote_prompt) is not None:
+            self.remote_prompt = None
+            if source := await prompt.compute(client, engine_requests[:: self.copies]):
+                engine_requests = [structs.replace(request, kv_source=source) for request in engine_requests]
+            del prompt
         with OutputStream(client, engine_requests, self.fields.stream_interval) as stream:
             del engine_requests
             self._drop_prompts()

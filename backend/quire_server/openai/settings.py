@@ -43,6 +43,8 @@ class FrontSettings:
         if config.openai is None:
             raise ConfigError(f"{config_file}: openai: missing; add it, or do not start the front")
         admin_key_file = config.adminKeyFile if config.openai.allowRuntimeLoraUpdating else None
+        transfer = config.engine.kv_transfer
+        key_file = None if transfer is None else Path(transfer.key_file)
         return cls(
             run_dir,
             config.servedName,
@@ -50,8 +52,9 @@ class FrontSettings:
             config.openai,
             admin_key_file,
             config.engine,
-            # The pods of a service have the same admin key. Therefore, they have the same salts, and can share blocks.
-            config.adminKeyFile or run_dir / constants.CACHE_SALT_SECRET_FILE,
+            # Pods that read each other's KV blocks have the same transfer key, and the pods of a service have the same
+            # admin key. Therefore, they have the same salts, and can share blocks.
+            key_file or config.adminKeyFile or run_dir / constants.CACHE_SALT_SECRET_FILE,
             advertised_address(config.host, environment),
         )
 

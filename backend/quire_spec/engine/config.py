@@ -239,6 +239,10 @@ class EngineConfig:
     """Serve KV blocks of the host memory of kv_offloading_size to other pods with the same model, and read blocks that
     they have. None: the pod does neither."""
 
+    prefill_local_tokens: int = 512
+    """If a request names a pod that computes its prompt, this pod nevertheless computes a prompt of which at most this
+    many tokens are not cached. Another pod would take longer, because its queue has long prompts."""
+
     otlp_traces_endpoint: str | None = None
     """URL to which spans of requests are sent by OTLP, such as http://collector:4317 for gRPC or
     http://collector:4318/v1/traces for HTTP; None: requests are not traced."""
@@ -515,6 +519,8 @@ class EngineConfig:
                     f"limit_mm_per_prompt.{kind}: must be from 0 to {capabilities.MAX_IMAGES} for image and 0 for "
                     f"other kinds of input, got {limit}"
                 )
+        if self.prefill_local_tokens < 0:
+            raise ConfigError(f"prefill_local_tokens: must be at least 0, got {self.prefill_local_tokens}")
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs: must be at least -1, got {self.max_logprobs}")
         if not 0.0 <= self.swap_space < math.inf:

@@ -49,7 +49,8 @@ class KVTransferConfig:
 
     allowed_peers: tuple[str, ...] = ()
     """Pods from which this pod may read, if a request names one: HOST:PORT, or NETWORK:PORT such as 10.0.0.0/8:8005. A
-    name also stands for its addresses. If the list is empty, the pod serves its blocks, but reads from no other pod."""
+    name also stands for its addresses. With the port of its OpenAI API, a pod may compute prompts for this pod. If the
+    list is empty, the pod serves its blocks, but reads from no other pod."""
 
     bytes_per_second: int | None = None
     """Maximum number of bytes of blocks that the pod sends in a second, to all peers together; None: no limit."""

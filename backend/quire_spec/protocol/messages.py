@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the processes of a pod. Each is a frozen struct, and framing.py encodes it as MessagePack.
 
-- A frontend (a stub, or the OpenAI front) sends GenerateRequest, CancelRequests, RequestRejected and FieldsIgnored to
-  the text process. The text process sends OutputDeltas to the frontend.
+- A frontend (a stub, or the OpenAI front) sends GenerateRequest, CancelRequests, RequestRejected, FieldsIgnored and
+  PrefillReported to the text process. The text process sends OutputDeltas to the frontend.
 - The text process sends SequenceRequest and AbortSequences to the core. The core sends StepResult to the text process.
 - A client of any server can send Call. The server answers with Reply or Failure.
 
@@ -168,6 +168,17 @@ class RequestRejected(Message, frozen=True, tag=4):
 class FieldsIgnored(Message, frozen=True, tag=12):
     """frontend -> text: a request had fields that the frontend does not know, and ignored. The text process counts
     these requests in a metric."""
+
+
+PrefillResult = Literal["used", "local", "skipped", "unreachable", "deadline", "rejected", "failed", "invalid"]
+"""What became of a request whose header names a pod for its prompt; docs/kv-peers.md explains the values."""
+
+
+class PrefillReported(Message, frozen=True, tag=13):
+    """frontend -> text: the header of a request named a pod that computes its prompt. The text process counts the
+    results in a metric."""
+
+    result: PrefillResult
 
 
 class TokenLogprob(Value, frozen=True):
@@ -545,6 +556,7 @@ MESSAGE_TYPES: tuple[type[Message], ...] = (
     CancelRequests,
     RequestRejected,
     FieldsIgnored,
+    PrefillReported,
     OutputDeltas,
     SequenceRequest,
     AbortSequences,

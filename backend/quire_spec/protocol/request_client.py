@@ -20,6 +20,8 @@ from quire_spec.protocol.messages import (
     Message,
     OutputDelta,
     OutputDeltas,
+    PrefillReported,
+    PrefillResult,
     RequestRejected,
 )
 
@@ -67,6 +69,11 @@ class RequestClient(Client):
     def report_ignored_fields(self) -> None:
         """Report to the text process that a request had fields that are not known, so that the metrics count it."""
         self.send(FieldsIgnored())
+
+    def report_prefill(self, result: PrefillResult) -> None:
+        """Report to the text process what became of a request whose header names a pod for its prompt, so that the
+        metrics count it."""
+        self.send(PrefillReported(result))
 
     def on_message(self, connection: Connection, message: Message) -> None:
         """Called for each message of the text process."""

@@ -52,6 +52,15 @@ class SharedRows(msgspec.Struct, frozen=True):
     layout: RowLayout
 
 
+class UncachedPrompt(msgspec.Struct, frozen=True):
+    """Result of the core's and of the text process's method `uncached_prompt`."""
+
+    num_tokens: int
+    """Number of tokens of the prompt that are not cached, on the device or in host memory."""
+    compute_s: float = 0.0
+    """Seconds to compute them, as measured when the core started; 0 if it was not measured."""
+
+
 class KVPeerStatus(msgspec.Struct, frozen=True):
     """Result of the method `status` of the process that serves KV blocks to other pods."""
 

@@ -444,6 +444,11 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def parse_count_or_zero(text: str) -> int:
+    """Parse a number that is at least 0."""
+    return 0 if text == "0" else parse_count(text)
+
+
 def parse_gib(text: str) -> float:
     """Parse a size in GiB, which can be 0."""
     try:

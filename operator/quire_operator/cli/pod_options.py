@@ -10,7 +10,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from quire_operator.cli.options import parse_count, parse_file, parse_folder, parse_gib, parse_port, parse_port_or_zero
+from quire_operator.cli.options import (
+    parse_count,
+    parse_count_or_zero,
+    parse_file,
+    parse_folder,
+    parse_gib,
+    parse_port,
+    parse_port_or_zero,
+)
 from quire_spec import constants
 from quire_spec.documents.server_arguments import ALLOWED
 from quire_spec.model import capabilities
@@ -282,7 +290,8 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "--kv-transfer-peers",
         "engine.kv_transfer.allowed_peers",
         {"type": lambda text: tuple(filter(None, text.split(","))), "metavar": "HOST:PORT,..."},
-        "servers from which KV blocks may be read if a request names one in the header x-kv-cache-source-host-port; "
+        "servers that a request may name in the header x-kv-cache-source-host-port, to read their KV blocks, and in "
+        "the header x-prefiller-host-port, with the port of their OpenAI API, to have them compute the prompt; "
         "NETWORK:PORT such as 10.0.0.0/8:8005 is possible (default: spec.engine.kvTransfer.allowedPeers, otherwise "
         "none)",
     ),
@@ -292,6 +301,13 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         {"type": parse_count, "metavar": "N"},
         "maximum number of bytes of KV blocks that are sent in a second (default: "
         "spec.engine.kvTransfer.bytesPerSecond, otherwise no limit)",
+    ),
+    (
+        "--prefill-local-tokens",
+        "engine.prefill_local_tokens",
+        {"type": parse_count_or_zero, "metavar": "N"},
+        "compute a prompt of which at most N tokens are not cached, even if its request names another server for it "
+        "(default: 512)",
     ),
     (
         "--kv-events-port",

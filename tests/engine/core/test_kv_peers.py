@@ -105,6 +105,21 @@ def test_outputs_are_the_same_with_blocks_of_a_peer(
         assert server.server.status().num_sent_blocks == 21
 
 
+def test_the_uncached_tokens_of_a_prompt_are_counted(folder: Path, adapter: Path, key_file: Path) -> None:
+    engine = create(folder, key_file, adapter)
+    serve(engine, adapter=True)
+
+    def count(prefix: list[int], digest: str | None, salt: str | None = None) -> int:
+        request = SequenceRequest(0, [*prefix, 5], SamplingParams(seed=0), digest, salt)
+        return engine.uncached_prompt(request).num_tokens
+
+    assert [count(prefix, "sha256:0" if number else None) for number, prefix in enumerate(PREFIXES)] == [1, 1, 1]
+    assert count(PREFIXES[0][:28], None) == 5, "blocks of 8 tokens"
+    assert count(PREFIXES[0], "sha256:0") == count(PREFIXES[1], None) == count(PREFIXES[0], "sha256:1") == 57
+    assert count(PREFIXES[0], None, "salt") == 57
+    engine.check_integrity()
+
+
 def test_what_differs_is_counted_and_computed(folder: Path, key_file: Path, tmp_path: Path) -> None:
     holder = create(folder, key_file)
     serve(holder)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pods from which a request may make this pod read KV blocks, by llm-d's header x-kv-cache-source-host-port."""
+"""The pods that a request may name: in llm-d's header x-kv-cache-source-host-port a pod from which this pod reads KV
+blocks, and in its header x-prefiller-host-port a pod that computes the prompt."""
 
 import asyncio
 import socket
@@ -11,6 +12,7 @@ from quire_spec.engine.kv_transfer_config import KVTransferConfig, PeerAddress
 from quire_spec.errors import truncated_repr
 
 HEADER = b"x-kv-cache-source-host-port"
+PREFILLER_HEADER = b"x-prefiller-host-port"
 _LOOKUP_S = 1.0
 """Names are looked up at most once in this many seconds, and only for an address that is not known."""
 _KNOWN_S = 600.0
@@ -28,20 +30,20 @@ class AllowedPeers:
         self._known_until: dict[PeerAddress, float] = {}
         self._next_lookup = 0.0
 
-    async def source(self, headers: Mapping[bytes, bytes]) -> str:
-        """Return the pod that may have the KV blocks of the prompt, as HOST:PORT. Empty if the header is missing, or
-        if this pod reads from no others.
+    async def source(self, headers: Mapping[bytes, bytes], header: bytes = HEADER) -> str:
+        """Return the pod that a header names, as HOST:PORT. Empty if the header is missing, or if this pod reads from
+        no others.
 
         Raises:
-            ApiError: the header is not HOST:PORT, or this pod must not read from that pod.
+            ApiError: the header is not HOST:PORT, or the pod is not an allowed peer.
         """
-        value = headers.get(HEADER)
+        value = headers.get(header)
         if value is None or self._config is None:
             return ""
         text = value.decode("latin-1")
         if (peer := PeerAddress.parse(text)) is None:
-            raise ApiError(400, f"{HEADER.decode()}: must be HOST:PORT, got {truncated_repr(text)}")
-        return await self.allow(peer, HEADER.decode())
+            raise ApiError(400, f"{header.decode()}: must be HOST:PORT, got {truncated_repr(text)}")
+        return await self.allow(peer, header.decode())
 
     async def allow(self, peer: PeerAddress, field: str) -> str:
         """Return the address of a pod that a request names in `field`, as HOST:PORT. Empty if this pod reads from no

@@ -66,6 +66,8 @@ class HttpRequest:
     """Function that converts the salt in the request to the salt that the prefix cache uses."""
     kv_source: str = ""
     """The pod that may have the KV blocks of the prompt, as HOST:PORT; empty if the request names none."""
+    prefiller: str = ""
+    """The pod that can compute the prompt, as HOST:PORT of its OpenAI API; empty if the request names none."""
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     """The fields in the body that the server does not know."""
     response_headers: dict[bytes, bytes] = field(default_factory=dict)
