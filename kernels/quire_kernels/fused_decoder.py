@@ -145,13 +145,6 @@ class FusedDecoder:
         self._heads = heads
         hidden = len(layers[0].attention_norm)
         gate_up = max(_out_features(layer.gate_up) for layer in layers)
-        # Compiled kernels transform only products of bfloat16 weights.
-        self._quantized_adapters = [
-            each.adapters
-            for layer in layers
-            for each in layer.linears()
-            if each.adapters is not None and isinstance(each.weight, QuantizedWeight)
-        ]
         self._workspace_per_token = max(_out_features(each.qkv) for each in layers) + heads.num_heads * heads.head_dim
         self._workspace_per_chunk_row = max(hidden, gate_up // 2) + gate_up
         self._layer_structs = (_Layer * len(layers))(*(map(_layer_struct, layers)))
@@ -165,13 +158,6 @@ class FusedDecoder:
         """Return whether the decoder accepts these tensors. The result is the same in all steps of a model."""
         is_supported = cpu_native.supports(hidden) and not reads_whole_blocks(caches[0], self._heads.num_heads)
         return is_supported and hidden.is_contiguous() and hidden.shape[1] == self._layers_struct.hidden
-
-    def supports_adapters(self, batch: LoRABatch | None) -> bool:
-        """Return whether the decoder computes the adapters of this batch."""
-        if batch is None or not self._quantized_adapters:
-            return True
-        slots = batch.active_slots
-        return slots is not None and all(slots.isdisjoint(each.transformed_slots) for each in self._quantized_adapters)
 
     def __call__(
         self,

@@ -26,6 +26,7 @@ from quire_kernels.host_device_copy import to_device_async
 from quire_kernels.linear import LinearWeight, is_panel_packed, linear
 from quire_kernels.lora_routing import TokenRouting, route_tokens
 from quire_kernels.lora_slots import ModuleSlots
+from quire_kernels.quantized_linear import QuantizedWeight, quantized_linear_native
 
 TILE_ROWS = 8
 """Number of rows in a tile of the compiled kernels; csrc/tile.h has the same number."""
@@ -162,31 +163,46 @@ def add_adapters(
 ) -> Tensor:
     """Compute `adapted_linear` for a base weight that reads `base_x`, which has the features of x in another order.
 
-    If an adapter transforms the base product, the product of its tokens is computed again, without bias and residual.
-    The other tokens keep the result that they have without such an adapter in the batch.
+    Tokens whose adapter does not transform the base product have the result that they have without such an adapter in
+    the batch.
     """
-    is_transformed = bool(adapters.transformed_slots)
-    before = residual.clone() if is_transformed and residual is not None else None
-    out = linear(base_x, weight, bias, residual)
-    for slot, rows in batch.iter_slot_tokens() if is_transformed else ():
-        if slot in adapters.transformed_slots:
-            product = linear(base_x[rows], weight, None).float()
-            _transform(product, adapters, slot)
-            for addend in (bias, None if before is None else before[rows]):
-                product += 0 if addend is None else addend
-            out[rows] = product.to(out.dtype)
+    if adapters.is_panel_packed and isinstance(weight, QuantizedWeight) and weight.is_panel_packed and batch.native:
+        addresses = adapters.address, ctypes.addressof(batch.native)
+        out = quantized_linear_native(base_x, weight, bias, residual, addresses)
+    elif adapters.transforms(batch):
+        out = _transformed_linear(base_x, weight, bias, residual, adapters, batch)
+    else:
+        out = linear(base_x, weight, bias, residual)
     add_lora(out, x, adapters, batch)
     return out
 
 
-def _transform(product: Tensor, adapters: ModuleSlots, slot: int) -> None:
-    """Transform a base product [num_rows, out_features of all slices], float32, in place."""
-    column = 0
+def _transformed_linear(
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    adapters: ModuleSlots,
+    batch: LoRABatch,
+) -> Tensor:
+    """Compute `linear`, with the transforms of the tokens' adapters. The product of these tokens is computed twice."""
+    # The host knows the rows, so the device is not waited for.
+    segments = [segment for segment in batch.segments if segment.adapter_slot in adapters.transformed_slots]
+    rows = to_device_async([row for segment in segments for row in range(segment.start, segment.end)], x.device)
+    before = None if residual is None else residual[rows]
+    out = linear(x, weight, bias, residual)
+    offsets = adapters.entries[batch.adapter_slots[rows], :, 3]
+    product, column = linear(x[rows], weight, None).float(), 0
     for i, width in enumerate(adapters.target.widths):
-        if (transform := adapters.get_transform(slot, i)) is not None:
-            scale, addend = transform.float()
-            product[:, column : column + width].mul_(1 + scale).add_(addend)
+        starts = offsets[:, i, None]
+        elements = starts + torch.arange(width, device=x.device)
+        scale, addend = (adapters.pages[elements + first].float().where(starts != 0, 0) for first in (0, width))
+        product[:, column : column + width].mul_(1 + scale).add_(addend)
         column += width
+    for each in (bias, before):
+        product += 0 if each is None else each
+    out[rows] = product.to(out.dtype)
+    return out
 
 
 @Op

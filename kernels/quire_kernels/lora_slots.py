@@ -162,6 +162,11 @@ class ModuleSlots:
         change the module."""
         return batch.active_slots is None or not self.active_slots.isdisjoint(batch.active_slots)
 
+    def transforms(self, batch: "LoRABatch") -> bool:
+        """Return whether an adapter of the batch transforms the module's base product, or replaces the norm. This is
+        never the case if the slots are known only on the device."""
+        return batch.active_slots is not None and not self.transformed_slots.isdisjoint(batch.active_slots)
+
     def set_next_module(self, next_module: "ModuleSlots") -> None:
         """Set the module that is computed after this one. While the GEMM of this module runs, the matrices A of the
         next module are prefetched.
@@ -235,6 +240,8 @@ class LoRASlots:
             for i, site in enumerate(targets)
         )
         """The views of all modules, in the order of `targets`."""
+        self.transformed_slots: set[int] = set()
+        """Slots whose adapter transforms the base product of a module, or replaces a norm."""
         self._experts = _ExpertEntries(self.modules, self._pages)
         linears = [module for module in self.modules if not (module.target.num_experts or module.target.is_norm)]
         for module, next_module in zip(linears, (*linears[1:], *linears[:1]), strict=True):
@@ -276,7 +283,7 @@ class LoRASlots:
                     placements.append((module, a, b, *starts))
                 transform = None if transforms is None else transforms[i][j]
                 if transform is not None:
-                    assert end, "the offset 0 stands for no transform"
+                    end = max(end, ALIGNMENT)  # the offset 0 stands for no transform
                     entries[i, j, 3] = end
                     copies.append((end, transform))
                     end += _round_up_to_alignment(transform.numel())
@@ -306,6 +313,7 @@ class LoRASlots:
             _, _, is_used, is_transformed = entries
             (module.active_slots.add if is_used or is_transformed else module.active_slots.discard)(slot)
             (module.transformed_slots.add if is_transformed else module.transformed_slots.discard)(slot)
+        (self.transformed_slots.add if adapter.entries[..., 3].any() else self.transformed_slots.discard)(slot)
         for part in adapter.chunks:
             start, end = end, end + part.numel()
             self._pages[start:end].copy_(part, non_blocking=True)

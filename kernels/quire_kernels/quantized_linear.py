@@ -175,6 +175,21 @@ def _quantized_linear_cpu(
 ) -> Tensor:
     if not weight.is_panel_packed:
         return quantized_linear.reference(x, weight, bias, residual)
+    return quantized_linear_native(x, weight, bias, residual)
+
+
+def quantized_linear_native(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    adapters: tuple[int, int] | None = None,
+) -> Tensor:
+    """Compute `quantized_linear` with a compiled kernel. `weight` must be in panels.
+
+    `adapters` are the addresses of the C structs QuireLoraLinear and QuireLoraRows. The adapters can transform the
+    products of their rows, and the kernel prefetches what `add_lora` then reads. None: there are no adapters.
+    """
     num_tokens, (out_features, in_features) = len(x), weight.shape
     # The compiled kernels do not check their arguments.
     assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.shape[1] == in_features
@@ -191,6 +206,7 @@ def _quantized_linear_cpu(
         out_features,
         in_features,
         residual is not None,
+        *(adapters or (None, None)),
     )
     return out
 

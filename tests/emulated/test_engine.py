@@ -127,6 +127,30 @@ def test_adapter_slot_is_reloaded_while_steps_run(model, adapters, monkeypatch):
     assert True in captured
 
 
+def test_adapters_that_transform_products_or_replace_modules(model, adapters, tmp_path, monkeypatch):
+    """Steps without such an adapter still replay graphs."""
+    configs = [
+        {"use_dora": True, "r": 4},
+        {"bias": "all", "lora_bias": True, "target_modules": ["q_proj", "down_proj"]},
+        {"modules_to_save": ["lm_head", "embed_tokens", "norm"], "target_modules": ["v_proj"]},
+    ]
+    paths = [make_adapter(model, tmp_path / f"{i}", seed=i, **config) for i, config in enumerate(configs)]
+    special = [LoRARequest(f"special-{i}", 5 + i, str(path)) for i, path in enumerate(paths)]
+    replayed, run = [], CudaGraphRunner.run
+
+    def recording_run(self: CudaGraphRunner, graph_input: Any, *args: Any) -> Any:
+        replayed.append(graph_input.has_adapters)
+        return run(self, graph_input, *args)
+
+    monkeypatch.setattr(CudaGraphRunner, "run", recording_run)
+    loras = [*special, adapters[0], None, special[0]]
+    params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (6, 5, 7, 16, 14, 3)]
+    options = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8, "lora_modules_to_save": True, "loras": loras}
+    cpu, gpu = _generate_on_both(model, _prompts(5, 20, 9, 17, 30, 11), params, **options)
+    _assert_same_tokens(cpu, gpu)
+    assert any(replayed)
+
+
 def test_graphs_compute_prompts_and_drafts(model, adapters, monkeypatch):
     """Steps with prompts, chunks and drafts replay graphs, with adapters and without, and the memory of all graphs was
     known before the first one was captured. Each shape is captured once."""

@@ -14,8 +14,10 @@ from quire_kernels import (
     add_lora_embedding,
     build_lora_batch,
     cpu_native,
+    linear,
     lora_slots,
     pack_weight,
+    quantize_weight,
 )
 
 CPU = torch.device("cpu")
@@ -161,6 +163,38 @@ def test_adapters_transform_the_base_product(num_tokens, segments, site, dtype):
         torch.testing.assert_close(
             stream.double(), wanted + residual.double(), rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype]
         )
+
+
+@requires_native_kernels
+@pytest.mark.parametrize("quantization", ["int8", "int8_weight_only", "int4", "fp8"])
+@pytest.mark.parametrize("num_tokens", [1, 9, 61, 250])
+def test_adapters_transform_the_product_of_a_quantized_weight(num_tokens, quantization):
+    """The compiled kernels transform the unrounded product of each row. All other rows keep their bits."""
+    site = LoRATarget(128, (64, 32, 32))
+    slots = LoRASlots([LoRATarget(32, (32,)), site], 3, 16, torch.empty(0, dtype=torch.bfloat16))
+    transforms = [[torch.randn(2, w) for w in site.widths], None, [None, torch.randn(2, 32), None]]
+    for slot, each in enumerate(transforms):
+        pair = torch.randn(4, 32), torch.randn(32, 4)
+        slots.write(slot, slots.pack([[pair], [None] * 3], each and [[None], each]))
+    weight = quantize_weight((torch.randn(128, 128) / 8).bfloat16(), quantization)
+    x, bias = torch.randn(num_tokens, 128).bfloat16(), torch.randn(128).bfloat16()
+    residual, of_rows = torch.randn(num_tokens, 128).bfloat16(), torch.randint(-1, 3, (num_tokens,)).tolist()
+    of_rows[0] = 0
+    segments = [AdapterSegment(slot, i, i + 1) for i, slot in enumerate(of_rows) if slot >= 0]
+    adapters, batch = slots.modules[1], build_lora_batch(segments, num_tokens, CPU)
+    scales, addends = torch.zeros(2, num_tokens, 128)
+    for i, slot in enumerate(of_rows):
+        rows = [torch.zeros(2, w) if t is None else t.bfloat16() for t, w in
+                zip((slot >= 0 and transforms[slot]) or [None] * 3, site.widths, strict=True)]  # fmt: skip
+        scales[i], addends[i] = torch.cat(rows, dim=1)
+    product = linear(x, weight, None).float()
+    for base in (None, residual):
+        expected = product * (1 + scales) + addends + bias + (0 if base is None else base)
+        out = adapted_linear(x, weight, bias, None if base is None else base.clone(), adapters, batch)
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+        same = linear(x, weight, bias, None if base is None else base.clone())
+        kept = [i for i, slot in enumerate(of_rows) if slot in (-1, 1)]
+        assert torch.equal(out[kept], same[kept]) and not torch.equal(out, same)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -186,12 +186,6 @@ CEL_RULE_CASES = [
         "spec.engine.gpuMemoryUtilization",
     ),
     (
-        "lora.modulesToSave must not be true when device is GPU",
-        {"spec.lora.modulesToSave": True, "spec.device": "CPU"},
-        {"spec.lora.modulesToSave": True},
-        "spec.lora.modulesToSave",
-    ),
-    (
         "engine.tensorParallelSize must not exceed gpu.count",
         {"spec.engine.tensorParallelSize": 2, "spec.gpu.count": 2},
         {"spec.engine.tensorParallelSize": 4, "spec.gpu.count": 2},

@@ -114,7 +114,7 @@ def create_slots(
     vocab_size, embedding_size = model.embed_tokens.shape
     has_outer_parts = model.shape.has_outer_parts
     vocab_rank = config.max_lora_rank + (vocab_module_rank(model.shape) if config.lora_modules_to_save else 0)
-    norms = dict(model.norms()) if device.type == "cpu" else {}
+    norms = dict(model.norms())
     # The linears are in the order in which a step computes them.
     embedding = LoRATarget(vocab_size, (embedding_size,), is_embedding=True, max_rank=vocab_rank)
     lm_head = LoRATarget(embedding_size, (vocab_size,), max_rank=vocab_rank)
@@ -133,5 +133,5 @@ def create_slots(
     model.embedding_adapters = next(modules) if has_outer_parts else None
     for part in (*(site for _, site in sites), *([model.lm_head] if has_outer_parts else []), *norms.values()):
         part.adapters = next(modules)
-    model.adapted_norms = tuple(norms.values())
+    model.adapted_norms, model.transformed_slots = tuple(norms.values()), slots.transformed_slots
     return DeviceAdapterSlots(module_keys, slots, device)

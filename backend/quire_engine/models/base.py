@@ -5,7 +5,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -49,7 +49,9 @@ class CausalLM(ABC):
         """Linear layers outside the layers that this rank stores."""
         self.embedding_adapters: ModuleSlots | None = None
         self.adapted_norms: Sequence[Norm] = ()
-        """The norms that adapters can replace; empty on a GPU and without adapters."""
+        """The norms that adapters can replace; empty without adapters."""
+        self.transformed_slots: Set[int] = frozenset()
+        """Slots whose adapter transforms base products or replaces norms."""
         self.aux_hidden_state_layers: tuple[int, ...] = ()
         """The next forward pass keeps the inputs of the layers with these indices, for a draft head. The index
         num_layers stands for the output of the last layer. Architectures in ARCHITECTURES_WITHOUT_HEADS never keep

@@ -113,8 +113,7 @@ class LlamaForCausalLM(CausalLM):
         if (
             decoder is not None
             and decoder.supports(hidden, kv_cache.layers)
-            and decoder.supports_adapters(batch.adapters)
-            and not (batch.adapters and any(norm.is_replaced(batch) for norm in self.adapted_norms))
+            and not any(norm.is_replaced(batch) for norm in self.adapted_norms)
         ):
             return decoder(hidden, ropes[0], caches, batch.addresses, batch.attention, batch.adapters)
         inputs: dict[int, Tensor] = {}

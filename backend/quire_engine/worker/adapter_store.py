@@ -81,8 +81,7 @@ class AdapterStore:
         reader = partial(reader, has_heads=pooler is not None and pooler.task != "embed")
         reader = partial(reader, reads_images=why_no_images(config, shape, checkpoint) is None)
         norms = model.norm_sizes()
-        is_cpu = factory.device.type == "cpu"
-        return cls(slots, partial(reader, shard=shard, checkpoint=checkpoint, has_transforms=is_cpu, norms=norms))
+        return cls(slots, partial(reader, shard=shard, checkpoint=checkpoint, norms=norms))
 
     @property
     def slot_bytes(self) -> int:

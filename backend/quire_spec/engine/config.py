@@ -151,7 +151,7 @@ class EngineConfig:
     be changed without this setting. Models without experts ignore it."""
 
     lora_modules_to_save: bool = False
-    """Accept adapters with a whole embedding or output projection (`modules_to_save` of PEFT), on a CPU. Every adapter
+    """Accept adapters with a whole embedding or output projection (`modules_to_save` of PEFT). Every adapter
     slot then also reserves memory for both. Whole norms need no setting."""
 
     max_cpu_loras: int | None = None
@@ -423,8 +423,6 @@ class EngineConfig:
                 f"max_cpu_loras: must be at least max_loras {self.max_loras}, got {self.max_cpu_loras}; every adapter "
                 "in an adapter slot also has a copy in host memory"
             )
-        if self.lora_modules_to_save and self.device != "cpu":
-            raise ConfigError(f"lora_modules_to_save: supported only with device cpu, got {self.device}; remove it")
         largest = max(2, self.max_lora_rank)
         if self.max_loaded_lora_ranks is not None and self.max_loaded_lora_ranks < largest:
             raise ConfigError(

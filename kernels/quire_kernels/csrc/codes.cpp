@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "adapters.h"
 #include "ops.h"
 #include "tile.h"
 
@@ -57,6 +58,8 @@ struct CodeTile {
   bool add;
   int64_t stride;  // bytes of `next` to prefetch for each pair of inputs; 0: none
   const char* next;
+  const Transform* transforms;  // of the rows, or null
+  Run ahead;                    // lines to prefetch for the adapters
 
   // Arguments of part `number`, from `row` on.
   CodeTile part(int64_t row, int64_t number, int64_t parts, int64_t num_groups) const {
@@ -64,6 +67,8 @@ struct CodeTile {
     part.x += row * ldx;
     if (sums) part.sums += row * num_groups;
     part.out += row * ldo;
+    if (transforms) part.transforms += row;
+    if (number) part.ahead = {nullptr, 0};
     part.stride /= parts;
     part.next += number * (k / 2) * part.stride;
     return part;
@@ -294,6 +299,7 @@ void compute_codes(const CodeTile& t, const QuireWeight& w) {
   const bf16* x = t.x;
   const int64_t groups = num_groups(w, t.k);
   for (int64_t group = 0; group < groups; group++) {
+    if (t.ahead.lines) prefetch_part(t.ahead, group, groups);
     const bf16* const end = t.x + std::min((group + 1) * w.group, t.k);
     __m512 sums[R][H];
     each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][H - 1] = _mm512_setzero_ps(); });
@@ -334,8 +340,9 @@ void compute_codes(const CodeTile& t, const QuireWeight& w) {
   each<R>([&](auto r) __attribute__((always_inline)) {
     each<H>([&](auto half) __attribute__((always_inline)) {
       const int64_t column = (kFirst + half) * kLanes;
-      finish(_mm512_loadu_ps(totals[r] + half * kLanes), t.out + r * t.ldo + column, t.bias ? t.bias + column : nullptr,
-             t.add);
+      const __m512 value = _mm512_loadu_ps(totals[r] + half * kLanes);
+      finish(t.transforms ? t.transforms[r](value, column) : value, t.out + r * t.ldo + column,
+             t.bias ? t.bias + column : nullptr, t.add);
     });
   });
 }
@@ -438,11 +445,13 @@ void quire_pack_codes(const uint8_t* codes, const uint8_t* scales, const uint8_t
   }
 }
 
-// out [m, n] = (add ? out : 0) + x [m, k] W^T + bias; x has rows of ldx.
+// out [m, n] = (add ? out : 0) + x [m, k] W^T + bias; x has rows of ldx. The rows' adapters can transform x W^T,
+// and what they read afterwards is prefetched.
 void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, const bf16* bias, bf16* out, int64_t m,
-                        int64_t n, int64_t k, int64_t add) {
+                        int64_t n, int64_t k, int64_t add, const QuireLoraLinear* adapters,
+                        const QuireLoraRows* of_rows) {
   const QuireWeight& w = *weight;
-  if (w.int8_inputs) return quire_linear_int4(x, ldx, weight, bias, out, m, n, k, add);
+  if (w.int8_inputs) return quire_linear_int4(x, ldx, weight, bias, out, m, n, k, add, adapters, of_rows);
   const int64_t panels = n / kColumns, bytes = panel_bytes(w, k), groups = num_groups(w, k);
 #ifdef __AVX512F__
   const ComputeCodes* const direct = w.bits == 4 ? kComputeCodes<Nibbles> : kComputeCodes<Bytes>;
@@ -471,6 +480,8 @@ void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, c
     static thread_local std::vector<uint8_t> scratch;
     uint8_t* expanded = nullptr;
     const int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
+    PanelTransforms transforms(adapters, of_rows);
+    LinesToCome lines(adapters, of_rows, thread, threads, begin, end, tiles_of(m) * (end - begin));
     for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
       const int64_t count = std::min(kBlockRows, m - m0), tiles = (count + kTileRows - 1) / kTileRows;
       const int64_t share = bytes / tiles;
@@ -498,6 +509,8 @@ void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, c
               // With a single tile the hardware prefetcher is faster; see tile.h.
               p + 1 < end && (tiles > 1 || (w.bits == 8 && prefetches(tiles, count))) ? share / (k / 2) : 0,
               (const char*)(panel + bytes) + tile * share,
+              transforms.of(p, r0, r1),
+              lines.take(),
           };
           compute[r1 - r0](t, w);
         }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "adapters.h"
 #include "ops.h"
 #include "tile.h"
 
@@ -80,25 +81,21 @@ std::vector<Part> parts_of(const QuireStep& s) {
   return parts;
 }
 
-// Return whether an adapter of these rows changes this linear.
-bool changed(const QuireLoraLinear* l, const QuireLoraRows& rows) {
-  for (int64_t tile = 0; l && tile < rows.num_tiles; tile++)
-    for (int64_t slice = 0; slice < l->num_slices; slice++)
-      if (l->entries[rows.tiles[3 * tile] * l->ld_entries + slice].rank) return true;
-  return false;
-}
-
 // out = (add ? out : 0) + x W^T + bias + LoRA deltas.
 void multiply(const QuireProduct& p, const Part& part, const bf16* x, int64_t inputs, bf16* out, bool add) {
+  const QuireLoraRows* const rows = &part.rows;
+  const Changes changes(p.adapters, rows);
   const bf16* packed = p.format ? nullptr : (const bf16*)p.packed;
   const bf16* bias = p.format ? nullptr : p.bias;
   if (p.format == 1)
-    quire_linear_int8(x, inputs, (const uint8_t*)p.packed, p.bias, out, part.count, p.outputs, inputs, add);
+    quire_linear_int8(x, inputs, (const uint8_t*)p.packed, p.bias, out, part.count, p.outputs, inputs, add, p.adapters,
+                      rows);
   else if (p.format == 2)
-    quire_linear_codes(x, inputs, (const QuireWeight*)p.packed, p.bias, out, part.count, p.outputs, inputs, add);
+    quire_linear_codes(x, inputs, (const QuireWeight*)p.packed, p.bias, out, part.count, p.outputs, inputs, add,
+                       p.adapters, rows);
   add |= p.format != 0;
-  if (changed(p.adapters, part.rows))
-    quire_adapted_linear(x, inputs, packed, bias, out, part.count, p.outputs, inputs, add, p.adapters, &part.rows);
+  if (changes.adds || (packed && changes.transforms))
+    quire_adapted_linear(x, inputs, packed, bias, out, part.count, p.outputs, inputs, add, p.adapters, rows);
   else if (packed)
     quire_linear(x, inputs, packed, bias, out, part.count, p.outputs, inputs, add);
 }

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "adapters.h"
 #include "ops.h"
 #include "tile.h"
 
@@ -34,6 +35,8 @@ struct Int4Tile {
   bool add;
   int64_t stride;  // bytes of `next` to prefetch for each line; 0: none
   const char* next;
+  const Transform* transforms;  // of the rows, or null
+  Run ahead;                    // lines to prefetch for the adapters
 
   // Arguments of part `number`, from `row` on.
   Int4Tile part(int64_t row, int64_t number, int64_t parts, int64_t num_groups) const {
@@ -41,6 +44,8 @@ struct Int4Tile {
     part.x += row * k;
     part.groups += row * num_groups;
     part.out += row * ldo;
+    if (transforms) part.transforms += row;
+    if (number) part.ahead = {nullptr, 0};
     part.stride /= parts;
     part.next += number * (k / 4) * part.stride;
     return part;
@@ -82,6 +87,7 @@ void compute_int4(const Int4Tile& t, const QuireWeight& w) {
   const char* next = t.next;
   const int64_t groups = t.k / w.group;
   for (int64_t group = 0, i = 0; group < groups; group++) {
+    if (t.ahead.lines) prefetch_part(t.ahead, group, groups);
     __m512i sums[R][H];
     const auto multiply = [&](int64_t end, __m512i(&sums)[R][H]) __attribute__((always_inline)) {
       each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][H - 1] = _mm512_setzero_si512(); });
@@ -135,7 +141,9 @@ void compute_int4(const Int4Tile& t, const QuireWeight& w) {
   each<R>([&](auto r) __attribute__((always_inline)) {
     each<H>([&](auto h) __attribute__((always_inline)) {
       const int64_t c = (kFirst + h) * kLanes;
-      finish(_mm512_loadu_ps(totals[r] + h * kLanes), t.out + r * t.ldo + c, t.bias ? t.bias + c : nullptr, t.add);
+      const __m512 value = _mm512_loadu_ps(totals[r] + h * kLanes);
+      finish(t.transforms ? t.transforms[r](value, c) : value, t.out + r * t.ldo + c, t.bias ? t.bias + c : nullptr,
+             t.add);
     });
   });
 }
@@ -190,9 +198,11 @@ Quantized* quantized(int64_t m, int64_t k, int64_t groups) {
 
 extern "C" {
 
-// out [m, n] = (add ? out : 0) + x [m, k] W^T + bias; x has rows of ldx. k is a multiple of the group.
+// out [m, n] = (add ? out : 0) + x [m, k] W^T + bias; x has rows of ldx. The rows' adapters can transform x W^T,
+// and what they read afterwards is prefetched. k is a multiple of the group.
 void quire_linear_int4(const bf16* x, int64_t ldx, const QuireWeight* weight, const bf16* bias, bf16* out, int64_t m,
-                       int64_t n, int64_t k, int64_t add) {
+                       int64_t n, int64_t k, int64_t add, const QuireLoraLinear* adapters,
+                       const QuireLoraRows* of_rows) {
   const QuireWeight& w = *weight;
   const int64_t panels = n / kColumns, num = k / w.group;
   const int64_t bytes = kColumns * k / 2 + num * kColumns * (w.scale_bytes + w.zero_bytes);
@@ -211,6 +221,8 @@ void quire_linear_int4(const bf16* x, int64_t ldx, const QuireWeight* weight, co
 #pragma omp barrier
     }
     const int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
+    PanelTransforms transforms(adapters, of_rows);
+    LinesToCome lines(adapters, of_rows, thread, threads, begin, end, tiles_of(m) * (end - begin));
     for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
       const int64_t count = std::min(kBlockRows, m - m0), tiles = (count + kTileRows - 1) / kTileRows;
       for (int64_t p = begin; p < end; p++) {
@@ -229,6 +241,8 @@ void quire_linear_int4(const bf16* x, int64_t ldx, const QuireWeight* weight, co
               add != 0,
               p + 1 < end && prefetches(tiles, count) ? share / (k / 4) : 0,
               (const char*)(panel + bytes) + tile * share,
+              transforms.of(p, r0, r1),
+              lines.take(),
           };
           kComputeInt4[r1 - r0](t, w);
         }

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "adapters.h"
 #include "ops.h"
 #include "tile.h"
 
@@ -44,6 +45,8 @@ struct Int8Tile {
   bool add;
   int64_t prefetched;  // bytes of the next panel to prefetch in each step; 0: none
   const char* next;
+  const Transform* transforms;  // of the rows, or null
+  Run ahead;                    // lines to prefetch for the adapters
 
   // Arguments of part `number`, from `row` on.
   Int8Tile part(int64_t row, int64_t number, int64_t parts) const {
@@ -51,6 +54,8 @@ struct Int8Tile {
     part.x += row * k;
     part.groups += row * num_groups(k);
     part.out += row * ldo;
+    if (transforms) part.transforms += row;
+    if (number) part.ahead = {nullptr, 0};
     part.prefetched /= parts;
     part.next += number * (k / 4) * part.prefetched;
     return part;
@@ -64,6 +69,7 @@ void compute_int8(const Int8Tile& t) {
   const char* next = t.next;
   const int64_t groups = num_groups(t.k);
   for (int64_t group = 0, i = 0; group < groups; group++) {
+    if (t.ahead.lines) prefetch_part(t.ahead, group, groups);
     __m512i sums[R][H];
     each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][H - 1] = _mm512_set1_epi32(t.groups[r * groups + group].start); });
     for (const int64_t end = std::min(i + kGroup, t.k); i < end; i += 4) {
@@ -92,7 +98,8 @@ void compute_int8(const Int8Tile& t) {
     each<H>([&](auto half) __attribute__((always_inline)) {
       const int64_t at = (kFirst + half) * kLanes;
       const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(totals[r] + half * kLanes), _mm512_loadu_ps(scales + at));
-      finish(value, t.out + r * t.ldo + at, t.bias ? t.bias + at : nullptr, t.add);
+      finish(t.transforms ? t.transforms[r](value, at) : value, t.out + r * t.ldo + at, t.bias ? t.bias + at : nullptr,
+             t.add);
     });
   });
 }
@@ -159,9 +166,11 @@ void quire_pack_int8(const int8_t* weight, const float* scales, uint8_t* packed,
   }
 }
 
-// out [m, n] = (add ? out : 0) + x [m, k] W^T + bias; x has rows of ldx.
+// out [m, n] = (add ? out : 0) + x [m, k] W^T + bias; x has rows of ldx. The rows' adapters can transform x W^T,
+// and what they read afterwards is prefetched.
 void quire_linear_int8(const bf16* x, int64_t ldx, const uint8_t* packed, const bf16* bias, bf16* out, int64_t m,
-                       int64_t n, int64_t k, int64_t add) {
+                       int64_t n, int64_t k, int64_t add, const QuireLoraLinear* adapters,
+                       const QuireLoraRows* of_rows) {
   const int64_t panels = n / kColumns, panel_bytes = k * kColumns + kTail, num = num_groups(k);
   // Each thread quantizes few rows itself: the threads then need not wait for each other.
   const bool shared = m > kTileRows;
@@ -179,6 +188,8 @@ void quire_linear_int8(const bf16* x, int64_t ldx, const uint8_t* packed, const 
 #pragma omp barrier
     }
     const int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
+    PanelTransforms transforms(adapters, of_rows);
+    LinesToCome lines(adapters, of_rows, thread, threads, begin, end, tiles_of(m) * (end - begin));
     for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
       const int64_t count = std::min(kBlockRows, m - m0), tiles = (count + kTileRows - 1) / kTileRows;
       for (int64_t p = begin; p < end; p++) {
@@ -198,6 +209,8 @@ void quire_linear_int8(const bf16* x, int64_t ldx, const uint8_t* packed, const 
               // With a single tile the hardware prefetcher is faster; see tile.h.
               p + 1 < end && prefetches(tiles, count) ? share / (k / 4) : 0,
               (const char*)(panel + panel_bytes) + tile * share,
+              transforms.of(p, r0, r1),
+              lines.take(),
           });
         }
       }

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "adapters.h"
 #include "ops.h"
 #include "tile.h"
 
@@ -20,10 +21,6 @@ namespace {
 
 using Linear = QuireLoraLinear;
 using Rows = QuireLoraRows;
-
-inline const Entry& entry(const Linear& l, int64_t slot, int64_t slice) {
-  return l.entries[slot * l.ld_entries + slice];
-}
 
 constexpr int64_t kMostSlices = 3;  // slices that are shrunk at once: q, k and v
 constexpr int64_t kMaxTiles = kBlockRows / kTileRows;
@@ -73,57 +70,6 @@ template <int S>
 constexpr Shrink kShrinkRows[kTileRows + 1] = {nullptr,      shrink<1, S>, shrink<2, S>, shrink<3, S>, shrink<4, S>,
                                                shrink<5, S>, shrink<6, S>, shrink<7, S>, shrink<8, S>};
 constexpr const Shrink* kShrink[kMostSlices + 1] = {nullptr, kShrinkRows<1>, kShrinkRows<2>, kShrinkRows<3>};
-
-// First cache lines of the matrices A that this thread's tiles of the next linear read, in order.
-class Ahead {
- public:
-  Ahead(const Linear* linear, const Rows& rows, int64_t begin, int64_t end)
-      : linear_(linear), rows_(rows), tile_(begin), end_(end) {
-    if (linear_) find();
-  }
-
-  int64_t count() const {
-    int64_t lines = 0;
-    for (Ahead walk = *this; walk.at_; walk.step()) lines += (walk.stop_ - walk.at_ + kLine - 1) / kLine;
-    return lines;
-  }
-
-  // The next lines, up to `wanted` of one matrix.
-  Run take(int64_t wanted) {
-    if (!at_ || !wanted) return {at_, 0};
-    const Run taken = {at_, std::min(wanted, (stop_ - at_ + kLine - 1) / kLine)};
-    at_ += taken.lines * kLine;
-    if (at_ >= stop_) step();
-    return taken;
-  }
-
- private:
-  // Advance to the next matrix.
-  void step() {
-    slice_++;
-    find();
-  }
-
-  void find() {
-    for (; tile_ < end_; tile_++, slice_ = 0) {
-      const int64_t slot = rows_.tiles[3 * tile_];
-      if (slice_ == 0 && tile_ && rows_.tiles[3 * (tile_ - 1)] == slot) continue;
-      for (; slice_ < linear_->num_slices; slice_++) {
-        const Entry& e = entry(*linear_, slot, slice_);
-        if (!e.rank) continue;
-        at_ = (const char*)(linear_->pages + e.a);
-        stop_ = at_ + e.rank * linear_->in_features * (int64_t)sizeof(bf16);
-        return;
-      }
-    }
-    at_ = nullptr;
-  }
-
-  const Linear* linear_;
-  const Rows& rows_;
-  int64_t tile_, end_, slice_ = 0;
-  const char *at_ = nullptr, *stop_ = nullptr;
-};
 
 // Panels of the matrices B that the rows of a block need for one panel of outputs. They are prefetched one panel ahead,
 // each with the tile that contains the first row of its slot.
@@ -259,7 +205,7 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
     for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
       num_tiles += (end - begin) * ((std::min(kBlockRows, m - m0) + kTileRows - 1) / kTileRows);
     }
-    Ahead ahead(l.next, *rows, first_tile, last_tile);
+    LinesOfA ahead(l.next, rows, first_tile, last_tile);
     const int64_t share_ahead = num_tiles ? (ahead.count() + num_tiles - 1) / num_tiles : 0;
 #pragma omp barrier
     Delta deltas[kBlockRows];
@@ -286,12 +232,13 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
             const bf16* b = slot < 0 ? nullptr : l.pages + e.b + panel * rank_pairs * 2 * kColumns;
             const bf16* scale = e.transform && packed ? l.pages + e.transform + panel * kColumns : nullptr;
             const int64_t width = (slice_end - (slice ? l.ends[slice - 1] : 0)) * kColumns;
-            deltas[r] = {shrunk + (m0 + r) * lds + slice * l.max_rank, b, rank_pairs, scale, scale + (scale ? width : 0)};
+            deltas[r] = {shrunk + (m0 + r) * lds + slice * l.max_rank, b, rank_pairs, {scale, scale ? scale + width : nullptr}};
           }
         } else {
           for (int64_t r = 0; r < count; r++) {
             deltas[r].panel += deltas[r].pairs * 2 * kColumns;
-            if (deltas[r].scale) deltas[r].scale += kColumns, deltas[r].addend += kColumns;
+            Transform& t = deltas[r].transform;
+            if (t.scale) t.scale += kColumns, t.addend += kColumns, t.prefetch();
           }
         }
         const bf16* panel = packed + p * k * kColumns;

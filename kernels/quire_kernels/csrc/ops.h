@@ -50,12 +50,17 @@ struct QuireWeight {
 
 void quire_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m, int64_t n,
                   int64_t k, int64_t add);
+// The adapters of `rows` can transform the products of these three. What quire_adapted_linear then reads is prefetched.
+// `adapters` null: there are none.
 void quire_linear_int8(const bf16* x, int64_t ldx, const uint8_t* packed, const bf16* bias, bf16* out, int64_t m,
-                       int64_t n, int64_t k, int64_t add);
+                       int64_t n, int64_t k, int64_t add, const QuireLoraLinear* adapters = nullptr,
+                       const QuireLoraRows* rows = nullptr);
 void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, const bf16* bias, bf16* out, int64_t m,
-                        int64_t n, int64_t k, int64_t add);
+                        int64_t n, int64_t k, int64_t add, const QuireLoraLinear* adapters = nullptr,
+                        const QuireLoraRows* rows = nullptr);
 void quire_linear_int4(const bf16* x, int64_t ldx, const QuireWeight* weight, const bf16* bias, bf16* out, int64_t m,
-                       int64_t n, int64_t k, int64_t add);
+                       int64_t n, int64_t k, int64_t add, const QuireLoraLinear* adapters,
+                       const QuireLoraRows* rows);
 void quire_shrink(const bf16* x, int64_t ldx, const bf16* a, int64_t rank, int64_t in, bf16* out, int64_t rows);
 void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const bf16* bias, bf16* out, int64_t m,
                           int64_t n, int64_t k, int64_t add, const QuireLoraLinear* linear, const QuireLoraRows* rows);

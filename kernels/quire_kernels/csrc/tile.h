@@ -28,17 +28,37 @@ constexpr int kParts = R > kRegisterRows ? kParts<(R + 1) / 2> + kParts<R / 2> :
 // Rows whose inputs stay in the L2 cache while all panels are multiplied.
 constexpr int64_t kBlockRows = 240;
 
+// Tiles of a panel, of the rows of all blocks.
+inline int64_t tiles_of(int64_t rows) {
+  return rows / kBlockRows * (kBlockRows / kTileRows) + (rows % kBlockRows + kTileRows - 1) / kTileRows;
+}
+
 // Up to this many tiles, loading a panel takes about as long as computing them, so it is prefetched to L2 only: in L1
 // it would evict the panel in use. 16 tokens, 120 linears of a 135M Llama, two Zen 5 cores: 8.6 ms instead of 10.3 ms;
 // 24 tokens take 13.2 ms instead of 12.5 ms. With a single tile the hardware prefetcher is faster: 6.7 ms, not 8.3 ms.
 constexpr int64_t kFewTiles = 2;
+
+// What a row's base product p becomes in a panel: p + p * scale + addend.
+struct Transform {
+  const bf16 *scale, *addend;  // [32]; null: p stays
+
+  inline __attribute__((always_inline)) __m512 operator()(__m512 p, int64_t at) const {
+    return scale ? _mm512_add_ps(_mm512_fmadd_ps(p, load(scale + at), p), load(addend + at)) : p;
+  }
+
+  // Load what the tile needs at its end, while it is computed.
+  inline void prefetch() const {
+    _mm_prefetch((const char*)scale, _MM_HINT_T0);
+    _mm_prefetch((const char*)addend, _MM_HINT_T0);
+  }
+};
 
 // LoRA delta of a row: its shrunk input times a panel of B.
 struct Delta {
   const bf16* shrunk;  // [2 * pairs]
   const bf16* panel;   // [pairs, 32, 2]; the next panel follows it
   int64_t pairs;       // pairs of LoRA ranks; 0: the row has no adapter here
-  const bf16 *scale, *addend;  // [32]: the product p becomes p + p * scale + addend; null: it stays
+  Transform transform;
 };
 
 // Consecutive cache lines to prefetch.
@@ -161,13 +181,7 @@ void compute(const Tile& t) {
   for (; i < t.pairs; i++) product();
   if constexpr (kAdapted) {
     each<R>([&](auto r) {
-      const Delta& d = t.deltas[r];
-      if (d.scale) {
-        each<2>([&](auto half) {
-          const __m512 p = sums[r][half];
-          sums[r][half] = _mm512_add_ps(_mm512_fmadd_ps(p, load(d.scale + half * kLanes), p), load(d.addend + half * kLanes));
-        });
-      }
+      each<2>([&](auto half) { sums[r][half] = t.deltas[r].transform(sums[r][half], half * kLanes); });
     });
     add_deltas<0, R>(t.deltas, sums);
   }
@@ -225,7 +239,7 @@ inline void multiply_panels(const bf16* x, int64_t ldx, const bf16* packed, cons
           for (int64_t r = 0; r < r1 - r0; r++) {
             const Delta& d = deltas[m0 + r0 + r];
             const int64_t size = d.pairs * 2 * kColumns;
-            at[r] = {d.shrunk, d.panel + p * size, d.pairs, nullptr, nullptr};
+            at[r] = {d.shrunk, d.panel + p * size, d.pairs, {}};
             if (size && p + 1 < end && (r == 0 || d.panel != deltas[m0 + r0 + r - 1].panel))
               runs[num_runs++] = {(const char*)(at[r].panel + size), size * (int64_t)sizeof(bf16) / kLine};
           }

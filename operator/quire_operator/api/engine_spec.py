@@ -43,7 +43,7 @@ class LoraSpec:
     have room for the matrices of all experts: for Qwen3-30B-A3B, 1.2 GiB at rank 16. Routers can be changed without
     this. Default false."""
     modulesToSave: bool | None = schema_field(None)
-    """Accept adapters with a whole embedding or output projection (modules_to_save of PEFT), on a CPU. Every adapter
+    """Accept adapters with a whole embedding or output projection (modules_to_save of PEFT). Every adapter
     slot and every copy in host memory then has room for both: for a model with 8 billion parameters and 128,256 tokens,
     2 GiB. Whole norms need no room. Default false."""
     maxCached: int | None = schema_field(None, minimum=0, maximum=4096)

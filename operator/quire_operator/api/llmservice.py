@@ -110,11 +110,6 @@ class LLMServiceSpec:
             "remove it, and set engine.kvCacheMemory to limit memory.",
         ),
         Rule(
-            "self.device == 'CPU' || !has(self.lora.modulesToSave) || !self.lora.modulesToSave",
-            "lora.modulesToSave must not be true when device is GPU, because only a CPU computes such adapters; remove "
-            "spec.lora.modulesToSave.",
-        ),
-        Rule(
             "!has(self.engine.tensorParallelSize) || !has(self.gpu) || !has(self.gpu.count) || "
             "self.engine.tensorParallelSize <= self.gpu.count",
             "engine.tensorParallelSize must not exceed gpu.count, because the layers of a replica are divided among "

@@ -228,9 +228,12 @@ def test_fused_decoder_gives_the_same_bits(name, quantization, tmp_path, monkeyp
     monkeypatch.setattr(cpu_native, "has_fast_gemm", lambda: True)
     model = _load(make_checkpoint(tmp_path, name), torch.bfloat16, quantization)
     targets = [LoRATarget(linear.in_features, tuple(linear.slices.values())) for _, linear in model.linears()]
-    slots = LoRASlots(targets, 3, 4, torch.empty(0, dtype=torch.bfloat16))
+    slots = LoRASlots(targets, 3, 8, torch.empty(0, dtype=torch.bfloat16))
     for slot, share in enumerate((1.0, 0.5)):
-        slots.write(slot, slots.pack([[_pair(target, width, share) for width in target.widths] for target in targets]))
+        pairs = [[_pair(target, width, share) for width in target.widths] for target in targets]
+        # The second adapter also transforms the products of some modules, with matrices and without.
+        transforms = [[_transform(width, 1 - share) for width in target.widths] for target in targets]
+        slots.write(slot, slots.pack(pairs, transforms))
     for (_, linear), module in zip(model.linears(), slots.modules, strict=True):
         linear.adapters = module
     model.pack()
@@ -278,6 +281,11 @@ def _pair(target, width, share):
     if torch.rand(()) > share:
         return None
     return torch.randn(3, target.in_features) * 0.1, torch.randn(width, 3) * 0.1
+
+
+def _transform(width, share):
+    """Return a transform for a share of the modules, otherwise None."""
+    return None if torch.rand(()) >= share else torch.randn(2, width) * 0.1
 
 
 @torch.inference_mode()

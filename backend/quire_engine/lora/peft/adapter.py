@@ -79,7 +79,6 @@ def read_adapter(
     dtype: torch.dtype,
     shard: TensorParallelShard | None = None,
     checkpoint: Path | None = None,
-    has_transforms: bool = True,
     has_experts: bool = False,
     has_vocab_modules: bool = False,
     has_heads: bool = False,
@@ -94,7 +93,6 @@ def read_adapter(
         checkpoint: folder of the base model. If an adapter changes the embedding, PEFT also saves the embedding itself,
             which must equal the checkpoint's embedding. The norms of DoRA and the biases of the base model are those
             of the checkpoint.
-        has_transforms: whether the device can transform base products and replace norms.
         has_experts: whether the slots have memory for experts.
         has_vocab_modules: whether the slots have memory for a whole embedding and a whole output projection.
         has_heads: whether the engine classifies, so that an adapter can have the head of a classifier.
@@ -125,20 +123,12 @@ def read_adapter(
                     f"tensor {names.score['weight']!r} is the head of a classifier, and this engine does not classify; "
                     "set convert to classify (spec.engine.convert of an LLMService)"
                 )
-            if (names.saved_modules or names.saved_norms) and not has_transforms:
-                raise InvalidArgument("modules_to_save is supported only on a CPU (device cpu), not on a GPU")
             if names.saved_modules and not has_vocab_modules:
                 raise InvalidArgument(
                     f"modules_to_save contains {next(iter(names.saved_modules)).path}, but the adapter slots have no "
                     "memory for it; set lora_modules_to_save (spec.lora.modulesToSave of an LLMService) to true"
                 )
-            adapter = _read_tensors(file, names, config, shape, max_rank, dtype, shard, checkpoint, norms)
-        if adapter.transforms and not has_transforms:
-            field = next(
-                name for name in ("use_dora", "lora_bias", "bias") if getattr(config, name) not in (False, "none")
-            )
-            raise InvalidArgument(f"{field} is supported only on a CPU (device cpu), not on a GPU")
-        return adapter
+            return _read_tensors(file, names, config, shape, max_rank, dtype, shard, checkpoint, norms)
     except SafetensorError as error:
         raise InvalidArgument(f"adapter {str(folder)!r}: {WEIGHTS_FILE} is not a safetensors file: {error}") from error
     except OSError as error:

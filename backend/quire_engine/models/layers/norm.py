@@ -42,12 +42,7 @@ class Norm(Module, ABC):
 
     def is_replaced(self, batch: ForwardBatch) -> bool:
         """Return whether an adapter of the batch has its own scale and shift."""
-        if batch.adapters is None or self.adapters is None:
-            return False
-        slots = batch.adapters.active_slots
-        return bool(self.adapters.transformed_slots) and (
-            slots is None or not slots.isdisjoint(self.adapters.transformed_slots)
-        )
+        return batch.adapters is not None and self.adapters is not None and self.adapters.transforms(batch.adapters)
 
     def replace_rows(self, out: Tensor, x: Tensor, batch: ForwardBatch) -> None:
         """Normalize the tokens of such adapters again. `out` is written in place; it must not share memory with `x`."""
