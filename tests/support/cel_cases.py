@@ -31,7 +31,7 @@ def service_with(changes: Mapping[str, Any]) -> dict[str, Any]:
         if value is REMOVE:
             del node[last]
         else:
-            node[last] = value
+            node[last] = copy.deepcopy(value)
     return body
 
 
@@ -52,6 +52,10 @@ VERSIONS = {"name": "sql", "versions": [{"name": "v1", "source": {"path": "a"}}]
 IMAGE_SOURCE = {"image": {"reference": "models:1"}}
 PVC_SOURCE = {"pvc": {"claimName": "c"}}
 
+ROLES = {
+    "spec.disaggregation": {"prefill": {}, "decode": {}},
+    "spec.engine": {"kvCacheOffloading": {"memory": "1Gi"}},
+}
 EVENTS = {"subscribers": [{"podSelector": {}}]}
 KEDA = {"kind": "ScaledObject", "maxReplicas": 2, "prometheusAddress": "http://p:9090"}
 KEDA_ALONE = {"kind": "ScaledObject", "maxReplicas": 2}
@@ -64,7 +68,68 @@ def _tiers(folder: Mapping[str, Any]) -> dict[str, Any]:
     return {"memory": "1Gi", "secondary": [{"folder": folder, "size": "9Gi"}]}
 
 
+def _only_in(role: str) -> dict[str, Any]:
+    """Return roles of which only one has host memory for KV blocks."""
+    own = {role: {"engine": {"kvCacheOffloading": {"memory": "1Gi"}}}}
+    return {"spec.disaggregation": {"prefill": {}, "decode": {}, **own}}
+
+
 CEL_RULE_CASES = [
+    (
+        "metadata.name must be at most 31",
+        {**ROLES, "metadata.name": "a" * 31},
+        {**ROLES, "metadata.name": "a" * 32},
+        "metadata.name",
+    ),
+    ("replicas must not be set beside", {**ROLES, "spec.replicas": 1}, {**ROLES, "spec.replicas": 2}, "spec.replicas"),
+    (
+        "autoscaling must not be set beside",
+        ROLES,
+        {**ROLES, "spec.autoscaling": {"maxReplicas": 2}},
+        "spec.autoscaling",
+    ),
+    (
+        "prefill.replicas must be 0 exactly if",
+        {**ROLES, "spec.disaggregation": {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}},
+        {**ROLES, "spec.disaggregation": {"prefill": {"replicas": 0}, "decode": {}}},
+        "spec.disaggregation.prefill.replicas",
+    ),
+    (
+        "engine.kvTransfer.enabled must not be false",
+        {**ROLES, "spec.engine.kvTransfer": {"port": 9005}},
+        {**ROLES, "spec.engine.kvTransfer": {"enabled": False}},
+        "spec.engine.kvTransfer.enabled",
+    ),
+    (
+        "disaggregation.prefill.engine.kvCacheOffloading must be set",
+        ROLES,
+        _only_in("decode"),
+        "spec.disaggregation.prefill.engine.kvCacheOffloading",
+    ),
+    (
+        "disaggregation.decode.engine.kvCacheOffloading must be set",
+        ROLES,
+        _only_in("prefill"),
+        "spec.disaggregation.decode.engine.kvCacheOffloading",
+    ),
+    (
+        "engine.pipelineParallelSize must be 1 beside",
+        {**ROLES, "spec.engine.pipelineParallelSize": 1},
+        {**ROLES, "spec.engine.pipelineParallelSize": 2},
+        "spec.engine.pipelineParallelSize",
+    ),
+    (
+        "disaggregation must not contain resources.gpu",
+        {**ROLES, "spec.disaggregation.decode.resources.gpu": {}},
+        {**ROLES, "spec.disaggregation.decode.resources.gpu": {}, "spec.device": "CPU"},
+        "spec.disaggregation",
+    ),
+    (
+        "engine.kvTransfer.port must differ",
+        ROLES,
+        {**ROLES, "spec.runtime.ports": {"http": 8005}},
+        "spec.engine.kvTransfer.port",
+    ),
     (
         "networking.httpRoute.port must be a port that the pods serve",
         {"spec.networking.httpRoute": {**ROUTE, "port": "http"}},

@@ -11,6 +11,7 @@ from support.planning import MODELS
 from quire_operator.api import crd
 from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.api.yaml_manifest import read_manifests
+from quire_operator.plan.checkpoint import CheckpointInfo
 from quire_operator.plan.gpu import resolve_gpu
 from quire_operator.plan.inputs import PlannerInputs
 from quire_operator.plan.plan import Plan
@@ -83,12 +84,20 @@ podTemplate:
 
 def plan_of_service(llm_service: LLMService, model: str = "8b") -> Plan:
     """Return the plan of a service; its GPUs are NVIDIA-L4 unless it names others."""
-    gpu = (
-        None
-        if llm_service.spec.device is Device.CPU
-        else resolve_gpu(llm_service.spec.gpu, [], None if llm_service.spec.gpu else "NVIDIA-L4")
-    )
-    return make_plan(PlannerInputs.from_service(llm_service, MODELS[model], gpu))
+    return make_plan(planner_inputs_of(llm_service, MODELS[model], "NVIDIA-L4"))
+
+
+def planner_inputs_of(llm_service: LLMService, model: CheckpointInfo, default_gpu: str | None = None) -> PlannerInputs:
+    """Return the inputs of a service, with the GPUs that it names or the default."""
+
+    def of_pods(pods: LLMService) -> PlannerInputs:
+        if pods.spec.device is Device.CPU:
+            return PlannerInputs.from_service(pods, model, None)
+        return PlannerInputs.from_service(
+            pods, model, resolve_gpu(pods.spec.gpu, [], None if pods.spec.gpu else default_gpu)
+        )
+
+    return PlannerInputs.of_all_pods(llm_service, of_pods)
 
 
 def example_service(file: str) -> LLMService:

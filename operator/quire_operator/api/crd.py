@@ -7,13 +7,14 @@ controller call `validate` or `require_valid`.
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from quire_operator.api import cel_rules, openapi_schema
+from quire_operator.api.disaggregation_spec import Role
 from quire_operator.api.validation_errors import ABSENT, FieldPath, InvalidService, Problem, sorted_unique
 from quire_operator.api.yaml_manifest import Manifest, read_manifests
 from quire_spec import constants
@@ -105,7 +106,36 @@ def validate(body: object, old: object = ABSENT) -> ValidationResult:
             schema_problems,
         )
     )
-    return ValidationResult(completed, tuple(sorted_unique([*schema_problems, *rule_problems])))
+    problems = [*schema_problems, *rule_problems]
+    return ValidationResult(completed, tuple(sorted_unique(problems or _role_problems(completed))))
+
+
+def _role_problems(body: Any) -> Iterator[Problem]:
+    """Yield the problems of the settings that the pods of a role have: those of the role, merged over the common ones.
+
+    An API server does not find these problems, because no rule can merge two objects.
+    """
+    disaggregation = body["spec"].get("disaggregation") or {}
+    for role, own in ((role.value, disaggregation[role]) for role in Role if disaggregation):
+        resources = dict(own["resources"])
+        gpu = {"gpu": resources.pop("gpu")} if "gpu" in resources else {}
+        merged = {name: value for name, value in body["spec"].items() if name != "disaggregation"}
+        merged |= {"engine": merged["engine"] | own["engine"], "runtime": merged["runtime"] | resources, **gpu}
+        for problem in validate({**body, "spec": merged}).problems:
+            path = _role_path(problem.path, role, own)
+            rule = problem.rule if role in path else f"{problem.rule} (in role {role})"
+            yield replace(problem, path=path, rule=rule)
+
+
+def _role_path(path: FieldPath, role: str, own: Mapping[str, Any]) -> FieldPath:
+    """Return the path at which a user has set a field of the merged spec of a role."""
+    section, names = path[1:2], path[2:]
+    if section == ("engine",) and names[:1] and names[0] in own["engine"]:
+        return ("spec", "disaggregation", role, *path[1:])
+    is_resource = section == ("runtime",) and names[:1] and names[0] in own["resources"]
+    if is_resource or (section == ("gpu",) and "gpu" in own["resources"]):
+        return ("spec", "disaggregation", role, "resources", *(names if is_resource else path[1:]))
+    return path
 
 
 def is_service(body: object) -> bool:

@@ -200,8 +200,12 @@ class LimitMmPerPromptSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """spec.engine. If a field is None, the planner chooses its value."""
+class RoleEngineSpec:
+    """spec.disaggregation.prefill.engine and spec.disaggregation.decode.engine: the fields of spec.engine that can
+    differ between the roles. A field that is set replaces the one of spec.engine.
+
+    All other fields must be equal in both roles. Otherwise, a pod of one role could not use the KV blocks of the other.
+    """
 
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -214,6 +218,49 @@ class EngineSpec:
             "kvCacheMemory and gpuMemoryUtilization must not both be set, because each determines the size of the KV "
             "cache; keep one.",
         ),
+    )
+
+    gpuMemoryUtilization: str | None = schema_field(
+        None, min_length=3, max_length=5, pattern=r"^0\.[1-9][0-9]{0,2}$", planned=True
+    )
+    """Fraction of GPU memory for weights, activations and KV cache together. It is a decimal in quotes ("0.90"),
+    because Kubernetes does not store exact decimals. Default: 0.80 to 0.93, depending on the size of the GPU."""
+    kvCacheMemory: str | None = schema_field(None, **QUANTITY, planned=True)
+    """Memory of a replica's KV cache on each GPU, or on the CPU, such as 4Gi. Default: on a GPU the memory that
+    gpuMemoryUtilization leaves, on a CPU a bounded fraction of free memory."""
+    dataParallelSize: int | None = schema_field(
+        None, minimum=1, maximum=capabilities.MAX_DATA_PARALLEL_SIZE, planned=True
+    )
+    """Number of cores of a replica: copies of the model behind one queue, which share the replica's adapters and
+    addresses. Each uses tensorParallelSize GPUs of its own; on a CPU they share the CPU cores. A request goes to the
+    core that has cached its beginning, unless that one is busier. If a core ends, the others serve on. Default 1."""
+    maxNumSeqs: int | None = schema_field(None, minimum=1, maximum=4096, planned=True)
+    """Maximum number of running sequences. Default: the number that the KV cache can hold, up to 512 on a GPU."""
+    maxNumBatchedTokens: int | None = schema_field(None, minimum=1, maximum=1048576, planned=True)
+    """Maximum number of tokens in a step. Longer prompts are processed in several steps. A larger value uses the GPU
+    better; a smaller value gives running requests a steadier token rate. Default: 512 on a CPU; 2048 to 8192 on a GPU,
+    depending on its memory, and less if this permits a longer context."""
+    maxNumQueuedReqs: int | None = schema_field(None, minimum=1, maximum=1048576)
+    """Maximum number of requests in a replica that wait for their first step. Additional requests get the error
+    UNAVAILABLE at once, so that the client can try another replica. Default 1024."""
+    schedulingPolicy: str | None = schema_field(None, enum=capabilities.SCHEDULING_POLICIES)
+    """Order in which requests run. fcfs is first come, first served. With priority, requests with the lowest value of
+    the parameter `priority` run first, and requests with equal values run in order of arrival. Default fcfs."""
+    swapSpace: str | None = schema_field(None, **QUANTITY, planned=True)
+    """Host memory for KV blocks of preempted requests, for each GPU or for the CPU, such as 4Gi. Blocks are swapped
+    only if this is faster than recomputing them. The pod's memory increases by this amount. Default: none; blocks are
+    recomputed."""
+    kvCacheOffloading: KVCacheOffloadingSpec | None = schema_field(None, planned=True)
+    """Caches KV blocks of repeated prompts in host memory after the KV cache has evicted them. Not possible for models
+    in which only some layers have a sliding window. Default: none; evicted blocks are computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec(RoleEngineSpec):
+    """spec.engine. If a field is None, the planner chooses its value."""
+
+    RULES: ClassVar[tuple[Rule, ...]] = (
+        *RoleEngineSpec.RULES,
         Rule(
             "!has(self.kvTransfer) || !self.kvTransfer.enabled || has(self.kvCacheOffloading)",
             "kvTransfer must not be set without kvCacheOffloading, because blocks are sent from its memory and "
@@ -243,14 +290,6 @@ class EngineSpec:
     maxModelLen: int | None = schema_field(None, minimum=16, maximum=16777216, planned=True)
     """Maximum total number of prompt and output tokens of a request. Default: the model's training length, at most
     32768, and less if minConcurrency requests of that length do not fit into memory."""
-    gpuMemoryUtilization: str | None = schema_field(
-        None, min_length=3, max_length=5, pattern=r"^0\.[1-9][0-9]{0,2}$", planned=True
-    )
-    """Fraction of GPU memory for weights, activations and KV cache together. It is a decimal in quotes ("0.90"),
-    because Kubernetes does not store exact decimals. Default: 0.80 to 0.93, depending on the size of the GPU."""
-    kvCacheMemory: str | None = schema_field(None, **QUANTITY, planned=True)
-    """Memory of a replica's KV cache on each GPU, or on the CPU, such as 4Gi. Default: on a GPU the memory that
-    gpuMemoryUtilization leaves, on a CPU a bounded fraction of free memory."""
     kvCacheDtype: str | None = schema_field(None, enum=("auto", "fp8", "int8_per_token_head"), planned=True)
     """Data type of the KV cache. auto is the data type of the model. fp8 (e4m3) holds twice the tokens of a 16-bit type
     and rounds keys and values to 4 bits of precision. int8_per_token_head, only for CPUs, rounds keys and values to 8
@@ -265,12 +304,6 @@ class EngineSpec:
     """Number of GPUs that share each layer. On a CPU it is the number of processes, for experiments only. Default: on a
     CPU 1; on GPUs the smallest number, up to gpu.count, that divides the model and gives the longest context (up to
     32768 tokens). A small number is preferred because more replicas scale better than more GPUs in one replica."""
-    dataParallelSize: int | None = schema_field(
-        None, minimum=1, maximum=capabilities.MAX_DATA_PARALLEL_SIZE, planned=True
-    )
-    """Number of cores of a replica: copies of the model behind one queue, which share the replica's adapters and
-    addresses. Each uses tensorParallelSize GPUs of its own; on a CPU they share the CPU cores. A request goes to the
-    core that has cached its beginning, unless that one is busier. If a core ends, the others serve on. Default 1."""
     pipelineParallelSize: int | None = schema_field(
         None, minimum=1, maximum=capabilities.MAX_PIPELINE_PARALLEL_SIZE, planned=True
     )
@@ -295,15 +328,6 @@ class EngineSpec:
     speculativeConfig: SpeculativeConfigSpec | None = schema_field(None)
     """Speculation: a step also verifies tokens that a proposer guessed, and can return several tokens of a request. The
     output has the same distribution as without speculation. Default: no speculation."""
-    maxNumSeqs: int | None = schema_field(None, minimum=1, maximum=4096, planned=True)
-    """Maximum number of running sequences. Default: the number that the KV cache can hold, up to 512 on a GPU."""
-    maxNumBatchedTokens: int | None = schema_field(None, minimum=1, maximum=1048576, planned=True)
-    """Maximum number of tokens in a step. Longer prompts are processed in several steps. A larger value uses the GPU
-    better; a smaller value gives running requests a steadier token rate. Default: 512 on a CPU; 2048 to 8192 on a GPU,
-    depending on its memory, and less if this permits a longer context."""
-    maxNumQueuedReqs: int | None = schema_field(None, minimum=1, maximum=1048576)
-    """Maximum number of requests in a replica that wait for their first step. Additional requests get the error
-    UNAVAILABLE at once, so that the client can try another replica. Default 1024."""
     maxLogprobs: int | None = schema_field(None, minimum=-1, maximum=1048576)
     """Maximum number of log probabilities that a request can get for each position; -1 is the size of the vocabulary.
     Default 20, because every token of a response contains this many."""
@@ -328,16 +352,6 @@ class EngineSpec:
     """Hidden states that an embedding is made of: that of the last token, that of the first one (cls), or the mean
     of all tokens. With auto, the checkpoint decides; without pooling in it, last, or cls for an encoder. Default
     auto."""
-    schedulingPolicy: str | None = schema_field(None, enum=capabilities.SCHEDULING_POLICIES)
-    """Order in which requests run. fcfs is first come, first served. With priority, requests with the lowest value of
-    the parameter `priority` run first, and requests with equal values run in order of arrival. Default fcfs."""
-    swapSpace: str | None = schema_field(None, **QUANTITY, planned=True)
-    """Host memory for KV blocks of preempted requests, for each GPU or for the CPU, such as 4Gi. Blocks are swapped
-    only if this is faster than recomputing them. The pod's memory increases by this amount. Default: none; blocks are
-    recomputed."""
-    kvCacheOffloading: KVCacheOffloadingSpec | None = schema_field(None, planned=True)
-    """Caches KV blocks of repeated prompts in host memory after the KV cache has evicted them. Not possible for models
-    in which only some layers have a sliding window. Default: none; evicted blocks are computed again."""
     kvTransfer: KVTransferSpec | None = schema_field(None, planned=True)
     """Pods read KV blocks of a prompt from the pod that the header x-kv-cache-source-host-port of a request names, if
     this is faster than computing them. Not possible with tensorParallelSize above 1 or with speculativeConfig.model.

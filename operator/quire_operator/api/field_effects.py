@@ -6,6 +6,7 @@ import types
 import typing
 from typing import Any
 
+from quire_operator.api.disaggregation_spec import RoleSpec
 from quire_operator.api.engine_spec import EngineSpec
 from quire_operator.api.llmservice import LLMServiceSpec
 from quire_operator.api.networking_spec import KvEventsSpec
@@ -18,6 +19,7 @@ POD_FIELDS = field_names(LLMServiceSpec, lambda field: field.restarts not in _KE
 """Fields of the spec whose change renders the pods again."""
 POD_CACHE_FIELDS = field_names(CacheSpec, lambda field: field.restarts not in _KEEPING_PODS)
 POD_ROLLOUT_FIELDS = field_names(RolloutSpec, lambda field: field.restarts is Restarts.YES)
+POD_ROLE_FIELDS = field_names(RoleSpec, lambda field: field.restarts not in _KEEPING_PODS)
 POD_KV_EVENTS_FIELDS = field_names(KvEventsSpec, lambda field: field.restarts is Restarts.YES)
 PLANNED_ENGINE_FIELDS = field_names(EngineSpec, lambda field: field.planned)
 """Fields of spec.engine that a plan depends on. The other fields of spec.engine do not change memory."""

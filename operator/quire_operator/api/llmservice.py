@@ -9,13 +9,14 @@ controller, render, plan and the commands.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import count
 from typing import Any, ClassVar, Self
 
 from quire_operator.api.adapter_source_spec import AdapterSourceSpec
-from quire_operator.api.engine_spec import EngineSpec, KVTransferSpec, LoraSpec, SecondaryTierSpec
+from quire_operator.api.disaggregation_spec import MAX_NAME_LENGTH, DisaggregationSpec, Role
+from quire_operator.api.engine_spec import EngineSpec, KVTransferSpec, LoraSpec, RoleEngineSpec, SecondaryTierSpec
 from quire_operator.api.networking_spec import (
     KV_EVENT_PORTS_RULE,
     KV_TRANSFER_PORT_RULE,
@@ -23,7 +24,15 @@ from quire_operator.api.networking_spec import (
     NetworkingSpec,
 )
 from quire_operator.api.openai_spec import OpenAISpec
-from quire_operator.api.pod_spec import CacheSpec, GpuSpec, JobsSpec, PodTemplateSpec, RuntimeSpec, SecuritySpec
+from quire_operator.api.pod_spec import (
+    CacheSpec,
+    ContainerResources,
+    GpuSpec,
+    JobsSpec,
+    PodTemplateSpec,
+    RuntimeSpec,
+    SecuritySpec,
+)
 from quire_operator.api.validation_errors import FieldPath
 from quire_operator.api.workload_spec import AutoscalingSpec, DisruptionSpec, ObservabilitySpec, RolloutSpec
 from quire_spec import constants
@@ -48,6 +57,12 @@ SERVICE_RULES = (
         "size(self.metadata.name) <= 48",
         "metadata.name must be at most 48 characters, because the operator adds a suffix for other objects and their "
         "names are limited to 63; choose a shorter name.",
+    ),
+    Rule(
+        f"!has(self.spec.disaggregation) || size(self.metadata.name) <= {MAX_NAME_LENGTH}",
+        f"metadata.name must be at most {MAX_NAME_LENGTH} characters with spec.disaggregation, because the controller "
+        "of the pods adds a revision and the role to their names; choose a shorter name, and set spec.model.servedName "
+        "to the name that clients use.",
     ),
     Rule(
         "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
@@ -188,6 +203,47 @@ class LLMServiceSpec:
             "keys, so that their clients could use every adapter; set spec.runtime.expose to [].",
         ),
         Rule(
+            "!has(self.disaggregation) || self.replicas == 1",
+            "replicas must not be set beside disaggregation, because each role has its own number of pods; remove "
+            "spec.replicas, and set replicas of spec.disaggregation.prefill and spec.disaggregation.decode.",
+        ),
+        Rule(
+            "!has(self.disaggregation) || !has(self.autoscaling)",
+            "autoscaling must not be set beside disaggregation, because one number of pods does not describe two "
+            "roles; remove spec.autoscaling, and set replicas of spec.disaggregation.prefill and "
+            "spec.disaggregation.decode.",
+        ),
+        Rule(
+            "!has(self.disaggregation) || !has(self.engine.pipelineParallelSize) || "
+            "self.engine.pipelineParallelSize == 1",
+            "engine.pipelineParallelSize must be 1 beside disaggregation, because KV blocks of several stages cannot "
+            "be transferred; remove one of the two.",
+        ),
+        Rule(
+            "!has(self.disaggregation) || !has(self.engine.kvTransfer) || self.engine.kvTransfer.enabled",
+            "engine.kvTransfer.enabled must not be false beside disaggregation, because decode pods read the KV blocks "
+            "of prefill pods; remove it, or set it to true.",
+        ),
+        Rule(
+            "!has(self.disaggregation) || has(self.engine.kvCacheOffloading) || "
+            "has(self.disaggregation.prefill.engine.kvCacheOffloading)",
+            "disaggregation.prefill.engine.kvCacheOffloading must be set, because a prefill pod sends KV blocks from "
+            "its memory; set engine.kvCacheOffloading.memory in spec.disaggregation.prefill, or spec.engine for both "
+            "roles.",
+        ),
+        Rule(
+            "!has(self.disaggregation) || has(self.engine.kvCacheOffloading) || "
+            "has(self.disaggregation.decode.engine.kvCacheOffloading)",
+            "disaggregation.decode.engine.kvCacheOffloading must be set, because a decode pod receives KV blocks in "
+            "its memory; set engine.kvCacheOffloading.memory in spec.disaggregation.decode, or spec.engine for both "
+            "roles.",
+        ),
+        Rule(
+            "self.device != 'CPU' || !has(self.disaggregation) || (!has(self.disaggregation.prefill.resources.gpu) && "
+            "!has(self.disaggregation.decode.resources.gpu))",
+            "disaggregation must not contain resources.gpu when device is CPU; remove it, or set spec.device to GPU.",
+        ),
+        Rule(
             KV_EVENT_PORTS_RULE,
             "networking.kvEvents must use ports that differ from all other ports of the pod and are at most 65535; "
             "with engine.dataParallelSize, each core uses one more of both; choose other numbers.",
@@ -259,6 +315,10 @@ class LLMServiceSpec:
     autoscaling: AutoscalingSpec | None = schema_field(None, restarts=Restarts.NO)
     """Autoscaler that sets spec.replicas from the number of requests. Default: none. Your own autoscaler can set
     spec.replicas through the scale subresource."""
+    disaggregation: DisaggregationSpec | None = schema_field(None)
+    """Pods of two roles: some compute prompts, and the others generate tokens, so that long prompts do not delay the
+    tokens of other requests. The operator creates a DisaggregatedSet instead of a Deployment. Pods of both roles have
+    spec.engine.kvTransfer, with its defaults if it is not set. Default: every pod does both."""
     cache: CacheSpec = schema_field(factory=CacheSpec)
     """Cache for downloaded models. A restarted pod does not download them again."""
     runtime: RuntimeSpec = schema_field(factory=RuntimeSpec)
@@ -308,6 +368,8 @@ class LLMService:
     """podTemplate in the operator's defaults. It is merged before the one of the spec."""
     defaulted_fields: tuple[str, ...] = ()
     """Paths below spec of the fields whose value comes from the operator's defaults."""
+    role: Role | None = None
+    """The role of the pods that this value describes, see `for_role`. None: the service as a whole."""
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
@@ -324,6 +386,42 @@ class LLMService:
     def served_name(self) -> str:
         """The name by which clients request the base model."""
         return self.spec.model.servedName or self.name
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles of the pods. Empty if every pod does everything."""
+        return () if self.spec.disaggregation is None else tuple(Role)
+
+    def for_role(self, role: Role) -> Self:
+        """Return the service as the pods of a role see it: with the settings of the role in place of the common
+        ones."""
+        assert self.spec.disaggregation is not None, "the service has roles"
+        own, spec = self.spec.disaggregation.role(role), self.spec
+        container = _set_fields(own.resources, ContainerResources)
+        engine = replace(spec.engine, kvTransfer=self.kv_transfer, **_set_fields(own.engine, RoleEngineSpec))
+        spec = replace(
+            spec,
+            engine=engine,
+            gpu=own.resources.gpu or spec.gpu,
+            runtime=replace(spec.runtime, **container),
+            replicas=own.replicas,
+        )
+        return replace(self, role=role, spec=spec)
+
+    @property
+    def pods(self) -> tuple[Self, ...]:
+        """The service as each kind of its pods sees it: one for each role, or the service itself."""
+        return tuple(map(self.for_role, self.roles)) or (self,)
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas of all roles."""
+        return sum(pods.spec.replicas for pods in self.pods)
+
+    @property
+    def pods_of_clients(self) -> Self:
+        """The service as those pods see it to which clients send requests."""
+        return self.for_role(Role.DECODE) if self.roles else self
 
     @property
     def pod_templates(self) -> tuple[Mapping[str, Any], ...]:
@@ -379,6 +477,8 @@ class LLMService:
     def kv_transfer(self) -> KVTransferSpec | None:
         """How pods read KV blocks from each other; None: they do not."""
         transfer = self.spec.engine.kvTransfer
+        if transfer is None and self.spec.disaggregation is not None:
+            return KVTransferSpec()
         return transfer if transfer is not None and transfer.enabled else None
 
     @property
@@ -451,3 +551,9 @@ class LLMService:
             return source
         with_token: HuggingFaceSource = replace(hub, tokenSecretRef=model_hub.tokenSecretRef)
         return replace(source, huggingFace=with_token)
+
+
+def _set_fields(value: Any, cls: type) -> dict[str, Any]:
+    """Return the fields of a dataclass that `value`, an instance of it or of a subclass, sets."""
+    values = {each.name: getattr(value, each.name) for each in fields(cls)}
+    return {name: value for name, value in values.items() if value is not None}

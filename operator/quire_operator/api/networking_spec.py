@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from quire_spec.constants import OPENAI_PORT, RANK_PORT
 from quire_spec.documents.field_schema import LABELS, OBJECT_NAME, Restarts, Rule, schema_field
+from quire_spec.engine import kv_transfer_config
 from quire_spec.engine.kv_events_config import DEFAULT_PORT
 
 HOSTNAME = r"^([*]\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
@@ -102,7 +103,10 @@ _SINGLE_PORTS = ", ".join((
     *(f"self.runtime.ports.{name}" for name in ("http", "grpc", "metrics", "health")),
     f"has(self.openai.port) ? self.openai.port : {OPENAI_PORT}",
 ))  # fmt: skip
-_KV_TRANSFER_PORTS = "(has(self.engine.kvTransfer) ? [self.engine.kvTransfer.port] : [])"
+_KV_TRANSFER_PORTS = (
+    "(has(self.engine.kvTransfer) ? [self.engine.kvTransfer.port] : "
+    f"has(self.disaggregation) ? [{kv_transfer_config.DEFAULT_PORT}] : [])"
+)
 
 
 def _kv_event_ports_rule() -> str:

@@ -210,7 +210,22 @@ class ModelsSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeSpec:
+class ContainerResources:
+    """What the server container of a pod requests, except GPUs."""
+
+    cpu: str | None = schema_field(None, min_length=1, max_length=32, pattern=r"^[1-9][0-9]*(\.[0-9]+)?m?$")
+    """CPU cores that the container requests, such as 4 or 1500m. The container has no CPU limit, so it can also use
+    idle cores of the node. Default: 2, plus one for each GPU."""
+    memory: str | None = schema_field(None, **QUANTITY)
+    """Host memory of the container, as request and limit. On a CPU it contains the model and the KV cache. Default: the
+    planned amount; with device GPU, the pod then has no limit."""
+    sharedMemory: str | None = schema_field(None, **QUANTITY)
+    """Size of /dev/shm. The server passes tensors to its models through /dev/shm, and GPUs communicate through it.
+    Default: 1Gi for each GPU of a replica, at least 1Gi. The default of containers, 64 MB, is not enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeSpec(ContainerResources):
     """spec.runtime"""
 
     image: str | None = schema_field(None, min_length=1, max_length=512, pattern="^[A-Za-z0-9][-A-Za-z0-9._/:@]*$")
@@ -248,15 +263,6 @@ class RuntimeSpec:
     """Protocols of Triton Inference Server that clients can reach. The port of any other protocol is not in the Service
     and the NetworkPolicy, and listens on loopback only. For the OpenAI API, use openai.enabled. Default ['http',
     'grpc']."""
-    cpu: str | None = schema_field(None, min_length=1, max_length=32, pattern=r"^[1-9][0-9]*(\.[0-9]+)?m?$")
-    """CPU cores that the container requests, such as 4 or 1500m. The container has no CPU limit, so it can also use
-    idle cores of the node. Default: 2, plus one for each GPU."""
-    memory: str | None = schema_field(None, **QUANTITY)
-    """Host memory of the container, as request and limit. On a CPU it contains the model and the KV cache. Default: the
-    planned amount; with device GPU, the pod then has no limit."""
-    sharedMemory: str | None = schema_field(None, **QUANTITY)
-    """Size of /dev/shm. The server passes tensors to its models through /dev/shm, and GPUs communicate through it.
-    Default: 1Gi for each GPU of a replica, at least 1Gi. The default of containers, 64 MB, is not enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -196,8 +196,8 @@ class MeasuredStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanStatus:
-    """status.plan"""
+class PodPlanStatus:
+    """status.plan, and status.plan.prefill"""
 
     inputsHash: str = schema_field(max_length=71)
     """Digest of the planner's inputs: the model, the GPU and parts of the spec."""
@@ -244,6 +244,15 @@ class PlanStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStatus(PodPlanStatus):
+    """status.plan"""
+
+    prefill: PodPlanStatus | None = schema_field(None)
+    """The plan of the pods that compute prompts, with spec.disaggregation. The other fields are then the plan of the
+    pods that generate tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorStatus:
     """status.operator"""
 
@@ -252,6 +261,22 @@ class OperatorStatus:
     renewedAt: str = schema_field(format="date-time", max_length=64)
     """Time at which the operator last renewed this mark, every 10 minutes. If it was not renewed for 30 minutes,
     another operator can take the service over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleStatus:
+    """An entry of status.roles."""
+
+    name: str = schema_field(enum=("prefill", "decode"))
+    """The role."""
+    desiredReplicas: int | None = schema_field(None, minimum=0)
+    """Number of pods that the DisaggregatedSet should have."""
+    replicas: int | None = schema_field(None, minimum=0)
+    """Number of existing pods."""
+    readyReplicas: int | None = schema_field(None, minimum=0)
+    """Number of ready pods (readiness probe succeeded)."""
+    updatedReplicas: int | None = schema_field(None, minimum=0)
+    """Number of pods of the newest generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +300,8 @@ class LLMServiceStatus:
     """Number of ready pods (readiness probe succeeded)."""
     updatedReplicas: int | None = schema_field(None, minimum=0)
     """Number of pods of the newest generation."""
+    roles: tuple[RoleStatus, ...] = schema_field((), max_items=2, list_type="map", map_keys=("name",))
+    """The pods of each role, with spec.disaggregation."""
     address: AddressStatus | None = schema_field(None)
     """URLs for clients inside the cluster, one for each port that the pods have. In a gateway or proxy, these are the
     addresses to forward to."""

@@ -65,13 +65,17 @@ def plan_from_args(
         Unavailable, NotFound: the model cannot be read.
     """
     nodes = [] if args.nodes is None else parse_nodes(_read_node_list(args.nodes))
-    gpu = _resolve_gpu(args, service, nodes)
+    gpus = {pods.role: _resolve_gpu(args, pods, nodes) for pods in service.pods}
     model = _read_model(args, manifest, service)
-    node = node_capacity(service, nodes, gpu)
     draft = _read_draft(args, manifest, service, model)
-    inputs = PlannerInputs.from_service(service, model, gpu, draft, node, stages_on_one_node)
-    if args.count is not None and gpu is not None:
-        inputs = replace(inputs, max_gpus=args.count)
+
+    def inputs_of(pods: LLMService) -> PlannerInputs:
+        gpu = gpus[pods.role]
+        node = node_capacity(pods, nodes, gpu)
+        inputs = PlannerInputs.from_service(pods, model, gpu, draft, node, stages_on_one_node)
+        return inputs if args.count is None or gpu is None else replace(inputs, max_gpus=args.count)
+
+    inputs = PlannerInputs.of_all_pods(service, inputs_of)
     return inputs, make_plan(inputs, images)
 
 

@@ -65,6 +65,8 @@ def _planned_service(args: argparse.Namespace) -> SimulatedService:
     """
     manifest = crd.single_service(args.file)
     service = SpecDefaults.read(args.defaults).service(crd.require_valid(manifest))
+    if service.roles:
+        raise ConfigError("spec.disaggregation: roles cannot be simulated; remove the field for the simulation")
     inputs, plan = plan_from_args(args, manifest, service)
     engine = cluster_document(service, plan)["engine"]
     if inputs.model.shape.encoder is not None:

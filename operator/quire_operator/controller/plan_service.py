@@ -71,6 +71,8 @@ class PlanService:
             return PlanningResult(plan=previous_plan, spec_error=str(error))
         if service.num_nodes > 1:
             return PlanningResult(plan=previous_plan, unplannable=_no_leader_worker_set())
+        if service.roles:
+            return PlanningResult(plan=previous_plan, unplannable=_no_disaggregated_set())
         revision = TemplateRevision.from_deployment(deployment)
         keeps_pods = (
             previous_plan is not None
@@ -170,6 +172,14 @@ def _no_leader_worker_set() -> Unplannable:
         UnplannableReason.NO_LEADER_WORKER_SET,
         "spec.engine.pipelineParallelSize: groups of pods need LeaderWorkerSet, but the API server does not serve it "
         "(leaderworkerset.x-k8s.io/v1); install LeaderWorkerSet 0.8 or later, or remove the field",
+    )
+
+
+def _no_disaggregated_set() -> Unplannable:
+    return Unplannable(
+        UnplannableReason.NO_DISAGGREGATED_SET,
+        "spec.disaggregation: pods with roles need DisaggregatedSet, but the API server does not serve it "
+        "(disaggregatedset.x-k8s.io/v1); install LeaderWorkerSet 1.0 or later, or remove the field",
     )
 
 

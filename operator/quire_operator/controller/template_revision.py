@@ -22,6 +22,7 @@ from quire_operator.api.field_effects import (
     POD_CACHE_FIELDS,
     POD_FIELDS,
     POD_KV_EVENTS_FIELDS,
+    POD_ROLE_FIELDS,
     POD_ROLLOUT_FIELDS,
 )
 from quire_operator.api.llmservice import LLMService
@@ -135,6 +136,11 @@ def pods_digest(body: Mapping[str, Any], service: LLMService) -> str:
     pod_fields = {name: spec[name] for name in POD_FIELDS if name in spec}
     pod_fields["cache"] = {k: v for k, v in spec.get("cache", {}).items() if k in POD_CACHE_FIELDS}
     pod_fields |= {k: v for k, v in spec.get("rollout", {}).items() if k in POD_ROLLOUT_FIELDS}
+    if (roles := spec.get("disaggregation")) is not None:
+        pod_fields["disaggregation"] = {
+            name: {k: v for k, v in own.items() if k in POD_ROLE_FIELDS} if isinstance(own, Mapping) else own
+            for name, own in roles.items()
+        }
     if (events := spec.get("networking", {}).get("kvEvents")) is not None:
         # The list is not empty even if all fields have their defaults.
         pod_fields["kvEvents"] = [{k: v for k, v in events.items() if k in POD_KV_EVENTS_FIELDS}]

@@ -15,6 +15,7 @@ class UnplannableReason(StrEnum):
     UNSUPPORTED_DTYPE = "UnsupportedDType"
     UNSUPPORTED_BY_ENGINE = "UnsupportedByEngine"
     NO_LEADER_WORKER_SET = "NoLeaderWorkerSet"
+    NO_DISAGGREGATED_SET = "NoDisaggregatedSet"
 
 
 class Unplannable(ConfigError):

@@ -8,9 +8,11 @@ new optional field does not change existing hashes.
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from quire_operator.api.disaggregation_spec import Role
 from quire_operator.api.engine_spec import EngineSpec, LoraSpec
 from quire_operator.api.field_effects import PLANNED_ENGINE_FIELDS
 from quire_operator.api.llmservice import Device, LLMService
@@ -60,6 +62,9 @@ class PlannerInputs:
     command."""
     num_nodes: int = 1
     """Number of nodes of a replica, each with as many stages. All sizes of a plan are those of the pod on one node."""
+    prefill: "PlannerInputs | None" = None
+    """Inputs for the pods that compute prompts, if the service has roles. The other fields are then those for the pods
+    that generate tokens."""
     adapter_disk_bytes: int = 0
     """Maximum size of the adapters that a pod finds by name. It is not part of the hash, because running pods stay when
     a limit changes."""
@@ -100,6 +105,13 @@ class PlannerInputs:
             adapter_disk_bytes=sum(prefix.max_bytes for prefix in spec.adapterSources),
         )
 
+    @classmethod
+    def of_all_pods(cls, service: LLMService, of_pods: Callable[[LLMService], Self]) -> Self:
+        """Return the inputs of a service that may have roles. `of_pods` returns the inputs of pods that are alike, for
+        the service as they see it."""
+        inputs = of_pods(service.pods_of_clients)
+        return replace(inputs, prefill=of_pods(service.for_role(Role.PREFILL))) if service.roles else inputs
+
     @property
     def num_cores(self) -> int:
         """Number of cores of a replica. Each has its own GPUs and its own copy of everything on a device."""
@@ -137,6 +149,7 @@ class PlannerInputs:
                 "weightsBytes": self.draft.file_bytes,
             },
             # The default is omitted, for the same reason as below.
+            "prefill": self.prefill and self.prefill.inputs_hash,
             "openai": None if self.num_openai_fronts == 1 else self.num_openai_fronts,
             "lora": to_json(self.lora) if self.lora.maxLoaded else {"maxLoaded": 0},
             "engine": {

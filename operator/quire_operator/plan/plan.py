@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass
 from enum import StrEnum
 from typing import Any, Generic, Self, TypeVar
 
+from quire_operator.api.disaggregation_spec import Role
 from quire_operator.api.quantity import to_bytes
 from quire_operator.plan.device_memory import MIB
 from quire_operator.plan.gpu import MemorySource
@@ -144,11 +145,18 @@ class Plan:
     fit: FitReason
     advice: str
     """Recommended changes; empty if there are none."""
+    prefill: "Plan | None" = None
+    """Settings of the pods that compute prompts, if the service has roles. The other fields are then those of the pods
+    that generate tokens. Both have the same inputsHash."""
 
     @property
     def concurrency(self) -> float:
         """Number of requests that fit into the KV cache if each of them has maxModelLen tokens."""
         return self.kvTokens / self.maxModelLen.value
+
+    def for_role(self, role: Role | None) -> "Plan":
+        """Return the settings of the pods of a role."""
+        return self.prefill if role is Role.PREFILL and self.prefill is not None else self
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of status.plan."""
@@ -165,6 +173,7 @@ class Plan:
             "kvTokens": self.kvTokens,
             "fit": self.fit.value,
             **({"advice": self.advice} if self.advice else {}),
+            **({} if self.prefill is None else {"prefill": self.prefill.to_json()}),
         }
 
     @classmethod
@@ -191,6 +200,7 @@ class Plan:
                 kvTokens=body["kvTokens"],
                 fit=FitReason(body["fit"]),
                 advice=body.get("advice", ""),
+                prefill=cls.from_json(body["prefill"]) if "prefill" in body else None,
                 **fields,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:

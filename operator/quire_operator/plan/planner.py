@@ -5,14 +5,16 @@ Called by cli/plan.py and the controller.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from quire_operator.api.disaggregation_spec import Role
 from quire_operator.plan import advice, limits
 from quire_operator.plan.build_plan import build_plan
 from quire_operator.plan.candidates import best_candidate, generate_candidates
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.host_memory import check_disk, check_kv_tiers
 from quire_operator.plan.inputs import PlannerInputs
-from quire_operator.plan.plan import VERSION, Plan
+from quire_operator.plan.plan import VERSION, Plan, PlannedValue
 
 DEFAULT_IMAGES = {"GPU": "quire:gpu", "CPU": "quire:cpu"}
 """Default images. The tag of an image is the name of the target in backend/Dockerfile that builds it. In a cluster, the
@@ -25,6 +27,42 @@ def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES)
     Raises:
         Unplannable: no candidate fits, or the GPU or the engine does not support a requested value.
     """
+    return _plan_pods(inputs, images) if inputs.prefill is None else _plan_roles(inputs, inputs.prefill, images)
+
+
+def _plan_roles(decode: PlannerInputs, prefill: PlannerInputs, images: Mapping[str, str]) -> Plan:
+    """Return the plan of the decode pods, which contains the plan of the prefill pods.
+
+    A prefill pod must accept every prompt that a decode pod accepts, and its blocks must have the same size. So the
+    shorter context and the blocks of the decode pods apply to both.
+    """
+    inputs = {Role.DECODE: decode, Role.PREFILL: prefill}
+    plans = {role: _plan_role(role, own, images) for role, own in inputs.items()}
+    length = min((plan.maxModelLen for plan in plans.values()), key=lambda planned: planned.value)
+    block_size = plans[Role.DECODE].blockSize
+    for role, plan in plans.items():
+        if (plan.maxModelLen.value, plan.blockSize.value) == (length.value, block_size.value):
+            continue
+        engine = replace(inputs[role].engine, maxModelLen=length.value, blockSize=block_size.value)
+        other = _plan_role(role, replace(inputs[role], engine=engine), images)
+        plans[role] = replace(other, maxModelLen=_as_in_other_role(length), blockSize=_as_in_other_role(block_size))
+    prefill_plan = replace(plans[Role.PREFILL], inputsHash=decode.inputs_hash)
+    return replace(plans[Role.DECODE], inputsHash=decode.inputs_hash, prefill=prefill_plan)
+
+
+def _as_in_other_role(planned: PlannedValue[int]) -> PlannedValue[int]:
+    return replace(planned, why="the same in both roles")
+
+
+def _plan_role(role: Role, inputs: PlannerInputs, images: Mapping[str, str]) -> Plan:
+    try:
+        return _plan_pods(inputs, images)
+    except Unplannable as error:
+        raise Unplannable(error.reason, f"role {role}: {error}") from error
+
+
+def _plan_pods(inputs: PlannerInputs, images: Mapping[str, str]) -> Plan:
+    """Return the plan of pods that are all alike."""
     limits.check_dtypes(inputs)
     limits.check_attention(inputs)
     limits.check_encoder(inputs)

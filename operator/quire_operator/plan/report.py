@@ -58,7 +58,8 @@ def render_lines(
     With `use_color`, the bar contains ANSI escapes.
     """
     width = max(MIN_WIDTH, min(width, MAX_WIDTH))
-    yield from _wrap(_headline(service, plan, num_nodes), width)
+    if not service.roles:
+        yield from _wrap(_headline(service, plan, num_nodes), width)
     weights = f"{model.weights_bytes / GIB:.2f} GiB of weights, {_size_source_text(model)}"
     yield from _wrap(f"model: {model.shape.architecture}, {weights}", width)
     if draft is not None:
@@ -72,7 +73,15 @@ def render_lines(
         yield from _wrap(
             "KV cache: none, because an encoder computes each request in one step and keeps nothing", width
         )
-    yield ""
+    for pods in service.pods:
+        yield ""
+        if pods.role is not None:
+            yield from _wrap(_headline(pods, plan.for_role(pods.role), num_nodes), width)
+        yield from _pod_lines(pods, plan.for_role(pods.role), width, use_color)
+
+
+def _pod_lines(service: LLMService, plan: Plan, width: int, use_color: bool) -> Iterator[str]:
+    """Yield the part of the report about the pods of a service, or of one of its roles."""
     rows = _host_rows(service, plan) if plan.gpu is None else _gpu_rows(service, plan)
     title = "memory of the pod" if plan.gpu is None else "memory of each GPU"
     yield memory_bar(rows, width, use_color)
@@ -110,11 +119,12 @@ def memory_bar(rows: Sequence[MemoryRow], width: int, use_color: bool) -> str:
 
 
 def _headline(service: LLMService, plan: Plan, num_nodes: int) -> str:
+    name = service.name if service.role is None else f"{service.name}, {service.spec.replicas} x role {service.role}"
     if plan.gpu is None:
-        return f"{service.name}: on a CPU" if num_nodes == 1 else f"{service.name}: on the CPUs of {num_nodes} nodes"
+        return f"{name}: on a CPU" if num_nodes == 1 else f"{name}: on the CPUs of {num_nodes} nodes"
     place = "replica" if num_nodes == 1 else f"of the {num_nodes} nodes of a replica"
     size = f"{plan.gpu.visibleMiB / 1024:.2f} GiB of CUDA memory each, {_MEMORY_SOURCE_TEXT[plan.gpu.memory_source]}"
-    return f"{service.name}: {plan.gpu.count} x {plan.gpu.product or 'GPU'} for each {place} ({size})"
+    return f"{name}: {plan.gpu.count} x {plan.gpu.product or 'GPU'} for each {place} ({size})"
 
 
 def _kv_folder_text(service: LLMService) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from quire_operator.api.disaggregation_spec import Role
 from quire_operator.api.engine_spec import SpeculativeConfigSpec
 from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.api.quantity import to_bytes
@@ -82,6 +83,7 @@ _OTHER_PATHS: Mapping[str, FieldPath] = {
     "kv_offloading_folder": ("engine", "kvCacheOffloading", "secondary", 0, "folder"),
     "kv_offloading_folder_size": ("engine", "kvCacheOffloading", "secondary", 0, "size"),
     "kv_transfer": ("engine", "kvTransfer"),
+    "prefill_local_tokens": ("disaggregation", "localTokens"),
 }  # fmt: skip
 """Paths in the spec of the fields of EngineConfig that follow from the spec in another way."""
 _ADAPTER_FIELDS = frozenset((
@@ -175,8 +177,14 @@ def _fields(
         yield "kv_offloading_folder_size", to_bytes(service.kv_tier.size) / GIB
     if (transfer := service.kv_transfer) is not None and kv_peers is not None:
         speed = None if transfer.bytesPerSecond is None else to_bytes(transfer.bytesPerSecond)
-        peers = *(f"{name}:{transfer.port}" for name in kv_peers.names), *transfer.allowedPeers
+        peer_ports = [transfer.port]
+        if service.role is Role.DECODE and service.openai_port is not None:
+            peer_ports.append(service.openai_port)  # of the prefill pods that a request can name
+        peers = *(f"{name}:{port}" for port in peer_ports for name in kv_peers.names), *transfer.allowedPeers
         yield "kv_transfer", non_default_json(KVTransferConfig(kv_peers.key_file, transfer.port, peers, speed))
+    roles = spec.disaggregation
+    if service.role is Role.DECODE and roles is not None and roles.localTokens is not None:
+        yield "prefill_local_tokens", roles.localTokens
     if spec.observability.tracing is not None:
         yield "otlp_traces_endpoint", spec.observability.tracing.endpoint
     if spec.networking.kvEvents is not None:

@@ -8,7 +8,7 @@ Called by the controller.
 """
 
 from quire_operator.api.llmservice import LLMService
-from quire_operator.render import model_storage, object_names, pod_template, security_context
+from quire_operator.render import model_storage, object_names, pod_template
 from quire_operator.render.jobs import POD_FIELDS, new_job, with_settings
 from quire_operator.render.manifests import Manifest
 from quire_operator.render.strategic_merge import merge
@@ -36,7 +36,7 @@ def job(service: LLMService, source: Source, image: str) -> Manifest:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "restartPolicy": "Never",
-        "securityContext": security_context.pod_security_context(service),
+        "securityContext": pod_template.pod_security_context(service),
         **pod_template.placement(service, gpu.nodeSelector if gpu else {}),
         "containers": [
             {
@@ -45,7 +45,7 @@ def job(service: LLMService, source: Source, image: str) -> Manifest:
                 "command": ["tini", "--", "python3", "-m", "quire_server.read_model"],
                 "args": [f"--model={model_storage.folder(source)}"],
                 "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
-                "securityContext": security_context.container_security_context(read_only_root_filesystem=True),
+                "securityContext": pod_template.container_security_context(read_only_root_filesystem=True),
                 "volumeMounts": mounts,
             }
         ],

@@ -246,7 +246,9 @@ def require_one_node(service: LLMService, affinity: Any) -> Manifest:
 
 def _one_node_term(service: LLMService) -> Manifest:
     labels = object_names.selector_labels(service, object_names.SERVER)
-    selector = {"matchLabels": {key: value for key, value in labels.items() if key != object_names.COMPONENT}}
+    # Pods of all roles share the claim.
+    own = (object_names.COMPONENT, object_names.ROLE_LABEL)
+    selector = {"matchLabels": {key: value for key, value in labels.items() if key not in own}}
     return {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
 
 
@@ -257,7 +259,7 @@ def _access_modes(service: LLMService) -> list[str]:
 
 def _max_pods(service: LLMService) -> int:
     scaling = service.spec.autoscaling
-    return max(service.spec.replicas, scaling.maxReplicas if scaling else 0)
+    return max(service.num_replicas, scaling.maxReplicas if scaling else 0)
 
 
 def _size(plan: Plan, percent: int) -> str:

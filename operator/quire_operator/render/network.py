@@ -3,6 +3,7 @@
 
 from urllib.parse import urlsplit
 
+from quire_operator.api.disaggregation_spec import Role
 from quire_operator.api.llmservice import LLMService
 from quire_operator.api.networking_spec import HttpRouteSpec
 from quire_operator.render import model_storage, object_names
@@ -32,15 +33,15 @@ key."""
 
 
 def client_service(service: LLMService) -> Manifest:
-    """Return the Service for clients."""
-    return _service_manifest(service, service.name, {"type": "ClusterIP"})
+    """Return the Service for clients. It does not contain the pods that only compute prompts."""
+    return _service_manifest(service, service.name, {"type": "ClusterIP"}, service.pods_of_clients)
 
 
 def headless_service(service: LLMService) -> Manifest:
     """Return the headless Service. It contains the addresses of all pods, even of unready pods, because the operator
     calls them too."""
     options = {"clusterIP": "None", "publishNotReadyAddresses": True}
-    return _service_manifest(service, object_names.headless_service(service), options)
+    return _service_manifest(service, object_names.headless_service(service), options, service)
 
 
 def server_network_policy(service: LLMService, context: RenderContext) -> Manifest:
@@ -49,9 +50,10 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
     For ingress, clients can connect to the exposed ports (HTTP, gRPC and OpenAI). Prometheus, the operator and an
     endpoint picker can connect to the health port. Only Prometheus can connect to the port with the metrics of the
     server, and only the subscribers in the spec to the ports of KV events. Only the pods of the service can connect to
-    the port on which they serve KV blocks. For egress, the pods can connect to DNS, to
-    the ports of the adapters' sources and, for a bucket without credentials, to the identity agent of EKS. The ports
-    always include 443, because adapters can be added later. With tracing, they can connect to the collector's port.
+    the port on which they serve KV blocks, and decode pods to the OpenAI port of prefill pods. For egress, the pods can
+    connect to DNS, to the ports of the adapters' sources and, for a bucket without credentials, to the identity agent
+    of EKS. The ports always include 443, because adapters can be added later. With tracing, they can connect to the
+    collector's port.
     """
     ports = service.spec.runtime.ports
     client_ports = [service.ports[name] for name in ("http", "grpc", "openai") if name in service.ports]
@@ -66,9 +68,12 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
     ]
     if (events := service.spec.networking.kvEvents) is not None:
         ingress.append({"from": list(events.subscribers), "ports": _tcp_ports(*service.kv_event_ports.values())})
-    pods = [{"podSelector": {"matchLabels": object_names.selector_labels(service, object_names.SERVER)}}]
+    pods = [_pod_peer(service)]
     if (transfer := service.kv_transfer) is not None:
         ingress.append({"from": pods, "ports": _tcp_ports(transfer.port)})
+    prompt_ports = [] if service.openai_port is None or not service.roles else _tcp_ports(service.openai_port)
+    if prompt_ports:
+        ingress.append({"from": [_pod_peer(service.for_role(Role.DECODE))], "ports": prompt_ports})
     sources = [*service.adapter_places.values(), *(context.catalog.content_sources if context.catalog else ())]
     if pods_download := model_storage.pods_download(service):
         sources += model_storage.downloaded_sources(service)
@@ -77,6 +82,8 @@ def server_network_policy(service: LLMService, context: RenderContext) -> Manife
         egress.append({"to": pods, "ports": _tcp_ports(transfer.port)})
         if ports_of_peers := sorted({int(peer.rpartition(":")[2]) for peer in transfer.allowedPeers}):
             egress.append({"ports": _tcp_ports(*ports_of_peers)})
+    if prompt_ports:
+        egress.append({"to": [_pod_peer(service.for_role(Role.PREFILL))], "ports": prompt_ports})
     if (tracing := service.spec.observability.tracing) is not None:
         egress.append({"ports": _tcp_ports(_url_port(tracing.endpoint))})
     if service.spec.openai.allowedMediaDomains:
@@ -188,13 +195,13 @@ def http_route(service: LLMService, route: HttpRouteSpec) -> Manifest:
     return new_manifest("gateway.networking.k8s.io/v1", "HTTPRoute", service, service.name, spec=spec)
 
 
-def _service_manifest(service: LLMService, name: str, options: Manifest) -> Manifest:
+def _service_manifest(service: LLMService, name: str, options: Manifest, pods: LLMService) -> Manifest:
     protocols = _PROTOCOLS | {"openai": "http" if service.spec.openai.tlsSecretRef is None else "https"}
     if service.grpc_uses_tls:
         protocols["grpc"] = "https"
     spec = {
         **options,
-        "selector": object_names.selector_labels(service, object_names.SERVER),
+        "selector": object_names.selector_labels(pods, object_names.SERVER),
         "ports": [
             # The protocol is part of the key of an entry.
             {"name": n, "port": port, "protocol": "TCP", "targetPort": n, "appProtocol": protocols[n]}
@@ -214,6 +221,11 @@ def _network_policy(
         "egress": [{"ports": _DNS}, *egress],
     }
     return new_manifest("networking.k8s.io/v1", "NetworkPolicy", service, name, component, spec=spec)
+
+
+def _pod_peer(service: LLMService) -> Manifest:
+    """Return the peer that selects the server pods of a service, or of one of its roles."""
+    return {"podSelector": {"matchLabels": object_names.selector_labels(service, object_names.SERVER)}}
 
 
 def _operator_peers(context: RenderContext) -> list[Manifest]:

@@ -21,6 +21,8 @@ DOWNLOAD_TARGET_LABEL = f"{spec_names.API_GROUP}/brings"
 same files, even if they use different releases of Quire or run on different nodes."""
 PLAN_ANNOTATION = f"{spec_names.API_GROUP}/plan"
 """Annotation of a Deployment. It contains the inputsHash of the plan from which the pods were rendered."""
+ROLE_LABEL = "llm-d.ai/role"
+"""Label of pods that have a role. llm-d's router finds the pods of each role by it."""
 SERVER, DOWNLOAD = "server", "model-download"
 WORKER = "worker"
 """Component of the pods of a group except the first one, which is a server like the pods of a Deployment. Selectors of
@@ -59,10 +61,15 @@ def headless_service(service: LLMService) -> str:
     return f"{service.name}-pods"
 
 
+def of_role(service: LLMService) -> str:
+    """Return the name of an object of which each role has one; the service's name if there are no roles."""
+    return service.name if service.role is None else f"{service.name}-{service.role}"
+
+
 def engine_configmap(service: LLMService, content: str) -> str:
     """Return the name of the ConfigMap of pod.json. The name contains a digest of the content. If the content
     changes, the name changes too, and the pods are replaced."""
-    return f"{service.name}-engine-{digest(content)}"
+    return f"{of_role(service)}-engine-{digest(content)}"
 
 
 def adapter_configmap(service_name: str) -> str:
@@ -92,8 +99,10 @@ def download_job(service: LLMService, content: str) -> str:
 
 
 def selector_labels(service: LLMService, component: str) -> dict[str, str]:
-    """Return the labels that select pods. The selector of a Deployment is immutable."""
-    return {"app.kubernetes.io/name": "quire", INSTANCE: service.name, COMPONENT: component}
+    """Return the labels that select pods: those of one role if the service is the one of a role. The selector of a
+    Deployment is immutable."""
+    role = {} if service.role is None or component != SERVER else {ROLE_LABEL: service.role.value}
+    return {"app.kubernetes.io/name": "quire", INSTANCE: service.name, COMPONENT: component, **role}
 
 
 def group_labels(service: LLMService) -> dict[str, str]:

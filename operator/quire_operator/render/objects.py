@@ -5,13 +5,15 @@ The functions are pure: they use no clock, no random numbers and no files. There
 the same objects in the same order. Called by the controller and `quire render`.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
+from quire_operator.api.disaggregation_spec import Role
 from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.plan import Plan
 from quire_operator.render import (
     configmaps,
+    disaggregated_set,
     download_job,
     kv_storage,
     leader_worker_set,
@@ -35,6 +37,16 @@ class RenderedObjects:
     """Kinds of objects that the spec requires but the cluster does not support."""
 
 
+@dataclass(frozen=True, slots=True)
+class PodManifests:
+    """What the pods of a service, or of one of its roles, are made from."""
+
+    template: Manifest
+    """The pod template."""
+    engine_configmap: Manifest
+    """The ConfigMap with pod.json."""
+
+
 def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> RenderedObjects:
     """Return the objects of a service.
 
@@ -43,16 +55,23 @@ def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> R
         UnsupportedByEngine: the engine does not support a value of the spec.
     """
     model_storage.validate(service)
-    kv_storage.validate(service)
-    engine_configmap = configmaps.engine_configmap(service, cluster_document(service, plan))
+    for own in service.pods:
+        kv_storage.validate(own)
     on_one_node = model_storage.is_on_one_node(service, context.claim_access_modes)
-    template = pod_template.template(service, plan, engine_configmap["metadata"]["name"], on_one_node)
+    pods = {own.role: _render_pods(own, plan.for_role(own.role), on_one_node) for own in service.pods}
+    of_clients = pods[service.pods_of_clients.role]
     manifests = [
-        *_objects_for_pods(service, context, engine_configmap),
-        *_download_objects(service, plan, context, template, on_one_node),
-        *_objects_around_pods(service, plan, template),
+        *_objects_for_pods(service, context, pods),
+        *_download_objects(service, plan, context, of_clients.template, on_one_node),
+        *_objects_around_pods(service, plan, pods),
     ]
     return _select_objects(service, plan, context, manifests)
+
+
+def _render_pods(service: LLMService, plan: Plan, on_one_node: bool) -> PodManifests:
+    engine_configmap = configmaps.engine_configmap(service, cluster_document(service, plan))
+    template = pod_template.template(service, plan, engine_configmap["metadata"]["name"], on_one_node)
+    return PodManifests(template, engine_configmap)
 
 
 def render_running_objects(
@@ -65,12 +84,18 @@ def render_running_objects(
     Raises:
         ConfigError: the adapter catalog is too large.
     """
-    meta = new_manifest("v1", "ConfigMap", service, engine_configmap["metadata"]["name"])["metadata"]
+    running: dict[Role | None, PodManifests] = {None: _with_metadata(service, PodManifests(template, engine_configmap))}
     manifests = [
-        *_objects_for_pods(service, context, {**engine_configmap, "metadata": meta}),
-        *_objects_around_pods(service, plan, template),
+        *_objects_for_pods(service, context, running),
+        *_objects_around_pods(service, plan, running),
     ]
     return _select_objects(service, plan, context, manifests)
+
+
+def _with_metadata(service: LLMService, pods: PodManifests) -> PodManifests:
+    """Return the manifests, in which the ConfigMap has the metadata of the service's objects."""
+    meta = new_manifest("v1", "ConfigMap", service, pods.engine_configmap["metadata"]["name"])["metadata"]
+    return replace(pods, engine_configmap={**pods.engine_configmap, "metadata": meta})
 
 
 def _select_objects(
@@ -89,13 +114,15 @@ def _select_objects(
     return RenderedObjects(tuple(manifests), tuple(unavailable_kinds))
 
 
-def _objects_for_pods(service: LLMService, context: RenderContext, engine_configmap: Manifest) -> Iterator[Manifest]:
+def _objects_for_pods(
+    service: LLMService, context: RenderContext, pods: Mapping[Role | None, PodManifests]
+) -> Iterator[Manifest]:
     """Yield the objects that must exist before pods start."""
     yield configmaps.service_account(service)
     yield configmaps.admin_secret(service, context)
     if credentials := configmaps.credentials_secret(service, context):
         yield credentials
-    yield engine_configmap
+    yield from (own.engine_configmap for own in pods.values())
     yield configmaps.adapter_configmap(service, context.catalog or service.build_catalog())
     if service.spec.networking.networkPolicy.enabled:
         yield network.server_network_policy(service, context)
@@ -114,17 +141,21 @@ def _download_objects(
         yield download_job.job(service, plan, template["spec"], on_one_node)
 
 
-def _objects_around_pods(service: LLMService, plan: Plan, template: Manifest) -> Iterator[Manifest]:
-    """Yield the Services, the Deployment or LeaderWorkerSet, and what scales and protects its pods."""
+def _objects_around_pods(
+    service: LLMService, plan: Plan, pods: Mapping[Role | None, PodManifests]
+) -> Iterator[Manifest]:
+    """Yield the Services, the object that makes the pods, and what scales and protects them."""
     spec = service.spec
     yield network.client_service(service)
     yield network.headless_service(service)
-    if service.num_nodes == 1:
-        yield workload.deployment(service, plan, template)
+    templates = {role: own.template for role, own in pods.items()}
+    if service.roles:
+        yield disaggregated_set.manifest(service, plan, {role: templates[role] for role in service.roles})
+    elif service.num_nodes == 1:
+        yield workload.deployment(service, plan, templates[None])
     else:
-        yield leader_worker_set.manifest(service, plan, template)
-    if budget := workload.disruption_budget(service):
-        yield budget
+        yield leader_worker_set.manifest(service, plan, templates[None])
+    yield from filter(None, map(workload.disruption_budget, service.pods))
     if spec.autoscaling and spec.autoscaling.kind == "HorizontalPodAutoscaler":
         yield workload.autoscaler(service, plan, spec.autoscaling)
 

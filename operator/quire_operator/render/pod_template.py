@@ -13,7 +13,7 @@ from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.gpu import GPU_RESOURCE, PRODUCT_LABEL
 from quire_operator.plan.host_memory import ephemeral_bytes, start_seconds
 from quire_operator.plan.plan import Plan, to_quantity
-from quire_operator.render import kv_storage, model_storage, object_names, security_context
+from quire_operator.render import kv_storage, model_storage, object_names
 from quire_operator.render.manifests import Manifest, container_env, metadata
 from quire_operator.render.strategic_merge import merge
 from quire_spec import constants
@@ -134,7 +134,7 @@ def _pod_spec(service: LLMService, plan: Plan, engine_configmap: str) -> Manifes
         "serviceAccountName": service.name,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": security_context.pod_security_context(service),
+        "securityContext": pod_security_context(service),
         "terminationGracePeriodSeconds": drain_seconds(service),
         **({"initContainers": init_containers} if model_storage.pods_download(service) else {}),
         "containers": [container],
@@ -171,9 +171,31 @@ def _server_container(service: LLMService, plan: Plan) -> Manifest:
         # When the file exists, the OpenAI front closes its connections. Otherwise, clients would continue to use the
         # connections to this pod.
         "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", f"touch {closing_file}; sleep {PROPAGATION_S}"]}}},
-        "securityContext": security_context.container_security_context(service.spec.security.readOnlyRootFilesystem),
+        "securityContext": container_security_context(service.spec.security.readOnlyRootFilesystem),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": _volume_mounts(service),
+    }
+
+
+def pod_security_context(service: LLMService) -> Manifest:
+    """Return the securityContext of a pod."""
+    security = service.spec.security
+    ids = {"runAsUser": security.runAsUser, "runAsGroup": security.fsGroup, "fsGroup": security.fsGroup}
+    return {
+        "runAsNonRoot": True,
+        **(ids if security.ids == "Fixed" else {}),
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container_security_context(read_only_root_filesystem: bool) -> Manifest:
+    """Return the securityContext of a container."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "privileged": False,
+        "readOnlyRootFilesystem": read_only_root_filesystem,
     }
 
 

@@ -38,8 +38,8 @@ def deployment(service: LLMService, plan: Plan, template: Manifest) -> Manifest:
 
 
 def disruption_budget(service: LLMService) -> Manifest | None:
-    """Return the PodDisruptionBudget, which allows one replica to be unavailable. It is None if there is only one. A
-    budget would then protect nothing, or prevent draining a node."""
+    """Return the PodDisruptionBudget of a service, or of one of its roles, which allows one replica to be unavailable.
+    It is None if there is only one. A budget would then protect nothing, or prevent draining a node."""
     scaling = service.spec.autoscaling
     min_replicas = scaling.minReplicas if scaling else service.spec.replicas
     if service.spec.disruption.pdb == "None" or min_replicas < 2:
@@ -56,7 +56,7 @@ def disruption_budget(service: LLMService) -> Manifest | None:
         "selector": selector,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }
-    return new_manifest("policy/v1", "PodDisruptionBudget", service, service.name, spec=spec)
+    return new_manifest("policy/v1", "PodDisruptionBudget", service, object_names.of_role(service), spec=spec)
 
 
 def autoscaler(service: LLMService, plan: Plan, scaling: AutoscalingSpec) -> Manifest:

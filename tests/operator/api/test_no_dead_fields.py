@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.openapi import OPENAPI, walk
 from support.planning import MODELS
+from support.rendering import planner_inputs_of
 
 from quire_operator.api import crd
 from quire_operator.api.field_effects import restarts
-from quire_operator.api.llmservice import Device, LLMService
-from quire_operator.plan.gpu import resolve_gpu
-from quire_operator.plan.inputs import PlannerInputs
+from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.planner import make_plan, reuse_or_make_plan
 from quire_operator.render import object_names
 from quire_operator.render.context import OPTIONAL_KINDS, RenderContext
@@ -174,7 +173,8 @@ def bases():
     for kv in ({"gpuMemoryUtilization": "0.90"}, {"kvCacheMemory": "8Gi"}):
         yield body(COMMON + GPU, sources[0], engine=pins | kv)
     claim = {"folder": {"pvc": {"claimName": "blocks", "path": "a"}}, "size": "40Gi"}
-    yield body(GPU, sources[0], engine={"kvCacheOffloading": {"memory": "16Gi", "secondary": [claim]}})
+    claim_tier = {"memory": "16Gi", "secondary": [claim]}
+    yield body(GPU, sources[0], engine={"kvCacheOffloading": claim_tier})
     keda = {"kind": "ScaledObject", "prometheusAddress": "http://p:9090", "pollingInterval": 15}
     keda |= {"authenticationRef": {"name": "thanos", "kind": "TriggerAuthentication"}}
     keda |= {"prometheusMetadata": {"authModes": "bearer"}, "fallback": {"failureThreshold": 3, "replicas": 2}}
@@ -212,6 +212,11 @@ def bases():
     keys = {"apiKeysSecretRef": {"name": "keys"}, "keys": [rule]}
     yield body(GPU, sources[0], runtime={"expose": []}, openai=keys)
     yield body(GPU, sources[0], runtime=models, networking={"httpRoute": route})
+    own = {"dataParallelSize": 1, "maxNumSeqs": 32, "maxNumBatchedTokens": 4096, "maxNumQueuedReqs": 64}
+    own |= {"schedulingPolicy": "fcfs", "swapSpace": "4Gi"}
+    of_role = {"replicas": 2, "resources": {"cpu": "3", "memory": "64Gi", "sharedMemory": "2Gi", **yaml.safe_load(GPU)}}
+    of_role |= {"engine": own | {"kvCacheOffloading": claim_tier}}
+    yield body(GPU, sources[0], disaggregation={"prefill": of_role, "decode": of_role, "localTokens": 99})
 
 
 def outputs(document):
@@ -221,8 +226,7 @@ def outputs(document):
         return None
     service = LLMService.from_body(checked.body)
     try:
-        gpu = None if service.spec.device is Device.CPU else resolve_gpu(service.spec.gpu, [], None)
-        inputs = PlannerInputs.from_service(service, MODELS["8b"], gpu)
+        inputs = planner_inputs_of(service, MODELS["8b"])
         plan = make_plan(inputs)
         objects = render_objects(service, plan, CLUSTER)
         upgraded = reuse_or_make_plan(
@@ -312,8 +316,10 @@ ELSEWHERE = {("paused",), ("networking", "httpRoute", "scheme")}
 LEAVES = [
     (path, node)
     for path, node in leaves()
-    # A rule refuses adapters in images.
-    if path not in ELSEWHERE and not (path[0] == "adapters" and "image" in path)
+    # A rule refuses adapters in images. Both roles have the same types.
+    if path not in ELSEWHERE
+    and not (path[0] == "adapters" and "image" in path)
+    and path[:2] != ("disaggregation", "prefill")
 ]
 SELECTOR = {object_names.MANAGED_BY: object_names.MANAGER, object_names.INSTANCE: "s"}
 BASES = json.loads(json.dumps(list(bases())))  # copied, so that a change affects only one place
@@ -332,9 +338,9 @@ def test_rendered_objects_are_valid(before):
     for text in before:
         for manifest in json.loads(text)[1]:
             kinds.add(manifest["kind"])
-            if manifest["kind"] not in (*OPTIONAL_KINDS, "LeaderWorkerSet"):
+            if manifest["kind"] not in (*OPTIONAL_KINDS, "LeaderWorkerSet", "DisaggregatedSet"):
                 kubernetes_validate.validate(manifest, "1.37", strict=True)
-    assert len(kinds) == 15, kinds
+    assert len(kinds) == 16, kinds
 
 
 @pytest.mark.parametrize(("path", "node"), LEAVES, ids=[".".join(path) for path, _ in LEAVES])
@@ -376,7 +382,10 @@ def test_types_state_which_fields_restart_pods(before):
 
 
 def pod_template(text):
-    (workload,) = [m["spec"] for m in json.loads(text)[1] if m["kind"] in ("Deployment", "LeaderWorkerSet")]
+    kinds = ("Deployment", "LeaderWorkerSet", "DisaggregatedSet")
+    (workload,) = [m["spec"] for m in json.loads(text)[1] if m["kind"] in kinds]
+    if "roles" in workload:
+        return [role["spec"]["leaderWorkerTemplate"] for role in workload["roles"]]
     return workload.get("template") or workload["leaderWorkerTemplate"]
 
 

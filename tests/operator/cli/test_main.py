@@ -53,8 +53,8 @@ def test_validate_prints_one_line_for_each_problem_and_checks_all_files(tmp_path
     assert done.stdout.splitlines() == [
         f"{tmp_path}/wrong.yaml:9: spec.devise: unknown field; did you mean device? Known fields: "
         "adapterSources, adapterSums, adapters, "
-        "annotations, autoscaling, cache, device, disruption, engine, gpu, jobs, labels, lora, model, networking, "
-        "observability, openai, paused, podTemplate, replicas, rollout, runtime, security, trust",
+        "annotations, autoscaling, cache, device, disaggregation, disruption, engine, gpu, jobs, labels, lora, model, "
+        "networking, observability, openai, paused, podTemplate, replicas, rollout, runtime, security, trust",
         f"{tmp_path}/wrong.yaml:13: spec.lora.maxRank: 12: must be one of 1, 8, 16, 32, 64, 128, 256, 320, 512; "
         "use one of these",
         f"{tmp_path}/none.yaml: No such file or directory; give the path of a YAML file, or - for standard input",

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DisaggregatedSet of a service with roles. Its controller makes a LeaderWorkerSet of each role, replaces the pods of
+both roles together, and labels the pods with their common revision. Pure. Called by objects.py and the controller.
+"""
+
+from collections.abc import Mapping
+
+from quire_operator.api.disaggregation_spec import Role
+from quire_operator.api.llmservice import LLMService
+from quire_operator.plan.plan import Plan
+from quire_operator.render import leader_worker_set, object_names
+from quire_operator.render.manifests import Manifest, metadata, new_manifest
+
+API_VERSION, KIND = "disaggregatedset.x-k8s.io/v1", "DisaggregatedSet"
+
+
+def manifest(service: LLMService, plan: Plan, templates: Mapping[Role, Manifest]) -> Manifest:
+    """Return the DisaggregatedSet. `templates` has the pod template of each role."""
+    annotations = {object_names.PLAN_ANNOTATION: plan.inputsHash}
+    roles = [_role(service.for_role(role), templates[role]) for role in service.roles]
+    return new_manifest(API_VERSION, KIND, service, service.name, annotations=annotations, spec={"roles": roles})
+
+
+def _role(service: LLMService, template: Manifest) -> Manifest:
+    assert service.role is not None, "the service is the one of a role"
+    template = leader_worker_set.group_templates(template, 1)[0]
+    spec = leader_worker_set.spec(service, template, template, 1, service.spec.replicas)
+    # A container that ends is started again in its pod. There is no group that would have to start together.
+    spec["leaderWorkerTemplate"] = {"size": 1, "workerTemplate": template, "restartPolicy": "None"}
+    # The name of the LeaderWorkerSet is not the one of a Service, so one headless Service for all its pods is possible.
+    del spec["networkConfig"]
+    # The controller of the DisaggregatedSet decides which pods are replaced first.
+    del spec["rolloutStrategy"]["rollingUpdateConfiguration"]["partition"]
+    meta = metadata(service, object_names.SERVER)
+    # Pods have no order, so that the ones that are not ready are removed first. Kueue counts groups by their order.
+    is_queued = leader_worker_set.QUEUE_LABEL in meta["labels"]
+    return {
+        "name": service.role.value,
+        "metadata": meta,
+        "spec": {**spec, "groupIdentity": "Ordinal" if is_queued else "Hash"},
+    }
