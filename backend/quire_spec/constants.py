@@ -20,8 +20,7 @@ HEALTH_PORT = 8003
 """Port of the supervisor. It serves the probes, the metrics, the status and the admin API."""
 OPENAI_PORT = 8004
 RANK_PORT = 8007
-"""Port on which the first pod of a group accepts the connections of the others. The next port is that of their
-rendezvous."""
+"""Port of the first of several nodes, for the others. The next port is that of the store by which the ranks meet."""
 
 CONFIG_FILE = "pod.json"
 ENGINE_FILE = "engine.json"
@@ -32,6 +31,8 @@ TEXT_SOCKET = "text.sock"
 SUPERVISOR_SOCKET = "supervisor.sock"
 KV_PEER = "kv_peer"
 """Name of the process that serves KV blocks to other pods."""
+NODE = "node"
+"""Name of the process that joins the group on a node other than the first."""
 MAX_OPENAI_FRONTS = 16
 """Maximum number of processes of the OpenAI front in a pod."""
 CLOSING_FILE = "closing"

@@ -10,13 +10,13 @@ import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quire_engine.distributed.rendezvous import Rendezvous
 from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 
 TIMEOUT_S = 30.0
@@ -24,21 +24,20 @@ TIMEOUT_S = 30.0
 hangs."""
 _STORE_FILE_TIMEOUT = timedelta(milliseconds=100)
 """If the file of torch's store was deleted, torch waits this long for the file. The default of torch is 5 minutes."""
-_LOOPBACK = "127.0.0.1"
 
 
 class Communicator:
     """This rank's connection to the other ranks. Call `connect` before any other method."""
 
     def __init__(
-        self, shard: TensorParallelShard, rendezvous: Callable[[], Path], timeout_s: float = TIMEOUT_S
+        self, shard: TensorParallelShard, rendezvous: Callable[[], Rendezvous], timeout_s: float = TIMEOUT_S
     ) -> None:
         """Store the parameters; no connection is made.
 
         Args:
             shard: this rank's part of the model.
-            rendezvous: waits until all ranks have loaded their weights, which can take minutes. It then returns the
-                folder of the rendezvous files. It is the same for all ranks, and the files do not exist yet.
+            rendezvous: waits until all ranks have loaded their weights, which can take minutes. It then returns
+                where they meet.
             timeout_s: maximum duration of every call.
         """
         self.shard = shard
@@ -57,9 +56,10 @@ class Communicator:
         """
         self._device = device
         stage = self.shard.model_config.stage
-        path = self._rendezvous() / f"stage-{0 if stage is None else stage.index}"
+        name = f"stage-{0 if stage is None else stage.index}"
         timeout = timedelta(seconds=self._timeout_s)
-        self._process_group = create_process_group(path, self.shard.rank, self.shard.size, device, timeout)
+        place = self._rendezvous()
+        self._process_group = create_process_group(place, name, self.shard.rank, self.shard.size, device, timeout)
 
     def abort(self, step_lock: threading.Lock) -> None:
         """Abort operations that wait for a lost rank. Safe to call from any thread; returns at once.
@@ -116,14 +116,16 @@ class Communicator:
         return all_reduce_min(self._process_group, value, self._device)
 
 
-def create_process_group(path: Path, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
-    """Connect the ranks that name the same file `path`, and return their process group. `timeout` is the time limit of
-    its operations.
+def create_process_group(
+    place: Rendezvous, name: str, rank: int, size: int, device: torch.device, timeout: timedelta
+) -> Any:
+    """Connect the ranks that give the same `name` at the same place, and return their process group. `timeout` is the
+    time limit of its operations.
 
     Raises:
         RuntimeError: a rank did not connect.
     """
-    store = dist.FileStore(str(path), size)  # type: ignore[attr-defined]
+    store = place.open_store(name, size)
     if device.type == "cuda":
         # Without this setting, a thread of torch polls the store to find out whether it must write a debug dump.
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
@@ -132,7 +134,7 @@ def create_process_group(path: Path, rank: int, size: int, device: torch.device,
     options._timeout = timeout
     if device.type == "cpu":
         # By default, gloo would listen at the address of the host name, which other machines can reach.
-        options._devices = [backend.create_device(hostname=_LOOPBACK)]
+        options._devices = [backend.create_device(hostname=place.address)]
     process_group = backend(store, rank, size, options)
     # The first operation makes NCCL create its channels. It runs here, so that memory profiling includes the channels.
     all_reduce_min(process_group, 0, device)

@@ -13,13 +13,13 @@ detects ranks that ended or hang, and their sockets then close. NCCL was not run
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire_engine.distributed.communicator import all_reduce_min, create_process_group
+from quire_engine.distributed.rendezvous import Rendezvous
 from quire_spec.model.model_config import ModelConfig
 
 _TIMEOUT = timedelta(hours=24)
@@ -28,7 +28,7 @@ _TIMEOUT = timedelta(hours=24)
 class PipelineLink:
     """This rank's connection to the other stages. Call `connect` before any other method."""
 
-    def __init__(self, shape: ModelConfig, num_stages: int, rank: int, rendezvous: Callable[[], Path]) -> None:
+    def __init__(self, shape: ModelConfig, num_stages: int, rank: int, rendezvous: Callable[[], Rendezvous]) -> None:
         """Store the parameters; no connection is made.
 
         Args:
@@ -65,7 +65,7 @@ class PipelineLink:
         self._device, self._dtype = device, dtype
         self._forward_group, self._return_group = (
             create_process_group(
-                self._rendezvous() / f"{name}-{self._rank}", self.stage, self.num_stages, device, _TIMEOUT
+                self._rendezvous(), f"{name}-{self._rank}", self.stage, self.num_stages, device, _TIMEOUT
             )
             for name in ("forward", "return")
         )

@@ -4,11 +4,11 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from quire_engine.distributed.communicator import TIMEOUT_S, Communicator
 from quire_engine.distributed.pipeline_link import PipelineLink
+from quire_engine.distributed.rendezvous import Rendezvous
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.parallel.pipeline_parallel import split_stages
@@ -34,7 +34,7 @@ class RankLinks:
         config: EngineConfig,
         shape: ModelConfig,
         rank: int,
-        rendezvous: Callable[[], Path],
+        rendezvous: Callable[[], Rendezvous],
         timeout_s: float = TIMEOUT_S,
     ) -> Self:
         """Return the connections of rank number `rank`, which are made later.

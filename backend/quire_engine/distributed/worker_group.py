@@ -21,22 +21,27 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from quire_engine.distributed.communicator import TIMEOUT_S
+from quire_engine.distributed.other_nodes import OtherNodes
 from quire_engine.distributed.rank_links import RankLinks
-from quire_engine.distributed.shm_ring import Doorbell, SharedMemoryRing, notify_all
-from quire_engine.distributed.worker_handle import MAX_CALL_BYTES, WorkerChannels, WorkerHandle, WorkerProcess
+from quire_engine.distributed.rendezvous import Rendezvous
+from quire_engine.distributed.shm_ring import ELEMENT_BYTES, Doorbell, SharedMemoryRing, notify_all
+from quire_engine.distributed.worker_handle import WorkerChannels, WorkerHandle, WorkerProcess
 from quire_engine.step.input import StepMessage, encode
 from quire_engine.step.plan import RunnerLost
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, QuireError, error_from_code
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol import rank_wire
 
 HANG_S = 10.0
 """A rank that answers no ping for this many seconds hangs. A thread of its own answers, also while a step runs."""
@@ -55,7 +60,8 @@ logger = logging.getLogger(__name__)
 class _PendingCall:
     missing_ranks: set[int]
     """Ranks that have not replied."""
-    errors: list[QuireError] = field(default_factory=list)
+    errors: dict[int, QuireError] = field(default_factory=dict)
+    """The error of each rank that failed."""
     values: list[Any] = field(default_factory=list)
 
 
@@ -72,12 +78,15 @@ class WorkerGroup:
         on_lost: Callable[[str], None] | None = None,
         timeout_s: float = TIMEOUT_S,
         hang_s: float | None = None,
+        nodes: OtherNodes | None = None,
     ) -> None:
         """Start the workers and return at once; the workers load the model in `folder`.
 
-        `on_lost(reason)` is called in a thread of the group when a worker has ended unexpectedly or hangs.
+        `on_lost(reason)` is called in a thread of the group when a worker has ended unexpectedly or hangs. `nodes` are
+        the other nodes, if there are any; the group closes them.
         """
         size = config.ranks_per_core
+        self._nodes = nodes
         self.links = RankLinks.of_rank(config, shape, 0, self._rendezvous, timeout_s)
         self._num_rows = 2 * config.pipeline_parallel_size + (2 if config.pipeline_parallel_size > 1 else 0)
         self._hang_s = hang_s or HANG_S
@@ -87,6 +96,7 @@ class WorkerGroup:
         self._step_lock = threading.Lock()
         self._on_lost = on_lost
         self._worker_ranks = range(1, size)
+        self._local_ranks = range(1, config.ranks_per_node)
         self._condition = threading.Condition()
         self._pending_calls: dict[int, _PendingCall] = {}
         self._call_ids = count()
@@ -95,7 +105,7 @@ class WorkerGroup:
         self._rendezvous_dir = tempfile.TemporaryDirectory(prefix="quire-ranks-")
         self._memory_fd = os.memfd_create("quire-ring")
         self._ring: SharedMemoryRing | None = None
-        self._eventfds = [os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) for _ in self._worker_ranks]
+        self._eventfds = [os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) for _ in self._local_ranks]
         self._doorbells = [Doorbell(fd) for fd in self._eventfds]
         self._sockets: dict[int, socket.socket] = {}
         self._workers: dict[int, WorkerHandle] = {}
@@ -152,6 +162,11 @@ class WorkerGroup:
         """Wait for all replies to a started call, and return their values; raises the same errors as `call`."""
         return self._wait_for_replies(call_id)
 
+    def send_adapter(self, key: int, folders: Sequence[Path]) -> None:
+        """Send the files of an adapter to the other nodes, which read them in a call `read_adapter`; see OtherNodes."""
+        if self._nodes is not None:
+            self._nodes.send_adapter(key, folders)
+
     @contextmanager
     def broadcast_step(self, step_input: StepMessage) -> Iterator[None]:
         """Send the input of a step to the workers.
@@ -167,9 +182,12 @@ class WorkerGroup:
         with _defer_sigint(), self._step_lock:
             self._raise_if_lost()
             assert self._ring is not None, "start_serving was not called"
-            encode(step_input, self._ring.next_row())
+            row = self._ring.next_row()
+            num_elements = encode(step_input, torch.frombuffer(row, dtype=torch.int64))
             notify_all(self._doorbells)
             with self._abort_all_on_error():
+                if self._nodes is not None:
+                    self._nodes.send_step(row[: num_elements * ELEMENT_BYTES])
                 yield
 
     def wait_result(self, get_result: Callable[[], T]) -> T:
@@ -202,8 +220,7 @@ class WorkerGroup:
     def close(self) -> None:
         """Stop all workers."""
         self._closing = True
-        for worker in self._workers.values():
-            worker.kill()
+        self._kill_workers()
         self._abort_communicator()
         if threading.current_thread() is not self._watch_thread:
             self._watch_thread.join()
@@ -213,16 +230,26 @@ class WorkerGroup:
         """Return the cause of a failed startup.
 
         The cause is the error that a worker reported. If no worker reported an error, the cause is `error`, the error
-        of rank 0.
+        of rank 0. An error on another node can pass. The configuration of this one need not be wrong.
         """
-        errors = [worker_error for call in self._pending_calls.values() for worker_error in call.errors]
-        return ConfigError(str(errors[0])) if errors else error
+        errors = [rank_error for call in self._pending_calls.values() for rank_error in call.errors.items()]
+        if not errors:
+            return error
+        rank, worker_error = errors[0]
+        if rank not in self._local_ranks:
+            return RunnerLost(f"rank {rank} cannot load: {worker_error}")
+        return ConfigError(str(worker_error))
 
-    def _rendezvous(self) -> Path:
+    def _rendezvous(self) -> Rendezvous:
         for call_id in self._load_call_ids:
             self._wait_for_replies(call_id)
-        self.start_call("rendezvous", path=self._rendezvous_dir.name)
-        return Path(self._rendezvous_dir.name)
+        for rank in self._worker_ranks:
+            self._send_call({"call": "rendezvous", "place": asdict(self._place(rank))}, {rank})
+        return self._place(0)
+
+    def _place(self, rank: int) -> Rendezvous:
+        """Return where a rank meets the others."""
+        return Rendezvous(self._rendezvous_dir.name) if self._nodes is None else self._nodes.rendezvous(rank)
 
     def _send_call(self, call: dict[str, Any], ranks: set[int]) -> int:
         call_id = next(self._call_ids)
@@ -241,7 +268,7 @@ class WorkerGroup:
             call = self._pending_calls[call_id]
             self._condition.wait_for(lambda: not call.missing_ranks or call.errors or self._lost_error is not None)
             if call.errors:
-                raise call.errors[0]
+                raise next(iter(call.errors.values()))
             self._raise_if_lost()
             del self._pending_calls[call_id]
             return call.values
@@ -266,10 +293,15 @@ class WorkerGroup:
     ) -> None:
         """Start the workers, then handle their replies until all have ended."""
         with selectors.DefaultSelector() as selector:
-            for rank, eventfd in zip(self._worker_ranks, self._eventfds, strict=True):
+            for rank in self._worker_ranks:
                 local_socket, worker_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with worker_socket:
-                    self._workers[rank] = start_worker(WorkerChannels(worker_socket.fileno(), self._memory_fd, eventfd))
+                    if rank in self._local_ranks:
+                        channels = WorkerChannels(worker_socket.fileno(), self._memory_fd, self._eventfds[rank - 1])
+                        self._workers[rank] = start_worker(channels)
+                    else:
+                        assert self._nodes is not None, "several nodes need OtherNodes"
+                        self._workers[rank] = self._nodes.start_worker(rank, worker_socket)
                 self._sockets[rank] = local_socket
                 selector.register(local_socket, selectors.EVENT_READ, rank)
             started.set()
@@ -294,7 +326,7 @@ class WorkerGroup:
     def _receive(self, rank: int) -> bytes:
         """Return the next reply of a worker; b"" if the worker has ended."""
         try:
-            return self._sockets[rank].recv(MAX_CALL_BYTES)
+            return self._sockets[rank].recv(rank_wire.MAX_CALL_BYTES)
         except OSError:
             return b""
 
@@ -318,7 +350,7 @@ class WorkerGroup:
                 call.missing_ranks.discard(rank)
                 call.values.append(reply["value"])
                 if reply["error"]:
-                    call.errors.append(error_from_code(*reply["error"]))
+                    call.errors[rank] = error_from_code(*reply["error"])
             self._condition.notify_all()
 
     def _on_worker_exit(self, rank: int) -> None:
@@ -336,10 +368,15 @@ class WorkerGroup:
                 logger.error("group of ranks lost reason=%s", reason)
             self._closing = True
             self._condition.notify_all()
-        for worker in self._workers.values():
-            worker.kill()
+        self._kill_workers()
         self._abort_communicator()
         return self._lost_error
+
+    def _kill_workers(self) -> None:
+        for worker in self._workers.values():
+            worker.kill()
+        if self._nodes is not None:
+            self._nodes.close()
 
     def _abort_communicator(self) -> None:
         if self.links.communicator is not None:

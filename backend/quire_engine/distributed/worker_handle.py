@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A handle on a started worker of a rank, and the file descriptors that the worker inherits. Used by
-`worker_group.py`."""
+"""A handle on a started worker of a rank, and the file descriptors that the worker inherits. Used by `worker_group.py`,
+and on other nodes by `executor/rank_node.py`."""
 
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Protocol
-
-MAX_CALL_BYTES = 64 << 10
-"""Maximum bytes of a call or a reply; each is one packet."""
 
 _EXIT_TIMEOUT_S = 5.0
 """After a worker process has closed its socket, it must exit within this many seconds."""
@@ -27,7 +24,7 @@ class WorkerChannels:
 
 
 class WorkerHandle(Protocol):
-    """A started worker: a process, or a thread in tests."""
+    """A started worker: a process, a rank of another node (other_nodes.py), or a thread in tests."""
 
     def kill(self) -> None:
         """Stop the worker at once."""

@@ -5,29 +5,37 @@ and pipeline stages.
 runner_factory.py starts it if there are several ranks.
 """
 
+import os
+import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Self
 
 from quire_engine.distributed.communicator import TIMEOUT_S
+from quire_engine.distributed.other_nodes import OtherNodes
 from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.distributed.worker_handle import WorkerChannels, WorkerHandle, WorkerProcess
+from quire_engine.executor.node_identity import node_identity
 from quire_engine.kv_cache.layout_choice import choose_layout
 from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
 from quire_engine.step.input import max_elements
 from quire_engine.step.plan import SlotLoad, SpanOutput, StepPlan
+from quire_engine.weights.checkpoint import Checkpoint
 from quire_engine.worker.adapter_store import StoredAdapter
 from quire_engine.worker.interface import ModelRunner
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import ConfigError, QuireError
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.parallel import pipeline_parallel
 from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
+from quire_spec.net.addresses import ANY_ADDRESS, POD_IP_VARIABLE
 
 _ABORT_TIMEOUT_S = 5.0
 """When the process exits, it waits at most this many seconds for an abort that is still running. An abort takes
@@ -77,7 +85,11 @@ class MultiRankRunner(ModelRunner):
         pipeline_parallel.check(shape, config.pipeline_parallel_size)
         # The layers of a stage alone may have another limit.
         config = replace(config, max_model_len=config.max_model_len or shape.max_length)
-        worker_group = WorkerGroup(config, shape, folder, start_worker, on_lost, timeout_s)
+        nodes = None
+        if config.nnodes > 1:
+            own = node_identity(config, Checkpoint.load(folder, config.model_impl), 0)
+            nodes = OtherNodes(config, own, _rank_host(config, os.environ))
+        worker_group = WorkerGroup(config, shape, folder, start_worker, on_lost, timeout_s, nodes=nodes)
         try:
             local_runner = DeviceModelRunner(
                 config,
@@ -108,13 +120,19 @@ class MultiRankRunner(ModelRunner):
     def read_adapter(self, source: AdapterSource) -> ShardedAdapter:
         """Read an adapter on all ranks at the same time; see ModelRunner."""
         key = next(self._key_counter)
-        folders = [(str(folder.path), folder.weight) for folder in weighted_folders(source)]
-        call_id = self._worker_group.start_call("read_adapter", key=key, folders=folders)
+        folders = weighted_folders(source)
         try:
+            self._worker_group.send_adapter(key, [folder.path for folder in folders])
+            calls = [(str(folder.path), folder.weight) for folder in folders]
+            call_id = self._worker_group.start_call("read_adapter", key=key, folders=calls)
             try:
                 local_shard = self._local_runner.read_adapter(source)
-            finally:
-                num_pages = self._worker_group.wait_call(call_id)
+            except Exception:
+                # The error of this rank counts, because it names the folder of the source.
+                with suppress(QuireError):
+                    self._worker_group.wait_call(call_id)
+                raise
+            num_pages = self._worker_group.wait_call(call_id)
         except Exception:
             self._worker_group.notify("discard_adapter", key=key)
             raise
@@ -173,6 +191,21 @@ class MultiRankRunner(ModelRunner):
     def sample_tokens(self) -> None:
         """See ModelRunner."""
         self._local_runner.sample_tokens()
+
+
+def _rank_host(config: EngineConfig, environment: Mapping[str, str]) -> str:
+    """Return the address on which rank 0 listens for the other nodes: the one that they know, that of the pod, or
+    all.
+
+    Raises:
+        ConfigError: master_addr is not known here.
+    """
+    if config.master_addr is None:
+        return environment.get(POD_IP_VARIABLE) or ANY_ADDRESS
+    try:
+        return str(socket.getaddrinfo(config.master_addr, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"master_addr: {config.master_addr!r}: {error}") from error
 
 
 def _close(runner: DeviceModelRunner, worker_group: WorkerGroup) -> None:

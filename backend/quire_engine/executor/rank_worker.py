@@ -15,9 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quire_engine.distributed.rank_links import RankLinks
+from quire_engine.distributed.rendezvous import Rendezvous
 from quire_engine.distributed.shm_ring import Doorbell, SharedMemoryRing
-from quire_engine.distributed.worker_handle import MAX_CALL_BYTES, WorkerChannels
+from quire_engine.distributed.worker_handle import WorkerChannels
 from quire_engine.lora.adapter_source import WeightedFolder
 from quire_engine.lora.io_threads import lower_thread_priority
 from quire_engine.sequence import SlotId
@@ -28,9 +31,10 @@ from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import Internal, QuireError
 from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol import rank_wire
 
 _ADAPTER_CALLS = ("read_adapter", "copy_to_slot", "discard_adapter")
-_MAX_ERROR_LENGTH = MAX_CALL_BYTES // 16
+_MAX_ERROR_LENGTH = rank_wire.MAX_CALL_BYTES // 16
 """Maximum characters of an error message. A reply is one packet, and JSON can need six bytes for one character."""
 
 logger = logging.getLogger(__name__)
@@ -59,15 +63,16 @@ class RankWorker:
         call = self._next_call("load")
         logging.getLogger().setLevel(call["log_level"])
         config, folder = EngineConfig.from_json(call["config"]), Path(call["folder"])
-        shape, rank = ModelConfig.load(folder, config.model_impl), call["rank"]
+        rank = call["rank"]
 
-        def rendezvous() -> Path:
+        def rendezvous() -> Rendezvous:
             nonlocal call
             self._send_reply(call)
             call = self._next_call("rendezvous")
-            return Path(call["path"])
+            return Rendezvous(**call["place"])
 
         try:
+            shape = ModelConfig.load(folder, config.model_impl)
             links = RankLinks.of_rank(config, shape, rank, rendezvous, call["timeout_s"])
             runner = DeviceModelRunner(config, shape, folder, links=links)
         except QuireError as error:
@@ -84,7 +89,7 @@ class RankWorker:
         logger.info("worker ready rank=%d size=%d", rank, config.ranks_per_core)
         self._doorbell.wait()
         while self._is_running:
-            runner.execute_as_worker(decode(ring.next_row()))
+            runner.execute_as_worker(decode(torch.frombuffer(ring.next_row(), dtype=torch.int64)))
             self._doorbell.wait()
 
     def stop(self) -> None:
@@ -136,7 +141,7 @@ class RankWorker:
 
     def _receive(self) -> bytes:
         try:
-            return self._control.recv(MAX_CALL_BYTES)
+            return self._control.recv(rank_wire.MAX_CALL_BYTES)
         except OSError:
             return b""
 

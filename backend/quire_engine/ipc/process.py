@@ -68,7 +68,12 @@ class ProcessArgs:
 
 
 def run_process(process_name: str, main: Callable[[ProcessArgs], None]) -> NoReturn:
-    """Set up logging and signals, parse the command line, call `main`, and exit with the code for its outcome."""
+    """Parse the command line of the text process or of a core, and call `main`; see `run_main`."""
+    run_main(process_name, lambda: main(_parse_args(process_name)))
+
+
+def run_main(process_name: str, main: Callable[[], None]) -> NoReturn:
+    """Set up logging and signals, call `main`, and exit with the code for its outcome."""
     set_parent_death_signal()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     logging.basicConfig(
@@ -78,7 +83,7 @@ def run_process(process_name: str, main: Callable[[ProcessArgs], None]) -> NoRet
         signal.signal(signum, lambda *_: exit_now(0))
     threading.excepthook = _on_thread_exception
     try:
-        main(_parse_args(process_name))
+        main()
     except ConfigError as error:
         # No traceback is logged, because the message contains the fix and must be the last line of the log.
         print(f"{process_name}: {error}", file=sys.stderr)

@@ -42,7 +42,7 @@ def check_attention(config: EngineConfig, shape: ModelConfig) -> None:
 def num_host_blocks(config: EngineConfig, shape: ModelConfig, layout: KVLayout, block_bytes: int) -> int:
     """Return how many blocks of a rank fit in its parts of `swap_space` and `kv_offloading_size` together; 0 if the
     layout has several groups or if layers have states, because these are not swapped, and for an encoder."""
-    gib = config.swap_space + config.kv_offloading_size / config.num_ranks
+    gib = config.swap_space + config.kv_offloading_size / (config.ranks_per_core * config.data_parallel_size)
     if not block_bytes:
         return 0
     num_blocks = int(gib * 2**30) // block_bytes

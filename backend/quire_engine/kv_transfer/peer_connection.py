@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 
 from quire_spec.engine.kv_transfer_config import PeerAddress
 from quire_spec.protocol import kv_wire
-from quire_spec.protocol.kv_wire import ProtocolError
+from quire_spec.protocol.protocol_error import ProtocolError
 
 STALL_S = 2.0
 """The other pod must send or accept something within this many seconds."""

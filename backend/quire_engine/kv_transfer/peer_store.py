@@ -21,7 +21,7 @@ from quire_engine.kv_transfer.store import HostRows, KVStore
 from quire_spec.engine.kv_transfer_config import KVTransferConfig, PeerAddress
 from quire_spec.errors import QuireError, Unavailable
 from quire_spec.protocol import kv_wire
-from quire_spec.protocol.kv_wire import ProtocolError
+from quire_spec.protocol.protocol_error import ProtocolError
 
 _MAX_PEERS = 64
 """Number of pods for which there are threads; those of the pod that was named least recently end."""

@@ -234,11 +234,11 @@ def max_elements(
     return _HEADER_SIZE + max(num_elements, num_graph_elements) + 2 * num_swaps
 
 
-def encode(step_input: StepMessage, row: Tensor) -> None:
-    """Encode an input into the first elements of `row`, which is an int64 tensor on the CPU."""
+def encode(step_input: StepMessage, row: Tensor) -> int:
+    """Encode an input into the first elements of `row`, which is an int64 tensor on the CPU; return their number."""
     if isinstance(step_input, StepCompletion):
         row[0] = _COMPLETION
-        return
+        return 1
     block_numbers = [
         number for copy in (*step_input.swap_outs, *step_input.swap_ins) for number in (copy.block, copy.host_block)
     ]
@@ -267,7 +267,9 @@ def encode(step_input: StepMessage, row: Tensor) -> None:
         tensors = step_input.token_ids, step_input.block_ids
         positions = step_input.rope_positions
     chunks = (int64_tensor(lists), *tensors, *([] if positions is None else [positions]))
-    torch.cat(chunks, out=row[: sum(map(len, chunks))])
+    num_elements = sum(map(len, chunks))
+    torch.cat(chunks, out=row[:num_elements])
+    return num_elements
 
 
 def decode(row: Tensor) -> StepMessage:

@@ -46,16 +46,18 @@ def init_device(config: EngineConfig, rank: int = 0) -> torch.device:
             raise ConfigError(
                 "device: is 'cuda' but torch found no CUDA device; use 'cpu' (--device cpu) or install torch for CUDA"
             )
-        size, num_devices = config.ranks_per_core, torch.cuda.device_count()
+        size, num_devices = config.ranks_per_node, torch.cuda.device_count()
         if size > num_devices:
             name = "tensor_parallel_size"
             if config.pipeline_parallel_size > 1:
                 name += f" x pipeline_parallel_size {config.pipeline_parallel_size}"
+            if config.nnodes > 1:
+                name += f" / nnodes {config.nnodes}"
             raise ConfigError(
                 f"{name}: is {size} but torch found {num_devices} CUDA devices; use {num_devices} or fewer"
             )
         if size > 1:
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(rank % size)
         kernel_cache.install_shipped_cache(torch.cuda.get_device_capability())
         return torch.device("cuda", torch.cuda.current_device())
     retain_freed_memory()

@@ -105,13 +105,13 @@ def check_model_fits(config: EngineConfig, weights: int, lora: int, free: int) -
 
 
 def check_host_memory(config: EngineConfig, needed: int, free: int) -> None:
-    """Check that the ranks of a core find enough host memory for KV blocks. `needed` is the number of bytes of one
-    rank, `free` that of the machine. The other cores check theirs, and may already use it.
+    """Check that the ranks of a core on this machine find enough host memory for KV blocks. `needed` is the number of
+    bytes of one rank, `free` that of the machine. The other cores check theirs, and may already use it.
 
     Raises:
         ConfigError: the memory is not free. Linux would grant the allocation, but kill a process later.
     """
-    total = needed * config.ranks_per_core
+    total = needed * config.ranks_per_node
     if total > free:
         raise ConfigError(
             f"kv_offloading_size: {config.kv_offloading_size} GiB: the host memory for KV blocks needs {total} bytes, "

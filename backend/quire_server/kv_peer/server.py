@@ -20,8 +20,8 @@ import xxhash
 from quire_server.kv_peer.core_rows import CoreRows
 from quire_server.kv_peer.send_budget import SendBudget
 from quire_spec.errors import Unavailable
-from quire_spec.protocol import kv_wire
-from quire_spec.protocol.kv_wire import ProtocolError
+from quire_spec.protocol import kv_wire, shared_key
+from quire_spec.protocol.protocol_error import ProtocolError
 from quire_spec.protocol.results import KVPeerStatus
 
 MAX_CONNECTIONS = 256
@@ -121,7 +121,7 @@ class KVPeerServer:
     async def _handshake(self, connection: socket.socket) -> None:
         """Compare keys, then layouts."""
         async with _deadline(_HANDSHAKE_S):
-            challenge = kv_wire.Challenge(kv_wire.new_nonce())
+            challenge = kv_wire.Challenge(shared_key.new_nonce())
             await _send(connection, kv_wire.encode(challenge))
             payload = await _receive(connection, kv_wire.MAX_HANDSHAKE_BYTES)
             proof = kv_wire.decode(kv_wire.Proof, payload)

@@ -51,11 +51,16 @@ async def start(name: str, config_file: Path, run_dir: Path, relay: Callable[[st
     program, _, number = name.partition("-")
     argv = [sys.executable, "-m", f"quire_engine.{program}", "--config", str(config_file), "--run-dir", str(run_dir)]
     # The core's tensors stay in use, and freeing and allocating their memory again would take time.
-    env = (ENGINE_ENV if program == "core" else ENGINE_ENV | RETURN_MEMORY_ENV) | os.environ
+    env = core_environment() if program == "core" else ENGINE_ENV | RETURN_MEMORY_ENV | os.environ
     if number:
         argv += ["--name", name]
         env |= visible_devices(PodConfig.load(config_file).engine, int(number), os.environ)
     return await ChildProcess.start(name, argv, relay, env)
+
+
+def core_environment() -> dict[str, str]:
+    """Return the environment of a process that has a part of the model."""
+    return ENGINE_ENV | os.environ
 
 
 def visible_devices(config: EngineConfig, core: int, environment: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ reports a configuration error. Endless restarts would hide the cause of the fail
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +44,13 @@ class StartupFailed(QuireError):
 
 @dataclass(slots=True)
 class RestartBackoff:
-    """Calculates the delay before each start: 0 s, 0.5 s, 1 s, 2 s and so on, up to a maximum. After a stable uptime,
-    the delays begin at 0 s again."""
+    """Calculates the delay before each start: by default 0 s, 0.5 s, 1 s, 2 s and so on, up to a maximum. After a
+    stable uptime, the delays begin with the first one again."""
 
+    first_delay_s: float = _FIRST_DELAY_S
+    max_delay_s: float = _MAX_DELAY_S
+    num_immediate: int = 1
+    """Number of starts without a delay."""
     failures: int = 0
 
     def delay_s(self, uptime_s: float) -> float:
@@ -53,7 +58,9 @@ class RestartBackoff:
         if uptime_s >= _STABLE_UPTIME_S:
             self.failures = 0
         self.failures += 1
-        return 0.0 if self.failures == 1 else backoff(self.failures - 2, _FIRST_DELAY_S, _MAX_DELAY_S)
+        if self.failures <= self.num_immediate:
+            return 0.0
+        return backoff(self.failures - self.num_immediate - 1, self.first_delay_s, self.max_delay_s)
 
 
 class ManagedProcess:
@@ -65,6 +72,8 @@ class ManagedProcess:
         start: Callable[[], Awaitable[ChildProcess]],
         session: Callable[[ChildProcess], Awaitable[str]],
         on_change: Callable[[], None],
+        restart_backoff: RestartBackoff | None = None,
+        max_start_attempts: int | None = MAX_START_ATTEMPTS,
     ) -> None:
         """Create the process in state STARTING; `run` starts it.
 
@@ -75,6 +84,9 @@ class ManagedProcess:
                 is cancelled when the child ends. If it returns before that, the child is killed, and the string that it
                 returns is the reason.
             on_change: function that is called whenever the state changes.
+            restart_backoff: delays between starts.
+            max_start_attempts: number of starts after which the startup of the pod fails if the process was never
+                ready; None: it is started again forever, because another machine can be the reason.
         """
         self.name = name
         self.child: ChildProcess | None = None
@@ -82,7 +94,10 @@ class ManagedProcess:
         self._start = start
         self._session = session
         self._on_change = on_change
-        self._backoff = RestartBackoff()
+        self.last_error = ""
+        """The last line of the latest child that has ended."""
+        self._backoff = restart_backoff or RestartBackoff()
+        self._max_start_attempts = max_start_attempts
         self._num_starts = 0
         self._was_ever_ready = False
 
@@ -126,6 +141,7 @@ class ManagedProcess:
         child = self.child
         exit_code = await self._run_session(child)
         self.child = None
+        self.last_error = next((line for line in reversed(child.tail) if line.strip()), _describe_exit(exit_code))
         self._check_start_limit(exit_code, list(child.tail), _describe_exit(exit_code))
         return f"pid={child.pid} {_describe_exit(exit_code)}"
 
@@ -146,7 +162,8 @@ class ManagedProcess:
 
     def _check_start_limit(self, exit_code: int | None, tail: list[str], exit_description: str) -> None:
         """Raise StartupFailed if another start would also fail."""
-        if self._was_ever_ready or (exit_code != constants.EXIT_CONFIG and self._num_starts < MAX_START_ATTEMPTS):
+        max_starts = math.inf if self._max_start_attempts is None else self._max_start_attempts
+        if self._was_ever_ready or (exit_code != constants.EXIT_CONFIG and self._num_starts < max_starts):
             return
         lines = [line for line in tail if line.strip() and not is_noise(self.name, line)][-_TAIL_LINES:]
         last_output = "\n".join(f"  {line}" for line in lines) or "  (nothing)"

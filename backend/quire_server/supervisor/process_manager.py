@@ -36,7 +36,7 @@ from quire_server.model_server.client import ModelServerClient
 from quire_server.model_server.readiness_file import ReadinessFile
 from quire_server.supervisor import engine_process
 from quire_server.supervisor.child_process import RETURN_MEMORY_ENV, ChildProcess
-from quire_server.supervisor.managed_process import ManagedProcess
+from quire_server.supervisor.managed_process import MAX_START_ATTEMPTS, ManagedProcess, RestartBackoff
 from quire_server.supervisor.openai_front import OpenAIFront, openai_process_name
 from quire_server.supervisor.other_models import OtherModels
 from quire_server.supervisor.run_dir import OTHER_REPOSITORY, REPOSITORY, write_cache_salt_secret, write_shm_prefix
@@ -116,7 +116,15 @@ class ProcessManager:
         notify = self._notify_change
         self.core_names = constants.core_names(config.engine.data_parallel_size)
         self.processes = {
-            name: ManagedProcess(name, partial(self._start_engine, name), partial(self._engine_session, name), notify)
+            name: ManagedProcess(
+                name,
+                partial(self._start_engine, name),
+                partial(self._engine_session, name),
+                notify,
+                # With several nodes, the core ends whenever another node is lost.
+                RestartBackoff(1.0, 60.0) if config.engine.nnodes > 1 else None,
+                MAX_START_ATTEMPTS if config.engine.nnodes == 1 else None,
+            )
             for name in (*self.core_names, "text")
         }
         self.processes["server"] = ManagedProcess("server", self._start_server, self._server_session, notify)

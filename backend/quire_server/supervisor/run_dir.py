@@ -24,7 +24,7 @@ _SOCKETS = (
     *(constants.TEXT_SOCKET, constants.CORE_SOCKET, constants.SUPERVISOR_SOCKET),
     *map(constants.process_socket, constants.core_names(capabilities.MAX_DATA_PARALLEL_SIZE)),
     *map(constants.openai_probe_socket, range(constants.MAX_OPENAI_FRONTS)),
-    constants.process_socket(constants.KV_PEER),
+    *map(constants.process_socket, (constants.KV_PEER, constants.NODE)),
 )
 _OWNED_NAMES = (
     *(*_SOCKETS, REPOSITORY, OTHER_REPOSITORY, "backends", open_requests.FOLDER, _SHM_PREFIX),

@@ -85,7 +85,8 @@ class Supervisor:
             is_optional = name == constants.KV_PEER or (name in core_names and bool(handles.cores))
             serves_without = process.state is ProcessState.RESTARTING and is_optional
             if process.state is not ProcessState.READY and not serves_without:
-                return f"{name} is {process.state.value.lower()}"
+                is_lost = name in core_names and self._settings.config.engine.nnodes > 1 and process.last_error
+                return f"{name} is {process.state.value.lower()}" + (f": {process.last_error}" if is_lost else "")
         server = handles.server
         if server is None or not server.base_ready:
             return f"model {self._settings.config.servedName!r} is loading on the server"

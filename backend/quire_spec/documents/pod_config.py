@@ -307,6 +307,8 @@ class PodConfig:
                 ports |= {path if i == 0 else f"{path} of core-{i}": port for i, port in enumerate(core_ports)}
         if self.engine.kv_transfer is not None:
             ports["engine.kv_transfer.port"] = self.engine.kv_transfer.port
+        if self.engine.nnodes > 1:
+            ports |= {"engine.rank_port": self.engine.rank_port, "engine.rank_port + 1": self.engine.rank_port + 1}
         return ports
 
     def _check_ports(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from quire_spec import constants
 from quire_spec.dataclass_json import from_json, to_json
 from quire_spec.engine.kv_events_config import KVEventsConfig
 from quire_spec.engine.kv_transfer_config import KVTransferConfig
@@ -103,7 +104,7 @@ class EngineConfig:
     each rank is a process, and the ranks share the CPU cores. A setting in bytes applies to each rank separately."""
 
     pipeline_parallel_size: int = 1
-    """Number of pipeline stages, each with its own part of the layers; all of them run on one machine.
+    """Number of pipeline stages, each with its own part of the layers.
 
     Each stage has `tensor_parallel_size` ranks. On GPUs, each rank uses its own GPU. On a CPU, each rank is a process,
     and the ranks share the CPU cores. A setting in bytes applies to each rank separately. The first stage also has the
@@ -114,6 +115,22 @@ class EngineConfig:
     """Number of steps that are in flight with several pipeline stages, so that all stages compute at the same time.
     Each has an equal part of the decoding sequences. None: as many as there are stages. 1: a step begins when the
     previous one is complete."""
+
+    nnodes: int = 1
+    """Number of machines, called nodes, each with an equal number of pipeline stages. The first node serves requests.
+    The others run `python -m quire_server.rank`, with the same document."""
+
+    master_addr: str | None = None
+    """Name or address of the first node, at which the other nodes reach it. None: the environment variable
+    LWS_LEADER_ADDRESS on the other nodes; the first node then listens on the address of its pod, or else on all."""
+
+    rank_port: int = constants.RANK_PORT
+    """Port of the first node to which the other nodes connect. The ranks meet on the next port; the connections between
+    them then use ports that the system chooses."""
+
+    rank_key_file: str | None = None
+    """File with the key that all nodes share: at least 16 bytes, which only this user or its group can read. It is
+    required if nnodes is above 1."""
 
     data_parallel_size: int = 1
     """Number of cores: copies of the model that serve one queue, all in one pod.
@@ -306,14 +323,19 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def ranks_per_node(self) -> int:
+        """Number of ranks of a core on one machine."""
+        return self.ranks_per_core // self.nnodes
+
+    @property
     def max_steps_in_flight(self) -> int:
         """Largest number of steps in flight without async scheduling."""
         return self.pipeline_parallel_size if self.pipeline_micro_batches is None else self.pipeline_micro_batches
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of all cores together. On a CPU, they share the CPU cores and the memory."""
-        return self.ranks_per_core * self.data_parallel_size
+        """Number of ranks of all cores on one machine. On a CPU, they share the CPU cores and the memory."""
+        return self.ranks_per_node * self.data_parallel_size
 
     @property
     def max_host_loras(self) -> int:
@@ -438,6 +460,8 @@ class EngineConfig:
             )
         if self.pipeline_parallel_size > 1:
             self._check_pipeline()
+        if self.nnodes > 1:
+            self._check_nodes()
         if self.speculative_config is not None:
             self.speculative_config.validate()
             if self.async_scheduling:
@@ -458,6 +482,21 @@ class EngineConfig:
             raise ConfigError(
                 f"speculative_config.method: not possible with {size}, because drafts of a model need the hidden "
                 "states of all layers in one process; use the method ngram or suffix, or remove one of the two"
+            )
+
+    def _check_nodes(self) -> None:
+        """Raise ConfigError for the first field that cannot be set with several nodes."""
+        if self.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size: must be 1 with nnodes {self.nnodes}, got {self.data_parallel_size}; use more "
+                "replicas for more cores"
+            )
+        if not 0 < self.rank_port < 2**16 - 1:
+            raise ConfigError(f"rank_port: must be a port from 1 to 65534, got {self.rank_port}")
+        if not self.rank_key_file:
+            raise ConfigError(
+                f"rank_key_file: missing, but nnodes {self.nnodes} requires it; give a file with the key that all "
+                "nodes share: openssl rand -hex 32 > FILE && chmod 600 FILE"
             )
 
     def _check_choices(self) -> None:
@@ -500,6 +539,11 @@ class EngineConfig:
             raise ConfigError(
                 f"pipeline_parallel_size: must be from 1 to {capabilities.MAX_PIPELINE_PARALLEL_SIZE}, got "
                 f"{self.pipeline_parallel_size}"
+            )
+        if self.nnodes < 1 or self.pipeline_parallel_size % self.nnodes:
+            raise ConfigError(
+                f"nnodes: must divide pipeline_parallel_size, {self.pipeline_parallel_size}, because each node has an "
+                f"equal number of stages, got {self.nnodes}"
             )
         if not 1 <= self.max_steps_in_flight <= self.pipeline_parallel_size:
             raise ConfigError(

@@ -17,9 +17,6 @@ same key (HMAC-SHA256 over both nonces and the layout), and nothing is leased be
 bytes after that: they are neither encrypted nor signed. Each row has a checksum, which detects damage.
 """
 
-import hashlib
-import hmac
-import secrets
 import struct
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -27,7 +24,8 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from quire_spec.errors import QuireError, Unavailable
+from quire_spec.protocol import shared_key
+from quire_spec.protocol.protocol_error import ProtocolError
 
 VERSION = 1
 """It changes with the messages."""
@@ -42,7 +40,6 @@ LEASE_S = 30.0
 EXTENSION_S = 20.0
 """A heartbeat makes a lease last for at least this many further seconds."""
 HEARTBEAT_S = 5.0
-MIN_KEY_BYTES = 16
 
 _MAGIC = b"QKVP"
 _HEADER = struct.Struct("<4sI")
@@ -51,15 +48,6 @@ _Bytes16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Bytes32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Row = Annotated[int, Meta(ge=0, lt=2**32)]
 _Text = Annotated[str, Meta(max_length=1024)]
-
-
-class ProtocolError(QuireError):
-    """The other end broke the protocol, or does not have the key. The connection must be closed."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-        """Label for counters."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -207,15 +195,11 @@ def decode_request(payload: bytes) -> Request:
         raise ProtocolError("protocol", f"request: {error}") from None
 
 
-def new_nonce() -> bytes:
-    """Return 32 random bytes."""
-    return secrets.token_bytes(32)
-
-
 def prove(key: bytes, challenge: Challenge, layout: RowLayout) -> Proof:
     """Return the reader's answer to a challenge."""
-    nonce = new_nonce()
-    return Proof(nonce, _mac(key, b"reader", challenge.nonce, nonce, _encode(layout)), layout)
+    nonce = shared_key.new_nonce()
+    mac = shared_key.compute_mac(key, _role(b"reader"), challenge.nonce, nonce, _encode(layout))
+    return Proof(nonce, mac, layout)
 
 
 def welcome(key: bytes, challenge: Challenge, proof: Proof, difference: str = "") -> Welcome:
@@ -224,39 +208,23 @@ def welcome(key: bytes, challenge: Challenge, proof: Proof, difference: str = ""
     Raises:
         ProtocolError: the reader does not have the key.
     """
-    expected = _mac(key, b"reader", challenge.nonce, proof.nonce, _encode(proof.layout))
-    if not hmac.compare_digest(expected, proof.mac):
+    nonces = challenge.nonce, proof.nonce
+    if not shared_key.is_mac(proof.mac, key, _role(b"reader"), *nonces, _encode(proof.layout)):
         raise ProtocolError("key", "the reader has another key")
-    return Welcome(_mac(key, b"server", challenge.nonce, proof.nonce, difference.encode()), difference)
+    return Welcome(shared_key.compute_mac(key, _role(b"server"), *nonces, difference.encode()), difference)
 
 
 def check_welcome(key: bytes, challenge: Challenge, proof: Proof, answer: Welcome) -> None:
     """Check that the server has the key; raises ProtocolError."""
-    expected = _mac(key, b"server", challenge.nonce, proof.nonce, answer.difference.encode("utf-8", "surrogatepass"))
-    if not hmac.compare_digest(expected, answer.mac):
+    difference = answer.difference.encode("utf-8", "surrogatepass")
+    if not shared_key.is_mac(answer.mac, key, _role(b"server"), challenge.nonce, proof.nonce, difference):
         raise ProtocolError("key", "the server has another key")
 
 
 def read_key(path: Path) -> bytes:
-    """Return the key in a file.
-
-    Raises:
-        Unavailable: the file cannot be read, its key is too short, or other users can read it.
-    """
-    field = f"kv_transfer.key_file {str(path)!r}"
-    try:
-        key, mode = path.read_bytes().strip(), path.stat().st_mode
-    except OSError as error:
-        raise Unavailable(f"{field}: {error.strerror}; create it: openssl rand -hex 32 > FILE") from error
-    if len(key) < MIN_KEY_BYTES:
-        raise Unavailable(
-            f"{field}: has {len(key)} bytes, but a key has at least {MIN_KEY_BYTES}; create it: openssl rand -hex 32"
-        )
-    if mode & 0o007:
-        raise Unavailable(f"{field}: other users can read it (mode {mode & 0o777:o}); run chmod 600")
-    return key
+    """Return the key in a file; see `shared_key.read_key`."""
+    return shared_key.read_key(path, "kv_transfer.key_file")
 
 
-def _mac(key: bytes, role: bytes, *parts: bytes) -> bytes:
-    # The nonces have a fixed length, so that the parts cannot be divided in another way.
-    return hmac.new(key, b"quire kv peer %d " % VERSION + role + b" " + b"".join(parts), hashlib.sha256).digest()
+def _role(end: bytes) -> bytes:
+    return b"quire kv peer %d " % VERSION + end

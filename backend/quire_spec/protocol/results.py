@@ -4,7 +4,7 @@
 The functions of a process that implement its methods are its table of methods (server.py).
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -70,6 +70,16 @@ class KVPeerStatus(msgspec.Struct, frozen=True):
     num_sent_bytes: int = 0
     refused: dict[str, int] = {}
     """Number of connections that were refused or closed because of an error, by reason."""
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """Result of the method `status` of the process of a node other than the first (`nnodes` of EngineConfig)."""
+
+    state: Literal["connecting", "loading", "ready"]
+    """`connecting`: the first node does not listen, or other nodes are missing. `loading`: the stages are being loaded.
+    `ready`: all stages serve."""
+    generation: int
+    """Number of the group, or of the last one while the node is connecting."""
 
 
 class TextStatus(msgspec.Struct, frozen=True):

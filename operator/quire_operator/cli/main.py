@@ -188,6 +188,13 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         "--run-dir", type=Path, metavar="DIR", help="folder for sockets and configuration (default: in /tmp)"
     )
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="folder for downloads (default: ~/.cache/quire)")
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        default=0,
+        metavar="I",
+        help="number of this machine with --nnodes; only machine 0 serves requests (default: 0)",
+    )
 
 
 class _VersionAction(argparse.Action):
@@ -316,16 +323,19 @@ def _serve(args: argparse.Namespace) -> int:
         watched = read()
         launch_plan = watched.launch_plan
     config = launch_plan.config
+    if not 0 <= args.node_rank < config.engine.nnodes:
+        args.usage_error(f"--node-rank: must be from 0 to {config.engine.nnodes - 1}, one less than --nnodes")
+    argv = launch_plan.argv if args.node_rank == 0 else launch_plan.node_argv(args.node_rank)
     serve.require_packages(config.openai is not None)
     serve.download_models(launch_plan, args.secrets_dir)
     serve.write_run_dir(launch_plan)
     if config.server.verbose:
         document = config.to_json() | {"engine": config.engine.to_json()}
-        print(json.dumps(document, indent=2), *launch_plan.argv, file=sys.stderr)
+        print(json.dumps(document, indent=2), *argv, file=sys.stderr)
     print(f"quire: {config.servedName} on {config.engine.device} from {config.engine.model}", file=sys.stderr)
-    if watched is not None and args.file != "-":
+    if watched is not None and args.file != "-" and args.node_rank == 0:
         service_file.watch(Path(args.file), read, watched)
-    return serve.exec_supervisor(launch_plan.argv, launch_plan.environment)
+    return serve.exec_supervisor(argv, launch_plan.environment)
 
 
 if __name__ == "__main__":

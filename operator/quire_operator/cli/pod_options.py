@@ -185,6 +185,32 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "number of steps that are in flight with pipeline stages; 1 turns this off (default: one for each stage)",
     ),
     (
+        "--nnodes",
+        "engine.nnodes",
+        {"type": parse_count, "metavar": "N"},
+        "number of machines, each with an equal number of pipeline stages; run the same command on all of them, with "
+        "another --node-rank (default: 1)",
+    ),
+    (
+        "--master-addr",
+        "engine.master_addr",
+        {"metavar": "HOST"},
+        "name or address of the machine with --node-rank 0, at which the others reach it",
+    ),
+    (
+        "--master-port",
+        "engine.rank_port",
+        {"type": parse_port, "metavar": "PORT"},
+        "port of that machine for the others; the next port is used, too, and between the machines also others that "
+        f"the system chooses (default: {constants.RANK_PORT})",
+    ),
+    (
+        "--rank-key-file",
+        "engine.rank_key_file",
+        {"type": parse_file, "metavar": "FILE"},
+        "file with the key that all these machines share",
+    ),
+    (
         "--language-model-only",
         "engine.language_model_only",
         _FLAG,

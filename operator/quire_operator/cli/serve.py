@@ -114,6 +114,10 @@ class LaunchPlan:
         """The command line of the supervisor."""
         return (sys.executable, "-m", "quire_server", *self.pod_options)
 
+    def node_argv(self, node_rank: int) -> tuple[str, ...]:
+        """Return the command line of the supervisor of another node than the first."""
+        return (sys.executable, "-m", "quire_server.rank", *self.pod_options, f"--node-rank={node_rank}")
+
 
 def prepare(
     manifest: Manifest,

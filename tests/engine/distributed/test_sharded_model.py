@@ -15,6 +15,7 @@ from support.quantized_checkpoints import open_checkpoint
 from support.tiny_checkpoints import CHECKPOINTS, VOCAB, make_checkpoint
 
 from quire_engine.distributed.communicator import Communicator
+from quire_engine.distributed.rendezvous import Rendezvous
 from quire_engine.models.forward_batch import build_forward_batch
 from quire_engine.models.layers.linear import ParamFactory
 from quire_engine.models.registry import get_model_class
@@ -110,7 +111,7 @@ def _check_ranks(folder, size, vocab_size, tmp_path, quantization=None):
     def run_rank(rank):
         def rendezvous():
             loaded.wait()
-            return tmp_path
+            return Rendezvous(str(tmp_path))
 
         communicator = Communicator(TensorParallelShard(shape, rank, size), rendezvous, timeout_s=20)
         model = _load_model(folder, communicator, quantization)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from quire_spec.engine.kv_transfer_config import KVTransferConfig, PeerAddress
 from quire_spec.errors import ConfigError
-from quire_spec.protocol import kv_wire
-from quire_spec.protocol.kv_wire import ProtocolError
+from quire_spec.protocol import kv_wire, shared_key
+from quire_spec.protocol.protocol_error import ProtocolError
 
 LAYOUT = kv_wire.RowLayout(kv_wire.VERSION, 16, "auto", "0/1", "m", "cpu", 4096)
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
@@ -40,14 +40,14 @@ def test_length_of_a_row_is_checked_before_it_is_used(length):
 
 
 def test_each_end_notices_another_key_and_each_changed_part():
-    challenge = kv_wire.Challenge(kv_wire.new_nonce())
+    challenge = kv_wire.Challenge(shared_key.new_nonce())
     proof = kv_wire.prove(KEY, challenge, LAYOUT)
     answer = kv_wire.welcome(KEY, challenge, proof, "model")
     kv_wire.check_welcome(KEY, challenge, proof, answer)
     replaced = msgspec.structs.replace
     for key, sent, received in (
         (OTHER_KEY, challenge, proof),
-        (KEY, kv_wire.Challenge(kv_wire.new_nonce()), proof),
+        (KEY, kv_wire.Challenge(shared_key.new_nonce()), proof),
         (KEY, challenge, replaced(proof, layout=replaced(LAYOUT, row_bytes=8))),
         (KEY, challenge, replaced(proof, mac=answer.mac)),
     ):

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor of a node other than the first: it keeps one process running, which joins a group of nodes.
+
+If the process loses the group, it ends, and the supervisor starts the next one after a pause. So a crash costs a reload
+of the weights, and the pods stay.
+"""
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_server.rank.group_member import GroupMember
+from quire_server.supervisor import engine_process
+from quire_server.supervisor.child_process import ChildProcess
+from quire_server.supervisor.managed_process import ManagedProcess, RestartBackoff
+from quire_server.supervisor.settings import SupervisorSettings
+from quire_spec import constants
+from quire_spec.errors import QuireError
+from quire_spec.protocol.client import ConnectionLost
+from quire_spec.protocol.results import NodeStatus
+
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0
+"""Seconds between two groups, doubled after each one that lasted less than half a minute."""
+_POLL_S = 0.25
+_STOP_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """The document of GET /status on a node other than the first."""
+
+    node_rank: int
+    generation: int
+    """Number of the group that this node is part of, or was part of; 0: none yet."""
+    state: str
+    """starting, connecting, loading, ready, waiting (before the next group) or draining."""
+    last_error: str
+    """Why the last group ended or could not be joined; empty if there was none."""
+    num_groups_lost: int
+
+
+class RankSupervisor:
+    """State and lifecycle of the node."""
+
+    def __init__(
+        self,
+        settings: SupervisorSettings,
+        member: GroupMember,
+        run_dir: Path,
+        relay: Callable[[str, str], None],
+    ) -> None:
+        """`relay(name, line)` is called for each line that the process prints."""
+        self._settings, self._member, self._run_dir, self._relay = settings, member, run_dir, relay
+        self._node: NodeStatus | None = None
+        self._generation = 0
+        self._is_draining = False
+        self._process = ManagedProcess(
+            constants.NODE,
+            self._start,
+            self._session,
+            lambda: None,
+            RestartBackoff(FIRST_DELAY_S, MAX_DELAY_S, num_immediate=0),
+            max_start_attempts=None,
+        )
+
+    def not_ready_reason(self) -> str:
+        """Return why the stages of this node do not serve; an empty text if they do."""
+        status = self.status()
+        if status.state == "ready":
+            return ""
+        return f"node {status.node_rank} is {status.state}" + (f": {status.last_error}" if status.last_error else "")
+
+    def status(self) -> RankStatus:
+        """Return the status document."""
+        state = "starting" if self._process.child is not None else "waiting"
+        if self._node is not None:
+            state = self._node.state
+        if self._is_draining:
+            state = "draining"
+        error, num_lost = self._process.last_error, self._process.status().restarts
+        return RankStatus(self._member.node_rank, self._generation, state, error, num_lost)
+
+    def metrics(self) -> str:
+        """Return the metrics of this node."""
+        status = self.status()
+        lines = []
+        for name, kind, text, value in (
+            ("quire_rank_ready", "gauge", "1 if the stages of this node serve.", int(status.state == "ready")),
+            ("quire_rank_generation", "gauge", "Number of the group of nodes.", status.generation),
+            ("quire_rank_groups_lost_total", "counter", "Groups that ended on this node.", status.num_groups_lost),
+        ):
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {value}"]
+        return "\n".join(lines) + "\n"
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Join one group after another until `stop` is set. Then compute until the first node has drained.
+
+        Raises:
+            StartupFailed: the process cannot start because of its configuration.
+        """
+        running = asyncio.create_task(self._process.run())
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+        finally:
+            node, child = self._node, self._process.child
+            self._is_draining = True
+            for task in (running, stopping):
+                task.cancel()
+            await asyncio.wait((running, stopping))
+            if child is not None and not child.exited.done():
+                await self._stop(child, node)
+
+    async def _stop(self, child: ChildProcess, node: NodeStatus | None) -> None:
+        """Stop the process, but not before its group has ended: open requests need it."""
+        if node is not None and node.state == "ready":
+            timeout_s = self._settings.config.limits.drainSeconds + _STOP_TIMEOUT_S
+            logger.info("draining: computing until the first node ends the group timeout_s=%g", timeout_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.shield(child.exited)
+        code = await child.stop(_STOP_TIMEOUT_S)
+        logger.info("process stopped name=%s exit_code=%d", constants.NODE, code)
+
+    async def _start(self) -> ChildProcess:
+        (self._run_dir / constants.process_socket(constants.NODE)).unlink(missing_ok=True)
+        settings, member = self._settings, self._member
+        argv = [sys.executable, "-m", "quire_engine.executor.rank_node_process", f"--config={settings.config_file}"]
+        argv += [f"--run-dir={self._run_dir}", f"--cache-dir={settings.cache_dir}"]
+        argv += [f"--node-rank={member.node_rank}", f"--master-addr={member.leader}"]
+        return await ChildProcess.start(constants.NODE, argv, self._relay, engine_process.core_environment())
+
+    async def _session(self, child: ChildProcess) -> str:
+        async with engine_process.connect(constants.NODE, self._run_dir) as control:
+            try:
+                while True:
+                    self._node = await control.call("status", NodeStatus)
+                    self._generation = max(self._generation, self._node.generation)
+                    if self._node.state == "ready":
+                        self._process.mark_ready()
+                    await asyncio.sleep(_POLL_S)
+            except ConnectionLost:
+                return await engine_process.watch_connection(control)
+            except QuireError as error:
+                return str(error)
+            finally:
+                self._node = None
