@@ -135,6 +135,8 @@ class Sequence:
     """The client that sent the request. Clients share the engine equally."""
     kv_source: str = ""
     """HOST:PORT of a pod that may have its blocks; empty if none is known."""
+    kv_source_required: bool = False
+    """The sequence fails if its blocks cannot be read there."""
     pooling: PoolingParams | None = None
     """If it is set, the sequence ends after its prompt with a vector instead of an output."""
     pools_all_tokens: bool = False

@@ -92,7 +92,7 @@ def test_the_other_pod_computes_the_prompt(pods, route, model):
     if route == "responses":
         body = {"model": model, "max_output_tokens": 8, "temperature": 0, "input": text}
     hits = metric(pods.decode, "vllm:external_prefix_cache_hits_total")[""]
-    status, answer = send(pods.decode, path, body, x_prefiller_host_port=pods.prefiller)
+    status, answer = send(pods.decode, path, body, x_prefiller_host_port=f"{pods.prefiller}, 10.0.0.1:8004")
     assert status == 200, answer
     assert metric(pods.decode, "vllm:external_prefix_cache_hits_total")[""] >= hits + 100
     assert (count(pods, "used"), num_requests(pods.prefill)) == (before[0] + 1, before[1] + 1)

@@ -49,9 +49,10 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 reader, _ = self._listener.accept()
+                self._sockets.append(reader)
                 host, port = self._target.split(":")
                 server = socket.create_connection((host, int(port)))
-                self._sockets += [reader, server]
+                self._sockets.append(server)
                 self._start(self._forward, reader, server, False)
                 self._start(self._forward, server, reader, True)
 

@@ -43,7 +43,7 @@ from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.kv_transfer_config import KVTransferConfig
-from quire_spec.errors import ConfigError, Internal, InvalidArgument, QuireError
+from quire_spec.errors import Code, ConfigError, Internal, InvalidArgument, QuireError
 from quire_spec.model.attention.state_config import num_state_rows
 from quire_spec.model.capabilities import DTYPE_BYTES
 from quire_spec.model.memory_sizing import lora_bytes
@@ -69,6 +69,10 @@ MAX_LIVE_ADAPTERS = 256
 adapters in slots, and then adapters in host memory."""
 
 _STORE_WAIT_S = 0.05
+_UNREAD = (
+    Code.UNAVAILABLE,
+    "kv_transfer_params: the KV blocks of the prompt cannot be read from the pod that computed it; try again",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -232,6 +236,7 @@ class Engine:
             RunnerLost: no step can run any more; create a new engine.
         """
         results = self._step_executor.step()
+        results += [error_result(sequence, *_UNREAD) for sequence in self._scheduler.fail_unread()]
         traffic = self._scheduler.store_traffic
         if traffic is not None and traffic.wake is None and not self._scheduler.has_runnable:
             traffic.wait(_STORE_WAIT_S)

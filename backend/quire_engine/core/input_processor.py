@@ -130,6 +130,7 @@ class InputProcessor:
             arrival_time=self._clock(),
             client=request.client,
             kv_source=request.kv_source,
+            kv_source_required=request.kv_source_required,
             pooling=request.pooling,
             pools_all_tokens=request.pooling is not None and (request.pooling.is_by_token or self._pools_all_tokens),
             pools_first_token=request.pooling is not None

@@ -46,6 +46,8 @@ class _Transfer:
     """The adapter of each block of a read."""
     waiting: set[int] = field(default_factory=set)
     """The unfinished sequences that have waited for a read."""
+    requiring: set[int] = field(default_factory=set)
+    """Those of them that fail if the read fails."""
     is_wanted: bool = True
     """False if a store may end a read early."""
 
@@ -60,13 +62,16 @@ class StoreTraffic:
         host_cache: HostCache,
         block_size: int,
         find_peer: Callable[[str], KVStore | None] = lambda _: None,
+        recompute_threshold: int = 0,
     ) -> None:
         """Create the traffic; new rows of `host_cache` are written to `store` from now on, if there is one.
 
-        `find_peer` returns the blocks of the pod that a request names, as HOST:PORT.
+        `find_peer` returns the blocks of the pod that a request names, as HOST:PORT. Nothing is read from other pods
+        if fewer tokens of a sequence than `recompute_threshold` are not cached.
         """
         self._store = store
         self._find_peer = find_peer
+        self._recompute_threshold = recompute_threshold
         self._host_cache = host_cache
         self._block_size = block_size
         self._transfers: list[_Transfer] = []
@@ -79,6 +84,8 @@ class StoreTraffic:
         """Called in any thread when a read is done, so that the owner plans soon."""
         self.next_deadline = math.inf
         """Monotonic seconds at which the first of the sequences that waited in the latest plan stops waiting."""
+        self.unread: set[int] = set()
+        """The unfinished sequences that must fail, because blocks that they require could not be read."""
         self.num_read_blocks = 0
         self.num_written_blocks = 0
         self.num_peer_read_blocks = 0
@@ -111,7 +118,8 @@ class StoreTraffic:
         """
         read = self._reads.get(sequence.awaited_key) or self._find_read(sequence, missing_blocks, now)
         if read is None:
-            return True
+            return sequence.id not in self.unread
+        requires = sequence.kv_source_required and read.store is self._find_peer(sequence.kv_source)
         deadline = min(read.deadline, sequence.store_deadline)
         if now >= deadline and read.store is not self._store:
             # The other pod would keep its rows for too long. The blocks that have arrived are cached as the read ends.
@@ -119,16 +127,22 @@ class StoreTraffic:
             deadline += _END_S
         if now >= deadline:
             # The store is slow. The read continues, for later sequences.
-            return True
+            if requires:
+                self.unread.add(sequence.id)
+            return not requires
         read.waiting.add(sequence.id)
+        if requires:
+            read.requiring.add(sequence.id)
         self.next_deadline = min(self.next_deadline, deadline)
         return False
 
     def on_finished(self, sequence: Sequence) -> None:
         """Called when a sequence has finished or was aborted. The read of another pod ends if no sequence waits for
         it."""
+        self.unread.discard(sequence.id)
         if (read := self._reads.get(sequence.awaited_key)) is not None and sequence.id in read.waiting:
             read.waiting.remove(sequence.id)
+            read.requiring.discard(sequence.id)
             read.is_wanted &= read.store is self._store or bool(read.waiting)
 
     def poll(self) -> None:
@@ -146,6 +160,8 @@ class StoreTraffic:
                 for key, row in list(zip(transfer.keys, transfer.rows, strict=True))[:num_blocks]:
                     if self._host_cache.pool.cache_block(row, key):
                         self._announce(key, "CPU", transfer.adapters[key])
+                if num_blocks < len(transfer.keys):
+                    self.unread |= transfer.requiring
                 for key in transfer.keys:
                     del self._reads[key]
             else:
@@ -193,10 +209,16 @@ class StoreTraffic:
         sequence.store_deadline = min(sequence.store_deadline, now + wait_s)
         sequence.awaited_key = next(iter(adapters), b"")
         read = self._reads.get(sequence.awaited_key)
+        num_uncached = len(adapters) * self._block_size + sequence.num_tokens % self._block_size
+        if stores[-1] is not self._store and num_uncached < self._recompute_threshold:
+            stores.pop()
         while read is None and sequence.num_searched_stores < len(stores):
             store = stores[sequence.num_searched_stores]
             sequence.num_searched_stores += 1
             read = self._start_read(store, adapters, now, READ_DEADLINE_S if store is self._store else wait_s)
+            if sequence.kv_source_required and store is not self._store and adapters and not store.contains([b""]):
+                # The pod has failed a moment ago, and is not asked.
+                self.unread.add(sequence.id)
         return read
 
     def _stores(self, sequence: Sequence) -> list[KVStore]:

@@ -144,6 +144,7 @@ class RequestState:
             second_text_start=prepared.second_text_start,
             images=prepared.images,
             kv_source=self.request.kv_source,
+            kv_source_required=self.request.kv_source_required,
         )
         return fan_out(base_request)
 

@@ -155,7 +155,7 @@ class Scheduler:
         self.host_cache = HostCache(swap_costs, config.block_size, config.kv_offloading_size > 0)
         self.store_traffic: StoreTraffic | None = None
         if store is not None or find_peer is not None:
-            peers = () if find_peer is None else (find_peer,)
+            peers = () if find_peer is None else (find_peer, config.kv_recompute_threshold)
             self.store_traffic = StoreTraffic(store, self.host_cache, config.block_size, *peers)
         self.leases: HostLeases | None = None
         """The leases of other pods. The engine sets this attribute if it serves them."""
@@ -498,6 +498,11 @@ class Scheduler:
         """Finish and return the sequences that wait for an image that cannot be encoded."""
         sequences = [self._sequences[sequence_id] for sequence_id in sequence_ids]
         return self._fail_sequences([s for s in sequences if s.status is not SequenceStatus.RUNNING])
+
+    def fail_unread(self) -> list[Sequence]:
+        """Finish and return the sequences whose blocks could not be read from another pod, and that require them."""
+        unread = () if self.store_traffic is None else sorted(self.store_traffic.unread)
+        return self._fail_sequences([self._sequences[sequence_id] for sequence_id in unread])
 
     def _fail_sequences(self, sequences: list[Sequence]) -> list[Sequence]:
         """Finish these sequences, and all beams of the searches to which they belong.

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import secrets
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,9 @@ class KVPeerServer:
 
     def status(self) -> KVPeerStatus:
         """Return the counters for the supervisor."""
-        numbers = self._num_by_address.total(), len(self._leases), self._num_sent_blocks, self._num_sent_bytes
+        now = time.monotonic()
+        num_leases = sum(now < lease.deadline for lease in self._leases.values())
+        numbers = self._num_by_address.total(), num_leases, self._num_sent_blocks, self._num_sent_bytes
         return KVPeerStatus(*numbers, dict(self._refused))
 
     async def run(self, listener: socket.socket) -> None:

@@ -123,6 +123,7 @@ class ChatCompletions:
         source = await self._remote_prefill.source(fields.kv_transfer_params, fields.stream)
         request.kv_source = source or request.kv_source
         generation = Generation(id_prefix, request, fields, params, copies, [prompt], self._settings)
+        generation.kv_source_required = bool(source) and self._remote_prefill.is_required
         generation.kv_transfer_params = self._remote_prefill.response(fields.kv_transfer_params, generation.id)
         generation.remote_prompt = self._remote_prefill.prompt(request, "/v1/chat/completions", document, params)
         return generation, fields, params

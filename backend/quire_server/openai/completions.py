@@ -26,6 +26,8 @@ class CompletionFields(GenerationFields, kw_only=True):
 
     prompt: Any = None
     """A text, a list of texts, a list of token ids, or a list of lists of token ids."""
+    max_completion_tokens: int | None = None
+    """A field of chat completions. llm-d's sidecar sends it in completions, too, with the value of max_tokens."""
     kv_transfer_params: KVTransferParams | None = None
 
 
@@ -59,6 +61,8 @@ class Completions:
         Raises ApiError if the request is invalid."""
         document = await request.json_object()
         fields, sampling_values = parse_fields(document, CompletionFields, request.ignored_fields)
+        if fields.max_completion_tokens not in (None, sampling_values.get("max_tokens")):
+            raise ApiError(400, "max_completion_tokens: is a field of chat completions; send max_tokens")
         prompts, fields.prompt = parse_prompts(fields.prompt), None
         # The engine always generates at least one token. If the request needs only the prompt, this token is dropped.
         omits_output = fields.echo and sampling_values.get("max_tokens") == 0
@@ -75,6 +79,7 @@ class Completions:
         source = await self._remote_prefill.source(fields.kv_transfer_params, fields.stream)
         request.kv_source = source or request.kv_source
         generation = Generation("cmpl-", request, fields, params, copies, prompts, self._settings)
+        generation.kv_source_required = bool(source) and self._remote_prefill.is_required
         generation.kv_transfer_params = self._remote_prefill.response(fields.kv_transfer_params, generation.id)
         generation.remote_prompt = self._remote_prefill.prompt(request, "/v1/completions", document, params)
         return generation, fields, params, omits_output

@@ -119,6 +119,8 @@ class Generation:
         self._num_cached_tokens = [0] * (len(prompts) * copies)
         self.kv_transfer_params: dict[str, Any] | None = None
         """Where a decode pod finds the blocks of the prompt. It is a field of a complete response."""
+        self.kv_source_required = False
+        """Whether the request fails if its blocks cannot be read from another pod."""
         self.remote_prompt: RemotePrompt | None = None
         """The prompt, if another pod can compute it."""
         self.prompt_token_ids: dict[int, list[int]] = {}
@@ -151,7 +153,8 @@ class Generation:
         if (prompt := self.remote_prompt) is not None:
             self.remote_prompt = None
             if source := await prompt.compute(client, engine_requests[:: self.copies]):
-                engine_requests = [structs.replace(request, kv_source=source) for request in engine_requests]
+                changes = {"kv_source": source, "kv_source_required": prompt.is_required}
+                engine_requests = [structs.replace(request, **changes) for request in engine_requests]
             del prompt
         with OutputStream(client, engine_requests, self.fields.stream_interval) as stream:
             del engine_requests
@@ -230,6 +233,7 @@ class Generation:
                 self._traceparent,
                 images=prompt.images,
                 kv_source=self._kv_source,
+                kv_source_required=self.kv_source_required,
             )
             for prompt in self.prompts
             for _ in range(self.copies)

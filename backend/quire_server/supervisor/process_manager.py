@@ -24,6 +24,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ from quire_server.supervisor.run_dir import OTHER_REPOSITORY, REPOSITORY, write_
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_server.supervisor.stub_watcher import StubProcess, StubWatcher
 from quire_spec import constants
-from quire_spec.documents.pod_status import CoreState
+from quire_spec.documents.pod_status import CoreState, ProcessState
 from quire_spec.documents.server_arguments import with_forwarded_header
 from quire_spec.errors import QuireError
 from quire_spec.protocol.client import ConnectionLost
@@ -59,6 +60,12 @@ _EXIT_TIMEOUT_S = 5
 """After the drain, the server exits within this many seconds. Without this timeout, keep-alive connections that are
 idle would delay the exit."""
 _STOP_TIMEOUT_S = 10.0
+_LEASE_WAIT_S = 30.0
+"""A drain waits at most this many seconds for other pods that read KV blocks."""
+_LEASE_POLL_S = 0.25
+_UNLEASED_S = 1.0
+"""A drain ends when other pods have had no leases for this many seconds. A pod that gets an answer of this one leases
+its blocks a moment later."""
 
 
 class ProcessManager:
@@ -181,8 +188,29 @@ class ProcessManager:
             raise group_error.exceptions[0] from None
 
     async def drain(self, timeout_s: float) -> bool:
-        """Reject new requests in the text process, and wait until the open requests have ended. Return False if some
-        requests are still open."""
+        """Reject new requests in the text process, and wait until the open requests have ended, and until other pods
+        have read their KV blocks. Return False if some requests are still open."""
+        started_at = time.monotonic()
+        is_drained = await self._drain_text(timeout_s)
+        kv_peer = self.processes.get(constants.KV_PEER)
+        if is_drained and kv_peer is not None and kv_peer.state is ProcessState.READY:
+            await self._wait_for_leases(min(_LEASE_WAIT_S, timeout_s - (time.monotonic() - started_at)))
+        return is_drained
+
+    async def _wait_for_leases(self, timeout_s: float) -> None:
+        unleased_at = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s), engine_process.connect(constants.KV_PEER, self._run_dir) as control:
+                while time.monotonic() < unleased_at + _UNLEASED_S:
+                    if (await control.call("status", KVPeerStatus)).num_leases:
+                        unleased_at = time.monotonic()
+                    await asyncio.sleep(_LEASE_POLL_S)
+        except TimeoutError:
+            logger.warning("other pods still read KV blocks timeout_s=%g", timeout_s)
+        except QuireError as error:
+            logger.warning("leases are not known error=%s", error)
+
+    async def _drain_text(self, timeout_s: float) -> bool:
         (self._run_dir / constants.CLOSING_FILE).touch()
         if self.handles.text is None:
             return True

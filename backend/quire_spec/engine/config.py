@@ -260,6 +260,15 @@ class EngineConfig:
     """If a request names a pod that computes its prompt, this pod nevertheless computes a prompt of which at most this
     many tokens are not cached. Another pod would take longer, because its queue has long prompts."""
 
+    kv_recompute_threshold: int = 64
+    """Blocks of other pods are not read if fewer tokens of the prompt than this number are not cached, because
+    computing them takes less time than asking."""
+
+    kv_load_failure_policy: str = "recompute"
+    """Policy for a request whose prompt another pod has computed, but whose blocks cannot be read. With recompute,
+    this pod computes the prompt. With fail, the request fails with UNAVAILABLE before it has output, so that the
+    prompts of a broken pod do not delay the tokens of other requests."""
+
     otlp_traces_endpoint: str | None = None
     """URL to which spans of requests are sent by OTLP, such as http://collector:4317 for gRPC or
     http://collector:4318/v1/traces for HTTP; None: requests are not traced."""
@@ -518,6 +527,7 @@ class EngineConfig:
             ("model_impl", self.model_impl, capabilities.MODEL_IMPLS),
             ("convert", self.convert, capabilities.CONVERSIONS),
             ("pooling_type", self.pooling_type, capabilities.POOLING_TYPES),
+            ("kv_load_failure_policy", self.kv_load_failure_policy, capabilities.KV_LOAD_FAILURE_POLICIES),
             ("tool_call_parser", self.tool_call_parser, ("auto", "none", *capabilities.TOOL_CALL_PARSERS)),
             ("reasoning_parser", self.reasoning_parser, ("auto", "none", *capabilities.REASONING_PARSERS)),
         ]
@@ -561,8 +571,9 @@ class EngineConfig:
                     f"limit_mm_per_prompt.{kind}: must be from 0 to {capabilities.MAX_IMAGES} for image and 0 for "
                     f"other kinds of input, got {limit}"
                 )
-        if self.prefill_local_tokens < 0:
-            raise ConfigError(f"prefill_local_tokens: must be at least 0, got {self.prefill_local_tokens}")
+        for name in ("prefill_local_tokens", "kv_recompute_threshold"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must be at least 0, got {getattr(self, name)}")
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs: must be at least -1, got {self.max_logprobs}")
         if not 0.0 <= self.swap_space < math.inf:

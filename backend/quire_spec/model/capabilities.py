@@ -22,6 +22,7 @@ MODEL_IMPLS = ("auto", "quire", "transformers")
 LOAD_FORMATS = ("auto", "safetensors", "runai_streamer")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8_per_token_head")
 STATE_DTYPES = ("auto", "float32", "bfloat16")
+KV_LOAD_FAILURE_POLICIES = ("recompute", "fail")
 KV_SCALE_BYTES = {"int8_per_token_head": 4}
 """In these KV cache dtypes, each key and each value has a scale. Maps the dtype to the size of a scale in bytes. In all
 other dtypes, keys and values have no scales."""

@@ -150,6 +150,8 @@ class GenerateRequest(RequestMessage, frozen=True, tag=2):
     kv_source: str = ""
     """HOST:PORT of a pod that may have the KV blocks of the prompt. The frontend has checked that it is an allowed
     peer. Empty: none is known."""
+    kv_source_required: bool = False
+    """The request fails with UNAVAILABLE if this pod does not have all blocks, or if they cannot be read."""
 
 
 class CancelRequests(Message, frozen=True, tag=3):
@@ -335,6 +337,8 @@ class SequenceRequest(RequestMessage, frozen=True, tag=6):
     images: list[ImageInput] = []
     """The images of the prompt, in the order of their tokens."""
     kv_source: str = ""
+    """See GenerateRequest."""
+    kv_source_required: bool = False
     """See GenerateRequest."""
 
 

@@ -336,6 +336,19 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "(default: 512)",
     ),
     (
+        "--kv-recompute-threshold",
+        "engine.kv_recompute_threshold",
+        {"type": parse_count_or_zero, "metavar": "N"},
+        "read no KV blocks of other servers if fewer than N tokens of a prompt are not cached (default: 64)",
+    ),
+    (
+        "--kv-load-failure-policy",
+        "engine.kv_load_failure_policy",
+        {"choices": capabilities.KV_LOAD_FAILURE_POLICIES, "metavar": "NAME"},
+        "if another server should compute a prompt, and its KV blocks cannot be read: recompute computes the prompt, "
+        "fail ends the request with status 503 (default: recompute)",
+    ),
+    (
         "--kv-events-port",
         KV_EVENTS_FIELD,
         {"type": parse_port, "metavar": "PORT"},

@@ -21,6 +21,7 @@ from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer import peer_connection, peer_store, store_traffic
 from quire_server.kv_peer import server
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.errors import Code
 from quire_spec.protocol.messages import SequenceRequest
 
 PREFIXES = [[random.Random(i).randrange(VOCAB) for _ in range(56)] for i in range(3)]
@@ -53,7 +54,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def create(folder: Path, key_file: Path | None, adapter: Path | None = None, **fields: Any) -> Engine:
     lora = {} if adapter is None else {"enable_lora": True, "max_loras": 1}
-    transfer = {} if key_file is None else {"kv_transfer": {"key_file": str(key_file)}}
+    transfer = {} if key_file is None else {"kv_transfer": {"key_file": str(key_file)}, "kv_recompute_threshold": 0}
     config = tiered_config(folder, **({"num_blocks": 100, "num_host_blocks": 100} | lora | transfer | fields))
     engine = Engine.from_config(config)
     if adapter is not None:
@@ -118,6 +119,42 @@ def test_the_uncached_tokens_of_a_prompt_are_counted(folder: Path, adapter: Path
     assert count(PREFIXES[0], "sha256:0") == count(PREFIXES[1], None) == count(PREFIXES[0], "sha256:1") == 57
     assert count(PREFIXES[0], None, "salt") == 57
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("quota", [100, 4])
+def test_blocks_that_a_peer_does_not_lease_are_computed_or_end_the_request(
+    folder: Path, key_file: Path, quota: int, required: bool
+) -> None:
+    holder, reader = create(folder, key_file), create(folder, key_file)
+    expected = serve(holder)
+    assert holder.leases is not None
+    holder.leases.max_rows = quota
+    outputs, errors = {0: list[int](), 1: list[int]()}, dict[int, str | None]()
+    with peer(holder, key_file) as server:
+        for number in outputs:
+            tokens = [*PREFIXES[number], 5]
+            reader.add(SequenceRequest(number, tokens, PARAMS, kv_source=server.address, kv_source_required=required))
+        while reader.has_work:
+            for result in reader.step().results:
+                outputs[result.id] += result.token_ids
+                if result.error_code is not None:
+                    errors[result.id] = result.error_code
+            reader.check_integrity()
+    # The first one gets four of its seven blocks, and the lease ends after that.
+    is_failed = required and quota < 7
+    assert errors == (dict.fromkeys(outputs, Code.UNAVAILABLE) if is_failed else {})
+    assert list(outputs.values()) == ([[], []] if is_failed else expected[:2])
+
+
+def test_short_prompts_are_computed_without_asking(folder: Path, key_file: Path) -> None:
+    holder = create(folder, key_file)
+    expected = serve(holder)
+    with peer(holder, key_file) as server:
+        for threshold, num_requested in ((58, 0), (57, 21)):
+            reader = create(folder, key_file, kv_recompute_threshold=threshold)
+            assert serve(reader, server.address) == expected
+            assert reader.stats().num_peer_requested_blocks == num_requested
 
 
 def test_what_differs_is_counted_and_computed(folder: Path, key_file: Path, tmp_path: Path) -> None:

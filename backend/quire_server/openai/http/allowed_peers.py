@@ -40,7 +40,8 @@ class AllowedPeers:
         value = headers.get(header)
         if value is None or self._config is None:
             return ""
-        text = value.decode("latin-1")
+        # llm-d's router can name several pods, the best one first.
+        text = value.decode("latin-1").partition(",")[0].strip()
         if (peer := PeerAddress.parse(text)) is None:
             raise ApiError(400, f"{header.decode()}: must be HOST:PORT, got {truncated_repr(text)}")
         return await self.allow(peer, header.decode())

@@ -110,6 +110,11 @@ class RemotePrefill:
         raise PrefillError("invalid", f"the answer has no {_FIELD} for a decode pod")
 
     @property
+    def is_required(self) -> bool:
+        """Whether a request fails if the prefill pod of its prompt fails."""
+        return self._settings.engine.kv_load_failure_policy == "fail"
+
+    @property
     def num_local_tokens(self) -> int:
         """A prompt of which at most this many tokens are not cached is computed here."""
         return self._settings.engine.prefill_local_tokens
@@ -170,6 +175,7 @@ class RemotePrompt:
     ) -> None:
         """`headers` and `document` are those of the request to the prefill pod, except what changes the output."""
         self._owner = owner
+        self.is_required = owner.is_required
         self.pod = pod
         self.path = path
         self.headers = headers
@@ -177,7 +183,11 @@ class RemotePrompt:
 
     async def compute(self, client: TextClient, requests: Sequence[GenerateRequest]) -> str:
         """Have the prefill pod compute the prompts of `requests`, and return where their blocks are, as HOST:PORT.
-        Empty if this pod computes them, because they are short, or because the prefill pod failed."""
+        Empty if this pod computes them, because they are short, or because the prefill pod failed.
+
+        Raises:
+            ApiError: the prefill pod failed, and kv_load_failure_policy is fail.
+        """
         num_local, num_tokens, compute_s = self._owner.num_local_tokens, 0, 0.0
         try:
             for request in requests:
@@ -196,6 +206,9 @@ class RemotePrompt:
             source = await self._owner.compute(self, timeout_s)
         except PrefillError as error:
             client.report_prefill(error.result)
+            if self.is_required:
+                problem = f"x-prefiller-host-port: {self.pod} did not compute the prompt ({error.result}); try again"
+                raise ApiError(503, problem, retry_after_s=1.0) from error
             return ""
         client.report_prefill("used")
         return source
