@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CRDs of other projects whose objects the operator creates: PodMonitor, ScaledObject, InferencePool and
-HTTPRoute; those that an endpoint picker reads; and Kueue's Workload, which the operator reads.
+"""The CRDs of other projects whose objects the operator creates: PodMonitor, ScaledObject, InferencePool, HTTPRoute
+and LeaderWorkerSet; those that an endpoint picker reads; and Kueue's Workload, which the operator reads.
 
 The Go module go/crds pins the projects. Their published modules contain the CRDs.
 """
@@ -34,6 +34,10 @@ _FILES = {
         "config/crd/bases/inference.networking.x-k8s.io_inferencemodelrewrites.yaml",
     ),
     "Workload": ("sigs.k8s.io/kueue", "config/components/crd/bases/kueue.x-k8s.io_workloads.yaml"),
+    "LeaderWorkerSet": (
+        "sigs.k8s.io/lws",
+        "config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml",
+    ),
     "HTTPRoute": (
         "sigs.k8s.io/gateway-api",
         "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml",

@@ -21,7 +21,7 @@ GOLDEN = ROOT / "tests/operator/golden"
 def optional_kinds(cluster):
     """The real CRDs of other projects."""
     with contextlib.ExitStack() as stack:
-        for kind in OPTIONAL_KINDS:
+        for kind in (*OPTIONAL_KINDS, "LeaderWorkerSet"):
             stack.enter_context(cluster.optional_kind(kind))
         yield
 
@@ -52,10 +52,16 @@ def test_golden_objects_are_accepted_without_changes(cluster, namespace, manifes
     assert is_up_to_date(manifest.get("spec"), stored.get("spec")), stored
 
 
-def test_rendered_objects_are_accepted(cluster, namespace):
+@pytest.mark.parametrize(("nodes", "workload"), [(1, "Deployment"), (2, "LeaderWorkerSet")])
+def test_rendered_objects_are_accepted(cluster, namespace, tmp_path, nodes, workload):
     """The command's own output, not a file of what it once was."""
-    manifests = rendered(f"--file={ROOT}/examples/cpu-cluster.yaml", f"--model-config={ROOT}/examples/models/tiny")
+    service = yaml.safe_load((ROOT / "examples/cpu-cluster.yaml").read_text())
+    service["spec"].setdefault("engine", {})["pipelineParallelSize"] = nodes
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump(service))
+    manifests = rendered(f"--file={file}", f"--model-config={ROOT}/examples/models/tiny")
     for manifest in manifests:
-        accepted(cluster, manifest, namespace)
+        stored = accepted(cluster, manifest, namespace)
+        assert is_up_to_date(manifest.get("spec"), stored.get("spec")), stored
     kinds = {manifest["kind"] for manifest in manifests}
-    assert {"Deployment", "Service", "ConfigMap", "Secret", "ServiceAccount", "NetworkPolicy"} <= kinds
+    assert {workload, "Service", "ConfigMap", "Secret", "ServiceAccount", "NetworkPolicy"} <= kinds

@@ -53,6 +53,7 @@ OPTIONAL = [
     ("inference.networking.k8s.io/v1", "InferencePool"),
     ("gateway.networking.k8s.io/v1", "HTTPRoute"),
 ]
+GROUPS = "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def cluster(tmp_path_factory):
         if cluster.programs is None:
             pytest.skip("reads the API server's audit log, which a cluster that was given does not show")
         cluster.require_controllers()
-        for _, kind in OPTIONAL:
+        for _, kind in (*OPTIONAL, GROUPS):
             cluster.apply_crd(optional_crd(kind))
         install(cluster, "install", VALUES)
         with FakeKubelet(cluster, "node-rights") as node:
@@ -258,6 +259,11 @@ def live(cluster, namespace, models):
     cluster.delete("apps/v1", "ReplicaSet", first["metadata"]["name"], namespace)
     name = next(v["configMap"]["name"] for v in first["spec"]["template"]["spec"]["volumes"] if v["name"] == "engine")
     absent(cluster, namespace, "v1", "ConfigMap", name)
+    # Groups of pods, and one pod again.
+    cluster.merge(API, KIND, "tales", {"spec": {"engine": {"pipelineParallelSize": 2}}}, namespace)
+    wait_for(lambda: cluster.get(*GROUPS, "tales", namespace), 60, "a LeaderWorkerSet")
+    cluster.merge(API, KIND, "tales", {"spec": {"engine": {"pipelineParallelSize": None}}}, namespace)
+    absent(cluster, namespace, *GROUPS, "tales")
     # A service that is made again before the garbage collector has come, which is stopped meanwhile.
     old = cluster.get("apps/v1", "Deployment", "on-gpu", namespace)["metadata"]["uid"]
     with halted(cluster, "kube-controller-manager"):

@@ -67,7 +67,7 @@ STATUSES = {
         SERVICE,
         GENERATION,
         PLANNING_RESULT,
-        healthy_state(pods=(GOOD, WITHOUT_GPU), deployment=deployment(2, ready=1)),
+        healthy_state(pods=(GOOD, WITHOUT_GPU), workload=deployment(2, ready=1)),
         {},
         NOW,
     ),

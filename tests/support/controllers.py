@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real controllers of other projects as processes beside a real API server: KEDA, Prometheus and Kueue."""
+"""Real controllers of other projects as processes beside a real API server: KEDA, Prometheus, Kueue and
+LeaderWorkerSet."""
 
 import base64
 import contextlib
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from nodocker_cluster import prometheus
-from nodocker_cluster.controllers import KEDA, KUEUE, Controller
+from nodocker_cluster.controllers import KEDA, KUEUE, LWS, Controller
 from nodocker_cluster.pki import CertificateAuthority
 from nodocker_cluster.ports import free_ports
 from support.cluster import Cluster
@@ -155,9 +156,50 @@ def running_kueue(cluster: Cluster, folder: Path) -> Iterator[None]:
                 cluster.delete(*kind)
 
 
+@contextlib.contextmanager
+def running_lws(cluster: Cluster, folder: Path) -> Iterator[None]:
+    """Start LeaderWorkerSet's controller with its own CRD and webhooks; delete them at the end."""
+    program, source = _programs(LWS) / "cmd", LWS.source() / "config"
+    certificates = _certificates(folder / "lws", "127.0.0.1")
+    webhook, health = free_ports(2)
+    config = yaml.safe_load((source / "manager/controller_manager_config.yaml").read_text())
+    config |= {
+        "health": {"healthProbeBindAddress": f"127.0.0.1:{health}"},
+        "metrics": {"bindAddress": "0"},
+        "webhook": {"host": "127.0.0.1", "port": webhook, "certDir": str(certificates)},
+        "leaderElection": {"leaderElect": False},
+        "internalCertManagement": {"enable": False},
+    }
+    file = folder / "lws.yaml"
+    file.write_text(yaml.safe_dump(config))
+    environment = {"KUBECONFIG": str(cluster.kubeconfig)}
+    with (
+        cluster.optional_kind("LeaderWorkerSet"),
+        _running(folder / "lws.log", [program, f"--config={file}"], webhook, environment),
+    ):
+        kinds = []
+        for hook in yaml.safe_load_all((source / "webhook/manifests.yaml").read_text()):
+            hook["metadata"]["name"] = f"lws-{hook['kind'].lower()}"
+            for entry in hook["webhooks"]:
+                url = f"https://127.0.0.1:{webhook}{entry['clientConfig']['service']['path']}"
+                entry["clientConfig"] = {"url": url, "caBundle": _ca_bundle(certificates)}
+                if entry["name"].endswith("pod.kb.io"):
+                    # As in LeaderWorkerSet's own patches of this file.
+                    key = "leaderworkerset.sigs.k8s.io/name"
+                    entry["objectSelector"] = {"matchExpressions": [{"key": key, "operator": "Exists"}]}
+            kinds.append((hook["apiVersion"], hook["kind"], hook["metadata"]["name"]))
+            cluster.apply(hook)
+        try:
+            yield
+        finally:
+            for kind in kinds:
+                cluster.delete(*kind)
+
+
 def _programs(controller: Controller) -> Path:
     if not controller.folder.exists():
-        pytest.skip(f"{controller.name} is not built on this machine: run make test-controllers")
+        target = "cluster-tools" if controller is LWS else "test-controllers"
+        pytest.skip(f"{controller.name} is not built on this machine: run make {target}")
     return controller.folder
 
 

@@ -147,7 +147,7 @@ def healthy_state(llm_service: LLMService | None = None, **changes: Any) -> Obse
     count = llm_service.spec.replicas
     pods = tuple(ready_pod(f"s-{i}", pod_report(llm_service)) for i in range(count))
     state = ObservedState(
-        deployment=deployment(count), pods=pods, job=finished_job(), applied_generation=llm_service.generation
+        workload=deployment(count), pods=pods, job=finished_job(), applied_generation=llm_service.generation
     )
     return replace(state, **changes)
 

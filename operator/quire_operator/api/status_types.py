@@ -280,6 +280,38 @@ class RoleStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupHistoryStatus:
+    """An entry of status.groups.history"""
+
+    group: int = schema_field(minimum=0)
+    """Index of the group."""
+    leader: str = schema_field(max_length=63)
+    """uid of its first pod."""
+    template: str = schema_field(max_length=63)
+    """Digest of the templates of its pods."""
+    recreated: int = schema_field(minimum=0)
+    """How often the group was created anew with these templates, without serving for 10 minutes."""
+    rank: int | None = schema_field(None, minimum=0)
+    """Index of the pod that ended last in the group."""
+    error: str | None = schema_field(None, max_length=256)
+    """How it ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsStatus:
+    """status.groups"""
+
+    size: int = schema_field(minimum=1)
+    """Number of pods of a group."""
+    wanted: int = schema_field(minimum=0)
+    """Number of groups in the spec."""
+    ready: int = schema_field(minimum=0)
+    """Number of groups of which all pods are ready."""
+    history: tuple[GroupHistoryStatus, ...] = schema_field((), max_items=64, list_type="map", map_keys=("group",))
+    """Groups that are not ready, or were created anew a short time ago."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LLMServiceStatus:
     """The field `status` of an LLMService."""
 
@@ -293,7 +325,9 @@ class LLMServiceStatus:
     servedName: str | None = schema_field(None, max_length=63)
     """Model name that clients use for the base model."""
     replicas: int | None = schema_field(None, minimum=0)
-    """Number of existing pods."""
+    """Number of existing pods, or of groups with engine.pipelineParallelSize above 1."""
+    groups: GroupsStatus | None = schema_field(None)
+    """Groups of pods. Absent if each replica is one pod."""
     selector: str | None = schema_field(None, max_length=1024)
     """Label selector of the pods, for autoscalers."""
     readyReplicas: int | None = schema_field(None, minimum=0)

@@ -33,7 +33,7 @@ from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.discovery import Discovery
 from quire_operator.kube.errors import ApiError, ApiServerUnavailable
 from quire_operator.kube.reflector import Reflector, WatchTimeouts
-from quire_operator.kube.resources import OPTIONAL_RESOURCES, WATCHED_RESOURCES, Resource
+from quire_operator.kube.resources import DISCOVERED_RESOURCES, WATCHED_RESOURCES, Resource
 from quire_operator.kube.watch_heartbeat import WatchHeartbeat
 from quire_operator.plan.planner import DEFAULT_IMAGES
 from quire_sources.http.borders import Borders
@@ -153,7 +153,7 @@ class Controller:
 
     async def _run_tasks(self) -> None:
         available_kinds = await self._wait_for_discovery()
-        unavailable_kinds = set(OPTIONAL_RESOURCES) - available_kinds
+        unavailable_kinds = set(DISCOVERED_RESOURCES) - available_kinds
         await self._start_reflectors([kind for kind in WATCHED_RESOURCES if kind not in unavailable_kinds])
         for heartbeat in self.heartbeats:
             heartbeat.reset()  # The API server may have been unavailable for a long time.
@@ -186,7 +186,7 @@ class Controller:
             self._spawn(reflector.run())
         self.reflectors += reflectors
         self.heartbeats += (reflector.heartbeat for reflector in reflectors)
-        optional = [reflector for reflector in reflectors if reflector.resource in OPTIONAL_RESOURCES]
+        optional = [reflector for reflector in reflectors if reflector.resource in DISCOVERED_RESOURCES]
         await asyncio.gather(*(self._wait_until_listed(each) for each in reflectors if each not in optional))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_OPTIONAL_SYNC_S):
@@ -293,7 +293,7 @@ class Controller:
         return {str(heartbeat.namespace): heartbeat.denied for heartbeat in denied}
 
     def _required_heartbeats(self) -> list[WatchHeartbeat]:
-        return [heartbeat for heartbeat in self.heartbeats if heartbeat.resource not in OPTIONAL_RESOURCES]
+        return [heartbeat for heartbeat in self.heartbeats if heartbeat.resource not in DISCOVERED_RESOURCES]
 
     def unhealthy_reason(self) -> str:
         """Return the reason why this process must be restarted. The text is empty if the process is healthy."""

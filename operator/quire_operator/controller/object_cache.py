@@ -197,7 +197,7 @@ def _trim_pod_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     ]
     init_containers = [{"name": c["name"], "args": c.get("args", [])} for c in spec.get("initContainers", ())]
     volumes = [volume for volume in spec.get("volumes", ()) if "configMap" in volume]
-    optional = {"initContainers": init_containers, "schedulingGates": spec.get("schedulingGates")}
+    optional = {name: spec.get(name) for name in ("schedulingGates", "nodeName")} | {"initContainers": init_containers}
     return {"containers": containers, "volumes": volumes, **{name: value for name, value in optional.items() if value}}
 
 

@@ -51,13 +51,14 @@ class PlanService:
         self,
         desired: ParsedService,
         previous_plan: Plan | None,
-        deployment: Mapping[str, Any] | None,
+        workload: Mapping[str, Any] | None,
         secrets: SecretValues,
+        has_groups: bool = True,
     ) -> PlanningResult:
         """Plan a service that has a valid spec.
 
-        `deployment` is the service's Deployment, if it exists. While its pods run, nodes that join, leave or change do
-        not change their plan.
+        `workload` is the service's Deployment or LeaderWorkerSet, if it exists. While its pods run, nodes that join,
+        leave or change do not change their plan. `has_groups` is True if the API server serves LeaderWorkerSet.
 
         Raises:
             ApiError: the API server does not respond.
@@ -69,18 +70,18 @@ class PlanService:
             kv_storage.validate(service)
         except ConfigError as error:
             return PlanningResult(plan=previous_plan, spec_error=str(error))
-        if service.num_nodes > 1:
+        if service.num_nodes > 1 and not has_groups:
             return PlanningResult(plan=previous_plan, unplannable=_no_leader_worker_set())
         if service.roles:
             return PlanningResult(plan=previous_plan, unplannable=_no_disaggregated_set())
-        revision = TemplateRevision.from_deployment(deployment)
+        revision = TemplateRevision.from_workload(workload)
         keeps_pods = (
             previous_plan is not None
             and revision is not None
             and revision.inputs == (desired.pods_digest, previous_plan.inputsHash)
         )
         is_current = keeps_pods and previous_plan is not None and self._would_keep(service, previous_plan)
-        if is_current and previous_plan is not None and has_replicas(deployment):
+        if is_current and previous_plan is not None and has_replicas(workload):
             return PlanningResult(plan=previous_plan, note=await self._describe_other_nodes(service, previous_plan))
         try:
             gpu = await self._resolve_gpu(service)

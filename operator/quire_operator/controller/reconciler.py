@@ -25,6 +25,7 @@ from quire_operator.controller.apply.child_objects import (
     build_running_objects,
     unknown_fields,
 )
+from quire_operator.controller.apply.replacement import replace_workload, replicas_of
 from quire_operator.controller.dependencies import ReconcilerDeps
 from quire_operator.controller.object_cache import CachedObject, ServiceKey
 from quire_operator.controller.observe.pod_warnings import EVENT_POLL_S
@@ -134,7 +135,8 @@ class Reconciler:
             if ownership.new_mark is not None:
                 previous = {**previous, FIELD: ownership.new_mark}
                 entry = await self._deps.status_writer.write_mark(desired, entry.resource_version, previous)
-            catalog = self._stage_catalog(desired, self._observer.running_pods(desired))
+            servers = self._observer.running_pods(desired, object_names.SERVER)
+            catalog = self._stage_catalog(desired, servers)
             planning, apply_result = await self._converge(desired, previous, state, catalog)
             generation, now = desired.generation, datetime.now(UTC).replace(microsecond=0)
             pods = await self._observer.observe_pods(desired)
@@ -214,18 +216,25 @@ class Reconciler:
             available_kinds=frozenset(resource.kind for resource in await deps.discovery.available_kinds()),
             credentials=await deps.secrets.credentials(service, catalog),
             operator_peer=deps.operator_peer,
-            claim_access_modes=_access_modes(self._live_objects(key, service).claim),
+            claim_access_modes=_access_modes(self._live_objects(desired, service).claim),
             catalog=catalog,
             owner_uid=desired.uid,
         )
-        deployment = deps.cache.get_body(resources.DEPLOYMENT, *key)
-        planning = await deps.plan_service.plan_for(desired, previous_plan, deployment, context.credentials)
+        workload, replaced = self._observer.live_workloads(desired)
+        has_groups = resources.LEADER_WORKER_SET.kind in context.available_kinds
+        planning = await deps.plan_service.plan_for(
+            desired, previous_plan, workload or replaced, context.credentials, has_groups
+        )
         if planning.plan is None or planning.spec_error or planning.unplannable or planning.waiting_for:
             return await self._apply_to_running_pods(desired, planning, context, state)
         # This is necessary even if nothing has changed, because a failed Job does not change any more.
-        await self._retry_downloads(key, self._live_objects(key, service))
-        inputs = (desired.generation, planning.plan, context, await self._secret_versions(key))
-        live_objects, child_versions = self._live_objects(key, service), _object_versions(deps.cache.children_of(key))
+        await self._retry_downloads(key, self._live_objects(desired, service))
+        live_objects, child_versions = (
+            self._live_objects(desired, service), _object_versions(deps.cache.children_of(key)),
+        )  # fmt: skip
+        inputs = (
+            desired.generation, planning.plan, context, await self._secret_versions(key), live_objects.replacement,
+        )  # fmt: skip
         if state.last_inputs is not None and state.last_inputs == (inputs, child_versions):
             return planning, ApplyResult()
         state.last_inputs = None
@@ -237,7 +246,7 @@ class Reconciler:
             return await self._apply_to_running_pods(desired, planning, context, state)
         apply_result = await self._apply(desired, children, state)
         if apply_result.complete:
-            inputs = (*inputs[:3], await self._secret_versions(key))
+            inputs = (*inputs[:3], await self._secret_versions(key), live_objects.replacement)
             # Store the versions that this pass read and wrote. If an object was changed concurrently, its version
             # differs, and the next pass handles the change.
             state.last_inputs = (inputs, child_versions | _object_versions(apply_result.written_objects))
@@ -254,7 +263,7 @@ class Reconciler:
         state.last_inputs = None
         if planning.plan is None:
             return planning, ApplyResult()
-        live_objects = self._live_objects(desired.key, desired.service)
+        live_objects = self._live_objects(desired, desired.service)
         try:
             running = build_running_objects(desired.service, planning.plan, context, live_objects)
         except ConfigError as error:
@@ -285,7 +294,8 @@ class Reconciler:
         deps = self._deps
         apply_result = await self._apply_manifests(desired, children.manifests)
         assert desired.service is not None, "manifests were rendered"
-        unknown = deps.client.unknown_fields[resources.DEPLOYMENT]
+        workload = next(r for r in resources.WORKLOADS if any(m["kind"] == r.kind for m in children.manifests))
+        unknown = deps.client.unknown_fields[workload]
         # Do not store the manifests: those of a thousand services would use 50 MB.
         state.children = replace(children, manifests=(), unknown_fields=unknown_fields(desired.service, unknown))
         if not apply_result.required_complete:
@@ -306,12 +316,21 @@ class Reconciler:
                 await self._deps.client.delete(resources.JOB, key[0], name, job["metadata"]["uid"])
                 self._deps.record_write(resources.JOB, "delete")
 
-    def _live_objects(self, key: ServiceKey, service: LLMService) -> LiveObjects:
-        cache = self._deps.cache
+    def _live_objects(self, desired: ParsedService, service: LLMService) -> LiveObjects:
+        cache, key = self._deps.cache, desired.key
+        workload, replaced = self._observer.live_workloads(desired)
+        replacement = None
+        if replaced is not None:
+            pods = self._observer.running_pods(desired, object_names.SERVER, object_names.WORKER)
+            rollout, now = service.spec.rollout, datetime.now(UTC)
+            new, old = (replicas_of(body, pods, rollout.minReadySeconds, now) for body in (workload, replaced))
+            replacement = replace_workload(rollout, service.spec.replicas, new, old)
         return LiveObjects(
-            cache.get_body(resources.DEPLOYMENT, *key),
+            workload,
             cache.get_body(resources.PERSISTENT_VOLUME_CLAIM, key[0], object_names.model_claim(service.name)),
             download_jobs(cache.children_of(key, resources.JOB), service),
+            replaced_workload=replaced,
+            replacement=replacement,
         )
 
     async def _secret_versions(self, key: ServiceKey) -> tuple[str, ...]:

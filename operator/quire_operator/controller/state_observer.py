@@ -29,12 +29,19 @@ class StateObserver:
     def __init__(self, deps: ReconcilerDeps) -> None:
         self._deps = deps
 
-    def running_pods(self, desired: ParsedService) -> list[PodState]:
-        """Return the server pods that have not ended, without reports."""
+    def running_pods(self, desired: ParsedService, *components: str) -> list[PodState]:
+        """Return the pods of some components that have not ended, without reports."""
         entries = self._deps.cache.children_of(desired.key, resources.POD)
         bodies = [entry.body() for entry in entries]
-        pods = [parse_pod(body) for body in bodies if _labels(body).get(object_names.COMPONENT) == object_names.SERVER]
+        pods = [parse_pod(body) for body in bodies if _labels(body).get(object_names.COMPONENT) in components]
         return [pod for pod in pods if pod.alive]
+
+    def live_workloads(self, desired: ParsedService) -> tuple[Body | None, Body | None]:
+        """Return the workload of the kind that the spec needs, and the one of the other kind, which it replaces."""
+        cache, service = self._deps.cache, desired.service
+        deployment, group = (cache.get_body(resource, *desired.key) for resource in resources.WORKLOADS)
+        is_group = deployment is None if service is None else service.num_nodes > 1
+        return (group, deployment) if is_group else (deployment, group)
 
     def live_catalog(self, desired: ParsedService) -> AdapterCatalog | None:
         """Return the catalog in the ConfigMap of the adapters; None if there is none that this release can read."""
@@ -55,19 +62,24 @@ class StateObserver:
         # The pods are sorted because a status names only the first of several pods. In another order, the status would
         # change.
         bodies = [entry.body() for entry in sorted(cache.children_of(key, resources.POD), key=lambda entry: entry.name)]
-        server_bodies = [body for body in bodies if _labels(body).get(object_names.COMPONENT) == object_names.SERVER]
+        server_bodies, worker_bodies = (
+            [body for body in bodies if _labels(body).get(object_names.COMPONENT) == component]
+            for component in (object_names.SERVER, object_names.WORKER)
+        )
         claim = cache.get_body(resources.PERSISTENT_VOLUME_CLAIM, key[0], object_names.model_claim(key[1]))
         # The Job that was applied last is not used. It may have another source, or an earlier operator process may have
         # applied it.
         job = self._current_download_job(desired, claim)
         job_bodies = [body for body in bodies if job and _labels(body).get("job-name") == job["metadata"]["name"]]
-        pods = tuple(map(parse_pod, (*server_bodies, *job_bodies)))
+        pods = tuple(map(parse_pod, (*server_bodies, *worker_bodies, *job_bodies)))
         pods = await self._deps.pod_warnings.attach_warnings(key[0], pods)
         warning = ""
         if job is not None and not job_bodies and not is_finished(job):
             meta = job["metadata"]
             warning = await self._deps.pod_warnings.fetch_warning(key[0], meta["name"], meta["uid"])
-        return ServicePods(pods[: len(server_bodies)], job, pods[len(server_bodies) :], claim, warning)
+        num_server_pods, num_job_pods = len(server_bodies), len(job_bodies)
+        workers = pods[num_server_pods : len(pods) - num_job_pods]
+        return ServicePods(pods[:num_server_pods], job, pods[len(pods) - num_job_pods :], claim, warning, workers)
 
     def observe(
         self,
@@ -83,9 +95,12 @@ class StateObserver:
         `pods` and `apply_result` come from this pass. `children` and `applied_generation` come from the last apply that
         was complete.
         """
+        workload, replaced_workload = self.live_workloads(desired)
         return ObservedState(
-            deployment=self._deps.cache.get_body(resources.DEPLOYMENT, *desired.key),
+            workload=workload,
+            replaced_workload=replaced_workload,
             pods=pods.server_pods,
+            worker_pods=pods.worker_pods,
             catalog=catalog,
             job=pods.job,
             job_pods=pods.job_pods,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Template revision, which is the pod template that was rendered for a Deployment.
+"""Template revision, which is the pod template that was rendered for a Deployment, or the two of a LeaderWorkerSet.
 
-It is stored with the Deployment. Pure.
+It is stored with that object. Pure.
 
 A new release of the operator can render pods differently. So that an upgrade does not restart pods, the operator keeps
 the stored template until the spec or the plan changes. The compressed template is stored in an annotation of
@@ -28,25 +28,32 @@ from quire_operator.api.field_effects import (
 from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.compressed_json import compress, decompress
 from quire_operator.plan.plan import Plan
-from quire_operator.render import object_names
+from quire_operator.render import leader_worker_set, object_names
 from quire_operator.render.manifests import Manifest, container_ports
 from quire_operator.render.pod_template import CONFIG_OPTION
+from quire_operator.render.workload import deployment
 from quire_spec import constants as spec_names
 
+WORKLOAD_KINDS = ("Deployment", leader_worker_set.KIND)
 PODS_ANNOTATION = f"{spec_names.API_GROUP}/pods"
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateRevision:
-    """The inputs from which the pods of a Deployment were rendered, and the result."""
+    """The inputs from which the pods of a workload were rendered, and the result."""
 
     pods_digest: str
     """Result of pods_digest() for the service."""
     inputs_hash: str
     """Plan.inputsHash."""
     template: Manifest
+    """Template of the pods that serve: those of a Deployment, or the leaders of groups."""
     engine_configmap: Manifest
     """ConfigMap that contains pod.json. Of its metadata, only the name is used."""
+    worker_template: Manifest | None = None
+    """Template of the other pods of a group. None: the workload is a Deployment."""
+    group_size: int = 1
+    """Number of pods of a group."""
 
     @classmethod
     def from_manifests(cls, pods_digest: str, plan: Plan, manifests: Iterable[Manifest]) -> Self:
@@ -54,12 +61,13 @@ class TemplateRevision:
         by_kind: dict[str, list[Manifest]] = {}
         for manifest in manifests:
             by_kind.setdefault(manifest["kind"], []).append(manifest)
-        (deployment,) = by_kind["Deployment"]
-        template = deployment["spec"]["template"]
+        (spec,) = [manifest["spec"] for kind in WORKLOAD_KINDS for manifest in by_kind.get(kind, ())]
+        template, group = workload_template(spec), spec.get("leaderWorkerTemplate") or {}
         mounted = mounted_configmaps(template["spec"])
         engine = next(m for m in by_kind["ConfigMap"] if m.get("immutable") and m["metadata"]["name"] in mounted)
-        name = {"name": engine["metadata"]["name"]}
-        return cls(pods_digest, plan.inputsHash, template, {**engine, "metadata": name})
+        configmap = {**engine, "metadata": {"name": engine["metadata"]["name"]}}
+        workers = group.get("workerTemplate"), group.get("size", 1)
+        return cls(pods_digest, plan.inputsHash, template, configmap, *workers)
 
     @property
     def inputs(self) -> tuple[str, str]:
@@ -83,15 +91,17 @@ class TemplateRevision:
         return any(str(argument).startswith(CONFIG_OPTION) for argument in self.server_container.get("args") or ())
 
     @classmethod
-    def from_deployment(cls, deployment: Mapping[str, Any] | None) -> Self | None:
-        """Read the revision from a Deployment. Return None if the revision does not exist or is invalid."""
-        text = (deployment or {}).get("metadata", {}).get("annotations", {}).get(PODS_ANNOTATION)
+    def from_workload(cls, workload: Mapping[str, Any] | None) -> Self | None:
+        """Read the revision from a workload. Return None if the revision does not exist or is invalid."""
+        text = (workload or {}).get("metadata", {}).get("annotations", {}).get(PODS_ANNOTATION)
         if not text:
             return None
         try:
             body = decompress(text)
-            return cls(body["spec"], body["plan"], body["template"], body["engine"])
-        except (ValueError, KeyError, TypeError):
+            group = body.get("group") or {}
+            workers = group.get("template"), group.get("size", 1)
+            return cls(body["spec"], body["plan"], body["template"], body["engine"], *workers)
+        except (ValueError, KeyError, TypeError, AttributeError):
             # A user changed the annotation, so the pods are rendered again.
             return None
 
@@ -99,27 +109,47 @@ class TemplateRevision:
     def annotation_value(self) -> str:
         """Return the value of the annotation. Equal revisions always have equal values."""
         inputs = {"spec": self.pods_digest, "plan": self.inputs_hash}
-        return compress({**inputs, "template": self.template, "engine": self.engine_configmap})
+        group = {"group": {"template": self.worker_template, "size": self.group_size}} if self.worker_template else {}
+        return compress({**inputs, "template": self.template, "engine": self.engine_configmap, **group})
 
-    def apply_to(self, manifests: Iterable[Manifest]) -> list[Manifest]:
-        """Return a copy of the manifests that contains the pod template and the ConfigMap of this revision."""
+    def apply_to(
+        self, manifests: Iterable[Manifest], service: LLMService, plan: Plan, replicas: int, surges: bool = True
+    ) -> list[Manifest]:
+        """Return a copy of the manifests that contains the workload of this revision, with `replicas`, and its
+        ConfigMap. The workload that `manifests` contain can be of another kind. Without `surges`, a LeaderWorkerSet
+        has no maxSurge."""
         result = []
         for manifest in manifests:
             meta = manifest["metadata"]
-            if manifest["kind"] == "Deployment":
-                own = {object_names.PLAN_ANNOTATION: self.inputs_hash, PODS_ANNOTATION: self.annotation_value}
-                meta = {**meta, "annotations": {**meta.get("annotations", {}), **own}}
-                manifest = {**manifest, "metadata": meta, "spec": {**manifest["spec"], "template": self.template}}
+            if manifest["kind"] in WORKLOAD_KINDS:
+                manifest = self._workload(meta, service, plan, replicas, surges)
             elif manifest["kind"] == "ConfigMap" and manifest.get("immutable"):
                 name = self.engine_configmap["metadata"]["name"]
                 manifest = {**self.engine_configmap, "metadata": {**meta, "name": name}}
             result.append(manifest)
         return result
 
+    def _workload(self, meta: Manifest, service: LLMService, plan: Plan, replicas: int, surges: bool) -> Manifest:
+        own = {object_names.PLAN_ANNOTATION: self.inputs_hash, PODS_ANNOTATION: self.annotation_value}
+        if self.worker_template is None:
+            manifest = deployment(service, plan, self.template)
+            manifest["spec"]["replicas"] = replicas
+        else:
+            templates = self.template, self.worker_template
+            manifest = leader_worker_set.manifest(service, plan, *templates, self.group_size, replicas, surges)
+        return {**manifest, "metadata": {**meta, "annotations": {**meta.get("annotations", {}), **own}}}
 
-def has_replicas(deployment: Mapping[str, Any] | None) -> bool:
-    """Whether a Deployment exists and has pods, according to its spec."""
-    return deployment is not None and deployment["spec"].get("replicas", 1) > 0
+
+def has_replicas(workload: Mapping[str, Any] | None) -> bool:
+    """Whether a workload exists and has pods, according to its spec."""
+    return workload is not None and workload["spec"].get("replicas", 1) > 0
+
+
+def workload_template(spec: Mapping[str, Any]) -> Manifest:
+    """Return the template of the pods that serve, from the spec of a Deployment, ReplicaSet or LeaderWorkerSet."""
+    group = spec.get("leaderWorkerTemplate")
+    template: Manifest | None = spec.get("template") if group is None else group.get("leaderTemplate")
+    return template or {}
 
 
 def pods_digest(body: Mapping[str, Any], service: LLMService) -> str:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from quire_operator.controller.object_cache import ObjectCache, ServiceKey
-from quire_operator.controller.template_revision import mounted_configmaps
+from quire_operator.controller.template_revision import mounted_configmaps, workload_template
 from quire_operator.kube import resources
 from quire_operator.render import object_names
 
@@ -40,9 +40,9 @@ def used_folders(cache: ObjectCache, key: ServiceKey) -> frozenset[str] | None:
 
 def _configmaps_of_pods(cache: ObjectCache, key: ServiceKey) -> Iterator[set[str]]:
     """Yield the names of the ConfigMaps that each pod mounts, or each template from which pods can still be made."""
-    for entry in cache.children_of(key, resources.POD, resources.REPLICA_SET, resources.DEPLOYMENT):
+    for entry in cache.children_of(key, resources.POD, resources.REPLICA_SET, *resources.WORKLOADS):
         spec = entry.body().get("spec", {})
         if entry.resource is resources.POD:
             yield mounted_configmaps(spec)
-        elif entry.resource is resources.DEPLOYMENT or spec.get("replicas"):
-            yield mounted_configmaps(spec.get("template", {}).get("spec", {}))
+        elif entry.resource is not resources.REPLICA_SET or spec.get("replicas"):
+            yield mounted_configmaps(workload_template(spec).get("spec", {}))

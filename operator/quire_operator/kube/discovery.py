@@ -7,7 +7,7 @@ import logging
 
 from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.errors import ApiError, ObjectNotFound
-from quire_operator.kube.resources import OPTIONAL_RESOURCES, Resource
+from quire_operator.kube.resources import DISCOVERED_RESOURCES, Resource
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Discovery:
 
     async def _refresh(self, now: float) -> None:
         available, errors = set(), []
-        for resource in OPTIONAL_RESOURCES:
+        for resource in DISCOVERED_RESOURCES:
             try:
                 if resource.plural in await _served_plurals(self._client, resource.root):
                     available.add(resource)
@@ -50,7 +50,7 @@ class Discovery:
                 # The kinds of the failed group keep their last state.
                 errors.append(error)
                 available |= {resource} & self._available
-        if len(errors) == len(OPTIONAL_RESOURCES):
+        if len(errors) == len(DISCOVERED_RESOURCES):
             raise errors[0]
         if errors:
             logger.warning("could not look for some optional kinds error=%s", "; ".join(map(str, errors)))

@@ -83,6 +83,7 @@ _OTHER_PATHS: Mapping[str, FieldPath] = {
     "kv_offloading_folder": ("engine", "kvCacheOffloading", "secondary", 0, "folder"),
     "kv_offloading_folder_size": ("engine", "kvCacheOffloading", "secondary", 0, "size"),
     "kv_transfer": ("engine", "kvTransfer"),
+    "nnodes": ("engine", "pipelineParallelSize"),
     "prefill_local_tokens": ("disaggregation", "localTokens"),
 }  # fmt: skip
 """Paths in the spec of the fields of EngineConfig that follow from the spec in another way."""
@@ -133,6 +134,7 @@ def engine_arguments(
     draft: ModelLocation | None = None,
     kv_folder: str | None = None,
     kv_peers: KVPeers | None = None,
+    rank_key_file: str | None = None,
 ) -> dict[str, Any]:
     """Return the fields of EngineConfig that the plan or the spec sets.
 
@@ -140,6 +142,8 @@ def engine_arguments(
     not set. `draft` is the location of the draft model that spec.engine.speculativeConfig.model sets. `kv_folder` is
     the path of the folder that spec.engine.kvCacheOffloading.secondary sets. `kv_peers` is what the pods of
     spec.engine.kvTransfer have in common; without it, the field has no effect.
+    `rank_key_file` is the path of the key with which the pods of a group meet; without it, all pipeline stages are on
+    one machine.
 
     Raises:
         UnsupportedByEngine: the engine does not support a value of the spec.
@@ -147,6 +151,8 @@ def engine_arguments(
     arguments = {**model.arguments, **dict(_fields(service, plan, draft, kv_folder, kv_peers))}
     if chat_template is not None:
         arguments["chat_template"] = chat_template
+    if service.num_nodes > 1 and rank_key_file is not None:
+        arguments |= {"nnodes": service.num_nodes, "rank_key_file": rank_key_file}
     try:
         EngineConfig.from_json(arguments)
     except ConfigError as error:

@@ -20,21 +20,29 @@ WORKER_COMMAND = ("tini", "--", "python3", "-m", "quire_server.rank")
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
-def manifest(service: LLMService, plan: Plan, template: Manifest) -> Manifest:
-    """Return the LeaderWorkerSet. `template` is the pod template of a Deployment."""
-    leader, worker = group_templates(template, service.num_nodes)
+def manifest(
+    service: LLMService,
+    plan: Plan,
+    leader: Manifest,
+    worker: Manifest,
+    size: int,
+    replicas: int,
+    surges: bool = True,
+) -> Manifest:
+    """Return the LeaderWorkerSet of a service; see `spec`."""
     return new_manifest(
         API_VERSION,
         KIND,
         service,
         service.name,
         annotations={object_names.PLAN_ANNOTATION: plan.inputsHash},
-        spec=spec(service, leader, worker, service.num_nodes, service.spec.replicas),
+        spec=spec(service, leader, worker, size, replicas, surges),
     )
 
 
 def group_templates(template: Manifest, size: int) -> tuple[Manifest, Manifest]:
-    """Return the pod templates of the leader and of the workers of groups with `size` pods.
+    """Return the pod templates of the leader and of the workers of groups with `size` pods. `template` is that of a
+    Deployment.
 
     Both have a label with a digest of both. The status of a LeaderWorkerSet 0.8 does not tell which generation it
     belongs to, so the pods themselves must show whether they are up to date.
@@ -44,8 +52,11 @@ def group_templates(template: Manifest, size: int) -> tuple[Manifest, Manifest]:
     return _with_labels(template, label), _with_labels(worker, label)
 
 
-def spec(service: LLMService, leader: Manifest, worker: Manifest, size: int, replicas: int) -> Manifest:
-    """Return the spec of a LeaderWorkerSet of `replicas` groups, each of a leader and `size` - 1 workers."""
+def spec(
+    service: LLMService, leader: Manifest, worker: Manifest, size: int, replicas: int, surges: bool = True
+) -> Manifest:
+    """Return the spec of a LeaderWorkerSet of `replicas` groups, each of a leader and `size` - 1 workers. Without
+    `surges`, it never has more groups."""
     return {
         "replicas": replicas,
         "leaderWorkerTemplate": {
@@ -58,13 +69,16 @@ def spec(service: LLMService, leader: Manifest, worker: Manifest, size: int, rep
         # Each group gets a headless Service with the name of its leader. Otherwise, there would be one with the name of
         # the set, which the Service of the clients has.
         "networkConfig": {"subdomainPolicy": "UniquePerReplica"},
-        "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": _rolling_update(service, replicas)},
+        "rolloutStrategy": {
+            "type": "RollingUpdate",
+            "rollingUpdateConfiguration": _rolling_update(service, replicas, surges),
+        },
     }
 
 
-def _rolling_update(service: LLMService, replicas: int) -> Manifest:
+def _rolling_update(service: LLMService, replicas: int, surges: bool) -> Manifest:
     rollout = service.spec.rollout
-    surge, unavailable = rollout.maxSurge, rollout.maxUnavailable
+    surge, unavailable = rollout.maxSurge if surges else 0, rollout.maxUnavailable
     if not scaled(surge, replicas, rounds_up=True) and not scaled(unavailable, replicas, rounds_up=False):
         # A Deployment does the same. The webhook of LeaderWorkerSet rejects the values.
         unavailable = 1

@@ -52,6 +52,8 @@ TLS_DIR = "/etc/quire/tls"
 CHAT_TEMPLATE_DIR = "/etc/quire/chat-template"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 ADMIN_KEY_FIELD = "key"
+RANK_KEY_FIELD = "rank-key"
+"""Field of the same Secret: the key with which the pods of a group prove to each other that they belong together."""
 KV_TRANSFER_KEY_FIELD = "kv-transfer-key"
 """Field of the same Secret: the key with which pods prove to each other that they belong together."""
 

@@ -154,7 +154,8 @@ def _objects_around_pods(
     elif service.num_nodes == 1:
         yield workload.deployment(service, plan, templates[None])
     else:
-        yield leader_worker_set.manifest(service, plan, templates[None])
+        groups = leader_worker_set.group_templates(templates[None], service.num_nodes)
+        yield leader_worker_set.manifest(service, plan, *groups, service.num_nodes, spec.replicas)
     yield from filter(None, map(workload.disruption_budget, service.pods))
     if spec.autoscaling and spec.autoscaling.kind == "HorizontalPodAutoscaler":
         yield workload.autoscaler(service, plan, spec.autoscaling)

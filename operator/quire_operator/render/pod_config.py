@@ -114,6 +114,7 @@ def cluster_document(service: LLMService, plan: Plan) -> dict[str, Any]:
             f"{object_names.ADMIN_DIR}/{object_names.KV_TRANSFER_KEY_FIELD}",
             (object_names.headless_service(service),),
         ),
+        f"{object_names.ADMIN_DIR}/{object_names.RANK_KEY_FIELD}",
     )
     config = pod_config(service, EngineConfig.from_json(arguments), _cluster_files(service), ANY_ADDRESS)
     return config.to_json(explicit=arguments.keys())

@@ -149,7 +149,7 @@ def test_a_change_of_the_defaults_keeps_the_pods_until_they_are_replaced_for_ano
     (deployment,) = [m for m in children.manifests if m["kind"] == "Deployment"]
 
     def template(digest):
-        found = build_child_objects(new.service, digest, plan, RENDER_CONTEXT, LiveObjects(deployment=deployment))
+        found = build_child_objects(new.service, digest, plan, RENDER_CONTEXT, LiveObjects(workload=deployment))
         (manifest,) = [m for m in found.manifests if m["kind"] == "Deployment"]
         assert manifest["metadata"]["labels"]["team"] == "all", "other objects change at once"
         return manifest["spec"]["template"]

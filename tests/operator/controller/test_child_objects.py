@@ -30,7 +30,7 @@ def with_image(plan, image):
 
 def build(service, digest, image, deployment=None):
     plan = with_image(plan_of_service(service), image)
-    live_objects = LiveObjects(deployment=deployment)
+    live_objects = LiveObjects(workload=deployment)
     children = build_child_objects(service, digest, plan, RENDER_CONTEXT, live_objects)
     return children, {(m["kind"], m["metadata"]["name"]): m for m in children.manifests}
 
@@ -42,8 +42,9 @@ def old_deployment(spec, image="quire:old"):
     manifests = [copy.deepcopy(manifest) for manifest in objects.values()]
     _, container = server_container(manifests)
     container["args"] = OLD_ARGUMENTS
-    revision = TemplateRevision.from_manifests("digest", plan_of_service(service), manifests)
-    applied = {(m["kind"], m["metadata"]["name"]): m for m in revision.apply_to(manifests)}
+    plan = plan_of_service(service)
+    revision = TemplateRevision.from_manifests("digest", plan, manifests)
+    applied = {(m["kind"], m["metadata"]["name"]): m for m in revision.apply_to(manifests, service, plan, 1)}
     return only_of_kind(applied, "Deployment")
 
 
@@ -135,7 +136,7 @@ def test_the_template_survives_the_annotation_of_both_releases():
     deployment = old_deployment(FREE)
     annotation = deployment["metadata"]["annotations"][PODS_ANNOTATION]
     assert set(decompress(annotation)) == {"spec", "plan", "template", "engine"}
-    revision = TemplateRevision.from_deployment(deployment)
+    revision = TemplateRevision.from_workload(deployment)
     assert revision is not None and not revision.reads_pod_config
     assert revision.inputs[0] == "digest" and revision.template == template_of(deployment)
-    assert TemplateRevision.from_deployment({"metadata": {"annotations": {"quire.dev/pods": "x"}}}) is None
+    assert TemplateRevision.from_workload({"metadata": {"annotations": {"quire.dev/pods": "x"}}}) is None

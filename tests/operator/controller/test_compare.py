@@ -120,7 +120,7 @@ BROKEN = base64.b64encode(b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 8).decode()
 
 @pytest.mark.parametrize("text", ["by hand", compress({"spec": ""}), compress({"spec": ""})[:20], compress([]), BROKEN])
 def test_what_somebody_changed_by_hand_is_not_pinned(text):
-    assert TemplateRevision.from_deployment({"metadata": {"annotations": {PODS_ANNOTATION: text}}}) is None
+    assert TemplateRevision.from_workload({"metadata": {"annotations": {PODS_ANNOTATION: text}}}) is None
 
 
 def test_what_is_pinned_comes_back_as_it_was():
@@ -130,8 +130,9 @@ def test_what_is_pinned_comes_back_as_it_was():
     )
     pinned = TemplateRevision.from_manifests("digest", made, manifests)
     rendered = copy.deepcopy(manifests)
-    (deployment,) = [m for m in pinned.apply_to(manifests) if m["kind"] == "Deployment"]
-    assert TemplateRevision.from_deployment(deployment) == pinned
+    applied = pinned.apply_to(manifests, llm_service(NO_LORA), made, 1)
+    (deployment,) = [m for m in applied if m["kind"] == "Deployment"]
+    assert TemplateRevision.from_workload(deployment) == pinned
     assert deployment["metadata"]["annotations"][object_names.PLAN_ANNOTATION] == made.inputsHash
     assert manifests == rendered, "nothing given is changed"
     assert "u-1" not in str(pinned.engine_configmap), "an owner goes with its service"

@@ -42,7 +42,11 @@ def test_the_leader_is_the_pod_of_a_deployment_and_workers_run_ranks_of_it():
     command = {"command": [*leader_worker_set.WORKER_COMMAND], "ports": [{"name": "health", "containerPort": 8003}]}
     assert server(worker) == server(leader) | command
     assert worker["spec"]["containers"][1:] == leader["spec"]["containers"][1:]
-    assert pod_document(objects.values())["engine"]["pipeline_parallel_size"] == group["size"] == 2
+    engine = pod_document(objects.values())["engine"]
+    assert (engine["pipeline_parallel_size"], engine["nnodes"], group["size"]) == (2, 2, 2)
+    folder, _, field = engine["rank_key_file"].rpartition("/")
+    assert {"name": "admin", "mountPath": folder, "readOnly": True} in server(worker)["volumeMounts"]
+    assert field in objects["Secret", "all-admin"]["data"] and field not in alone["Secret", "all-admin"]["data"]
 
 
 def test_the_set_has_the_fields_of_0_8_that_groups_need():

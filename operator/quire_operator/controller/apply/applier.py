@@ -50,16 +50,16 @@ _ORDERED_KINDS = (
         resources.NETWORK_POLICY, resources.SERVICE,
     ),
     (resources.JOB,),
-    (resources.DEPLOYMENT,),
+    resources.WORKLOADS,
 )  # fmt: skip
 """Groups of kinds. The groups are written in this order, and all other kinds are written after them."""
 
-_WAITING_KINDS = (resources.JOB, resources.DEPLOYMENT)
+_WAITING_KINDS = (resources.JOB, *resources.WORKLOADS)
 """Kinds whose new pods need the objects of the groups before them.
 
 If such an object does not exist, because the API server rejects it or because an earlier one is being deleted, objects
-of these kinds are not written. Otherwise, new pods would wait for the object that is missing. A Deployment that keeps
-its pods is written: its replicas depend on nothing.
+of these kinds are not written. Otherwise, new pods would wait for the object that is missing. A workload that keeps its
+pods is written: its replicas depend on nothing.
 """
 _INDEPENDENT_KINDS = (*resources.OPTIONAL_RESOURCES, resources.SERVICE)
 """Kinds that no pod needs when it starts."""

@@ -12,8 +12,9 @@ from typing import Any
 
 from quire_operator.api.llmservice import LLMService
 from quire_operator.api.quantity import to_bytes
+from quire_operator.controller.apply.replacement import Replacement
 from quire_operator.controller.status.model_cache import is_terminating, job_succeeded
-from quire_operator.controller.template_revision import TemplateRevision, has_replicas
+from quire_operator.controller.template_revision import WORKLOAD_KINDS, TemplateRevision, has_replicas
 from quire_operator.kube.resources import JOB, OPTIONAL_RESOURCES, PERSISTENT_VOLUME_CLAIM, resource_for
 from quire_operator.kube.unknown_fields import FieldPath, remove_fields
 from quire_operator.plan.plan import Plan
@@ -26,8 +27,8 @@ from quire_spec.documents.download_result import KEPT_FOLDERS_VARIABLE
 from quire_spec.errors import ConfigError
 
 Body = Mapping[str, Any]
-_POD_TEMPLATE_PATH = ("spec", "template")
-"""In a Deployment, the fields of spec.podTemplate are below this path."""
+_POD_TEMPLATE_PATHS = (("spec", "template"), ("spec", "leaderWorkerTemplate", "leaderTemplate"))
+"""In a workload, the fields of spec.podTemplate are below one of these paths."""
 _DEFAULT_KINDS = ("PodDisruptionBudget", "PodMonitor")
 """Kinds that every service uses by default (Auto). If a cluster does not have one of them, the status does not contain
 a warning.
@@ -38,12 +39,30 @@ a warning.
 class LiveObjects:
     """Existing objects that the manifests depend on."""
 
-    deployment: Body | None = None
+    workload: Body | None = None
+    """The Deployment or LeaderWorkerSet, of the kind that the spec needs."""
     claim: Body | None = None
     download_jobs: Mapping[str, Body] | None = None
     """The Jobs that download the model, by name."""
     used_folders: Collection[str] | None = None
     """Names of the folders on the claim that pods use. None if this is not known."""
+    replaced_workload: Body | None = None
+    """The workload of the other kind, if it exists."""
+    replacement: Replacement | None = None
+    """Replicas of both, if both kinds or only the other one exist."""
+
+    @property
+    def paused_replacement(self) -> Replacement | None:
+        """The replicas that both workloads have now. None if there is only one."""
+        if self.workload is None or self.replaced_workload is None:
+            return None
+        new, old = (body["spec"].get("replicas", 1) for body in (self.workload, self.replaced_workload))
+        return Replacement(new, old, is_complete=False)
+
+    @property
+    def serving_workload(self) -> Body | None:
+        """The workload whose pods serve: the one of the other kind until the new one exists."""
+        return self.replaced_workload if self.workload is None else self.workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +114,8 @@ def build_child_objects(
         # The claim and the Job are created after the old claim has been deleted. The other objects need not wait.
         manifests = [m for m in manifests if resource_for(m) not in (PERSISTENT_VOLUME_CLAIM, JOB)]
     revision = TemplateRevision.from_manifests(pods_digest, plan, manifests)
-    live_revision = TemplateRevision.from_deployment(live_objects.deployment)
-    is_serving = live_revision is not None and has_replicas(live_objects.deployment)
+    live_revision = TemplateRevision.from_workload(live_objects.serving_workload)
+    is_serving = live_revision is not None and has_replicas(live_objects.serving_workload)
     model_ready = job is None or finished_job is not None
     is_same_revision = live_revision is not None and live_revision.inputs == revision.inputs
     keeps_pods = is_serving and not model_ready and not is_same_revision
@@ -118,10 +137,14 @@ def build_child_objects(
             # Services and NetworkPolicies get the port of the OpenAI API when the pods get it, not earlier.
             return build_child_objects(service.without_openai(), pods_digest, plan, context, live_objects)
     replicas = service.spec.replicas if model_ready or is_serving else 0
-    manifests = [
-        _with_live_values(service, m, replicas, live_objects, downloads=not model_ready)
-        for m in revision.apply_to(manifests)
-    ]
+    replacement = live_objects.replacement if model_ready else live_objects.paused_replacement
+    # With maxSurge, a LeaderWorkerSet that is scaled has more groups for a while.
+    is_replacing = replacement is not None and not replacement.is_complete
+    replicas = replicas if replacement is None else replacement.new
+    applied = revision.apply_to(manifests, service, plan, replicas, surges=not is_replacing)
+    if replacement is not None and is_replacing:
+        applied += _replaced_objects(service, plan, context, live_objects, replacement.old)
+    manifests = [_with_live_values(service, m, live_objects, downloads=not model_ready) for m in applied]
     job_name = finished_job if job is None or finished_job is not None else str(job["metadata"]["name"])
     reported = tuple(k for k in (*rendered.unavailable_kinds, *missing_kinds) if k not in _DEFAULT_KINDS)
     pinned_image = service.spec.runtime.image or ""
@@ -148,14 +171,30 @@ def build_running_objects(
     Raises:
         ConfigError: the adapter catalog is too large.
     """
-    revision = TemplateRevision.from_deployment(live_objects.deployment)
-    if revision is None or not has_replicas(live_objects.deployment):
+    live = live_objects.serving_workload
+    revision = TemplateRevision.from_workload(live)
+    if live is None or revision is None or not has_replicas(live):
         return ()
     if service.openai_port is not None and not revision.serves_openai:
         service = service.without_openai()
     rendered = render_running_objects(service, plan, context, revision.template, revision.engine_configmap)
-    manifests, _ = _select_available(revision.apply_to(rendered.manifests), context)
-    return tuple(_with_live_values(service, m, service.spec.replicas, live_objects, downloads=False) for m in manifests)
+    # A replacement does not continue without a plan for the new pods.
+    is_partial = live_objects.workload is not None and live_objects.replaced_workload is not None
+    replicas = live["spec"].get("replicas", 1) if is_partial else service.spec.replicas
+    manifests, _ = _select_available(revision.apply_to(rendered.manifests, service, plan, replicas), context)
+    return tuple(_with_live_values(service, m, live_objects, downloads=False) for m in manifests)
+
+
+def _replaced_objects(
+    service: LLMService, plan: Plan, context: RenderContext, live_objects: LiveObjects, replicas: int
+) -> list[Manifest]:
+    """Return the workload of the other kind, with its own templates and `replicas`, and its ConfigMap."""
+    revision = TemplateRevision.from_workload(live_objects.replaced_workload)
+    if revision is None:
+        return []  # Without its templates, it cannot be applied: it is deleted at once.
+    rendered = render_running_objects(service, plan, context, revision.template, revision.engine_configmap)
+    manifests = revision.apply_to(rendered.manifests, service, plan, replicas, surges=False)
+    return [m for m in manifests if m["kind"] in WORKLOAD_KINDS or (m["kind"] == "ConfigMap" and m.get("immutable"))]
 
 
 def _select_available(manifests: Sequence[Manifest], context: RenderContext) -> tuple[list[Manifest], list[str]]:
@@ -180,19 +219,15 @@ def unknown_fields(service: LLMService, unknown: Collection[FieldPath]) -> tuple
     Fields that only the operator adds are not returned.
     """
     pod_template = service.spec.podTemplate
-    paths = [path[2:] for path in unknown if path[:2] == _POD_TEMPLATE_PATH]
+    paths = [path[len(top) :] for path in unknown for top in _POD_TEMPLATE_PATHS if path[: len(top)] == top]
     used_paths = [path for path in paths if remove_fields(pod_template, {path}) != pod_template]
     return tuple(sorted(".".join(("spec.podTemplate", *path)) for path in used_paths))
 
 
-def _with_live_values(
-    service: LLMService, manifest: Manifest, replicas: int, live_objects: LiveObjects, downloads: bool
-) -> Manifest:
+def _with_live_values(service: LLMService, manifest: Manifest, live_objects: LiveObjects, downloads: bool) -> Manifest:
     """Return the manifest, in which the values that the live objects determine are set. `downloads` is True if the
     model must still be downloaded.
     """
-    if manifest["kind"] == "Deployment":
-        return {**manifest, "spec": {**manifest["spec"], "replicas": replicas}}
     if manifest["kind"] == "PersistentVolumeClaim" and live_objects.claim is not None:
         return _claim_with_live_values(service, manifest, live_objects.claim["spec"], downloads)
     return _job_with_kept_folders(manifest, live_objects) if manifest["kind"] == "Job" else manifest

@@ -57,13 +57,24 @@ class PodState:
     restarts: int
     """How often the main container was restarted."""
     template_hash: str
-    """Value of the label pod-template-hash, which identifies the ReplicaSet."""
+    """Value of the label that identifies the template: pod-template-hash, or quire.dev/template in a LeaderWorkerSet.
+    """
     health_port: int | None
     """Number of the container port with the name `health`, which serves the admin API. None if the pod does not have
     this port.
     """
     created_at: str = ""
     """metadata.creationTimestamp"""
+    ready_at: str = ""
+    """Time at which `ready` last changed, in the form of RFC 3339."""
+    ends_at: str = ""
+    """Time at which the pod must have ended. Empty if it is not being deleted."""
+    node: str = ""
+    """Name of the pod's node. Empty until the pod has one."""
+    group: int | None = None
+    """Index of the group in a LeaderWorkerSet. None for a pod of a Deployment."""
+    rank: int = 0
+    """Index of the pod in its group. The pod with index 0 serves."""
     unschedulable: str = ""
     """Message of the scheduler if it could not find a node for the pod. Empty if the pod has a node."""
     gates: tuple[str, ...] = ()
@@ -135,7 +146,7 @@ class ServicePods:
     """The pods of a service, as they were observed in one pass."""
 
     server_pods: tuple[PodState, ...] = ()
-    """The pods of the Deployment, sorted by name."""
+    """The pods that serve: those of the Deployment, and the leaders of groups; sorted by name."""
     job: Body | None = None
     """The Job that downloads the model of the spec."""
     job_pods: tuple[PodState, ...] = ()
@@ -144,18 +155,25 @@ class ServicePods:
     """The PersistentVolumeClaim that stores the model. `job` was selected for this claim."""
     job_warning: str = ""
     """Latest warning about `job`, if it has no pod. Empty if there is none."""
+    worker_pods: tuple[PodState, ...] = ()
+    """The pods of groups that do not serve, sorted by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedState:
     """Everything that was observed about a service in one pass."""
 
-    deployment: Body | None = None
-    """Deployment of the service. It comes from the response to the apply in this pass, or from a later event. An older
-    version must not be used. Otherwise, the status could report a rollout as complete before the rollout has started.
+    workload: Body | None = None
+    """Deployment or LeaderWorkerSet of the service. It comes from the response to the apply in this pass, or from a
+    later event. An older version must not be used. Otherwise, the status could report a rollout as complete before the
+    rollout has started.
     """
+    replaced_workload: Body | None = None
+    """The workload of the other kind, if `workload` replaces it."""
     pods: tuple[PodState, ...] = ()
     """The server pods of the service."""
+    worker_pods: tuple[PodState, ...] = ()
+    """The pods of groups that do not serve."""
     catalog: AdapterCatalog | None = None
     """The adapters that the pods should have. None: those of the spec."""
     job: Body | None = None
@@ -226,6 +244,7 @@ def parse_pod(body: Body) -> PodState:
     main = main_container.get("name", object_names.SERVER)
     main_state: Mapping[str, Any] = next((c for c in state.get("containerStatuses", ()) if c["name"] == main), {})
     ports = {p.get("name"): p["containerPort"] for c in containers for p in c.get("ports", ())}
+    labels: Mapping[str, str] = meta.get("labels", {})
     scheduled = conditions.get("PodScheduled", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
     return PodState(
@@ -237,7 +256,12 @@ def parse_pod(body: Body) -> PodState:
         deleting="deletionTimestamp" in meta,
         started_at=main_state.get("state", {}).get("running", {}).get("startedAt", ""),
         restarts=main_state.get("restartCount", 0),
-        template_hash=meta.get("labels", {}).get(TEMPLATE_HASH, ""),
+        template_hash=labels.get(object_names.TEMPLATE_LABEL) or labels.get(TEMPLATE_HASH, ""),
+        ready_at=conditions.get("Ready", {}).get("lastTransitionTime") or "",
+        ends_at=meta.get("deletionTimestamp") or "",
+        node=spec.get("nodeName") or "",
+        group=_to_index(labels.get(object_names.LWS_GROUP)),
+        rank=_to_index(labels.get(object_names.LWS_WORKER)) or 0,
         health_port=ports.get(HEALTH_PORT),
         image=main_container.get("image", ""),
         created_at=meta.get("creationTimestamp", ""),
@@ -256,6 +280,10 @@ def parse_pod(body: Body) -> PodState:
             for c in _container_statuses(state)
         ),
     )
+
+
+def _to_index(label: str | None) -> int | None:
+    return int(label) if label is not None and label.isdecimal() else None
 
 
 def _download_folders(spec: Mapping[str, Any]) -> Iterator[str]:

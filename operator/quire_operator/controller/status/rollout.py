@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conditions Available and Progressing, which are evaluated from the Deployment and its pods. Pure. Called by
+"""The conditions Available and Progressing, which are evaluated from the workload and its pods. Pure. Called by
 status.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from quire_operator.controller.status.conditions import Condition, ConditionType, Reason
+from quire_operator.controller.status.groups import crash_loop, groups_of, incomplete, lost_node
 from quire_operator.controller.status.model_cache import describe_access
 from quire_operator.controller.status.observed_state import ObservedState, PodState
+from quire_operator.render import object_names
 from quire_spec.constants import CONFIG_FILE
 
 _REPLACEMENT_S = 60.0
@@ -78,8 +80,9 @@ def available_condition(observed: ObservedState, desired_replicas: int | None) -
     ready = ready_pods(observed)
     if ready:
         desired_text = f" of {desired_replicas}" if desired_replicas is not None else ""
+        noun = "pods" if group_size(observed.workload) is None else "groups"
         degraded = [f"; {pod.name}: {pod.report.degraded}" for pod in ready if pod.report and pod.report.degraded]
-        message = f"{len(ready)}{desired_text} pods serve{''.join(degraded[:_MAX_DEGRADED])}"
+        message = f"{len(ready)}{desired_text} {noun} serve{''.join(degraded[:_MAX_DEGRADED])}"
         return Condition(ConditionType.AVAILABLE, True, Reason.MINIMUM_REPLICAS, message)
     if desired_replicas == 0:
         return Condition(ConditionType.AVAILABLE, False, Reason.SCALED_TO_ZERO, "spec.replicas is 0")
@@ -87,27 +90,34 @@ def available_condition(observed: ObservedState, desired_replicas: int | None) -
 
 
 def evaluate_rollout(
-    observed: ObservedState, generation: int, desired_replicas: int, gpu_resource: str | None
+    observed: ObservedState,
+    generation: int,
+    desired_replicas: int,
+    gpu_resource: str | None,
+    now: datetime,
+    history: Sequence[Mapping[str, Any]] = (),
 ) -> RolloutState:
     """Evaluate the rollout of `generation`.
 
-    `gpu_resource` is the resource name of the GPUs that the pods use. On a CPU, it is None.
+    `gpu_resource` is the resource name of the GPUs that the pods use. On a CPU, it is None. `history` contains the
+    entries of groups.update_history.
     """
-    deployment = observed.deployment
-    if observed.applied_generation != generation or deployment is None:
+    workload = observed.workload
+    if observed.applied_generation != generation or workload is None:
         message = "; ".join(["the objects of this generation are being applied", *observed.pending_deletions])
         return RolloutState(desired_replicas, False, Reason.UPDATING, message, True)
-    counts = _ReplicaCounts.from_deployment(deployment)
-    if counts.is_complete(desired_replicas) and _pods_agree(observed, desired_replicas):
-        message = f"{desired_replicas} of {desired_replicas} pods have this generation and are ready"
+    counts = _ReplicaCounts.of(workload, observed)
+    is_replaced = observed.replaced_workload is None
+    if is_replaced and counts.is_complete(desired_replicas) and _pods_agree(observed, desired_replicas):
+        message = f"{desired_replicas} of {desired_replicas} {counts.noun} have this generation and are ready"
         return RolloutState(desired_replicas, True, Reason.ROLLOUT_COMPLETE, message, False)
-    reason, message = _blocking_reason(observed, counts, desired_replicas, gpu_resource)
+    reason, message = _blocking_reason(observed, counts, desired_replicas, gpu_resource, now, history)
     if reason in _GATED_REASONS:
         # Queueing takes as long as it takes, so no deadline applies.
         return RolloutState(desired_replicas, False, reason, message, True)
-    conditions = {c["type"]: c for c in deployment.get("status", {}).get("conditions") or ()}
+    conditions = {c["type"]: c for c in workload.get("status", {}).get("conditions") or ()}
     if counts.is_current and conditions.get("Progressing", {}).get("reason") == "ProgressDeadlineExceeded":
-        seconds = deployment["spec"].get("progressDeadlineSeconds")
+        seconds = workload["spec"].get("progressDeadlineSeconds")
         deadline_message = f"no progress for {seconds} s (spec.rollout.progressDeadlineSeconds): {message}"
         return RolloutState(desired_replicas, False, Reason.DEADLINE_EXCEEDED, deadline_message, False)
     failure = conditions.get("ReplicaFailure", {})
@@ -147,28 +157,53 @@ def diagnose_pod(pod: PodState, gpu_resource: str | None) -> PodProblem | None:
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaCounts:
-    """The numbers of replicas in the status of a Deployment."""
+    """The numbers of replicas of a workload: pods of a Deployment, or groups of a LeaderWorkerSet."""
 
     is_current: bool
-    """True if the status was written for the newest generation of the Deployment."""
+    """True if the numbers are those of the newest generation of the workload."""
     desired: int
     replicas: int
     updated: int
     ready: int
     available: int
+    noun: str = "pods"
+
+    @classmethod
+    def of(cls, workload: Mapping[str, Any], observed: ObservedState) -> "_ReplicaCounts":
+        size = group_size(workload)
+        return cls.from_deployment(workload) if size is None else cls.from_groups(workload, size, observed)
+
+    @classmethod
+    def from_groups(cls, workload: Mapping[str, Any], size: int, observed: ObservedState) -> "_ReplicaCounts":
+        labels = workload["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["metadata"]["labels"]
+        groups = groups_of((*observed.pods, *observed.worker_pods), size)
+        alive = [group for group in groups if group.is_alive]
+        newest = labels.get(object_names.TEMPLATE_LABEL)
+        updated = [group for group in alive if group.leader and group.leader.template_hash == newest]
+        ready = sum(group.is_ready for group in alive)
+        return cls(True, workload["spec"].get("replicas", 1), len(alive), len(updated), ready, ready, "groups")
 
     @classmethod
     def from_deployment(cls, deployment: Mapping[str, Any]) -> "_ReplicaCounts":
         status = deployment.get("status") or {}
         is_current = status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
-        return cls(
-            is_current,
-            deployment["spec"].get("replicas", 1),
-            *(status.get(name) or 0 for name in ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")),
-        )
+        names = ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")
+        replicas, updated, ready, available = (status.get(name) or 0 for name in names)
+        return cls(is_current, deployment["spec"].get("replicas", 1), replicas, updated, ready, available)
 
     def is_complete(self, desired: int) -> bool:
         return self.is_current and {self.desired, self.replicas, self.updated, self.ready, self.available} == {desired}
+
+
+def count_replicas(observed: ObservedState) -> tuple[int, int]:
+    """Return the number of replicas that exist, and of those that have the newest template. If the workload does not
+    tell the second number yet, it is 0."""
+    workload, replaced = observed.workload, observed.replaced_workload
+    counts = None if workload is None else _ReplicaCounts.of(workload, observed)
+    old = 0 if replaced is None else _ReplicaCounts.of(replaced, observed).replicas
+    if counts is None:
+        return old, 0
+    return counts.replicas + old, counts.updated if counts.is_current else 0
 
 
 def _pods_agree(observed: ObservedState, desired_replicas: int) -> bool:
@@ -180,27 +215,59 @@ def _pods_agree(observed: ObservedState, desired_replicas: int) -> bool:
     return alive == desired_replicas == len(ready_pods(observed)) and len(hashes) <= 1
 
 
+def group_size(workload: Mapping[str, Any] | None) -> int | None:
+    """Return the number of pods of a group of a LeaderWorkerSet. None for a Deployment, or no workload."""
+    group = ((workload or {}).get("spec") or {}).get("leaderWorkerTemplate")
+    return None if group is None else int(group.get("size", 1))
+
+
+def _group_problem(
+    observed: ObservedState, now: datetime, history: Sequence[Mapping[str, Any]]
+) -> tuple[Reason, str] | None:
+    """Return what only the pods of a group together show."""
+    size = group_size(observed.workload)
+    if size is None:
+        return None
+    groups = groups_of((*observed.pods, *observed.worker_pods), size)
+    if message := next(filter(None, (lost_node(group, now) for group in groups)), ""):
+        return Reason.GROUP_NODE_LOST, message
+    if any(pod.gates for group in groups for pod in group.pods):
+        return None  # Kueue admits all pods of a group together.
+    if message := next(filter(None, (incomplete(group, now) for group in groups)), ""):
+        return Reason.GANG_INCOMPLETE, message
+    message = crash_loop(history)
+    return (Reason.GROUP_CRASH_LOOPING, message) if message else None
+
+
 def _blocking_reason(
-    observed: ObservedState, counts: _ReplicaCounts, desired_replicas: int, gpu_resource: str | None
+    observed: ObservedState,
+    counts: _ReplicaCounts,
+    desired_replicas: int,
+    gpu_resource: str | None,
+    now: datetime,
+    history: Sequence[Mapping[str, Any]],
 ) -> tuple[Reason, str]:
     """Return the reason and the message of a rollout that is not complete.
 
     Pods that cannot be scheduled come first. Other problems of pods come after them.
     """
+    progress = _describe_progress(observed, counts, desired_replicas)
+    if (group_problem := _group_problem(observed, now, history)) is not None:
+        return group_problem[0], f"{progress}; {group_problem[1]}"
     problems = [
         (pod.name, cause)
-        for pod in sorted(observed.pods, key=lambda pod: pod.name)
+        for pod in sorted((*observed.pods, *observed.worker_pods), key=lambda pod: pod.name)
         if pod.alive and not is_ready(pod) and (cause := diagnose_pod(pod, gpu_resource))
     ] or [(pod.name, cause) for pod in _newly_failed_pods(observed) if (cause := diagnose_pod(pod, gpu_resource))]
     order = (*_GATED_REASONS, Reason.INSUFFICIENT_GPU, Reason.UNSCHEDULABLE, Reason.PODS_NOT_READY)
-    progress = _describe_progress(observed, counts, desired_replicas)
     if problems:
         name, cause = min(problems, key=lambda item: order.index(item[1].reason))
         message = cause.message if len(cause.message) <= _MAX_POD_MESSAGE else cause.message[:_MAX_POD_MESSAGE] + "…"
         more_text = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         access_text = describe_access(observed.claim) if any(w in message for w in _ACCESS_PROBLEMS) else ""
         return cause.reason, "; ".join(filter(None, (progress, f"pod {name}: {message}{more_text}", access_text)))
-    if counts.is_current and counts.updated >= desired_replicas == counts.replicas:
+    is_replaced = observed.replaced_workload is None
+    if is_replaced and counts.is_current and counts.updated >= desired_replicas == counts.replicas:
         if counts.available < counts.ready == desired_replicas:
             return Reason.UPDATING, f"{progress}; they must stay ready for spec.rollout.minReadySeconds"
         return Reason.PODS_STARTING, f"{progress}; the others are starting"
@@ -231,7 +298,10 @@ def _describe_progress(observed: ObservedState, counts: _ReplicaCounts, desired_
     # The pods' own reports are newer than the status of the Deployment.
     num_ready = min(counts.ready, len(ready_pods(observed)))
     old_text = f", {counts.replicas - updated} have an older one" if counts.replicas > updated else ""
-    return f"{updated} of {desired_replicas} pods have this generation, {num_ready} are ready{old_text}"
+    if (replaced := observed.replaced_workload) is not None:
+        kind, count = replaced["kind"], replaced["spec"].get("replicas", 1)
+        old_text += f"; the {kind} that is being replaced has {count}"
+    return f"{updated} of {desired_replicas} {counts.noun} have this generation, {num_ready} are ready{old_text}"
 
 
 def is_ready(pod: PodState) -> bool:

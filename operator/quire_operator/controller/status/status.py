@@ -22,15 +22,34 @@ from quire_operator.controller.status.conditions import (
     format_timestamp,
     to_conditions,
 )
+from quire_operator.controller.status.groups import groups_of, update_history
 from quire_operator.controller.status.observed_state import ObservedState, PlanningResult, PodState
-from quire_operator.controller.status.rollout import RolloutState, available_condition, evaluate_rollout, ready_pods
+from quire_operator.controller.status.rollout import (
+    RolloutState,
+    available_condition,
+    count_replicas,
+    evaluate_rollout,
+    group_size,
+    ready_pods,
+)
 from quire_operator.controller.status.routes import route_conditions
+from quire_operator.controller.template_revision import workload_template
 from quire_operator.plan.gpu import GPU_RESOURCE
 from quire_operator.plan.plan import Plan
 from quire_operator.render import object_names
 from quire_operator.render.manifests import container_ports
 
-_PRESERVED_FIELDS = ("servedName", "selector", "address", "endpoints", "plan", "cache", "adapters", "adaptersReady")
+_PRESERVED_FIELDS = (
+    "servedName",
+    "selector",
+    "address",
+    "endpoints",
+    "plan",
+    "cache",
+    "adapters",
+    "adaptersReady",
+    "groups",
+)
 """Fields of the status that keep their values while the spec is invalid."""
 
 
@@ -52,10 +71,8 @@ def build_status(
         evaluated = _evaluate_unreadable_spec(planning, observed, previous)
     else:
         evaluated = _evaluate_spec(service, generation, planning, observed, previous, now)
-    deployment = (observed.deployment or {}).get("status") or {}
-    meta = (observed.deployment or {}).get("metadata") or {}
-    is_observed = deployment.get("observedGeneration", 0) >= meta.get("generation", 0)
-    is_current = is_observed and observed.applied_generation == generation
+    existing, updated = count_replicas(observed)
+    is_current = observed.applied_generation == generation
     ready = ready_pods(observed)
     return {
         **evaluated.fields,
@@ -63,9 +80,9 @@ def build_status(
         **({ownership.FIELD: previous[ownership.FIELD]} if ownership.FIELD in previous else {}),
         "observedGeneration": generation,
         "conditions": to_conditions(evaluated.conditions, generation, previous, now),
-        "replicas": deployment.get("replicas") or 0,
+        "replicas": existing,
         "readyReplicas": len(ready),
-        "updatedReplicas": (deployment.get("updatedReplicas") or 0) if is_current else 0,
+        "updatedReplicas": updated if is_current else 0,
         "models": adapters.common_model_names(ready),
         **_parsers(ready),
         **_model_signature(ready),
@@ -120,8 +137,10 @@ def _evaluate_spec(
     config, planned = _config_valid(planning, observed), _planned_condition(planning)
     cached_condition, cache = model_cache.evaluate_model_cache(service, planning, observed, previous, now)
     gpu_resource = spec.gpu.resourceName if spec.gpu else GPU_RESOURCE
+    groups = _groups_status(observed, spec.replicas, previous, now)
+    history = groups.get("history") or ()
     rollout_state = evaluate_rollout(
-        observed, generation, spec.replicas, gpu_resource if spec.device is Device.GPU else None
+        observed, generation, spec.replicas, gpu_resource if spec.device is Device.GPU else None, now, history
     )
     adapters_state = adapters.evaluate_adapters(
         observed.catalog or service.build_catalog(), observed.pods, ready_pods(observed)
@@ -150,7 +169,8 @@ def _evaluate_spec(
         "adaptersReady": adapters_state.ready_summary,
         **({"plan": plan} if plan else {}),
         **({"defaults": list(service.defaulted_fields)} if service.defaulted_fields else {}),
-        **(_addresses(service, observed.deployment) if observed.deployment is not None else {}),
+        **({"groups": groups} if groups else {}),
+        **(_addresses(service, workload) if (workload := observed.workload or observed.replaced_workload) else {}),
     }
     return _EvaluatedSpec(conditions, fields)
 
@@ -329,7 +349,18 @@ def _parsers(ready: tuple[PodState, ...]) -> dict[str, str]:
     return {field: name for field, found in names.items() if len(found) == 1 and (name := next(iter(found)))}
 
 
-def _addresses(service: LLMService, deployment: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def _groups_status(observed: ObservedState, wanted: int, previous: Mapping[str, Any], now: datetime) -> dict[str, Any]:
+    """Return status.groups. It is empty if the pods are not in groups."""
+    size = group_size(observed.workload)
+    if size is None:
+        return {}
+    groups = groups_of((*observed.pods, *observed.worker_pods), size)
+    history = update_history((previous.get("groups") or {}).get("history") or (), groups, now)
+    ready = sum(group.is_alive and group.is_ready for group in groups)
+    return {"size": size, "wanted": wanted, "ready": ready, **({"history": history} if history else {})}
+
+
+def _addresses(service: LLMService, workload: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return two fields of the status: `address` and `endpoints`."""
     ports, host = service.ports, ".".join([service.name, *([service.namespace] if service.namespace else []), "svc"])
     forms = {"http": f"http://{host}:{ports.get('http')}", "grpc": f"{host}:{ports.get('grpc')}"}
@@ -339,7 +370,7 @@ def _addresses(service: LLMService, deployment: Mapping[str, Any]) -> dict[str, 
     if address:
         address["url"] = next(iter(address.values()))
     # Pods that an older release rendered do not have the port.
-    if service.openai_port and object_names.OPENAI_PORT_NAME in container_ports(deployment["spec"]["template"]):
+    if service.openai_port and object_names.OPENAI_PORT_NAME in container_ports(workload_template(workload["spec"])):
         scheme = "http" if service.spec.openai.tlsSecretRef is None else "https"
         address["url"] = address["openai"] = f"{scheme}://{host}:{service.openai_port}/v1"
     route = service.spec.networking.httpRoute

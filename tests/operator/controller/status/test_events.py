@@ -47,7 +47,7 @@ def test_the_story_of_a_service_that_comes_up():
     downloading = after(nothing, ObservedState(job=job(), job_pods=(starting_pod("j", started_at="x"),)))
     assert [e.reason for e in build_events(nothing, downloading)] == ["Fits", "Downloading"]
     begun = after(
-        downloading, healthy_state(pods=(starting_pod("s-0"), starting_pod("s-1")), deployment=deployment(2, ready=0))
+        downloading, healthy_state(pods=(starting_pod("s-0"), starting_pod("s-1")), workload=deployment(2, ready=0))
     )
     assert [e.reason for e in build_events(downloading, begun)] == ["Downloaded"]
     lines = told(begun, healthy_state())
@@ -60,17 +60,17 @@ CHANGES = {
     "no GPU": (
         healthy_state(
             pods=(GOOD, starting_pod("s-1", unschedulable="Insufficient nvidia.com/gpu")),
-            deployment=deployment(2, ready=1),
+            workload=deployment(2, ready=1),
         ),
         ["Warning InsufficientGPU"],
     ),
     "all pods are lost": (
-        healthy_state(pods=(starting_pod("s-0"), starting_pod("s-1")), deployment=deployment(2, ready=0)),
+        healthy_state(pods=(starting_pod("s-0"), starting_pod("s-1")), workload=deployment(2, ready=0)),
         ["Warning NoReadyPods"],
     ),
     # The Deployment has counted the new pod, which reports that it is starting.
     "a pod that was deleted": (
-        healthy_state(pods=(GOOD, starting_pod("s-2")), deployment=deployment(2)),
+        healthy_state(pods=(GOOD, starting_pod("s-2")), workload=deployment(2)),
         [],
     ),
     "a pod that was evicted": (
@@ -80,14 +80,14 @@ CHANGES = {
                 starting_pod("s-1", phase="Failed", failure="Evicted: low on memory", failed_at="2026-01-01T00:00:01Z"),
                 starting_pod("s-2", created_at="2026-01-01T00:00:02Z"),
             ),
-            deployment=deployment(2, ready=1),
+            workload=deployment(2, ready=1),
         ),
         ["Normal PodsNotReady"],
     ),
     "a queue without quota": (
         healthy_state(
             pods=(GOOD, starting_pod("s-1", gates=("kueue.x-k8s.io/admission",), gate_message="1 more needed")),
-            deployment=deployment(2, ready=1),
+            workload=deployment(2, ready=1),
         ),
         ["Normal WaitingForQuota"],
     ),

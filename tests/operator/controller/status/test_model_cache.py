@@ -90,7 +90,7 @@ DOWNLOADS = {
 @pytest.mark.parametrize("case", DOWNLOADS)
 def test_a_model_that_is_not_there(case):
     changes, reason, state, words = DOWNLOADS[case]
-    nothing = ObservedState(deployment=deployment(0), applied_generation=GENERATION, **{"job": job()} | changes)
+    nothing = ObservedState(workload=deployment(0), applied_generation=GENERATION, **{"job": job()} | changes)
     found = checked_status(nothing)
     assert conditions_by_type(found)["ModelCached"] == ("False", reason)
     assert ready_condition(found) == ("False", reason), "no pod is blamed: there are none before the model is there"
@@ -101,7 +101,7 @@ def test_a_model_that_is_not_there(case):
 def on_its_way(progress, previous=None, seconds=0, *before):
     """The status of a download `seconds` after NOW, and its words."""
     pods = (*before, downloading(progress=progress))
-    seen = ObservedState(deployment=deployment(0), applied_generation=GENERATION, job=job(), job_pods=pods)
+    seen = ObservedState(workload=deployment(0), applied_generation=GENERATION, job=job(), job_pods=pods)
     found = checked_status(seen, previous=previous, now=NOW + timedelta(seconds=seconds))
     return found, condition(found, "ModelCached")["message"]
 

@@ -54,7 +54,7 @@ def test_gates_are_named_and_have_no_deadline(changes, reason, words):
     late = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
     for more in ({}, {"conditions": late}):
         pods = (serving_pod(), starting_pod("s-1", **changes))
-        found = checked_status(state_with_pods(*pods, deployment=deployment(2, ready=1, **more)))
+        found = checked_status(state_with_pods(*pods, workload=deployment(2, ready=1, **more)))
         assert conditions_by_type(found)["Progressing"] == ("True", reason)
         assert (
             f"pod s-1: {words}" in condition(found, "Ready")["message"] or words in condition(found, "Ready")["message"]
@@ -72,7 +72,7 @@ def test_gates_are_named_and_have_no_deadline(changes, reason, words):
 )
 def test_pods_that_were_rejected_are_named(alive, is_told):
     pods = (serving_pod(), starting_pod("s-1", **REJECTED), *alive)
-    found = checked_status(state_with_pods(*pods, deployment=deployment(2, ready=1)))
+    found = checked_status(state_with_pods(*pods, workload=deployment(2, ready=1)))
     words = "pod s-1: the pod has failed: UnexpectedAdmissionError: Allocate failed due to no healthy devices present"
     assert (words in condition(found, "Ready")["message"]) == is_told
     assert conditions_by_type(found)["Ready"][1] == ("PodsNotReady" if is_told else "PodsStarting")
@@ -81,7 +81,7 @@ def test_pods_that_were_rejected_are_named(alive, is_told):
 def test_a_problem_of_a_living_pod_is_more_important_than_one_that_was_evicted():
     waiting = starting_pod("s-2", created_at="2026-01-01T00:00:11Z", unschedulable=UNSCHEDULABLE)
     pods = (serving_pod(), starting_pod("s-1", **REJECTED), waiting)
-    found = checked_status(state_with_pods(*pods, deployment=deployment(2, ready=1)))
+    found = checked_status(state_with_pods(*pods, workload=deployment(2, ready=1)))
     assert conditions_by_type(found)["Ready"] == ("False", "InsufficientGPU")
 
 
@@ -203,6 +203,6 @@ def test_a_pod_without_one_of_its_cores_serves_and_says_so():
     whole = serving_pod("s-0")
     report = dataclasses.replace(whole.report, degraded="cores 3 of 4")
     pods = (whole, dataclasses.replace(whole, name="s-1", report=report))
-    found = checked_status(state_with_pods(*pods, deployment=deployment(2, ready=2)))
+    found = checked_status(state_with_pods(*pods, workload=deployment(2, ready=2)))
     assert condition(found, "Available")["status"] == "True"
     assert condition(found, "Available")["message"] == "2 of 2 pods serve; s-1: cores 3 of 4"

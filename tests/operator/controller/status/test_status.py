@@ -102,11 +102,11 @@ def test_the_address_contains_exposed_protocols_only(expose, address):
 NOT_READY = {
     "nothing was applied yet": (ObservedState(job=finished_job()), "Updating"),
     "the controller has not observed the Deployment": (
-        healthy_state(deployment=deployment(2, observedGeneration=3)),
+        healthy_state(workload=deployment(2, observedGeneration=3)),
         "Updating",
     ),
-    "pods are not ready for long enough": (healthy_state(deployment=deployment(2, availableReplicas=1)), "Updating"),
-    "old pods make up the count": (healthy_state(deployment=deployment(2, updated=1)), "Updating"),
+    "pods are not ready for long enough": (healthy_state(workload=deployment(2, availableReplicas=1)), "Updating"),
+    "old pods make up the count": (healthy_state(workload=deployment(2, updated=1)), "Updating"),
     "pods of two templates": (
         state_with_pods(serving_pod(), replace(serving_pod("s-1"), template_hash="old")),
         "PodsStarting",
@@ -200,7 +200,7 @@ PODS = {
 def test_a_pod_waits_because(case):
     changes, reason, words = PODS[case]
     found = checked_status(
-        state_with_pods(serving_pod(), starting_pod("s-1", **changes), deployment=deployment(2, ready=1))
+        state_with_pods(serving_pod(), starting_pod("s-1", **changes), workload=deployment(2, ready=1))
     )
     assert conditions_by_type(found)["Ready"] == ("False", reason)
     assert conditions_by_type(found)["Progressing"] == ("True", reason)
@@ -210,7 +210,7 @@ def test_a_pod_waits_because(case):
 
 def test_the_scheduler_is_blamed_before_pods_that_just_start():
     pods = (starting_pod("a", waiting="ImagePullBackOff: x"), starting_pod("b", unschedulable=UNSCHEDULABLE))
-    found = checked_status(state_with_pods(*pods, deployment=deployment(2, ready=0)))
+    found = checked_status(state_with_pods(*pods, workload=deployment(2, ready=0)))
     assert ready_condition(found) == ("False", "InsufficientGPU")
     assert "(and 1 more)" in condition(found, "Ready")["message"]
     assert conditions_by_type(found)["Available"] == ("False", "NoReadyPods")
@@ -220,7 +220,7 @@ def test_the_scheduler_is_blamed_before_pods_that_just_start():
 def test_the_deadline_names_its_cause():
     late = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
     pods = (serving_pod(), starting_pod("s-1", unschedulable=UNSCHEDULABLE))
-    found = checked_status(state_with_pods(*pods, deployment=deployment(2, ready=1, conditions=late)))
+    found = checked_status(state_with_pods(*pods, workload=deployment(2, ready=1, conditions=late)))
     assert (
         conditions_by_type(found)["Ready"] == conditions_by_type(found)["Progressing"] == ("False", "DeadlineExceeded")
     )
@@ -228,7 +228,7 @@ def test_the_deadline_names_its_cause():
     assert "600 s" in message and UNSCHEDULABLE in message
     # It reports nothing of an older Deployment.
     old = deployment(2, ready=1, conditions=late, observedGeneration=3)
-    assert conditions_by_type(checked_status(state_with_pods(*pods, deployment=old)))["Progressing"] == (
+    assert conditions_by_type(checked_status(state_with_pods(*pods, workload=old)))["Progressing"] == (
         "True",
         "InsufficientGPU",
     )
@@ -239,7 +239,7 @@ def test_a_quota_that_refuses_pods_is_named():
         {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": "exceeded quota: gpus"}
     ]
     found = checked_status(
-        state_with_pods(serving_pod(), deployment=deployment(2, updated=1, ready=1, replicas=1, conditions=refused))
+        state_with_pods(serving_pod(), workload=deployment(2, updated=1, ready=1, replicas=1, conditions=refused))
     )
     assert ready_condition(found) == ("False", "PodsRefused")
     assert "FailedCreate: exceeded quota: gpus" in condition(found, "Ready")["message"]
@@ -374,11 +374,11 @@ def measured(tokens):
 def test_pods_of_an_older_plan_measure_nothing():
     before = checked_status(healthy_state())
     rolling = checked_status(
-        healthy_state(deployment=deployment(2, updated=1), pods=(measured(16), serving_pod("s-1"))), previous=before
+        healthy_state(workload=deployment(2, updated=1), pods=(measured(16), serving_pod("s-1"))), previous=before
     )
     assert rolling["plan"]["measured"] == before["plan"]["measured"], "kept, of the same plan"
     other = before | {"plan": before["plan"] | {"inputsHash": "sha256:0"}}
-    assert "measured" not in checked_status(healthy_state(deployment=deployment(2, updated=1)), previous=other)["plan"]
+    assert "measured" not in checked_status(healthy_state(workload=deployment(2, updated=1)), previous=other)["plan"]
 
 
 def test_a_table_stays_one_where_it_belongs_and_is_left_out_elsewhere():

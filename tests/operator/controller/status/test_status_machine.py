@@ -55,9 +55,7 @@ def pending(**changes):
 
 
 def numbers(**changes):
-    return lambda o: replace(
-        o, deployment=o.deployment and {**o.deployment, "status": {**o.deployment["status"], **changes}}
-    )
+    return lambda o: replace(o, workload=o.workload and {**o.workload, "status": {**o.workload["status"], **changes}})
 
 
 POD_FAULTS = [
@@ -98,12 +96,12 @@ FAULTS = [
     numbers(observedGeneration=3),
     numbers(observedGeneration=5),
     numbers(conditions=LATE),
-    lambda o: replace(o, deployment=None),
+    lambda o: replace(o, workload=None),
     lambda o: replace(
-        o, deployment=o.deployment and {**o.deployment, "spec": {**o.deployment["spec"], "replicas": WANTED + 1}}
+        o, workload=o.workload and {**o.workload, "spec": {**o.workload["spec"], "replicas": WANTED + 1}}
     ),
-    lambda o: replace(o, deployment=deployment(0)),
-    lambda o: replace(o, deployment=deployment(WANTED + 1)),
+    lambda o: replace(o, workload=deployment(0)),
+    lambda o: replace(o, workload=deployment(WANTED + 1)),
     lambda o: replace(o, pods=o.pods[1:]),
     lambda o: replace(o, pods=(*o.pods, ready_pod("s-9", pod_report(SERVICE)))),
     lambda o: replace(o, pods=(*o.pods, ready_pod("s-9", pod_report(SERVICE), deleting=True))),
@@ -153,7 +151,7 @@ def truly_ready(verdict, seen):
         or seen.applied_generation != GENERATION
     ):
         return False
-    d = seen.deployment
+    d = seen.workload
     if d is None or d["status"]["observedGeneration"] < d["metadata"]["generation"] or d["spec"]["replicas"] != WANTED:
         return False
     if any(d["status"][n] != WANTED for n in ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")):
