@@ -16,7 +16,17 @@ _MODELS = "tests/engine/models/test_models.py"
 _ADAPTERS = "tests/engine/core/test_parity.py"
 _ENCODERS = "tests/engine/core/test_encoders.py"
 _EXPERTS = "tests/engine/lora/test_expert_adapters.py"
-_MIXED_EXPERT_ADAPTERS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "hunyuan_v1_moe")
+_MIXED_EXPERT_ADAPTERS = (
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "glm4_moe",
+    "hunyuan_v1_moe",
+    "granitemoehybrid",
+    "nemotron_h",
+    "llama4_text",
+    "gemma4_text",
+)
 """The model types of which test_expert_adapters.py runs several adapters of experts in one batch."""
 
 CHECKPOINTS = {
@@ -159,11 +169,11 @@ def replace_tables(page: str) -> str:
 
 
 def _has_mxfp4(info: Architecture) -> bool:
-    return _adapts_experts(info) and info.expert_names.projections is None
+    return info.uses_experts is not None and info.expert_names.alternates
 
 
 def _adapts_experts(info: Architecture) -> bool:
-    return info.uses_experts is not None and info.expert_names.are_adaptable
+    return info.uses_experts is not None
 
 
 def _targets(info: Architecture) -> Iterator[str]:
@@ -195,8 +205,6 @@ def _missing(name: str, info: Architecture) -> Iterator[str]:
         yield "GPUs"
     if info.has_layer_variants:
         yield from ("draft models and heads", "`int8_per_token_head`")
-    if not info.expert_names.are_adaptable:
-        yield "adapters of experts"
     if name in ARCHITECTURES_WITHOUT_HEADS:
         yield "EAGLE-3 and Medusa heads"
 

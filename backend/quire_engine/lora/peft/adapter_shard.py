@@ -36,9 +36,11 @@ def _shard_expert_pair(a: Tensor, b: Tensor, path: str, shard: TensorParallelSha
     part = shard.expert_range
     if path.endswith("down_proj"):
         return a[..., part.start : part.stop].clone(), b
-    if shard.model_config.architecture_info.expert_names.projections is None:
+    names = shard.model_config.architecture_info.expert_names
+    if names.alternates:
         return a, b[:, 2 * part.start : 2 * part.stop].clone()
-    return a, torch.cat([half[:, part.start : part.stop] for half in b.chunk(2, dim=1)], dim=1)
+    halves = b.chunk(2 if names.is_gated else 1, dim=1)
+    return a, torch.cat([half[:, part.start : part.stop] for half in halves], dim=1)
 
 
 def shard_transform(transform: RowTransform, module: LoRAModule, shard: TensorParallelShard) -> RowTransform:

@@ -271,7 +271,7 @@ def _unexpected_tensor_error(tensor_name: str, shape: ModelConfig) -> str:
         return (
             f"tensor {tensor_name[:200]!r}: layer {layer} is a mixture of experts, and an adapter can change "
             f"its modules {paths}, and its experts, whose tensors are named "
-            f"{shape.architecture_info.expert_names.module}.experts.lora_A|B.weight or "
+            f"{shape.architecture_info.expert_names.path_of('experts')}.lora_A|B.weight or "
             "experts.N.PROJECTION.lora_A|B.weight"
         )
     if tensor_name.endswith(".bias"):

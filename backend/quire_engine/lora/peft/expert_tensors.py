@@ -25,7 +25,7 @@ from quire_spec.errors import InvalidArgument
 from quire_spec.model.model_config import ModelConfig
 
 _NAME = re.compile(
-    r"base_model\.model\.(?P<block>[\w.]{1,200}?\.(?P<layer>\d{1,5})\.\w{1,50})\.experts\."
+    r"base_model\.model\.(?P<block>[\w.]{1,200}?\.(?P<layer>\d{1,5})(\.\w{1,50})?)\.experts\."
     r"((?P<nesting>(base_layer\.){0,8})|(?P<expert>\d{1,5})\.(?P<projection>\w{1,50})\.)lora_(?P<half>[AB])\.weight"
 )
 ExpertPair = dict[str, str]
@@ -37,9 +37,12 @@ class ExpertTensors:
     """Names of the tensors of one projection of all experts in a layer."""
 
     stacked: ExpertPair | None = None
-    """A is [num_experts * rank, in_features], and B is [out_features, rank * num_experts]."""
+    """A is [num_experts * rank, in_features], and B is [out_features, rank * num_experts]. If `is_exchanged` is true,
+    the sizes of inputs and outputs are exchanged."""
     by_expert: tuple[tuple[ExpertPair, ...], ...] = ()
-    """For each expert, those of its projections that are fused: gate and up, or down."""
+    """For each expert, those of its projections that are fused: gate and up; otherwise one of them."""
+    is_exchanged: bool = False
+    """See ExpertNames.has_exchanged_matrices."""
 
     def rank(self, module: LoRAModule, config: PeftConfig) -> int:
         """Return the LoRA rank of an expert, after gate and up are fused."""
@@ -50,8 +53,9 @@ class ExpertTensors:
         rank, (d_in, d_out) = self.rank(module, config), size
         if self.stacked is not None:
             num_ranks = rank * module.num_experts
-            check_tensor(file, self.stacked["A"], (num_ranks, d_in))
-            check_tensor(file, self.stacked["B"], (d_out, num_ranks))
+            size_of_a, size_of_b = (d_out, d_in) if self.is_exchanged else (d_in, d_out)
+            check_tensor(file, self.stacked["A"], (num_ranks, size_of_a))
+            check_tensor(file, self.stacked["B"], (size_of_b, num_ranks))
         for pairs in self.by_expert:
             for pair in pairs:
                 check_tensor(file, pair["A"], (config.r, d_in))
@@ -62,8 +66,10 @@ class ExpertTensors:
         with the scale of the adapter, float32."""
         if self.stacked is not None:
             a, b = file.get_tensor(self.stacked["A"]), file.get_tensor(self.stacked["B"]).float()
-            by_rank = b.view(len(b), -1, module.num_experts)
-            return a.view(module.num_experts, -1, a.shape[1]), by_rank.permute(2, 0, 1) * config.scale(module.name)
+            a, b = a.view(module.num_experts, -1, a.shape[1]), b.view(len(b), -1, module.num_experts).permute(2, 0, 1)
+            if self.is_exchanged:
+                a, b = b.to(a.dtype).mT, a.float().mT
+            return a, b * config.scale(module.name)
         a = torch.stack([torch.cat([file.get_tensor(pair["A"]) for pair in pairs]) for pairs in self.by_expert])
         blocks = [[file.get_tensor(pair["B"]).float() for pair in pairs] for pairs in self.by_expert]
         b = torch.stack([torch.block_diag(*each) for each in blocks])  # type: ignore[no-untyped-call]
@@ -92,8 +98,9 @@ def find_expert_tensors(
     """
     names, layers, used = shape.architecture_info.expert_names, dict[int, _Layer](), set[str]()
     num_experts = 0 if shape.moe is None else shape.moe.num_experts
+    single = {name for parts in names.adapted_projections.values() for name in parts}
     blocks = {
-        f"{shape.architecture_info.layers_path}.{layer}.{block}"
+        f"{shape.architecture_info.layers_path}.{layer}.{block}".removesuffix(".")
         for layer in range(shape.num_layers)
         if shape.has_experts(layer)
         for block in (names.module, names.block)
@@ -103,7 +110,7 @@ def find_expert_tensors(
         if match is None or match["block"] not in blocks:
             continue
         layer, projection = int(match["layer"]), match["projection"]
-        if projection and (projection not in (names.projections or ()) or int(match["expert"]) >= num_experts):
+        if projection and (projection not in single or int(match["expert"]) >= num_experts):
             continue
         used.add(key)
         found = layers.setdefault(layer, _Layer())
@@ -123,13 +130,14 @@ def find_expert_tensors(
         if found.stacked and found.by_expert:
             key = min(pair["A"] for pair in found.stacked.values())
             raise InvalidArgument(f"the file has tensors for each expert of layer {layer}, and also {key!r} for all")
-        tensors |= _stacked(layer, found, projections, config) if found.stacked else {}
+        if found.stacked:
+            tensors |= _stacked(layer, found, projections, config, names.has_exchanged_matrices)
         tensors |= _by_expert(found, projections, config) if found.by_expert else {}
     return tensors, used
 
 
 def _stacked(
-    layer: int, found: _Layer, projections: list[LoRAModule], config: PeftConfig
+    layer: int, found: _Layer, projections: list[LoRAModule], config: PeftConfig, is_exchanged: bool
 ) -> dict[LoRAModule, ExpertTensors]:
     """Assign tensors to parameters: PEFT wraps parameters in the order in which the model defines them."""
     targets = [module for module in projections if config.targets_parameter(module.parameter)]
@@ -139,11 +147,14 @@ def _stacked(
             f"target_parameters in {CONFIG_FILE} names {' and '.join(module.target for module in targets) or 'none'}; "
             "use the config and the weights of the same adapter"
         )
-    return {module: ExpertTensors(found.stacked[len(targets) - 1 - i]) for i, module in enumerate(targets)}
+    return {
+        module: ExpertTensors(found.stacked[len(targets) - 1 - i], is_exchanged=is_exchanged)
+        for i, module in enumerate(targets)
+    }
 
 
 def _by_expert(found: _Layer, projections: list[LoRAModule], config: PeftConfig) -> dict[LoRAModule, ExpertTensors]:
-    gate, up = projections[0].projections
+    gate, up = projections[0].projections[0], projections[0].projections[-1]  # the same without a gate
     adapted = {projection for _, projection in found.by_expert}
     if (gate in adapted) != (up in adapted):
         one, other = (gate, up) if gate in adapted else (up, gate)
@@ -151,7 +162,7 @@ def _by_expert(found: _Layer, projections: list[LoRAModule], config: PeftConfig)
             f"the file has tensors of {one} for experts, but none of {other}: as in PEFT, both must be adapted, "
             "because their weights are one parameter"
         )
-    if gate in adapted and config.use_rslora:
+    if gate in adapted and gate != up and config.use_rslora:
         raise InvalidArgument(
             f"use_rslora with tensors of {gate} and {up} for each expert is not supported, because PEFT fuses them to "
             "another rank and so scales them otherwise than the trainer; save the adapter without use_rslora"

@@ -24,8 +24,8 @@ class LoRAModule:
     num_experts: int = 0
     """Number of experts of the projection; 0 for other modules."""
     projections: tuple[str, ...] = ()
-    """For a projection of experts, its names in files with tensors for each expert: gate and up, or down. Empty if
-    there are no such files."""
+    """For a projection of experts, its names in files with tensors for each expert: gate and up, or up, or down. Empty
+    if there are no such files."""
 
     @property
     def key(self) -> tuple[int, str]:
@@ -51,24 +51,20 @@ def lora_modules(shape: ModelConfig) -> dict[str, LoRAModule]:
     """Return all modules that adapters can change, by name."""
     layers_path, moe = shape.architecture_info.layers_path, shape.moe
     names = shape.architecture_info.expert_names
-    projections = names.projections or ()
     layer_modules = [
         LoRAModule(f"{layers_path}.{layer}.{path}", layer, path)
         for layer in range(shape.num_layers)
         for path in (
             *shape.layer_linears(layer),
-            *([router_path(shape)] if shape.adapts_experts and shape.has_experts(layer) else ()),
+            *([router_path(shape)] if shape.has_experts(layer) else ()),
         )
     ]
-    if moe is not None and shape.adapts_experts:
+    if moe is not None:
         layer_modules += [
             LoRAModule(f"{layers_path}.{layer}.{path}", layer, path, moe.num_experts, parts)
             for layer in range(shape.num_layers)
             if shape.has_experts(layer)
-            for path, parts in (
-                (f"{names.module}.experts.gate_up_proj", projections[:2]),
-                (f"{names.module}.experts.down_proj", projections[2:]),
-            )
+            for path, parts in ((names.path_of(name), parts) for name, parts in names.adapted_projections.items())
         ]
     parent = shape.architecture_info.parent_path
     outer_names = {"embed_tokens": f"{parent}{shape.architecture_info.embedding}", "lm_head": "lm_head"}
@@ -81,7 +77,7 @@ def lora_modules(shape: ModelConfig) -> dict[str, LoRAModule]:
 def router_path(shape: ModelConfig) -> str:
     """Return the path of the router in a layer with experts."""
     names = shape.architecture_info.expert_names
-    return f"{names.module}.{names.router}"
+    return names.path_of(names.router)
 
 
 def module_sizes(shape: ModelConfig) -> dict[tuple[int, str], tuple[int, int]]:
@@ -89,8 +85,8 @@ def module_sizes(shape: ModelConfig) -> dict[tuple[int, str], tuple[int, int]]:
     sizes = {(NO_LAYER, path): size for path, size in outer_module_sizes(shape).items()}
     for layer in range(shape.num_layers):
         sizes |= {(layer, path): size for path, size in layer_linear_sizes(shape, layer).items()}
-        if shape.moe is not None and shape.adapts_experts and shape.has_experts(layer):
+        if shape.moe is not None and shape.has_experts(layer):
             sizes[layer, router_path(shape)] = shape.hidden_size, shape.moe.num_experts
-            module = shape.architecture_info.expert_names.module
-            sizes |= {(layer, f"{module}.experts.{name}"): size for name, size in expert_sizes(shape).items()}
+            path_of = shape.architecture_info.expert_names.path_of
+            sizes |= {(layer, path_of(name)): size for name, size in expert_sizes(shape).items()}
     return sizes

@@ -66,7 +66,6 @@ class MoE(Module):
         self.names = shape.architecture_info.expert_names
         _check_quantization(factory, hidden, inner)
         self.router = self.ROUTER(shape, factory, self.HAS_ROUTER_BIAS)
-        self.adapts_experts = shape.adapts_experts
         num_inputs = 2 if self.names.is_gated else 1
         self.expert_sites = tuple(
             AdapterSite(d_in, {name: d_out}, self.config.num_experts)
@@ -120,9 +119,8 @@ class MoE(Module):
 
     def adapter_sites(self) -> Iterator[Linear | AdapterSite]:
         """See Module.adapter_sites."""
-        if self.adapts_experts:
-            yield from self.router.adapter_sites()
-            yield from self.expert_sites
+        yield from self.router.adapter_sites()
+        yield from self.expert_sites
         yield from (linear for linear in (self.latent_in, self.latent_out) if linear is not None)
         if self.shared is not None:
             yield from self.shared.adapter_sites()
@@ -137,7 +135,7 @@ class MoE(Module):
 
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See Module.tensors."""
-        prefix = prefix.removesuffix(f"{self.names.module}.") + (f"{self.names.block}." if self.names.block else "")
+        prefix = prefix.removesuffix(self.names.path_of("")) + (f"{self.names.block}." if self.names.block else "")
         yield from self.router.tensors(prefix)
         yield from self.bias_tensors(prefix)
         for linear in (self.latent_in, self.latent_out):

@@ -79,9 +79,10 @@ class Router(Module):
     def tensors(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """See Module.tensors. `prefix` is the prefix of the mixture."""
         assert isinstance(self.weight, Tensor)
-        yield f"{prefix}{self.names.router}.weight", self.weight
+        name = self.names.router_in_checkpoints or self.names.router
+        yield f"{prefix}{name}.weight", self.weight
         if self.bias is not None:
-            yield f"{prefix}{self.names.router}.bias", self.bias
+            yield f"{prefix}{name}.bias", self.bias
         if self.correction_bias is not None:
             # In Ernie's checkpoints, the bias has a row for each of several kinds of experts. Text has one kind.
             bias, name = self.correction_bias, self.names.correction_bias
