@@ -114,6 +114,18 @@ def weights_bytes(model_config: ModelConfig, element_bytes: int) -> int:
     return (layers + embeddings + positions + projections + convolutions) * element_bytes
 
 
+def computed_elements(model_config: ModelConfig) -> int:
+    """Return how many elements of the layers a prompt token is multiplied with. Of the experts, only those count that
+    compute the token."""
+    moe, elements = model_config.moe, 0
+    for layer in range(model_config.num_layers):
+        experts = _expert_elements(model_config, layer)
+        if moe is not None:
+            experts = experts * moe.top_k // moe.num_experts
+        elements += layer_bytes(model_config, layer, 1) - _expert_elements(model_config, layer) + experts
+    return elements
+
+
 def layer_bytes(model_config: ModelConfig, layer: int, element_bytes: int) -> int:
     """Return the size of the linears and the experts of a layer in bytes."""
     linears = sum(math.prod(size) for size in layer_linear_sizes(model_config, layer).values())

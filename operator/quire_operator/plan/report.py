@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quire_operator.api.llmservice import LLMService
+from quire_operator.plan.break_even import BreakEven
 from quire_operator.plan.checkpoint import CheckpointInfo, SizeSource
 from quire_operator.plan.device_memory import GIB
 from quire_operator.plan.draft_info import DraftInfo
@@ -73,6 +74,8 @@ def render_lines(
         yield from _wrap(
             "KV cache: none, because an encoder computes each request in one step and keeps nothing", width
         )
+    if service.kv_transfer is not None:
+        yield from _wrap(_break_even_text(model, plan), width)
     for pods in service.pods:
         yield ""
         if pods.role is not None:
@@ -133,6 +136,16 @@ def _kv_folder_text(service: LLMService) -> str:
         return ""
     place = "an emptyDir of each pod" if tier.folder.pvc is None else f"claim {tier.folder.pvc.claimName}"
     return f"KV blocks in files: at most {tier.size} on {place}"
+
+
+def _break_even_text(model: CheckpointInfo, plan: Plan) -> str:
+    if (estimate := BreakEven.estimate(model.shape, plan)) is None:
+        return "KV peers: the speed of this processor is not known; the engine measures when reading blocks is faster"
+    return (
+        f"KV peers: reading blocks takes less time than computing them above {estimate.bits_per_s / 1e9:.1f} Gbit/s "
+        f"between pods, if a pod computes {estimate.tokens_per_s / 1000:.1f} thousand prompt tokens/s (half of the "
+        f"peak of its GPUs), with {estimate.bytes_per_token / 1024:.0f} KiB a token"
+    )
 
 
 def _describe_draft(draft: DraftInfo) -> str:

@@ -72,6 +72,20 @@ def test_report_names_the_folder_of_kv_blocks(configs, tmp_path, folder, place):
     assert f"KV blocks in files: at most 200Gi on {place}\n" in done.stdout
 
 
+@pytest.mark.parametrize(("product", "bandwidth"), [("NVIDIA-L4", 4.5), ("NVIDIA-H100-80GB-HBM3", 37.1)])
+def test_report_estimates_the_bandwidth_for_kv_peers(configs, tmp_path, product, bandwidth):
+    document = yaml.safe_load((ROOT / LLAMA).read_text())
+    document["spec"]["gpu"] = {"product": product}
+    document["spec"].setdefault("engine", {}).update({"kvCacheOffloading": {"memory": "16Gi"}, "kvTransfer": {}})
+    (tmp_path / "service.yaml").write_text(yaml.safe_dump(document))
+    done = quire("plan", "-f", tmp_path / "service.yaml", "--model-config", configs / "8b.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = " ".join(done.stdout.split())
+    found = re.search(r"computing them above ([\d.]+) Gbit/s between pods, .* with 128 KiB a token", report)
+    # 128 KiB, half of the peak, and 2 operations for each of 7 billion elements.
+    assert found and float(found[1]) == pytest.approx(bandwidth, rel=0.02), report
+
+
 def test_json_is_status_plan(configs):
     done = quire("plan", "-f", LLAMA, "--model-config", configs / "8b.json", "-o", "json")
     body = json.loads(done.stdout)
