@@ -219,6 +219,22 @@ async def test_a_pod_that_failed_is_tried_by_one_request_and_cancelled_with_its_
     assert text.results == ["failed", "skipped", "used", "used"]
 
 
+async def test_a_pod_that_answers_others_has_a_queue_and_does_not_hang(end, monkeypatch):
+    monkeypatch.setattr(module, "_MIN_TIMEOUT_S", 0.3)
+    text, reply = FakeText(), http(200, ANSWER)
+    async with PrefillPod(b"") as pod:
+        waiting = asyncio.create_task(prompt(end, pod.address).compute(text, ENGINE_REQUESTS))
+        while not pod.requests:
+            await asyncio.sleep(0.01)
+        pod.reply = reply
+        started = asyncio.get_running_loop().time()
+        for _ in range(4):
+            await asyncio.sleep(0.2)
+            assert await prompt(end, pod.address).compute(text, ENGINE_REQUESTS) == "10.0.0.9:8005"
+        assert await waiting == "" and asyncio.get_running_loop().time() - started > 1.0
+    assert text.results == ["used"] * 4 + ["deadline"]
+
+
 async def test_only_long_prompts_are_sent_and_only_by_one_driver(end):
     async with PrefillPod(http(200, ANSWER)) as pod:
         assert await prompt(end, pod.address).compute(text := FakeText(512), ENGINE_REQUESTS) == ""

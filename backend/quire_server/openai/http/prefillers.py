@@ -6,11 +6,12 @@ have the same certificate, so that the one of this front also identifies them.
 """
 
 import asyncio
+import contextlib
 import logging
 import ssl
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _CONNECT_S = 2.0
 """A pod must accept a connection within this many seconds."""
+_MAX_EXTENSIONS = 6
+"""A request waits at most this many times as long as its timeout, if the pod answers other requests meanwhile."""
 _RETRY_S = 5.0
 """After a failure, a pod is not asked for this many seconds."""
 _MAX_ANSWER_BYTES = 2**20
@@ -51,6 +54,8 @@ class Prefillers:
         self._session: aiohttp.ClientSession | None = None
         self._retry_at: OrderedDict[PeerAddress, float] = OrderedDict()
         """Monotonic seconds at which a pod that has failed is asked again. It is infinite while a request asks it."""
+        self._waiting: dict[PeerAddress, dict[asyncio.Timeout, tuple[float, float]]] = {}
+        """The timeouts of the requests that wait for each pod: how long it is, and when it is over at the latest."""
         self._logged: set[PrefillResult] = set()
 
     async def close(self) -> None:
@@ -61,11 +66,12 @@ class Prefillers:
     async def post(
         self, pod: PeerAddress, path: str, headers: Mapping[str, str], body: bytes, timeout_s: float
     ) -> dict[str, Any]:
-        """Send a request to a pod, and return the JSON object that it answers.
+        """Send a request to a pod, and return the JSON object that it answers. The pod has `timeout_s` seconds, and the
+        same time again after each answer to another request: it then has a queue, but does not hang.
 
         Raises:
-            PrefillError: the pod did not answer with status 200 and an object within `timeout_s` seconds, or it is not
-                asked at the moment.
+            PrefillError: the pod did not answer in time with status 200 and an object, or it is not asked at the
+                moment.
         """
         retry_at = self._retry_at.get(pod)
         if retry_at is not None:
@@ -73,19 +79,38 @@ class Prefillers:
                 raise PrefillError("skipped", "the pod has failed")
             self._set_retry(pod, float("inf"))
         try:
-            answer = await self._post(pod, path, headers, body, timeout_s)
-        except PrefillError as error:
+            async with asyncio.timeout(timeout_s) as timeout:
+                with self._extended(pod, timeout, timeout_s):
+                    answer = await self._post(pod, path, headers, body)
+        except (PrefillError, TimeoutError) as failure:
+            error = failure if isinstance(failure, PrefillError) else PrefillError("deadline", "no answer in time")
             # A request that is rejected by its own fault does not show that the pod would reject the next one.
             self._set_retry(pod, None if error.result == "rejected" else time.monotonic() + _RETRY_S)
             self._log(pod, error)
-            raise
+            raise error from None
         except BaseException:
             # The client has disconnected: the next request asks the pod.
             if retry_at is not None:
                 self._set_retry(pod, time.monotonic())
             raise
         self._set_retry(pod, None)
+        now = asyncio.get_running_loop().time()
+        for timeout, (seconds, end) in self._waiting.get(pod, {}).items():
+            if not timeout.expired():
+                timeout.reschedule(min(now + seconds, end))
         return answer
+
+    @contextlib.contextmanager
+    def _extended(self, pod: PeerAddress, timeout: asyncio.Timeout, timeout_s: float) -> Iterator[None]:
+        """Let a timeout begin again at each answer of a pod."""
+        waiting = self._waiting.setdefault(pod, {})
+        waiting[timeout] = timeout_s, asyncio.get_running_loop().time() + _MAX_EXTENSIONS * timeout_s
+        try:
+            yield
+        finally:
+            del waiting[timeout]
+            if not waiting:
+                self._waiting.pop(pod, None)
 
     def _set_retry(self, pod: PeerAddress, retry_at: float | None) -> None:
         self._retry_at.pop(pod, None)
@@ -101,9 +126,7 @@ class Prefillers:
                 "prefill failed, prompt is computed here pod=%s result=%s error=%s", pod, error.result, error
             )
 
-    async def _post(
-        self, pod: PeerAddress, path: str, headers: Mapping[str, str], body: bytes, timeout_s: float
-    ) -> dict[str, Any]:
+    async def _post(self, pod: PeerAddress, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
         # Imported here, because most fronts have no prefill pods.
         import aiohttp
 
@@ -118,18 +141,13 @@ class Prefillers:
         data = bytearray()
         try:
             # A redirect could lead to any host.
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.post(url, data=body, headers=headers, allow_redirects=False) as response,
-            ):
+            async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
                 async for chunk in response.content.iter_chunked(2**16):
                     data += chunk
                     if len(data) > _MAX_ANSWER_BYTES:
                         raise PrefillError("invalid", f"the answer has more than {_MAX_ANSWER_BYTES} bytes")
         except aiohttp.ConnectionTimeoutError as error:
             raise PrefillError("unreachable", f"no connection within {_CONNECT_S:g} s") from error
-        except TimeoutError as error:
-            raise PrefillError("deadline", f"no answer within {timeout_s:.1f} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise PrefillError("unreachable", f"{type(error).__name__}: {str(error)[:200]}") from error
         if response.status != 200:
