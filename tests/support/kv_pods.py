@@ -2,8 +2,9 @@
 """Two real services that read each other's KV blocks, and what tests read from their metrics."""
 
 import contextlib
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,15 @@ class KVPods:
 
 
 @contextlib.contextmanager
-def kv_pods(document: dict[str, Any], folder: Path, *flags: str, num_relays: int = 10) -> Iterator[KVPods]:
-    """Start two services. The second one is stopped at the end, if it still runs; the first one is killed."""
+def kv_pods(
+    document: dict[str, Any],
+    folder: Path,
+    *flags: str,
+    num_relays: int = 10,
+    places: Sequence[set[int]] = (),
+) -> Iterator[KVPods]:
+    """Start two services. The second one is stopped at the end, if it still runs; the first one is killed. `places` are
+    the processors of each service, which then has one thread."""
     key = folder / "key"
     key.touch(0o600)
     key.write_text("k" * 32)
@@ -53,8 +61,9 @@ def kv_pods(document: dict[str, Any], folder: Path, *flags: str, num_relays: int
             (folder / f"pod-{number}").mkdir()
             own = [f"--kv-transfer-port={transfer_port}", f"--kv-transfer-key-file={key}"]
             own.append(f"--kv-transfer-peers={peers}")
-            service = QuireServeProcess(document, folder / f"pod-{number}", *own, *flags, ports=ports[number])
-            services.append(service)
+            with _placed(places[number]) if places else contextlib.nullcontext(None) as env:
+                pod = QuireServeProcess(document, folder / f"pod-{number}", *own, *flags, ports=ports[number], env=env)
+            services.append(pod)
         for service in services:
             service.wait_ready()
         yield KVPods(services, transfer_ports, iter(relay_ports))
@@ -65,6 +74,18 @@ def kv_pods(document: dict[str, Any], folder: Path, *flags: str, num_relays: int
                 service.kill()
                 service.assert_nothing_left()
             service.clean_up()
+
+
+@contextlib.contextmanager
+def _placed(processors: set[int]) -> Iterator[dict[str, str]]:
+    """Processes that are started meanwhile, with this environment, have one thread for computing on these
+    processors."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, processors)
+    try:
+        yield os.environ | {"OMP_NUM_THREADS": "1"}
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def forest(name: str, num_days: int = 14) -> str:
