@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support import disaggregated_set
 from support.cluster import ROOT
 
 from quire_operator.controller.apply.compare import is_up_to_date
@@ -23,7 +24,9 @@ def optional_kinds(cluster):
     with contextlib.ExitStack() as stack:
         for kind in (*OPTIONAL_KINDS, "LeaderWorkerSet"):
             stack.enter_context(cluster.optional_kind(kind))
+        cluster.apply_crd(disaggregated_set.CRD)
         yield
+        cluster.delete_crd(disaggregated_set.CRD["metadata"]["name"])
 
 
 def golden() -> list:
@@ -52,11 +55,22 @@ def test_golden_objects_are_accepted_without_changes(cluster, namespace, manifes
     assert is_up_to_date(manifest.get("spec"), stored.get("spec")), stored
 
 
-@pytest.mark.parametrize(("nodes", "workload"), [(1, "Deployment"), (2, "LeaderWorkerSet")])
-def test_rendered_objects_are_accepted(cluster, namespace, tmp_path, nodes, workload):
+OFFLOADING = {"kvCacheOffloading": {"memory": "1Gi"}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "workload"),
+    [
+        ({}, {}, "Deployment"),
+        ({"pipelineParallelSize": 2}, {}, "LeaderWorkerSet"),
+        (OFFLOADING, {"disaggregation": {"prefill": {}, "decode": {"replicas": 2}}}, "DisaggregatedSet"),
+    ],
+)
+def test_rendered_objects_are_accepted(cluster, namespace, tmp_path, engine, more, workload):
     """The command's own output, not a file of what it once was."""
     service = yaml.safe_load((ROOT / "examples/cpu-cluster.yaml").read_text())
-    service["spec"].setdefault("engine", {})["pipelineParallelSize"] = nodes
+    service["spec"] |= more
+    service["spec"]["engine"] |= engine
     file = tmp_path / "service.yaml"
     file.write_text(yaml.safe_dump(service))
     manifests = rendered(f"--file={file}", f"--model-config={ROOT}/examples/models/tiny")

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from nodocker_cluster import processes
 from nodocker_cluster.control_plane import AUDIT_LOG
+from support import disaggregated_set
 from support.chart import CHART, ROOT, helm
 from support.cluster import optional_crd, running_cluster
 from support.controller_harness import answer_model_readers, llm_service, make_claim
@@ -54,6 +55,7 @@ OPTIONAL = [
     ("gateway.networking.k8s.io/v1", "HTTPRoute"),
 ]
 GROUPS = "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"
+ROLES = disaggregated_set.API, disaggregated_set.KIND
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,7 @@ def cluster(tmp_path_factory):
         cluster.require_controllers()
         for _, kind in (*OPTIONAL, GROUPS):
             cluster.apply_crd(optional_crd(kind))
+        cluster.apply_crd(disaggregated_set.CRD)
         install(cluster, "install", VALUES)
         with FakeKubelet(cluster, "node-rights") as node:
             answer_model_readers(node)
@@ -264,6 +267,12 @@ def live(cluster, namespace, models):
     wait_for(lambda: cluster.get(*GROUPS, "tales", namespace), 60, "a LeaderWorkerSet")
     cluster.merge(API, KIND, "tales", {"spec": {"engine": {"pipelineParallelSize": None}}}, namespace)
     absent(cluster, namespace, *GROUPS, "tales")
+    # The same with pods of two roles.
+    roles = {"disaggregation": {"prefill": {}, "decode": {}}, "engine": {"kvCacheOffloading": {"memory": "64Mi"}}}
+    cluster.merge(API, KIND, "tales", {"spec": roles}, namespace)
+    wait_for(lambda: cluster.get(*ROLES, "tales", namespace), 60, "a DisaggregatedSet")
+    cluster.merge(API, KIND, "tales", {"spec": {"disaggregation": None}}, namespace)
+    absent(cluster, namespace, *ROLES, "tales")
     # A service that is made again before the garbage collector has come, which is stopped meanwhile.
     old = cluster.get("apps/v1", "Deployment", "on-gpu", namespace)["metadata"]["uid"]
     with halted(cluster, "kube-controller-manager"):

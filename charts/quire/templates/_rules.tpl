@@ -35,6 +35,9 @@ any write to an LLMService except its status. */}}
   resources: [horizontalpodautoscalers]
   verbs: [get, list, watch, create, patch, delete]
 # Optional kinds. A rule for a kind that the cluster does not have grants nothing.
+- apiGroups: [disaggregatedset.x-k8s.io]
+  resources: [disaggregatedsets]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [leaderworkerset.x-k8s.io]
   resources: [leaderworkersets]
   verbs: [get, list, watch, create, patch, delete]

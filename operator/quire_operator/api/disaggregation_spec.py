@@ -8,6 +8,7 @@ from typing import ClassVar
 from quire_operator.api.engine_spec import RoleEngineSpec
 from quire_operator.api.pod_spec import ContainerResources, GpuSpec
 from quire_spec.documents.field_schema import Restarts, Rule, schema_field
+from quire_spec.model import capabilities
 
 MAX_NAME_LENGTH = 31
 """Longest name of a service with roles. The controller of a DisaggregatedSet adds a slice, a revision and the role to
@@ -66,6 +67,13 @@ class DisaggregationSpec:
     localTokens: int | None = schema_field(None, minimum=0, maximum=16777216)
     """If a request names a prefill pod in the header x-prefiller-host-port, a decode pod computes the prompt itself if
     at most this many of its tokens are not cached. Default 512: such prompts would wait behind long ones."""
+
+    recomputeThreshold: int | None = schema_field(None, minimum=0, maximum=16777216)
+    """A decode pod reads no KV blocks for a prompt of which fewer tokens than this are not cached: computing them takes
+    less time. Default 64."""
+    loadFailurePolicy: str | None = schema_field(None, enum=capabilities.KV_LOAD_FAILURE_POLICIES)
+    """Policy of decode pods if the blocks of a prompt that a prefill pod has computed cannot be read. recompute: the
+    decode pod computes the prompt. fail: the request fails with UNAVAILABLE before it has output. Default recompute."""
 
     def role(self, role: Role) -> RoleSpec:
         """Return what is specific to a role."""

@@ -9,9 +9,10 @@ is not delayed if the hub is unavailable or the operator restarts.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from quire_operator.api.disaggregation_spec import Role
 from quire_operator.api.llmservice import Device, LLMService
 from quire_operator.controller.observe.checkpoint_store import CheckpointStore, NotReadYet, SecretValues
 from quire_operator.controller.parsed_service import ParsedService
@@ -20,6 +21,7 @@ from quire_operator.controller.template_revision import TemplateRevision, has_re
 from quire_operator.kube import resources
 from quire_operator.kube.api_client import ApiClient
 from quire_operator.kube.errors import Forbidden
+from quire_operator.kube.resources import DISAGGREGATED_SET, LEADER_WORKER_SET
 from quire_operator.plan.device_memory import MIB
 from quire_operator.plan.errors import Unplannable, UnplannableReason
 from quire_operator.plan.gpu import PRODUCT_LABEL, GpuInfo, resolve_gpu
@@ -53,12 +55,13 @@ class PlanService:
         previous_plan: Plan | None,
         workload: Mapping[str, Any] | None,
         secrets: SecretValues,
-        has_groups: bool = True,
+        available_kinds: Collection[str] = (),
     ) -> PlanningResult:
         """Plan a service that has a valid spec.
 
         `workload` is the service's Deployment or LeaderWorkerSet, if it exists. While its pods run, nodes that join,
-        leave or change do not change their plan. `has_groups` is True if the API server serves LeaderWorkerSet.
+        leave or change do not change their plan. `available_kinds` are the kinds in
+        DISCOVERED_RESOURCES that the API server serves.
 
         Raises:
             ApiError: the API server does not respond.
@@ -67,12 +70,13 @@ class PlanService:
         assert service is not None, "the spec is valid"
         try:
             model_storage.validate(service)
-            kv_storage.validate(service)
+            for pods in service.pods:
+                kv_storage.validate(pods)
         except ConfigError as error:
             return PlanningResult(plan=previous_plan, spec_error=str(error))
-        if service.num_nodes > 1 and not has_groups:
+        if service.num_nodes > 1 and LEADER_WORKER_SET.kind not in available_kinds:
             return PlanningResult(plan=previous_plan, unplannable=_no_leader_worker_set())
-        if service.roles:
+        if service.roles and DISAGGREGATED_SET.kind not in available_kinds:
             return PlanningResult(plan=previous_plan, unplannable=_no_disaggregated_set())
         revision = TemplateRevision.from_workload(workload)
         keeps_pods = (
@@ -84,19 +88,24 @@ class PlanService:
         if is_current and previous_plan is not None and has_replicas(workload):
             return PlanningResult(plan=previous_plan, note=await self._describe_other_nodes(service, previous_plan))
         try:
-            gpu = await self._resolve_gpu(service)
+            gpus = {pods.role: await self._resolve_gpu(pods) for pods in service.pods}
         except Unplannable as error:
             # The autoscaler may have removed the nodes, and the labels that describe the GPU disappeared with them.
             is_kept = is_current and error.reason is UnplannableReason.GPU_UNKNOWN
             return PlanningResult(plan=previous_plan, unplannable=None if is_kept else error)
-        if is_current and _fits_gpu(previous_plan, gpu):
+        if is_current and previous_plan is not None and _fit_gpus(previous_plan, gpus):
             return PlanningResult(plan=previous_plan)
-        image = service.spec.runtime.image or self._images["CPU" if gpu is None else "GPU"]
+        image = service.spec.runtime.image or self._images["CPU" if service.spec.device is Device.CPU else "GPU"]
         try:
             checkpoint = await self._checkpoints.get(service, desired.uid, secrets, image)
             draft = await self._checkpoints.get_draft(service, desired.uid, secrets, image, checkpoint)
-            node = node_capacity(service, self._nodes, gpu)
-            inputs = PlannerInputs.from_service(service, checkpoint, gpu, draft, node)
+
+            def inputs_of(pods: LLMService) -> PlannerInputs:
+                gpu = gpus[pods.role]
+                node = node_capacity(pods, self._nodes, gpu)
+                return PlannerInputs.from_service(pods, checkpoint, gpu, draft, node)
+
+            inputs = PlannerInputs.of_all_pods(service, inputs_of)
             # Pods that are rendered again also get the image of this release, because an older image may not support
             # what this release renders.
             replan = _may_replan(service) or not keeps_pods
@@ -114,13 +123,12 @@ class PlanService:
     async def _describe_other_nodes(self, service: LLMService, plan: Plan) -> str:
         """Return a text if a plan would be another one with the nodes that the cluster has now."""
         try:
-            gpu = await self._resolve_gpu(service)
+            gpus = {pods.role: await self._resolve_gpu(pods) for pods in service.pods}
         except Unplannable as error:
             # An autoscaler may have removed the nodes.
             other = "" if error.reason is UnplannableReason.GPU_UNKNOWN else f"now, there could be no plan: {error}"
         else:
-            name = None if gpu is None else f"{gpu.name} with {gpu.visible_bytes // MIB} MiB"
-            other = "" if _fits_gpu(plan, gpu) else f"the smallest GPU for new pods is now {name or 'unknown'}"
+            other = "" if _fit_gpus(plan, gpus) else f"the smallest GPU for new pods is now {_describe_gpus(gpus)}"
         if not other:
             return ""
         return (
@@ -182,6 +190,18 @@ def _no_disaggregated_set() -> Unplannable:
         "spec.disaggregation: pods with roles need DisaggregatedSet, but the API server does not serve it "
         "(disaggregatedset.x-k8s.io/v1); install LeaderWorkerSet 1.0 or later, or remove the field",
     )
+
+
+def _fit_gpus(plan: Plan, gpus: Mapping[Role | None, GpuInfo | None]) -> bool:
+    return all(_fits_gpu(plan.for_role(role), gpu) for role, gpu in gpus.items())
+
+
+def _describe_gpus(gpus: Mapping[Role | None, GpuInfo | None]) -> str:
+    names = {
+        role: "unknown" if gpu is None else f"{gpu.name} with {gpu.visible_bytes // MIB} MiB"
+        for role, gpu in gpus.items()
+    }
+    return ", ".join(name if role is None else f"{name} in role {role}" for role, name in names.items())
 
 
 def _fits_gpu(plan: Plan | None, gpu: GpuInfo | None) -> bool:

@@ -221,9 +221,8 @@ class Reconciler:
             owner_uid=desired.uid,
         )
         workload, replaced = self._observer.live_workloads(desired)
-        has_groups = resources.LEADER_WORKER_SET.kind in context.available_kinds
         planning = await deps.plan_service.plan_for(
-            desired, previous_plan, workload or replaced, context.credentials, has_groups
+            desired, previous_plan, workload or replaced, context.credentials, context.available_kinds
         )
         if planning.plan is None or planning.spec_error or planning.unplannable or planning.waiting_for:
             return await self._apply_to_running_pods(desired, planning, context, state)

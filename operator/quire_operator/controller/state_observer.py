@@ -37,9 +37,15 @@ class StateObserver:
         return [pod for pod in pods if pod.alive]
 
     def live_workloads(self, desired: ParsedService) -> tuple[Body | None, Body | None]:
-        """Return the workload of the kind that the spec needs, and the one of the other kind, which it replaces."""
+        """Return the workload of the kind that the spec needs, and the one of the other kind, which it replaces.
+
+        No pods of a DisaggregatedSet are replaced by pods without a role, or the reverse: an old workload is deleted
+        when the new one is applied.
+        """
         cache, service = self._deps.cache, desired.service
-        deployment, group = (cache.get_body(resource, *desired.key) for resource in resources.WORKLOADS)
+        deployment, group, roles = (cache.get_body(resource, *desired.key) for resource in resources.WORKLOADS)
+        if (deployment is None and group is None) if service is None else service.roles:
+            return roles, None
         is_group = deployment is None if service is None else service.num_nodes > 1
         return (group, deployment) if is_group else (deployment, group)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from quire_operator.api import crd, openapi_schema
+from quire_operator.api.disaggregation_spec import Role
 from quire_operator.api.field_effects import (
     POD_CACHE_FIELDS,
     POD_FIELDS,
@@ -28,13 +29,14 @@ from quire_operator.api.field_effects import (
 from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.compressed_json import compress, decompress
 from quire_operator.plan.plan import Plan
-from quire_operator.render import leader_worker_set, object_names
+from quire_operator.render import disaggregated_set, leader_worker_set, object_names
 from quire_operator.render.manifests import Manifest, container_ports
+from quire_operator.render.objects import PodManifests
 from quire_operator.render.pod_template import CONFIG_OPTION
 from quire_operator.render.workload import deployment
 from quire_spec import constants as spec_names
 
-WORKLOAD_KINDS = ("Deployment", leader_worker_set.KIND)
+WORKLOAD_KINDS = ("Deployment", leader_worker_set.KIND, disaggregated_set.KIND)
 PODS_ANNOTATION = f"{spec_names.API_GROUP}/pods"
 
 
@@ -47,13 +49,15 @@ class TemplateRevision:
     inputs_hash: str
     """Plan.inputsHash."""
     template: Manifest
-    """Template of the pods that serve: those of a Deployment, or the leaders of groups."""
+    """Template of the pods that serve: those of a Deployment, the leaders of groups, or pods of the role decode."""
     engine_configmap: Manifest
     """ConfigMap that contains pod.json. Of its metadata, only the name is used."""
     worker_template: Manifest | None = None
     """Template of the other pods of a group. None: the workload is a Deployment."""
     group_size: int = 1
     """Number of pods of a group."""
+    prefill: PodManifests | None = None
+    """Template and ConfigMap of the role prefill. None: there are no roles."""
 
     @classmethod
     def from_manifests(cls, pods_digest: str, plan: Plan, manifests: Iterable[Manifest]) -> Self:
@@ -61,18 +65,31 @@ class TemplateRevision:
         by_kind: dict[str, list[Manifest]] = {}
         for manifest in manifests:
             by_kind.setdefault(manifest["kind"], []).append(manifest)
-        (spec,) = [manifest["spec"] for kind in WORKLOAD_KINDS for manifest in by_kind.get(kind, ())]
-        template, group = workload_template(spec), spec.get("leaderWorkerTemplate") or {}
-        mounted = mounted_configmaps(template["spec"])
-        engine = next(m for m in by_kind["ConfigMap"] if m.get("immutable") and m["metadata"]["name"] in mounted)
-        configmap = {**engine, "metadata": {"name": engine["metadata"]["name"]}}
+        (workload,) = [manifest for kind in WORKLOAD_KINDS for manifest in by_kind.get(kind, ())]
+
+        def mounted_configmap(template: Manifest) -> Manifest:
+            mounted = mounted_configmaps(template["spec"])
+            engine = next(m for m in by_kind["ConfigMap"] if m.get("immutable") and m["metadata"]["name"] in mounted)
+            return {**engine, "metadata": {"name": engine["metadata"]["name"]}}
+
+        template, group = workload_template(workload["spec"]), workload["spec"].get("leaderWorkerTemplate") or {}
+        prefill = None
+        if workload["kind"] == disaggregated_set.KIND:
+            of_prefill = disaggregated_set.template_of(workload, Role.PREFILL)
+            prefill = PodManifests(of_prefill, mounted_configmap(of_prefill))
         workers = group.get("workerTemplate"), group.get("size", 1)
-        return cls(pods_digest, plan.inputsHash, template, configmap, *workers)
+        return cls(pods_digest, plan.inputsHash, template, mounted_configmap(template), *workers, prefill)
 
     @property
     def inputs(self) -> tuple[str, str]:
         """Return pods_digest and inputs_hash. Together, they identify the inputs from which the pods were rendered."""
         return self.pods_digest, self.inputs_hash
+
+    @property
+    def pods(self) -> dict[Role | None, PodManifests]:
+        """Template and ConfigMap of each role, or of the pods that serve if there are no roles."""
+        own = PodManifests(self.template, self.engine_configmap)
+        return {None: own} if self.prefill is None else {Role.PREFILL: self.prefill, Role.DECODE: own}
 
     @property
     def serves_openai(self) -> bool:
@@ -100,7 +117,9 @@ class TemplateRevision:
             body = decompress(text)
             group = body.get("group") or {}
             workers = group.get("template"), group.get("size", 1)
-            return cls(body["spec"], body["plan"], body["template"], body["engine"], *workers)
+            other = body.get("prefill")
+            prefill = None if other is None else PodManifests(other["template"], other["engine"])
+            return cls(body["spec"], body["plan"], body["template"], body["engine"], *workers, prefill)
         except (ValueError, KeyError, TypeError, AttributeError):
             # A user changed the annotation, so the pods are rendered again.
             return None
@@ -110,7 +129,9 @@ class TemplateRevision:
         """Return the value of the annotation. Equal revisions always have equal values."""
         inputs = {"spec": self.pods_digest, "plan": self.inputs_hash}
         group = {"group": {"template": self.worker_template, "size": self.group_size}} if self.worker_template else {}
-        return compress({**inputs, "template": self.template, "engine": self.engine_configmap, **group})
+        other = self.prefill
+        prefill = {} if other is None else {"prefill": {"template": other.template, "engine": other.engine_configmap}}
+        return compress({**inputs, "template": self.template, "engine": self.engine_configmap, **group, **prefill})
 
     def apply_to(
         self, manifests: Iterable[Manifest], service: LLMService, plan: Plan, replicas: int, surges: bool = True
@@ -124,14 +145,18 @@ class TemplateRevision:
             if manifest["kind"] in WORKLOAD_KINDS:
                 manifest = self._workload(meta, service, plan, replicas, surges)
             elif manifest["kind"] == "ConfigMap" and manifest.get("immutable"):
-                name = self.engine_configmap["metadata"]["name"]
-                manifest = {**self.engine_configmap, "metadata": {**meta, "name": name}}
+                role = meta["labels"].get(object_names.ROLE_LABEL)
+                engine = self.pods[None if self.prefill is None else Role(role)].engine_configmap
+                manifest = {**engine, "metadata": {**meta, "name": engine["metadata"]["name"]}}
             result.append(manifest)
         return result
 
     def _workload(self, meta: Manifest, service: LLMService, plan: Plan, replicas: int, surges: bool) -> Manifest:
         own = {object_names.PLAN_ANNOTATION: self.inputs_hash, PODS_ANNOTATION: self.annotation_value}
-        if self.worker_template is None:
+        if self.prefill is not None:
+            templates_of_roles = {Role.PREFILL: self.prefill.template, Role.DECODE: self.template}
+            manifest = disaggregated_set.manifest(service, plan, templates_of_roles, has_pods=replicas > 0)
+        elif self.worker_template is None:
             manifest = deployment(service, plan, self.template)
             manifest["spec"]["replicas"] = replicas
         else:
@@ -142,11 +167,17 @@ class TemplateRevision:
 
 def has_replicas(workload: Mapping[str, Any] | None) -> bool:
     """Whether a workload exists and has pods, according to its spec."""
-    return workload is not None and workload["spec"].get("replicas", 1) > 0
+    if workload is None:
+        return False
+    parts = [role["spec"] for role in workload["spec"].get("roles", ())] or [workload["spec"]]
+    return any(part.get("replicas", 1) > 0 for part in parts)
 
 
 def workload_template(spec: Mapping[str, Any]) -> Manifest:
-    """Return the template of the pods that serve, from the spec of a Deployment, ReplicaSet or LeaderWorkerSet."""
+    """Return the template of the pods that serve, from the spec of a Deployment, ReplicaSet, LeaderWorkerSet or
+    DisaggregatedSet."""
+    if "roles" in spec:
+        return disaggregated_set.template_of({"spec": spec}, Role.DECODE)
     group = spec.get("leaderWorkerTemplate")
     template: Manifest | None = spec.get("template") if group is None else group.get("leaderTemplate")
     return template or {}

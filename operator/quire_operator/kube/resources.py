@@ -48,6 +48,7 @@ POD = Resource("", "v1", "pods", "Pod")
 NODE = Resource("", "v1", "nodes", "Node", namespaced=False)
 DEPLOYMENT = Resource("apps", "v1", "deployments", "Deployment")
 LEADER_WORKER_SET = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
+DISAGGREGATED_SET = Resource("disaggregatedset.x-k8s.io", "v1", "disaggregatedsets", "DisaggregatedSet")
 REPLICA_SET = Resource("apps", "v1", "replicasets", "ReplicaSet")
 JOB = Resource("batch", "v1", "jobs", "Job")
 NETWORK_POLICY = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
@@ -64,9 +65,9 @@ KUEUE_WORKLOADS = tuple(
 """The object that Kueue creates for a pod or Job in a queue, in the versions that its releases serve."""
 
 CHILD_RESOURCES = (
-    SERVICE_ACCOUNT, SECRET, CONFIG_MAP, PERSISTENT_VOLUME_CLAIM, SERVICE, DEPLOYMENT, LEADER_WORKER_SET, JOB,
-    NETWORK_POLICY, POD_DISRUPTION_BUDGET, HORIZONTAL_POD_AUTOSCALER, POD_MONITOR, SCALED_OBJECT, INFERENCE_POOL,
-    HTTP_ROUTE,
+    SERVICE_ACCOUNT, SECRET, CONFIG_MAP, PERSISTENT_VOLUME_CLAIM, SERVICE, DEPLOYMENT, LEADER_WORKER_SET,
+    DISAGGREGATED_SET, JOB, NETWORK_POLICY, POD_DISRUPTION_BUDGET, HORIZONTAL_POD_AUTOSCALER,
+    POD_MONITOR, SCALED_OBJECT, INFERENCE_POOL, HTTP_ROUTE,
 )  # fmt: skip
 """Kinds that the operator creates for an LLMService."""
 
@@ -80,10 +81,10 @@ OPTIONAL_RESOURCES = (
 )
 """Kinds that a service can do without. Their CRD may not be installed, or the operator may lack the permission."""
 
-DISCOVERED_RESOURCES = (*OPTIONAL_RESOURCES, LEADER_WORKER_SET)
+DISCOVERED_RESOURCES = (*OPTIONAL_RESOURCES, LEADER_WORKER_SET, DISAGGREGATED_SET)
 """Kinds whose CRD may not be installed. A service of groups of pods needs a LeaderWorkerSet."""
 
-WORKLOADS = (DEPLOYMENT, LEADER_WORKER_SET)
+WORKLOADS = (DEPLOYMENT, LEADER_WORKER_SET, DISAGGREGATED_SET)
 """Kinds of which a service has one object, which makes its pods; two while one replaces the other."""
 
 WATCHED_RESOURCES = (*(resource for resource in CHILD_RESOURCES if resource is not SECRET), REPLICA_SET, POD)

@@ -4,6 +4,7 @@ both roles together, and labels the pods with their common revision. Pure. Calle
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from quire_operator.api.disaggregation_spec import Role
 from quire_operator.api.llmservice import LLMService
@@ -14,17 +15,29 @@ from quire_operator.render.manifests import Manifest, metadata, new_manifest
 API_VERSION, KIND = "disaggregatedset.x-k8s.io/v1", "DisaggregatedSet"
 
 
-def manifest(service: LLMService, plan: Plan, templates: Mapping[Role, Manifest]) -> Manifest:
-    """Return the DisaggregatedSet. `templates` has the pod template of each role."""
+def pod_template(template: Manifest) -> Manifest:
+    """Return the pod template of a role. `template` is that of a Deployment. Pods have a label that identifies it."""
+    return leader_worker_set.group_templates(template, 1)[0]
+
+
+def template_of(manifest: Mapping[str, Any], role: Role) -> Manifest:
+    """Return the pod template of a role from a DisaggregatedSet."""
+    (entry,) = (entry for entry in manifest["spec"]["roles"] if entry["name"] == role)
+    template: Manifest = entry["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    return template
+
+
+def manifest(service: LLMService, plan: Plan, templates: Mapping[Role, Manifest], has_pods: bool = True) -> Manifest:
+    """Return the DisaggregatedSet. `templates` has the result of `pod_template` for each role. Without `has_pods`, the
+    roles have no replicas."""
     annotations = {object_names.PLAN_ANNOTATION: plan.inputsHash}
-    roles = [_role(service.for_role(role), templates[role]) for role in service.roles]
+    roles = [_role(service.for_role(role), templates[role], has_pods) for role in service.roles]
     return new_manifest(API_VERSION, KIND, service, service.name, annotations=annotations, spec={"roles": roles})
 
 
-def _role(service: LLMService, template: Manifest) -> Manifest:
+def _role(service: LLMService, template: Manifest, has_pods: bool) -> Manifest:
     assert service.role is not None, "the service is the one of a role"
-    template = leader_worker_set.group_templates(template, 1)[0]
-    spec = leader_worker_set.spec(service, template, template, 1, service.spec.replicas)
+    spec = leader_worker_set.spec(service, template, template, 1, service.spec.replicas if has_pods else 0)
     # A container that ends is started again in its pod. There is no group that would have to start together.
     spec["leaderWorkerTemplate"] = {"size": 1, "workerTemplate": template, "restartPolicy": "None"}
     # The name of the LeaderWorkerSet is not the one of a Service, so one headless Service for all its pods is possible.

@@ -76,6 +76,12 @@ _PLANNED_FIELDS = frozenset((
 ))  # fmt: skip
 """Fields whose value a plan contains, under the name that they have in the spec. If the spec sets the value, the plan
 contains the same value."""
+_DECODE_FIELDS = {
+    "prefill_local_tokens": "localTokens",
+    "kv_recompute_threshold": "recomputeThreshold",
+    "kv_load_failure_policy": "loadFailurePolicy",
+}
+"""Fields of EngineConfig that only decode pods have, and their names in spec.disaggregation."""
 _OTHER_PATHS: Mapping[str, FieldPath] = {
     "model": ("model", "source"), "device": ("device",),
     "otlp_traces_endpoint": ("observability", "tracing", "endpoint"),
@@ -84,7 +90,7 @@ _OTHER_PATHS: Mapping[str, FieldPath] = {
     "kv_offloading_folder_size": ("engine", "kvCacheOffloading", "secondary", 0, "size"),
     "kv_transfer": ("engine", "kvTransfer"),
     "nnodes": ("engine", "pipelineParallelSize"),
-    "prefill_local_tokens": ("disaggregation", "localTokens"),
+    **{name: ("disaggregation", field) for name, field in _DECODE_FIELDS.items()},
 }  # fmt: skip
 """Paths in the spec of the fields of EngineConfig that follow from the spec in another way."""
 _ADAPTER_FIELDS = frozenset((
@@ -188,9 +194,10 @@ def _fields(
             peer_ports.append(service.openai_port)  # of the prefill pods that a request can name
         peers = *(f"{name}:{port}" for port in peer_ports for name in kv_peers.names), *transfer.allowedPeers
         yield "kv_transfer", non_default_json(KVTransferConfig(kv_peers.key_file, transfer.port, peers, speed))
-    roles = spec.disaggregation
-    if service.role is Role.DECODE and roles is not None and roles.localTokens is not None:
-        yield "prefill_local_tokens", roles.localTokens
+    if service.role is Role.DECODE:
+        for name, field in _DECODE_FIELDS.items():
+            if (value := getattr(spec.disaggregation, field)) is not None:
+                yield name, value
     if spec.observability.tracing is not None:
         yield "otlp_traces_endpoint", spec.observability.tracing.endpoint
     if spec.networking.kvEvents is not None:

@@ -75,16 +75,18 @@ def _render_pods(service: LLMService, plan: Plan, on_one_node: bool) -> PodManif
 
 
 def render_running_objects(
-    service: LLMService, plan: Plan, context: RenderContext, template: Manifest, engine_configmap: Manifest
+    service: LLMService, plan: Plan, context: RenderContext, pods: Mapping[Role | None, PodManifests]
 ) -> RenderedObjects:
     """Return the objects of a service whose pods must stay as they are, without those that download a model.
 
-    `plan`, `template` and `engine_configmap` are those of the running pods. The other objects follow the spec.
+    `plan` and `pods` are those of the running pods. The other objects follow the spec.
 
     Raises:
         ConfigError: the adapter catalog is too large.
     """
-    running: dict[Role | None, PodManifests] = {None: _with_metadata(service, PodManifests(template, engine_configmap))}
+    running = {
+        role: _with_metadata(service if role is None else service.for_role(role), own) for role, own in pods.items()
+    }
     manifests = [
         *_objects_for_pods(service, context, running),
         *_objects_around_pods(service, plan, running),
@@ -150,7 +152,8 @@ def _objects_around_pods(
     yield network.headless_service(service)
     templates = {role: own.template for role, own in pods.items()}
     if service.roles:
-        yield disaggregated_set.manifest(service, plan, {role: templates[role] for role in service.roles})
+        of_roles = {role: disaggregated_set.pod_template(templates[role]) for role in service.roles}
+        yield disaggregated_set.manifest(service, plan, of_roles)
     elif service.num_nodes == 1:
         yield workload.deployment(service, plan, templates[None])
     else:

@@ -216,7 +216,8 @@ def bases():
     own |= {"schedulingPolicy": "fcfs", "swapSpace": "4Gi"}
     of_role = {"replicas": 2, "resources": {"cpu": "3", "memory": "64Gi", "sharedMemory": "2Gi", **yaml.safe_load(GPU)}}
     of_role |= {"engine": own | {"kvCacheOffloading": claim_tier}}
-    yield body(GPU, sources[0], disaggregation={"prefill": of_role, "decode": of_role, "localTokens": 99})
+    limits = {"localTokens": 99, "recomputeThreshold": 9, "loadFailurePolicy": "recompute"}
+    yield body(GPU, sources[0], disaggregation={"prefill": of_role, "decode": of_role} | limits)
 
 
 def outputs(document):

@@ -5,7 +5,8 @@ import base64
 import copy
 
 import pytest
-from support.planning import llm_service, plan_for
+from support.planning import llm_service
+from support.rendering import plan_of_service
 
 from quire_operator.api import crd
 from quire_operator.api.llmservice import LLMService
@@ -123,16 +124,24 @@ def test_what_somebody_changed_by_hand_is_not_pinned(text):
     assert TemplateRevision.from_workload({"metadata": {"annotations": {PODS_ANNOTATION: text}}}) is None
 
 
-def test_what_is_pinned_comes_back_as_it_was():
-    made = plan_for("qwen-0.5b", "NVIDIA-L4", NO_LORA)
-    manifests = list(
-        render_objects(llm_service(NO_LORA), made, RenderContext(admin_key="k", owner_uid="u-1")).manifests
-    )
+ROLES = f"""{NO_LORA}
+engine: {{kvCacheOffloading: {{memory: 1Gi}}}}
+disaggregation: {{prefill: {{engine: {{maxNumSeqs: 8}}}}, decode: {{}}}}
+"""
+
+
+@pytest.mark.parametrize(("spec", "kind"), [(NO_LORA, "Deployment"), (ROLES, "DisaggregatedSet")])
+def test_what_is_pinned_comes_back_as_it_was(spec, kind):
+    service = llm_service(spec)
+    made = plan_of_service(service, "qwen")
+    manifests = list(render_objects(service, made, RenderContext(admin_key="k", owner_uid="u-1")).manifests)
     pinned = TemplateRevision.from_manifests("digest", made, manifests)
     rendered = copy.deepcopy(manifests)
-    applied = pinned.apply_to(manifests, llm_service(NO_LORA), made, 1)
-    (deployment,) = [m for m in applied if m["kind"] == "Deployment"]
-    assert TemplateRevision.from_workload(deployment) == pinned
-    assert deployment["metadata"]["annotations"][object_names.PLAN_ANNOTATION] == made.inputsHash
+    applied = pinned.apply_to(manifests, service, made, 1)
+    (workload,) = [m for m in applied if m["kind"] == kind]
+    assert TemplateRevision.from_workload(workload) == pinned
+    assert [m["spec"] for m in applied if m["kind"] == kind] == [m["spec"] for m in rendered if m["kind"] == kind]
+    assert [m.get("data") for m in applied] == [m.get("data") for m in rendered]
+    assert workload["metadata"]["annotations"][object_names.PLAN_ANNOTATION] == made.inputsHash
     assert manifests == rendered, "nothing given is changed"
-    assert "u-1" not in str(pinned.engine_configmap), "an owner goes with its service"
+    assert "u-1" not in str(pinned.pods), "an owner goes with its service"

@@ -22,6 +22,8 @@ disaggregation:
     engine: {{maxNumBatchedTokens: 8192, kvCacheOffloading: {{memory: 32Gi}}}}
   decode: {{replicas: 3, engine: {{maxNumSeqs: 128}}}}
   localTokens: 256
+  recomputeThreshold: 32
+  loadFailurePolicy: fail
 """
 LABELS = {
     "app.kubernetes.io/name": "quire",
@@ -71,6 +73,7 @@ def test_each_role_is_the_pod_that_its_settings_would_have_alone(objects):
         engine, engine_alone = engine_of(objects, pod), engine_of(alone, expected)
         if name == "decode":
             assert engine.pop("prefill_local_tokens") == 256
+            assert (engine.pop("kv_recompute_threshold"), engine.pop("kv_load_failure_policy")) == (32, "fail")
             assert engine["kv_transfer"]["allowed_peers"].pop(1) == "s-pods:8004", "it has prefill pods compute prompts"
         assert engine == engine_alone
         assert pod["metadata"]["labels"].items() >= (expected["metadata"]["labels"] | {"llm-d.ai/role": name}).items()

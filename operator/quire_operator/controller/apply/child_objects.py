@@ -27,7 +27,11 @@ from quire_spec.documents.download_result import KEPT_FOLDERS_VARIABLE
 from quire_spec.errors import ConfigError
 
 Body = Mapping[str, Any]
-_POD_TEMPLATE_PATHS = (("spec", "template"), ("spec", "leaderWorkerTemplate", "leaderTemplate"))
+_POD_TEMPLATE_PATHS = (
+    ("spec", "template"),
+    ("spec", "leaderWorkerTemplate", "leaderTemplate"),
+    ("spec", "roles", "spec", "leaderWorkerTemplate", "workerTemplate"),
+)
 """In a workload, the fields of spec.podTemplate are below one of these paths."""
 _DEFAULT_KINDS = ("PodDisruptionBudget", "PodMonitor")
 """Kinds that every service uses by default (Auto). If a cluster does not have one of them, the status does not contain
@@ -157,7 +161,11 @@ def _policy_replaces_pods(service: LLMService, live_revision: TemplateRevision, 
     """Whether spec.rollout.updatePolicy replaces the pods although their inputs are the same. It does not if only the
     labels or annotations of the pods differ."""
     is_automatic = service.spec.rollout.updatePolicy == "Auto"
-    return is_automatic and live_revision.template["spec"] != revision.template["spec"]
+    return is_automatic and _pod_specs(live_revision) != _pod_specs(revision)
+
+
+def _pod_specs(revision: TemplateRevision) -> list[Manifest]:
+    return [pods.template["spec"] for pods in revision.pods.values()]
 
 
 def build_running_objects(
@@ -177,7 +185,7 @@ def build_running_objects(
         return ()
     if service.openai_port is not None and not revision.serves_openai:
         service = service.without_openai()
-    rendered = render_running_objects(service, plan, context, revision.template, revision.engine_configmap)
+    rendered = render_running_objects(service, plan, context, revision.pods)
     # A replacement does not continue without a plan for the new pods.
     is_partial = live_objects.workload is not None and live_objects.replaced_workload is not None
     replicas = live["spec"].get("replicas", 1) if is_partial else service.spec.replicas
@@ -192,7 +200,7 @@ def _replaced_objects(
     revision = TemplateRevision.from_workload(live_objects.replaced_workload)
     if revision is None:
         return []  # Without its templates, it cannot be applied: it is deleted at once.
-    rendered = render_running_objects(service, plan, context, revision.template, revision.engine_configmap)
+    rendered = render_running_objects(service, plan, context, revision.pods)
     manifests = revision.apply_to(rendered.manifests, service, plan, replicas, surges=False)
     return [m for m in manifests if m["kind"] in WORKLOAD_KINDS or (m["kind"] == "ConfigMap" and m.get("immutable"))]
 

@@ -75,6 +75,8 @@ class PodState:
     """Index of the group in a LeaderWorkerSet. None for a pod of a Deployment."""
     rank: int = 0
     """Index of the pod in its group. The pod with index 0 serves."""
+    role: str | None = None
+    """Value of the label with the role. None if the pod has none."""
     unschedulable: str = ""
     """Message of the scheduler if it could not find a node for the pod. Empty if the pod has a node."""
     gates: tuple[str, ...] = ()
@@ -262,6 +264,7 @@ def parse_pod(body: Body) -> PodState:
         node=spec.get("nodeName") or "",
         group=_to_index(labels.get(object_names.LWS_GROUP)),
         rank=_to_index(labels.get(object_names.LWS_WORKER)) or 0,
+        role=labels.get(object_names.ROLE_LABEL),
         health_port=ports.get(HEALTH_PORT),
         image=main_container.get("image", ""),
         created_at=meta.get("creationTimestamp", ""),

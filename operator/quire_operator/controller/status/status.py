@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from quire_operator.api.disaggregation_spec import Role
 from quire_operator.api.llmservice import Device, LLMService
-from quire_operator.controller.status import adapters, model_cache, ownership
+from quire_operator.controller.status import adapters, model_cache, ownership, roles
 from quire_operator.controller.status.autoscaling import autoscaling_condition
 from quire_operator.controller.status.conditions import (
     Condition,
@@ -73,6 +74,9 @@ def build_status(
         evaluated = _evaluate_spec(service, generation, planning, observed, previous, now)
     existing, updated = count_replicas(observed)
     is_current = observed.applied_generation == generation
+    role_statuses = roles.role_statuses(observed, is_current)
+    if role_statuses:
+        existing, updated = (sum(each[name] for each in role_statuses) for name in ("replicas", "updatedReplicas"))
     ready = ready_pods(observed)
     return {
         **evaluated.fields,
@@ -83,6 +87,7 @@ def build_status(
         "replicas": existing,
         "readyReplicas": len(ready),
         "updatedReplicas": updated if is_current else 0,
+        **({"roles": role_statuses} if role_statuses else {}),
         "models": adapters.common_model_names(ready),
         **_parsers(ready),
         **_model_signature(ready),
@@ -139,9 +144,14 @@ def _evaluate_spec(
     gpu_resource = spec.gpu.resourceName if spec.gpu else GPU_RESOURCE
     groups = _groups_status(observed, spec.replicas, previous, now)
     history = groups.get("history") or ()
-    rollout_state = evaluate_rollout(
-        observed, generation, spec.replicas, gpu_resource if spec.device is Device.GPU else None, now, history
-    )
+    if service.roles:
+        rollout_state = roles.evaluate_roles(service, observed, generation, now)
+        available = roles.available_condition(service, observed)
+    else:
+        rollout_state = evaluate_rollout(
+            observed, generation, spec.replicas, gpu_resource if spec.device is Device.GPU else None, now, history
+        )
+        available = available_condition(observed, spec.replicas)
     adapters_state = adapters.evaluate_adapters(
         observed.catalog or service.build_catalog(), observed.pods, ready_pods(observed)
     )
@@ -154,9 +164,9 @@ def _evaluate_spec(
     if note := _describe_drift(plan):
         planned = Condition(planned.type, planned.is_true, planned.reason, f"{planned.message}; {note}")
     conditions = [
-        config, planned, cached_condition, available_condition(observed, spec.replicas), progressing,
+        config, planned, cached_condition, available, progressing,
         adapters_state.condition,
-        _ready_condition(blocker, rollout_state, adapters_state.condition),
+        _ready_condition(service, blocker, rollout_state, adapters_state.condition),
         *([autoscaling_condition(spec.autoscaling, observed.autoscaler)] if spec.autoscaling else []),
         *route_conditions(spec.networking, observed),
     ]  # fmt: skip
@@ -250,14 +260,17 @@ def _progressing_condition(blocker: Condition | None, rollout_state: RolloutStat
     return Condition(ConditionType.PROGRESSING, in_progress, blocker.reason, blocker.message)
 
 
-def _ready_condition(blocker: Condition | None, rollout_state: RolloutState, adapters_ready: Condition) -> Condition:
+def _ready_condition(
+    service: LLMService, blocker: Condition | None, rollout_state: RolloutState, adapters_ready: Condition
+) -> Condition:
     if blocker is not None:
         is_true = None if blocker.reason == Reason.PAUSED else False
         return Condition(ConditionType.READY, is_true, blocker.reason, blocker.message)
     if not rollout_state.is_complete:
         return Condition(ConditionType.READY, False, rollout_state.reason, rollout_state.message)
     if rollout_state.desired_replicas == 0:
-        return Condition(ConditionType.READY, False, Reason.SCALED_TO_ZERO, "spec.replicas is 0")
+        message = roles.SCALED_TO_ZERO if service.roles else "spec.replicas is 0"
+        return Condition(ConditionType.READY, False, Reason.SCALED_TO_ZERO, message)
     if adapters_ready.is_true is not True:
         return Condition(ConditionType.READY, adapters_ready.is_true, adapters_ready.reason, adapters_ready.message)
     return Condition(ConditionType.READY, True, Reason.READY, f"{rollout_state.message}; {adapters_ready.message}")
@@ -308,10 +321,24 @@ def _plan_fields(
     if plan is None:
         return previous_plan
     planned = plan.to_json()
-    measured = _measured_kv_cache(observed) if rollout_state.is_complete else None
-    if measured is None and previous_plan.get("inputsHash") == planned["inputsHash"]:
-        measured = previous_plan.get("measured")
-    return planned | ({"measured": measured} if measured else {})
+    is_complete, prefill = rollout_state.is_complete, planned.get("prefill")
+    of_clients = roles.of_role(observed, Role.DECODE) if prefill else observed
+    _add_measurement(planned, previous_plan, of_clients, is_complete)
+    if prefill:
+        of_prefill = roles.of_role(observed, Role.PREFILL)
+        _add_measurement(prefill, previous_plan.get("prefill") or {}, of_prefill, is_complete)
+    return planned
+
+
+def _add_measurement(
+    planned: dict[str, Any], previous: Mapping[str, Any], observed: ObservedState, is_complete: bool
+) -> None:
+    """Add to a plan what its pods measured, or until they have, what was measured before."""
+    measured = _measured_kv_cache(observed) if is_complete else None
+    if measured is None and previous.get("inputsHash") == planned["inputsHash"]:
+        measured = previous.get("measured")
+    if measured:
+        planned["measured"] = measured
 
 
 def _measured_kv_cache(observed: ObservedState) -> dict[str, Any] | None:
