@@ -61,7 +61,7 @@ class CoreServer(Server):
         super().__init__(
             (
                 *(self.load_adapter, self.verify_adapter, self.unload_adapter, self.set_adapter_names, self.status),
-                *(self.check, self.live, self.block_hasher, self.uncached_prompt),
+                *(self.check, self.ping, self.live, self.block_hasher, self.uncached_prompt),
                 *(() if engine.leases is None else self._lease_methods()),
             ),
             (SequenceRequest, AbortSequences),
@@ -191,6 +191,9 @@ class CoreServer(Server):
         """Set the digest of each adapter name. Only subscribers of KV events know adapters by their names."""
         if self._event_publisher is not None:
             self._event_publisher.set_adapter_names(adapters)
+
+    def ping(self) -> None:
+        """Answer at once, also while a step runs."""
 
     async def status(self) -> CoreStatus:
         """Return the memory, the adapters and the state of the scheduler."""

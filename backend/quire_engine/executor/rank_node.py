@@ -35,7 +35,7 @@ from quire_spec.protocol.rank_wire import FileChunk, FileReceipt, Generation, Ki
 from quire_spec.protocol.results import NodeStatus
 
 _CONNECT_TIMEOUT_S = 3.0
-_CONNECT_INTERVAL_S = 0.3
+_CONNECT_INTERVAL_S = 0.1
 """Seconds between two attempts to connect to a first node that does not listen, because it is starting."""
 _LOG_INTERVAL_S = 30.0
 _MAX_ROW_BYTES = 1 << 30
@@ -55,6 +55,7 @@ class RankNode:
         leader: str,
         folder: Path,
         start_worker: Callable[[WorkerChannels], WorkerHandle] = WorkerProcess,
+        join_at: float = 0.0,
     ) -> None:
         """Create a node that is not connected.
 
@@ -65,10 +66,12 @@ class RankNode:
             leader: name or address of the first node.
             folder: where files of adapters are kept while they are read, and the number of the last generation.
             start_worker: starts a worker; tests replace it.
+            join_at: monotonic seconds before which it does not connect to the first node.
         """
         self._config, self._checkpoint, self._node_rank, self._leader = config, checkpoint, node_rank, leader
         self._folder, self._start_worker = folder, start_worker
         self._generation_file = folder / f"generation-{node_rank}"
+        self._join_at = join_at
         self._relay: _RankRelay | None = None
         self._is_closing = False
 
@@ -125,6 +128,7 @@ class RankNode:
 
     def _connect(self) -> NodeConnection:
         """Connect to the first node as soon as it listens."""
+        time.sleep(max(0.0, self._join_at - time.monotonic()))
         log_at = time.monotonic()
         while True:
             if self._is_closing:

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import sys
 import threading
+import time
 from pathlib import Path
 
 from quire_engine.executor.rank_node import RankNode
@@ -30,6 +31,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--cache-dir", type=Path, required=True, help="folder for files of adapters")
     parser.add_argument("--node-rank", type=int, required=True, help="number of this node, from 1")
     parser.add_argument("--master-addr", required=True, help="name or address of the first node")
+    parser.add_argument("--join-delay", type=float, default=0.0, help="seconds before it joins a group (default: 0)")
     return parser.parse_args()
 
 
@@ -40,7 +42,9 @@ def main() -> None:
     checkpoint = Checkpoint.load(
         resolve_model(config.model, config.revision, True, config.download_dir), config.model_impl
     )
-    node = RankNode(config, checkpoint, args.node_rank, args.master_addr, args.cache_dir)
+    node = RankNode(
+        config, checkpoint, args.node_rank, args.master_addr, args.cache_dir, join_at=time.monotonic() + args.join_delay
+    )
     threading.Thread(target=_run, args=(node,), name="node").start()
     asyncio.run(_serve(node, args.run_dir / constants.process_socket(constants.NODE)))
 

@@ -65,9 +65,12 @@ class RankSupervisor:
             self._start,
             self._session,
             lambda: None,
-            RestartBackoff(FIRST_DELAY_S, MAX_DELAY_S, num_immediate=0),
+            RestartBackoff(0.0, 0.0),
             max_start_attempts=None,
         )
+        self._backoff = RestartBackoff(FIRST_DELAY_S, MAX_DELAY_S, num_immediate=0)
+        self._started_at: float | None = None
+        self._was_in_group = False
 
     def not_ready_reason(self) -> str:
         """Return why the stages of this node do not serve; an empty text if they do."""
@@ -131,19 +134,29 @@ class RankSupervisor:
         logger.info("process stopped name=%s exit_code=%d", constants.NODE, code)
 
     async def _start(self) -> ChildProcess:
+        """Start the next process. It waits before it joins a group, because it can import torch meanwhile. A process
+        that was in no group has waited for nothing, so this method waits instead."""
+        now = asyncio.get_running_loop().time()
+        delay_s = 0.0 if self._started_at is None else self._backoff.delay_s(now - self._started_at)
+        logger.info("next group in delay_s=%g", delay_s)
+        if not self._was_in_group:
+            await asyncio.sleep(delay_s)
+            delay_s = 0.0
+        self._started_at, self._was_in_group = now + delay_s, False
         (self._run_dir / constants.process_socket(constants.NODE)).unlink(missing_ok=True)
         settings, member = self._settings, self._member
         argv = [sys.executable, "-m", "quire_engine.executor.rank_node_process", f"--config={settings.config_file}"]
         argv += [f"--run-dir={self._run_dir}", f"--cache-dir={settings.cache_dir}"]
-        argv += [f"--node-rank={member.node_rank}", f"--master-addr={member.leader}"]
+        argv += [f"--node-rank={member.node_rank}", f"--master-addr={member.leader}", f"--join-delay={delay_s}"]
         return await ChildProcess.start(constants.NODE, argv, self._relay, engine_process.core_environment())
 
     async def _session(self, child: ChildProcess) -> str:
         async with engine_process.connect(constants.NODE, self._run_dir) as control:
             try:
                 while True:
-                    self._node = await control.call("status", NodeStatus)
+                    self._node = await control.call("status", NodeStatus, timeout_s=engine_process.STOPPED_TIMEOUT_S)
                     self._generation = max(self._generation, self._node.generation)
+                    self._was_in_group |= self._node.state != "connecting"
                     if self._node.state == "ready":
                         self._process.mark_ready()
                     await asyncio.sleep(_POLL_S)

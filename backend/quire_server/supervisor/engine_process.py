@@ -28,6 +28,10 @@ PING_INTERVAL_S = 5.0
 UNRESPONSIVE_TIMEOUT_S = 120.0
 """A process that does not respond for this many seconds is treated as hung. Even on a slow CPU, a step of a large model
 takes less time."""
+STOPPED_TIMEOUT_S = 10.0
+"""A core whose other nodes wait for it must answer within this many seconds, also while a step runs: the nodes give up
+after this time, too."""
+_STOPPED_INTERVAL_S = 2.0
 _EXIT_GRACE_S = 2.0
 """After a process has closed its connection to the supervisor, it must exit within this many seconds."""
 
@@ -99,6 +103,30 @@ async def connect(name: str, run_dir: Path) -> AsyncIterator[Client]:
         yield control
     finally:
         await control.close()
+
+
+async def watch_group_core(control: Client) -> str:
+    """Wait until the core of a group of nodes must be killed; return the reason. In addition to what `watch_connection`
+    finds, this is a core that was stopped."""
+    tasks = [asyncio.create_task(watch(control)) for watch in (watch_connection, _watch_stopped)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _watch_stopped(control: Client) -> str:
+    while True:
+        await asyncio.sleep(_STOPPED_INTERVAL_S)
+        try:
+            await control.call("ping", msgspec.Raw, timeout_s=STOPPED_TIMEOUT_S)
+        except ConnectionLost:
+            # The other watcher reports it.
+            continue
+        except Unavailable:
+            return f"no response for {STOPPED_TIMEOUT_S:g} s"
 
 
 async def watch_connection(control: Client) -> str:

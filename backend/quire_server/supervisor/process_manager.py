@@ -276,6 +276,8 @@ class ProcessManager:
                 self.handles.cores[name] = core
             try:
                 self.processes[name].mark_ready()
+                if name != "text" and self._settings.config.engine.nnodes > 1:
+                    return await engine_process.watch_group_core(control)
                 return await engine_process.watch_connection(control)
             finally:
                 if name == "text":

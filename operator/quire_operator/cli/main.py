@@ -294,7 +294,8 @@ def _serve(args: argparse.Namespace) -> int:
         args.file, args.model = args.model, None
     if args.model is None and (given := model_options.given_options(args)):
         args.usage_error(f"{given[0]} requires MODEL; in a file, set the field of the LLMService")
-    serve_options = serve.ServeOptions(fields, args.volumes, args.run_dir, args.cache_dir, args.secrets_dir)
+    folders = args.run_dir, args.cache_dir, args.secrets_dir
+    serve_options = serve.ServeOptions(fields, args.volumes, *folders, node_rank=args.node_rank)
     watched = None
     if args.model is not None:
         from quire_operator.cli.model import form as model_form

@@ -76,6 +76,8 @@ class ServeOptions:
     run_dir: Path | None = None
     cache_dir: Path | None = None
     secrets_dir: Path | None = None
+    node_rank: int = 0
+    """Number of this machine with --nnodes. Only machine 0 needs the adapters."""
     api_key: str | None = None
     """The only key of the OpenAI API. It replaces the Secret of the spec."""
 
@@ -379,7 +381,7 @@ def _iter_problems(
             "quire serve uses the same token to download the model and the draft model",
             "set this field to the Secret of the model, and use a token that can read both",
         )
-    for path, source in service.adapter_places.items():
+    for path, source in service.adapter_places.items() if options.node_rank == 0 else ():
         yield from local_sources.iter_problems(source, path, ADAPTER_FILES if path[1] == "adapters" else ())
     if service.spec.runtime.models is not None and "server.modelRepository" not in options.fields:
         yield from local_sources.iter_problems(service.spec.runtime.models.source, ("spec", "runtime", "models"), ())

@@ -19,6 +19,8 @@ async def start(code):
 
 
 def test_backoff_grows_to_a_cap_and_resets_after_stable_uptime():
+    other_nodes = RestartBackoff(1.0, 60.0, num_immediate=0)
+    assert [other_nodes.delay_s(1) for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
     backoff = RestartBackoff()
     assert [backoff.delay_s(1) for _ in range(8)] == [0, 0.5, 1, 2, 4, 8, 8, 8]
     assert [backoff.delay_s(31), backoff.delay_s(1)] == [0, 0.5]
