@@ -2,11 +2,15 @@
 """Replicas that are groups of pods, under the real controller of LeaderWorkerSet with its webhooks, on nodes without a
 kubelet."""
 
+import contextlib
+
 import pytest
-from support.controller_harness import ControllerHarness, llm_service
+from support.controller_harness import ControllerHarness, answer_model_readers, llm_service
 from support.controllers import running_lws
 from support.engine_processes import wait_for
+from support.fake_kubelet import FakeContainer, FakeKubelet
 
+from quire_operator.controller.status import groups
 from quire_operator.kube import discovery
 
 API, KIND = "quire.dev/v1alpha1", "LLMService"
@@ -169,3 +173,140 @@ def test_groups_of_another_size_replace_each_other(operator, cluster, namespace)
     cluster.merge(API, KIND, "tales", {"spec": {"engine": {"pipelineParallelSize": 3}}}, namespace)
     wait_ready(operator, 90)
     assert len(pod_names(cluster, namespace)) == 6 and operator.status()["groups"]["size"] == 3
+
+
+def reason_is(operator, reason, words="", timeout=40):
+    """Wait until Progressing has a reason, and its message contains some words."""
+
+    def found():
+        condition = operator.condition("Progressing")
+        return condition.get("reason") == reason and words in condition["message"]
+
+    wait_for(found, timeout, lambda: (reason, operator.status().get("conditions"), operator.status().get("groups")))
+
+
+def restarted(operator, reason, words=""):
+    """Check that another operator process reports the same."""
+    operator.stop()
+    with ControllerHarness(operator.cluster, operator.namespace) as second:
+        second.wait_settled()
+        reason_is(second, reason, words, 20)
+
+
+def test_a_group_that_is_created_anew_again_and_again_is_reported(operator, cluster, namespace, kubelet):
+    cluster.apply(of_groups(replicas=1), namespace)
+    wait_ready(operator)
+    is_leader = {"namespace": namespace, "name": "tales-0"}.items()
+    kubelet.set_behavior(lambda pod: is_leader <= pod["metadata"].items(), FakeContainer(ready=False))
+    for i in range(3):
+        wait_for(lambda: operator.status().get("groups", {}).get("ready") == 0, 20, operator.status)
+        found = pods(cluster, namespace)
+        kubelet.restart(found["tales-0-1"], message="CUDA error: out of memory")
+        uid = found["tales-0"]["metadata"]["uid"]
+        wait_for(
+            lambda: pods(cluster, namespace).get("tales-0", found["tales-0"])["metadata"]["uid"] != uid,  # noqa: B023
+            30,
+            "LeaderWorkerSet creates the group anew",
+        )
+        wait_for(
+            lambda: [e["recreated"] for e in operator.status()["groups"].get("history", ())] == [i + 1],  # noqa: B023
+            20,
+            operator.status,
+        )
+        wait_for(lambda: "tales-0-1" in pods(cluster, namespace), 20, "its worker")
+    words = (
+        "group 0 was created anew 3 times, because a pod of it restarted; rank 1 ended with Error (exit code 1): CUDA"
+    )
+    reason_is(operator, "GroupCrashLooping", words)
+    restarted(operator, "GroupCrashLooping", words)
+
+
+HALF_A_NODE = {"runtime": {"cpu": "600"}, "replicas": 1}
+
+
+def test_a_group_without_room_for_all_its_pods_is_incomplete(operator, cluster, namespace, monkeypatch):
+    monkeypatch.setattr(groups, "INCOMPLETE_AFTER_S", 3.0)
+    cluster.apply(of_groups(**HALF_A_NODE), namespace)
+    words = "only 1 of 2 pods of group 0 have a node, and wait for the others; pod tales-0"
+    reason_is(operator, "GangIncomplete", words)
+    restarted(operator, "GangIncomplete", words)
+
+
+def test_a_lost_node_is_named_until_its_pods_are_gone(operator, cluster, namespace, kubelet, monkeypatch):
+    monkeypatch.setattr(groups, "OVERDUE_AFTER_S", 1.0)
+    serving_pods = {"on_start": kubelet.on_start, "probe": kubelet.probe, "on_end": kubelet.on_end}
+    with FakeKubelet(cluster, "node-that-is-lost", **serving_pods) as lost:
+        answer_model_readers(lost)
+        cluster.apply(of_groups(**HALF_A_NODE), namespace)
+        wait_ready(operator)
+        on_lost = [pod for pod in pods(cluster, namespace).values() if pod["spec"]["nodeName"] == lost.name]
+        (name,) = [pod["metadata"]["name"] for pod in on_lost]
+        lost._stop.set()
+        lost._thread.join()
+        # As when the taint of a node that does not answer evicts its pods.
+        path = f"/api/v1/namespaces/{namespace}/pods/{name}"
+        cluster.request("DELETE", path, gracePeriodSeconds=1)
+        words = f"node {lost.name} does not answer, so that pod {name} does not end"
+        reason_is(operator, "GroupNodeLost", words)
+        restarted(operator, "GroupNodeLost", words)
+    with FakeKubelet(cluster, "node-that-is-new", **serving_pods), ControllerHarness(cluster, namespace) as second:
+        # As when the node is deleted.
+        cluster.request("DELETE", path, gracePeriodSeconds=0)
+        wait_ready(second)
+        assert pod_names(cluster, namespace) == ["tales-0", "tales-0-1"]
+
+
+def test_a_queued_set_waits_for_quota_and_is_made_anew_by_a_change(operator, cluster, namespace):
+    """Kueue's gates, Workloads and refusals, without Kueue."""
+    queue = {"kueue.x-k8s.io/queue-name": "llm"}
+    gates = {"spec": {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}}
+    service = of_groups(replicas=1, podTemplate=gates)
+    service["metadata"]["labels"] = queue
+    operator.controller.reconciler._deps.pod_warnings._poll_s = 0.5
+    with cluster.optional_kind("Workload"), immutable_sets(cluster):
+        cluster.apply(service, namespace)
+        reason_is(operator, "WaitingForQuota", "gate kueue.x-k8s.io/admission")
+        first = cluster.get(*LWS, "tales", namespace)["metadata"]
+        assert queue.items() <= first["labels"].items()
+        owner = {"apiVersion": LWS[0], "kind": LWS[1], "name": "tales", "uid": first["uid"]}
+        words = "insufficient unused quota for nvidia.com/gpu, 1 more needed"
+        workload = "kueue.x-k8s.io/v1beta2", "Workload"
+        template = {"spec": {"containers": [{"name": "server", "image": "server"}]}}
+        pod_sets = [{"name": "main", "count": 2, "template": template}]
+        meta = {"name": "tales-0", "ownerReferences": [owner]}
+        manifest = {"apiVersion": workload[0], "kind": workload[1], "metadata": meta, "spec": {"podSets": pod_sets}}
+        cluster.apply(manifest, namespace)
+        condition = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": words}
+        status = {"conditions": [condition | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]}
+        cluster.merge(*workload, "tales-0", {"status": status}, namespace, subresource="status")
+        reason_is(operator, "WaitingForQuota", words)
+        cluster.merge(API, KIND, "tales", {"spec": {"podTemplate": None}}, namespace)
+        wait_ready(operator)
+        assert cluster.get(*LWS, "tales", namespace)["metadata"]["uid"] != first["uid"]
+
+
+@contextlib.contextmanager
+def immutable_sets(cluster):
+    """Refuse changes of the templates of a LeaderWorkerSet, as Kueue's webhook does for one in a queue."""
+    policy = "admissionregistration.k8s.io/v1", "ValidatingAdmissionPolicy"
+    binding = policy[0], "ValidatingAdmissionPolicyBinding"
+    name = {"name": "immutable-sets"}
+    rule = {"apiGroups": [LWS[0].split("/")[0]], "apiVersions": ["v1"], "operations": ["UPDATE"]}
+    spec = {
+        "failurePolicy": "Fail",
+        "matchConstraints": {"resourceRules": [rule | {"resources": ["leaderworkersets"]}]},
+        "validations": [
+            {
+                "expression": "object.spec.leaderWorkerTemplate == oldObject.spec.leaderWorkerTemplate",
+                "message": "spec.leaderWorkerTemplate: Invalid value: field is immutable",
+            }
+        ],
+    }
+    cluster.apply({"apiVersion": policy[0], "kind": policy[1], "metadata": name, "spec": spec})
+    spec = {"policyName": name["name"], "validationActions": ["Deny"]}
+    cluster.apply({"apiVersion": binding[0], "kind": binding[1], "metadata": name, "spec": spec})
+    try:
+        yield
+    finally:
+        for kind in (binding, policy):
+            cluster.delete(*kind, name["name"])

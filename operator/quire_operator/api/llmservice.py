@@ -49,6 +49,8 @@ from quire_spec.documents.field_schema import ANNOTATIONS, LABELS, Restarts, Rul
 from quire_spec.documents.sources import HuggingFaceSource, Source
 from quire_spec.documents.trust import TrustConfig
 
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+"""Label of an LLMService or another object for the queue of Kueue that admits its pods."""
 MODEL_SOURCE: FieldPath = ("spec", "model", "source")
 KV_FOLDER: FieldPath = ("spec", "engine", "kvCacheOffloading", "secondary", 0, "folder")
 DRAFT_SOURCE: FieldPath = ("spec", "engine", "speculativeConfig", "model", "source")
@@ -364,6 +366,8 @@ class LLMService:
     namespace: str | None = None
     generation: int = 0
     """metadata.generation. It is 0 for a document that was read from a file."""
+    queue: str = ""
+    """Queue of Kueue in the labels of the LLMService. Empty if there is none."""
     default_pod_template: Mapping[str, Any] = field(default_factory=dict)
     """podTemplate in the operator's defaults. It is merged before the one of the spec."""
     defaulted_fields: tuple[str, ...] = ()
@@ -380,6 +384,7 @@ class LLMService:
             from_json(LLMServiceSpec, body["spec"], "spec"),
             meta.get("namespace"),
             meta.get("generation", 0),
+            queue_of(body),
         )
 
     @property
@@ -557,3 +562,9 @@ def _set_fields(value: Any, cls: type) -> dict[str, Any]:
     """Return the fields of a dataclass that `value`, an instance of it or of a subclass, sets."""
     values = {each.name: getattr(value, each.name) for each in fields(cls)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def queue_of(body: Mapping[str, Any]) -> str:
+    """Return the queue of Kueue in the labels of an object; "" if there is none."""
+    labels: Mapping[str, str] = body["metadata"].get("labels") or {}
+    return labels.get(QUEUE_LABEL, "")

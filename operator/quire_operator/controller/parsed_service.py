@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from quire_operator.api import crd
-from quire_operator.api.llmservice import LLMService
+from quire_operator.api.llmservice import LLMService, queue_of
 from quire_operator.api.spec_defaults import SpecDefaults
 from quire_operator.controller.object_cache import ServiceKey
 from quire_operator.controller.template_revision import pods_digest
@@ -45,11 +45,21 @@ class ParsedService:
         return cls(key, *uid_and_generation(body), service, pods_digest(validation.body, service), "")
 
     @property
+    def version(self) -> tuple[str, int, str]:
+        """The result of `version_of`."""
+        return self.uid, self.generation, "" if self.service is None else self.service.queue
+
+    @property
     def adapter_catalog(self) -> AdapterCatalog | None:
         """Return the catalog of the spec. If the spec is invalid or paused, return None, and nothing is pushed."""
         if self.service is None or self.service.spec.paused:
             return None
         return self.service.build_catalog()
+
+
+def version_of(body: Mapping[str, Any]) -> tuple[str, int, str]:
+    """Return what changes if a stored LLMService must be parsed again: a new queue does not change its generation."""
+    return *uid_and_generation(body), queue_of(body)
 
 
 def uid_and_generation(body: Mapping[str, Any]) -> tuple[str, int]:

@@ -29,9 +29,10 @@ from quire_operator.controller.apply.replacement import replace_workload, replic
 from quire_operator.controller.dependencies import ReconcilerDeps
 from quire_operator.controller.object_cache import CachedObject, ServiceKey
 from quire_operator.controller.observe.pod_warnings import EVENT_POLL_S
-from quire_operator.controller.parsed_service import ParsedService, uid_and_generation
+from quire_operator.controller.parsed_service import ParsedService, version_of
 from quire_operator.controller.plan_service import stored_plan
 from quire_operator.controller.state_observer import StateObserver
+from quire_operator.controller.status.groups import groups_of, seconds_until_incomplete
 from quire_operator.controller.status.model_cache import (
     download_jobs,
     is_finished,
@@ -41,6 +42,7 @@ from quire_operator.controller.status.model_cache import (
 )
 from quire_operator.controller.status.observed_state import ObservedState, PlanningResult, PodState
 from quire_operator.controller.status.ownership import FIELD, RENEW_S, Ownership, evaluate_ownership
+from quire_operator.controller.status.rollout import group_size
 from quire_operator.controller.status.staged_catalog import stage_catalog
 from quire_operator.controller.status.status import build_status
 from quire_operator.controller.status_writer import StaleService
@@ -124,7 +126,7 @@ class Reconciler:
             # The service was deleted and created again, but the deletion was not reported.
             self.forget_service(key)
             state = self._states[key] = ServiceState()
-        if state.desired is None or (state.desired.uid, state.desired.generation) != uid_and_generation(body):
+        if state.desired is None or state.desired.version != version_of(body):
             state.desired = ParsedService.from_body(body, self._deps.defaults)
         desired = state.desired
         ownership = evaluate_ownership(previous, self._deps.identity, datetime.now(UTC))
@@ -232,7 +234,7 @@ class Reconciler:
             self._live_objects(desired, service), _object_versions(deps.cache.children_of(key)),
         )  # fmt: skip
         inputs = (
-            desired.generation, planning.plan, context, await self._secret_versions(key), live_objects.replacement,
+            desired.version, planning.plan, context, await self._secret_versions(key), live_objects.replacement,
         )  # fmt: skip
         if state.last_inputs is not None and state.last_inputs == (inputs, child_versions):
             return planning, ApplyResult()
@@ -367,6 +369,9 @@ class Reconciler:
             # No event is sent when the delay is over. The service is never requeued immediately, because a paused
             # service does not retry.
             delays_s.append(max(retry_in_s, poll_s))
+        if (size := group_size(observed.workload)) is not None and not ready:
+            groups, moment = groups_of((*observed.pods, *observed.worker_pods), size), datetime.now(UTC)
+            delays_s += [s for group in groups if (s := seconds_until_incomplete(group, moment)) is not None]
         is_job_without_pod = observed.job is not None and not observed.job_pods and not is_finished(observed.job)
         if is_job_without_pod or any(p.creating or p.gates for p in (*observed.pods, *observed.job_pods)):
             delays_s.append(EVENT_POLL_S)

@@ -9,6 +9,7 @@ rejects unknown ones. Called by objects.py and the controller.
 import copy
 from typing import Any
 
+from quire_operator.api import llmservice
 from quire_operator.api.llmservice import LLMService
 from quire_operator.plan.plan import Plan
 from quire_operator.render import object_names
@@ -17,7 +18,7 @@ from quire_operator.render.manifests import Manifest, new_manifest
 API_VERSION, KIND = "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"
 WORKER_COMMAND = ("tini", "--", "python3", "-m", "quire_server.rank")
 """Takes the arguments of the supervisor."""
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+QUEUE_LABEL = llmservice.QUEUE_LABEL
 
 
 def manifest(
@@ -35,6 +36,7 @@ def manifest(
         KIND,
         service,
         service.name,
+        labels={QUEUE_LABEL: service.queue} if service.queue else {},
         annotations={object_names.PLAN_ANNOTATION: plan.inputsHash},
         spec=spec(service, leader, worker, size, replicas, surges),
     )

@@ -29,6 +29,10 @@ class PodAdmin:
         report = SimpleNamespace(catalogue="sha256:other", generation=2)
         return tuple(replace(each, report=report) for each in pods)
 
+    async def read_ranks(self, pods, admin_key):
+        assert admin_key == "key"
+        return tuple(replace(each, rank_error="lost") for each in pods)
+
 
 class Secrets:
     async def admin_key(self, key, uid):
@@ -42,10 +46,11 @@ async def test_a_newer_catalog_is_replaced_only_by_the_newest_service(newest):
         return newest
 
     pod_admin = PodAdmin()
-    pods = ServicePods((pod("a"), pod("b")), None, (pod("download"),))
+    pods = ServicePods((pod("a"), pod("b")), None, (pod("download"),), worker_pods=(pod("a-1"),))
     pushed = await CatalogPusher(pod_admin, Secrets(), is_newest).push_catalog(DESIRED, pods, DESIRED.adapter_catalog)
     assert [each.name for each in pushed.server_pods] == ["a", "b"]
     assert [each.name for each in pushed.job_pods] == ["download"]
+    assert [(each.name, each.rank_error) for each in pushed.worker_pods] == [("a-1", "lost")]
     assert all(each.report is not None for each in (*pushed.server_pods, *pushed.job_pods))
     names = ["a", "b", "download"]
     assert pod_admin.pushes == ([(names, False), (names, True)] if newest else [(names, False)])

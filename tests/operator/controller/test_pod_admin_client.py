@@ -280,3 +280,31 @@ async def test_a_pod_that_downloads_is_asked_how_far_it_is_and_never_shown_the_k
         assert (await one(pusher, replace(found, deleting=True))).progress is None
     finally:
         await runner.cleanup()
+
+
+async def test_the_error_of_a_rank_counts_once_it_was_lost_twice(pusher):
+    document = {"node_rank": 1, "generation": 3, "state": "waiting", "last_error": "node 0 ended\nhere"}
+    asked = []
+
+    async def status(request):
+        asked.append(request.headers["Authorization"])
+        return web.json_response(document)
+
+    app = web.Application()
+    app.add_routes([web.get("/status", status)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        port = runner.addresses[0][1]
+        pod = replace(starting_pod("s-0-1", started_at="2026-01-01T00:00:00Z"), ip="127.0.0.1", health_port=port)
+        for num_lost, error in ((1, ""), (2, "node 0 ended; here"), ("x", "")):
+            document["num_groups_lost"] = num_lost
+            (found,) = await pusher.read_ranks([pod], KEY)
+            assert found.rank_error == error
+        assert asked == [f"Bearer {KEY}"] * 3
+        assert await pusher.read_ranks([replace(pod, ready=True)], KEY) == (replace(pod, ready=True),)
+        assert len(asked) == 3
+    finally:
+        await runner.cleanup()

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire_operator.api.llmservice import queue_of
 from quire_operator.controller.apply.compare import is_up_to_date
 from quire_operator.controller.object_cache import CachedObject, ObjectCache, ServiceKey, controller_uid
 from quire_operator.controller.observe.secret_store import SecretStore
@@ -185,7 +186,9 @@ class Applier:
             ready = [pair for pair in wave if not is_blocked or _needs_nothing(*pair)]
             outcomes = await _gather(self._apply_manifest(desired.key, *pair) for pair in ready)
             for (manifest, existing), outcome in zip(ready, outcomes, strict=True):
-                if isinstance(outcome, InvalidObject | Forbidden):
+                if isinstance(outcome, PendingDeletion):
+                    result.add_pending_deletion(outcome, manifest)
+                elif isinstance(outcome, InvalidObject | Forbidden):
                     result.add_rejection(outcome, manifest, existing is not None)
                 elif isinstance(outcome, BaseException):
                     raise outcome
@@ -330,7 +333,16 @@ class Applier:
             await self._write_secret(key, manifest, existing if isinstance(existing, Mapping) else None)
             return None
         assert existing is None or isinstance(existing, CachedObject)
-        body = await self._server_side_apply(manifest, existing.uid if existing else None)
+        try:
+            body = await self._server_side_apply(manifest, existing.uid if existing else None)
+        except (InvalidObject, Forbidden) as error:
+            if existing is None or not _is_fixed_by_queue(existing, error):
+                raise
+            await self._delete(existing.resource, existing.namespace, existing.name, existing.uid)
+            raise PendingDeletion(
+                f"{existing.resource.kind} {existing.namespace}/{existing.name} is deleted and created again, because "
+                f"Kueue does not permit the change: {error}"
+            ) from error
         written = self._cache.upsert(resource_for(manifest), body)
         self._record_applied(key, manifest, written)
         return written
@@ -378,6 +390,12 @@ class Applier:
 
     def _record_applied(self, key: ServiceKey, manifest: Manifest, applied: CachedObject) -> None:
         self._applied.setdefault(key, {})[_kind_and_name(manifest)] = _applied_version(manifest, applied)
+
+
+def _is_fixed_by_queue(existing: CachedObject, error: Exception) -> bool:
+    """Whether Kueue refuses a change, because the object is in a queue and was admitted as it is."""
+    is_queued = existing.resource is resources.LEADER_WORKER_SET and bool(queue_of(existing.body()))
+    return is_queued and "immutable" in str(error)
 
 
 def _needs_nothing(manifest: Manifest, existing: ExistingObject) -> bool:

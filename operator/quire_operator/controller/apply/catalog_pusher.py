@@ -6,6 +6,7 @@ admin port. In the same step, it reads the pod's status, because the status cont
 The reconciler calls this module.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -35,7 +36,7 @@ class CatalogPusher:
     async def push_catalog(
         self, desired: ParsedService, pods: ServicePods, catalog: AdapterCatalog | None
     ) -> ServicePods:
-        """Push the adapter catalog to each pod that has a different one. Return the pods with their reports.
+        """Push the adapter catalog to each server pod that has a different one. Return the pods with their reports.
 
         If `catalog` is None, because a service is paused or its spec is invalid, only the reports are read.
 
@@ -45,11 +46,12 @@ class CatalogPusher:
         all_pods = (*pods.server_pods, *pods.job_pods)
         if not any(pod.ip for pod in all_pods):
             return pods
-        visited_pods = await self._push(
-            desired, all_pods, catalog, await self._secrets.admin_key(desired.key, desired.uid)
+        admin_key = await self._secrets.admin_key(desired.key, desired.uid)
+        visited_pods, workers = await asyncio.gather(
+            self._push(desired, all_pods, catalog, admin_key), self._pod_admin.read_ranks(pods.worker_pods, admin_key)
         )
-        num_server_pods = len(pods.server_pods)
-        return replace(pods, server_pods=visited_pods[:num_server_pods], job_pods=visited_pods[num_server_pods:])
+        servers, job_pods = visited_pods[: len(pods.server_pods)], visited_pods[len(pods.server_pods) :]
+        return replace(pods, server_pods=servers, job_pods=job_pods, worker_pods=workers)
 
     async def _push(
         self, desired: ParsedService, pods: tuple[PodState, ...], catalog: AdapterCatalog | None, admin_key: str

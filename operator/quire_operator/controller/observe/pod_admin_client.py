@@ -43,6 +43,8 @@ _FULL_TIMEOUT_INTERVAL_S = 30.0
 MAX_RESPONSE_BYTES = 16 * 2**20
 """Maximum size of a response. If 4,096 adapters have failed, the status of a pod has about 4 MB."""
 _MAX_ERROR = 300
+RANK_LOOP_AFTER = 2
+"""A rank that was lost this many times is in a loop."""
 _MAX_UNRESPONSIVE_VISITS = 16
 """Maximum number of unresponsive pods that are visited at the same time. Otherwise, they would delay visits to other
 pods.
@@ -107,6 +109,16 @@ class PodAdminClient:
         """
         push = None if catalog is None else CatalogPush.from_catalog(catalog, replace_newer)
         return tuple(await asyncio.gather(*(self._visit_pod(pod, push, admin_key) for pod in pods)))
+
+    async def read_ranks(self, pods: Iterable[PodState], admin_key: str) -> tuple[PodState, ...]:
+        """Return all pods in the same order. Those that are not ready contain why their rank left its last group."""
+        return tuple(await asyncio.gather(*(self._read_rank(pod, admin_key) for pod in pods)))
+
+    async def _read_rank(self, pod: PodState, admin_key: str) -> PodState:
+        if pod.ready or not (pod.alive and pod.ip and pod.health_port and pod.started_at):
+            return pod
+        error, _ = await self._visit(pod, admin_key, lambda admin: admin.get_rank_error())
+        return replace(pod, rank_error=to_single_line(error or "", _MAX_ERROR))
 
     async def close(self) -> None:
         """Close the HTTP session."""
@@ -246,6 +258,20 @@ class _AdminPort:
         if progress is None:
             raise _rejection(response.status, text, f"GET {PROGRESS_PATH}")
         return progress, VisitResult.ASKED, ""
+
+    async def get_rank_error(self) -> tuple[str, VisitResult, str]:
+        """Read why the rank of a worker left its last group; "" if it left only one, which can have another cause.
+        Raises the same errors as `visit`."""
+        async with self._request("GET", "/status") as response:
+            text = await _read_body(response)
+        if response.status != 200:
+            raise _rejection(response.status, text, "GET /status")
+        try:
+            document = json.loads(text)
+            is_loop = int(document["num_groups_lost"]) >= RANK_LOOP_AFTER
+            return str(document["last_error"]) if is_loop else "", VisitResult.ASKED, ""
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise _Rejected(VisitResult.FAILED, f"its status document is invalid: {error}") from error
 
     async def _get_status(self) -> PodStatus:
         async with self._request("GET", "/status") as response:

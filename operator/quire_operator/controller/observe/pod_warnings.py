@@ -44,16 +44,23 @@ class PodWarnings:
         self._warnings: dict[str, tuple[float, str]] = {}
         """For each object, by its uid: the time at which its events are listed next, and its last warning."""
 
-    async def attach_warnings(self, namespace: str, pods: Iterable[PodState]) -> tuple[PodState, ...]:
+    async def attach_warnings(
+        self, namespace: str, pods: Iterable[PodState], group_owner_uid: str = ""
+    ) -> tuple[PodState, ...]:
         """Return the same pods. If the containers of a pod do not start, its field `waiting` contains the warning of
-        the kubelet.
+        the kubelet. `group_owner_uid` is the uid of the LeaderWorkerSet, which owns the Workloads of its groups.
         """
         pods = tuple(pods)
         creating = sorted((pod for pod in pods if pod.creating), key=lambda pod: pod.name)[:_MAX_PODS_PER_PASS]
         warnings = {pod.uid: await self.fetch_warning(namespace, pod.name, pod.uid) for pod in creating}
         if any(pod.is_gated_by_kueue for pod in pods):
             messages = await self._fetch_queue_messages(namespace)
-            pods = tuple(replace(pod, gate_message=messages.get(pod.uid, "")) if pod.gates else pod for pod in pods)
+            pods = tuple(
+                replace(pod, gate_message=messages.get(pod.uid if pod.group is None else group_owner_uid, ""))
+                if pod.gates
+                else pod
+                for pod in pods
+            )
         return tuple(replace(pod, waiting=warnings[pod.uid]) if warnings.get(pod.uid) else pod for pod in pods)
 
     async def _fetch_queue_messages(self, namespace: str) -> dict[str, str]:
@@ -92,14 +99,15 @@ class PodWarnings:
 
 def queue_messages(workloads: Iterable[dict[str, Any]]) -> dict[str, str]:
     """Return the message of each Workload of Kueue that has no quota yet, by the uids of its owners."""
-    messages = {}
+    messages: dict[str, str] = {}
     for workload in workloads:
         conditions = {c["type"]: c for c in workload.get("status", {}).get("conditions") or ()}
         waiting: dict[str, Any] = next(
             (c for c in map(conditions.get, ("QuotaReserved", "Admitted")) if c and c.get("status") != "True"), {}
         )
         for owner in workload["metadata"].get("ownerReferences") or ():
-            messages[owner["uid"]] = str(waiting.get("message", ""))
+            # A LeaderWorkerSet owns a Workload for each group, and some of them can have quota.
+            messages[owner["uid"]] = str(waiting.get("message", "")) or messages.get(owner["uid"], "")
     return messages
 
 

@@ -147,5 +147,15 @@ def crash_loop(history: Iterable[Mapping[str, Any]]) -> str:
     return f"group {entry['group']} was created anew {entry['recreated']} times, because a pod of it restarted{cause}"
 
 
+def rank_loop(group: Group) -> str:
+    """Return a message about a rank that leaves the group again and again, while its pod stays; "" if none does."""
+    for pod in group.pods:
+        core = pod.report.processes.get("core") if pod.report is not None and not pod.report.ready else None
+        error = pod.report.reason if pod.report and core and core.restarts >= CRASH_LOOP_AFTER else pod.rank_error
+        if pod.alive and error:
+            return f"rank {pod.rank} of group {group.index} fails again and again: {error}"
+    return ""
+
+
 def _age_s(time: str, now: datetime) -> float:
     return (now - datetime.fromisoformat(time)).total_seconds() if time else 0.0

@@ -108,6 +108,8 @@ class PodState:
     """Response to GET /status. None if it was not requested, or if the pod did not respond."""
     report_error: str = ""
     """The reason why there is no report, or why the pod rejected the catalog. It never contains the key."""
+    rank_error: str = ""
+    """Why the rank of a worker that is not ready left its group again and again. Empty if it did not."""
     download_folders: tuple[str, ...] = ()
     """Folders to which the pod's download container writes weights before the pod serves. Their names depend on the
     sources.

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from quire_operator.controller.status.conditions import Condition, ConditionType, Reason
-from quire_operator.controller.status.groups import crash_loop, groups_of, incomplete, lost_node
+from quire_operator.controller.status.groups import crash_loop, groups_of, incomplete, lost_node, rank_loop
 from quire_operator.controller.status.model_cache import describe_access
 from quire_operator.controller.status.observed_state import ObservedState, PodState
 from quire_operator.render import object_names
@@ -235,7 +235,7 @@ def _group_problem(
         return None  # Kueue admits all pods of a group together.
     if message := next(filter(None, (incomplete(group, now) for group in groups)), ""):
         return Reason.GANG_INCOMPLETE, message
-    message = crash_loop(history)
+    message = crash_loop(history) or next(filter(None, map(rank_loop, groups)), "")
     return (Reason.GROUP_CRASH_LOOPING, message) if message else None
 
 

@@ -17,6 +17,8 @@ from support.observed_factories import (
     terminated_container,
 )
 
+from quire_spec.documents.pod_status import ProcessState, ProcessStatus
+
 SPEC = "replicas: 2\nengine: {pipelineParallelSize: 2}\n"
 GROUPS = desired_service(SPEC)
 LABELS = {"quire.dev/template": "new"}
@@ -36,7 +38,7 @@ def seconds_ago(seconds):
 
 def member(group, rank, /, **changes):
     name = f"s-{group}" if rank == 0 else f"s-{group}-{rank}"
-    report = pod_report(GROUPS) if rank == 0 else None
+    report = changes.pop("report", pod_report(GROUPS) if rank == 0 else None)
     return ready_pod(
         name, report, **{"group": group, "rank": rank, "node": "n", "created_at": seconds_ago(600)} | changes
     )
@@ -126,6 +128,20 @@ def test_a_crash_loop_is_counted_in_the_status():
     assert condition(soon, "Ready")["status"] == "True" and soon["groups"]["history"][0]["recreated"] == 4
     other = [member(1, rank, uid="u9", template_hash="newer", **NOT_READY) for rank in (0, 1)]
     assert status_of(*other, previous=status)["groups"]["history"][0]["recreated"] == 0
+
+
+def test_a_rank_that_fails_in_its_pod_is_named():
+    loses = member(1, 1, **NOT_READY, rank_error="weights of layer 3 are missing")
+    reason, message = problem(status_of(loses))
+    assert reason == "GroupCrashLooping"
+    assert message.endswith("rank 1 of group 1 fails again and again: weights of layer 3 are missing")
+    core = {"core": ProcessStatus(ProcessState.STARTING, None, None, restarts=3)}
+    report = pod_report(GROUPS, ready=False, reason="core: no memory", processes=core)
+    reason, message = problem(status_of(member(0, 0, **NOT_READY, report=report)))
+    assert (reason, message.endswith("rank 0 of group 0 fails again and again: core: no memory")) == (
+        "GroupCrashLooping",
+        True,
+    )
 
 
 def test_a_deployment_that_is_being_replaced_delays_the_completion():
