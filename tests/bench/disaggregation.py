@@ -6,7 +6,8 @@ PYTHONPATH=tests:hack python tests/bench/disaggregation.py [--rounds 2] [--secon
 
 Random weights of a small shape, bfloat16, in two `quire serve` of one thread, each on a processor of its own. Short
 requests (16 to 256 prompt tokens, 32 output tokens) arrive at random at half of the rate that one pod can serve. Every
-2 s, four prompts of four chunks (4,096 tokens) with one output token arrive at once.
+2 s, four prompts of four chunks with one output token arrive at once. A chunk (--chunk) must be so small that one pod
+can compute these prompts in time: in 2 s, a pod must compute sixteen chunks.
 
 - mixed: the requests go to both pods in turn.
 - apart: all requests go to one pod, which has the other one compute the long prompts (x-prefiller-host-port).
@@ -32,8 +33,7 @@ import random_checkpoint
 from support.kv_pods import KVPods, kv_pods, metric
 
 BAR = 0.5
-CHUNK_TOKENS = 1024
-LONG_TOKENS = 4 * CHUNK_TOKENS
+LONG_CHUNKS = 4
 BURST, BURST_S = 4, 2.0
 SHORT_TOKENS = (16, 256)
 OUTPUT_TOKENS = 32
@@ -63,8 +63,9 @@ def p(values: list[float], percent: float) -> float:
 class Client:
     """Sends requests with random prompts, of which no two have a common beginning."""
 
-    def __init__(self, session: aiohttp.ClientSession, pods: KVPods, seed: int) -> None:
+    def __init__(self, session: aiohttp.ClientSession, pods: KVPods, seed: int, long_tokens: int) -> None:
         self._session, self._pods, self._random = session, pods, random.Random(seed)
+        self._long_tokens = long_tokens
 
     async def send(self, pod: int, num_tokens: int, num_output: int, prefiller: str = "") -> list[float]:
         """Send a request; return the seconds until each of its output tokens."""
@@ -111,7 +112,7 @@ class Client:
             found.between += [later - earlier for earlier, later in pairwise(times)]
 
         async def long() -> None:
-            found.long_first.append((await self.send(next_pod(), LONG_TOKENS, 1, prefiller))[0])
+            found.long_first.append((await self.send(next_pod(), self._long_tokens, 1, prefiller))[0])
 
         async def shorts(group: asyncio.TaskGroup) -> None:
             end = time.perf_counter() + seconds
@@ -136,7 +137,7 @@ async def compare(pods: KVPods, args: argparse.Namespace) -> dict[str, Latencies
     results = {"mixed": Latencies(), "apart": Latencies()}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300)) as session:
-        client = Client(session, pods, 0)
+        client = Client(session, pods, 0, LONG_CHUNKS * args.chunk)
         # As in pods that have run for a while: the long prompts have used every row of host memory.
         for is_apart, seconds in ((False, BURST_S), (True, WARM_UP_S)):
             await client.measure(is_apart, 1.0, seconds)
@@ -166,9 +167,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=24.0, help="of each run")
-    parser.add_argument("--shape", default="4m-long")
+    parser.add_argument("--shape", default="135m-8-layers")
+    parser.add_argument("--chunk", type=int, default=192, help="tokens of a step; prompts have four times as many")
     args = parser.parse_args()
-    engine = {"dtype": "bfloat16", "maxModelLen": 4608, "maxNumSeqs": 32, "maxNumBatchedTokens": CHUNK_TOKENS}
+    engine = {"dtype": "bfloat16", "maxModelLen": 2048, "maxNumSeqs": 32, "maxNumBatchedTokens": args.chunk}
     engine |= {"kvCacheMemory": "768Mi", "kvCacheOffloading": {"memory": "256Mi"}}
     document = {
         "apiVersion": "quire.dev/v1alpha1",

@@ -22,10 +22,7 @@ _FIXED: dict[str, Any] = {
 _135M: dict[str, Any] = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 _135M |= {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "initializer_range": 0.04}
 SHAPES: dict[str, dict[str, Any]] = {"135m": _135M, "135m-150k": _135M | {"vocab_size": 151936}}
-# Computes about 10 times as many prompt tokens a second as 135m.
-SHAPES["4m-long"] = {"vocab_size": 49152, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
-SHAPES["4m-long"] |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "initializer_range": 0.04}
-SHAPES["4m-long"] |= {"max_position_embeddings": 8192}
+SHAPES["135m-8-layers"] = _135M | {"num_hidden_layers": 8}
 # BERT-base with the vocabulary of the tokenizer.
 SHAPES["bert-base"] = {"vocab_size": 49152, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
 SHAPES["bert-base"] |= {"num_attention_heads": 12, "initializer_range": 0.04}

@@ -159,6 +159,7 @@ def test_selects_a_graph_by_the_tokens_of_a_step(llama_folder):
     assert graphs._select_shape([dataclasses.replace(one, adapter_slot=0)]) is None
     graphs.shapes = GraphShapes(2, 20, True)
     assert graphs._select_shape([one, dataclasses.replace(one, adapter_slot=0)]) == GraphShape(2, False, True)
+    assert graphs._select_shape([one, dataclasses.replace(one, adapter_slot=7)]) is None
 
 
 def _graphs(config, folder, capture=None):
