@@ -9,12 +9,11 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from quire_server.logs import configure_logging
 from quire_server.supervisor.app import run
 from quire_server.supervisor.managed_process import StartupFailed
-from quire_server.supervisor.settings import SupervisorSettings
+from quire_server.supervisor.settings import SupervisorSettings, new_parser
 from quire_spec import constants
 from quire_spec.errors import QuireError
 
@@ -65,25 +64,8 @@ def _print_error(error: QuireError, code: int) -> int:
     return code
 
 
-def _absolute_path(text: str) -> Path:
-    # Child processes get these paths and may run in another working directory.
-    return Path(text).absolute()
-
-
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m quire_server",
-        description=_HELP,
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for name, metavar, text in (
-        ("config", "FILE", "pod.json: the configuration of the pod"),
-        ("run-dir", "DIR", "folder for sockets; only one supervisor can use it at a time"),
-        ("cache-dir", "DIR", "folder for downloaded adapters; kept across restarts"),
-    ):
-        parser.add_argument(f"--{name}", metavar=metavar, type=_absolute_path, required=True, help=text)
-    return parser
+    return new_parser("quire_server", _HELP, _EXIT_CODES)
 
 
 if __name__ == "__main__":

@@ -6,19 +6,19 @@ import asyncio
 import contextlib
 import http.client
 import json
-import os
 import shutil
 import signal
 import time
 
 import pytest
 from support.node_group import MODELS, PORTS, STORY, running_group, write_key
+from support.node_namespaces import missing_for_namespaces
 from support.quire_serve import EXAMPLES, StreamedResponse
 
 pytestmark = [
     pytest.mark.server,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(bool(missing_for_namespaces()), reason=f"network namespaces need {missing_for_namespaces()}"),
 ]
 
 LONG = {"max_tokens": 1800, "ignore_eos": True, "temperature": 0.8}

@@ -6,6 +6,8 @@ the packet filter (iptables on nftables), as a broken network does: no end gets 
 """
 
 import contextlib
+import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,6 +51,12 @@ class NodeNamespace:
 
     def _iptables(self, action: str, *rule: str) -> None:
         _run(*self.enter, "iptables", action, *rule, "--jump", "DROP")
+
+
+def missing_for_namespaces() -> str:
+    """Return what this process lacks to create namespaces and to stop their packets; empty if it lacks nothing."""
+    missing = [program for program in ("ip", "iptables", "nsenter") if shutil.which(program) is None]
+    return "root" if os.geteuid() else ", ".join(missing)
 
 
 @contextlib.contextmanager

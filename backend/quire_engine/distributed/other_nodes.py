@@ -21,7 +21,7 @@ from quire_engine.distributed.rank_relay import RankRelay
 from quire_engine.distributed.rendezvous import Rendezvous, serve_store
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, QuireError, Unavailable
-from quire_spec.net.addresses import is_ipv6
+from quire_spec.net.listener import listen
 from quire_spec.protocol import rank_wire, shared_key
 from quire_spec.protocol.rank_wire import FileChunk, FileReceipt, Generation, Kind, Node
 
@@ -29,7 +29,6 @@ MAX_VISITORS = 32
 MAX_ADDRESS_VISITORS = 4
 """Maximum number of connections from one address that have not been accepted yet."""
 KEY_FIELD = "rank_key_file"
-_BACKLOG = 64
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _RECEIPT_BYTES = 4096
 
@@ -53,9 +52,9 @@ class OtherNodes:
             shared_key.read_key(self._key_file, KEY_FIELD)
         except Unavailable as error:
             raise ConfigError(str(error)) from error
-        self._listener = _listen(host, config.rank_port)
+        self._listener = listen(host, config.rank_port, "rank_port")
         try:
-            self._store_listener = _listen(host, config.rank_port + 1)
+            self._store_listener = listen(host, config.rank_port + 1, "rank_port + 1 =")
         except ConfigError:
             self._listener.close()
             raise
@@ -291,15 +290,3 @@ def _iter_chunks(key: int, folders: Sequence[Path]) -> Iterator[FileChunk]:
                 yield FileChunk(key, index, name, b"")
                 while data := file.read(rank_wire.FILE_CHUNK_BYTES):
                     yield FileChunk(key, index, name, data)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"rank_port {port}: cannot listen on {host} ({error.strerror or error})") from error
-    return listener

@@ -18,11 +18,11 @@ from quire_server.kv_peer.server import KVPeerServer
 from quire_spec import constants
 from quire_spec.documents.pod_config import PodConfig
 from quire_spec.errors import ConfigError, QuireError
-from quire_spec.net.addresses import is_ipv6, listen_address
+from quire_spec.net.addresses import listen_address
+from quire_spec.net.listener import listen
 from quire_spec.protocol import kv_wire
 from quire_spec.protocol.server import Server
 
-_BACKLOG = 64
 _NICE = 5
 """The steps of the cores come first."""
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{args.config}: engine.kv_transfer: missing; add it, or do not start this process")
         key_file, port = Path(config.engine.kv_transfer.key_file), config.engine.kv_transfer.port
         kv_wire.read_key(key_file)
-        listener = _listen(listen_address(config.host, os.environ), port)
+        listener = listen(listen_address(config.host, os.environ), port, "engine.kv_transfer.port")
     except QuireError as error:
         print(f"kv_peer: {error}", file=sys.stderr)
         return constants.EXIT_CONFIG
@@ -73,20 +73,6 @@ async def _serve(server: KVPeerServer, cores: Sequence[CoreRows], listener: sock
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(*tasks)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"engine.kv_transfer.port {port}: cannot listen ({error.strerror}); use another port"
-        ) from error
-    return listener
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from quire_server.rank.supervisor import RankSupervisor
 from quire_server.supervisor import run_dir
 from quire_server.supervisor.child_process import become_subreaper
 from quire_server.supervisor.managed_process import StartupFailed
-from quire_server.supervisor.settings import SupervisorSettings
+from quire_server.supervisor.settings import SupervisorSettings, new_parser
 from quire_spec import constants
 from quire_spec.errors import ConfigError, QuireError
 from quire_spec.protocol import shared_key
@@ -92,23 +92,8 @@ def _on_signal(stop: asyncio.Event, signal_number: signal.Signals) -> None:
     stop.set()
 
 
-def _absolute_path(text: str) -> Path:
-    return Path(text).absolute()
-
-
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m quire_server.rank",
-        description=_HELP,
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for name, metavar, text in (
-        ("config", "FILE", "pod.json: the same as on the first node"),
-        ("run-dir", "DIR", "folder for sockets; only one supervisor can use it at a time"),
-        ("cache-dir", "DIR", "folder for files of adapters while they are read; kept across restarts"),
-    ):
-        parser.add_argument(f"--{name}", metavar=metavar, type=_absolute_path, required=True, help=text)
+    parser = new_parser("quire_server.rank", _HELP, _EXIT_CODES)
     parser.add_argument(
         "--node-rank", type=int, metavar="I", help="number of this node, from 1 (default: LWS_WORKER_INDEX)"
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of a supervisor: pod.json, the folders of the command line, and the addresses that follow from them."""
 
+import argparse
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,28 @@ from typing import Self
 from quire_spec import constants
 from quire_spec.documents.pod_config import PodConfig
 from quire_spec.net.addresses import is_ipv6, listen_address
+
+
+def new_parser(module: str, description: str, exit_codes: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that every supervisor has; `module` is the one that starts it."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        epilog=exit_codes,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, metavar, text in (
+        ("config", "FILE", "pod.json: the configuration of the pod"),
+        ("run-dir", "DIR", "folder for sockets; only one supervisor can use it at a time"),
+        ("cache-dir", "DIR", "folder for files of adapters; kept across restarts"),
+    ):
+        parser.add_argument(f"--{name}", metavar=metavar, type=_absolute_path, required=True, help=text)
+    return parser
+
+
+def _absolute_path(text: str) -> Path:
+    # Child processes get these paths and may run in another working directory.
+    return Path(text).absolute()
 
 
 @dataclass(frozen=True, slots=True)

@@ -469,8 +469,7 @@ class EngineConfig:
             )
         if self.pipeline_parallel_size > 1:
             self._check_pipeline()
-        if self.nnodes > 1:
-            self._check_nodes()
+        self._check_nodes()
         if self.speculative_config is not None:
             self.speculative_config.validate()
             if self.async_scheduling:
@@ -494,7 +493,15 @@ class EngineConfig:
             )
 
     def _check_nodes(self) -> None:
-        """Raise ConfigError for the first field that cannot be set with several nodes."""
+        """Raise ConfigError for the first field that cannot be set with this number of nodes."""
+        if self.nnodes == 1:
+            for field in ("master_addr", "rank_key_file"):
+                if getattr(self, field):
+                    raise ConfigError(
+                        f"{field}: has no effect with nnodes 1, got {getattr(self, field)!r}; set nnodes to the number "
+                        "of machines, or remove it"
+                    )
+            return
         if self.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size: must be 1 with nnodes {self.nnodes}, got {self.data_parallel_size}; use more "

@@ -35,8 +35,8 @@ PEAK_TFLOPS: Mapping[str, float] = {
     "NVIDIA-H200": 989,
     "NVIDIA-B200": 2250,
 }
-"""Peak of products of 16-bit matrices without sparsity in 10^12 operations a second, from NVIDIA's data sheets, by
-product label. It is only used for this estimate."""
+"""Peak of products of 16-bit matrices without sparsity in 10^12 operations a second, by product label: published
+values, which were not measured. They are only used for this estimate."""
 _EFFICIENCY = 0.5
 """Part of the peak that the computation of long prompts reaches on most GPUs."""
 

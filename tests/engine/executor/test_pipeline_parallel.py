@@ -139,3 +139,6 @@ def test_what_stages_cannot_do_is_refused_by_name(make_folder):
         changes |= {"nnodes": 2} if field == "rank_key_file" else {}
         with pytest.raises(ConfigError, match=f"^{field}.* (pipeline_parallel_size|nnodes)|^pipeline_parallel_size"):
             _config(folder, **changes)
+    for field in ("master_addr", "rank_key_file"):
+        with pytest.raises(ConfigError, match=f"^{field}: has no effect with nnodes 1, got 'x'"):
+            _config(folder, pipeline_parallel_size=2, **{field: "x"})
