@@ -134,6 +134,27 @@ def test_an_optional_object_that_waits_for_finalizers(operator, cluster, namespa
     assert "deletionTimestamp" not in cluster.get(*HPA, namespace)["metadata"]
 
 
+def test_an_object_is_deleted_while_it_is_applied(operator, cluster, namespace, monkeypatch):
+    """The API server accepts the manifest, because the object waits for its finalizers."""
+    cluster.merge(API, KIND, "tales", {"spec": {"autoscaling": AUTOSCALING}}, namespace)
+    wait_for(lambda: cluster.get(*HPA, namespace), 20, "the autoscaler")
+    cluster.merge(*HPA, {"metadata": {"finalizers": ["example.com/stuck"]}}, namespace)
+    operator.wait_settled()
+    client, deleted = operator.controller.client, []
+
+    async def apply_late(resource, manifest, apply=client.apply):
+        if manifest["kind"] == HPA[1] and not deleted:
+            deleted.append(await client.delete(resource, namespace, "tales", manifest["metadata"]["uid"]))
+        return await apply(resource, manifest)
+
+    monkeypatch.setattr(client, "apply", apply_late)
+    cluster.merge(API, KIND, "tales", {"spec": {"autoscaling": {"maxReplicas": 9}}}, namespace)
+    waits_for(operator, "ConfigValid", "True", "DeletionStuck")
+    assert deleted
+    cluster.merge(*HPA, {"metadata": {"finalizers": None}}, namespace)
+    waits_for(operator, "ConfigValid", "True", "Accepted")
+
+
 def test_a_recreated_service_beside_an_object_that_waits_for_finalizers(operator, cluster, namespace):
     cluster.merge(API, KIND, "tales", {"spec": {"autoscaling": AUTOSCALING}}, namespace)
     wait_for(lambda: cluster.get(*HPA, namespace), 20, "the autoscaler")

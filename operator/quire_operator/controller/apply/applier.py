@@ -270,14 +270,7 @@ class Applier:
         else:
             entry = self._cache.get(resource, namespace, name)
             if entry is not None and entry.key == desired.key and entry.controller_uid in (desired.uid, ""):
-                if entry.deleting:
-                    finalizers = entry.body()["metadata"].get("finalizers") or ()
-                    cause = f" and waits for its finalizers {', '.join(finalizers)}" if finalizers else ""
-                    raise PendingDeletion(
-                        f"{resource.kind} {namespace}/{name} is being deleted{cause}; the operator creates it again "
-                        "when the deletion is complete",
-                        bool(finalizers),
-                    )
+                _check_not_deleting(entry)
                 return entry
             body = await self._client.get_or_none(resource, namespace, name)
         if body is not None:
@@ -328,7 +321,11 @@ class Applier:
     async def _apply_manifest(
         self, key: ServiceKey, manifest: Manifest, existing: ExistingObject
     ) -> CachedObject | None:
-        """Apply a manifest, and return the object. For a Secret, return None."""
+        """Apply a manifest, and return the object. For a Secret, return None.
+
+        Raises:
+            PendingDeletion: the object is being deleted.
+        """
         if resource_for(manifest) is resources.SECRET:
             await self._write_secret(key, manifest, existing if isinstance(existing, Mapping) else None)
             return None
@@ -344,6 +341,8 @@ class Applier:
                 f"Kueue does not permit the change: {error}"
             ) from error
         written = self._cache.upsert(resource_for(manifest), body)
+        # Somebody can delete the object after it was looked up. The API server accepts the manifest nevertheless.
+        _check_not_deleting(written)
         self._record_applied(key, manifest, written)
         return written
 
@@ -390,6 +389,17 @@ class Applier:
 
     def _record_applied(self, key: ServiceKey, manifest: Manifest, applied: CachedObject) -> None:
         self._applied.setdefault(key, {})[_kind_and_name(manifest)] = _applied_version(manifest, applied)
+
+
+def _check_not_deleting(entry: CachedObject) -> None:
+    if entry.deleting:
+        finalizers = entry.body()["metadata"].get("finalizers") or ()
+        cause = f" and waits for its finalizers {', '.join(finalizers)}" if finalizers else ""
+        raise PendingDeletion(
+            f"{entry.resource.kind} {entry.namespace}/{entry.name} is being deleted{cause}; the operator creates it "
+            "again when the deletion is complete",
+            bool(finalizers),
+        )
 
 
 def _is_fixed_by_queue(existing: CachedObject, error: Exception) -> bool:
