@@ -198,6 +198,10 @@ def test_a_group_that_is_created_anew_again_and_again_is_reported(operator, clus
     wait_ready(operator)
     is_leader = {"namespace": namespace, "name": "tales-0"}.items()
     kubelet.set_behavior(lambda pod: is_leader <= pod["metadata"].items(), FakeContainer(ready=False))
+
+    def num_recreated():
+        return sum(entry["recreated"] for entry in operator.status()["groups"].get("history", ()))
+
     for i in range(3):
         wait_for(lambda: operator.status().get("groups", {}).get("ready") == 0, 20, operator.status)
         found = pods(cluster, namespace)
@@ -208,16 +212,12 @@ def test_a_group_that_is_created_anew_again_and_again_is_reported(operator, clus
             30,
             "LeaderWorkerSet creates the group anew",
         )
-        wait_for(
-            lambda: [e["recreated"] for e in operator.status()["groups"].get("history", ())] == [i + 1],  # noqa: B023
-            20,
-            operator.status,
-        )
-        wait_for(lambda: "tales-0-1" in pods(cluster, namespace), 20, "its worker")
-    words = (
-        "group 0 was created anew 3 times, because a pod of it restarted; rank 1 ended with Error (exit code 1): CUDA"
-    )
+        # LeaderWorkerSet can delete the group twice for one restart: its cache still has the old worker at first.
+        wait_for(lambda: num_recreated() > i, 40, operator.status)  # noqa: B023
+        wait_for(lambda: "tales-0-1" in pods(cluster, namespace), 40, "its worker")
+    words = "times, because a pod of it restarted; rank 1 ended with Error (exit code 1): CUDA"
     reason_is(operator, "GroupCrashLooping", words)
+    assert f"group 0 was created anew {num_recreated()} " in operator.condition("Progressing")["message"]
     restarted(operator, "GroupCrashLooping", words)
 
 

@@ -80,6 +80,7 @@ class FakeKubelet:
     def __post_init__(self) -> None:
         self._behaviors: list[tuple[PodPredicate, FakeContainer]] = []
         self._lock = threading.Lock()
+        self._hooks_lock = threading.Lock()
         self._addresses: dict[str, str] = {}
         self._last_written: dict[str, Any] = {}
         self._started_at: dict[str, str] = {}
@@ -115,6 +116,16 @@ class FakeKubelet:
                 self._addresses[uid] = next(address for address in candidates if address not in _USED_ADDRESSES)
                 _USED_ADDRESSES.add(self._addresses[uid])
             return self._addresses[uid]
+
+    def set_hooks(
+        self,
+        on_start: Callable[[Manifest, str], None] = lambda pod, address: None,
+        probe: PodPredicate = lambda pod: True,
+        on_end: Callable[[Manifest], None] = lambda pod: None,
+    ) -> None:
+        """Replace the hooks. When this returns, none of those before is still being called."""
+        with self._hooks_lock:
+            self.on_start, self.probe, self.on_end = on_start, probe, on_end
 
     # The node
 
@@ -164,7 +175,8 @@ class FakeKubelet:
                 self._provision_volumes()
                 pods = self.cluster.request("GET", "/api/v1/pods", fieldSelector=f"spec.nodeName={self.name}")
                 for pod in pods["items"]:
-                    self._sync_pod(pod)
+                    with self._hooks_lock:
+                        self._sync_pod(pod)
             except DynamicApiError as error:
                 # Objects go while we look at them.
                 if error.status not in (404, 409, 429):

@@ -57,16 +57,11 @@ class FakePods:
     def __enter__(self) -> Self:
         self._keys = tempfile.TemporaryDirectory(prefix="quire-fleet-")
         self._ports.__enter__()
-        self._kubelet.on_start, self._kubelet.probe, self._kubelet.on_end = (
-            self._on_pod_start,
-            self._probe_readiness,
-            self._on_pod_end,
-        )
+        self._kubelet.set_hooks(self._on_pod_start, self._probe_readiness, self._on_pod_end)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kubelet.on_start, self._kubelet.on_end = (lambda pod, address: None), (lambda pod: None)
-        self._kubelet.probe = lambda pod: True
+        self._kubelet.set_hooks()
         self._ports.__exit__()
         self._keys.cleanup()
 

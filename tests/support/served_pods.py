@@ -23,12 +23,11 @@ class ServedPods:
         """By address."""
 
     def __enter__(self) -> Self:
-        self._kubelet.on_start, self._kubelet.probe, self._kubelet.on_end = self._start, self._is_ready, self._end
+        self._kubelet.set_hooks(self._start, self._is_ready, self._end)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kubelet.on_start, self._kubelet.on_end = (lambda pod, address: None), (lambda pod: None)
-        self._kubelet.probe = lambda pod: True
+        self._kubelet.set_hooks()
         for server in self._servers.values():
             if server.process.poll() is None:
                 server.child_processes()
