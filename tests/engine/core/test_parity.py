@@ -560,10 +560,6 @@ def test_what_states_do_not_support_is_refused(cases):
     ):
         with pytest.raises(ConfigError, match=message):
             Engine.from_config(_config(folder, **changes))
-    engine = Engine.from_config(_config(folder))
-    params = SamplingParams.from_mapping({"use_beam_search": True, "n": 2, "temperature": 0.0, "max_tokens": 4})
-    with pytest.raises(InvalidArgument, match="use_beam_search: layers of this model have one state per sequence"):
-        engine.add(SequenceRequest(0, [1, 2, 3], params))
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "qwen2-windows"])
