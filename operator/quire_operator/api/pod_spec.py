@@ -161,7 +161,7 @@ class CacheSpec:
         list_type="set",
         restarts=Restarts.LATER,
     )
-    """Access modes of the claim. Default: ReadWriteMany with more than one replica, otherwise ReadWriteOnce. With
+    """Access modes of the claim. Default: ReadWriteMany with more than one pod, otherwise ReadWriteOnce. With
     ReadWriteOnce, all pods must run on one node."""
     deletionPolicy: str = schema_field("Retain", enum=("Retain", "Delete"), restarts=Restarts.NO)
     """Whether the claim is deleted with the LLMService. Default Retain, because downloading a large model again can

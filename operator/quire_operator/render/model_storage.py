@@ -259,7 +259,7 @@ def _access_modes(service: LLMService) -> list[str]:
 
 def _max_pods(service: LLMService) -> int:
     scaling = service.spec.autoscaling
-    return max(service.num_replicas, scaling.maxReplicas if scaling else 0)
+    return service.num_nodes * max(service.num_replicas, scaling.maxReplicas if scaling else 0)
 
 
 def _size(plan: Plan, percent: int) -> str:

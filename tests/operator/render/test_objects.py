@@ -497,6 +497,7 @@ PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
         ("", (), True),
         ("replicas: 2", (), False),
         ("replicas: 2", ("ReadWriteOnce",), True),
+        ("engine: {pipelineParallelSize: 2}", (), False),
         ("", ("ReadWriteMany",), False),
         ("replicas: 2\ncache: {accessModes: [ReadWriteOnce]}", (), True),
         ("replicas: 2\ncache: {accessModes: [ReadWriteOnce, ReadWriteMany]}", (), False),

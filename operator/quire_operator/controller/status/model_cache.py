@@ -60,7 +60,7 @@ def evaluate_model_cache(
         is_too_small = observed.claim_rejection or condition.reason == Reason.NO_SPACE
         if is_too_small and condition.is_true is not True and (note := _describe_claim_size(planning, observed)):
             condition = replace(condition, message=f"{condition.message}; {note}")
-        if service.num_replicas > 1 and (note := describe_access(observed.claim)):
+        if service.num_nodes * service.num_replicas > 1 and (note := describe_access(observed.claim)):
             condition = replace(condition, message=f"{condition.message}; {note}")
         return condition, cache
     if mode == "EmptyDir":
