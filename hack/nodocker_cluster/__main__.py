@@ -45,6 +45,7 @@ def _run_command(command: str, archive: Path | None) -> None:
         try:
             print_progress(f"endpoint picker: {controllers.PICKER.find_or_build(print_progress)}")
             print_progress(f"LeaderWorkerSet: {controllers.LWS.find_or_build(print_progress)}")
+            print_progress(f"CoreDNS: {controllers.DNS.find_or_build(print_progress)}")
             print_progress(f"OpenTelemetry Collector: {controllers.COLLECTOR.find_or_build(print_progress)}")
             print_progress(f"CRDs of {', '.join(crds.find_or_download(print_progress))}")
             print_progress(f"servers of files: {controllers.STORES.find_or_build(print_progress)}")

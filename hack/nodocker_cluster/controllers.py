@@ -3,8 +3,8 @@
 the OpenTelemetry Collector, and servers of files.
 
 Each has a module of its own in go/, because they need different releases of Kubernetes' libraries. `make cluster-tools`
-builds the endpoint picker, LeaderWorkerSet, the collector and the servers of files, and `make test-controllers` the
-others.
+builds the endpoint picker, LeaderWorkerSet, CoreDNS, the collector and the servers of files, and `make
+test-controllers` the others.
 """
 
 import tempfile
@@ -69,6 +69,8 @@ PICKER = Controller("picker", "sigs.k8s.io/gateway-api-inference-extension", 3 *
 """The endpoint picker `epp` of the Gateway API's inference extension (2 minutes on two idle cores)."""
 LWS = Controller("lws", "sigs.k8s.io/lws", 3 * 2**30)
 """The controller `cmd` of LeaderWorkerSet (2 minutes on two idle cores)."""
+DNS = Controller("dns", "github.com/coredns/coredns", 2 * 2**30)
+"""CoreDNS, with the plugins that a cluster with one node needs (a minute on two idle cores)."""
 COLLECTOR = Controller("collector", "go.opentelemetry.io/collector/otelcol", 3 * 2**30)
 """The OpenTelemetry Collector `otelcol`, with OTLP only (2 minutes on two idle cores)."""
 STORES = Controller("stores", "github.com/fsouza/fake-gcs-server", 3 * 2**30)

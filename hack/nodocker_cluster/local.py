@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from nodocker_cluster import archive, binaries, cgroups, control_plane, network, node
+from nodocker_cluster import archive, binaries, cgroups, control_plane, dns, network, node
 from nodocker_cluster.kubeconfig import ClusterAccess
 
 
@@ -36,6 +36,7 @@ def up(report_progress: binaries.ProgressCallback) -> Path:
         if with_node:
             report_progress("starting the node")
             node.start(plane, archive.write_pause_archive(cluster_dir / "pause.tar"))
+            dns.start(plane, report_progress)
     except BaseException:
         down()
         raise
@@ -49,6 +50,7 @@ def down() -> bool:
         return False
     if cgroups.exists(cluster_dir) or (cluster_dir / "pause.tar").exists():
         node.stop(cluster_dir)
+    dns.stop(cluster_dir)
     control_plane.stop(cluster_dir)
     shutil.rmtree(cluster_dir)
     return True

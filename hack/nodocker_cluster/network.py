@@ -28,9 +28,6 @@ class Network:
     pods: str
     services: str
     api_service: str
-    dns: str
-    """Address of cluster DNS. No DNS server runs at this address, because Debian has no package of CoreDNS; pods use IP
-    addresses."""
     any_cidr: str
     """IP range of all addresses."""
     sysctls: tuple[str, ...]
@@ -50,7 +47,6 @@ V4 = Network(
     pods="10.244.0.0/24",
     services="10.96.0.0/16",
     api_service="10.96.0.1",
-    dns="10.96.0.10",
     any_cidr="0.0.0.0/0",
     sysctls=("net/ipv4/ip_forward", "net/bridge/bridge-nf-call-iptables"),
 )
@@ -61,10 +57,11 @@ V6 = Network(
     pods="fd00:10:244::/64",
     services="fd00:10:96::/112",
     api_service="fd00:10:96::1",
-    dns="fd00:10:96::a",
     any_cidr="::/0",
     sysctls=("net/ipv6/conf/all/forwarding", "net/bridge/bridge-nf-call-ip6tables"),
 )
+DNS_DOMAIN = "cluster.local"
+"""Domain of the names of Services and pods."""
 NETWORK = V6 if os.environ.get(IPV6_VARIABLE) else V4
 """Network of the clusters that this process starts."""
 

@@ -178,8 +178,8 @@ def _kubelet_config(folder: Path) -> dict[str, object]:
         "cgroupDriver": "cgroupfs",
         "cgroupRoot": f"/{cgroups.tree_name(folder)}",
         "failSwapOn": False,
-        "clusterDNS": [NETWORK.dns],
-        "clusterDomain": "cluster.local",
+        "clusterDNS": [NETWORK.host],
+        "clusterDomain": network.DNS_DOMAIN,
         "makeIPTablesUtilChains": False,
         "volumePluginDir": f"{folder}/plugins",
         # A test machine's disk may be nearly full for other reasons.

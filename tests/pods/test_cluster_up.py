@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import yaml
-from nodocker_cluster import archive, binaries, cgroups, local, network, processes
+from nodocker_cluster import archive, binaries, cgroups, controllers, local, network, processes
 from nodocker_cluster.control_plane import NODE_NAME
 from support.cluster import KUBECONFIG_VARIABLE, ROOT
 from support.engine_processes import wait_for
@@ -46,7 +46,8 @@ def cache(tmp_path, monkeypatch):
         pytest.skip(f"{KUBECONFIG_VARIABLE} is set: tests run on that cluster and start none")
     found = binaries.find()
     assert found is not None, "Kubernetes' programs are missing; make e2e installs them"
-    (tmp_path / found.folder.name).symlink_to(found.folder)
+    for folder in (found.folder, controllers.DNS.find_or_build(print)):
+        (tmp_path / folder.name).symlink_to(folder)
     monkeypatch.setenv("QUIRE_CLUSTER_CACHE", str(tmp_path))
     yield tmp_path
     local.down()
@@ -100,6 +101,8 @@ def test_up_run_a_pod_and_down_after_a_crash(cache):
     wait_for(lambda: "default" in kubectl("get", "serviceaccounts"), 30, "the ServiceAccount")
     assert kubectl("create", "--filename=-", stdin=yaml.safe_dump(yaml.safe_load(POD)))
     wait_for(lambda: kubectl("logs", "hello") == "hello\n", 60, "the pod's output")
+    lookup = "exec", "hello", "--", "/bin/busybox", "nslookup", f"kubernetes.default.svc.{network.DNS_DOMAIN}"
+    wait_for(lambda: network.NETWORK.api_service in kubectl(*lookup), 30, "the address of a Service's name")
 
     for process in processes.running_processes(folder):
         if process.name == "kube-apiserver":

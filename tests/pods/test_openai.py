@@ -9,7 +9,6 @@ import json
 
 import openai
 import pytest
-from nodocker_cluster.network import NETWORK
 from support.engine_processes import wait_for
 from support.pod_cluster import (
     create_examples_volume,
@@ -35,8 +34,7 @@ def namespace(cluster, operator):
     if not cluster.programs:
         pytest.skip("kubectl port-forward reaches one pod only; the Service's own address is needed")
     openai_spec = {"apiKeysSecretRef": {"name": SECRET}}
-    # The cluster has no DNS, by which pods find the other pods of the service.
-    engine = {"kvCacheOffloading": {"memory": "64Mi"}, "kvTransfer": {"allowedPeers": [f"{NETWORK.pods}:8005"]}}
+    engine = {"kvCacheOffloading": {"memory": "64Mi"}, "kvTransfer": {}}
     body = example_service(replicas=2, rollout={"drainSeconds": 20}, openai=openai_spec, engine=engine)
     with cluster.namespace("openai") as name:
         create_examples_volume(cluster, name)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 import yaml
-from nodocker_cluster import archive, binaries, cgroups, control_plane, images, network, node, processes
+from nodocker_cluster import archive, binaries, cgroups, control_plane, dns, images, network, node, processes
 from nodocker_cluster.ports import free_ports
 from support.cluster import KUBECONFIG_VARIABLE, ROOT, Cluster, running_cluster
 from support.quire_serve import grpc_text
@@ -61,12 +61,14 @@ def cluster_with_node(folder: Path) -> Iterator[Cluster]:
     plane = control_plane.start(folder / "control-plane", programs, network.NETWORK.host, dies_with_us=True)
     try:
         running_node = node.start(plane, archive.write_pause_archive(folder / "pause.tar"), dies_with_us=True)
+        dns.start(plane, print, dies_with_us=True)
         for file in archives:
             running_node.load(file)
         running_node.run("ctr", "--namespace=k8s.io", "images", "tag", images.SERVER_IMAGE, OTHER_SERVER_IMAGE)
         yield Cluster(plane.kubeconfig, folder, programs)
     finally:
         node.stop(plane.folder)
+        dns.stop(plane.folder)
         plane.stop()
     assert_nothing_left(plane.folder)
 

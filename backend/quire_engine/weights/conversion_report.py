@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that converts weights, and the summary of a conversion."""
+"""Summary of a conversion of weights."""
 
 from dataclasses import dataclass
-
-CONVERT_COMMAND = "python -m quire_engine convert"
 
 
 @dataclass(frozen=True, slots=True)
