@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model over two real pods: the operator's LeaderWorkerSet, run by LeaderWorkerSet's controller with its webhooks.
-The pods find each other by the names that LeaderWorkerSet sets.
+"""Real pods that LeaderWorkerSet's controller runs, with its webhooks: a model over two pods, which find each other by
+the names that LeaderWorkerSet sets, and prefill apart from decode.
 
-The tests depend on each other and run in order, on one service.
+The tests of a service depend on each other and run in order.
 """
 
+import contextlib
 import json
 
+import openai
 import pytest
 from support.controllers import running_lws
+from support.disaggregated_set import running_double
 from support.engine_processes import wait_for
 from support.pod_cluster import (
     LLM_SERVICE_KIND,
@@ -22,6 +25,8 @@ from support.pod_cluster import (
     server_container,
     service_endpoint,
 )
+
+from quire_spec.net.addresses import format_for_url
 
 STORY = "Once upon a time"
 MODELS = ("tales", "pirate")
@@ -41,23 +46,42 @@ for process in pathlib.Path("/proc").glob("[0-9]*"):
 
 @pytest.fixture(scope="module")
 def lws(cluster, tmp_path_factory):
-    """LeaderWorkerSet's controller, before the operator looks for its kind."""
+    """LeaderWorkerSet's controller, and the double of the one of DisaggregatedSets, before the operator looks for their
+    kinds."""
     if not cluster.programs:
         pytest.skip("an existing cluster does not reach webhooks on this machine")
-    with running_lws(cluster, tmp_path_factory.mktemp("lws")):
+    with running_lws(cluster, tmp_path_factory.mktemp("lws")), running_double(cluster):
         yield
+
+
+@contextlib.contextmanager
+def serving(cluster, namespace, num_pods, **spec):
+    """A namespace with examples/kind/tales.yaml, Ready, with some fields of the spec replaced."""
+    with cluster.namespace(namespace) as name:
+        create_examples_volume(cluster, name)
+        cluster.kubectl("apply", "--filename=-", namespace=name, stdin=json.dumps(example_service(**spec)))
+        wait_serving(cluster, name, num_pods)
+        yield name
+        cluster.kubectl("delete", "llm", "tales", "--wait=true", namespace=name)
+        wait_for(lambda: not cluster.items(*LWS, name) and not pods(cluster, name), 120, "the end of its pods")
 
 
 @pytest.fixture(scope="module")
 def namespace(cluster, lws, operator):
-    """A namespace with examples/kind/tales.yaml on one pod, Ready."""
-    with cluster.namespace("groups") as name:
-        create_examples_volume(cluster, name)
-        cluster.kubectl("apply", "--filename=-", namespace=name, stdin=json.dumps(example_service()))
-        wait_serving(cluster, name, 1)
+    """A namespace with the service on one pod."""
+    with serving(cluster, "groups", 1) as name:
         yield name
-        cluster.kubectl("delete", "llm", "tales", "--wait=true", namespace=name)
-        wait_for(lambda: not cluster.items(*LWS, name) and not pods(cluster, name), 120, "the end of the group")
+
+
+@pytest.fixture(scope="module")
+def roles(cluster, lws, operator):
+    """A namespace with a service of one prefill pod and one decode pod."""
+    spec = {
+        "engine": {"kvCacheOffloading": {"memory": "64Mi"}},
+        "disaggregation": {"prefill": {"replicas": 1}, "decode": {"replicas": 1}, "localTokens": 64},
+    }
+    with serving(cluster, "roles", 2, **spec) as name:
+        yield name
 
 
 def pods(cluster, namespace):
@@ -123,3 +147,25 @@ def test_an_adapter_of_a_running_group_is_found_by_both_stages(cluster, namespac
     with service_endpoint(cluster, namespace) as clients:
         assert clients.text("sql", STORY) not in texts(cluster, namespace)
     assert runs(cluster, namespace) == before
+
+
+def test_the_decode_pod_reads_what_the_prefill_pod_computed(cluster, roles):
+    """The client reaches decode pods through the Service. The header names the prefill pod, as llm-d's router does."""
+    by_role = {pod["metadata"]["labels"]["llm-d.ai/role"]: pod for pod in pods(cluster, roles).values()}
+    host = format_for_url(by_role["prefill"]["status"]["podIP"])
+    prompt = " ".join(f"On day {day}, Anna and Ben went to the forest." for day in range(20))
+    answers = []
+    with service_endpoint(cluster, roles) as service:
+        port = service.ports["openai"]
+        decode = openai.OpenAI(base_url=f"http://{format_for_url(service.host)}:{port}/v1", api_key="-", max_retries=0)
+        prefill = openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="-", max_retries=0)
+        with decode, prefill:
+            for caller, headers in ((decode, {"x-prefiller-host-port": f"{host}:{port}"}), (prefill, {})):
+                answers.append(
+                    caller.completions.create(
+                        model="pirate", prompt=prompt, max_tokens=16, temperature=0, extra_headers=headers
+                    )
+                )
+    assert answers[0].choices[0].text == answers[1].choices[0].text
+    # The first one came from the prefill pod's memory, and the second one from its own.
+    assert all(answer.usage.prompt_tokens_details.cached_tokens > 200 for answer in answers)
