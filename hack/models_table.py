@@ -95,6 +95,7 @@ CHECKPOINTS = {
     "HunYuanMoEV1ForCausalLM": ("Hunyuan", "80B-A13B"),
     "Qwen2MoeForCausalLM": ("Qwen1.5-MoE, Qwen2-MoE", "14B-A2.7B, 57B-A14B"),
     "OlmoeForCausalLM": ("OLMoE", "7B-A1B"),
+    "KimiLinearForCausalLM": ("Kimi Linear", "48B-A3B"),
     "Lfm2ForCausalLM": ("LFM2, LFM2.5", "350M to 2.6B"),
     "Lfm2MoeForCausalLM": ("LFM2, LFM2.5", "8B-A1B"),
     "Qwen2VLForConditionalGeneration": ("Qwen2-VL", "2B to 72B"),
@@ -200,7 +201,7 @@ def _missing(name: str, info: Architecture) -> Iterator[str]:
         yield "images"
     yield from dict.fromkeys(feature for _, feature in info.required.values())
     if info.uses_state is not None:
-        yield from ("beam search", "KV tiers")
+        yield "KV tiers"
     if info.has_latent_attention or info.has_attention_chunks is not None:
         yield "GPUs"
     if info.has_layer_variants:

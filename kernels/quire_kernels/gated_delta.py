@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet: a short convolution, and a recurrence with one matrix per sequence and head.
+"""Gated DeltaNet and Kimi Delta Attention: a short convolution, and a recurrence with one matrix per sequence and head.
 
 Each sequence has a state of fixed size instead of keys and values: the last inputs of the convolution, and the matrices
 of the recurrence. A state is a row of a tensor. An operation reads and writes the rows of the sequences of a step in
 place; see `state_batch`. Sequences that decode are updated together. Prompts are computed in chunks of tokens.
 
-Source: Yang, Kautz, Hatamizadeh: "Gated Delta Networks", https://arxiv.org/abs/2412.06464
+Sources: Yang, Kautz, Hatamizadeh: "Gated Delta Networks", https://arxiv.org/abs/2412.06464; Kimi Team: "Kimi Linear",
+https://arxiv.org/abs/2510.26692
 """
 
 import torch
@@ -20,6 +21,8 @@ _CHUNK = 64
 """Number of tokens of a prompt that the recurrence computes at once."""
 _BLOCK = 16
 """Size of the triangular matrices that are inverted row by row."""
+_DECAYS_AT_ONCE = 256
+"""Number of tokens of a prompt for which the decays between the elements of the keys are in memory at once."""
 _LANES = 16
 """The compiled kernel for prompts needs a multiple of this number of elements of a value."""
 _NORM_EPS = 1e-6
@@ -107,14 +110,16 @@ def gated_delta_rule(
         S = S + k (sigmoid(b) * (v - S^T k))^T
         out = S^T q / sqrt(key_head_dim)
 
-    Queries and keys are first divided by their norms. Each key head serves several adjacent value heads.
+    Queries and keys are first divided by their norms. Each key head serves several adjacent value heads. In Kimi Delta
+    Attention, each row of S, which belongs to an element of the key, has its own decay.
 
     Args:
         qkv: [num_tokens, 2 * num_key_heads * key_head_dim + num_value_heads * value_head_dim], any float dtype.
-        a: [num_tokens, num_value_heads], dtype of qkv.
+        a: [num_tokens, num_value_heads], or [num_tokens, num_value_heads * key_head_dim] for a decay of each row; dtype
+            of qkv.
         b: [num_tokens, num_value_heads], dtype of qkv.
         a_log: [num_value_heads] float32.
-        dt_bias: [num_value_heads] float32.
+        dt_bias: [num_value_heads] or [num_value_heads * key_head_dim] float32, like a.
         states: [num_rows, num_value_heads, key_head_dim, value_head_dim], float32 or bfloat16. The rows of the batch
             are updated in place by the tokens that they keep. All other values are float32.
         batch: the states of the tokens.
@@ -129,7 +134,7 @@ def gated_delta_rule(
         for i, (count, kept) in enumerate(batch.rounds):
             tokens = slice(None) if batch.has_all else batch.decode_tokens[:count] + i
             q, k, v, log_decay, beta = _prepare(qkv[tokens], a[tokens], b[tokens], a_log, dt_bias, key_dim, value_dim)
-            state = state[:count] * log_decay.exp()[..., None, None]
+            state = state[:count] * log_decay.exp()[..., None]
             delta = (v - torch.einsum("bhkv,bhk->bhv", state, k)) * beta[..., None]
             state += k[..., None] * delta[..., None, :]
             out[tokens] = torch.einsum("bhkv,bhk->bhv", state, q).to(out.dtype)
@@ -142,10 +147,13 @@ def gated_delta_rule(
 def _gated_delta_rule_cpu(
     qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, batch: StateBatch
 ) -> Tensor:
-    supported = cpu_native.supports(qkv, a, b) and a.stride(0) == b.stride(0)
-    if not supported or not states.is_contiguous():
+    if not cpu_native.supports(qkv, a, b) or not states.is_contiguous():
         return gated_delta_rule.reference(qkv, a, b, a_log, dt_bias, states, batch)
     _, num_heads, key_dim, value_dim = states.shape
+    if a.shape[1] != num_heads:
+        return _kimi_delta_cpu(qkv, a, b, a_log, dt_bias, states, batch)
+    if a.stride(0) != b.stride(0):
+        return gated_delta_rule.reference(qkv, a, b, a_log, dt_bias, states, batch)
     num_key_heads = (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim)
     out = qkv.new_empty(len(qkv), num_heads, value_dim)
     if value_dim % _LANES:
@@ -196,6 +204,46 @@ def _gated_delta_rule_cpu(
     return out
 
 
+def _kimi_delta_cpu(
+    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor, batch: StateBatch
+) -> Tensor:
+    """Compute `gated_delta_rule` with a decay of each row. The tokens of prompts are computed one after the other, too,
+    because a chunk would need the decays between each pair of its tokens for each row."""
+    _, num_heads, key_dim, value_dim = states.shape
+    decays, out = _log_decays(a, a_log, dt_bias).exp_(), qkv.new_empty(len(qkv), num_heads, value_dim)
+
+    def update(states: Tensor, tokens: Tensor, rows: Tensor, lengths: Tensor, kept: Tensor) -> None:
+        cpu_native.get_library().quire_kimi_delta_update(
+            qkv.data_ptr(),
+            qkv.stride(0),
+            decays.data_ptr(),
+            b.data_ptr(),
+            b.stride(0),
+            states.data_ptr(),
+            states.dtype == torch.bfloat16,
+            tokens.data_ptr(),
+            rows.data_ptr(),
+            lengths.data_ptr(),
+            kept.data_ptr(),
+            out.data_ptr(),
+            len(rows),
+            num_heads,
+            key_dim,
+            value_dim,
+        )
+
+    if states.dtype == torch.float32:
+        update(states, batch.starts, batch.rows, batch.starts.diff(), batch.kept)
+        return out
+    update(states, batch.decode_tokens, batch.decode_rows, batch.decode_lengths, batch.decode_kept)
+    for span in batch.prompts:
+        # A prompt rounds its state only once.
+        state, length = states[span.row, None].float(), torch.tensor([span.end - span.start])
+        update(state, torch.tensor([span.start]), torch.tensor([0]), length, length)
+        states[span.row] = state[0]
+    return out
+
+
 def keep_states(states: Tensor, updated: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
     """Write the states of the spans `kept` to their rows; None stands for all spans.
 
@@ -221,10 +269,14 @@ def _scan_prompts(
     out: Tensor,
 ) -> None:
     """Compute the spans with several tokens; see `gated_delta_rule`."""
+    has_decay_of_heads = a.shape[1] == states.shape[1]
     for span in batch.prompts:
-        rows = slice(span.start, span.end)
-        prepared = _prepare(qkv[rows], a[rows], b[rows], a_log, dt_bias, *states.shape[2:])
-        out[rows], state = _scan_chunks(*prepared, states[span.row].float())
+        state = states[span.row].float()
+        step = span.end - span.start if has_decay_of_heads else _DECAYS_AT_ONCE
+        for start in range(span.start, span.end, step):
+            rows = slice(start, min(start + step, span.end))
+            prepared = _prepare(qkv[rows], a[rows], b[rows], a_log, dt_bias, *states.shape[2:])
+            out[rows], state = _scan_chunks(*prepared, state)
         states[span.row] = state
 
 
@@ -232,15 +284,21 @@ def _prepare(
     qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, key_dim: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return q and k [num_tokens, num_value_heads, key_dim], v [num_tokens, num_value_heads, value_dim], the logarithm
-    of the decay, and the learning rate [num_tokens, num_value_heads]. All are float32."""
-    num_tokens, num_heads = a.shape
+    of the decay, [num_tokens, num_value_heads, 1 or key_dim], and the learning rate [num_tokens, num_value_heads]. All
+    are float32."""
+    num_tokens, num_heads = b.shape
     num_key_heads = (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim)
     q, k, v = qkv.float().split([num_key_heads * key_dim, num_key_heads * key_dim, num_heads * value_dim], dim=1)
     q, k = (_normalize(x.view(num_tokens, num_key_heads, key_dim)) for x in (q, k))
     repeats = num_heads // num_key_heads
     q, k = (x.repeat_interleave(repeats, dim=1) for x in (q * key_dim**-0.5, k))
-    log_decay = -a_log.exp() * F.softplus(a.float() + dt_bias)
+    log_decay = _log_decays(a, a_log, dt_bias)
     return q, k, v.view(num_tokens, num_heads, value_dim), log_decay, b.float().sigmoid()
+
+
+def _log_decays(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """Return the logarithms of the decays, [num_tokens, num_value_heads, 1 or key_dim] float32."""
+    return F.softplus(a.float() + dt_bias).view(len(a), len(a_log), -1) * -a_log.exp()[:, None]
 
 
 def _normalize(x: Tensor) -> Tensor:
@@ -256,27 +314,37 @@ def _scan_chunks(
     Within a chunk, the corrections of all tokens are the solution of a triangular system, as in transformers'
     `torch_chunk_gated_delta_rule`.
     """
-    num_tokens = len(log_decay)
-    size = next((n for n in (_BLOCK, 2 * _BLOCK) if num_tokens <= n), _CHUNK)
+    num_tokens, has_decay_of_heads = len(log_decay), log_decay.shape[2] == 1
+    sizes = (_BLOCK, 2 * _BLOCK, _CHUNK) if has_decay_of_heads else (_BLOCK,)
+    size = next((n for n in sizes if num_tokens <= n), sizes[-1])
     padding = -num_tokens % size
     # [num_heads, num_chunks, size, ...]; the tokens of the padding change nothing, because their values are 0.
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)).transpose(0, 1).unflatten(1, (-1, size)) for x in (q, k, v))
-    log_decay, beta = (F.pad(x, (0, 0, 0, padding)).t().unflatten(1, (-1, size)) for x in (log_decay, beta))
+    q, k, v, log_decay, beta = (
+        F.pad(x, (0, 0, 0, 0, 0, padding)).transpose(0, 1).unflatten(1, (-1, size))
+        for x in (q, k, v, log_decay, beta[..., None])
+    )
     total = log_decay.cumsum(2)
-    # decay[.., i, j]: decay of the state between the tokens j and i; 0 if j is later than i.
-    decay = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
-    before = total.exp()[..., None]
-    k_beta = k * beta[..., None]
-    solution = _invert_unit_lower((k_beta @ k.mT) * decay)
-    new_values, known_keys = solution @ (v * beta[..., None]), solution @ (k_beta * before)
-    inner, q = (q @ k.mT) * decay, q * before
-    k, chunk_decay = k * (total[..., -1:] - total).exp()[..., None], before[:, :, -1:]
+    before, k_beta = total.exp(), k * beta
+    solution = _invert_unit_lower(_decayed_products(k_beta, k, total))
+    new_values, known_keys = solution @ (v * beta), solution @ (k_beta * before)
+    inner, q = _decayed_products(q, k, total), q * before
+    k, chunk_decay = k * (total[:, :, -1:] - total).exp(), before[:, :, -1].unsqueeze(-1)
     outputs = torch.empty_like(v)
     for chunk in range(v.shape[1]):
         delta = torch.baddbmm(new_values[:, chunk], known_keys[:, chunk], state, alpha=-1)
         outputs[:, chunk] = torch.baddbmm(q[:, chunk] @ state, inner[:, chunk], delta)
         state = torch.baddbmm(state * chunk_decay[:, chunk], k[:, chunk].mT, delta)
     return outputs.flatten(1, 2)[:, :num_tokens].transpose(0, 1), state
+
+
+def _decayed_products(x: Tensor, k: Tensor, total: Tensor) -> Tensor:
+    """Return the products [..., size, size] of x_i and k_j [..., size, key_dim], decayed between the tokens j and i; 0
+    if j is later than i. `total`: sums of logarithms of decays, [..., size, 1 or key_dim]."""
+    if total.shape[-1] == 1:
+        return (x @ k.mT) * (total - total.mT).tril().exp().tril()
+    # Decays are at most 1, so no difference overflows. A product of exp(total_i) and exp(-total_j) would.
+    decay = (total[..., :, None, :] - total[..., None, :, :]).clamp_(max=0.0).exp_()
+    return torch.einsum("...id,...jd,...ijd->...ij", x, k, decay).tril()
 
 
 def _invert_unit_lower(matrices: Tensor) -> Tensor:
@@ -299,28 +367,30 @@ def _invert_unit_lower(matrices: Tensor) -> Tensor:
 
 
 @Op
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return rms_norm(x) * silu(gate).
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu") -> Tensor:
+    """Return rms_norm(x) * activation(gate).
 
     Args:
         x: [num_tokens, num_heads, head_dim], any float dtype.
         gate: [num_tokens, num_heads, head_dim], dtype of x.
         weight: [head_dim], dtype of x.
         eps: added to the mean of squares.
+        activation: silu or sigmoid.
 
     Returns:
         [num_tokens, num_heads, head_dim], dtype of x.
     """
     wide = x.float()
     normalized = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
-    return (normalized * F.silu(gate.float())).to(x.dtype)
+    activate = F.silu if activation == "silu" else torch.sigmoid
+    return (normalized * activate(gate.float())).to(x.dtype)
 
 
 @gated_rms_norm.register("cpu")
-def _gated_rms_norm_cpu(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _gated_rms_norm_cpu(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu") -> Tensor:
     num_tokens, num_heads, dim = x.shape
     if not cpu_native.supports(x, gate, weight) or not x.is_contiguous() or gate.stride(1) != dim:
-        return gated_rms_norm.reference(x, gate, weight, eps)
+        return gated_rms_norm.reference(x, gate, weight, eps, activation)
     out = torch.empty_like(x)
     cpu_native.get_library().quire_gated_rms_norm(
         x.data_ptr(),
@@ -332,5 +402,6 @@ def _gated_rms_norm_cpu(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> 
         num_heads,
         dim,
         eps,
+        activation == "sigmoid",
     )
     return out

@@ -7,8 +7,12 @@ BASE_URL`.
 
 import asyncio
 import sys
+import typing
 
 import anthropic
+from anthropic import types
+from anthropic.types import beta, message_create_params
+from anthropic.types.beta import message_create_params as beta_message_create_params
 
 MODELS = ("tales", "pirate", "sql", "tools")
 MESSAGES = [{"role": "user", "content": "Tell a story."}]
@@ -24,6 +28,37 @@ TOOL = {
         "additionalProperties": False,
     },
 }
+
+TEXTS = [{"type": "text", "text": "A text."}]
+NAMED = "named"
+"""The field is ignored, and the response names it."""
+FIELDS = {
+    **dict.fromkeys(("model", "messages", "max_tokens", "system", "stop_sequences", "stream"), "honoured"),
+    **dict.fromkeys(("tools", "tool_choice", "thinking", "metadata", "output_config"), "honoured"),
+    **dict.fromkeys(("cache_control", "service_tier", "inference_geo", "speed"), "ignored"),
+    **dict.fromkeys(
+        ("diagnostics", "context_management", "billing_policy", "fallbacks", "fallback_credit_token"), NAMED
+    ),
+    **dict.fromkeys(("container", "mcp_servers", "thread", "compaction"), "refused"),
+    # Parameters of the client, which it sends as headers or does not send.
+    **dict.fromkeys(("betas", "user_profile_id", "workspace_id", "output_format"), "client"),
+}
+"""The outcome for each field of a request that the package has. A release with another field fails the check."""
+BLOCKS = {
+    "text": {"text": "A text."},
+    "document": {"source": {"type": "content", "content": TEXTS}},
+    "search_result": {"title": "T", "source": "S", "content": TEXTS},
+    "thinking": {"thinking": "Hm.", "signature": ""},
+    "redacted_thinking": {"data": ""},
+    "tool_use": {"id": "call", "name": "weather", "input": {}},
+    "tool_result": {"tool_use_id": "call", "content": TEXTS},
+}
+"""Blocks that are served. The tiny model has no images. All other blocks are refused by the names of their types."""
+UNIONS = (
+    (types.ContentBlockParam, beta.BetaContentBlockParam),
+    (types.ToolUnionParam, beta.BetaToolUnionParam),
+)
+ASSISTANT_BLOCKS = ("thinking", "redacted_thinking", "tool_use")
 
 
 def client_of(url):
@@ -120,6 +155,55 @@ def check_errors(url):
     assert beta.content
 
 
+def check_fields(url):
+    """Each field, block and tool of the package is honoured, ignored with a name, or refused by its name."""
+    client = client_of(url)
+    common = {"model": "tales", "messages": MESSAGES, "max_tokens": 2}
+
+    def send(**fields):
+        """Return the names of the ignored fields, or the message of the error."""
+        try:
+            raw = client.messages.with_raw_response.create(**common, extra_body=fields)
+        except anthropic.BadRequestError as error:
+            return error.body["error"]["message"]
+        return raw.headers.get("x-quire-ignored-fields", "").split(",")
+
+    names = set()
+    for module in (message_create_params, beta_message_create_params):
+        for kind in ("Base", "Streaming"):
+            names |= getattr(module, f"MessageCreateParams{kind}").__annotations__.keys()
+    names |= beta_message_create_params.ParseMessageCreateParamsBase.__annotations__.keys()
+    assert names == FIELDS.keys(), names ^ FIELDS.keys()
+    for name, outcome in FIELDS.items():
+        if outcome in ("ignored", NAMED):
+            assert (name in send(**{name: "auto"})) == (outcome == NAMED), name
+        elif outcome == "refused":
+            assert name in str(send(**{name: [{"type": "url"}]}))
+    blocks, tools = (_types_of(params) | _types_of(beta_params) for params, beta_params in UNIONS)
+    assert BLOCKS.keys() < blocks and "custom" in tools, (blocks, tools)
+    for block in blocks:
+        role = "assistant" if block in ASSISTANT_BLOCKS else "user"
+        answer = send(messages=[*MESSAGES, {"role": role, "content": [{"type": block, **BLOCKS.get(block, {})}]}])
+        assert answer == [""] if block in BLOCKS else f"'{block}'" in answer or block == "image", (block, answer)
+    for tool in tools:
+        answer = send(tools=[TOOL | {"type": tool}])
+        assert answer == [""] if tool == "custom" else "tools[0].type: " in answer, (tool, answer)
+
+
+def _types_of(union):
+    """Return the values that the field type has in the members of a union."""
+    values = set()
+    for member in typing.get_args(union):
+        if hasattr(member, "__total__"):  # a TypedDict; others are types of responses
+            annotation = typing.get_type_hints(member)["type"]
+            while not isinstance(annotation, str):
+                annotation = next(iter(typing.get_args(annotation)), "")
+            values.add(annotation or "custom")
+        else:
+            values |= _types_of(member)
+    return values
+
+
 def check_asyncio(url):
     async def stream(client, model):
         async with client.messages.stream(model=model, messages=MESSAGES, **COMMON) as stream:
@@ -134,7 +218,7 @@ def check_asyncio(url):
 
 def main(url):
     """Run all checks; the first failure ends the run."""
-    for check in (check_messages, check_tools, check_thinking, check_errors, check_asyncio):
+    for check in (check_messages, check_tools, check_thinking, check_errors, check_fields, check_asyncio):
         check(url.removesuffix("/v1"))
         print(f"anthropic {anthropic.__version__}: {check.__name__} passed", flush=True)
 

@@ -42,6 +42,8 @@ SERVICE = llm_service(
 STORY = "Once upon a time there was a small mouse who lived in a big house with a garden and a dog and three cows. "
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 ROUTES: dict[str, Any] = {
+    "GET /": None,
+    "GET /openapi.json": None,
     "GET /health": None,
     "GET /ping": None,
     "POST /ping": {},

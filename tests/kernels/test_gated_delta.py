@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet equals transformers, and compiled kernels equal the reference, for any division into spans."""
+"""Gated DeltaNet and Kimi Delta Attention equal transformers, and compiled kernels equal the reference, for any
+division into spans."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.requirements_of_machine import requires_native_kernels
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from quire_kernels import build_state_batch, gated_delta_rule, gated_rms_norm, short_convolution
@@ -13,13 +15,14 @@ from quire_kernels.state_batch import StateBatch
 CPU = torch.device("cpu")
 # Key heads, value heads, key size, value size, taps.
 SIZES = [(2, 4, 16, 24, 4), (1, 2, 128, 128, 4), (1, 1, 8, 48, 3)]
+KIMI_SIZES = [(3, 3, 24, 24, 4), (2, 2, 128, 128, 4)]
 NUM_ROWS = 8
 
 
 class Case:
     """Random inputs of a layer for `lengths` tokens of several sequences."""
 
-    def __init__(self, sizes, lengths, dtype=torch.float32, state_dtype=torch.float32):
+    def __init__(self, sizes, lengths, dtype=torch.float32, state_dtype=torch.float32, is_kimi=False):
         self.key_heads, self.heads, self.key_dim, self.value_dim, taps = sizes
         self.size = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
         torch.manual_seed(len(lengths))
@@ -28,6 +31,11 @@ class Case:
         self.qkv, self.gate = merged[:, : self.size], merged[:, self.size :].unflatten(1, (self.heads, self.value_dim))
         self.a, self.b = torch.randn(num_tokens, 2 * self.heads).to(dtype).chunk(2, dim=1)
         self.a_log, self.dt_bias = torch.randn(self.heads) - 2, torch.randn(self.heads)
+        self.gate_activation = "sigmoid" if is_kimi else "silu"
+        if is_kimi:
+            self.a = torch.randn(num_tokens, self.heads * self.key_dim).to(dtype)
+            # Some elements are forgotten at once.
+            self.dt_bias = torch.randn(self.heads * self.key_dim) * 3
         # LFM2 and Mamba-2 have biases, and LFM2 has no silu.
         self.bias = torch.randn(self.size).to(dtype) if taps == 3 else None
         self.activation = "silu" if taps == 4 else None
@@ -44,7 +52,7 @@ class Case:
         )
         out = get(gated_delta_rule)(qkv, self.a[rows], self.b[rows], self.a_log, self.dt_bias, states, batch)
         self.convolution, self.states = convolution, states
-        return qkv, out, get(gated_rms_norm)(out, self.gate[rows], self.norm, 1e-6)
+        return qkv, out, get(gated_rms_norm)(out, self.gate[rows], self.norm, 1e-6, self.gate_activation)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -77,9 +85,32 @@ def test_equals_transformers(sizes):
     torch.testing.assert_close(normed, norm(out, case.gate), rtol=1e-4, atol=1e-5)
 
 
-def test_division_into_steps_does_not_matter():
-    lengths = [70, 3]
-    whole, divided = Case(SIZES[0], lengths), Case(SIZES[0], lengths)
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_kimi_delta_attention_equals_transformers(num_tokens):
+    case = Case(KIMI_SIZES[0], [num_tokens], is_kimi=True)
+    initial = case.states[case.rows[0]].clone()[None]
+    qkv, out, normed = case.run(build_state_batch(case.rows, [num_tokens], CPU))
+    q, k, v = (x[None].unflatten(2, (case.heads, -1)) for x in qkv.chunk(3, dim=1))
+    decays = (case.a + case.dt_bias)[None].unflatten(2, (case.heads, -1))
+    expected, state = modeling_kimi_linear.recurrent_kimi_delta_attention.__wrapped__(
+        *(q, k, v),
+        g=-case.a_log.exp()[:, None] * F.softplus(decays),
+        beta=case.b.sigmoid()[None],
+        initial_state=initial,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    torch.testing.assert_close(out, expected[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(case.states[case.rows[0]], state[0], rtol=1e-3, atol=1e-4)
+    norm = modeling_kimi_linear.KimiLinearRMSNormGated(KIMI_SIZES[0][3])
+    norm.weight.data = case.norm
+    torch.testing.assert_close(normed, norm(out, case.gate), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_kimi", [False, True])
+def test_division_into_steps_does_not_matter(is_kimi):
+    lengths, sizes = [70, 3], KIMI_SIZES[0] if is_kimi else SIZES[0]
+    whole, divided = (Case(sizes, lengths, is_kimi=is_kimi) for _ in range(2))
     *_, expected = whole.run(build_state_batch(whole.rows, lengths, CPU))
     outputs = torch.empty_like(expected)
     for first, second in (((0, 1), (70, 72)), ((1, 65), (72, 73)), ((65, 66), ()), ((66, 70), ())):
@@ -92,12 +123,14 @@ def test_division_into_steps_does_not_matter():
     assert torch.equal(divided.convolution, whole.convolution)
 
 
+@pytest.mark.parametrize("is_kimi", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_drafts_change_no_state(dtype):
+def test_drafts_change_no_state(dtype, is_kimi):
     """With drafts in a span, outputs and kept states have the same bits as token by token."""
     lengths, drafts, replayed = [4, 70, 1, 3], [2, 0, 0, 0], [1, 0, 0, 2]
     spans = [(sum(lengths[:i]), n) for i, n in enumerate(lengths)]
-    whole, single = Case(SIZES[1], lengths, dtype), Case(SIZES[1], lengths, dtype)
+    sizes = KIMI_SIZES[1] if is_kimi else SIZES[1]
+    whole, single = (Case(sizes, lengths, dtype, is_kimi=is_kimi) for _ in range(2))
     steps = [n - r for n, r in zip(lengths, replayed, strict=True)]
     *_, outputs = whole.run(build_state_batch(whole.rows, steps, CPU, drafts, replayed, 3))
     for i in (0, 2, 3):
@@ -112,10 +145,10 @@ def test_drafts_change_no_state(dtype):
 
 @requires_native_kernels
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [5, 1, 70, 1, 2], [130]])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("sizes", "is_kimi"), [(s, False) for s in SIZES] + [(s, True) for s in KIMI_SIZES])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_kernels_equal_the_reference(sizes, lengths, state_dtype):
-    compiled, reference = (Case(sizes, lengths, torch.bfloat16, state_dtype) for _ in range(2))
+def test_compiled_kernels_equal_the_reference(sizes, is_kimi, lengths, state_dtype):
+    compiled, reference = (Case(sizes, lengths, torch.bfloat16, state_dtype, is_kimi) for _ in range(2))
     batch = build_state_batch(compiled.rows, lengths, CPU)
     for out, expected in zip(compiled.run(batch), reference.run(batch, lambda op: op.reference), strict=True):
         assert out.dtype == torch.bfloat16

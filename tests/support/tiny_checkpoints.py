@@ -49,6 +49,7 @@ from transformers import (
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     Kimi_K25Config,
+    KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Llama4Config,
@@ -296,6 +297,26 @@ LATENT_EXPERTS = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+KIMI_LINEAR = {
+    "rms_norm_eps": 1e-2,  # as in HYBRID
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "moe_intermediate_size": 48,
+    "num_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "num_expert_group": 4,
+    "topk_group": 2,
+    "pad_token_id": 0,
+}
 GLM4 = {"head_dim": 24, "pad_token_id": 0, "eos_token_id": [], "num_key_value_heads": 2}
 GRANITE = {
     "attention_multiplier": 0.1,
@@ -505,6 +526,7 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "mistral4": (Mistral4Config, {**DEEPSEEK, **LATENT_EXPERTS, **MISTRAL4}),
     "mistral3-mistral4": (functools.partial(_mistral3, Mistral4Config), {**DEEPSEEK, **LATENT_EXPERTS, **MISTRAL4}),
+    "kimi_linear": (KimiLinearConfig, KIMI_LINEAR),
     "kimi_k25": (_kimi_k25, {**DEEPSEEK, **LATENT_EXPERTS}),
     "glm4": (Glm4Config, GLM4),
     "granite": (GraniteConfig, {**GRANITE, "tie_word_embeddings": True}),
@@ -669,10 +691,14 @@ def write_checkpoint(folder: Path, config: Any, seed: int, **save: Any) -> Path:
                 # Otherwise, most states forget all tokens before the last one.
                 tensor.sub_(3.0)
     model.save_pretrained(folder, **save)
-    if config.model_type == "kimi_k25":
-        # transformers also renames the layers of the language model. The published checkpoint has `layers`.
+    # transformers also renames other modules of the same name. The published checkpoints have these names.
+    published = {
+        "kimi_k25": (r"model\.blocks\.", "model.layers."),
+        "kimi_linear": (r"block_sparse_moe\.(?=\w+_proj)", "mlp."),
+    }
+    if config.model_type in published:
         tensors = load_file(folder / "model.safetensors")
-        renamed = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in tensors.items()}
+        renamed = {re.sub(*published[config.model_type], name): tensor for name, tensor in tensors.items()}
         save_file(renamed, folder / "model.safetensors", {"format": "pt"})
     return folder
 

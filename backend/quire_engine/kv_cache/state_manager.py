@@ -34,6 +34,8 @@ class StateManager:
         self._block_size = block_size
         self._has_snapshots = has_snapshots
         self._decode_interval = max(_MIN_DECODE_TOKENS, block_size)
+        self._fork_sources: dict[int, int] = {}
+        """Maps the row of a beam that has not been computed yet to the row of the beam from which it forked."""
         self.num_snapshots_taken = 0
 
     def start(self, sequence: Sequence, prefix: PrefixHit, builder: StepPlanBuilder) -> None:
@@ -50,7 +52,18 @@ class StateManager:
             last = (sequence.num_prefill_tokens - 1) // self._block_size * self._block_size
             sequence.state_stops = tuple(sorted({sequence.num_matched_tokens, last} - {0, prefix.num_tokens}))
 
-    def take_snapshot(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
+    def fork(self, beam: Sequence) -> None:
+        """Give a new beam a row of its own. Until then, it has the row of the beam from which it forked."""
+        source, beam.state_row = beam.state_row, self.pool.allocate()
+        self._fork_sources[beam.state_row] = source
+
+    def prepare_span(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
+        """Plan the copies of states that come before the next span of a sequence."""
+        if (source := self._fork_sources.pop(sequence.state_row, None)) is not None:
+            builder.state_copies.append(StateCopy(source, sequence.state_row))
+        self._take_snapshot(sequence, builder)
+
+    def _take_snapshot(self, sequence: Sequence, builder: StepPlanBuilder) -> None:
         """Plan to copy the state of a sequence before its next span, if the span starts at the end of a KV block."""
         start = sequence.num_computed_tokens
         if not self._has_snapshots or not start or start % self._block_size or sequence.num_replayed_tokens:
@@ -79,6 +92,7 @@ class StateManager:
 
     def free(self, sequence: Sequence) -> None:
         """Release the row of a sequence."""
+        self._fork_sources.pop(sequence.state_row, None)
         self.pool.free(sequence.state_row)
         sequence.state_row, sequence.num_replayed_tokens = -1, 0
 

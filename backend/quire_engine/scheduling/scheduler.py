@@ -45,7 +45,6 @@ from quire_engine.step.plan import ScheduledSpan, SpanOutput, StepPlan
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError, Internal, InvalidArgument
-from quire_spec.model.attention.state_config import UNSUPPORTED_BEAMS
 from quire_spec.model.kv_layout import KVLayout
 from quire_spec.protocol.messages import StartedSequence
 
@@ -263,8 +262,6 @@ class Scheduler:
             raise InvalidArgument(f"id: {sequence.id} is in use by an unfinished sequence; choose another")
         sequence.parent = find_parent(sequence, self._sequences)
         if sequence.params.use_beam_search:
-            if self.states is not None:
-                raise InvalidArgument(f"use_beam_search: {UNSUPPORTED_BEAMS}; use n or sampling instead")
             self._beams.check_request(sequence)
         if sequence.adapter_digest is not None:
             self._adapter_registry.add_sequence(sequence.adapter_digest, sequence.adapter_parts, sequence.client)
@@ -461,8 +458,14 @@ class Scheduler:
         return outputs
 
     def _start_fork(self, fork: Sequence) -> None:
-        """Add a new beam to the running sequences; it already has its blocks."""
+        """Add a new beam to the running sequences; it already has its blocks.
+
+        All beams of a search continue in the same step. So the state of the beam from which it forked does not change
+        before this step copies it.
+        """
         self._sequences[fork.id] = fork
+        if self.states is not None:
+            self.states.fork(fork)
         self._running.add(fork)
         if fork.adapter_digest is not None:
             self._adapter_registry.add_sequence(fork.adapter_digest, client=fork.client)
@@ -804,7 +807,7 @@ class Scheduler:
         """
         start = sequence.num_computed_tokens
         if self.states is not None:
-            self.states.take_snapshot(sequence, builder)
+            self.states.prepare_span(sequence, builder)
         end = sequence.chunk_end(start, start + length)
         if end == start:
             # The share of the client ends inside an image. The most urgent sequence gets the tokens of all clients.

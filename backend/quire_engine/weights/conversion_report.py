@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summary of a conversion of weights."""
+"""The command that converts weights, and the summary of a conversion."""
 
 from dataclasses import dataclass
+
+CONVERT_COMMAND = "python -m quire_engine convert"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import httpx
 import huggingface_hub
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from quire_engine.weights.tensor_files import CONVERT_COMMAND
+from quire_engine.weights.conversion_report import CONVERT_COMMAND
 from quire_spec.documents.tokenizer_files import FORMATS
 from quire_spec.errors import ConfigError
 from quire_spec.model.pooler_config import MODULE_FILES, module_folders

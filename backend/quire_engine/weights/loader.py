@@ -62,7 +62,7 @@ def load_weights(
         progress: show a progress bar on stderr.
         checkpoint: quantized tensors of the checkpoint; None if it has none. If its method `find` has returned a tensor
             before, the caller loads this tensor, and it is not reported as unexpected.
-        stream: read the tensors that are not quantized with Model Streamer.
+        stream: read the tensors that are not quantized with Model Streamer. Those in a bucket are always read with it.
         unused_prefixes: tensors whose names begin with these prefixes are not loaded.
         is_part: other tensors of the checkpoint are expected.
 
@@ -111,6 +111,8 @@ def load_weights(
             f"{folder}: {lm_head_name} differs from {tied_to}, but config.json ties them; set tie_word_embeddings "
             "to false in config.json"
         )
+    if files.bucket is not None:
+        files.bucket.check_unchanged()
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -172,10 +174,15 @@ def _iter_sources(
                 f"{files.folder}: {name} has shape {shape}; config.json implies {target.checkpoint_shape}"
             )
     yield from quantized.items()
-    if stream and floats:
-        for name, tensor in stream_tensors({name: files.file_by_tensor[name] for name in floats}):
-            if name in floats:
-                yield name, floats.pop(name).with_values(tensor)
+    file_by_tensor = {name: files.file_by_tensor[name] for name in floats}
+    streamed: Iterable[tuple[str, Tensor]] = ()
+    if floats and files.bucket is not None:
+        streamed = files.bucket.stream_tensors({path.name for path in file_by_tensor.values()}, floats.keys())
+    elif floats and stream:
+        streamed = stream_tensors(file_by_tensor)
+    for name, tensor in streamed:
+        if name in floats:
+            yield name, floats.pop(name).with_values(tensor)
     yield from floats.items()
 
 
@@ -243,6 +250,11 @@ class _FloatTensor:
         if len(self.shape) == 3 and self.shape[1] == 1:  # the weight of a convolution of each feature by itself
             weight: Tensor = self._slice[rows.start : rows.stop, 0, columns.start : columns.stop]
             return weight
+        if (
+            len(self.shape) == 4
+        ):  # a number for each head, which is multiplied with [1, num_tokens, num_heads, head_dim]
+            numbers: Tensor = self._slice[0, 0, rows.start : rows.stop, 0]
+            return numbers
         index: tuple[int | slice, ...] = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
         values: Tensor = self._slice[(expert, *index)[-len(self.shape) :] if len(self.shape) > 1 else index[0]]
         return values

@@ -11,17 +11,23 @@ from pathlib import Path
 
 from torch import Tensor
 
+from quire_spec.documents.remote_weights import RemoteWeights
 from quire_spec.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
-def can_stream(load_format: str, num_ranks: int) -> bool:
-    """Return whether the weights are read with Model Streamer. If `load_format` asks for it and it cannot be used, the
-    reason is logged.
+def can_stream(folder: Path, load_format: str, num_ranks: int) -> bool:
+    """Return whether the weights of the model in `folder` are read with Model Streamer. If `load_format` selects it
+    and it cannot be used, the reason is logged.
 
     Each rank of a tensor-parallel model reads only its part of each tensor, and Model Streamer reads whole tensors.
+    There is no other reader for weights in a bucket.
     """
+    if RemoteWeights.find(folder) is not None:
+        if num_ranks > 1:
+            logger.warning("each of the %d ranks reads all weights from the bucket", num_ranks)
+        return True
     if load_format != "runai_streamer":
         return False
     reason = ""

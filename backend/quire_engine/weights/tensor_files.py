@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the tensors of a checkpoint in its safetensors files, and reads slices of them."""
+"""Finds the tensors of a checkpoint in its safetensors files, and reads slices of them. The files are in a folder, or
+in a bucket that REMOTE_WEIGHTS_FILE in this folder names."""
 
 import json
 import shlex
@@ -8,6 +9,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from quire_engine.weights.conversion_report import CONVERT_COMMAND
+from quire_engine.weights.remote_bucket import RemoteBucket
+from quire_spec.documents.remote_weights import RemoteWeights
 from quire_spec.errors import ConfigError
 
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
@@ -15,7 +19,6 @@ SAFE_WEIGHTS_NAME = "model.safetensors"
 _LANGUAGE_MODEL = "model.language_model."
 _EMBED_OUT = "embed_out"
 """The output projection in checkpoints of GPT-NeoX."""
-CONVERT_COMMAND = "python -m quire_engine convert"
 _BACKBONE = "backbone."
 """The inner module in checkpoints of Nemotron-H."""
 _INNER_MODULES = ("model.", "gpt_neox.", "bert.", "roberta.", "distilbert.", "mpnet.", _BACKBONE)
@@ -33,6 +36,9 @@ class TensorFiles:
             ConfigError: there are no safetensors files, or a file is missing or invalid.
         """
         self.folder = folder
+        weights = RemoteWeights.find(folder)
+        self.bucket = None if weights is None else RemoteBucket(weights)
+        """The bucket that contains the files. None: they are in the folder."""
         self._open_files: dict[Path, tuple[Any, frozenset[str]]] = {}
         self.file_by_tensor = self._locate_tensors()
         # Some checkpoints, such as those of embedding models, were saved from the inner module. The names of their
@@ -52,6 +58,8 @@ class TensorFiles:
     @property
     def num_bytes(self) -> int:
         """Bytes of all files."""
+        if self.bucket is not None:
+            return self.bucket.num_bytes
         return sum(path.stat().st_size for path in set(self.file_by_tensor.values()))
 
     def name_in_file(self, name: str) -> str:
@@ -88,8 +96,9 @@ class TensorFiles:
     def _open(self, path: Path) -> tuple[Any, frozenset[str]]:
         """Open a file if it is not open yet, and return it with the names of its tensors."""
         if path not in self._open_files:
+            file: Any
             try:
-                file: Any = safe_open(path, framework="pt")
+                file = safe_open(path, framework="pt") if self.bucket is None else self.bucket.open(path.name)
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path}: not a safetensors file: {error}; download it again") from error
             self._open_files[path] = file, frozenset(file.keys())
@@ -100,7 +109,7 @@ class TensorFiles:
         if (self.folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
             return self._read_index()
         path = self.folder / SAFE_WEIGHTS_NAME
-        if path.is_file():
+        if self._has_file(SAFE_WEIGHTS_NAME):
             return dict.fromkeys(sorted(self._open(path)[1]), path)
         pickle_files = sorted(p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         if pickle_files:
@@ -114,6 +123,9 @@ class TensorFiles:
             f"{CONVERT_COMMAND} MODEL --into FOLDER"
         )
 
+    def _has_file(self, name: str) -> bool:
+        return (self.folder / name).is_file() if self.bucket is None else name in self.bucket
+
     def _read_index(self) -> dict[str, Path]:
         path = self.folder / SAFE_WEIGHTS_INDEX_NAME
         try:
@@ -124,6 +136,6 @@ class TensorFiles:
         for file in sorted(set(names.values())):
             if Path(file).name != file or not file.endswith(".safetensors"):
                 raise ConfigError(f"{path}: shard {file!r} is not the name of a safetensors file in this folder")
-            if not (self.folder / file).is_file():
+            if not self._has_file(file):
                 raise ConfigError(f"{path}: shard {file!r} is missing; download the checkpoint again")
         return {tensor: self.folder / file for tensor, file in names.items()}

@@ -19,6 +19,7 @@ from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_engine.worker.device import check_free_memory, resolve_dtype, warn_of_slow_quantization
 from quire_spec.engine.config import EngineConfig
+from quire_spec.errors import ConfigError
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.quantization import resolve_quantization
 
@@ -57,7 +58,17 @@ def build_model(
         logger.info("inputs of 4 bits are not supported; only the weights are quantized")
     checkpoint = None if shape.quantization is None else QuantizedTensors(TensorFiles(folder), shape.quantization)
     quantized_bytes = None if checkpoint is None else checkpoint.files.num_bytes
-    file_bytes = 0 if shape.is_native else TensorFiles(folder).num_bytes
+    file_bytes = 0 if shape.is_native else _local_bytes(TensorFiles(folder))
     check_free_memory(config, local_shape, factory.dtype, device, quantized_bytes, file_bytes)
     model = get_model_class(shape.architecture, shape.model_impl)(local_shape, replace(factory, checkpoint=checkpoint))
     return BuiltModel(model, factory, checkpoint)
+
+
+def _local_bytes(files: TensorFiles) -> int:
+    """Return the bytes of files that transformers can read."""
+    if files.bucket is not None:
+        raise ConfigError(
+            "load_format: the classes of transformers read weights only from a folder, but the weights of this model "
+            "are in a bucket; set load_format to safetensors"
+        )
+    return files.num_bytes

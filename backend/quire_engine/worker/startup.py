@@ -109,7 +109,7 @@ class RunnerStartup:
         needs_compilation = _compiles_kernels(self._device) and self._communicator is None and self._pipeline is None
         needs_compilation &= self._model.shape.is_native  # other models have no modules before they are loaded
         with self._compile_while_loading() if needs_compilation else nullcontext():
-            stream = can_stream(self._config.load_format, self._config.ranks_per_core)
+            stream = can_stream(folder, self._config.load_format, self._config.ranks_per_core)
             self._model.load(folder, checkpoint, progress=progress, stream=stream)
         loaded_bytes = self._model.num_bytes
         self._model.pack()

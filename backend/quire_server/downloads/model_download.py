@@ -25,6 +25,7 @@ from typing import Any
 from quire_server.downloads.adapter_cache import PartialDownload, fsync_path
 from quire_server.downloads.download_progress import ProgressMeter, report_progress
 from quire_server.downloads.earlier_revisions import remove_earlier_revisions
+from quire_server.downloads.remote_weights import RemoteWeightsWriter, can_stream
 from quire_server.downloads.resumable_download import MAX_SOURCE_CHANGES, DigestMismatch, ResumableDownload
 from quire_server.logs import configure_logging
 from quire_sources.factory import SourceFactory, SourceOptions
@@ -35,6 +36,7 @@ from quire_spec.documents import tokenizer_files
 from quire_spec.documents.checkpoint_digest import compute_digest
 from quire_spec.documents.download_progress import PROGRESS_PATH, PROGRESS_PORT_VARIABLE
 from quire_spec.documents.download_result import KEPT_FOLDERS_VARIABLE, DownloadReason, DownloadResult
+from quire_spec.documents.remote_weights import REMOTE_WEIGHTS_FILE
 from quire_spec.documents.sources import Source
 from quire_spec.errors import AccessDenied, ConfigError, InvalidArgument, NotFound, QuireError, Unavailable
 from quire_spec.model.pooler_config import MODULE_FILES, MODULES_FILE, module_folders
@@ -90,7 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for volume in {target.parent for target in targets}:
                 remove_earlier_revisions(volume, kept_names)
         for text, target in zip(args.source, targets, strict=True):
-            revisions.append(asyncio.run(download(_parse_source(text), target, options, args.progress_port)))
+            source = _parse_source(text)
+            streams = args.stream_weights and can_stream(source)
+            revisions.append(asyncio.run(download(source, target, options, args.progress_port, streams)))
             if args.digest:
                 _keep_digest(target)
     except QuireError as error:
@@ -106,11 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def download(
-    source: Source, target: Path, options: SourceOptions, progress_port: int | None = None
+    source: Source, target: Path, options: SourceOptions, progress_port: int | None = None, streams: bool = False
 ) -> str | None:
     """Download `source` into the folder `target`, unless the folder exists; return the commit, if known.
 
-    `progress_port` is the port on which the progress is served.
+    `progress_port` is the port on which the progress is served. If `streams` is true, the weights are not downloaded,
+    but REMOTE_WEIGHTS_FILE is written; see `can_stream`.
 
     Raises:
         InvalidArgument, NotFound: the source is wrong, or has no model. Unavailable: a later run can succeed.
@@ -128,7 +133,8 @@ async def download(
                 async with SourceFactory(options) as sources:
                     reader = sources.open_reader(source)
                     has_sha256 = source.http is not None and source.http.sha256 is not None
-                    downloader = _ModelDownloader(reader, partial, meter)
+                    remote = RemoteWeightsWriter(source, options, reader) if streams else None
+                    downloader = _ModelDownloader(reader, partial, meter, remote)
                     file_names = await _download_one_version(downloader, reader, has_sha256)
                 await run_in_daemon_thread(_commit, partial, file_names, target)
                 downloader.clear_versions()
@@ -141,7 +147,8 @@ async def _download_one_version(downloader: "_ModelDownloader", reader: SourceRe
     for _ in range(MAX_SOURCE_CHANGES):
         file_names = await _download_all(downloader, reader, has_sha256)
         # All files of a commit have one version, so they cannot change during the download.
-        changed_files = [] if reader.revision else await downloader.changed_files(file_names)
+        own_files = [name for name in file_names if name != REMOTE_WEIGHTS_FILE]
+        changed_files = [] if reader.revision else await downloader.changed_files(own_files)
         if not changed_files:
             return file_names
     raise Unavailable(
@@ -157,7 +164,14 @@ async def _download_all(downloader: "_ModelDownloader", reader: SourceReader, ha
     file_names = [CONFIG_FILE, *[name for name in OPTIONAL_FILES if await downloader.download_optional(name)]]
     if MODULES_FILE in file_names:
         file_names += await _download_modules(downloader)
-    if not await downloader.download_optional(INDEX_FILE):
+    has_index = await downloader.download_optional(INDEX_FILE)
+    if downloader.remote is not None:
+        names = [SINGLE_WEIGHTS_FILE]
+        if has_index:
+            names, _ = _read_shard_names(downloader.partial.folder / INDEX_FILE, reader)
+        await downloader.remote.write(downloader.partial.folder, names)
+        return [*file_names, *([INDEX_FILE] if has_index else []), REMOTE_WEIGHTS_FILE]
+    if not has_index:
         downloader.meter.set_weights([SINGLE_WEIGHTS_FILE])
         await downloader.download(SINGLE_WEIGHTS_FILE)
         return [*file_names, SINGLE_WEIGHTS_FILE]
@@ -243,8 +257,14 @@ class _ModelDownloader:
     """Downloads files. It also records which files are complete and which version each of them has; the records are
     stored next to the partial folder."""
 
-    def __init__(self, reader: SourceReader, partial: PartialDownload, meter: ProgressMeter) -> None:
-        self._reader, self.partial, self.meter = reader, partial, meter
+    def __init__(
+        self,
+        reader: SourceReader,
+        partial: PartialDownload,
+        meter: ProgressMeter,
+        remote: RemoteWeightsWriter | None = None,
+    ) -> None:
+        self._reader, self.partial, self.meter, self.remote = reader, partial, meter, remote
         self._downloader = ResumableDownload(
             lambda name: (
                 None if name.endswith(_WEIGHTS_SUFFIX) else _MAX_BYTES_BY_FILE.get(name, _MAX_OTHER_BYTES),
@@ -480,6 +500,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also hash the weights, unless this was done before, and keep the hashes beside them; KV blocks in files "
         "need them",
+    )
+    parser.add_argument(
+        "--stream-weights",
+        action="store_true",
+        help="do not download the weights of an s3 source if Model Streamer can read them from the bucket",
     )
     parser.add_argument(
         "--hub-endpoint", metavar="URL", help="URL of the hub (default: the value of HF_ENDPOINT, or the public hub)"

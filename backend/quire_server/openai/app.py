@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
-from quire_server.openai.chat import ChatCompletions
-from quire_server.openai.completions import Completions
+import msgspec
+
+from quire_server.openai.chat import ChatCompletions, ChatFields
+from quire_server.openai.completions import CompletionFields, Completions
 from quire_server.openai.errors import CODE_BY_STATUS, ApiError, as_api_error
 from quire_server.openai.generation import DONE
 from quire_server.openai.http.access import AccessControl
@@ -28,15 +30,18 @@ from quire_server.openai.http.message import (
     Send,
 )
 from quire_server.openai.http.remote_prefill import RemotePrefill
+from quire_server.openai.http.route_index import RouteIndex
 from quire_server.openai.live.routes import Live
 from quire_server.openai.lora_adapters import LoraAdapters
 from quire_server.openai.messages import errors as message_errors
+from quire_server.openai.messages.message_request import MessageFields
 from quire_server.openai.messages.messages import Messages
-from quire_server.openai.models import Models
+from quire_server.openai.models import ANTHROPIC_VERSION, Models
 from quire_server.openai.pooling.embeddings import Embeddings
 from quire_server.openai.pooling.generative_scoring import GenerativeScoring
 from quire_server.openai.pooling.pooling import Pooling
 from quire_server.openai.pooling.scores import Scores
+from quire_server.openai.responses.response_request import ResponseFields
 from quire_server.openai.responses.responses import Responses
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
@@ -52,6 +57,14 @@ _EVENT_STREAM_HEADERS = [
     # Without this header, nginx collects several events before it sends them to the client.
     (b"x-accel-buffering", b"no"),
 ]
+
+_BODIES: Mapping[str, type[msgspec.Struct]] = {
+    "/v1/completions": CompletionFields,
+    "/v1/chat/completions": ChatFields,
+    "/v1/responses": ResponseFields,
+    "/v1/messages": MessageFields,
+}
+"""Fields of requests beside the sampling parameters, for the description of the routes."""
 
 
 class Application:
@@ -102,6 +115,8 @@ class Application:
         self._live = Live(client) if settings.openai.live else None
         if self._live is not None:
             self._routes |= {"/live": {"GET": self._live.page}, "/live/events": {"GET": self._live.events}}
+        index = RouteIndex(self._routes, _BODIES)
+        self._routes |= {"/": {"GET": index.page}, "/openapi.json": {"GET": index.document}}
 
     def close(self) -> None:
         """End the streams of /live/events, which never end by themselves. This must happen before the server waits for
@@ -248,8 +263,13 @@ def _logged(request: HttpRequest, send: Send) -> Send:
 
 
 def _is_messages(request: HttpRequest) -> bool:
-    """Return True if the client speaks the Messages API, whose errors have another form."""
-    return request.path == "/v1/messages" or request.path.startswith("/v1/messages/")
+    """Return True if the client speaks the Messages API, whose errors have another form. Its clients send their version
+    of the API to all routes."""
+    return (
+        request.path == "/v1/messages"
+        or request.path.startswith("/v1/messages/")
+        or ANTHROPIC_VERSION in request.headers
+    )
 
 
 def _error_event(request: HttpRequest, error: ApiError) -> bytes:

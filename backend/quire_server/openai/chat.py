@@ -84,7 +84,7 @@ class ChatCompletions:
         self._images = ImageLoader(settings.openai.allowedMediaDomains)
 
     async def handle(self, request: HttpRequest) -> Reply:
-        """Answer a request."""
+        """POST /v1/chat/completions: answer a conversation."""
         generation, fields, params = await self.prepare(request, await request.json_object(), "chatcmpl-")
         formatter = ChatFormatter(generation, fields, params)
         deltas = generation.deltas(self._client)

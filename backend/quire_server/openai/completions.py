@@ -40,7 +40,7 @@ class Completions:
         self._remote_prefill = remote_prefill
 
     async def handle(self, request: HttpRequest) -> Reply:
-        """Answer a request."""
+        """POST /v1/completions: continue prompts."""
         generation, fields, params, omits_output = await self._prepare(request)
         if fields.echo:
             generation.prompts = [await self._with_text(prompt) for prompt in generation.prompts]

@@ -3,6 +3,8 @@
 name."""
 
 import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -15,6 +17,8 @@ from quire_server.version import VERSION
 from quire_spec.dataclass_json import to_json
 from quire_spec.protocol.results import ServedModels
 
+ANTHROPIC_VERSION = b"anthropic-version"
+"""Header of all requests of clients of Anthropic's API. Models have another form there."""
 _METRICS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -29,16 +33,23 @@ class Models:
 
     async def get_all(self, request: HttpRequest) -> Reply:
         """GET /v1/models: list the base model first, and then the adapters. The base model is the parent of each
-        adapter."""
+        adapter. While the front rejects all requests, the list would be incomplete, and the answer is 503."""
         models = await self._client.models(request.api_key_name)
-        return Response(msgspec.json.encode({"object": "list", "data": self._cards(models)}))
+        if models.closed_reason:
+            raise ApiError(503, models.closed_reason, retry_after_s=1.0)
+        if ANTHROPIC_VERSION not in request.headers:
+            return Response(msgspec.json.encode({"object": "list", "data": self._cards(models)}))
+        cards = [self._anthropic_card(card) for card in self._cards(models)]
+        page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+        return Response(msgspec.json.encode({"data": cards, **page}))
 
     async def get(self, request: HttpRequest) -> Reply:
-        """GET /v1/models/{id}."""
+        """GET /v1/models/{id}: return one model."""
         models = await self._client.models(request.api_key_name)
         for card in self._cards(models):
             if card["id"] == request.path_arg:
-                return Response(msgspec.json.encode(card))
+                is_anthropic = ANTHROPIC_VERSION in request.headers
+                return Response(msgspec.json.encode(self._anthropic_card(card) if is_anthropic else card))
         if request.path_arg in models.loading:
             raise ApiError(
                 503, f"model: the adapter {request.path_arg!r} is not loaded yet; try again", retry_after_s=1.0
@@ -53,7 +64,7 @@ class Models:
         return Response(b"")
 
     async def version(self, request: HttpRequest) -> Reply:
-        """GET /version."""
+        """GET /version: return the version of the server."""
         return Response(msgspec.json.encode({"version": VERSION}))
 
     async def load(self, request: HttpRequest) -> Reply:
@@ -85,3 +96,13 @@ class Models:
             }
             for name in (*self._names, *models.adapters)
         ]
+
+    def _anthropic_card(self, card: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a card in the form of Anthropic's API. `max_input_tokens` leaves room for one token of output."""
+        return {
+            "id": card["id"],
+            "type": "model",
+            "display_name": card["id"],
+            "created_at": datetime.fromtimestamp(card["created"], UTC).isoformat(),
+            "max_input_tokens": card["max_model_len"] - 1,
+        }

@@ -36,7 +36,7 @@ class Tokenization:
         self._settings = settings
 
     async def tokenize(self, request: HttpRequest) -> Reply:
-        """POST /tokenize, with a prompt or with messages."""
+        """POST /tokenize: return the tokens of a prompt or of messages."""
         fields, _ = parse_fields(await request.json_object(), TokenizeFields, request.ignored_fields)
         if (fields.prompt is None) == (fields.messages is None):
             raise ApiError(400, "prompt: give either prompt or messages")
@@ -58,7 +58,7 @@ class Tokenization:
         return Response(msgspec.json.encode(await self._client.call("tokenizer_info", dict[str, Any])))
 
     async def detokenize(self, request: HttpRequest) -> Reply:
-        """POST /detokenize."""
+        """POST /detokenize: return the text of tokens."""
         fields, _ = parse_fields(await request.json_object(), DetokenizeFields, request.ignored_fields)
         model = None if fields.model is None else self._settings.engine_model(fields.model)
         args = {"tokens": fields.tokens, "model": model, "api_key_name": request.api_key_name}

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 8.0
 """Maximum delay before a restart, in seconds. It is short, because the pod cannot serve requests during the delay."""
 _TAIL_LINES = 15
+_LOG_LINE = re.compile(r"[\d-]{10} [\d:,]{8,12} [A-Z]+ \S+ (.*)")
+"""A line of the log of Quire's processes: date, time, level, logger and text."""
 
 
 class StartupFailed(QuireError):
@@ -107,6 +110,11 @@ class ManagedProcess:
         return ProcessStatus(
             self.state, child.pid if child else None, child.started_at if child else None, max(0, self._num_starts - 1)
         )
+
+    def last_event(self) -> str:
+        """Return the text of the last line that the child has logged; empty if it has logged nothing."""
+        lines = reversed(self.child.tail) if self.child else ()
+        return next((match[1] for line in lines if (match := _LOG_LINE.fullmatch(line))), "")
 
     def mark_ready(self) -> None:
         """Set the state to ready. The session calls this method when the process serves requests."""

@@ -28,7 +28,14 @@ def ready_banner(settings: SupervisorSettings, status: PodStatus, startup_s: flo
     openai = []
     if config.openai is not None:
         scheme = "http" if config.openai.sslCertfile is None else "https"
-        openai = [f"  OpenAI    {scheme}://{host}:{config.openai.port}/v1"]
+        url = f"{scheme}://{host}:{config.openai.port}"
+        openai = [f"  OpenAI    {url}/v1"]
+        if config.openai.live:
+            openai.append(f"  page      {url}/live")
+        model = (*config.openai.servedModelNames, status.served_name)[0]
+        key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if config.openai.apiKeysDir else ""
+        openai.append(f"  try       curl {url}/v1/completions -H 'Content-Type: application/json'{key} \\")
+        openai.append(f"""              -d '{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 40}}'""")
     server = {
         "http": f"  HTTP      http://{host}:{config.ports.http}/v2/models/{status.served_name}/generate",
         "grpc": f"  gRPC      {host}:{config.ports.grpc}",

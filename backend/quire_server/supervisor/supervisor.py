@@ -301,6 +301,10 @@ class Supervisor:
         unsettled = [f"{adapter.name} {adapter.progress.state.value}" for adapter in self._adapter_manager.unsettled()]
         adapters = f"{len(unsettled)} adapters are loading: {reporting.summarize_names(unsettled)}"
         reason = self.not_ready_reason()
+        for name, process in self._process_manager.processes.items():
+            if reason == f"{name} is starting" and (event := process.last_event()):
+                # Such as the compilation of kernels, which takes minutes on a busy machine.
+                return f"{reason}; it logged last: {event}"
         return adapters if unsettled and (not reason or reason.startswith("adapters")) else reason
 
     async def _prune_cache(self) -> None:

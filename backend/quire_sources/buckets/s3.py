@@ -19,7 +19,7 @@ from quire_sources.http.errors import error_from_status
 from quire_spec.documents.sources import S3Source
 from quire_spec.errors import AccessDenied, Unavailable
 
-_DEFAULT_REGION = "us-east-1"
+DEFAULT_REGION = "us-east-1"
 _ANONYMOUS_CREDENTIALS = {"access_key_id": "-", "secret_access_key": "-"}
 """Placeholder credentials for public buckets. The URL is signed with them, and then the signature is removed."""
 _AMBIENT_CREDENTIAL_VARIABLES = (
@@ -70,7 +70,7 @@ class S3Signer(UrlSigner):
 
     def _store_options(self, credentials: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, Any]:
         options: dict[str, Any] = {
-            "region": self._region or _DEFAULT_REGION,
+            "region": self._region or DEFAULT_REGION,
             "client_options": client_options(self.endpoint),
             "retry_config": RETRY_CONFIG,
         }
@@ -81,6 +81,12 @@ class S3Signer(UrlSigner):
             options["secret_access_key"] = credentials["AWS_SECRET_ACCESS_KEY"]
             if token := credentials.get("AWS_SESSION_TOKEN"):
                 options["session_token"] = token
-        elif not any(environment.get(name) for name in _AMBIENT_CREDENTIAL_VARIABLES):
+        elif not has_ambient_credentials(environment):
             options |= _ANONYMOUS_CREDENTIALS
         return options
+
+
+def has_ambient_credentials(environment: Mapping[str, str]) -> bool:
+    """Return whether the platform gives this process an identity. Otherwise, a source without a Secret is read without
+    signatures."""
+    return any(environment.get(name) for name in _AMBIENT_CREDENTIAL_VARIABLES)

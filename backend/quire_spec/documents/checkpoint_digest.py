@@ -15,7 +15,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from quire_spec.dataclass_json import to_json
 from quire_spec.documents.adapter_digest import file_sha256
+from quire_spec.documents.remote_weights import RemoteWeights
 from quire_spec.errors import ConfigError
 
 DIGEST_FILE = ".quire-digests.json"
@@ -36,7 +38,8 @@ logger = logging.getLogger(__name__)
 def compute_fingerprint(folder: Path) -> str:
     """Return one hash, `sampled-sha256:<hex>`.
 
-    The hash covers config.json and, for each weight file, its name, its size and 64 samples of 4 KiB.
+    The hash covers config.json and, for each weight file, its name, its size and 64 samples of 4 KiB, or its ETag if it
+    is in a bucket.
     Hashing a whole checkpoint would take as long as loading it. The samples differ if the weights were trained again,
     but they can be equal if only a few places were edited. That is sufficient for KV blocks that never leave the
     process.
@@ -47,6 +50,7 @@ def compute_fingerprint(folder: Path) -> str:
     sha = hashlib.sha256()
     try:
         _update_length_prefixed(sha, (folder / "config.json").read_bytes())
+        _update_remote(sha, folder)
         for path in _weight_files(folder):
             size = path.stat().st_size
             _update_length_prefixed(sha, path.name.encode())
@@ -62,6 +66,8 @@ def compute_fingerprint(folder: Path) -> str:
 
 def compute_digest(folder: Path, is_final: bool = False) -> str:
     """Return one hash, `sha256:<64 hex digits>`, of config.json and of every byte of the weight files.
+
+    For weights in a bucket, the ETags and the URL represent the bytes.
 
     Two processes that get the same digest have the same weights, so they can share KV blocks. The files are read once,
     at the speed of the storage. If the folder is writable, their hashes are kept in DIGEST_FILE, and later calls use
@@ -82,6 +88,7 @@ def compute_digest(folder: Path, is_final: bool = False) -> str:
             entries = dict(zip((p.name for p in paths), pool.map(lambda p: _entry(p, kept), paths), strict=True))
         sha = hashlib.sha256()
         _update_length_prefixed(sha, (folder / "config.json").read_bytes())
+        _update_remote(sha, folder)
         for name, (size, _, _, hex_hash) in entries.items():
             _update_length_prefixed(sha, name.encode())
             sha.update(struct.pack("<Q", size) + bytes.fromhex(hex_hash))
@@ -129,6 +136,14 @@ def _keep(folder: Path, entries: dict[str, _Entry]) -> None:
             os.replace(name, folder / DIGEST_FILE)
         except OSError:
             os.unlink(name)
+
+
+def _update_remote(sha: "hashlib._Hash", folder: Path) -> None:
+    """Hash the identity of weights that stay in a bucket. The engine checks that it still holds after it read them."""
+    if (weights := RemoteWeights.find(folder)) is not None:
+        source = weights.source
+        identity = [source.uri, source.endpoint, source.region, *map(to_json, weights.files.values()), *weights.files]
+        _update_length_prefixed(sha, json.dumps(identity).encode())
 
 
 def _update_length_prefixed(sha: "hashlib._Hash", data: bytes) -> None:

@@ -134,8 +134,27 @@ LATENT_LINEARS = {
     "mlp.down_proj": ("inner", "hidden"),
     **_shared_linears("mlp.shared_experts"),
 }
+KIMI_LINEAR_LINEARS = {
+    **LATENT_LINEARS,
+    # Kimi Delta Attention also has q_proj and o_proj; see Architecture.state_linears.
+    "self_attn.k_proj": ("hidden", "state_values"),
+    "self_attn.v_proj": ("hidden", "state_values"),
+    "self_attn.b_proj": ("hidden", "state_heads"),
+    "self_attn.forget_gate.f_a_proj": ("hidden", "state_gate_latent"),
+    "self_attn.forget_gate.f_b_proj": ("state_gate_latent", "state_values"),
+    "self_attn.g_a_proj": ("hidden", "state_gate_latent"),
+    "self_attn.g_b_proj": ("state_gate_latent", "state_values"),
+}
 _IGNORED_BY_LATENT_ATTENTION = ("num_key_value_heads", "head_dim", "partial_rotary_factor")
-UNSHARDED_KINDS = ("hidden", "per_layer", "query_latent", "latent_row", "kv_latent", "expert_latent")
+UNSHARDED_KINDS = (
+    "hidden",
+    "per_layer",
+    "query_latent",
+    "latent_row",
+    "kv_latent",
+    "expert_latent",
+    "state_gate_latent",
+)
 """Kinds of features that every tensor-parallel rank has."""
 _GEMMA4_DEFAULTS = {
     "vocab_size": 262144,
@@ -299,6 +318,13 @@ class Architecture:
     """Maps the path of each linear in a layer to the kinds of its input and output features; see
     `memory_sizing.linear_sizes`. An adapter can change every linear of this table."""
 
+    state_linears: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """The kinds of features that some linears of `linears` have in layers with a state, if they differ there."""
+
+    paths_in_checkpoints: Mapping[str, str] = field(default_factory=dict)
+    """Maps the beginnings of the paths of some linears to those that checkpoints have. `linears` contains the paths of
+    transformers 5 and PEFT."""
+
     layers_path: str = "model.layers"
     """The names of the layers' tensors in a checkpoint begin with this path."""
 
@@ -420,7 +446,7 @@ class Architecture:
     """A function that returns True if a layer has attention. If it is None, all layers without a state have it."""
 
     state_kind: str = "gated_delta_net"
-    """The kind of the layers with a state: "gated_delta_net", "short_conv" or "mamba2"."""
+    """The kind of the layers with a state: "gated_delta_net", "kimi_delta", "short_conv" or "mamba2"."""
 
     translate: Callable[[HFConfigReader], Mapping[str, Any]] | None = None
     """A function that computes keys of config.json with the meaning of Llama's from other keys. If it is None, there
@@ -440,6 +466,13 @@ class Architecture:
     def parent_path(self) -> str:
         """Path of the inner model, with a dot at its end."""
         return f"{self.inner_path or self.layers_path.rpartition('.')[0]}."
+
+    def checkpoint_path(self, path: str) -> str:
+        """Return the path that checkpoints have for a linear in a layer."""
+        for start, other in self.paths_in_checkpoints.items():
+            if path.startswith(start):
+                return other + path.removeprefix(start)
+        return path
 
 
 def _always(config: HFConfigReader, index: int) -> bool:
@@ -557,6 +590,11 @@ def _uses_experts_by_mlp_type(config: HFConfigReader, index: int) -> bool:
     return types[index] == "sparse"
 
 
+def _uses_experts_of_kimi_linear(config: HFConfigReader, index: int) -> bool:
+    uses_experts = _uses_experts_by_mlp_type if "mlp_layer_types" in config else _uses_experts_after_dense
+    return uses_experts(config, index)
+
+
 def _uses_experts_of_llama4(config: HFConfigReader, index: int) -> bool:
     if "moe_layers" in config:
         return index in config.get_int_list("moe_layers")
@@ -636,6 +674,33 @@ def _translate_nemotron_h(config: HFConfigReader) -> dict[str, Any]:
     }
     names_of = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
     return values | {key: config.get_raw(key if key in config else other) for key, other in names_of.items()}
+
+
+def _translate_kimi_linear(config: HFConfigReader) -> dict[str, Any]:
+    """List the layers, and name the settings of Kimi Delta Attention as in Gated DeltaNet. Published checkpoints have
+    them in an object of their own, in which layers are counted from 1."""
+    published, num_layers = config.get_section("linear_attn_config"), config.get_int("num_hidden_layers")
+    num_heads = published.get_int("num_heads", config.get_int("linear_num_heads"))
+    head_dim = published.get_int("head_dim", config.get_int("linear_head_dim"))
+    kernel_size = published.get_int("short_conv_kernel_size", config.get_int("linear_conv_kernel_dim"))
+    values = {
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), num_heads),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), head_dim),
+        "linear_conv_kernel_dim": kernel_size,
+    }
+    if "layer_types" in config:
+        return values
+    # As in transformers, every fourth layer after the first one has attention by default.
+    attention = [index + 1 for index in range(4, num_layers, 4)]
+    if "full_attn_layers" in published and "kda_layers" in published:
+        attention = list(published.get_int_list("full_attn_layers"))
+        listed = sorted((*attention, *published.get_int_list("kda_layers")))
+        if listed != list(range(1, num_layers + 1)):
+            raise config.error(
+                "linear_attn_config", listed, "each layer, counted from 1, in either full_attn_layers or kda_layers"
+            )
+    types = ("full_attention" if index + 1 in attention else "linear_attention" for index in range(num_layers))
+    return {**values, "layer_types": list(types)}
 
 
 def _translate_llama4(config: HFConfigReader) -> dict[str, Any]:
@@ -1441,6 +1506,63 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         uses_experts=_uses_experts_by_mlp_type,
         expert_names=ExpertNames(correction_bias="gate.e_score_correction_bias", shared="shared_experts"),
         mtp_names=MTPNames(),
+        router_scoring="sigmoid",
+        has_float32_router=True,
+        has_latent_attention=True,
+    ),
+    "KimiLinearForCausalLM": Architecture(
+        "kimi_linear",
+        "hybrid.kimi_linear",
+        linears=KIMI_LINEAR_LINEARS,
+        state_linears={
+            "self_attn.q_proj": ("hidden", "state_values"),
+            "self_attn.o_proj": ("state_values", "hidden"),
+        },
+        paths_in_checkpoints={
+            "self_attn.forget_gate.": "self_attn.",
+            "mlp.shared_experts.": "block_sparse_moe.shared_experts.",
+        },
+        key_aliases={
+            "max_position_embeddings": "model_max_length",
+            "num_experts_per_tok": "num_experts_per_token",
+            "n_shared_experts": "num_shared_experts",
+            "norm_topk_prob": "moe_renormalize",
+            "n_group": "num_expert_group",
+        },
+        ignored_keys=_IGNORED_BY_LATENT_ATTENTION,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 1048576,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1024,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.446,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "linear_num_heads": 32,
+            "linear_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
+        biases=("attention_bias", "attention_bias", False),
+        required={
+            "mla_use_nope": (True, "rotary positions of latent attention"),
+            "moe_router_activation_func": ("sigmoid", "other scores of experts"),
+            "moe_layer_freq": (1, "layers without experts between others"),
+        },
+        translate=_translate_kimi_linear,
+        uses_rope=_uses_rope_never,
+        uses_state=_is_listed_as("linear_attention"),
+        uses_experts=_uses_experts_of_kimi_linear,
+        expert_names=ExpertNames(
+            block="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+            correction_bias="gate.e_score_correction_bias",
+            shared="shared_experts",
+        ),
+        state_kind="kimi_delta",
         router_scoring="sigmoid",
         has_float32_router=True,
         has_latent_attention=True,

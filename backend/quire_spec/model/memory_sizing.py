@@ -195,5 +195,5 @@ def linear_sizes(model_config: ModelConfig) -> dict[str, tuple[int, int]]:
         sizes["expert_latent"] = model_config.moe.latent_size
         sizes["shared_inner"] = model_config.moe.shared_intermediate_size
     # A model without experts or without states has no features of their kinds.
-    linears = model_config.architecture_info.linears.items()
+    linears = model_config.linears.items()
     return {path: (sizes.get(d_in, 0), sizes.get(d_out, 0)) for path, (d_in, d_out) in linears}

@@ -15,6 +15,7 @@ from quire_spec.dataclass_json import read_json
 from quire_spec.errors import ConfigError, truncated_repr
 from quire_spec.model import capabilities
 from quire_spec.model.architectures import ARCHITECTURES, TEXT_MODELS, Architecture
+from quire_spec.model.attention.kimi_delta_config import KimiDeltaConfig
 from quire_spec.model.attention.latent_attention_config import LatentAttentionConfig
 from quire_spec.model.attention.linear_attention_config import LinearAttentionConfig
 from quire_spec.model.attention.mamba2_config import Mamba2Config
@@ -150,6 +151,8 @@ class ModelConfig:
     layer has chunks."""
     stage: PipelineStage | None = None
     """If set, the configuration describes only the layers of one pipeline stage. They are counted from 0."""
+    is_of_state_layer: bool = False
+    """Whether `for_layer` has returned this configuration for a layer with a state; see Architecture.state_linears."""
 
     def with_layers(self, layers: range) -> Self:
         """Return the configuration of some adjacent layers. Those with states are not supported."""
@@ -252,7 +255,10 @@ class ModelConfig:
         return sum(map(self.has_attention, range(self.num_layers)))
 
     def for_layer(self, layer: int) -> Self:
-        """Return the configuration with the heads and the intermediate size of one layer. Layers are counted from 0."""
+        """Return the configuration with the linears, the heads and the intermediate size of one layer. Layers are
+        counted from 0."""
+        if self.has_state(layer) and self.architecture_info.state_linears:
+            return replace(self, is_of_state_layer=True)
         if (variants := self.variants) is None:
             return self
         is_full, is_shared = self.sliding_windows[layer] is None, self.kv_source(layer) != layer
@@ -293,6 +299,12 @@ class ModelConfig:
         """Whether the router is a linear layer within a module, not a parameter of the mixture itself."""
         return self.moe is not None and "." in self.architecture_info.expert_names.router
 
+    @property
+    def linears(self) -> Mapping[str, tuple[str, str]]:
+        """Architecture.linears, with the kinds of features in the layer for which `for_layer` has returned this."""
+        info = self.architecture_info
+        return {**info.linears, **info.state_linears} if self.is_of_state_layer else info.linears
+
     def layer_linears(self, layer: int) -> tuple[str, ...]:
         """Return the paths of the linears in a layer. Adapters can change each of these linears. Shared experts are
         included, other experts and routers are not."""
@@ -305,14 +317,14 @@ class ModelConfig:
                 absent += ("self_attn.v_proj",)
             if not variants.per_layer_size:
                 absent += ("per_layer_input_gate", "per_layer_projection")
-        if self.mla is not None:
+        if self.mla is not None and self.has_attention(layer):
             names = ("q_proj",) if self.mla.query_rank else ("q_a_proj", "q_b_proj")
             absent += tuple(f"self_attn.{name}" for name in names)
         return tuple(path for path in linears if path not in absent)
 
     def _is_of_kind(self, layer: int, path: str) -> bool:
         """Return whether layers with the kind of attention and of feed-forward part of this layer have a linear."""
-        kinds, has_experts = self.architecture_info.linears[path], self.has_experts(layer)
+        kinds, has_experts = self.for_layer(layer).linears[path], self.has_experts(layer)
         if "expert_latent" in kinds:
             return has_experts and self.moe is not None and self.moe.latent_size > 0
         if "shared_inner" in kinds or "one" in kinds:
@@ -620,6 +632,7 @@ def _reject_unsupported(config: HFConfigReader, architecture_info: Architecture)
 
 _STATE_KINDS: Mapping[str, type[StateConfig]] = {
     "gated_delta_net": LinearAttentionConfig,
+    "kimi_delta": KimiDeltaConfig,
     "short_conv": ShortConvConfig,
     "mamba2": Mamba2Config,
 }

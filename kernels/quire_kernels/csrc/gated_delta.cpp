@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gated DeltaNet: the short convolution, the update of states by one token, and the gated norm. See gated_delta.py.
+// Gated DeltaNet and Kimi Delta Attention: the short convolution, the update of states token by token, and the gated
+// norm. See gated_delta.py.
 
 #include <algorithm>
 #include <cmath>
@@ -37,32 +38,42 @@ inline float dot(const float* a, const float* b, int64_t size) {
   return _mm512_reduce_add_ps(sum);
 }
 
+// A token and a head: q, k [key_dim], q k and the learning rate. Either `decay` applies to all rows of the state, or
+// `decays` [key_dim] to each of them, and then q and k are already multiplied by them and `written` is k.
+struct Token {
+  const float *q, *k;
+  float qk, beta, decay;
+  const float *decays, *written;
+};
+
 // Update N registers of columns of a state [key_dim, ld], and write their outputs. `last`: lanes of the last register.
-template <int N, class State>
-inline void update(State* state, int64_t ld, const float* q, const float* k, float qk, const bf16* v, bf16* out,
-                   int64_t key_dim, float decay, float beta, __mmask16 last) {
+template <int N, bool kByRow, class State>
+inline void update(State* state, int64_t ld, const Token& token, const bf16* v, bf16* out, int64_t key_dim,
+                   __mmask16 last) {
   const auto mask = [&](int c) { return c == N - 1 ? last : (__mmask16)0xffff; };
   __m512 known[N], read[N];
   for (int c = 0; c < N; c++) known[c] = read[c] = _mm512_setzero_ps();
   for (int64_t i = 0; i < key_dim; i++) {
-    const __m512 key = _mm512_set1_ps(k[i]), query = _mm512_set1_ps(q[i]);
+    const __m512 key = _mm512_set1_ps(token.k[i]), query = _mm512_set1_ps(token.q[i]);
     for (int c = 0; c < N; c++) {
       const __m512 s = load(state + i * ld + c * kLanes, mask(c));
       known[c] = _mm512_fmadd_ps(s, key, known[c]);
       read[c] = _mm512_fmadd_ps(s, query, read[c]);
     }
   }
-  const __m512 keep = _mm512_set1_ps(decay);
+  const __m512 keep = _mm512_set1_ps(token.decay);
   for (int c = 0; c < N; c++) {
-    const __m512 error = _mm512_sub_ps(load(v + c * kLanes, mask(c)), _mm512_mul_ps(known[c], keep));
-    known[c] = _mm512_mul_ps(error, _mm512_set1_ps(beta));
-    store(out + c * kLanes, _mm512_fmadd_ps(known[c], _mm512_set1_ps(qk), _mm512_mul_ps(read[c], keep)), mask(c));
+    if (!kByRow) known[c] = _mm512_mul_ps(known[c], keep), read[c] = _mm512_mul_ps(read[c], keep);
+    const __m512 error = _mm512_sub_ps(load(v + c * kLanes, mask(c)), known[c]);
+    known[c] = _mm512_mul_ps(error, _mm512_set1_ps(token.beta));
+    store(out + c * kLanes, _mm512_fmadd_ps(known[c], _mm512_set1_ps(token.qk), read[c]), mask(c));
   }
   for (int64_t i = 0; i < key_dim; i++) {
-    const __m512 key = _mm512_set1_ps(k[i]);
+    const __m512 key = _mm512_set1_ps(kByRow ? token.written[i] : token.k[i]);
+    const __m512 factor = kByRow ? _mm512_set1_ps(token.decays[i]) : keep;
     for (int c = 0; c < N; c++) {
       State* p = state + i * ld + c * kLanes;
-      const __m512 s = _mm512_mul_ps(load(p, mask(c)), keep);
+      const __m512 s = _mm512_mul_ps(load(p, mask(c)), factor);
       store_masked(p, _mm512_fmadd_ps(key, known[c], s), mask(c));
     }
   }
@@ -111,15 +122,65 @@ inline void update_all(const Layer& s, const bf16* qkv, const bf16* a, const bf1
           const int64_t t = decodes.tokens[i] + j;
           const float decay = std::exp(log_decay_of(a[t * s.ldg + h], a_log[h], dt_bias[h]));
           const float beta = sigmoid_one(b[t * s.ldg + h]);
-          const float *q = &keys[2 * j * dk], *k = q + dk;
+          const float* q = &keys[2 * j * dk];
+          const Token token{q, q + dk, dots[j], beta, decay, nullptr, nullptr};
           const bf16* v = x + j * s.ldq + 2 * s.key_heads * dk + h * dv;
           bf16* y = out + (t * s.value_heads + h) * dv;
           int64_t c = 0;
           for (; c + kColumns * kLanes <= dv; c += kColumns * kLanes)
-            update<kColumns>(state + c, dv, q, k, dots[j], v + c, y + c, dk, decay, beta, 0xffff);
-          for (; c < dv; c += kLanes)
-            update<1>(state + c, dv, q, k, dots[j], v + c, y + c, dk, decay, beta, first(dv - c));
+            update<kColumns, false>(state + c, dv, token, v + c, y + c, dk, 0xffff);
+          for (; c < dv; c += kLanes) update<1, false>(state + c, dv, token, v + c, y + c, dk, first(dv - c));
         }
+      }
+    }
+  }
+}
+
+// Kimi Delta Attention for all spans. decays [tokens, heads, key_dim]; each head has its own key.
+template <class State>
+inline void update_by_row(const Layer& s, const bf16* qkv, const float* decays, const bf16* b, State* states,
+                          const Decodes& spans, bf16* out) {
+  const int64_t heads = s.value_heads, dk = s.key_dim, dv = s.value_dim, matrix = dk * dv;
+#pragma omp parallel
+  {
+    std::vector<float> keys;
+    std::vector<Token> tokens;
+    std::vector<State> drafted;  // the state of a head after drafts
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < spans.count * heads; item++) {
+      const int64_t i = item / heads, h = item % heads, begin = spans.tokens[i], kept = spans.kept[i];
+      keys.resize(spans.lengths[i] * 3 * dk);
+      tokens.clear();
+      for (int64_t j = 0; j < spans.lengths[i]; j++) {
+        const bf16* x = qkv + (begin + j) * s.ldq + h * dk;
+        const float* decay = decays + ((begin + j) * heads + h) * dk;
+        float *q = &keys[3 * j * dk], *k = q + dk, *written = k + dk;
+        normalise_head(x, q, dk, 1.f / std::sqrt((float)dk));
+        normalise_head(x + heads * dk, written, dk, 1.f);
+        const float qk = dot(q, written, dk), beta = sigmoid_one(b[(begin + j) * s.ldg + h]);
+        for (int64_t d = 0; d < dk; d++) q[d] *= decay[d], k[d] = written[d] * decay[d];
+        tokens.push_back({q, k, qk, beta, 1.f, decay, written});
+      }
+      // Columns do not depend on each other. A few of them stay in the nearest cache for all tokens.
+      const auto advance = [&](State* state, int64_t from, int64_t to) {
+        for (int64_t c = 0; c < dv;) {
+          const bool is_wide = c + kColumns * kLanes <= dv;
+          for (int64_t j = from; j < to; j++) {
+            const bf16* v = qkv + (begin + j) * s.ldq + 2 * heads * dk + h * dv + c;
+            bf16* y = out + ((begin + j) * heads + h) * dv + c;
+            if (is_wide)
+              update<kColumns, true>(state + c, dv, tokens[j], v, y, dk, 0xffff);
+            else
+              update<1, true>(state + c, dv, tokens[j], v, y, dk, first(dv - c));
+          }
+          c += is_wide ? kColumns * kLanes : kLanes;
+        }
+      };
+      State* state = states + (spans.rows[i] * heads + h) * matrix;
+      advance(state, 0, kept);
+      if (kept < spans.lengths[i]) {
+        drafted.assign(state, state + matrix);
+        advance(drafted.data(), kept, spans.lengths[i]);
       }
     }
   }
@@ -258,6 +319,19 @@ void quire_gated_delta_update(const bf16* qkv, int64_t ldq, const bf16* a, const
     update_all(s, qkv, a, b, a_log, dt_bias, (float*)states, decodes, out);
 }
 
+// Kimi Delta Attention: the same for all spans of a step, prompts included. decays [tokens, heads, key_dim].
+void quire_kimi_delta_update(const bf16* qkv, int64_t ldq, const float* decays, const bf16* b, int64_t ldg, void* states,
+                             int64_t is_bf16, const int64_t* tokens, const int64_t* rows, const int64_t* lengths,
+                             const int64_t* kept, bf16* out, int64_t count, int64_t heads, int64_t key_dim,
+                             int64_t value_dim) {
+  const Layer s{ldq, ldg, heads, heads, key_dim, value_dim};
+  const Decodes spans{tokens, rows, lengths, kept, count};
+  if (is_bf16)
+    update_by_row(s, qkv, decays, b, (bf16*)states, spans, out);
+  else
+    update_by_row(s, qkv, decays, b, (float*)states, spans, out);
+}
+
 // Compute the tokens [start, end) of one sequence from its state, and update the state. value_dim must be a multiple of
 // 16. qkv, a, b and out as above; state [value_heads, key_dim, value_dim].
 void quire_gated_delta_scan(const bf16* qkv, int64_t ldq, const bf16* a, const bf16* b, int64_t ldg, const float* a_log,
@@ -275,9 +349,10 @@ void quire_gated_delta_scan(const bf16* qkv, int64_t ldq, const bf16* a, const b
   }
 }
 
-// x / sqrt(mean(x^2) + eps) * weight * silu(gate) for each head. x and out [tokens, heads, dim]; gate has rows of ldg.
+// x / sqrt(mean(x^2) + eps) * weight * silu(gate), or the sigmoid of gate, for each head. x and out [tokens, heads, dim];
+// gate has rows of ldg.
 void quire_gated_rms_norm(const bf16* x, const bf16* gate, int64_t ldg, const bf16* weight, bf16* out, int64_t tokens,
-                          int64_t heads, int64_t dim, float eps) {
+                          int64_t heads, int64_t dim, float eps, int64_t is_sigmoid) {
 #pragma omp parallel for schedule(static) if (tokens * heads * dim > kParallel)
   for (int64_t r = 0; r < tokens * heads; r++) {
     const bf16* row = x + r * dim;
@@ -291,7 +366,8 @@ void quire_gated_rms_norm(const bf16* x, const bf16* gate, int64_t ldg, const bf
     for (int64_t i = 0; i < dim; i += kLanes) {
       const __mmask16 mask = first(dim - i);
       const __m512 v = _mm512_mul_ps(_mm512_mul_ps(load(row + i, mask), scale), load(weight + i, mask));
-      store(out + r * dim + i, _mm512_mul_ps(v, silu(load(gates + i, mask))), mask);
+      const __m512 g = load(gates + i, mask);
+      store(out + r * dim + i, _mm512_mul_ps(v, is_sigmoid ? sigmoid(g) : silu(g)), mask);
     }
   }
 }

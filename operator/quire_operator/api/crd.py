@@ -154,9 +154,17 @@ def single_service(file: str) -> Manifest:
         ManifestError: the file cannot be read, or is not YAML.
         ConfigError: the file contains no LLMService or more than one.
     """
-    documents = [document for document in read_manifests(file) if is_service(document.body)]
-    if len(documents) != 1:
+    manifests = read_manifests(file)
+    documents = [document for document in manifests if is_service(document.body)]
+    if len(documents) > 1:
         raise ConfigError(f"{file}: must contain exactly one LLMService, got {len(documents)}; split the file")
+    if not documents:
+        has_spec = any(isinstance(document.body, Mapping) and "spec" in document.body for document in manifests)
+        form = f"`apiVersion: {constants.API_GROUP}/{constants.API_VERSION}` and `kind: {constants.KIND}`"
+        raise ConfigError(
+            f"{file}: contains no LLMService; "
+            + (f"add {form}" if has_spec else f"write a document with {form}, or use `quire serve MODEL`")
+        )
     return documents[0]
 
 

@@ -27,6 +27,7 @@ _DEST_PREFIX = "pod."
 KV_EVENTS_FIELD = "engine.kv_events_config"
 """The value of its option is a port."""
 KV_TRANSFER_KEY_FIELD = "engine.kv_transfer.key_file"
+LOAD_FORMAT_FIELD = "engine.load_format"
 KV_EVENTS_TOPIC_FIELD = f"{KV_EVENTS_FIELD}.topic"
 
 
@@ -230,6 +231,13 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         {"action": "append", "metavar": "HOST"},
         "host from which images are fetched over HTTPS if a request names their URL; can be repeated (default: "
         "spec.openai.allowedMediaDomains, otherwise none)",
+    ),
+    (
+        "--load-format",
+        LOAD_FORMAT_FIELD,
+        {"choices": capabilities.LOAD_FORMATS, "metavar": "NAME"},
+        "reader of the weights: safetensors, or runai_streamer, which is Model Streamer; it reads the weights of an "
+        "s3:// source from the bucket, without a copy on the disk (default: auto, which is safetensors)",
     ),
     (
         "--model-impl",

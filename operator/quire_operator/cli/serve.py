@@ -14,8 +14,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,11 +24,12 @@ from quire_operator.api.llmservice import KV_FOLDER, Device, LLMService
 from quire_operator.api.validation_errors import FieldPath, InvalidService, Problem
 from quire_operator.api.yaml_manifest import Manifest
 from quire_operator.cli.local_sources import ADAPTER_FILES, MODEL_FILES, LocalSources
-from quire_operator.cli.model.place import place_of
+from quire_operator.cli.model.place import Place, place_of
 from quire_operator.cli.pod_options import (
     KV_EVENTS_FIELD,
     KV_EVENTS_TOPIC_FIELD,
     KV_TRANSFER_KEY_FIELD,
+    LOAD_FORMAT_FIELD,
     name_options,
     option_of,
 )
@@ -89,6 +91,8 @@ class Download:
     source: Source
     folder: Path
     """Folder of the model in a bucket or on a web server; the cache of huggingface_hub for a model of the hub."""
+    streams_weights: bool = False
+    """The weights stay in the bucket, if Model Streamer can read them there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,15 @@ def prepare(
     # On one machine, there is no Secret with the key.
     kv_key = options.fields.get("engine.kv_transfer.key_file")
     peers = None if kv_key is None else KVPeers(str(kv_key))
-    engine = _build_engine_config(manifest, service, local_sources, run_dir, cache_dir, environment, peers)
+    streams = streams_weights(service, options.fields.get(LOAD_FORMAT_FIELD, "auto"))
+    find_place = partial(
+        place_of,
+        local_sources=local_sources,
+        cache_dir=cache_dir,
+        environment=environment,
+        streams_weights=streams,
+    )
+    engine = _build_engine_config(manifest, service, local_sources, run_dir, cache_dir, find_place, peers)
     config = pod_config(service, engine, _pod_files(service, options, local_sources, run_dir), LOCALHOST)
     return LaunchPlan(
         config=with_options(config, options),
@@ -168,11 +180,17 @@ def prepare(
         | _hub_token_env(local_sources, service),
         api_key=options.api_key,
         downloads=[
-            Download(local_sources.localize(source), place.folder)
+            Download(local_sources.localize(source), place.folder, streams)
             for source in service.model_sources.values()
-            if not (place := place_of(source, local_sources, cache_dir, environment)).is_complete
+            if not (place := find_place(source)).is_complete
         ],
     )
+
+
+def streams_weights(service: LLMService, load_format: str) -> bool:
+    """Return whether weights in a bucket stay there. A signature can only be verified on the disk."""
+    trust = service.spec.trust
+    return load_format == "runai_streamer" and (trust is None or trust.model is TrustPolicy.IGNORE)
 
 
 def with_options(config: PodConfig, options: ServeOptions) -> PodConfig:
@@ -289,6 +307,7 @@ def download_models(launch_plan: LaunchPlan, secrets_dir: Path | None) -> None:
         else:
             command = ["quire_server.download", f"--source={json.dumps(to_json(download.source))}"]
             command += [f"--into={download.folder}"]
+            command += ["--stream-weights"] * download.streams_weights
             command += [] if secrets_dir is None else [f"--secrets-dir={secrets_dir}"]
             parent = download.folder.parent
             try:
@@ -408,12 +427,10 @@ def _build_engine_config(
     local_sources: LocalSources,
     run_dir: Path,
     cache_dir: Path,
-    environment: Mapping[str, str],
+    find_place: Callable[[Source], Place],
     kv_peers: KVPeers | None,
 ) -> EngineConfig:
-    model, *draft = [
-        _locate(source, local_sources, cache_dir, environment) for source in service.model_sources.values()
-    ]
+    model, *draft = [_locate(source, find_place) for source in service.model_sources.values()]
     template = None if service.spec.openai.chatTemplate is None else str(run_dir / CHAT_TEMPLATE_FILE)
     pvc = None if service.kv_tier is None else service.kv_tier.folder.pvc
     # An emptyDir is a folder of the cache here, so that the blocks survive a restart.
@@ -425,12 +442,10 @@ def _build_engine_config(
         raise InvalidService([error.problem], manifest.location) from error
 
 
-def _locate(
-    source: Source, local_sources: LocalSources, cache_dir: Path, environment: Mapping[str, str]
-) -> ModelLocation:
+def _locate(source: Source, find_place: Callable[[Source], Place]) -> ModelLocation:
     if source.huggingFace is not None:
         return ModelLocation(source.huggingFace.repo, source.huggingFace.revision)
-    return ModelLocation(str(place_of(source, local_sources, cache_dir, environment).folder))
+    return ModelLocation(str(find_place(source).folder))
 
 
 def _openai_secrets(service: LLMService, options: ServeOptions) -> dict[str, SecretRef]:

@@ -69,6 +69,12 @@ def gemma_suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
     return _make_suite(tmp_path_factory.mktemp("gemma-beams"), "gemma3", GRID[2::6])
 
 
+@pytest.fixture(scope="module")
+def state_suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    """Some parameters on a model whose layers have states."""
+    return _make_suite(tmp_path_factory.mktemp("state-beams"), "qwen3_5", GRID[2::9])
+
+
 def _make_suite(root: Path, name: str, grid: list[tuple[int, float, bool | str]]) -> Suite:
     rng = random.Random(2)
     folder = make_checkpoint(root / "model", name)
@@ -160,8 +166,17 @@ def test_searches_and_other_sequences_equal_transformers(
 
 @pytest.mark.parametrize("scenario", ["one step ahead", "in chunks, nothing cached", "preempted"])
 def test_searches_equal_transformers_with_windows_in_some_layers(gemma_suite: Suite, scenario: str) -> None:
-    engine = _engine(gemma_suite, **SCENARIOS[scenario])
-    cases = dict(enumerate(gemma_suite.cases))
+    _check_searches(gemma_suite, scenario)
+
+
+@pytest.mark.parametrize("scenario", ["in chunks, nothing cached", "preempted"])
+def test_searches_equal_transformers_with_states(state_suite: Suite, scenario: str) -> None:
+    _check_searches(state_suite, scenario)
+
+
+def _check_searches(suite: Suite, scenario: str) -> None:
+    engine = _engine(suite, **SCENARIOS[scenario])
+    cases = dict(enumerate(suite.cases))
     requests = [
         SequenceRequest(i * IDS_PER_REQUEST, c.prompt, SamplingParams.from_mapping(c.params), c.adapter)
         for i, c in cases.items()

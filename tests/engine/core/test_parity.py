@@ -258,7 +258,7 @@ SIMILAR = [
 """Only their logits are compared with transformers, because their layers are like those of another checkpoint."""
 # Their layers have states, which are not swapped.
 HYBRIDS = ["qwen3_5", "qwen3_next"]
-STATE_FAMILIES = ["lfm2", "granite4-moe", "falcon_h1", "nemotron_h"]
+STATE_FAMILIES = ["lfm2", "granite4-moe", "falcon_h1", "nemotron_h", "kimi_linear"]
 BY_TRANSFORMERS = ["llama", "qwen3", "gemma2"]
 BY_NAME = {
     name: [each for each in SCENARIOS if "transformers" not in each or name in BY_TRANSFORMERS] for name in FAMILIES
@@ -560,10 +560,6 @@ def test_what_states_do_not_support_is_refused(cases):
     ):
         with pytest.raises(ConfigError, match=message):
             Engine.from_config(_config(folder, **changes))
-    engine = Engine.from_config(_config(folder))
-    params = SamplingParams.from_mapping({"use_beam_search": True, "n": 2, "temperature": 0.0, "max_tokens": 4})
-    with pytest.raises(InvalidArgument, match="use_beam_search: layers of this model have one state per sequence"):
-        engine.add(SequenceRequest(0, [1, 2, 3], params))
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "qwen2-windows"])
@@ -718,7 +714,7 @@ def test_each_adapter_changes_the_output(adapter_cases):
             (name, "all-linear")
             for name in (
                 *(*DENSE_FAMILIES, "gemma4", "gemma4_unified", *SPARSE_FAMILIES, *LATENT_FAMILIES),
-                *("lfm2", "granite4-moe"),
+                *("lfm2", "granite4-moe", "kimi_linear"),
             )
         ),
         ("llama4", ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]),  # PEFT cannot run its router
@@ -735,7 +731,7 @@ def test_adapter_of_some_linears_equals_peft(cases, name, target_modules, tmp_pa
     case, prompts = cases(name), _prompts(6, seed=5)
     path = make_adapter(case.folder, tmp_path, target_modules=target_modules)
     # For PEFT, the linears of these models include those of all experts.
-    _check_adapter(case.folder, path, prompts, lora_experts=name in (*SPARSE_FAMILIES, *LATENT_FAMILIES))
+    _check_adapter(case.folder, path, prompts, lora_experts=name in (*SPARSE_FAMILIES, *LATENT_FAMILIES, "kimi_linear"))
 
 
 def test_adapters_of_classes_of_transformers_equal_peft(adapter_cases):

@@ -14,17 +14,17 @@ from quire_spec.errors import ConfigError
     ("load_format", "num_ranks", "expected"),
     [("auto", 1, False), ("safetensors", 1, False), ("runai_streamer", 1, True), ("runai_streamer", 2, False)],
 )
-def test_the_reader_follows_the_setting(load_format, num_ranks, expected, caplog):
+def test_the_reader_follows_the_setting(load_format, num_ranks, expected, caplog, tmp_path):
     with caplog.at_level(logging.WARNING):
-        assert can_stream(load_format, num_ranks) is expected
+        assert can_stream(tmp_path, load_format, num_ranks) is expected
     assert bool(caplog.records) == (num_ranks > 1)
 
 
-def test_without_the_package_one_line_says_why(monkeypatch, caplog):
+def test_without_the_package_one_line_says_why(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING):
-        assert not can_stream("auto", 1) and not caplog.records
-        assert not can_stream("runai_streamer", 1)
+        assert not can_stream(tmp_path, "auto", 1) and not caplog.records
+        assert not can_stream(tmp_path, "runai_streamer", 1)
     (record,) = caplog.records
     assert "pip install 'quire-llm[streamer]'" in record.getMessage()
 

@@ -14,8 +14,9 @@ from support.tiny_checkpoints import make_checkpoint
 
 from quire_engine.__main__ import main
 from quire_engine.weights.checkpoint import Checkpoint
+from quire_engine.weights.conversion_report import CONVERT_COMMAND
 from quire_engine.weights.pickle_conversion import convert_checkpoint
-from quire_engine.weights.tensor_files import CONVERT_COMMAND, TensorFiles
+from quire_engine.weights.tensor_files import TensorFiles
 from quire_spec.errors import ConfigError
 
 

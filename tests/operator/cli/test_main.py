@@ -159,14 +159,21 @@ def test_serve_prints_problems_and_does_not_start(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("text", "number"), [(SECRET, 0), (f"{VALID}---\n{VALID}", 2)])
-def test_serve_and_plan_require_exactly_one_service(text, number):
+_FORM = "`apiVersion: quire.dev/v1alpha1` and `kind: LLMService`"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (SECRET, f"contains no LLMService; write a document with {_FORM}, or use `quire serve MODEL`"),
+        ("metadata: {name: a}\nspec: {device: CPU}\n", f"contains no LLMService; add {_FORM}"),
+        (f"{VALID}---\n{VALID}", "must contain exactly one LLMService, got 2; split the file"),
+    ],
+)
+def test_serve_and_plan_require_exactly_one_service(text, problem):
     for command in ("serve", "plan"):
         done = quire(command, "-f", "-", stdin=text)
-        assert (done.returncode, done.stderr) == (
-            1,
-            f"-: must contain exactly one LLMService, got {number}; split the file\n",
-        )
+        assert (done.returncode, done.stderr) == (1, f"-: {problem}\n")
 
 
 def test_a_closed_pipe_prints_no_traceback():

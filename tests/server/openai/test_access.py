@@ -4,10 +4,12 @@
 import contextlib
 import hashlib
 import json
+import re
 import socket
 import time
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 from support.engine_processes import wait_for
@@ -66,7 +68,31 @@ def test_every_other_route_needs_a_key(guarded, method, path, headers):
 
 
 def test_open_routes_need_none(guarded):
-    assert [guarded.request(path).status for path in sorted(access.OPEN_ROUTES)] == [200, 404, 200, 200, 200, 200]
+    assert [guarded.request(path).status for path in sorted(access.OPEN_ROUTES)] == [
+        200,
+        200,
+        404,
+        200,
+        200,
+        200,
+        200,
+        200,
+    ]
+
+
+def test_the_index_describes_every_route_without_a_key(guarded):
+    document = guarded.request("/openapi.json").body
+    page = httpx.get(guarded.url).text
+    for method, path in ROUTES[:-5]:
+        if not path.startswith(("/nothing", "/invocations", "/v2/embed", "/docs")):
+            template = re.sub("^/v1/(models|responses)/.+", r"/v1/\1/{id}", path)
+            assert document["paths"][template][method.lower()]["summary"], path
+            assert template.replace("{id}", "") in page
+    assert '<a href="/v1/models">' in page and "/live" not in page, "this front does not serve /live"
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "messages" in document["components"]["schemas"][body["$ref"].rpartition("/")[2]]["properties"]
+    references = set(re.findall(r"'#/components/schemas/([^']+)'", str(document)))
+    assert references <= document["components"]["schemas"].keys()
 
 
 def test_keys_rotate_without_a_restart(guarded, keys):

@@ -45,6 +45,7 @@ BLOCKS = [
     {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Oslo"}},
     {"type": "tool_use", "id": "call_2", "name": "weather", "input": {}},
 ]
+ROLES = ("user", "assistant", "system")
 USER = {"role": "user", "content": "Weather?"}
 RECORDED = [
     json.loads(line) for line in Path(__file__).with_name("claude_code_requests.jsonl").read_text().splitlines()
@@ -192,6 +193,53 @@ def test_a_whole_conversation_goes_back_as_input(post):
     assert chat["add_generation_prompt"] and not chat["continue_final_message"]
 
 
+PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+PNG_PART = {"type": "image_url", "image_url": "data:image/png;base64,aGk="}
+
+
+def test_documents_search_results_and_images_of_results_become_parts():
+    texts = [{"type": "text", "text": "page 1"}, {"type": "text", "text": "page 2"}]
+    blocks = [
+        {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}},
+        {"type": "document", "context": "C", "source": {"type": "content", "content": [*texts, PNG]}},
+        {"type": "document", "source": {"type": "content", "content": "plain"}},
+        {"type": "search_result", "title": "S", "source": "https://a.example", "content": texts, "citations": {}},
+    ]
+    turn = [{"type": "tool_use", "id": id_, "name": "read", "input": {}} for id_ in ("a", "b")]
+    results = [
+        {"type": "tool_result", "tool_use_id": "a", "content": [texts[0], PNG]},
+        {"type": "tool_result", "tool_use_id": "b", "content": blocks},
+        {"type": "text", "text": "Read it."},
+    ]
+    messages = [
+        {"role": "user", "content": blocks},
+        {"role": "assistant", "content": turn},
+        {"role": "user", "content": results},
+    ]
+    ignored = IgnoredFields(rejects=True)
+    _, chat = parse_message_request({"model": "base", "messages": messages}, ignored, True)
+    search = "S\nhttps://a.example\npage 1\npage 2"
+    assert [message["content"] for message in chat["messages"]] == [
+        ["T\nD", "C", "page 1", "page 2", PNG_PART, "plain", search],
+        [],
+        "page 1",
+        f"T\nD\nC\npage 1\npage 2\nplain\n{search}",
+        [PNG_PART, PNG_PART, "Read it."],
+    ]
+    assert not ignored
+
+
+def test_models_have_the_form_of_the_api_for_its_clients(front):
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = front.request("/v1/models", headers=headers).body
+    [card, *_] = listed["data"]
+    assert (listed["first_id"], listed["has_more"]) == (card["id"], False) == ("base", False)
+    assert (card["type"], card["display_name"], card["max_input_tokens"]) == ("model", "base", 2047)
+    assert front.request("/v1/models/base", headers=headers).body == card
+    assert front.request("/v1/models/absent", headers=headers).body["error"]["type"] == "not_found_error"
+    assert front.request("/v1/models").body["object"] == "list"
+
+
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_many_parts_are_joined_in_linear_time(role):
     block = {"type": "thinking", "thinking": "x" * 60} if role == "assistant" else {"type": "text", "text": "x" * 60}
@@ -255,6 +303,12 @@ def test_thinking_reaches_the_template(post, thinking, effort, expected):
         ({"stop_sequences": [1]}, "stop_sequences[0]"),
         ({"regex": "a+"}, "regex"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+        ({"thread": {"type": "create"}}, "thread: is not supported"),
+        ({"compaction": {"type": "summarize"}}, "compaction: is not supported"),
+        (
+            {"system": [{"type": "document", "source": {"type": "content", "content": [{"type": "image"}]}}]},
+            "system[0].source.content[0].source.type",
+        ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: 'web_search_20250305'"),
         ({"tools": [TOOL, TOOL]}, "occurs more than once"),
         ({"tool_choice": {"type": "any"}}, "requires tools"),
@@ -352,12 +406,24 @@ def test_a_real_engine_stops_thinks_and_counts(front):
             st.lists(inner)
             | st.dictionaries(
                 st.sampled_from(
-                    ["type", "role", "content", "text", "thinking", "input", "name", "source", "data", "id", "system"]
+                    [
+                        "type",
+                        "role",
+                        "content",
+                        "text",
+                        "thinking",
+                        "input",
+                        "name",
+                        "source",
+                        "data",
+                        "title",
+                        "system",
+                    ]
                 )
                 | st.text(),
                 inner
                 | st.sampled_from(
-                    [*("text", "document", "thinking", "tool_use", "tool_result", "user", "assistant", "system"), {}]
+                    [*("text", "document", "search_result", "thinking", "tool_use", "tool_result"), *ROLES, {}]
                 ),
             )
         ),

@@ -92,3 +92,26 @@ async def pid_of(managed, other_than=None):
         while not (managed.state is ProcessState.READY and managed.child and managed.child.pid != other_than):
             await asyncio.sleep(0.01)
     return managed.child.pid
+
+
+async def test_the_last_event_is_the_text_of_the_last_log_line():
+    async def session(child):
+        while len(child.tail) < 3:
+            await asyncio.sleep(0.01)
+        events.append(managed.last_event())
+        managed.mark_ready()
+        return await idle(child)
+
+    lines = ["a warning of a library", "2026-11-27 22:20:42,180 INFO quire_kernels.cpu_native compiling with g++", "x"]
+    code = f"import time; print({chr(10).join(lines)!r}, flush=True); time.sleep(60)"
+    events = []
+    managed = ManagedProcess("core", lambda: start(code), session, lambda: None)
+    assert managed.last_event() == ""
+    run_task = asyncio.create_task(managed.run())
+    async with asyncio.timeout(60):
+        while not events:
+            await asyncio.sleep(0.01)
+    assert events == ["compiling with g++"]
+    managed.child.kill()
+    run_task.cancel()
+    await asyncio.wait([run_task])

@@ -56,6 +56,7 @@ def test_ready_banner_and_log(pod):
     out = pod.stdout.read_text()
     assert f"HTTP      http://127.0.0.1:{pod.ports['http']}/v2/models/tales/generate\n" in out
     assert "models    tales, a, b\n" in out
+    assert "OpenAI" not in out
     assert "adapters  hidden (lora_name on tales)\n" in out
     assert "failed    wrong: rank must be positive, got 0\n" in out
     assert "failed    absent: " in out and "does not exist" in out

@@ -7,7 +7,7 @@ import pytest
 
 from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
-from quire_spec.model.memory_sizing import linear_sizes
+from quire_spec.model.memory_sizing import layer_linear_sizes, linear_sizes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 
@@ -299,6 +299,9 @@ def test_llama4_alternates():
     assert make_config("Llama4ForCausalLM", **values, attention_chunk_size=None).cpu_only_reason == ""
 
 
+KIMI = {"kv_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 72}
+
+
 def test_early_configs_of_hybrid_models():
     """As the checkpoints have them that were published before transformers 5."""
     nemotron = make_config("NemotronHForCausalLM", **KV, hybrid_override_pattern="M-*E", num_hidden_layers=...)
@@ -306,6 +309,17 @@ def test_early_configs_of_hybrid_models():
     assert (nemotron.has_attention(2), nemotron.has_experts(3), nemotron.num_kv_layers) == (True, True, 1)
     granite = make_config("GraniteMoeHybridForCausalLM", layer_types=["mamba", "attention"] * 2, mamba_n_heads=8)
     assert granite.states.layers == (True, False, True, False)
+    layers = {"full_attn_layers": [3], "kda_layers": [1, 2, 4]}
+    published = {"linear_attn_config": {**layers, "head_dim": 32, "num_heads": 6, "short_conv_kernel_size": 3}}
+    kimi = make_config("KimiLinearForCausalLM", **published, **KIMI, max_position_embeddings=..., model_max_length=96)
+    assert (kimi.states.layers, kimi.max_length) == ((True, True, False, True), 96)
+    assert (kimi.states.num_value_heads, kimi.states.key_head_dim, kimi.states.kernel_size) == (6, 32, 3)
+    assert kimi.moe.layers == (False, True, True, True)
+    # Both kinds of layers have projections with these names.
+    sizes = [layer_linear_sizes(kimi, layer) for layer in (1, 2)]
+    assert [each["self_attn.q_proj"] for each in sizes] == [(64, 192), (64, 96)]
+    assert [each["self_attn.o_proj"] for each in sizes] == [(192, 64), (64, 64)]
+    assert "self_attn.k_proj" not in sizes[1] and "self_attn.kv_b_proj" not in sizes[0]
     lfm2 = {"full_attn_idxs": [2], "block_ff_dim": 768, "tie_embedding": False}
     config = make_config("Lfm2ForCausalLM", **KV, **lfm2, intermediate_size=8)
     assert (config.states.layers, config.intermediate_size) == ((True, True, False, True), 512)

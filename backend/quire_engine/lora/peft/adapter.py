@@ -23,11 +23,11 @@ from quire_engine.lora.peft.base_weights import read_saved_module, read_trained_
 from quire_engine.lora.peft.config import CONFIG_FILE, PeftConfig
 from quire_engine.lora.peft.lora_module import NO_LAYER, LoRAModule, lora_modules, module_sizes
 from quire_engine.lora.peft.tensor_check import check_finite, check_tensor
+from quire_engine.weights.conversion_report import CONVERT_COMMAND
 from quire_engine.weights.loader import CheckpointTensors, equals_checkpoint
 from quire_engine.weights.pickle_conversion import ADAPTER_PICKLE_NAME
 from quire_engine.weights.safetensors_reader import SafetensorsReader, open_safetensors
 from quire_engine.weights.score_head import ScoreHead
-from quire_engine.weights.tensor_files import CONVERT_COMMAND
 from quire_kernels import RowTransform
 from quire_spec.errors import InvalidArgument
 from quire_spec.model.memory_sizing import lora_bytes

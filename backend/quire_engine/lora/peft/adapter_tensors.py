@@ -70,6 +70,8 @@ class AdapterTensors:
                 tensors contradict the config.
         """
         modules = lora_modules(shape)
+        # Adapters that were trained with a checkpoint's own code have the names of the checkpoint.
+        modules = {module.weight_name(shape).removesuffix(".weight"): module for module in modules.values()} | modules
         pairs: dict[LoRAModule, dict[str, str]] = {}
         extras: dict[LoRAModule, dict[str, str]] = {}
         token_rows: dict[LoRAModule, str] = {}

@@ -44,7 +44,9 @@ class LoRAModule:
 
     def weight_name(self, shape: ModelConfig) -> str:
         """Return the name of the module's weight in the checkpoint."""
-        return (self.path == "lm_head" and shape.tied_embedding_name) or f"{self.name}.weight"
+        if self.path == "lm_head" and shape.tied_embedding_name:
+            return shape.tied_embedding_name
+        return f"{self.name.removesuffix(self.path)}{shape.architecture_info.checkpoint_path(self.path)}.weight"
 
 
 def lora_modules(shape: ModelConfig) -> dict[str, LoRAModule]:

@@ -32,7 +32,7 @@ class HybridDecoderLayer(LlamaDecoderLayer):
         self.input_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, factory)
         self.state_layer: StateLayer | None = None
         if shape.has_state(index):
-            self.state_layer = self.build_state_layer(shape, factory)
+            self.state_layer = self.build_state_layer(shape, index, factory)
         else:
             self.self_attn = self.ATTENTION(shape, index, factory)
         self.post_attention_layernorm = self.NORM(shape.hidden_size, shape.norm_eps, factory)
@@ -40,8 +40,8 @@ class HybridDecoderLayer(LlamaDecoderLayer):
 
     @classmethod
     @abstractmethod
-    def build_state_layer(cls, shape: ModelConfig, factory: ParamFactory) -> StateLayer:
-        """Return the part with a state."""
+    def build_state_layer(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> StateLayer:
+        """Return the part of layer `index` with a state."""
 
     def mix(
         self,

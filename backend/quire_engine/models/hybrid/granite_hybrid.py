@@ -44,7 +44,7 @@ class GraniteMoeHybridDecoderLayer(HybridDecoderLayer):
         self.residual_multiplier = shape.factors["residual_multiplier"]
 
     @classmethod
-    def build_state_layer(cls, shape: ModelConfig, factory: ParamFactory) -> Mamba2:
+    def build_state_layer(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> Mamba2:
         """See HybridDecoderLayer.build_state_layer."""
         return Mamba2(shape, factory, "mamba")
 

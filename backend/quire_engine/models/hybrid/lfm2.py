@@ -41,7 +41,7 @@ class Lfm2DecoderLayer(HybridDecoderLayer):
     MLP = Lfm2MLP
 
     @classmethod
-    def build_state_layer(cls, shape: ModelConfig, factory: ParamFactory) -> ShortConv:
+    def build_state_layer(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> ShortConv:
         """See HybridDecoderLayer.build_state_layer."""
         return ShortConv(shape, factory)
 

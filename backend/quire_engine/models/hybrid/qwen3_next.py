@@ -57,7 +57,7 @@ class Qwen3_5DecoderLayer(HybridDecoderLayer):
     NORM = UnitOffsetRMSNorm
 
     @classmethod
-    def build_state_layer(cls, shape: ModelConfig, factory: ParamFactory) -> GatedDeltaNet:
+    def build_state_layer(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> GatedDeltaNet:
         """See HybridDecoderLayer.build_state_layer."""
         return GatedDeltaNet(shape, factory)
 
@@ -66,7 +66,7 @@ class Qwen3NextDecoderLayer(Qwen3_5DecoderLayer):
     """The layer of Qwen3-Next."""
 
     @classmethod
-    def build_state_layer(cls, shape: ModelConfig, factory: ParamFactory) -> GatedDeltaNet:
+    def build_state_layer(cls, shape: ModelConfig, index: int, factory: ParamFactory) -> GatedDeltaNet:
         """See HybridDecoderLayer.build_state_layer."""
         return InterleavedGatedDeltaNet(shape, factory)
 

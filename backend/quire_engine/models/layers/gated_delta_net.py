@@ -19,16 +19,18 @@ from quire_spec.model.model_config import ModelConfig
 
 
 class GatedRMSNorm(RMSNorm):
-    """Normalizes each head of the output, and multiplies it with silu of a gate."""
+    """Normalizes each head of the output, and multiplies it with silu or the sigmoid of a gate."""
+
+    ACTIVATION: ClassVar[str] = "silu"
 
     def apply_gate(self, x: Tensor, gate: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the gated output. `x` and `gate` are [num_tokens, num_heads, head_dim]."""
-        out = gated_rms_norm(x, gate, self.weight, self.eps)
+        out = gated_rms_norm(x, gate, self.weight, self.eps, self.ACTIVATION)
         if self.is_replaced(batch):
             assert batch.adapters is not None and self.adapters is not None
             for slot, rows in batch.adapters.iter_slot_tokens():
                 if (transform := self.adapters.get_transform(slot, 0)) is not None:
-                    out[rows] = gated_rms_norm(x[rows], gate[rows], transform[0], self.eps)
+                    out[rows] = gated_rms_norm(x[rows], gate[rows], transform[0], self.eps, self.ACTIVATION)
         return out
 
 

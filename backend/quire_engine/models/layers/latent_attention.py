@@ -32,9 +32,9 @@ class KeyValueProjection(Linear):
     attention reads its parts, and those of adapters."""
 
     @classmethod
-    def build(cls, shape: ModelConfig, factory: ParamFactory) -> Self:
+    def build(cls, shape: ModelConfig, factory: ParamFactory, layer: int) -> Self:
         """Allocate the weight of this rank."""
-        linear = build_linear(shape, ["self_attn.kv_b_proj"], factory, False)
+        linear = build_linear(shape, ["self_attn.kv_b_proj"], factory, False, layer)
         weight = linear.weight
         assert isinstance(weight, Tensor)
         return cls(linear.in_features, linear.slices, factory, weight=weight, shards=linear.shards)
@@ -71,17 +71,19 @@ class LatentAttention(Module):
         self.mla, self.rope = mla, shape.ropes[index]
         self.num_heads, self.scale = shape.num_heads, shape.attention_scale
         if mla.query_rank:
-            self.q_a_proj = build_linear(shape, ["self_attn.q_a_proj"], factory, shape.attention_bias)
+            self.q_a_proj = build_linear(shape, ["self_attn.q_a_proj"], factory, shape.attention_bias, index)
             self.q_a_layernorm = RMSNorm(mla.query_rank, _NORM_EPS, factory)
-            self.q_b_proj = build_linear(shape, ["self_attn.q_b_proj"], factory, False)
+            self.q_b_proj = build_linear(shape, ["self_attn.q_b_proj"], factory, False, index)
         else:
-            self.q_proj = build_linear(shape, ["self_attn.q_proj"], factory, False)
-        self.kv_a_proj_with_mqa = build_linear(shape, ["self_attn.kv_a_proj_with_mqa"], factory, shape.attention_bias)
+            self.q_proj = build_linear(shape, ["self_attn.q_proj"], factory, False, index)
+        self.kv_a_proj_with_mqa = build_linear(
+            shape, ["self_attn.kv_a_proj_with_mqa"], factory, shape.attention_bias, index
+        )
         self.kv_a_layernorm = RMSNorm(mla.kv_rank, _NORM_EPS, factory)
         # The engine reads parts of the weight, so it is neither quantized nor packed.
         plain_factory = replace(factory, quantization=None, checkpoint=None)
-        self.kv_b_proj = KeyValueProjection.build(shape, plain_factory)
-        self.o_proj = build_linear(shape, ["self_attn.o_proj"], factory, shape.output_bias)
+        self.kv_b_proj = KeyValueProjection.build(shape, plain_factory, index)
+        self.o_proj = build_linear(shape, ["self_attn.o_proj"], factory, shape.output_bias, index)
 
     def __call__(
         self,

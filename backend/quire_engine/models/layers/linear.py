@@ -109,6 +109,7 @@ class Linear:
         bias: bool = False,
         weight: Tensor | None = None,
         shards: Mapping[str, LinearShard] = MappingProxyType({}),
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Allocate the weight.
 
@@ -120,10 +121,12 @@ class Linear:
             weight: an existing weight, for a tied output projection; None allocates one.
             shards: parts of slices, by name. This rank needs only the given part of such a slice, and the whole of
                 every other slice.
+            names: names of slices in the checkpoint, if these differ.
         """
         self.in_features = in_features
         self.slices = dict(slices)
         self.shards = dict(shards)
+        self._names = {name: names.get(name, name) for name in slices}
         out_features = sum(slices.values())
         self.weight: LinearWeight = factory.empty_weight(out_features, in_features) if weight is None else weight
         self.input_order: Tensor | None = None
@@ -168,8 +171,8 @@ class Linear:
             self._quantized_parts = self._find_quantized_parts(prefix)
             if not self._quantized_parts:
                 self.weight = self._factory.empty(*self.weight.shape)
-        for name, width in self.slices.items():
-            end, shard = start + width, self.shards.get(name)
+        for slice_name, width in self.slices.items():
+            end, shard, name = start + width, self.shards.get(slice_name), self._names[slice_name]
             weight, bias = self.weight[start:end], None if self.bias is None else self.bias[start:end]
             if shard is None:
                 if not weight.is_meta:
@@ -214,7 +217,7 @@ class Linear:
         for name, width in self.slices.items():
             size = width, self.in_features
             shard = self.shards.get(name) or LinearShard(size, (range(width),), range(self.in_features))
-            tensor = self._factory.checkpoint.find_linear(f"{prefix}{name}")
+            tensor = self._factory.checkpoint.find_linear(f"{prefix}{self._names[name]}")
             if tensor is not None:
                 if tensor.shape != shard.shape:
                     raise ConfigError(f"{tensor.module} has shape {tensor.shape}; config.json implies {shard.shape}")
@@ -268,8 +271,9 @@ def build_linear(shape: ModelConfig, paths: Sequence[str], factory: ParamFactory
     sizes = linear_sizes(shape.for_layer(layer))
     in_features = sizes[paths[0]][0]
     slices = {module_name(path): sizes[path][1] for path in paths}
+    names = {module_name(path): module_name(shape.architecture_info.checkpoint_path(path)) for path in paths}
     if factory.communicator is None:
-        return Linear(in_features, slices, factory, bias)
+        return Linear(in_features, slices, factory, bias, names=names)
     shard = factory.communicator.shard.for_layer(layer)
     full_sizes = linear_sizes(shard.model_config)
     shards = {}
@@ -278,8 +282,8 @@ def build_linear(shape: ModelConfig, paths: Sequence[str], factory: ParamFactory
         d_in, d_out = full_sizes[path]
         shards[module_name(path)] = LinearShard((d_out, d_in), shard.output_ranges(path), columns)
     if shard.needs_all_reduce(paths[0]):
-        return RowParallelLinear(factory.communicator, in_features, slices, factory, bias, shards=shards)
-    return Linear(in_features, slices, factory, bias, shards=shards)
+        return RowParallelLinear(factory.communicator, in_features, slices, factory, bias, shards=shards, names=names)
+    return Linear(in_features, slices, factory, bias, shards=shards, names=names)
 
 
 def _describe(part: WeightPart | None) -> str:

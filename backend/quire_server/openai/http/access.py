@@ -17,7 +17,7 @@ from quire_server.openai.http.message import HttpRequest
 from quire_server.openai.settings import FrontSettings
 from quire_spec.errors import Unavailable
 
-OPEN_ROUTES = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/live"})
+OPEN_ROUTES = frozenset({"/", "/health", "/ping", "/version", "/metrics", "/load", "/live", "/openapi.json"})
 """Routes that need no key. The live page itself contains no data. The events that it shows need a key."""
 ALL_ADAPTERS_ROUTES = frozenset({"/metrics", "/live", "/live/events"})
 """Routes that name all adapters. They are not served if keys may use different adapters."""

@@ -16,6 +16,7 @@ from quire_spec.errors import truncated_repr
 _BLOCK_FIELDS: Mapping[str, frozenset[str]] = {
     "text": frozenset({"text", "citations"}),
     "document": frozenset({"source", "title", "context", "citations"}),
+    "search_result": frozenset({"source", "title", "content", "citations"}),
     "image": frozenset({"source"}),
     "thinking": frozenset({"thinking", "signature"}),
     "redacted_thinking": frozenset({"data"}),
@@ -23,12 +24,13 @@ _BLOCK_FIELDS: Mapping[str, frozenset[str]] = {
     "tool_result": frozenset({"tool_use_id", "content", "is_error"}),
 }
 """Fields of each type of content block, beside type and cache_control. Signatures and citations have no effect."""
-_TEXT_BLOCKS = ("text", "document")
+_TEXT_BLOCKS = ("text", "document", "search_result")
 _ROLE_BLOCKS: Mapping[str, tuple[str, ...]] = {
     "system": _TEXT_BLOCKS,
     "user": (*_TEXT_BLOCKS, "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
+_RESULT_BLOCKS = (*_TEXT_BLOCKS, "image")
 _BILLING_PREFIX = "x-anthropic-billing-header:"
 """Start of a text with which a client tells Anthropic's API its version. It is dropped, because it differs between
 conversations, which could not share the cached prefix of the system prompt otherwise."""
@@ -50,7 +52,7 @@ def chat_messages(system: str | list[Any], messages: list[Any], ignored: Ignored
     if len(messages) > MAX_MESSAGES:
         raise ApiError(400, f"messages: at most {MAX_MESSAGES} are allowed, got {len(messages)}")
     chat: list[Document] = []
-    texts = _texts(system, "system", "system", ignored)
+    texts = _texts(system, "system", ignored)
     _add_parts(chat, "system", [text for text in texts if not text.startswith(_BILLING_PREFIX)])
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
@@ -65,7 +67,7 @@ def chat_messages(system: str | list[Any], messages: list[Any], ignored: Ignored
         elif role == "user" or any(other["role"] != "system" for other in chat):
             _add_user(chat, content, f"{path}.content", ignored)
         else:
-            _add_parts(chat, "system", _texts(content, f"{path}.content", "system", ignored))
+            _add_parts(chat, "system", _texts(content, f"{path}.content", ignored))
     if all(message["role"] == "system" for message in chat):
         raise ApiError(400, "messages: must contain a message of the user")
     for message in chat:
@@ -77,18 +79,25 @@ def chat_messages(system: str | list[Any], messages: list[Any], ignored: Ignored
 def _add_user(chat: list[Document], content: object, path: str, ignored: IgnoredFields) -> None:
     parts: list[Part] = []
     num_results = 0
-    for block, block_path in _blocks(content, path, "user", ignored):
+    images: list[Part] = []
+    """Images of results. They follow the results as a message of the user, because few templates have images there."""
+    for block, block_path in _blocks(content, path, _ROLE_BLOCKS["user"], ignored):
         if block["type"] != "tool_result":
-            parts.append(_image(block, block_path) if block["type"] == "image" else _text(block, block_path))
+            parts += _parts(block, block_path, ignored)
             continue
         _add_parts(chat, "user", parts)
         parts = []
         num_results += 1
-        result = "\n".join(_texts(block.get("content") or "", f"{block_path}.content", "system", ignored))
+        result: list[Part] = []
+        for inner, inner_path in _blocks(block.get("content") or "", f"{block_path}.content", _RESULT_BLOCKS, ignored):
+            result += _parts(inner, inner_path, ignored)
+        images += [part for part in result if not isinstance(part, str)]
+        text = "\n".join(part for part in result if isinstance(part, str) and part)
         if block.get("is_error"):
             # Templates have no mark for a call that has failed.
-            result = f"Error: {result}"
-        chat.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+            text = f"Error: {text}"
+        chat.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+    parts = images + parts
     _add_parts(chat, "user", parts if parts or num_results else [""])
 
 
@@ -96,9 +105,9 @@ def _add_assistant(chat: list[Document], content: object, path: str, ignored: Ig
     if not chat or chat[-1]["role"] != "assistant":
         chat.append({"role": "assistant", "content": []})
     message = chat[-1]
-    for block, block_path in _blocks(content, path, "assistant", ignored):
+    for block, block_path in _blocks(content, path, _ROLE_BLOCKS["assistant"], ignored):
         if block["type"] == "text":
-            message["content"] += filter(None, [_text(block, block_path)])
+            message["content"] += filter(None, _parts(block, block_path, ignored))
         elif block["type"] == "thinking":
             message.setdefault("reasoning", []).append(_string(block, "thinking", block_path))
         elif block["type"] == "tool_use":
@@ -119,14 +128,21 @@ def _add_parts(chat: list[Document], role: str, parts: Sequence[Part]) -> None:
     chat[-1]["content"] += filter(None, parts)
 
 
-def _texts(content: object, path: str, role: str, ignored: IgnoredFields) -> list[str]:
+def _texts(content: object, path: str, ignored: IgnoredFields) -> list[str]:
     """Return the texts of a content that has only texts."""
-    texts = [_text(block, block_path) for block, block_path in _blocks(content, path, role, ignored)]
+    texts: list[str] = []
+    for block, block_path in _blocks(content, path, _ROLE_BLOCKS["system"], ignored):
+        for part in _parts(block, block_path, ignored):
+            if not isinstance(part, str):
+                raise ApiError(400, f"{block_path}: has an image; send images in a message of the user")
+            texts.append(part)
     return [text for text in texts if text]
 
 
-def _blocks(content: object, path: str, role: str, ignored: IgnoredFields) -> Iterator[tuple[Document, str]]:
-    """Yield the blocks of a content, each with its path in the request."""
+def _blocks(
+    content: object, path: str, kinds: tuple[str, ...], ignored: IgnoredFields
+) -> Iterator[tuple[Document, str]]:
+    """Yield the blocks of a content, each with its path in the request. `kinds` are the types that are allowed."""
     if isinstance(content, str):
         yield {"type": "text", "text": content}, path
         return
@@ -134,24 +150,41 @@ def _blocks(content: object, path: str, role: str, ignored: IgnoredFields) -> It
         raise ApiError(400, f"{path}: must be a text or a list of blocks, got {truncated_repr(content)}")
     for i, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
-        if not isinstance(kind, str) or kind not in _ROLE_BLOCKS[role]:
+        if not isinstance(kind, str) or kind not in kinds:
             raise ApiError(
                 400,
-                f"{path}[{i}].type: must be one of {', '.join(_ROLE_BLOCKS[role])}, got {truncated_repr(kind)}",
+                f"{path}[{i}].type: must be one of {', '.join(kinds)}, got {truncated_repr(kind)}",
             )
         ignored.check(block, _BLOCK_FIELDS[kind] | {"type", "cache_control"}, "messages.content.")
         yield block, f"{path}[{i}]"
 
 
-def _text(block: Mapping[str, Any], path: str) -> str:
-    if block["type"] == "text":
-        return _string(block, "text", path)
+def _parts(block: Mapping[str, Any], path: str, ignored: IgnoredFields) -> list[Part]:
+    """Return a block of a text, an image, a document or a search result as parts of chat completions."""
+    match block["type"]:
+        case "text":
+            return [_string(block, "text", path)]
+        case "image":
+            return [_image(block, path)]
+        case "search_result":
+            texts = [_string(block, name, path) for name in ("title", "source")]
+            for inner, inner_path in _blocks(block.get("content"), f"{path}.content", ("text",), ignored):
+                texts.append(_string(inner, "text", inner_path))
+            return ["\n".join(filter(None, texts))]
     source = block.get("source")
-    if not isinstance(source, dict) or source.get("type") != "text":
-        kind = source.get("type") if isinstance(source, dict) else source
-        raise ApiError(400, f"{path}.source.type: must be text, got {truncated_repr(kind)}; send the document as text")
-    parts = [block.get("title"), block.get("context"), _string(source, "data", f"{path}.source")]
-    return "\n".join(part for part in parts if isinstance(part, str) and part)
+    kind = source.get("type") if isinstance(source, dict) else source
+    if not isinstance(source, dict) or kind not in ("text", "content"):
+        raise ApiError(
+            400,
+            f"{path}.source.type: must be text or content, got {truncated_repr(kind)}; convert the document to text",
+        )
+    head = "\n".join(text for name in ("title", "context") if isinstance(text := block.get(name), str) and text)
+    if kind == "text":
+        return ["\n".join(filter(None, [head, _string(source, "data", f"{path}.source")]))]
+    parts: list[Part] = [head]
+    for inner, inner_path in _blocks(source.get("content"), f"{path}.source.content", ("text", "image"), ignored):
+        parts += _parts(inner, inner_path, ignored)
+    return parts
 
 
 def _image(block: Mapping[str, Any], path: str) -> Document:

@@ -22,6 +22,11 @@ _CHAT_ONLY_FIELDS: Mapping[str, str] = {
     "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
     **dict.fromkeys(("logprobs", "top_logprobs", *CHAT_ONLY_FIELDS), "use chat completions"),
 }
+_UNSUPPORTED_FIELDS: Mapping[str, str] = {
+    "container": "leave it out",
+    "thread": "send the complete conversation in messages",
+    "compaction": "ask for a summary in messages",
+}
 _TOOL_FIELDS = frozenset({"type", "name", "description", "input_schema", "strict", "cache_control"})
 _FORMAT_FIELDS = frozenset({"type", "schema", "name"})
 
@@ -81,6 +86,8 @@ class MessageFields(msgspec.Struct, kw_only=True):
     speed: str | None = None
     mcp_servers: list[Any] = []
     container: Any = None
+    thread: Any = None
+    compaction: Any = None
 
 
 def parse_message_request(
@@ -104,8 +111,9 @@ def parse_message_request(
         raise ApiError(400, describe_invalid(error)) from None
     if fields.mcp_servers:
         raise ApiError(400, "mcp_servers: are not supported by this server; run the tools in the client")
-    if fields.container is not None:
-        raise ApiError(400, "container: is not supported by this server; leave it out")
+    for name, fix in _UNSUPPORTED_FIELDS.items():
+        if getattr(fields, name) is not None:
+            raise ApiError(400, f"{name}: is not supported by this server; {fix}", name)
     for name, known in _NESTED_FIELDS.items():
         ignored.check(present.get(name), known, f"{name}.")
     chat = {name: value for name, value in present.items() if name not in own_names}

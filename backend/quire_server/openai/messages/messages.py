@@ -32,7 +32,7 @@ class Messages:
         self._chat = chat
 
     async def create(self, request: HttpRequest) -> Reply:
-        """POST /v1/messages."""
+        """POST /v1/messages: answer a conversation, in Anthropic's Messages API."""
         document = await request.json_object()
         if document.get("max_tokens") is None:
             raise ApiError(400, "max_tokens: missing; give the maximum number of output tokens")

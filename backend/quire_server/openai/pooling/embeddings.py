@@ -38,7 +38,7 @@ class Embeddings:
         self._settings = settings
 
     async def create(self, request: HttpRequest) -> Reply:
-        """Answer a request."""
+        """POST /v1/embeddings: return the vectors of inputs."""
         fields = parse_pooling_fields(await request.json_object(), EmbeddingFields, request)
         prompts, fields.input = parse_prompts(fields.input, "input", MAX_INPUTS), None
         if fields.dimensions is not None and fields.dimensions < 1:

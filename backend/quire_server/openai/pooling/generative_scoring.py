@@ -44,7 +44,7 @@ class GenerativeScoring:
         self._settings = settings
 
     async def score(self, request: HttpRequest) -> Reply:
-        """Answer a request."""
+        """POST /generative_scoring: return the probabilities of given tokens after each item."""
         document = await request.json_object()
         if document.get("label_token_ids") is None:
             raise ApiError(400, "label_token_ids: missing; give the token ids of the labels")

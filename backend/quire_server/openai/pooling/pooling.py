@@ -39,7 +39,7 @@ class Pooling:
         self._settings = settings
 
     async def create(self, request: HttpRequest) -> Reply:
-        """Answer a request."""
+        """POST /pooling: return the outputs of the pooler."""
         fields = parse_pooling_fields(await request.json_object(), _Fields, request)
         prompts, fields.input = parse_prompts(fields.input, "input", MAX_INPUTS), None
         if fields.dimensions is not None and fields.dimensions < 1:

@@ -71,7 +71,7 @@ class Scores:
         self._settings = settings
 
     async def score(self, request: HttpRequest) -> Reply:
-        """POST /v1/score."""
+        """POST /v1/score: score pairs of texts."""
         fields = parse_pooling_fields(await request.json_object(), ScoreFields, request, _SCORE_NAMES)
         firsts, seconds = _texts(fields.text_1, "text_1"), _texts(fields.text_2, "text_2")
         if len(firsts) not in (1, len(seconds)):

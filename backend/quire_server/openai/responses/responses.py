@@ -35,7 +35,7 @@ class Responses:
         self._chat = chat
 
     async def create(self, request: HttpRequest) -> Reply:
-        """POST /v1/responses."""
+        """POST /v1/responses: answer an input, in the Responses API."""
         fields, chat_document = parse_response_request(await request.json_object(), request.ignored_fields)
         generation, chat_fields, params = await self._chat.prepare(request, chat_document, "resp_")
         formatter = ResponseFormatter(generation, fields, chat_fields, params)

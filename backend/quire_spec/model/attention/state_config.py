@@ -11,8 +11,6 @@ from quire_spec.model.hf_config import HFConfigReader
 
 UNSUPPORTED_TIERS = "layers of this model have one state per sequence, and the states cannot be kept in host memory"
 """Why KV offloading refuses a model whose layers have states."""
-UNSUPPORTED_BEAMS = "layers of this model have one state per sequence, and beams cannot share it"
-"""Why beam search refuses a model whose layers have states."""
 
 MAX_HEAD_DIM = 1024
 """Largest size of each dimension of a head's state. Published models have up to 256."""

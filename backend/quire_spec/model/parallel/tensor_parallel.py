@@ -109,17 +109,17 @@ class TensorParallelShard:
     def output_ranges(self, path: str) -> tuple[range, ...]:
         """For the linear `path`, return the output features that the rank stores, in the order in which it stores
         them."""
-        return self._ranges(self.model_config.architecture_info.linears[path][1])
+        return self._ranges(self.model_config.linears[path][1])
 
     def input_ranges(self, path: str) -> tuple[range, ...]:
         """For the linear `path`, return the input features that the rank stores, in the order in which it stores
         them."""
-        return self._ranges(self.model_config.architecture_info.linears[path][0])
+        return self._ranges(self.model_config.linears[path][0])
 
     def needs_all_reduce(self, path: str) -> bool:
         """Return whether the linear `path` is row-parallel. If it is, an all-reduce must add up the outputs of the
         ranks."""
-        return self.size > 1 and self.model_config.architecture_info.linears[path][0] not in UNSHARDED_KINDS
+        return self.size > 1 and self.model_config.linears[path][0] not in UNSHARDED_KINDS
 
     def _ranges(self, kind: str) -> tuple[range, ...]:
         """Return which features of one kind the rank stores, as ranges. The kinds are those of

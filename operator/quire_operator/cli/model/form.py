@@ -169,7 +169,8 @@ def announce(
     service = LLMService.from_body(document)
     local_sources = LocalSources(Path(), dict(args.volumes), args.secrets_dir)
     try:
-        lines = summarize(service, local_sources, launch_plan.cache_dir, launch_plan.environment)
+        streams = serve.streams_weights(service, launch_plan.config.engine.load_format)
+        lines = summarize(service, local_sources, launch_plan.cache_dir, launch_plan.environment, streams)
     except ConfigError as error:
         raise ConfigError(_name_options(str(error))) from error
     for line in lines:

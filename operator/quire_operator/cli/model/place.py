@@ -28,8 +28,17 @@ class Place:
     """Option that selects another folder."""
 
 
-def place_of(source: Source, local_sources: LocalSources, cache_dir: Path, environment: Mapping[str, str]) -> Place:
-    """Return where the model of a source is."""
+def place_of(
+    source: Source,
+    local_sources: LocalSources,
+    cache_dir: Path,
+    environment: Mapping[str, str],
+    streams_weights: bool = False,
+) -> Place:
+    """Return where the model of a source is.
+
+    If `streams_weights` is true, the weights of a bucket stay there, so the folder contains only the other files.
+    """
     if source.huggingFace is not None:
         cache = Path(environment.get("HF_HUB_CACHE") or hub_constants.HF_HUB_CACHE)
         snapshot = _cached_snapshot(source.huggingFace, cache)
@@ -37,6 +46,8 @@ def place_of(source: Source, local_sources: LocalSources, cache_dir: Path, envir
     if (folder := local_sources.resolve(source)) is not None:
         return Place(folder, True, "MODEL")
     folder = _folder_of_url(source, cache_dir)
+    if streams_weights and source.s3 is not None:
+        folder = folder.with_name(f"{folder.name}-streamed")
     return Place(folder, folder.is_dir(), "--cache-dir")
 
 

@@ -18,8 +18,8 @@ from quire_engine.__main__ import main
 from quire_engine.lora.peft.adapter import read_adapter
 from quire_engine.lora.peft.adapter_tensors import WEIGHTS_FILE
 from quire_engine.lora.peft.config import CONFIG_FILE, PeftConfig
+from quire_engine.weights.conversion_report import CONVERT_COMMAND
 from quire_engine.weights.safetensors_reader import open_safetensors
-from quire_engine.weights.tensor_files import CONVERT_COMMAND
 from quire_spec.errors import InvalidArgument
 from quire_spec.model.model_config import ModelConfig
 
