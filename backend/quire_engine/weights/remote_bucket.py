@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire_spec.dataclass_json import read_json_object
 from quire_spec.documents.remote_weights import RemoteWeights
 from quire_spec.errors import ConfigError
 from quire_spec.model.safetensors_header import LENGTH_BYTES, header_length
@@ -198,17 +199,19 @@ def _naming(url: str) -> Iterator[None]:
 
 def _read_identity(weights: RemoteWeights) -> dict[str, str]:
     """Return the values of the Secret, by the names that both libraries have for them; empty without a Secret."""
-    if weights.secretFolder is None:
+    if weights.secret is None:
         return {}
-    names = {key: Path(weights.secretFolder, key) for key in weights.source.SECRET_KEYS}
+    path, keys = Path(weights.secret), weights.source.SECRET_KEYS
     try:
-        return {
-            key.removeprefix("AWS_").lower(): path.read_text().strip()
-            for key, path in names.items()
-            if key != "AWS_SESSION_TOKEN" or path.exists()
-        }
+        if path.is_file():
+            values = read_json_object(path)
+        else:
+            values = {key: (path / key).read_text() for key in keys if (path / key).exists()}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{weights.url('')}: the Secret cannot be read: {error}") from error
+    if missing := [key for key in keys if key not in values and key != "AWS_SESSION_TOKEN"]:
+        raise ConfigError(f"{weights.url('')}: the Secret {weights.secret} has no {' and '.join(missing)}; add it")
+    return {key.removeprefix("AWS_").lower(): str(values[key]).strip() for key in keys if key in values}
 
 
 def _to_bytes(content: Tensor) -> bytes:

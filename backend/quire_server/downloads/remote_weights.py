@@ -49,14 +49,11 @@ class RemoteWeightsWriter:
         """
         files = {name: await self._describe(name) for name in names}
         ref = self._source.credentialsSecretRef
-        # With a Secret, the download has already read it from this folder.
-        secret_folder = (
-            None if ref is None or self._secrets_dir is None else str(self._secrets_dir.absolute() / ref.name)
-        )
+        secret = None if ref is None or self._secrets_dir is None else str(self._secrets_dir.absolute() / ref.name)
         weights = RemoteWeights(
             replace(self._source, region=self._source.region or DEFAULT_REGION),
             files,
-            secret_folder,
+            secret,
             anonymous=ref is None and not has_ambient_credentials(os.environ),
         )
         (folder / REMOTE_WEIGHTS_FILE).write_text(json.dumps(to_json(weights), indent=2))

@@ -32,8 +32,9 @@ class RemoteWeights:
     source: S3Source
     files: dict[str, RemoteFile]
     """By their names, such as model.safetensors."""
-    secretFolder: str | None = None
-    """Folder with the values of the source's Secret. None: the identity of this machine or pod is used."""
+    secret: str | None = None
+    """Folder with one file for each key of the source's Secret, or a file with all of them as a JSON object. None: the
+    identity of this machine or pod is used."""
     anonymous: bool = False
     """Requests are not signed, because there is neither a Secret nor an identity."""
 

@@ -343,6 +343,10 @@ class EngineSpec(RoleEngineSpec):
     """Classes that compute the model. quire: Quire's own. transformers: those of transformers, for more architectures
     and more slowly, on one GPU or a CPU. With auto, Quire's own, and those of transformers for other architectures.
     Default auto."""
+    loadFormat: str | None = schema_field(None, enum=capabilities.LOAD_FORMATS)
+    """Reader of the weights. safetensors reads only what a GPU needs. runai_streamer: Model Streamer, whose threads
+    read ahead, for storage with a long latency; with an s3 source and cache.mode EmptyDir, pods read the weights from
+    the bucket without a copy on the disk of the node. With auto, safetensors. Default auto."""
     convert: str | None = schema_field(None, enum=capabilities.CONVERSIONS)
     """What the model returns besides text. With auto, the checkpoint decides: embeddings if it has the files of
     sentence-transformers or no output projection, classes if it has the head of a classifier, otherwise nothing. embed:

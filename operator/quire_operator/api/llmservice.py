@@ -47,7 +47,7 @@ from quire_spec.documents.adapter_catalog import (
 )
 from quire_spec.documents.field_schema import ANNOTATIONS, LABELS, Restarts, Rule, schema_field
 from quire_spec.documents.sources import HuggingFaceSource, Source
-from quire_spec.documents.trust import TrustConfig
+from quire_spec.documents.trust import TrustConfig, TrustPolicy
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 """Label of an LLMService or another object for the queue of Kueue that admits its pods."""
@@ -471,6 +471,13 @@ class LLMService:
     def num_nodes(self) -> int:
         """Number of pods of a replica, each on a node of its own. If it is 1, a replica is a pod of a Deployment."""
         return self.spec.engine.pipelineParallelSize or 1
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether the weights of an s3 source stay in the bucket if pods would download them. A signature can only be
+        verified on the disk."""
+        trust = self.spec.trust
+        return self.spec.engine.loadFormat == "runai_streamer" and (trust is None or trust.model is TrustPolicy.IGNORE)
 
     @property
     def kv_tier(self) -> SecondaryTierSpec | None:

@@ -237,7 +237,8 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         LOAD_FORMAT_FIELD,
         {"choices": capabilities.LOAD_FORMATS, "metavar": "NAME"},
         "reader of the weights: safetensors, or runai_streamer, which is Model Streamer; it reads the weights of an "
-        "s3:// source from the bucket, without a copy on the disk (default: auto, which is safetensors)",
+        "s3:// source from the bucket, without a copy on the disk (default: spec.engine.loadFormat, otherwise auto, "
+        "which is safetensors)",
     ),
     (
         "--model-impl",

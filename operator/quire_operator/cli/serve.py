@@ -141,7 +141,7 @@ def prepare(
         ConfigError: the token of the model's Secret cannot be read, or an option or an argument of the server is wrong.
     """
     local_sources = LocalSources(manifest.folder, dict(options.volumes), options.secrets_dir)
-    service = _with_openai_port(service, options)
+    service = _with_load_format(_with_openai_port(service, options), options)
     if problems := list(_iter_problems(service, options, local_sources, dev_dir)):
         raise InvalidService(problems, manifest.location)
     run_dir = (options.run_dir or default_run_dir(service.name, environment)).absolute()
@@ -159,13 +159,12 @@ def prepare(
     # On one machine, there is no Secret with the key.
     kv_key = options.fields.get("engine.kv_transfer.key_file")
     peers = None if kv_key is None else KVPeers(str(kv_key))
-    streams = streams_weights(service, options.fields.get(LOAD_FORMAT_FIELD, "auto"))
     find_place = partial(
         place_of,
         local_sources=local_sources,
         cache_dir=cache_dir,
         environment=environment,
-        streams_weights=streams,
+        streams_weights=service.streams_weights,
     )
     engine = _build_engine_config(manifest, service, local_sources, run_dir, cache_dir, find_place, peers)
     config = pod_config(service, engine, _pod_files(service, options, local_sources, run_dir), LOCALHOST)
@@ -180,17 +179,11 @@ def prepare(
         | _hub_token_env(local_sources, service),
         api_key=options.api_key,
         downloads=[
-            Download(local_sources.localize(source), place.folder, streams)
+            Download(local_sources.localize(source), place.folder, service.streams_weights)
             for source in service.model_sources.values()
             if not (place := find_place(source)).is_complete
         ],
     )
-
-
-def streams_weights(service: LLMService, load_format: str) -> bool:
-    """Return whether weights in a bucket stay there. A signature can only be verified on the disk."""
-    trust = service.spec.trust
-    return load_format == "runai_streamer" and (trust is None or trust.model is TrustPolicy.IGNORE)
 
 
 def with_options(config: PodConfig, options: ServeOptions) -> PodConfig:
@@ -243,6 +236,14 @@ def _with_openai_port(service: LLMService, options: ServeOptions) -> LLMService:
         return service
     openai = replace(service.spec.openai, enabled=port > 0, port=port or None)
     return replace(service, spec=replace(service.spec, openai=openai))
+
+
+def _with_load_format(service: LLMService, options: ServeOptions) -> LLMService:
+    """Return the service with the reader of weights that the options select. It decides what is downloaded."""
+    if (load_format := options.fields.get(LOAD_FORMAT_FIELD)) is None:
+        return service
+    engine = replace(service.spec.engine, loadFormat=load_format)
+    return replace(service, spec=replace(service.spec, engine=engine))
 
 
 def _pod_files(service: LLMService, options: ServeOptions, local_sources: LocalSources, run_dir: Path) -> PodFiles:

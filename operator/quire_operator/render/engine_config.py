@@ -49,6 +49,7 @@ _SPEC_FIELDS: Mapping[str, tuple[FieldPath, Callable[[Any], Any]]] = {
     "language_model_only": (("engine", "languageModelOnly"), lambda value: value or None),
     "limit_mm_per_prompt": (("engine", "limitMmPerPrompt"), lambda limits: {"image": limits.image}),
     "model_impl": (("engine", "modelImpl"), _unless("auto")),
+    "load_format": (("engine", "loadFormat"), _unless("auto")),
     "convert": (("engine", "convert"), _unless("auto")),
     "pooling_type": (("engine", "poolingType"), _unless("auto")),
     "scheduling_policy": (("engine", "schedulingPolicy"), _keep),

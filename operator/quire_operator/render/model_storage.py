@@ -156,6 +156,7 @@ def download_container(service: LLMService, image: str, security: Manifest) -> M
             f"--report={_TERMINATION_LOG}",
             # KV blocks in files are shared only between pods with the same bytes of weights.
             *(["--digest"] if service.kv_tier is not None else []),
+            *(["--stream-weights"] if pods_download(service) and service.streams_weights else []),
         ],
         "env": container_env(service, **{PROGRESS_PORT_VARIABLE: str(service.spec.runtime.ports.health)}),
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},

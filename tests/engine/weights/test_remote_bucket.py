@@ -3,8 +3,10 @@
 
 import asyncio
 import importlib.util
+import json
 import logging
 import random
+import shutil
 
 import obstore
 import pytest
@@ -143,8 +145,13 @@ def test_errors_name_the_cause(fetch, tmp_path, monkeypatch, caplog):
     ):
         TensorFiles(folder)
     (tmp_path / "secrets/store/AWS_SECRET_ACCESS_KEY").unlink()
-    with pytest.raises(ConfigError, match="the Secret cannot be read"):
+    with pytest.raises(ConfigError, match=r"the Secret .*/secrets/store has no AWS_SECRET_ACCESS_KEY; add it"):
         TensorFiles(folder)
+    # In a pod, a Secret is one file.
+    shutil.rmtree(tmp_path / "secrets/store")
+    bundle = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+    (tmp_path / "secrets/store").write_text(json.dumps(bundle))
+    assert set(TensorFiles(folder).file_by_tensor) == set(MIXED)
     with caplog.at_level(logging.WARNING):
         assert not can_stream(Source(path="/models/llama"))
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -169,7 +169,7 @@ def bases():
     pins |= {"schedulingPolicy": "fcfs", "skipTokenizerInit": True, "convert": "embed", "poolingType": "mean"}
     pins |= {"mambaSsmCacheDtype": "bfloat16"}
     pins |= {"languageModelOnly": True, "limitMmPerPrompt": {"image": 3}}
-    pins |= {"modelImpl": "transformers"}
+    pins |= {"modelImpl": "transformers", "loadFormat": "runai_streamer"}
     for kv in ({"gpuMemoryUtilization": "0.90"}, {"kvCacheMemory": "8Gi"}):
         yield body(COMMON + GPU, sources[0], engine=pins | kv)
     claim = {"folder": {"pvc": {"claimName": "blocks", "path": "a"}}, "size": "40Gi"}

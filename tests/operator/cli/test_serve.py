@@ -243,7 +243,7 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
     maxNumSeqs: 12, maxNumBatchedTokens: 3000, maxNumQueuedReqs: 7, prefixCaching: false,
     schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5, skipTokenizerInit: true,
     modelImpl: transformers, convert: embed, poolingType: mean, mambaSsmCacheDtype: bfloat16,
-    languageModelOnly: true, limitMmPerPrompt: {image: 3}}
+    languageModelOnly: true, limitMmPerPrompt: {image: 3}, loadFormat: runai_streamer}
 """
     assert launch(folder, spec, dev=folder / "dev").config.engine == EngineConfig(
         model="org/model",
@@ -260,6 +260,7 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
         swap_space=1.5,
         max_logprobs=5,
         model_impl="transformers",
+        load_format="runai_streamer",
         convert="embed",
         pooling_type="mean",
         mamba_ssm_cache_dtype="bfloat16",

@@ -189,6 +189,33 @@ def test_kv_folder_is_a_writable_volume_of_the_pods(folder, volume, request_, pa
     assert {name: requests[name] for name in requests if name == "ephemeral-storage"} == request_
 
 
+STREAMED = """
+model: {source: {s3: {uri: s3://models/llama, credentialsSecretRef: {name: store}}}}
+engine: {loadFormat: runai_streamer}
+"""
+
+
+@pytest.mark.parametrize(
+    ("spec", "streams"),
+    [
+        ("cache: {mode: EmptyDir}", True),
+        ("cache: {mode: PVC}", False),  # the pods read the claim
+        ("cache: {mode: EmptyDir}\ntrust: {signers: [{name: a, identity: {subject: a, issuer: https://a}}]}", False),
+    ],
+)
+def test_pods_that_stream_weights_download_none(spec, streams):
+    service = llm_service(STREAMED + spec)
+    manifests = render_objects(service, plan_of_service(service), RENDER_CONTEXT).manifests
+    template, container = server_container(manifests)
+    jobs = [m["spec"]["template"]["spec"]["containers"][0] for m in manifests if m["kind"] == "Job"]
+    (download,) = [*template.get("initContainers", []), *jobs]
+    assert ("--stream-weights" in download["args"]) == streams
+    assert pod_config(manifests)[0].engine.load_format == "runai_streamer"
+    # The engine finds the Secret where the download found it.
+    (mount,) = [m for m in download["volumeMounts"] if m["name"] == "credentials"]
+    assert mount in container["volumeMounts"] and f"--secrets-dir={mount['mountPath']}" in download["args"]
+
+
 @pytest.mark.parametrize("claim", ["loras", "s-models"])
 def test_kv_folder_must_not_be_on_the_claim_of_a_source(claim):
     service = llm_service(KV_TIERS % f"{{pvc: {{claimName: {claim}}}}}")

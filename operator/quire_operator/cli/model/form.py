@@ -48,6 +48,7 @@ _POD_FIELDS = {
     "openai.apiServerCount": "openai.apiServerCount",
     "engine.data_parallel_size": "engine.dataParallelSize",
     "engine.pipeline_parallel_size": "engine.pipelineParallelSize",
+    "engine.load_format": "engine.loadFormat",
     "engine.lora_experts": "lora.experts",
     "engine.lora_modules_to_save": "lora.modulesToSave",
     "engine.otlp_traces_endpoint": "observability.tracing.endpoint",
@@ -169,8 +170,7 @@ def announce(
     service = LLMService.from_body(document)
     local_sources = LocalSources(Path(), dict(args.volumes), args.secrets_dir)
     try:
-        streams = serve.streams_weights(service, launch_plan.config.engine.load_format)
-        lines = summarize(service, local_sources, launch_plan.cache_dir, launch_plan.environment, streams)
+        lines = summarize(service, local_sources, launch_plan.cache_dir, launch_plan.environment)
     except ConfigError as error:
         raise ConfigError(_name_options(str(error))) from error
     for line in lines:

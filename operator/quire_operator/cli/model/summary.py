@@ -32,13 +32,9 @@ _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--for
 
 
 def summarize(
-    service: LLMService,
-    local_sources: LocalSources,
-    cache_dir: Path,
-    environment: Mapping[str, str],
-    streams_weights: bool = False,
+    service: LLMService, local_sources: LocalSources, cache_dir: Path, environment: Mapping[str, str]
 ) -> list[str]:
-    """Return the lines of the summary. If `streams_weights` is true, the weights of a bucket stay there.
+    """Return the lines of the summary.
 
     Raises:
         ConfigError: the model cannot be served, or does not fit into the memory or on the disk. The message names
@@ -46,7 +42,7 @@ def summarize(
         NotFound, AccessDenied: the source has no model, or needs credentials.
     """
     source = service.model_sources[MODEL_SOURCE]
-    place = place_of(source, local_sources, cache_dir, environment, streams_weights)
+    place = place_of(source, local_sources, cache_dir, environment, service.streams_weights)
     try:
         parse = partial(CheckpointInfo.from_files, model_impl=service.spec.engine.modelImpl)
         model = asyncio.run(_read(source, local_sources, place, parse, not service.spec.engine.skipTokenizerInit))
@@ -56,7 +52,7 @@ def summarize(
         return [f"the size of the model is unknown: {error or f'no answer in {_TIMEOUT_S:g} s'}"]
     size = format_bytes(model.weights_bytes)
     line = f"{model.shape.architecture}, {size} of weights in {model.dtype}"
-    if source.s3 is not None and streams_weights:
+    if source.s3 is not None and service.streams_weights:
         line += "; they are read from the bucket at each start"
     elif not place.is_complete:
         line += f"; {_check_disk(place, model.weights_bytes)}"
