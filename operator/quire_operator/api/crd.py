@@ -85,6 +85,11 @@ def load_schema() -> Mapping[str, Any]:
     return {**root, "required": ["apiVersion", "kind", "metadata", *root["required"]], "properties": properties}
 
 
+@functools.cache
+def _validator() -> Any:
+    return openapi_schema.build_validator(load_schema())
+
+
 def validate(body: object, old: object = ABSENT) -> ValidationResult:
     """Check a document. Return its problems. Also return the document in the form in which an API server would store
     it.
@@ -96,7 +101,7 @@ def validate(body: object, old: object = ABSENT) -> ValidationResult:
         body = {key: item for key, item in body.items() if key != "status"}
     completed = openapi_schema.with_defaults(load_schema(), body)
     old_completed = old if old is ABSENT else openapi_schema.with_defaults(load_schema(), old)
-    schema_problems = list(openapi_schema.iter_problems(load_schema(), completed))
+    schema_problems = list(openapi_schema.iter_problems(load_schema(), completed, validator=_validator()))
     # Unknown fields are removed before the rules are evaluated, because each rule copies the value that it checks.
     rule_problems = list(
         cel_rules.iter_problems(

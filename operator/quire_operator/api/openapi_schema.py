@@ -82,15 +82,17 @@ def without_unknown_fields(schema: Schema, value: Any) -> Any:
     return value
 
 
-def iter_problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[Problem]:
+def iter_problems(schema: Schema, value: Any, path: FieldPath = (), validator: Any = None) -> Iterator[Problem]:
     """Yield a problem for each violation of `schema`.
 
-    The defaults must already have been added to the value. `path` is the path of the value in the document.
+    The defaults must already have been added to the value. `path` is the path of the value in the document. `validator`
+    is the result of `build_validator` for the schema, if it is used more than once.
     """
     paths_by_name: dict[str, list[FieldPath]] = {}
-    for field_path in field_paths(schema, path):
-        paths_by_name.setdefault(normalize_name(str(field_path[-1])), []).append(field_path)
-    for error in _build_validator(schema).iter_errors(value):
+    for error in (validator or build_validator(schema)).iter_errors(value):
+        if not paths_by_name:
+            for field_path in field_paths(schema, path):
+                paths_by_name.setdefault(normalize_name(str(field_path[-1])), []).append(field_path)
         if error.validator == "enum" and _has_wrong_type(error.schema, error.instance):
             continue  # The error about the type is more precise.
         error_path = (*path, *error.absolute_path)
@@ -100,7 +102,8 @@ def iter_problems(schema: Schema, value: Any, path: FieldPath = ()) -> Iterator[
     yield from _duplicates(schema, value, path)
 
 
-def _build_validator(schema: Schema) -> Any:
+def build_validator(schema: Schema) -> Any:
+    """Return the validator of a schema, for `iter_problems`."""
     # OpenAPI 3.0 is based on draft 4 of JSON Schema, in which 1.0 is not an integer. API servers treat 1.0 in the same
     # way.
     extend: Any = jsonschema.validators.extend
