@@ -32,6 +32,9 @@ class BlocksStored:
     cache_salt: str | None = None
     group: int = 0
     medium: Medium = "GPU"
+    images: list[list[tuple[str, int]]] = field(default_factory=list)
+    """The images of each block: the digest in hexadecimal, and the position of its first token minus that of the first
+    token of the block. Empty if nothing is known about them."""
     has_base_parent: bool = False
     """Whether the adapter does not apply to the parent, which is a block of the base model."""
 
@@ -65,6 +68,7 @@ class BlockEventLog:
         ):
             last.keys.extend(block.keys)
             last.token_ids.extend(block.token_ids)
+            last.images.extend(block.images)
         else:
             self._events.append(block)
 

@@ -260,14 +260,21 @@ class PrefixCache:
     def _stored_event(self, sequence: Sequence, index: int, group: int) -> BlocksStored:
         """Return the event for full block `index`."""
         block_size, hashes = self._block_hasher.block_size, sequence.block_hashes
+        start, end = index * block_size, (index + 1) * block_size
+        images = [
+            (image.digest.hex(), image.start - start)
+            for image in sequence.images
+            if image.start < end and start < image.start + image.num_tokens
+        ]
         return BlocksStored(
             [group_hash(hashes[index], group)],
             group_hash(hashes[index - 1], group) if index else None,
-            sequence.tokens(index * block_size, (index + 1) * block_size),
-            sequence.adapter_until((index + 1) * block_size),
+            sequence.tokens(start, end),
+            sequence.adapter_until(end),
             sequence.cache_salt,
             group,
-            has_base_parent=index > 0 and sequence.adapter_until(index * block_size) is None,
+            images=[images],
+            has_base_parent=index > 0 and sequence.adapter_until(start) is None,
         )
 
     def _uses_long_rope(self, sequence: Sequence) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from quire_engine.kv_cache.block_events import BlockEvent, BlocksRemoved, BlocksStored, Medium
 from quire_engine.kv_cache.block_hash import block_hash_of, group_of
-from quire_engine.kv_events.wire_events import BlockRemoved, BlockStored, ExternalHash, WireEvent
+from quire_engine.kv_events.wire_events import BlockRemoved, BlockStored, ExternalHash, ExtraKey, WireEvent
 from quire_spec.constants import AdapterDigest, AdapterName
 from quire_spec.model.kv_layout import KVLayout
 
@@ -65,10 +65,11 @@ class EventConverter:
             self._blocks_by_digest[digest] |= blocks
             self._digest_by_block |= dict.fromkeys(blocks, digest)
         for name in names:
-            parts: list[str] = [] if name is None else [name]
-            first_parts = parts if event.parent_key or not event.cache_salt else [*parts, event.cache_salt]
-            extra_keys: list[list[str] | None] = [first_parts or None]
-            extra_keys += [parts or None] * (len(event.keys) - 1)
+            parts: list[ExtraKey] = [] if name is None else [name]
+            images = event.images or [[] for _ in event.keys]
+            extra_keys = [[*parts, *each] for each in images]
+            if event.cache_salt and not event.parent_key:
+                extra_keys[0].append(event.cache_salt)
             yield BlockStored(
                 [external_hash(key, name) for key in event.keys],
                 None
@@ -79,7 +80,7 @@ class EventConverter:
                 None,
                 event.medium,
                 name,
-                extra_keys,
+                [each or None for each in extra_keys],
                 event.group,
                 "full_attention" if window is None else "sliding_window",
                 window,

@@ -10,6 +10,8 @@ import msgspec
 ExternalHash = int
 """Identifies a block for subscribers, as an unsigned integer of 64 bits. It is derived from the hash of the block and
 from the name of the adapter."""
+ExtraKey = str | tuple[str, int]
+"""What a block depends on besides tokens: a name or a salt, or the digest of an image and its offset."""
 
 
 class _Event(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag=True):
@@ -29,9 +31,10 @@ class BlockStored(_Event, frozen=True):
     """Always None. In vLLM, it is deprecated."""
     medium: str
     lora_name: str | None
-    extra_keys: list[list[str] | None]
-    """For each block: the name of the adapter and, for the first block of a sequence, the cache salt. None if the block
-    has neither."""
+    extra_keys: list[list[ExtraKey] | None]
+    """For each block: the name of the adapter, the digest of each image with the position at which it begins in the
+    block, which is negative if it begins before it, and for the first block of a sequence the cache salt. None if the
+    block has none of them."""
     group_idx: int
     kv_cache_spec_kind: str
     """full_attention or sliding_window."""

@@ -9,11 +9,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.kv_subscriber import BlockIndex, BlockStored, decode
 
-from quire_engine.kv_cache.block_events import BlockEvent, BlocksRemoved, BlocksStored
+from quire_engine.kv_cache.block_events import BlockEvent, BlockEventLog, BlocksRemoved, BlocksStored
 from quire_engine.kv_cache.block_hash import BlockHasher, group_hash
+from quire_engine.kv_cache.block_pool import BlockPool
+from quire_engine.kv_cache.host_cache import HostCache
+from quire_engine.kv_cache.prefix_cache import PrefixCache
+from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_events.event_converter import EventConverter
 from quire_engine.kv_events.wire_events import EventBatch, WireEvent
+from quire_engine.sequence import Sequence
+from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.model.kv_layout import KVLayout
+from quire_spec.protocol.messages import ImageInput
 
 HASHER = BlockHasher("m", "float32", 4, "float32")
 LAYOUT = KVLayout(1, (0, 1), (0, 0), 2, 1, 5)
@@ -133,6 +140,20 @@ def test_fields_are_those_of_vllm() -> None:
     assert (base.medium, base.block_size, base.lora_id, base.token_ids) == ("GPU", 4, None, [3] * 4)
     hashes = [block_hash for event in events for block_hash in event.block_hashes]
     assert len(set(hashes)) == 5 and all(0 <= block_hash < 2**64 for block_hash in hashes)
+
+
+def test_blocks_name_their_images() -> None:
+    """As in vLLM: the digest, and the offset of the image from the start of the block."""
+    pool = BlockPool(4)
+    pool.event_log = BlockEventLog()
+    cache = PrefixCache(pool, HASHER, KVLayout(), True, HostCache(SwapCosts(), 4, False))
+    images = (ImageInput(2, 3, b"\x01" * 32, (0, 0)), ImageInput(5, 1, b"\x02" * 32, (0, 0)))
+    sequence = Sequence(0, [7] * 16, SamplingParams(), seed=0, max_output_tokens=1, cache_salt="salt", images=images)
+    sequence.block_table, sequence.num_computed_tokens = pool.allocate(4), 12
+    cache.cache_full_blocks(sequence)
+    (event,) = as_seen(EventConverter(KVLayout(), 4).convert(pool.event_log.pop()))
+    first, second = "01" * 32, "02" * 32
+    assert event.extra_keys == [([first, 2], "salt"), ([first, -2], [second, 1]), None]
 
 
 def test_blocks_of_an_alias_are_removed_when_it_moves() -> None:
