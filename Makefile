@@ -8,14 +8,14 @@ EMULATED ?= .venv-emulated
 # At most two threads per process in tests, because tests start several processes.
 export OMP_NUM_THREADS ?= 2
 # Waiting OpenMP threads do not spin: that would take cores from threads that have work.
-test test-server test-cluster test-controllers test-kernels test-tools test-hostile test-torch-min e2e: export OMP_WAIT_POLICY ?= passive
+test test-server test-cluster test-controllers test-kernels test-arm64 test-tools test-hostile test-torch-min e2e: export OMP_WAIT_POLICY ?= passive
 PYTEST = $(BIN)/python -m pytest -q --durations=10
 # Three test files at a time on two cores, because tests wait for servers and timers half of the time. In file order, so
 # that the long ones of tests/cluster, tests/e2e and tests/engine are not the last.
 SIDE_BY_SIDE = -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: cpu-kernels help demo demo-env dev-env emulated-env doctor test test-server test-cluster test-controllers test-kernels test-tools test-hostile test-clients clients-env test-torch-min bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e rollouts emulated
+.PHONY: cpu-kernels help demo demo-env dev-env emulated-env doctor test test-server test-cluster test-controllers test-kernels test-arm64 test-tools test-hostile test-clients clients-env test-torch-min bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e rollouts emulated
 # A Kubernetes cluster for tests and manual use: hack/nodocker_cluster. IPV6=1: IPv6 only. KUBERNETES=v1.34.4: this
 # version instead of the pinned one.
 export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
@@ -45,6 +45,10 @@ test-controllers: cpu-kernels cluster-tools ## test the operator beside real KED
 
 test-kernels: dev-env ## test the GPU kernels without a GPU: in Triton's interpreter, and compiled for sm_90
 	@$(PYTEST) $(SIDE_BY_SIDE) tests/kernels/gpu
+
+test-arm64: dev-env ## test the CPU kernels of ARM64 in qemu (needs g++-aarch64-linux-gnu and qemu-user)
+	@# Without the tests of the build itself, which run with the compiler of this machine in `make test`.
+	@PYTHONPATH=tests $(PYTEST) -p support.emulated_kernels --ignore=tests/kernels/gpu -k "not (library or folder or build)" $(or $(WHAT),tests/kernels)
 
 test-tools: cpu-kernels ## test the tools: the benchmarks, the measuring of a GPU with faults on this CPU, the tiny model
 	@# Not side by side: these tests start programs that use all cores, and run beside `make emulated` in CI.

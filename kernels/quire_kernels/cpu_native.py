@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled bfloat16 kernels for x86 CPUs. They are built once on each machine, and called with ctypes.
+"""Compiled bfloat16 kernels for x86 and ARM64 CPUs. They are built once on each machine, and called with ctypes.
 
-Two libraries are built from the same sources. The AVX-512 build is for processors that support AVX-512 BF16, VBMI and
-VNNI. The AVX2 build is for all other processors that support AVX2, FMA and F16C.
+Three libraries are built from the same sources. The AVX-512 build is for processors that support AVX-512 BF16, VBMI and
+VNNI. The AVX2 build is for all other x86 processors that support AVX2, FMA and F16C. The NEON build is for ARM64.
 
-The kernels are optional. `load_library` returns None if the processor supports neither build, if there is no C++
-compiler, or if QUIRE_NATIVE=0 is set. In this case, torch computes instead. The sources below csrc/ include only
-standard headers. On two cores, it takes about five seconds to compile the AVX-512 build, and about thirty to compile
-the AVX2 build. The library is stored in the folder QUIRE_NATIVE_CACHE, which by default is in the user's cache folder.
+The kernels are optional. `load_library` returns None if the processor supports no build, if there is no C++ compiler,
+or if QUIRE_NATIVE=0 is set. In this case, torch computes instead. The sources below csrc/ include only standard
+headers. On two cores, it takes about five seconds to compile the AVX-512 build, and about thirty to compile the AVX2
+build. No ARM64 machine has been measured. The library is stored in the folder QUIRE_NATIVE_CACHE, which by default is
+in the user's cache folder.
 A new build removes the libraries of other versions if they were not loaded for a month. For an image without a
-compiler, the command `python -m quire_kernels.cpu_native` makes both builds in advance.
+compiler, the command `python -m quire_kernels.cpu_native` makes all builds of its architecture in advance.
 """
 
 import ctypes
@@ -18,17 +19,19 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,18 +53,66 @@ class InstructionSet:
     """The processor instructions that one of the builds uses."""
 
     name: str
+    machine: str
+    """Architecture of the processors, as `platform.machine` returns it."""
     cpu_flags: frozenset[str]
-    """Flags that /proc/cpuinfo shows for processors with these instructions. The options of the compiler have the same
-    names, but without underscores."""
+    """Flags that /proc/cpuinfo shows for processors with these instructions."""
+
+    @property
+    def options(self) -> list[str]:
+        """The options of the compiler. On x86, they have the names of the flags, but without underscores. Every ARM64
+        processor has NEON."""
+        if self.machine == "aarch64":
+            return []
+        return [f"-m{name.replace('_', '')}" for name in sorted(self.cpu_flags)]
 
 
 AVX512 = InstructionSet(
     "AVX-512",
+    "x86_64",
     frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "avx512_vnni", "fma"}),
 )
-AVX2 = InstructionSet("AVX2", frozenset({"avx2", "fma", "f16c"}))
-_INSTRUCTION_SETS = (AVX512, AVX2)
-"""The instruction sets for which there are builds. The fastest one comes first."""
+AVX2 = InstructionSet("AVX2", "x86_64", frozenset({"avx2", "fma", "f16c"}))
+NEON = InstructionSet("NEON", "aarch64", frozenset({"asimd"}))
+_INSTRUCTION_SETS = tuple(each for each in (AVX512, AVX2, NEON) if each.machine == platform.machine())
+"""The instruction sets of this architecture for which there are builds. The fastest one comes first."""
+
+
+_P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+SIGNATURES: Mapping[str, tuple[type[Any], ...]] = {
+    "quire_pack": (_P, _P, _N, _N),
+    "quire_unpack_rows": (_P, _P, _P, _N, _N),
+    "quire_linear": (_P, _N, _P, _P, _P, _N, _N, _N, _N),
+    "quire_pack_int8": (_P, _P, _P, _N, _N),
+    "quire_linear_int8": (_P, _N, _P, _P, _P, _N, _N, _N, _N, _P, _P),
+    "quire_experts": (_P, _N, _P, _P, _P, _P, _P, _N, _N, _N, _N, _P),
+    "quire_pack_codes": (_P, _P, _P, _P, _N, _N),
+    "quire_linear_codes": (_P, _N, _P, _P, _P, _N, _N, _N, _N, _P, _P),
+    "quire_pack_adapter": (_P, _P, _P, _P, _N, _N, _N),
+    "quire_lora_embedding": (_P, _P, _P, _P, _N, _P, _N, _N),
+    "quire_adapted_linear": (_P, _N, _P, _P, _P, _N, _N, _N, _N, _P, _P),
+    "quire_rms_norm": (_P, _N, _P, _P, _N, _N, _F),
+    "quire_norm_heads": (_P, _N, _P, _P, _N, _N, _N, _N, _F),
+    "quire_silu_mul": (_P, _P, _N, _N),
+    "quire_gelu_tanh_mul": (_P, _P, _N, _N),
+    "quire_softcap": (_P, _N, _N, _N, _F),
+    "quire_rotate_write": (_P, _N, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N, _N),
+    "quire_argmax": (_P, _N, _P, _N, _N),
+    "quire_logsumexp": (_P, _N, _P, _N, _N),
+    "quire_sample": (_P, _N, _N, _P, _P, _P, _N, _N),
+    "quire_apply_bitmask": (_P, _N, _P, _N, _P, _N, _N),
+    "quire_attention": (_P, _N, _P, _P, _P, _N, _P, _P, _P, _N, _N, _N, _N, _N, _F, _N, _F, _P, _N),
+    "quire_short_convolution": (_P, _N, _P, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N),
+    "quire_gated_delta_update": (_P, _N, _P, _P, _N, _P, _P, _P, _N, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N),
+    "quire_gated_delta_scan": (_P, _N, _P, _P, _N, _P, _P, _P, _P, _N, _N, _N, _N, _N, _N),
+    "quire_kimi_delta_update": (_P, _N, _P, _P, _N, _P, _N, _P, _P, _P, _P, _P, _N, _N, _N, _N),
+    "quire_gated_rms_norm": (_P, _P, _N, _P, _P, _N, _N, _N, _F, _N),
+    "quire_mamba2_update": (_P, _N, _P, _N, _P, _P, _P, _F, _F, _P, _N, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N),
+    "quire_mamba2_scan": (_P, _N, _P, _N, _P, _P, _P, _F, _F, _P, _P, _N, _N, _N, _N, _N, _N),
+    "quire_gated_group_norm": (_P, _P, _N, _P, _P, _N, _N, _N, _F, _N),
+    "quire_decode": (_P, _P, _P, _P, _P),
+}
+"""The types of the arguments of each function of the library."""
 
 
 class BuildError(Exception):
@@ -76,7 +127,10 @@ def load_library() -> ctypes.CDLL | None:
         return None
     try:
         if (instructions := supported_instructions()) is None:
-            raise BuildError(f"this processor lacks {', '.join(sorted(AVX2.cpu_flags - _cpu_flags()))}")
+            missing = [sorted(each.cpu_flags - _cpu_flags()) for each in _INSTRUCTION_SETS]
+            raise BuildError(
+                f"this processor lacks {', '.join(missing[-1])}" if missing else f"no kernels for {platform.machine()}"
+            )
         native_library = _bind(build(instructions))
     except BuildError as error:
         logger.info("native kernels off: %s", error)
@@ -124,14 +178,15 @@ def supported_instructions() -> InstructionSet | None:
 
 
 def build(instructions: InstructionSet) -> Path:
-    """Build the library for an instruction set, unless it already exists. Return its file. Works on any processor.
+    """Build the library for an instruction set, unless it already exists. Return its file. Works on any processor for
+    which the compiler makes code; CXX can be a cross compiler.
 
     Raises:
         BuildError: there is no compiler, or the compiler failed.
     """
     sources = sorted(_SOURCE_DIR.glob("*.cpp"))
-    flags = (*_COMPILER_FLAGS, *(f"-m{name.replace('_', '')}" for name in sorted(instructions.cpu_flags)))
-    digest = hashlib.sha256(" ".join(flags).encode())
+    flags = (*_COMPILER_FLAGS, *instructions.options)
+    digest = hashlib.sha256(" ".join((*flags, instructions.machine)).encode())
     for source in sorted(_SOURCE_DIR.iterdir()):
         digest.update(source.read_bytes())
     folder = _cache_folder()
@@ -194,40 +249,7 @@ def _bind(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path}: {error}") from error
-    p, n, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    for name, *arguments in (
-        ("quire_pack", p, p, n, n),
-        ("quire_unpack_rows", p, p, p, n, n),
-        ("quire_linear", p, n, p, p, p, n, n, n, n),
-        ("quire_pack_int8", p, p, p, n, n),
-        ("quire_linear_int8", p, n, p, p, p, n, n, n, n, p, p),
-        ("quire_experts", p, n, p, p, p, p, p, n, n, n, n, p),
-        ("quire_pack_codes", p, p, p, p, n, n),
-        ("quire_linear_codes", p, n, p, p, p, n, n, n, n, p, p),
-        ("quire_pack_adapter", p, p, p, p, n, n, n),
-        ("quire_lora_embedding", p, p, p, p, n, p, n, n),
-        ("quire_adapted_linear", p, n, p, p, p, n, n, n, n, p, p),
-        ("quire_rms_norm", p, n, p, p, n, n, f),
-        ("quire_norm_heads", p, n, p, p, n, n, n, n, f),
-        ("quire_silu_mul", p, p, n, n),
-        ("quire_gelu_tanh_mul", p, p, n, n),
-        ("quire_softcap", p, n, n, n, f),
-        ("quire_rotate_write", p, n, p, p, p, p, p, n, n, n, n, n, n),
-        ("quire_argmax", p, n, p, n, n),
-        ("quire_logsumexp", p, n, p, n, n),
-        ("quire_sample", p, n, n, p, p, p, n, n),
-        ("quire_apply_bitmask", p, n, p, n, p, n, n),
-        ("quire_attention", p, n, p, p, p, n, p, p, p, n, n, n, n, n, f, n, f, p, n),
-        ("quire_short_convolution", p, n, p, p, p, p, p, p, p, n, n, n, n),
-        ("quire_gated_delta_update", p, n, p, p, n, p, p, p, n, p, p, p, p, p, n, n, n, n, n),
-        ("quire_gated_delta_scan", p, n, p, p, n, p, p, p, p, n, n, n, n, n, n),
-        ("quire_kimi_delta_update", p, n, p, p, n, p, n, p, p, p, p, p, n, n, n, n),
-        ("quire_gated_rms_norm", p, p, n, p, p, n, n, n, f, n),
-        ("quire_mamba2_update", p, n, p, n, p, p, p, f, f, p, n, p, p, p, p, p, n, n, n, n, n),
-        ("quire_mamba2_scan", p, n, p, n, p, p, p, f, f, p, p, n, n, n, n, n, n),
-        ("quire_gated_group_norm", p, p, n, p, p, n, n, n, f, n),
-        ("quire_decode", p, p, p, p, p),
-    ):
+    for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
     return library

@@ -104,7 +104,7 @@ def warn_of_slow_quantization(quantization: str | None, dtype: torch.dtype, devi
     if quantization is not None and not has_quantized_kernel(dtype, device):
         logger.warning(
             "quantization %s is slow here: the kernels need dtype bfloat16 (got %s), a C++ compiler and a processor "
-            "with AVX2, FMA and F16C",
+            "with AVX2, FMA and F16C, or an ARM64 processor",
             quantization,
             str(dtype).removeprefix("torch."),
         )
@@ -124,7 +124,7 @@ def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype
         if not has_quantized_kernel(dtype, torch.device(config.device)):
             logger.warning(
                 "kv_cache_dtype int8_per_token_head is slow here: the kernels need dtype bfloat16 (got %s), a "
-                "C++ compiler and a processor with AVX2, FMA and F16C",
+                "C++ compiler and a processor with AVX2, FMA and F16C, or an ARM64 processor",
                 str(dtype).removeprefix("torch."),
             )
         return torch.int8

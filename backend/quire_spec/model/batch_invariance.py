@@ -20,7 +20,8 @@ class CpuKernels:
     """The kernels that a machine uses for bfloat16 on the CPU."""
 
     has_compiled: bool = True
-    """Whether the compiled kernels are available: an x86 processor with AVX2, and QUIRE_NATIVE is not 0."""
+    """Whether the compiled kernels are available: an x86 processor with AVX2 or an ARM64 processor,
+    and QUIRE_NATIVE is not 0."""
     has_amx: bool = False
     """Whether oneDNN computes the products, because the processor has AMX."""
     override: str = ""

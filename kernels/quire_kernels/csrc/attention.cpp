@@ -107,8 +107,11 @@ void touch(const Shape& s, const Keys& k) {
       key += count;
     }
   // Keeps the compiler from removing the loads.
-#ifdef __AVX512F__
+#if defined __AVX512F__
   asm volatile("" : : "v"(all));
+#elif defined __aarch64__
+  const __m256i half = _mm256_or_si256(all.low, all.high);
+  asm volatile("" : : "w"(half.low), "w"(half.high));
 #else
   asm volatile("" : : "x"(_mm256_or_si256(all.low, all.high)));
 #endif

@@ -8,7 +8,11 @@
 // 16 bits select the first elements, as `first` makes them.
 #pragma once
 
+#ifdef __aarch64__
+#include "neon.h"
+#else
 #include <immintrin.h>
+#endif
 
 #include <cstdint>
 
@@ -28,6 +32,7 @@
 #define _mm512_shuffle_i32x4(a, b, lanes) shuffle_lanes<lanes>(a, b)
 #define _mm512_ternarylogic_epi32(a, b, c, table) combine<table>(a, b, c)
 
+#undef QUIRE_INLINE
 #define QUIRE_INLINE inline __attribute__((always_inline))
 
 namespace quire {

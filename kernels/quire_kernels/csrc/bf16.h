@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // bfloat16 in registers of 512 bits: helpers of all compiled kernels.
 //
-// An AVX-512 build has such registers. In an AVX2 build, avx2.h makes each of two registers.
+// An AVX-512 build has such registers. In an AVX2 build, avx2.h makes each of two registers, and on ARM64, neon.h makes
+// those of two.
 #pragma once
 
+#ifdef __AVX512F__
 #include <immintrin.h>
-#ifndef __AVX512F__
+#else
 #include "avx2.h"
 #endif
 

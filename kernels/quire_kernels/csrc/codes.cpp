@@ -13,7 +13,6 @@
 // to 15 and 16 to 31, as in linear.cpp. 4 bits: for each four inputs, a line of words with these nibbles, lowest first:
 // first pair of columns 0 to 15, of 16 to 31, second pair of 0 to 15, of 16 to 31.
 
-#include <immintrin.h>
 #include <omp.h>
 
 #include <algorithm>

@@ -7,7 +7,6 @@
 //
 // The inputs of each group of the weight have a scale. A code q stands for scale * (q - zero).
 
-#include <immintrin.h>
 #include <omp.h>
 
 #include <algorithm>

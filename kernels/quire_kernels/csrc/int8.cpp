@@ -9,7 +9,6 @@
 // Each 64 inputs of a row have a scale. With one scale for a row, outliers before the last linear of an MLP made the
 // error of the logits of a small model 1.5 times as large.
 
-#include <immintrin.h>
 #include <omp.h>
 
 #include <algorithm>
