@@ -15,7 +15,7 @@ PYTEST = $(BIN)/python -m pytest -q --durations=10
 SIDE_BY_SIDE = -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: cpu-kernels help demo demo-env dev-env emulated-env doctor test test-server test-cluster test-controllers test-kernels test-arm64 test-tools test-hostile test-clients clients-env test-torch-min bench lint types contracts prose commits hooks check generated format clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e rollouts emulated
+.PHONY: cpu-kernels help demo demo-env dev-env emulated-env doctor test test-server test-cluster test-controllers test-kernels test-arm64 test-tools test-hostile test-clients clients-env test-torch-min bench lint types contracts prose commits hooks check generated format release clean cluster-tools cluster-up cluster-down cluster-images cluster-load e2e rollouts emulated
 # A Kubernetes cluster for tests and manual use: hack/nodocker_cluster. IPV6=1: IPv6 only. KUBERNETES=v1.34.4: this
 # version instead of the pinned one.
 export QUIRE_CLUSTER_IPV6 ?= $(IPV6)
@@ -124,6 +124,9 @@ format: dev-env ## format and fix what ruff can
 
 generated: dev-env ## write the CRD, docs/llmservice-reference.md and the table of docs/models.md
 	@$(BIN)/python hack/generated.py
+
+release: dev-env ## write the wheel with SBOM and provenance to dist/ (IMAGES=registry.example/org: also images for amd64 and arm64)
+	@$(BIN)/python hack/release.py $(if $(IMAGES),--images $(IMAGES))
 
 doctor: ## report missing requirements, and install nothing
 	@$(PYTHON) hack/bootstrap.py --check-only
