@@ -168,7 +168,7 @@ async def connect(address: tuple[str, int]) -> AsyncIterator[tuple[asyncio.Strea
 
 def _answer(status: int, body: bytes, headers: Any) -> Answer:
     try:
-        document = json.loads(body)
+        document = body if headers.get("Content-Type") == "application/octet-stream" else json.loads(body)
     except ValueError:
         document = body.decode(errors="replace")
     return Answer(status, document, {name.lower(): value for name, value in headers.items()})

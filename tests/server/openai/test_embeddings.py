@@ -14,17 +14,22 @@ from support.pooling_checkpoints import embed, make_embedding_model
 from transformers import AutoTokenizer
 
 from quire_server.openai.pooling.pooling import entry_json
+from quire_server.openai.pooling.vector_encoding import EncodedFields, vector_bytes
 from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.protocol.messages import OutputDelta
 
 pytestmark = pytest.mark.timeout(120)
 
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 TEXTS = ["the quick brown fox", "Grüße aus Köln", "x"]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_embedding_model(tmp_path_factory.mktemp("model"), matryoshka_dimensions=[16, 32])
+    folder = make_embedding_model(tmp_path_factory.mktemp("model"), matryoshka_dimensions=[16, 32])
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +75,57 @@ def test_base64_contains_the_same_numbers(front):
     assert list(struct.unpack("<64f", base64.b64decode(encoded))) == plain
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
+def test_vectors_have_the_bits_of_torch(dtype):
+    kind = {"fp8_e4m3": torch.float8_e4m3fn}.get(dtype) or getattr(torch, dtype.replace("fp8", "float8"))
+    scales = torch.tensor([1e-8, 1e-5, 1e-3, 1.0, 100.0])[:, None]
+    vector = (torch.randn(5, 3000, generator=torch.Generator().manual_seed(1)) * scales).flatten()
+    # Numbers in the middle of two others, too.
+    exact = torch.arange(1, 120).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    vector = torch.cat((vector, (exact[1:] + exact[:-1]) / 2, torch.zeros(2) * -1))
+    expected = vector.to(kind)
+    fields = EncodedFields(embed_dtype=dtype, endianness="little")
+    assert vector_bytes(vector.numpy().tobytes(), fields) == expected.view(torch.uint8).numpy().tobytes()
+    swapped = vector_bytes(vector.numpy().tobytes(), EncodedFields(embed_dtype=dtype, endianness="big"))
+    bits = expected.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.itemsize])
+    assert swapped == bits.numpy().byteswap().tobytes()
+
+
+@pytest.mark.parametrize(("path", "task"), [("/v1/embeddings", {}), ("/pooling", {"task": "token_embed"})])
+def test_bytes_are_described_in_a_header(front, path, task):
+    requests = [
+        {"input": TEXTS, **task, "encoding_format": form, "embed_dtype": "float16"}
+        for form in ("base64", "bytes", "bytes_only")
+    ]
+    plain, whole, alone = (front.request(path, request) for request in requests)
+    assert whole.headers["content-type"] == alone.headers["content-type"] == "application/octet-stream"
+    metadata = json.loads(whole.headers["metadata"])
+    assert "metadata" not in alone.headers and metadata["usage"] == plain.body["usage"]
+    for index, (place, entry) in enumerate(zip(metadata["data"], plain.body["data"], strict=True)):
+        assert (place["index"], place["embed_dtype"], place["endianness"]) == (index, "float16", "native")
+        numbers = [
+            torch.frombuffer(bytearray(data), dtype=torch.float16)
+            for data in (
+                whole.body[place["start"] : place["end"]],
+                base64.b64decode(entry.get("embedding", entry.get("data"))),
+            )
+        ]
+        # The second request can be divided into other steps, so its last bits differ.
+        torch.testing.assert_close(*numbers, rtol=0, atol=2e-3)
+        assert math.prod(place["shape"]) == len(numbers[0]) and len(place["shape"]) == (2 if task else 1)
+    assert len(whole.body) == metadata["data"][-1]["end"] == len(alone.body)
+
+
+def test_a_conversation_has_the_vector_of_its_rendered_text(front):
+    messages = [{"role": "user", "content": TEXTS[0]}]
+    ids = front.request("/tokenize", {"messages": messages, "add_generation_prompt": False}).body["tokens"]
+    for path, name in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
+        [chat], [tokens] = (
+            front.request(path, request).body["data"] for request in ({"messages": messages}, {"input": ids})
+        )
+        assert chat[name] == pytest.approx(tokens[name], abs=1e-5)
+
+
 def test_vectors_of_tokens(front, model):
     whole = front.request("/pooling", {"input": TEXTS[0]}).body["data"]
     _assert_close(whole[0]["data"], embed(model, _tokens(model, TEXTS[0])))
@@ -91,8 +147,8 @@ def test_vectors_of_tokens(front, model):
     for body, message in (
         ({"task": "token_classify"}, "model: returns embeddings, and not classes of tokens; use"),
         ({"task": "plugin"}, "task"),
-        ({"encoding_format": "bytes"}, "encoding_format"),
-        ({"messages": []}, "messages: is not supported by this route"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages: not possible with input"),
     ):
         answer = front.request("/pooling", {"input": "a", **body})
         assert answer.status == 400 and message in answer.body["error"]["message"], answer
@@ -101,7 +157,7 @@ def test_vectors_of_tokens(front, model):
 def test_only_some_tokens_have_vectors():
     delta = OutputDelta(1, num_input_tokens=7, pooled=struct.pack("<4f", 1, 2, 3, 4))
     params = PoolingParams(task="token_classify")
-    assert json.loads(entry_json(5, delta, params, False, 8)) == {
+    assert json.loads(entry_json(5, delta, params, EncodedFields(), 8)) == {
         "index": 5,
         "object": "pooling",
         "data": [[1, 2], [3, 4]],
@@ -169,8 +225,9 @@ def test_scores_are_the_cosine(front, model):
         ({"input": "a", "dimensions": "x"}, "dimensions: expected `int"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format: invalid enum value 'hex'"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "'truncate_prompt_tokens': must be -1 or at least 1, got 0"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "messages: is not supported by this route"),
-        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype: is not supported by this route, got 'float16'"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages: images are not possible here"),
+        ({"input": "a", "embed_dtype": "int8"}, "embed_dtype: invalid enum value 'int8'"),
+        ({"input": "a", "chat_template": "x"}, "chat_template: is not supported by this route, got 'x'"),
         ({"input": "a", "use_activation": 5}, "use_activation: expected `bool`"),
         ({"input": "a", "cache_salt": "@"}, "cache_salt: must have"),
         ({"input": "a", "priority": 2**40}, "priority: must be a 32-bit integer"),

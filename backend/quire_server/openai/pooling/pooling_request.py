@@ -32,7 +32,7 @@ _WAIT_S = 60.0
 _FORMER_NAMES = dict.fromkeys(("normalize", "softmax", "activation"), "use_activation")
 """Names that vLLM had before."""
 _UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("messages", "max_tokens_per_doc"), ()),
+    **dict.fromkeys(("messages", "max_tokens_per_doc", "chat_template"), ()),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
     "embedding_type": ("float",),
@@ -75,7 +75,7 @@ def parse_pooling_fields(
         ApiError: a field is not supported, or has a wrong type.
     """
     aliases = {**_FORMER_NAMES, **(other_names or {})}
-    for name in document.keys() & _UNSUPPORTED_FIELDS:
+    for name in (document.keys() & _UNSUPPORTED_FIELDS) - names_of(fields_type):
         if document[name] is not None and document[name] not in _UNSUPPORTED_FIELDS[name]:
             shown = truncated_repr(document[name])
             raise ApiError(400, f"{name}: is not supported by this route, got {shown}; leave it out", name)

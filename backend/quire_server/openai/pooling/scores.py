@@ -60,7 +60,7 @@ class ClassifyFields(PoolingFields, kw_only=True):
     """Fields of a request for classes."""
 
     input: Any = None
-    """See EmbeddingFields."""
+    """See EncodedFields."""
 
 
 class Scores:
