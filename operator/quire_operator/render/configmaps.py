@@ -57,12 +57,15 @@ def adapter_configmap(service: LLMService, catalog: AdapterCatalog) -> Manifest:
 def admin_secret(service: LLMService, context: RenderContext) -> Manifest:
     """Return the Secret that contains the key for the admin port of the pods, the key with which they read KV blocks
     from each other, and the key with which the pods of a group meet. The other keys follow from the first one, so that
-    all are replaced together."""
-    values = {object_names.ADMIN_KEY_FIELD: context.admin_key}
-    if service.kv_transfer is not None:
-        values[object_names.KV_TRANSFER_KEY_FIELD] = _derived_key(context, b"quire kv transfer")
-    if service.num_nodes > 1:
-        values[object_names.RANK_KEY_FIELD] = _derived_key(context, b"quire ranks")
+    all are replaced together.
+
+    All keys are always there: while a change of the spec replaces pods, containers of old pods can start again.
+    """
+    values = {
+        object_names.ADMIN_KEY_FIELD: context.admin_key,
+        object_names.KV_TRANSFER_KEY_FIELD: _derived_key(context, b"quire kv transfer"),
+        object_names.RANK_KEY_FIELD: _derived_key(context, b"quire ranks"),
+    }
     return _secret_manifest(service, object_names.admin_secret(service.name), values)
 
 
