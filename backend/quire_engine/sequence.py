@@ -13,6 +13,7 @@ from quire_engine.tokenization.stop_strings import StopStrings
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.kv_transfer_params import PromptKeys
 from quire_spec.protocol.messages import ImageInput
 
 BlockId = NewType("BlockId", int)
@@ -137,6 +138,8 @@ class Sequence:
     """HOST:PORT of a pod that may have its blocks; empty if none is known."""
     kv_source_required: bool = False
     """The sequence fails if its blocks cannot be read there."""
+    prompt_keys: PromptKeys | None = None
+    """The keys of the blocks of its prompt, if its request returns them."""
     pooling: PoolingParams | None = None
     """If it is set, the sequence ends after its prompt with a vector instead of an output."""
     pools_all_tokens: bool = False

@@ -4,10 +4,13 @@
 import http.client
 import json
 import os
+import queue
 import signal
 import time
 
+import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 from support.kv_peer_relay import Relay
 from support.kv_pods import forest, kv_pods, metric, num_leases
 from support.quire_serve import example_document
@@ -24,7 +27,7 @@ def pods(tmp_path_factory):
     document = example_document()
     document["spec"]["engine"] |= {"maxModelLen": 512, "kvCacheOffloading": {"memory": "32Mi"}}
     speed = f"--kv-transfer-bytes-per-second={BYTES_PER_SECOND}"
-    with kv_pods(document, tmp_path_factory.mktemp("peers"), speed) as pods:
+    with kv_pods(document, tmp_path_factory.mktemp("peers"), speed, num_relays=16) as pods:
         yield *pods.services, pods.addresses[0], pods.relay_ports
 
 
@@ -76,6 +79,54 @@ def test_one_pod_computes_the_prompt_and_another_one_generates(pods, path):
     assert second.body["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
     alone = prefill.request("openai", f"/v1/{path}", body)
     assert second.body["choices"] == alone.body["choices"]
+
+
+@pytest.mark.parametrize("door", ["grpc", "generate"])
+def test_both_roles_at_the_doors_of_the_server(pods, door):
+    """The object is a parameter of the request, and an output of the response of the prefill pod."""
+    prefill, decode, address, ports = pods
+    text = forest(f"Ida {door}", num_days=6)
+    role = {"do_remote_decode": True, "do_remote_prefill": False}
+    first = infer(prefill, door, text, 1, kv_transfer_params=json.dumps(role))
+    params = json.loads(first["kv_transfer_params"])
+    assert f"{params['remote_host']}:{params['remote_port']}" == address
+    assert params["quire"]["tokens"] >= 64 and len(params["quire"]["digest"]) == 64
+    before = metric(decode, "vllm:external_prefix_cache_hits_total")[""]
+    with Relay(address, port=next(ports)) as relay:
+        params["remote_port"] = int(relay.address.rpartition(":")[2])
+        second = infer(decode, door, text, 8, kv_transfer_params=json.dumps(params))
+    assert metric(decode, "vllm:external_prefix_cache_hits_total")[""] >= before + 64
+    assert "kv_transfer_params" not in second
+    assert second["text_output"] == infer(prefill, door, text, 8)["text_output"]
+    errors = metric(decode, "quire_kv_transfer_errors_total")
+    params["quire"]["keys_root"] = "0" * 64
+    assert infer(decode, door, forest("Jan"), 8, kv_transfer_params=json.dumps(params))["text_output"]
+    after = metric(decode, "quire_kv_transfer_errors_total")
+    assert after['reason="keys_root"'] == errors.get('reason="keys_root"', 0) + 1
+    with pytest.raises(Exception, match=r"kv_transfer_params\.remote_host: '127\.0\.0\.1:1' is not an allowed peer"):
+        infer(decode, door, text, 8, kv_transfer_params=json.dumps(params | {"remote_port": 1}))
+
+
+def infer(service, door, text, max_tokens, **parameters):
+    """Return the outputs of a request as texts."""
+    parameters |= {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+    if door == "generate":
+        response = service.generate("tales", text, **parameters)
+        if response.status != 200:
+            raise RuntimeError(response.body)
+        return response.body
+    prompt = grpcclient.InferInput("text_input", [1], "BYTES")
+    prompt.set_data_from_numpy(np.array([text.encode()], np.object_))
+    answers = queue.SimpleQueue()
+    with grpcclient.InferenceServerClient(f"127.0.0.1:{service.ports['grpc']}") as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("tales", [prompt], parameters=parameters)
+        result, error = answers.get(timeout=60)
+        client.stop_stream()
+    if error is not None:
+        raise error
+    names = [output["name"] for output in result.get_response(as_json=True)["outputs"]]
+    return {name: result.as_numpy(name)[0].decode() for name in names}
 
 
 def test_only_allowed_peers_are_read(pods):

@@ -211,7 +211,16 @@ class Engine:
             InvalidArgument: a parameter or token id is invalid, or the prompt is empty or too long.
             NotFound: the adapter is not loaded.
         """
-        self._scheduler.add(self.input_processor.process(request))
+        sequence = self.input_processor.process(request)
+        self._scheduler.add(sequence)
+        if request.returns_prompt_keys:
+            sequence.prompt_keys = self._scheduler.prefix_cache.prompt_keys(sequence)
+        if request.kv_source_keys is not None and self._peers is not None and sequence.kv_source:
+            keys = self._scheduler.prefix_cache.prompt_keys(sequence)
+            if reason := keys.difference(request.kv_source_keys):
+                if sequence.parent_id is None:
+                    self._peers.count_difference(sequence.kv_source, reason, keys, request.kv_source_keys)
+                self._scheduler.drop_kv_source(sequence)
 
     def uncached_prompt(self, request: SequenceRequest) -> UncachedPrompt:
         """Return how much of the prompt of a request would have to be computed. The request is not run."""

@@ -220,7 +220,10 @@ def _sequence_result(sequence: Sequence, span_output: SpanOutput) -> SequenceDel
     computed_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
     prompt_logprobs = None if sequence.params.prompt_logprobs is None else _logprob_lists(computed_logprobs)
     return msgspec.structs.replace(
-        result, prompt_logprobs=prompt_logprobs, num_cached_tokens=sequence.num_cached_tokens
+        result,
+        prompt_logprobs=prompt_logprobs,
+        num_cached_tokens=sequence.num_cached_tokens,
+        prompt_keys=sequence.prompt_keys,
     )
 
 

@@ -24,6 +24,7 @@ from quire_spec.documents.api_key_rule import ApiKeyRule
 from quire_spec.documents.pod_config import PodConfig
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
+from quire_spec.net.addresses import advertised_address
 
 EXIT_SOFTWARE = 70
 """The exit code EX_SOFTWARE from sysexits.h."""
@@ -52,6 +53,8 @@ class ProcessArgs:
     """Name of the process in the pod. Its socket has the same name."""
     api_key_rules: tuple[ApiKeyRule, ...] = ()
     """What each API key may use; see OpenAIOptions.keys."""
+    advertised_host: str = ""
+    """Address at which other pods reach this pod; empty if it is not known."""
 
     def socket_path(self, name: str) -> Path:
         """Return the path of one of the pod's sockets.
@@ -135,7 +138,8 @@ def _parse_args(process_name: str) -> ProcessArgs:
     args = parser.parse_args()
     config = PodConfig.load(args.config)
     rules = () if config.openai is None else config.openai.keys
-    return ProcessArgs(config.engine, config.servedName, args.run_dir, args.name, rules)
+    host = advertised_address(config.host, os.environ)
+    return ProcessArgs(config.engine, config.servedName, args.run_dir, args.name, rules, host)
 
 
 def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

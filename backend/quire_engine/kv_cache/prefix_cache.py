@@ -15,6 +15,7 @@ from quire_engine.kv_cache.state_pool import StatePool
 from quire_engine.sequence import BlockId, Sequence
 from quire_spec.constants import AdapterDigest
 from quire_spec.model.kv_layout import KVLayout
+from quire_spec.protocol.kv_transfer_params import PromptKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,12 @@ class PrefixCache:
             self.block_hash(sequence, index): sequence.adapter_until((index + 1) * block_size)
             for index in range(len(hit.blocks) + len(hit.host_blocks), end)
         }
+
+    def prompt_keys(self, sequence: Sequence) -> PromptKeys:
+        """Return the keys of the full blocks of a sequence that has no output yet."""
+        num_blocks, root = sequence.num_tokens // self._block_hasher.block_size, self._root_hash(sequence)
+        digest = self.block_hash(sequence, num_blocks - 1) if num_blocks else root
+        return PromptKeys(root.hex(), num_blocks * self._block_hasher.block_size, digest.hex())
 
     def full_blocks_only(self, hit: PrefixHit) -> PrefixHit:
         """Return the part of `hit` that consists of full blocks. A sequence that continues after this part does not

@@ -21,6 +21,7 @@ from quire_engine.kv_transfer.store import HostRows, KVStore
 from quire_spec.engine.kv_transfer_config import KVTransferConfig, PeerAddress
 from quire_spec.errors import QuireError, Unavailable
 from quire_spec.protocol import kv_wire
+from quire_spec.protocol.kv_transfer_params import PromptKeys
 from quire_spec.protocol.protocol_error import ProtocolError
 
 _MAX_PEERS = 64
@@ -68,6 +69,12 @@ class Peers:
     def read_key(self) -> bytes:
         """Return the key that all pods share; raises Unavailable."""
         return kv_wire.read_key(Path(self._config.key_file))
+
+    def count_difference(self, address: str, reason: str, own: PromptKeys, other: PromptKeys) -> None:
+        """Count a request whose blocks a pod cannot have, because the field `reason` of the keys differs."""
+        if (peer := PeerAddress.parse(address)) is not None:
+            values = f"{getattr(own, reason)} here, {getattr(other, reason)} there"
+            self.count_error(peer, reason, f"the keys of the prompt differ: {values}")
 
     def count_error(self, peer: PeerAddress, reason: str, message: str) -> None:
         """Count a read that failed, in any thread. The first error of each kind is logged."""

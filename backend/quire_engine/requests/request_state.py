@@ -17,6 +17,7 @@ from quire_engine.tokenization.completion import MIN_LOGPROB, CompletionDelta, C
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code
+from quire_spec.protocol.kv_transfer_params import PromptKeys
 from quire_spec.protocol.messages import (
     GenerateRequest,
     OutputDelta,
@@ -74,6 +75,8 @@ class RequestState:
         self.num_input_tokens = 0
         self.num_cached_tokens = 0
         """Number of prompt tokens whose KV blocks were in the prefix cache."""
+        self.prompt_keys: PromptKeys | None = None
+        """Keys of the KV blocks of the prompt, if the request is for a prefill pod and its prompt is computed."""
         self.completions: list[CompletionState] = []
         """The outputs of the request, in the order of `sequence_ids`. The list is empty until the request is
         submitted."""
@@ -127,6 +130,7 @@ class RequestState:
             for _ in self.sequence_ids
         ]
         self._prompt_token_ids = prepared.prompt_token_ids if self.request.return_prompt_token_ids else None
+        transfer = self.request.kv_transfer_params
         base_request = SequenceRequest(
             self.sequence_ids.start,
             prepared.prompt_token_ids,
@@ -145,6 +149,8 @@ class RequestState:
             images=prepared.images,
             kv_source=self.request.kv_source,
             kv_source_required=self.request.kv_source_required,
+            kv_source_keys=None if transfer is None or not transfer.do_remote_prefill else transfer.quire,
+            returns_prompt_keys=transfer is not None and bool(transfer.do_remote_decode),
         )
         return fan_out(base_request)
 
@@ -175,7 +181,7 @@ class RequestState:
         index = result.id - self.sequence_ids.start
         events = self._parse(index, delta)
         if index == 0 and result.num_cached_tokens is not None:
-            self.num_cached_tokens = result.num_cached_tokens
+            self.num_cached_tokens, self.prompt_keys = result.num_cached_tokens, result.prompt_keys
         if self.request.stream:
             return [self._to_output_delta(index, delta, events)]
         output = self._collected_outputs[index]

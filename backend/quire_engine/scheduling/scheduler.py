@@ -276,6 +276,14 @@ class Scheduler:
         self._waiting.add(sequence)
         self.waiting_for_adapters = False
 
+    def drop_kv_source(self, sequence: Sequence) -> None:
+        """Read nothing for a waiting sequence from the pod that its request names, because that pod does not have its
+        blocks. A sequence that requires them fails; see `fail_unread`."""
+        assert self.store_traffic is not None
+        if sequence.kv_source_required:
+            self.store_traffic.unread.add(sequence.id)
+        sequence.kv_source, sequence.kv_source_required = "", False
+
     def num_uncached_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence, which is not queued, are cached neither on the device nor in host
         memory."""

@@ -27,6 +27,7 @@ from quire_engine.structured_outputs.checker import GrammarChecker
 from quire_engine.text.adapter_finder import AdapterFinder
 from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_engine.text.admission.api_key_access import ApiKeyAccess
+from quire_engine.text.admission.kv_transfer_roles import KVTransferRoles
 from quire_engine.text.chat_renderer import ChatRenderer
 from quire_engine.text.cores.core_client import CoreClient
 from quire_engine.text.cores.core_metrics import CoreMetrics
@@ -138,7 +139,10 @@ async def _serve(
     components = chat_renderer, grammar_checker, tokenizer_threads.run, image_reader
     processor = RequestProcessor(limits, tokenizer, *components)
     finder = AdapterFinder(admission, args.socket_path(SUPERVISOR_SOCKET))
-    request_manager = RequestManager(admission, processor, metrics, cores, finder=finder, tracer=tracer)
+    roles = KVTransferRoles(args.config, args.served_name, args.advertised_host)
+    request_manager = RequestManager(
+        admission, processor, metrics, cores, finder=finder, tracer=tracer, kv_transfer_roles=roles
+    )
     throttle = _create_throttle(args.config)
     methods = TextMethods(
         admission,

@@ -23,6 +23,7 @@ from quire_engine.text.adapter_finder import AdapterFinder
 from quire_engine.text.admission.adapter_versions import version_of
 from quire_engine.text.admission.admission_controller import AdmissionController
 from quire_engine.text.admission.client_turns import ClientTurns
+from quire_engine.text.admission.kv_transfer_roles import KVTransferRoles
 from quire_engine.text.admission.rate_limiter import AdapterRateLimiter
 from quire_engine.text.metrics import RequestMetrics
 from quire_engine.text.tracing import NoTracer, Tracer
@@ -83,8 +84,10 @@ class RequestManager:
         clock: Callable[[], float] = time.monotonic,
         finder: AdapterFinder | None = None,
         tracer: Tracer | None = None,
+        kv_transfer_roles: KVTransferRoles | None = None,
     ) -> None:
-        """Without `finder`, adapters that are not loaded do not exist."""
+        """Without `finder`, adapters that are not loaded do not exist. Without `kv_transfer_roles`, kv_transfer_params
+        have no effect."""
         self._tracer = tracer or NoTracer()
         self._queued_by_client: Counter[str] = Counter()
         """Number of open requests that no step has run yet, for each client that has any."""
@@ -94,6 +97,7 @@ class RequestManager:
         self._cores = cores
         self._clock = clock
         self._finder = finder
+        self._kv_transfer_roles = kv_transfer_roles
         self._last_use: dict[AdapterName, float] = {}
         """Time of the last request of each adapter that had one."""
         # Ids start at the current time. So after a restart, the text process never uses an id that the core already
@@ -194,6 +198,8 @@ class RequestManager:
             if missing is not None:
                 template = await self._find_adapter(request, request_state, missing)
                 request_state.adapter_wait_s = self._clock() - request_state.arrival_time
+            if self._kv_transfer_roles is not None:
+                request_state.request = await self._kv_transfer_roles.with_source(request_state.request)
             async with self._client_turns.turn(request.client):
                 prepared = await self._processor.prepare(request, template)
         except QuireError as rejection:
@@ -401,8 +407,16 @@ class RequestManager:
             self._close(request_state, frontend, reason, error_code or "")
         version = version_of(request_state.adapter.name or "")
         for delta in deltas:
+            if delta.final and (response := self._kv_transfer_response(request_state)) is not None:
+                delta = replace(delta, kv_transfer_params=response)
             frontend.send(replace(delta, adapter_version=version) if version else delta)
         return aborted_ids
+
+    def _kv_transfer_response(self, request_state: RequestState) -> dict[str, Any] | None:
+        request, roles = request_state.request, self._kv_transfer_roles
+        if roles is None or request.kv_transfer_params is None:
+            return None
+        return roles.response(request, str(request_state.sequence_ids.start), request_state.prompt_keys)
 
     def _consume(self, request_state: RequestState, num_tokens: int) -> None:
         """Count tokens against the limits of the adapter and of the API key."""

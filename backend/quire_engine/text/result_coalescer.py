@@ -232,6 +232,7 @@ def coalesce(results: list[SequenceDelta]) -> SequenceDelta:
         last_result,
         prompt_logprobs=prompt_logprobs,
         num_cached_tokens=num_cached_tokens,
+        prompt_keys=next((result.prompt_keys for result in results if result.prompt_keys is not None), None),
         token_ids=[token_id for result in results for token_id in result.token_ids],
         logprobs=logprobs or None,
         num_drafts=sum(result.num_drafts for result in results),

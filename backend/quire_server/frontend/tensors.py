@@ -30,6 +30,8 @@ from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.structured_outputs import FORMER_NAMES
 from quire_spec.errors import Code, InvalidArgument, QuireError, truncated_repr
+from quire_spec.protocol import kv_transfer_params
+from quire_spec.protocol.kv_transfer_params import KVTransferParams
 from quire_spec.protocol.messages import GenerateRequest, OutputDelta, TokenLogprob, logprobs_by_token, merge_deltas
 
 Array = npt.NDArray[Any]
@@ -45,6 +47,10 @@ PRIORITY = "priority"
 request parameter that has this name, except on its generate endpoint. Therefore clients of all other endpoints must put
 the priority into the tensor sampling_parameters."""
 
+KV_TRANSFER_PARAMS = kv_transfer_params.FIELD
+"""Name of the parameter that contains the object as JSON text. In the tensor sampling_parameters, it can also be an
+object. The output with this name contains the object in the response of a prefill pod, as JSON text."""
+
 CLIENT_HEADER = "x-gateway-inference-fairness-id"
 """Header that names the client of a request, if the server forwards it. Clients share the engine equally. Gateways of
 the Gateway API Inference Extension set this header. All requests without it belong to one client."""
@@ -54,7 +60,7 @@ _SERVER_PARAMETERS = frozenset(("id", "timeout", "sequence_id", "sequence_start"
 """Fields that belong to the server's own protocol. They are not parameters of Quire. They appear among the parameters
 because the generate endpoint passes on every top-level key."""
 
-_NON_SAMPLING_NAMES = (constants.LORA_NAME, CACHE_SALT, PRIORITY, *(name for name, _, _ in INPUTS))
+_NON_SAMPLING_NAMES = (constants.LORA_NAME, CACHE_SALT, PRIORITY, KV_TRANSFER_PARAMS, *(name for name, _, _ in INPUTS))
 """Names that can appear at the top level of a generate request but are not sampling parameters."""
 
 _KNOWN_NAMES = frozenset((*SamplingParams.__struct_fields__, *_NON_SAMPLING_NAMES, *FORMER_NAMES))
@@ -78,6 +84,8 @@ class OutputOptions:
     """Number of outputs in each response."""
     has_logprobs: bool
     """True if the request sets `logprobs`. Otherwise, the output tensor `logprobs` contains null."""
+    kv_transfer_params: bool = False
+    """True if the request is for a prefill pod."""
     is_embedding: bool = False
     """True if the text is the JSON list of the numbers of an embedding."""
 
@@ -110,8 +118,9 @@ def parse_request(
     adapter_name = _pop_string(values, constants.LORA_NAME)
     cache_salt = _pop_string(values, CACHE_SALT)
     priority = _pop_int(values, PRIORITY)
+    transfer = _pop_kv_transfer_params(values)
     params = SamplingParams(max_tokens=1) if is_embedding else _sampling_params(values)
-    options = _embedding_options(inputs) if is_embedding else _output_options(inputs, stream, prompt, params)
+    options = _embedding_options(inputs) if is_embedding else _output_options(inputs, stream, prompt, params, transfer)
     if options.cumulative_logprob and params.logprobs is None:
         # The sum needs the log probabilities of the sampled tokens. If logprobs is 0, only these are computed.
         params = structs.replace(params, logprobs=0)
@@ -129,6 +138,7 @@ def parse_request(
         traceparent=headers.get(constants.TRACE_HEADER, ""),
         pooling=pooling,
         images=[] if is_embedding else _images(inputs),
+        kv_transfer_params=None if is_embedding else transfer,
     )
     return request, options
 
@@ -187,6 +197,9 @@ def to_output_tensors(
         tensors[constants.NUM_OUTPUT_TOKENS] = np.array(num_new_tokens, np.uint32)
     if options.output_ids:
         tensors[constants.OUTPUT_IDS] = np.array([token for delta in deltas for token in delta.token_ids], np.int64)
+    if options.kv_transfer_params:
+        response = next((delta.kv_transfer_params for delta in deltas if delta.kv_transfer_params is not None), None)
+        tensors[KV_TRANSFER_PARAMS] = _strings([json.dumps(response)])
     return tensors
 
 
@@ -367,6 +380,19 @@ def _pop_string(values: dict[str, Any], name: str) -> str | None:
     return value
 
 
+def _pop_kv_transfer_params(values: dict[str, Any]) -> KVTransferParams | None:
+    value = values.pop(KV_TRANSFER_PARAMS, None)
+    if value is None:
+        return None
+    value = _parse_object(value, KV_TRANSFER_PARAMS) if isinstance(value, str) else value
+    try:
+        params = msgspec.convert(value, KVTransferParams)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"{KV_TRANSFER_PARAMS}: {str(error)[:300]}") from None
+    _check_encodable(f"{KV_TRANSFER_PARAMS}.remote_host", params.remote_host or "")
+    return params
+
+
 def _pop_int(values: dict[str, Any], name: str) -> int:
     """Remove an integer parameter from `values` and return it; 0 if it is absent."""
     value = values.pop(name, 0)
@@ -411,7 +437,11 @@ def _target_model(model: str, base: str, adapter_name: AdapterName | None) -> st
 
 
 def _output_options(
-    inputs: Mapping[str, Array], stream: bool, prompt: str | None, params: SamplingParams
+    inputs: Mapping[str, Array],
+    stream: bool,
+    prompt: str | None,
+    params: SamplingParams,
+    transfer: KVTransferParams | None,
 ) -> OutputOptions:
     exclude = constants.EXCLUDE_INPUT_IN_OUTPUT
     prepends_prompt = not _flag(inputs, exclude, stream or prompt is None)
@@ -432,6 +462,7 @@ def _output_options(
         prompt_logprobs=_flag(inputs, constants.RETURN_PROMPT_LOGPROBS, False),
         num_outputs=params.n,
         has_logprobs=params.logprobs is not None,
+        kv_transfer_params=transfer is not None and bool(transfer.do_remote_decode),
     )
 
 

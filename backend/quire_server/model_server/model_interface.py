@@ -10,6 +10,7 @@ Source: https://github.com/triton-inference-server/vllm_backend/blob/00ea75bc67f
 """
 
 from quire_spec import constants
+from quire_spec.protocol import kv_transfer_params
 
 FLAGS = (
     constants.STREAM,
@@ -43,6 +44,7 @@ OUTPUTS: tuple[tuple[str, str, int], ...] = (
     (constants.NUM_OUTPUT_TOKENS, "TYPE_UINT32", -1),
     (constants.OUTPUT_IDS, "TYPE_INT64", -1),
     (constants.PROMPT_LOGPROBS, "TYPE_STRING", 1),
+    (kv_transfer_params.FIELD, "TYPE_STRING", 1),
 )
 """Name, type and shape of each output. Each shape has one dimension (-1: any size)."""
 

@@ -16,7 +16,6 @@ from quire_server.openai.completions import CompletionFields, Completions
 from quire_server.openai.errors import CODE_BY_STATUS, ApiError, as_api_error
 from quire_server.openai.generation import DONE
 from quire_server.openai.http.access import AccessControl
-from quire_server.openai.http.allowed_peers import PREFILLER_HEADER, AllowedPeers
 from quire_server.openai.http.body_budget import BodyBudget
 from quire_server.openai.http.ignored_fields import IgnoredFields
 from quire_server.openai.http.message import (
@@ -47,6 +46,7 @@ from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_server.openai.tokenization import Tokenization
 from quire_spec.errors import Code, QuireError, truncated_repr
+from quire_spec.protocol.allowed_peers import PREFILLER_HEADER, AllowedPeers
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from quire_server.openai.formatter import Formatter, encode
 from quire_server.openai.generation import Choice, Generation, Prompt
 from quire_server.openai.http.ignored_fields import IgnoredFields
 from quire_server.openai.http.message import EventStream, HttpRequest, Reply, Response
-from quire_server.openai.http.remote_prefill import KVTransferParams, RemotePrefill
+from quire_server.openai.http.remote_prefill import RemotePrefill
 from quire_server.openai.images.image_loader import ImageLoader
 from quire_server.openai.images.image_parts import image_urls
 from quire_server.openai.logprobs import chat_logprobs
@@ -30,6 +30,7 @@ from quire_server.openai.tools import (
     output_parsing,
 )
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.kv_transfer_params import KVTransferParams
 from quire_spec.protocol.messages import Conversation, OutputDelta, to_raw
 from quire_spec.protocol.parsed_output import (
     ContentDelta,
@@ -120,11 +121,8 @@ class ChatCompletions:
         defaults = await self._client.sampling_defaults() if self._settings.openai.generationConfig == "auto" else {}
         values = defaults | sampling_values | _own_sampling_values(fields, sampling_values, defaults)
         params, copies = build_sampling_params(values, fields.stream)
-        source = await self._remote_prefill.source(fields.kv_transfer_params, fields.stream)
-        request.kv_source = source or request.kv_source
         generation = Generation(id_prefix, request, fields, params, copies, [prompt], self._settings)
-        generation.kv_source_required = bool(source) and self._remote_prefill.is_required
-        generation.kv_transfer_params = self._remote_prefill.response(fields.kv_transfer_params, generation.id)
+        generation.kv_transfer_params = fields.kv_transfer_params
         generation.remote_prompt = self._remote_prefill.prompt(request, "/v1/chat/completions", document, params)
         return generation, fields, params
 

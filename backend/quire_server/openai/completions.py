@@ -10,12 +10,13 @@ from quire_server.openai.errors import ApiError
 from quire_server.openai.formatter import Formatter, encode
 from quire_server.openai.generation import Choice, Generation, Prompt
 from quire_server.openai.http.message import EventStream, HttpRequest, Reply, Response
-from quire_server.openai.http.remote_prefill import KVTransferParams, RemotePrefill
+from quire_server.openai.http.remote_prefill import RemotePrefill
 from quire_server.openai.logprobs import completion_logprobs
 from quire_server.openai.request_fields import GenerationFields, build_sampling_params, parse_fields
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.kv_transfer_params import KVTransferParams
 from quire_spec.protocol.messages import OutputDelta
 
 MAX_PROMPTS = 1024
@@ -76,11 +77,8 @@ class Completions:
         if fields.echo:
             params = structs.replace(params, prompt_logprobs=params.logprobs)
             params.check_consistency()
-        source = await self._remote_prefill.source(fields.kv_transfer_params, fields.stream)
-        request.kv_source = source or request.kv_source
         generation = Generation("cmpl-", request, fields, params, copies, prompts, self._settings)
-        generation.kv_source_required = bool(source) and self._remote_prefill.is_required
-        generation.kv_transfer_params = self._remote_prefill.response(fields.kv_transfer_params, generation.id)
+        generation.kv_transfer_params = fields.kv_transfer_params
         generation.remote_prompt = self._remote_prefill.prompt(request, "/v1/completions", document, params)
         return generation, fields, params, omits_output
 

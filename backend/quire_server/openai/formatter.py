@@ -43,7 +43,7 @@ class Formatter(ABC):
                 final_deltas |= {choice.index: delta for choice, delta in batch}
         choices = [self.complete_choice(choice, final_deltas[choice.index]) for choice in self.generation.choices]
         document: dict[str, Any] = {**self.envelope, "system_fingerprint": SYSTEM_FINGERPRINT, "choices": choices}
-        if (kv_transfer_params := self.generation.kv_transfer_params) is not None:
+        if (kv_transfer_params := self.generation.kv_transfer_response) is not None:
             document["kv_transfer_params"] = kv_transfer_params
         return encode({**document, "usage": self.usage(), **self.prompt_fields()})
 

@@ -23,6 +23,7 @@ from quire_server.openai.request_fields import GenerationFields
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_spec.engine.sampling_params import SamplingParams
+from quire_spec.protocol.kv_transfer_params import KVTransferParams
 from quire_spec.protocol.messages import Conversation, GenerateRequest, OutputDelta, TokenLogprob, logprobs_by_token
 from quire_spec.protocol.parsed_output import OutputParsing
 
@@ -117,10 +118,10 @@ class Generation:
         self._response_headers = http_request.response_headers
         self._num_input_tokens = [0] * (len(prompts) * copies)
         self._num_cached_tokens = [0] * (len(prompts) * copies)
-        self.kv_transfer_params: dict[str, Any] | None = None
+        self.kv_transfer_params: KVTransferParams | None = None
+        """The role of this pod for the request."""
+        self.kv_transfer_response: dict[str, Any] | None = None
         """Where a decode pod finds the blocks of the prompt. It is a field of a complete response."""
-        self.kv_source_required = False
-        """Whether the request fails if its blocks cannot be read from another pod."""
         self.remote_prompt: RemotePrompt | None = None
         """The prompt, if another pod can compute it."""
         self.prompt_token_ids: dict[int, list[int]] = {}
@@ -152,9 +153,8 @@ class Generation:
         engine_requests = self._engine_requests(client, return_prompt_token_ids)
         if (prompt := self.remote_prompt) is not None:
             self.remote_prompt = None
-            if source := await prompt.compute(client, engine_requests[:: self.copies]):
-                changes = {"kv_source": source, "kv_source_required": prompt.is_required}
-                engine_requests = [structs.replace(request, **changes) for request in engine_requests]
+            if (params := await prompt.compute(client, engine_requests[:: self.copies])) is not None:
+                engine_requests = [structs.replace(request, kv_transfer_params=params) for request in engine_requests]
             del prompt
         with OutputStream(client, engine_requests, self.fields.stream_interval) as stream:
             del engine_requests
@@ -233,7 +233,7 @@ class Generation:
                 self._traceparent,
                 images=prompt.images,
                 kv_source=self._kv_source,
-                kv_source_required=self.kv_source_required,
+                kv_transfer_params=self.kv_transfer_params,
             )
             for prompt in self.prompts
             for _ in range(self.copies)
@@ -246,6 +246,11 @@ class Generation:
         choice.num_reasoning_tokens = delta.num_reasoning_tokens
         self._num_input_tokens[request_index] = delta.num_input_tokens
         self._num_cached_tokens[request_index] = delta.num_cached_tokens
+        if delta.kv_transfer_params is not None:
+            self.kv_transfer_response = delta.kv_transfer_params | {"remote_request_id": self.id}
+            if len(self.prompts) > 1:
+                # The keys are those of one prompt.
+                self.kv_transfer_response.pop("quire", None)
         if delta.prompt_token_ids is not None:
             self.prompt_token_ids[request_index] = delta.prompt_token_ids
         if delta.prompt_logprobs is not None:

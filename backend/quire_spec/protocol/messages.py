@@ -24,6 +24,7 @@ from quire_spec.constants import AdapterDigest
 from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code, InvalidArgument, QuireError, Unavailable, error_text
+from quire_spec.protocol.kv_transfer_params import KVTransferParams, PromptKeys
 from quire_spec.protocol.parsed_output import Event, OutputParsing
 
 Role = Literal["stub", "openai", "text", "supervisor", "kv_peer"]
@@ -152,6 +153,8 @@ class GenerateRequest(RequestMessage, frozen=True, tag=2):
     peer. Empty: none is known."""
     kv_source_required: bool = False
     """The request fails with UNAVAILABLE if this pod does not have all blocks, or if they cannot be read."""
+    kv_transfer_params: KVTransferParams | None = None
+    """The role of this pod, and where the blocks of the prompt are. The text process checks the object."""
 
 
 class CancelRequests(Message, frozen=True, tag=3):
@@ -250,6 +253,9 @@ class OutputDelta(Value, frozen=True):
     """Version of the adapter that answers; empty if the adapter has no versions."""
     pooled: bytes | None = None
     """The vector of a request with `pooling`: float32 numbers in little-endian order."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """For the request to a decode pod: where the blocks of the prompt are. The last delta of a request to a prefill pod
+    contains it."""
 
     @classmethod
     def from_error(cls, request_id: int, error: QuireError) -> Self:
@@ -340,6 +346,10 @@ class SequenceRequest(RequestMessage, frozen=True, tag=6):
     """See GenerateRequest."""
     kv_source_required: bool = False
     """See GenerateRequest."""
+    kv_source_keys: PromptKeys | None = None
+    """The keys that the pod at `kv_source` has for the blocks of the prompt; None if they are not known."""
+    returns_prompt_keys: bool = False
+    """Whether the first delta contains the keys of the blocks of the prompt."""
 
 
 class AbortSequences(Message, frozen=True, tag=7):
@@ -376,6 +386,8 @@ class SequenceDelta(Value, frozen=True):
     num_accepted_draft_tokens: int = 0
     pooled: bytes | None = None
     """See OutputDelta. The delta with the vector is the only one of its sequence."""
+    prompt_keys: PromptKeys | None = None
+    """Only the first delta of a sequence with returns_prompt_keys contains it."""
 
     @classmethod
     def from_error(cls, sequence_id: int, error: QuireError) -> Self:

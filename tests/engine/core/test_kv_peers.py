@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.kv_peer import PeerServer
 from support.kv_peer_relay import Relay
@@ -22,7 +23,7 @@ from quire_engine.kv_transfer import peer_connection, peer_store, store_traffic
 from quire_server.kv_peer import server
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code
-from quire_spec.protocol.messages import SequenceRequest
+from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
 
 PREFIXES = [[random.Random(i).randrange(VOCAB) for _ in range(56)] for i in range(3)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -145,6 +146,40 @@ def test_blocks_that_a_peer_does_not_lease_are_computed_or_end_the_request(
     is_failed = required and quota < 7
     assert errors == (dict.fromkeys(outputs, Code.UNAVAILABLE) if is_failed else {})
     assert list(outputs.values()) == ([[], []] if is_failed else expected[:2])
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_peer_with_other_keys_is_not_asked(folder: Path, adapter: Path, key_file: Path, required: bool) -> None:
+    holder, reader = create(folder, key_file, adapter), create(folder, key_file, adapter)
+    prompt = [*PREFIXES[0], 5]
+
+    def run(engine: Engine, **fields: Any) -> list[SequenceDelta]:
+        engine.add(SequenceRequest(0, fields.pop("prompt", prompt), PARAMS, **fields))
+        results = []
+        while engine.has_work:
+            engine.read_pending_adapters()
+            results += engine.step().results
+        return results
+
+    expected = run(holder, returns_prompt_keys=True)
+    keys = expected[0].prompt_keys
+    assert keys is not None and keys.tokens == 56 and all(result.prompt_keys is None for result in expected[1:])
+    others = {
+        "keys_root": ({"cache_salt": "other"}, keys),
+        "tokens": ({}, msgspec.structs.replace(keys, tokens=48)),
+        "digest": ({"prompt": [4, *prompt[1:]]}, keys),
+    }
+    with peer(holder, key_file) as server:
+        source = {"kv_source": server.address, "kv_source_required": required}
+        for number, (reason, (fields, other)) in enumerate(others.items(), 1):
+            results = run(reader, **fields, **source, kv_source_keys=other)
+            assert [result.error_code for result in results if result.error_code] == [Code.UNAVAILABLE] * required
+            assert required or [r.token_ids for r in results] == [r.token_ids for r in run(holder, **fields)]
+            assert reader.stats().peer_errors[reason] == 1 and len(reader.stats().peer_errors) == number
+        assert reader.stats().num_peer_requested_blocks == 0
+        fresh = create(folder, key_file, adapter)
+        assert [r.token_ids for r in run(fresh, **source, kv_source_keys=keys)] == [r.token_ids for r in expected]
+        assert fresh.stats().num_peer_read_blocks == 7 and not fresh.stats().peer_errors
 
 
 def test_short_prompts_are_computed_without_asking(folder: Path, key_file: Path) -> None:

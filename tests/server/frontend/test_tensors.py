@@ -24,6 +24,7 @@ from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code, InvalidArgument, QuireError, Unavailable
 from quire_spec.protocol.framing import FrameDecoder, encode_frame
+from quire_spec.protocol.kv_transfer_params import KVTransferParams
 from quire_spec.protocol.messages import OutputDelta, TokenLogprob, merge_deltas
 
 RETURNS = (
@@ -307,12 +308,29 @@ class TestOutputs:
         delta = OutputDelta(
             7, "a", [5, 6], "length", -1.5, [[TokenLogprob(5, -1.0, 1)], [TokenLogprob(6, -1.0, 1)]], 3, 2
         )
-        tensors = tensors_of(delta, self.all_outputs(parameters='{"logprobs": 1}'))
+        transfer = json.dumps({"do_remote_decode": True})
+        parameters = json.dumps({"logprobs": 1, "kv_transfer_params": transfer})
+        tensors = tensors_of(delta, self.all_outputs(parameters=parameters))
         kinds = {"TYPE_STRING": np.object_, "TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32, "TYPE_INT64": np.int64}
         assert {name: (array.dtype.type, array.ndim) for name, array in tensors.items()} == {
             name: (kinds[kind], 1) for name, kind, _ in OUTPUTS
         }
         assert all(array.shape == (1,) for name, array in tensors.items() if name != "output_ids")
+
+    def test_kv_transfer_params(self):
+        role = {"do_remote_decode": True, "remote_host": None, "remote_block_ids": [2**70], "other": {}}
+        for parameters, inputs in (
+            (json.dumps({"kv_transfer_params": json.dumps(role)}), {}),
+            ("{}", {"sampling_parameters": strings(json.dumps({"kv_transfer_params": role}))}),
+        ):
+            request, options = parse(parameters=parameters, **inputs)
+            assert request.kv_transfer_params == KVTransferParams(do_remote_decode=True)
+            delta = OutputDelta(7, "a", [5], "stop", kv_transfer_params={"remote_host": "10.0.0.1"})
+            assert tensors_of(delta, options)["kv_transfer_params"].tolist() == [b'{"remote_host": "10.0.0.1"}']
+        request, options = parse(parameters=json.dumps({"kv_transfer_params": json.dumps({"do_remote_prefill": True})}))
+        assert request.kv_transfer_params.do_remote_prefill and not options.kv_transfer_params
+        for value in ("x", "[1]", 5, '{"remote_port": "8005"}', '{"quire": {}}', r'{"remote_host": "\ud800"}'):
+            assert_rejected("kv_transfer_params", parameters=json.dumps({"kv_transfer_params": value}))
 
     def test_values_while_streaming(self):
         options = self.all_outputs(stream=flag(True), parameters='{"logprobs": 0}')

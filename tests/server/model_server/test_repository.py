@@ -46,6 +46,7 @@ def test_tensors_are_those_of_vllm_backend_and_token_ids(config):
     assert outputs == UPSTREAM_OUTPUTS | {
         "output_ids": ("TYPE_INT64", [-1]),
         "prompt_logprobs": ("TYPE_STRING", [1]),
+        "kv_transfer_params": ("TYPE_STRING", [1]),
     }
     assert all(t["optional"] for t in config["input"])
 

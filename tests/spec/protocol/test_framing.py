@@ -90,6 +90,8 @@ def bounded(hint: Any, meta: msgspec.Meta, name: str) -> st.SearchStrategy[Any]:
         return st.floats(meta.ge, meta.le)
     if hint is int:
         return st.integers(meta.ge, IDS_END - 1 if name == "id" else meta.le)
+    if hint is str and meta.pattern:  # a key
+        return st.binary(min_size=32, max_size=32).map(bytes.hex)
     if hint is str:
         return st.text(min_size=meta.min_length or 0, max_size=min(8, meta.max_length or 8))
     return values_of(hint, name)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kv_transfer_params`: one pod computes the prompt (prefill), and another one generates the output (decode).
+"""Prompts that another pod computes (prefill), because a request names it in the header x-prefiller-host-port.
 
-A router sends a request to a prefill pod, and copies the object in its response to the request for a decode pod. The
-fields have vLLM's names, so that llm-d's sidecar and vllm-router drive both calls. Blocks have keys of their content
-(docs/kv-peers.md), so the object contains only where the blocks are. If a request names a prefill pod in the header
-x-prefiller-host-port, the decode pod itself sends the first of the two requests (docs/kv-peers.md).
+This pod sends it the request with kv_transfer_params (kv_transfer_params.py), as a router would do, and then handles
+its own request with the object in the response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,18 +12,18 @@ from typing import Any
 import msgspec
 
 from quire_server.openai.errors import ApiError
-from quire_server.openai.http.allowed_peers import AllowedPeers
 from quire_server.openai.http.message import HttpRequest
 from quire_server.openai.http.prefillers import PrefillError, Prefillers
 from quire_server.openai.settings import FrontSettings
 from quire_server.openai.text_client import TextClient
 from quire_spec.engine.kv_transfer_config import PeerAddress
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.errors import QuireError
+from quire_spec.errors import InvalidArgument, QuireError
+from quire_spec.protocol.allowed_peers import AllowedPeers
+from quire_spec.protocol.kv_transfer_params import FIELD, KVTransferParams
 from quire_spec.protocol.messages import GenerateRequest
 from quire_spec.protocol.results import UncachedPrompt
 
-_FIELD = "kv_transfer_params"
 _MIN_TIMEOUT_S = 5.0
 _TIMEOUT_FACTOR = 4.0
 """A prefill pod has this many times as long as this pod would need to compute the prompt, and at least _MIN_TIMEOUT_S
@@ -44,24 +42,8 @@ so that the blocks have the same salt in both pods. The headers that name pods a
 not ask further pods."""
 
 
-class KVTransferParams(msgspec.Struct, kw_only=True):
-    """The object of a request. Fields that are not read here are those that routers copy."""
-
-    do_remote_decode: bool | None = None
-    """The request is for a prefill pod."""
-    do_remote_prefill: bool | None = None
-    """The request is for a decode pod, which reads the blocks of the prompt from a prefill pod."""
-    remote_host: str | None = None
-    remote_port: int | None = None
-    """Where the prefill pod serves its KV blocks."""
-    remote_engine_id: Any = None
-    remote_request_id: Any = None
-    remote_block_ids: Any = None
-    tp_size: Any = None
-
-
 class RemotePrefill:
-    """Both ends of a prefill that is apart from the decode."""
+    """The prefill pods that requests name."""
 
     def __init__(self, settings: FrontSettings, allowed_peers: AllowedPeers) -> None:
         self._settings = settings
@@ -81,7 +63,7 @@ class RemotePrefill:
         `path` accepts it; if it has kv_transfer_params, a router has already decided. A request for the log
         probabilities of its prompt needs the hidden states of all tokens, which are not sent."""
         pod = PeerAddress.parse(request.prefiller)
-        if pod is None or document.get(_FIELD) is not None or params.prompt_logprobs is not None:
+        if pod is None or document.get(FIELD) is not None or params.prompt_logprobs is not None:
             return None
         headers = {
             name: request.headers[name.encode()].decode(errors="replace")
@@ -91,23 +73,25 @@ class RemotePrefill:
         headers |= {"content-type": "application/json", "x-request-id": request.request_id}
         return RemotePrompt(self, pod, path, headers, document)
 
-    async def compute(self, prompt: "RemotePrompt", timeout_s: float) -> str:
-        """Have a prefill pod compute a prompt, and return where its blocks are, as HOST:PORT.
+    async def compute(self, prompt: "RemotePrompt", timeout_s: float) -> KVTransferParams:
+        """Have a prefill pod compute a prompt, and return the object in its response.
 
         Raises:
             PrefillError: the pod did not compute it.
         """
         fields = {name: value for name, value in prompt.document.items() if name not in _OUTPUT_FIELDS}
         role = {"do_remote_decode": True, "do_remote_prefill": False}
-        body = msgspec.json.encode(fields | {"max_tokens": 1, "stream": False, _FIELD: role})
+        body = msgspec.json.encode(fields | {"max_tokens": 1, "stream": False, FIELD: role})
         answer = await self._prefillers.post(prompt.pod, prompt.path, prompt.headers, body, timeout_s)
         try:
-            params = msgspec.convert(answer.get(_FIELD), KVTransferParams)
-            if source := await self.source(params, False):
-                return source
-        except (msgspec.ValidationError, ApiError) as error:
+            params = msgspec.convert(answer.get(FIELD), KVTransferParams)
+            params.check_role()
+            if (peer := params.source()) is not None:
+                await self._allowed_peers.allow(peer, f"{FIELD}.remote_host")
+                return params
+        except (msgspec.ValidationError, InvalidArgument) as error:
             raise PrefillError("invalid", str(error)[:300]) from error
-        raise PrefillError("invalid", f"the answer has no {_FIELD} for a decode pod")
+        raise PrefillError("invalid", f"the answer has no {FIELD} for a decode pod")
 
     @property
     def is_required(self) -> bool:
@@ -118,53 +102,6 @@ class RemotePrefill:
     def num_local_tokens(self) -> int:
         """A prompt of which at most this many tokens are not cached is computed here."""
         return self._settings.engine.prefill_local_tokens
-
-    async def source(self, params: KVTransferParams | None, is_stream: bool) -> str:
-        """Return the pod from which the blocks of the prompt are read, as HOST:PORT; empty if the object names none, or
-        if this pod reads from no others.
-
-        Raises:
-            ApiError: the object is contradictory or incomplete, names a pod that is not allowed, or this pod does not
-                serve its blocks.
-        """
-        if params is None:
-            return ""
-        if params.do_remote_decode and params.do_remote_prefill:
-            raise _error("do_remote_decode", "is true, and so is do_remote_prefill; a request has one of the two roles")
-        if params.do_remote_decode:
-            if self._settings.engine.kv_transfer is None:
-                raise _error("do_remote_decode", "this server does not serve its KV blocks; set kv_transfer")
-            if not self._settings.advertised_host:
-                raise _error("do_remote_decode", "this server does not know its address; set the variable POD_IP")
-            if is_stream:
-                raise _error("do_remote_decode", "is true, so stream must be false: the object is in the response")
-        if not params.do_remote_prefill:
-            return ""
-        for name in ("remote_host", "remote_port"):
-            if getattr(params, name) is None:
-                raise _error(name, "missing, but do_remote_prefill is true; copy the object of the prefill response")
-        host = f"[{params.remote_host}]" if ":" in str(params.remote_host) else params.remote_host
-        if (peer := PeerAddress.parse(f"{host}:{params.remote_port}")) is None:
-            raise _error("remote_host", "and remote_port are not the address of a server")
-        return await self._allowed_peers.allow(peer, f"{_FIELD}.remote_host")
-
-    def response(self, params: KVTransferParams | None, request_id: str) -> dict[str, Any] | None:
-        """Return the object for the request to a decode pod; None if the request is not for a prefill pod.
-        `request_id` is the id of the response."""
-        transfer = self._settings.engine.kv_transfer
-        if params is None or not params.do_remote_decode or transfer is None:
-            return None
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": self._settings.served_name,
-            "remote_request_id": request_id,
-            # The decode pod asks for keys, not for numbers of blocks.
-            "remote_block_ids": [],
-            "remote_host": self._settings.advertised_host,
-            "remote_port": transfer.port,
-            "tp_size": self._settings.engine.tensor_parallel_size,
-        }
 
 
 class RemotePrompt:
@@ -181,9 +118,9 @@ class RemotePrompt:
         self.headers = headers
         self.document = document
 
-    async def compute(self, client: TextClient, requests: Sequence[GenerateRequest]) -> str:
-        """Have the prefill pod compute the prompts of `requests`, and return where their blocks are, as HOST:PORT.
-        Empty if this pod computes them, because they are short, or because the prefill pod failed.
+    async def compute(self, client: TextClient, requests: Sequence[GenerateRequest]) -> KVTransferParams | None:
+        """Have the prefill pod compute the prompts of `requests`, and return the object in its response. None if this
+        pod computes them, because they are short, or because the prefill pod failed.
 
         Raises:
             ApiError: the prefill pod failed, and kv_load_failure_policy is fail.
@@ -197,22 +134,18 @@ class RemotePrompt:
                 compute_s += uncached.compute_s
         except QuireError:
             # The request itself ends with this error.
-            return ""
+            return None
         if num_tokens <= num_local:
             client.report_prefill("local")
-            return ""
+            return None
         timeout_s = max(_MIN_TIMEOUT_S, _TIMEOUT_FACTOR * compute_s)
         try:
-            source = await self._owner.compute(self, timeout_s)
+            params = await self._owner.compute(self, timeout_s)
         except PrefillError as error:
             client.report_prefill(error.result)
             if self.is_required:
                 problem = f"x-prefiller-host-port: {self.pod} did not compute the prompt ({error.result}); try again"
                 raise ApiError(503, problem, retry_after_s=1.0) from error
-            return ""
+            return None
         client.report_prefill("used")
-        return source
-
-
-def _error(name: str, problem: str) -> ApiError:
-    return ApiError(400, f"{_FIELD}.{name}: {problem}", _FIELD)
+        return params

@@ -7,9 +7,8 @@ import socket
 import time
 from collections.abc import Mapping
 
-from quire_server.openai.errors import ApiError
 from quire_spec.engine.kv_transfer_config import KVTransferConfig, PeerAddress
-from quire_spec.errors import truncated_repr
+from quire_spec.errors import InvalidArgument, truncated_repr
 
 HEADER = b"x-kv-cache-source-host-port"
 PREFILLER_HEADER = b"x-prefiller-host-port"
@@ -35,7 +34,7 @@ class AllowedPeers:
         no others.
 
         Raises:
-            ApiError: the header is not HOST:PORT, or the pod is not an allowed peer.
+            InvalidArgument: the header is not HOST:PORT, or the pod is not an allowed peer.
         """
         value = headers.get(header)
         if value is None or self._config is None:
@@ -43,7 +42,7 @@ class AllowedPeers:
         # llm-d's router can name several pods, the best one first.
         text = value.decode("latin-1").partition(",")[0].strip()
         if (peer := PeerAddress.parse(text)) is None:
-            raise ApiError(400, f"{header.decode()}: must be HOST:PORT, got {truncated_repr(text)}")
+            raise InvalidArgument(f"{header.decode()}: must be HOST:PORT, got {truncated_repr(text)}")
         return await self.allow(peer, header.decode())
 
     async def allow(self, peer: PeerAddress, field: str) -> str:
@@ -51,14 +50,14 @@ class AllowedPeers:
         others.
 
         Raises:
-            ApiError: this pod must not read from that pod.
+            InvalidArgument: this pod must not read from that pod.
         """
         if self._config is None:
             return ""
         if not (self._config.allows(peer) or self._is_known(peer)):
             await self._look_up(self._config)
             if not self._is_known(peer):
-                raise ApiError(400, f"{field}: {truncated_repr(str(peer))} is not an allowed peer of this server")
+                raise InvalidArgument(f"{field}: {truncated_repr(str(peer))} is not an allowed peer of this server")
         return str(peer)
 
     def _is_known(self, peer: PeerAddress) -> bool:

@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
-from quire_server.openai.errors import ApiError
-from quire_server.openai.http import allowed_peers
-from quire_server.openai.http.allowed_peers import HEADER, AllowedPeers
 from quire_spec.engine.kv_transfer_config import KVTransferConfig
+from quire_spec.errors import InvalidArgument
+from quire_spec.protocol import allowed_peers
+from quire_spec.protocol.allowed_peers import HEADER, AllowedPeers
 
 
 def test_addresses_of_names_are_allowed_and_known_for_some_time(monkeypatch):
@@ -35,7 +35,7 @@ def test_addresses_of_names_are_allowed_and_known_for_some_time(monkeypatch):
     addresses.clear()
     assert source("10.0.0.1:8005"), "a pod that has ended is a miss, not an error"
     for other in ("10.0.0.2:8005", "10.0.0.1:8006", "http://pods:8005", ""):
-        with pytest.raises(ApiError, match="x-kv-cache-source-host-port"):
+        with pytest.raises(InvalidArgument, match="x-kv-cache-source-host-port"):
             source(other)
     addresses.append("10.0.0.2")
     assert source("10.0.0.2:8005")
@@ -43,5 +43,5 @@ def test_addresses_of_names_are_allowed_and_known_for_some_time(monkeypatch):
 
 def test_without_peers_the_header_has_no_effect():
     assert asyncio.run(AllowedPeers(None).source({HEADER: b"?"})) == ""
-    with pytest.raises(ApiError, match="allowed peer"):
+    with pytest.raises(InvalidArgument, match="allowed peer"):
         asyncio.run(AllowedPeers(KVTransferConfig("key")).source({HEADER: b"10.0.0.1:8005"}))
