@@ -178,6 +178,9 @@ def test_offloading_is_refused_by_name(tmp_path: Path, folder: Path) -> None:
         config(folder, kv_offloading_folder="kv")
     with pytest.raises(ConfigError, match=r"^kv_offloading_folder: not possible with tensor_parallel_size 2"):
         config(folder, num_host_blocks=10, kv_offloading_folder="kv", tensor_parallel_size=2)
+    for size in ("tensor_parallel_size", "pipeline_parallel_size"):
+        with pytest.raises(ConfigError, match=rf"^kv_transfer: not possible with {size} 2"):
+            config(folder, num_host_blocks=10, kv_transfer={"key_file": "key"}, **{size: 2})
     with pytest.raises(ConfigError, match=r"^kv_offloading_folder: not possible with a drafter"):
         draft = {"method": "draft_model", "model": "d", "num_speculative_tokens": 2}
         config(folder, num_host_blocks=10, kv_offloading_folder="kv", speculative_config=draft)
