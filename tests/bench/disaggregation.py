@@ -4,16 +4,18 @@
 
 PYTHONPATH=tests:hack python tests/bench/disaggregation.py [--rounds 2] [--seconds 24]
 
-Random weights of a small shape, bfloat16, in two `quire serve` of one thread, each on a processor of its own. Short
-requests (16 to 256 prompt tokens, 32 output tokens) arrive at random at half of the rate that one pod can serve. Every
-2 s, four prompts of four chunks with one output token arrive at once. A chunk (--chunk) must be so small that one pod
-can compute these prompts in time: in 2 s, a pod must compute sixteen chunks.
+Random weights of a small shape, bfloat16, in pods (`quire serve`) of one thread. Short requests (16 to 256 prompt
+tokens, 32 output tokens) arrive at random at half of the rate that one mixed pod can serve. Every 2 s, four prompts of
+four chunks with one output token arrive at once. A chunk (--chunk) must be so small that one pod can compute these
+prompts in time: in 2 s, a pod must compute sixteen chunks.
 
-- mixed: the requests go to both pods in turn.
-- apart: all requests go to one pod, which has the other one compute the long prompts (x-prefiller-host-port).
+- mixed: the requests go to two pods in turn.
+- apart: all requests go to a decode pod, which has a prefill pod compute the long prompts (x-prefiller-host-port). The
+  decode pod itself computes only short prompts, so that its own chunks can be small (--decode-chunk).
 
-The same servers serve both, in turn. The time to the first token and the times between tokens are those of the short
-requests, as a client measures them. A result is the ratio of the p99 of both, over all rounds.
+Each of the two processors has a mixed pod and a pod of a role. The pods of one way are idle while the other way is
+measured. The time to the first token and the times between tokens are those of the short requests, as a client measures
+them. A result is the ratio of the p99 of both, over all rounds.
 """
 
 import argparse
@@ -39,6 +41,8 @@ SHORT_TOKENS = (16, 256)
 OUTPUT_TOKENS = 32
 CAPACITY_CLIENTS, CAPACITY_S = 16, 8.0
 WARM_UP_S = 18.0
+PREFILL, DECODE, MIXED = 0, 1, (2, 3)
+"""Numbers of the pods."""
 VOCAB = 49_000
 
 
@@ -83,13 +87,13 @@ class Client:
         return times
 
     async def capacity(self) -> float:
-        """Return how many short requests a second one pod can serve."""
+        """Return how many short requests a second one mixed pod can serve."""
         end, count = time.perf_counter() + CAPACITY_S, 0
 
         async def run() -> None:
             nonlocal count
             while time.perf_counter() < end:
-                await self.send(1, self._random.randint(*SHORT_TOKENS), OUTPUT_TOKENS)
+                await self.send(MIXED[1], self._random.randint(*SHORT_TOKENS), OUTPUT_TOKENS)
                 count += 1
 
         started = time.perf_counter()
@@ -99,12 +103,12 @@ class Client:
     async def measure(self, is_apart: bool, rate: float, seconds: float) -> Latencies:
         """Run the load for some seconds, and wait for its last requests."""
         found, number = Latencies(), 0
-        prefiller = self._pods.openai_addresses[0] if is_apart else ""
+        prefiller = self._pods.openai_addresses[PREFILL] if is_apart else ""
 
         def next_pod() -> int:
             nonlocal number
             number += 1
-            return 1 if is_apart else number % 2
+            return DECODE if is_apart else MIXED[number % 2]
 
         async def short() -> None:
             times = await self.send(next_pod(), self._random.randint(*SHORT_TOKENS), OUTPUT_TOKENS, prefiller)
@@ -169,8 +173,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=24.0, help="of each run")
     parser.add_argument("--shape", default="135m-8-layers")
     parser.add_argument("--chunk", type=int, default=192, help="tokens of a step; prompts have four times as many")
+    parser.add_argument("--decode-chunk", type=int, default=64, help="tokens of a step of the decode pod")
+    parser.add_argument("--mixed-chunk", type=int, help="tokens of a step of mixed pods (default: --chunk)")
     args = parser.parse_args()
-    engine = {"dtype": "bfloat16", "maxModelLen": 2048, "maxNumSeqs": 32, "maxNumBatchedTokens": args.chunk}
+    engine = {"dtype": "bfloat16", "maxModelLen": 2048, "maxNumSeqs": 32}
     engine |= {"kvCacheMemory": "768Mi", "kvCacheOffloading": {"memory": "256Mi"}}
     document = {
         "apiVersion": "quire.dev/v1alpha1",
@@ -184,14 +190,16 @@ def main() -> None:
         },
     }
     cpus = sorted(os.sched_getaffinity(0))
-    places = [{cpus[0]}, {cpus[1 % len(cpus)]}]
+    places = [{cpus[0]}, {cpus[1 % len(cpus)]}] * 2
+    chunks = (args.chunk, args.decode_chunk, *[args.mixed_chunk or args.chunk] * len(MIXED))
+    engines = [{"maxNumBatchedTokens": chunk} for chunk in chunks]
     with (
         tempfile.TemporaryDirectory(prefix="quire-bench-") as folder,
-        kv_pods(document, Path(folder), places=places) as pods,
+        kv_pods(document, Path(folder), places=places, engines=engines) as pods,
     ):
         results = asyncio.run(compare(pods, args))
-        print("results of the header:", json.dumps(metric(pods.services[1], "quire_remote_prefills_total")))
-        print("failed reads:", json.dumps(metric(pods.services[1], "quire_kv_transfer_errors_total")))
+        print("results of the header:", json.dumps(metric(pods.services[DECODE], "quire_remote_prefills_total")))
+        print("failed reads:", json.dumps(metric(pods.services[DECODE], "quire_kv_transfer_errors_total")))
     for name, found in results.items():
         print_latencies(name, found)
     mixed, apart = results["mixed"], results["apart"]

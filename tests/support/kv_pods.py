@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real services that read each other's KV blocks, and what tests read from their metrics."""
+"""Real services that read each other's KV blocks, and what tests read from their metrics."""
 
 import contextlib
 import os
@@ -44,13 +44,15 @@ def kv_pods(
     *flags: str,
     num_relays: int = 10,
     places: Sequence[set[int]] = (),
+    engines: Sequence[dict[str, Any]] = ({}, {}),
 ) -> Iterator[KVPods]:
-    """Start two services. The second one is stopped at the end, if it still runs; the first one is killed. `places` are
-    the processors of each service, which then has one thread."""
+    """Start a service for each of `engines`, which has its settings beside those of the document. The last one is
+    stopped at the end, if it still runs; the others are killed. `places` are the processors of each service, which then
+    has one thread."""
     key = folder / "key"
     key.touch(0o600)
     key.write_text("k" * 32)
-    ports = [dict(zip((*PORTS, "openai", "transfer"), free_ports(6), strict=True)) for _ in range(2)]
+    ports = [dict(zip((*PORTS, "openai", "transfer"), free_ports(6), strict=True)) for _ in engines]
     relay_ports = free_ports(num_relays)
     transfer_ports = [names.pop("transfer") for names in ports]
     allowed = [*transfer_ports, *(names["openai"] for names in ports), *relay_ports]
@@ -58,16 +60,18 @@ def kv_pods(
     services: list[QuireServeProcess] = []
     try:
         for number, transfer_port in enumerate(transfer_ports):
-            (folder / f"pod-{number}").mkdir()
             own = [f"--kv-transfer-port={transfer_port}", f"--kv-transfer-key-file={key}"]
             own.append(f"--kv-transfer-peers={peers}")
+            spec = document["spec"] | {"engine": document["spec"].get("engine", {}) | engines[number]}
+            pod_document, pod_folder = document | {"spec": spec}, folder / f"pod-{number}"
+            pod_folder.mkdir()
             with _placed(places[number]) if places else contextlib.nullcontext(None) as env:
-                pod = QuireServeProcess(document, folder / f"pod-{number}", *own, *flags, ports=ports[number], env=env)
+                pod = QuireServeProcess(pod_document, pod_folder, *own, *flags, ports=ports[number], env=env)
             services.append(pod)
         for service in services:
             service.wait_ready()
         yield KVPods(services, transfer_ports, iter(relay_ports))
-        services[1].stop()
+        services[-1].stop()
     finally:
         for service in services:
             if service.process.poll() is None:
