@@ -131,7 +131,7 @@ def greedy(oracle: Any, prompt: ImagePrompt, num_tokens: int) -> tuple[list[int]
         types = {"mm_token_type_ids": (ids == IMAGE_TOKEN).int()} if prompt.images else {}
         if oracle.config.model_type == "gemma3":
             types = {"token_type_ids": (ids == IMAGE_TOKEN).int()}
-        table = oracle(ids, **inputs, **types).logits[0, -1].log_softmax(-1)[:IMAGE_TOKEN]
+        table = oracle(ids, **inputs, **types).logits[0, -1].float().log_softmax(-1)[:IMAGE_TOKEN]
         logprobs.append(table)
         token_ids.append(int(table.argmax()))
     return token_ids[len(prompt.token_ids) :], torch.stack(logprobs)

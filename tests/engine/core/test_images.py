@@ -140,6 +140,19 @@ def test_outputs_equal_transformers(cases, name, scenario):
         assert (engine.stats().num_preemptions > 0) == (scenario == "preempted")
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_is_as_exact_as_transformers(cases, name):
+    case = cases(name)
+    outputs = _run(Engine.from_config(_config(case.folder, dtype="bfloat16")), case.prompts)
+    oracle, errors, oracle_errors = load_oracle(case.folder, torch.bfloat16), [], []
+    for i, prompt in enumerate(case.prompts):
+        exact, first = case.references[i][1][0], outputs[i][1][0]
+        errors.append(torch.tensor([first[token] for token in range(IMAGE_TOKEN)]) - exact)
+        oracle_errors.append(greedy(oracle, prompt, 1)[1][0] - exact)
+    assert 0 < torch.stack(errors).norm() < 1.3 * torch.stack(oracle_errors).norm()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_prefix_cache_never_mixes_images(cases, name):
     case = cases(name)
