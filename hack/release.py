@@ -33,7 +33,8 @@ from cyclonedx.output.json import JsonV1Dot6
 from packageurl import PackageURL
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = "https://github.com/quire-llm/quire"
+BUILD_TYPE = "https://quire.dev/make-release/v1"
+"""Identifies the way in which a file was built. It is a name, as the API group is."""
 EXTRA = "serve"
 """The extra whose dependencies the SBOM of the wheel lists."""
 PLATFORMS = "linux/amd64,linux/arm64"
@@ -80,6 +81,15 @@ class Commit:
             )
         digest, seconds = _run("git", "log", "-1", "--format=%H %ct").split()
         return cls(digest, datetime.fromtimestamp(int(seconds), UTC))
+
+
+def source_url(commit: Commit) -> str:
+    """Return the URL of the repository: QUIRE_SOURCE_URL, else the remote `origin` without credentials, else the name
+    of the commit."""
+    command = ["git", "config", "--get", "remote.origin.url"]
+    remote = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    url = os.environ.get("QUIRE_SOURCE_URL") or re.sub(r"(?<=://)[^/]*@", "", remote)
+    return f"git+{url}" if "://" in url else f"gitoid:commit:sha1:{commit.id}"
 
 
 def normalized(name: str) -> str:
@@ -160,13 +170,13 @@ def provenance(
         "predicateType": "https://slsa.dev/provenance/v1",
         "predicate": {
             "buildDefinition": {
-                "buildType": f"{SOURCE}/blob/{commit.id}/hack/release.py",
-                "externalParameters": {"source": f"git+{SOURCE}@{commit.id}", **parameters},
+                "buildType": BUILD_TYPE,
+                "externalParameters": dict(parameters),
                 "internalParameters": {"python": platform.python_version(), "machine": platform.machine()},
-                "resolvedDependencies": [{"uri": f"git+{SOURCE}", "digest": {"gitCommit": commit.id}}],
+                "resolvedDependencies": [{"uri": source_url(commit), "digest": {"gitCommit": commit.id}}],
             },
             "runDetails": {
-                "builder": {"id": os.environ.get("QUIRE_BUILDER_ID", f"{SOURCE}/make-release")},
+                "builder": {"id": os.environ.get("QUIRE_BUILDER_ID", BUILD_TYPE)},
                 "metadata": {
                     "invocationId": os.environ.get("QUIRE_BUILD_ID", f"{commit.id}-{started:%Y%m%dT%H%M%SZ}"),
                     "startedOn": f"{started:%Y-%m-%dT%H:%M:%SZ}",

@@ -83,6 +83,7 @@ def test_sbom_of_an_image_has_the_packages_of_debian_and_of_python(tmp_path):
 
 
 def test_a_wheel_is_released_with_sbom_and_provenance_and_is_reproducible(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUIRE_SOURCE_URL", "https://git.example/quire")
     run = release._run
     monkeypatch.setattr(
         release, "_run", lambda *command: json.dumps(REPORT) if "--report=-" in command else run(*command)
@@ -97,7 +98,8 @@ def test_a_wheel_is_released_with_sbom_and_provenance_and_is_reproducible(tmp_pa
     assert statement["subject"] == [{"name": wheels[0].name, "digest": {"sha256": digests[0]}}]
     assert statement["predicateType"] == "https://slsa.dev/provenance/v1"
     definition = statement["predicate"]["buildDefinition"]
-    assert definition["resolvedDependencies"][0]["digest"] == {"gitCommit": COMMIT.id}
+    source = {"uri": "git+https://git.example/quire", "digest": {"gitCommit": COMMIT.id}}
+    assert definition["resolvedDependencies"] == [source]
     document = json.loads(wheels[0].with_name(f"{wheels[0].name}.cdx.json").read_text())
     assert document["metadata"]["component"]["hashes"][0]["content"] == digests[0]
 

@@ -53,7 +53,8 @@ class EmulatedLibrary:
         program = folder / "call_kernels"
         command = [CROSS_COMPILER, "-std=c++17", "-O2", "-fopenmp", str(_PROGRAM), "-o", str(program), "-ldl"]
         subprocess.run([*command, "-Wl,--no-as-needed", "-lgomp"], check=True)
-        self._file = tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="quire-arena-")  # noqa: SIM115
+        # Not in /dev/shm, which has only 64 MiB in many containers. Only the pages in use take space.
+        self._file = (folder / "arena").open("w+b")
         self._file.truncate(_ARENA_BYTES)
         self._arena = mmap.mmap(self._file.fileno(), _ARENA_BYTES)
         self._here = ctypes.addressof(ctypes.c_char.from_buffer(self._arena))
@@ -68,7 +69,7 @@ class EmulatedLibrary:
 
     def close(self) -> None:
         """End the program."""
-        with self._process:
+        with self._process, self._file:
             self._process.kill()
 
     def _call(self, name: str, kinds: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
