@@ -14,10 +14,12 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import httpx
 import huggingface_hub
+import huggingface_hub.errors
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from quire_engine.weights.conversion_report import CONVERT_COMMAND
@@ -31,9 +33,11 @@ PICKLE_PATTERNS = ["pytorch_model*.bin", "adapter_model.bin"]
 """File name patterns of weights that only the converter downloads."""
 # Subfolders contain other formats, and `consolidated` files contain the same weights again.
 _IGNORE_PATTERNS = ["*/*", "consolidated*"]
-_ERRORS = (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL, ImportError)
+_http: Any = import_module(huggingface_hub.errors.HTTPError.__module__.partition(".")[0])
+"""The package with which huggingface_hub sends requests: httpx, and httpx2 since its release 2."""
+_ERRORS = (OSError, ValueError, _http.HTTPError, _http.InvalidURL, ImportError)
 """Errors that huggingface_hub raises. HfHubHTTPError is an OSError. An invalid hub id raises ValueError. A SOCKS proxy
-raises ImportError if the package for it is not installed. Network errors are exceptions of httpx.
+raises ImportError if the package for it is not installed. Network errors are exceptions of its HTTP package.
 """
 _TIMEOUT_S = 15.0
 
@@ -96,7 +100,7 @@ def resolve_model(
     return Path(path)
 
 
-def _probe_hub(model: str, revision: str | None) -> httpx.TimeoutException | None:
+def _probe_hub(model: str, revision: str | None) -> Exception | None:
     """Return the timeout error if the hub never replies, otherwise None.
 
     Such a hub accepts connections or drops packets, but it sends no response. `snapshot_download` would then wait
@@ -104,8 +108,9 @@ def _probe_hub(model: str, revision: str | None) -> httpx.TimeoutException | Non
     """
     try:
         huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_TIMEOUT_S)
-    except httpx.TimeoutException as error:
-        return error
+    except _http.TimeoutException as error:
+        timeout: Exception = error
+        return timeout
     except _ERRORS:
         # Later, `snapshot_download` either reports the same error or finds all files in its cache.
         return None
