@@ -84,7 +84,7 @@ class EmulatedLibrary:
                 return 0
             return self._there + region.offset + pointer - region.address
 
-        replaced: list[tuple[int, int]] = []
+        replaced: list[tuple[int, int, int]] = []
         for region in regions:
             ctypes.memmove(self._here + region.offset, region.address, region.size)
             if region.can_have_pointers:
@@ -93,7 +93,7 @@ class EmulatedLibrary:
                 words = np.frombuffer(self._arena, np.uint64, count, offset)
                 for i in np.nonzero(words >= min(starts))[0]:
                     if new := translate(int(words[i])):
-                        replaced.append((offset + 8 * int(i), int(words[i])))
+                        replaced.append((offset + 8 * int(i), int(words[i]), new))
                         words[i] = new
         words = [name]
         for kind, value in zip(kinds, arguments, strict=True):
@@ -105,8 +105,10 @@ class EmulatedLibrary:
         assert self._process.stdin is not None
         self._process.stdin.write(" ".join(words) + "\n")
         self._read()
-        for offset, word in replaced:
-            self._arena[offset : offset + 8] = word.to_bytes(8, "little")
+        for offset, word, new in replaced:
+            # A new tensor contains what the memory had before, also pointers, which the kernel may have overwritten.
+            if self._arena[offset : offset + 8] == new.to_bytes(8, "little"):
+                self._arena[offset : offset + 8] = word.to_bytes(8, "little")
         for region in regions:
             ctypes.memmove(region.address, self._here + region.offset, region.size)
         self.num_calls += 1
