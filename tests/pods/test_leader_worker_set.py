@@ -56,10 +56,14 @@ def lws(cluster, tmp_path_factory):
 
 @contextlib.contextmanager
 def serving(cluster, namespace, num_pods, **spec):
-    """A namespace with examples/kind/tales.yaml, Ready, with some fields of the spec replaced."""
+    """A namespace with examples/kind/tales.yaml, Ready, with some fields of the spec replaced.
+
+    A node of two cores has room for the four pods of both services.
+    """
+    service = example_service(runtime={"cpu": "250m"}, **spec)
     with cluster.namespace(namespace) as name:
         create_examples_volume(cluster, name)
-        cluster.kubectl("apply", "--filename=-", namespace=name, stdin=json.dumps(example_service(**spec)))
+        cluster.kubectl("apply", "--filename=-", namespace=name, stdin=json.dumps(service))
         wait_serving(cluster, name, num_pods)
         yield name
         cluster.kubectl("delete", "llm", "tales", "--wait=true", namespace=name)
