@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import huggingface_hub
 import huggingface_hub.errors
@@ -109,8 +109,7 @@ def _probe_hub(model: str, revision: str | None) -> Exception | None:
     try:
         huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_TIMEOUT_S)
     except _http.TimeoutException as error:
-        timeout: Exception = error
-        return timeout
+        return cast(Exception, error)
     except _ERRORS:
         # Later, `snapshot_download` either reports the same error or finds all files in its cache.
         return None

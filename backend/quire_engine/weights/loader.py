@@ -250,9 +250,7 @@ class _FloatTensor:
         if len(self.shape) == 3 and self.shape[1] == 1:  # the weight of a convolution of each feature by itself
             weight: Tensor = self._slice[rows.start : rows.stop, 0, columns.start : columns.stop]
             return weight
-        if (
-            len(self.shape) == 4
-        ):  # a number for each head, which is multiplied with [1, num_tokens, num_heads, head_dim]
+        if len(self.shape) == 4:  # [1, 1, num_heads, 1], to be multiplied with [1, num_tokens, num_heads, head_dim]
             numbers: Tensor = self._slice[0, 0, rows.start : rows.stop, 0]
             return numbers
         index: tuple[int | slice, ...] = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
