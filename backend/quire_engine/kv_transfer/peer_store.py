@@ -32,7 +32,8 @@ _LATE_S = 1.5
 """If no request waits for a read any longer, the read was late if it took more than this many seconds. Otherwise, its
 requests were aborted."""
 _MEASUREMENT_S = 10.0
-"""A measured time of a read counts for this number of seconds. After that, a read measures again."""
+"""A measured time of a read counts for this number of seconds. After that, a read measures again. The first read of a
+connection is not measured: it opens the connection, and takes up to four times as long for each block."""
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ class PeerStore(KVStore):
     ) -> None:
         """Read, and call `on_done` with the number of blocks, also after an error."""
         num_done, start, reason, message = 0, time.monotonic(), "", ""
+        earlier_connection = self._connection
         try:
             if start >= self._no_reads_before:
                 self._rows.synchronize()
@@ -160,7 +162,7 @@ class PeerStore(KVStore):
                 self._close()
                 self._no_reads_before = time.monotonic() + _RETRY_S
                 self._peers.count_error(self._address, reason, message)
-            if num_done:
+            if num_done and self._connection is earlier_connection is not None:
                 seconds, earlier_seconds = (time.monotonic() - start) / num_done, self.seconds_per_block
                 self._read_seconds = 0.8 * earlier_seconds + 0.2 * seconds if earlier_seconds else seconds
                 self._measured_at = time.monotonic()

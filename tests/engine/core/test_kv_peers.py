@@ -107,6 +107,25 @@ def test_outputs_are_the_same_with_blocks_of_a_peer(
         assert server.server.status().num_sent_blocks == 21
 
 
+def test_the_first_read_of_a_connection_is_not_measured(
+    folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens the connection. Its time would say that the next prompts are computed faster than they are read."""
+    monkeypatch.setattr(peer_store, "_MEASUREMENT_S", 60.0)
+    holder, reader = create(folder, key_file), create(folder, key_file)
+    serve(holder)
+    with peer(holder, key_file) as server:
+        assert reader._peers is not None
+        store = reader._peers.find(server.address)
+        assert store is not None
+        for number, prefix in enumerate(PREFIXES[:2]):
+            reader.add(SequenceRequest(number, [*prefix, 5], PARAMS, kv_source=server.address))
+            while reader.has_work:
+                reader.step()
+            assert reader.stats().num_peer_read_blocks == 7 * (number + 1)
+            assert (store.seconds_per_block > 0) == (number == 1)
+
+
 def test_the_uncached_tokens_of_a_prompt_are_counted(folder: Path, adapter: Path, key_file: Path) -> None:
     engine = create(folder, key_file, adapter)
     serve(engine, adapter=True)
