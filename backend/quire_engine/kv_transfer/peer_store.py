@@ -162,6 +162,10 @@ class PeerStore(KVStore):
                 self._close()
                 self._no_reads_before = time.monotonic() + _RETRY_S
                 self._peers.count_error(self._address, reason, message)
+            if self._connection is not None:
+                # Otherwise, the read and this store refer to each other, and a store that requests no longer name
+                # keeps its connection and its threads.
+                self._connection.is_wanted = _always
             if num_done and self._connection is earlier_connection is not None:
                 seconds, earlier_seconds = (time.monotonic() - start) / num_done, self.seconds_per_block
                 self._read_seconds = 0.8 * earlier_seconds + 0.2 * seconds if earlier_seconds else seconds
@@ -228,6 +232,10 @@ class PeerStore(KVStore):
         except (QuireError, Cancelled) as error:
             # The lease then ends, and the checksum shows whether its rows were replaced.
             logger.info("kv peer: no heartbeats peer=%s error=%s", self._address, error)
+
+
+def _always() -> bool:
+    return True
 
 
 def _checksum(buffers: Sequence[memoryview]) -> bytes:

@@ -2,10 +2,12 @@
 """An engine reads KV blocks from the server of another one over TCP, or computes them, with the same greedy output."""
 
 import contextlib
+import gc
 import random
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,29 @@ def test_the_first_read_of_a_connection_is_not_measured(
                 reader.step()
             assert reader.stats().num_peer_read_blocks == 7 * (number + 1)
             assert (store.seconds_per_block > 0) == (number == 1)
+
+
+def test_a_peer_that_is_not_named_any_more_is_freed(
+    folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without the garbage collector: its connection counts at the other pod, and it has threads."""
+    monkeypatch.setattr(peer_store, "_MAX_PEERS", 1)
+    holder, reader = create(folder, key_file), create(folder, key_file)
+    serve(holder)
+    gc.disable()
+    try:
+        with peer(holder, key_file) as server, Relay(server.address) as relay:
+            serve(reader, server.address)
+            assert reader._peers is not None
+            store = weakref.ref(reader._peers.find(server.address))
+            assert store() is not None and reader.stats().num_peer_read_blocks == 21
+            reader._peers.find(relay.address)
+            deadline = time.monotonic() + 10
+            while store() is not None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert store() is None
+    finally:
+        gc.enable()
 
 
 def test_the_uncached_tokens_of_a_prompt_are_counted(folder: Path, adapter: Path, key_file: Path) -> None:
