@@ -15,6 +15,12 @@ from support.kv_peer_relay import Relay
 from support.kv_pods import forest, kv_pods, metric, num_leases
 from support.quire_serve import example_document
 
+from quire_engine.kv_transfer.peer_connection import PeerConnection
+from quire_spec.engine.kv_transfer_config import PeerAddress
+from quire_spec.protocol import kv_wire
+from quire_spec.protocol.kv_wire import RowLayout
+from quire_spec.protocol.protocol_error import ProtocolError
+
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 BYTES_PER_SECOND = 400_000
@@ -58,6 +64,16 @@ def test_the_reader_uses_blocks_of_the_holder(pods, model):
     assert sum(metric(reader, "quire_kv_transfer_read_blocks_total").values()) > 0
     holder.wait(lambda: metric(holder, "quire_kv_transfer_sent_bytes_total")[""] > 0, 10, "counted")
     assert num_leases(holder) == 0
+
+
+def test_the_status_names_what_differs_in_another_pod(pods):
+    holder, _, address, _ = pods
+    layout = RowLayout(kv_wire.VERSION, 32, "float32", "0/1", "model", "rows", 4096)
+    key = kv_wire.read_key(holder.folder.parent / "key")
+    assert holder.status()["kv_differences"] == []
+    with pytest.raises(ProtocolError, match="differs in 'block_size'"):
+        PeerConnection.open(PeerAddress.parse(address), key, layout, lambda: True)
+    holder.wait(lambda: holder.status()["kv_differences"] == ["block_size"], 30, "reported")
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])

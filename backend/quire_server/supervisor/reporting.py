@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text output of the supervisor: the ready banner and its own Prometheus metrics. Pure functions."""
+"""What the supervisor reports: the ready banner, its own Prometheus metrics, and a part of the status. Pure
+functions."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_spec.documents.pod_status import AdapterState, OtherModelState, PodStatus
 from quire_spec.net.addresses import format_for_url
+from quire_spec.protocol.kv_wire import RowLayout
 from quire_spec.protocol.results import KVPeerStatus
 
 _MAX_NAMES = 5
@@ -90,6 +92,11 @@ def kv_peer_metrics(status: KVPeerStatus) -> str:
     text = "Connections of other pods that were refused or closed because of an error, by reason."
     families.append(_family("quire_kv_transfer_refused_total", "counter", text, refused))
     return "".join(families)
+
+
+def layout_differences(status: KVPeerStatus) -> list[str]:
+    """Return the fields of RowLayout because of which connections of other pods were refused."""
+    return [name for name in RowLayout.__struct_fields__ if status.refused.get(name)]
 
 
 def concat_pages(*pages: str) -> str:

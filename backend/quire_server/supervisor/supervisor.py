@@ -126,6 +126,7 @@ class Supervisor:
             on_demand=self._on_demand.status() if self._adapter_manager.catalog.sources else None,
             model_signatures=dict(self.model_signatures),
             degraded=self._degraded(),
+            kv_differences=reporting.layout_differences(self._process_manager.kv_peer_status),
         )
 
     def _degraded(self) -> str:

@@ -184,6 +184,9 @@ class PodStatus:
     """The verified signatures by model: `model` and `draft`. Empty without spec.trust."""
     degraded: str = ""
     """Which part of a ready pod does not work, such as `cores 3 of 4`; empty if all work."""
+    kv_differences: list[str] = field(default_factory=list)
+    """Fields of kv_wire.RowLayout in which other pods that asked for KV blocks differed. The process that serves the
+    blocks has seen them since it started."""
 
 
 def utc_now() -> str:

@@ -280,6 +280,15 @@ class RoleStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferStatus:
+    """status.kvTransfer"""
+
+    differences: tuple[str, ...] = schema_field((), items={"max_length": 63}, max_items=16, list_type="atomic")
+    """What differs between pods, such as block_size. Pods read no KV blocks from a pod that differs, and compute them.
+    A name is listed until the pods that have seen the difference are replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupHistoryStatus:
     """An entry of status.groups.history"""
 
@@ -336,6 +345,8 @@ class LLMServiceStatus:
     """Number of pods of the newest generation."""
     roles: tuple[RoleStatus, ...] = schema_field((), max_items=2, list_type="map", map_keys=("name",))
     """The pods of each role, with spec.disaggregation."""
+    kvTransfer: KVTransferStatus | None = schema_field(None)
+    """KV blocks that pods read from each other. Absent if no difference between pods was seen."""
     address: AddressStatus | None = schema_field(None)
     """URLs for clients inside the cluster, one for each port that the pods have. In a gateway or proxy, these are the
     addresses to forward to."""

@@ -3,8 +3,9 @@
 
 There is one event for each transition of its status. Pure. Called by the status writer.
 
-A transition occurs if a condition gets another status or reason, if an adapter gets another state, or if the plan
-changes. If only the message of a condition changes, no event is created.
+A transition occurs if a condition gets another status or reason, if an adapter gets another state, if the plan
+changes, or if pods differ in a further field of their KV blocks. If only the message of a condition changes, no event
+is created.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from quire_operator.controller.status import kv_layouts
 from quire_operator.controller.status.conditions import ConditionType, Reason, to_single_line
 from quire_operator.controller.status.status import MAX_KV_TOKEN_DRIFT, kv_token_drift
 
@@ -53,6 +55,7 @@ class EventReason(StrEnum):
     ADAPTER_READY = "AdapterReady"
     ADAPTER_FAILED = "AdapterFailed"
     MORE_ADAPTERS = "MoreAdapters"
+    KV_LAYOUTS_DIFFER = "KVLayoutsDiffer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ class ServiceEvent:
 def build_events(previous: Mapping[str, Any], status: Mapping[str, Any]) -> list[ServiceEvent]:
     """Return an event for each transition from the previous to the new status."""
     condition_events = _condition_events(_conditions_by_type(previous), _conditions_by_type(status))
-    return [*condition_events, *_plan_events(previous, status), *_adapter_events(previous, status)]
+    plan_events, adapter_events = _plan_events(previous, status), _adapter_events(previous, status)
+    return [*condition_events, *plan_events, *adapter_events, *_kv_layout_events(previous, status)]
 
 
 def _condition_events(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[ServiceEvent]:
@@ -171,6 +175,13 @@ def _adapter_event(previous_by_name: Mapping[str, Any], entry: Mapping[str, Any]
             f"adapter {entry['name']} is on all {entry['total']} ready pods{digest}{warning}",
         )
     return None
+
+
+def _kv_layout_events(previous: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[ServiceEvent]:
+    known = kv_layouts.differences_of(previous)
+    for name in kv_layouts.differences_of(status):
+        if name not in known:
+            yield _make_event(True, EventReason.KV_LAYOUTS_DIFFER, kv_layouts.describe(name))
 
 
 def _is_ready_everywhere(entry: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire_operator.api.disaggregation_spec import Role
 from quire_operator.api.llmservice import Device, LLMService
-from quire_operator.controller.status import adapters, model_cache, ownership, roles
+from quire_operator.controller.status import adapters, kv_layouts, model_cache, ownership, roles
 from quire_operator.controller.status.autoscaling import autoscaling_condition
 from quire_operator.controller.status.conditions import (
     Condition,
@@ -78,6 +78,7 @@ def build_status(
     if role_statuses:
         existing, updated = (sum(each[name] for each in role_statuses) for name in ("replicas", "updatedReplicas"))
     ready = ready_pods(observed)
+    differences = kv_layouts.find_differences(observed.pods, kv_layouts.differences_of(previous))
     return {
         **evaluated.fields,
         # Only ownership.py changes the mark.
@@ -88,6 +89,7 @@ def build_status(
         "readyReplicas": len(ready),
         "updatedReplicas": updated if is_current else 0,
         **({"roles": role_statuses} if role_statuses else {}),
+        **({"kvTransfer": {"differences": differences}} if differences else {}),
         "models": adapters.common_model_names(ready),
         **_parsers(ready),
         **_model_signature(ready),

@@ -77,6 +77,7 @@ POD_FAULTS = [
     said(generation=GENERATION + 1, catalogue="sha256:0"),
     said(adapters=[]),
     said(models=["s"]),
+    said(kv_differences=["model", "rows"]),
     said(memory=None, core_started_at=None),
     *map(adapter, AdapterState),
 ]
@@ -239,6 +240,7 @@ def test_a_pod_that_says_anything_at_all_does_not_break_the_status(data):
         core_started_at=data.draw(odd_text),
         memory=memory,
         adapters=adapters,
+        kv_differences=data.draw(st.lists(odd_text, max_size=3)),
         models=data.draw(st.lists(odd_text, max_size=5)) * data.draw(st.sampled_from([1, 500])),
     )
     pods = (
