@@ -46,7 +46,7 @@ def operator(cluster, namespace, kubelets, place):
     set_downloads(kubelets, namespace, finished_download(DownloadReason.DOWNLOADED))
     with ControllerHarness(cluster, namespace) as operator:
         cluster.apply(llm_service(model={"source": {"http": {"url": f"{place.url}/a"}}}), namespace)
-        wait_for(lambda: operator.condition("Ready").get("status") == "True", 40, "Ready")
+        wait_for(lambda: operator.condition("Ready").get("status") == "True", 120, "Ready")
         assert cluster.get(*CLAIM, namespace)["spec"]["accessModes"] == ["ReadWriteOnce"]
         yield operator
 
@@ -54,7 +54,7 @@ def operator(cluster, namespace, kubelets, place):
 def test_scaling_and_updates_stay_on_the_node_of_the_claim(operator, cluster, namespace, kubelets, place):
     (node,) = nodes(cluster, namespace)
     scale(cluster, namespace, 4)
-    wait_for(lambda: operator.status().get("readyReplicas") == 4, 40, "four pods")
+    wait_for(lambda: operator.status().get("readyReplicas") == 4, 120, "four pods")
     assert nodes(cluster, namespace) == {node}
     message = operator.condition("ModelCached")["message"]
     assert "claim tales-models is ReadWriteOnce, so all pods must run on one node; to use several nodes, set" in message
@@ -65,10 +65,10 @@ def test_scaling_and_updates_stay_on_the_node_of_the_claim(operator, cluster, na
     source = {"http": {"url": f"{place.url}/b"}}
     cluster.merge(API, KIND, "tales", {"spec": {"model": {"source": source}, "rollout": surge}}, namespace)
     pods = lambda: cluster.items("v1", "Pod", namespace, fieldSelector="status.phase=Running")  # noqa: E731
-    (pod,) = wait_for(lambda: list(filter(is_download, pods())), 30, "the download")
+    (pod,) = wait_for(lambda: list(filter(is_download, pods())), 120, "the download")
     assert pod["spec"]["nodeName"] == node
     set_downloads(kubelets, namespace, finished_download(DownloadReason.DOWNLOADED))
-    wait_for(lambda: operator.condition("Ready")["status"] == "True", 60, "Ready")
+    wait_for(lambda: operator.condition("Ready")["status"] == "True", 120, "Ready")
     assert nodes(cluster, namespace) == {node}
 
 
@@ -78,7 +78,7 @@ def test_a_lost_node_does_not_hold_the_pods(operator, cluster, namespace):
     cluster.merge("v1", "Node", node, {"spec": {"unschedulable": True}})
     (pod,) = server_pods(cluster, namespace)
     cluster.delete("v1", "Pod", pod["metadata"]["name"], namespace)
-    wait_for(lambda: nodes(cluster, namespace) not in ({node}, set(), {None}), 30, "another node")
+    wait_for(lambda: nodes(cluster, namespace) not in ({node}, set(), {None}), 120, "another node")
     cluster.merge("v1", "Node", node, {"spec": {"unschedulable": None}})
 
 
@@ -104,7 +104,7 @@ def test_a_pod_on_another_node_is_explained(operator, cluster, namespace, kubele
     }  # fmt: skip
     cluster.request("POST", f"/api/v1/namespaces/{namespace}/events", event)
     told = lambda: operator.condition("Progressing").get("message", "")  # noqa: E731
-    wait_for(lambda: "Multi-Attach" in told(), 30, "the controller's message")
+    wait_for(lambda: "Multi-Attach" in told(), 120, "the controller's message")
     assert "; claim tales-models is ReadWriteOnce, so all pods must run on one node; to use several" in told()
     assert operator.condition("Available")["status"] == "True"
     cluster.merge("v1", "Node", node, {"spec": {"unschedulable": None}})
@@ -114,7 +114,7 @@ def test_several_replicas_from_the_start_use_several_nodes(cluster, namespace, k
     set_downloads(kubelets, namespace, finished_download(DownloadReason.DOWNLOADED))
     with ControllerHarness(cluster, namespace) as operator:
         cluster.apply(llm_service(model={"source": {"http": {"url": f"{place.url}/a"}}}, replicas=4), namespace)
-        wait_for(lambda: operator.status().get("readyReplicas") == 4, 40, "four pods")
+        wait_for(lambda: operator.status().get("readyReplicas") == 4, 120, "four pods")
         assert cluster.get(*CLAIM, namespace)["spec"]["accessModes"] == ["ReadWriteMany"]
         assert len(nodes(cluster, namespace)) == 2
         assert "so all pods" not in operator.condition("ModelCached")["message"]
@@ -124,6 +124,6 @@ def test_explicit_access_modes_of_a_running_service_refuse_nothing(operator, clu
     """The modes of an existing claim cannot change; the service keeps running and scales."""
     edit = {"cache": {"accessModes": ["ReadWriteMany"]}, "replicas": 3}
     cluster.merge(API, KIND, "tales", {"spec": edit}, namespace)
-    wait_for(lambda: operator.status().get("readyReplicas") == 3, 40, "three pods")
+    wait_for(lambda: operator.status().get("readyReplicas") == 3, 120, "three pods")
     assert len(nodes(cluster, namespace)) == 1
     wait_for(lambda: operator.condition("Ready")["status"] == "True", 20, "Ready")

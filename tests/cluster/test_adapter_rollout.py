@@ -79,7 +79,7 @@ class Rollout:
                     switched.setdefault(server.host, time.monotonic())
             return len(switched) == 2
 
-        wait_for(all_switched, 60, lambda: (self.entry(), self.statuses()))
+        wait_for(all_switched, 120, lambda: (self.entry(), self.statuses()))
         return max(switched.values()) - min(switched.values())
 
 
@@ -104,7 +104,7 @@ def test_verified_switched_and_rolled_back(rollout):
 
     # A content that one of the pods does not verify changes nothing.
     rollout.edit("sql", canary={"prompt": PROMPT, "expect": "never", "maxTokens": 2})
-    wait_for(lambda: rollout.entry().get("state") == "Failed", 60, rollout.operator.status)
+    wait_for(lambda: rollout.entry().get("state") == "Failed", 120, rollout.operator.status)
     assert "CanaryFailed: the output is" in rollout.entry()["message"]
     assert rollout.operator.condition("AdaptersReady")["reason"] == "LoadFailed"
     assert rollout.texts("style") == [pirate] * 2
@@ -132,7 +132,7 @@ def test_verified_switched_and_rolled_back(rollout):
         for client in clients:
             client.join()
     assert lengths and all(lengths), "no output mixes two contents"
-    wait_for(lambda: rollout.operator.condition("Ready").get("status") == "True", 30, rollout.operator.status)
+    wait_for(lambda: rollout.operator.condition("Ready").get("status") == "True", 120, rollout.operator.status)
     for status in rollout.statuses():
         assert status["style"]["digest"] == status["sql"]["digest"]
         assert status["style"]["previous"]["state"] == "Verified"

@@ -245,7 +245,7 @@ def test_a_rollout_completes_at_full_occupancy_and_is_not_ready_meanwhile(cluste
         # The new pods start and do not come up yet.
         fleet.pod_options = lambda pod: {"unready_reason": "core is starting"}
         world.edit(runtime={"image": "quire:two"})
-        wait_for(lambda: {m.pod["metadata"]["uid"] for m in world.pods()} - old, 30, "a new pod")
+        wait_for(lambda: {m.pod["metadata"]["uid"] for m in world.pods()} - old, 120, "a new pod")
         world.until("Ready", "False", "PodsNotReady")
         assert world.conditions()["Available"] == ("True", "MinimumReplicas")
         fleet.pod_options = lambda pod: {}
@@ -307,10 +307,10 @@ def test_if_one_pod_fails_nothing_switches_and_a_new_pod_gets_the_live_content(w
     assert entries["pirate"]["state"] == "Ready", "it does not wait for the other adapter"
     wait_for(lambda: ("Warning", "AdapterFailed") in world.events(), 10, "the event")
     world.edit(replicas=3)
-    wait_for(lambda: len(world.pods()) == 3, 30, "the third pod")
+    wait_for(lambda: len(world.pods()) == 3, 120, "the third pod")
     assert paths(world) == ["sql"] * 3 and live_paths(world) == ["sql", "sql-v2", None]
     broken.fake_pod.failing_adapters.clear()
-    wait_for(lambda: paths(world) == ["sql-v2"] * 3, 30, "the switch")
+    wait_for(lambda: paths(world) == ["sql-v2"] * 3, 120, "the switch")
     world.until("Ready", "True")
 
 
@@ -322,9 +322,9 @@ def test_a_restarted_operator_goes_on_with_the_verification(world, cluster, name
     world.operator.stop()
     slow.loading_adapters.clear()
     with ControllerHarness(cluster, namespace):
-        wait_for(lambda: paths(world) == ["sql-v2"] * 2, 30, "the switch")
+        wait_for(lambda: paths(world) == ["sql-v2"] * 2, 120, "the switch")
         world.edit(adapters=[SQL])
-        wait_for(lambda: paths(world) == ["sql"] * 2 and live_paths(world) == ["sql", None, "sql-v2"], 30, "back")
+        wait_for(lambda: paths(world) == ["sql"] * 2 and live_paths(world) == ["sql", None, "sql-v2"], 120, "back")
 
 
 def test_a_promotion_reaches_every_pod(world):

@@ -45,7 +45,7 @@ def release(bare, tmp_path_factory):
     """Installed once for all tests here, which run in order."""
     made = Release(bare, tmp_path_factory.mktemp("release"))
     made.helm("install", CHART, more=["--create-namespace"])
-    wait_for(lambda: bare.is_served(CRD), 30, "the definition is served")
+    wait_for(lambda: bare.is_served(CRD), 120, "the definition is served")
     return made
 
 
@@ -87,7 +87,7 @@ def test_a_new_field_survives_an_upgrade(release, bare, tmp_path):
     chart = yaml.safe_load((newer / "Chart.yaml").read_text())
     (newer / "Chart.yaml").write_text(yaml.safe_dump(chart | {"version": "0.2.0"}))
     release.helm("upgrade", newer)
-    wait_for(lambda: service(bare, future="here")["spec"].get("future") == "here", 30, "the new field")
+    wait_for(lambda: service(bare, future="here")["spec"].get("future") == "here", 120, "the new field")
     # And back: what the older definition does not know goes when the resource is next written; nothing else is lost.
     release.helm("upgrade", CHART)
     wait_for(

@@ -99,7 +99,7 @@ def test_helm_upgrade_and_rollback_replace_no_pod(tmp_path_factory, old_tree):
                 assert states.keys() == restarts.keys(), "no pod is replaced"
                 return all(s["ready"] and s["restartCount"] > restarts[uid] for uid, s in states.items())
 
-            wait_for(restarted, 30, "the containers run again")
+            wait_for(restarted, 120, "the containers run again")
 
         new_settings = {"images": {"GPU": "quire:gpu", "CPU": NEW_IMAGE}}
         release("install", old_tree / "charts/quire", "-f", old_tree / "values.yaml", "--create-namespace")
@@ -107,8 +107,8 @@ def test_helm_upgrade_and_rollback_replace_no_pod(tmp_path_factory, old_tree):
             answer_model_readers(node)
             cluster.apply(make_claim(), NAMESPACE)
             with old_operator(cluster, old_tree):
-                wait_for(lambda: cluster.apply(llm_service(), NAMESPACE), 30, "the CRD is served")
-                wait_for(available, 90, "the service is available")
+                wait_for(lambda: cluster.apply(llm_service(), NAMESPACE), 120, "the CRD is served")
+                wait_for(available, 120, "the service is available")
             before = serving()
             pods, template = before
             assert len(pods) == 1
@@ -125,7 +125,7 @@ def test_helm_upgrade_and_rollback_replace_no_pod(tmp_path_factory, old_tree):
             release("rollback")
             with old_operator(cluster, old_tree):
                 change({"rollout": {"maxSurge": 0}})
-                wait_for(available, 60, "the service is available")
+                wait_for(available, 120, "the service is available")
                 assert_pods_restart(node)
             assert serving() == before
 
@@ -133,7 +133,9 @@ def test_helm_upgrade_and_rollback_replace_no_pod(tmp_path_factory, old_tree):
             release("upgrade", CHART, "-f", old_tree / "values.yaml")
             with ControllerHarness(cluster, NAMESPACE, new_settings) as new:
                 change({"openai": {"live": True}})
-                wait_for(lambda: new.condition("Ready").get("reason") == "PodsUnreachable", 60, "the pods are replaced")
+                wait_for(
+                    lambda: new.condition("Ready").get("reason") == "PodsUnreachable", 120, "the pods are replaced"
+                )
                 new.wait_settled()
             replaced = serving()
             pods, template = replaced
@@ -141,6 +143,6 @@ def test_helm_upgrade_and_rollback_replace_no_pod(tmp_path_factory, old_tree):
             release("rollback")
             with old_operator(cluster, old_tree):
                 change({"rollout": {"maxSurge": 1}})
-                wait_for(available, 60, "the service is available")
+                wait_for(available, 120, "the service is available")
                 assert_pods_restart(node)
             assert serving() == replaced

@@ -47,7 +47,7 @@ def policy(cluster, namespace):
     hard = {"limits.cpu": "100", "limits.memory": "1000Gi"}
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "limits"}, "spec": {"hard": hard}}
     cluster.apply(quota, namespace)
-    wait_for(lambda: cluster.get("v1", "ResourceQuota", "limits", namespace).get("status"), 30, "the quota")
+    wait_for(lambda: cluster.get("v1", "ResourceQuota", "limits", namespace).get("status"), 120, "the quota")
     rejected = make_claim("x")
 
     def is_enforced():
@@ -57,7 +57,7 @@ def policy(cluster, namespace):
             return "the label team is missing" in str(error)
         return False
 
-    wait_for(is_enforced, 60, "the policy is enforced")
+    wait_for(is_enforced, 120, "the policy is enforced")
     yield
     for kind in ("ValidatingAdmissionPolicyBinding", "ValidatingAdmissionPolicy"):
         cluster.delete(group, kind, name)
@@ -87,7 +87,7 @@ def test_a_service_is_ready_where_policies_require_labels_and_limits(
             notes = [event.get("note") for event in cluster.items("events.k8s.io/v1", "Event", namespace)]
             return operator.status(), operator.child("Deployment"), notes
 
-        wait_for(lambda: operator.condition("Ready").get("status") == "True", 60, state)
+        wait_for(lambda: operator.condition("Ready").get("status") == "True", 120, state)
         children = child_objects(cluster, namespace)
         pods = cluster.items("v1", "Pod", namespace)
         assert {"Deployment", "Service", "Job" if source == "http" else "ConfigMap"} <= {c["kind"] for c in children}
@@ -116,11 +116,11 @@ def test_labels_can_change_while_a_job_runs(cluster, namespace, kubelet, model_s
         def jobs():
             return cluster.items("batch/v1", "Job", namespace)
 
-        wait_for(lambda: jobs() and operator.condition("Ready").get("reason") == "Downloading", 30, "the download")
+        wait_for(lambda: jobs() and operator.condition("Ready").get("reason") == "Downloading", 120, "the download")
         (before,) = jobs()
         spec = {"labels": {"team": "b"}, "jobs": {"labels": {"queue": "q"}}}
         cluster.merge(*SERVICE, "tales", {"spec": spec}, namespace)
-        wait_for(lambda: jobs()[0]["metadata"]["labels"].get("queue") == "q", 30, "the labels of the Job")
+        wait_for(lambda: jobs()[0]["metadata"]["labels"].get("queue") == "q", 120, "the labels of the Job")
         (after,) = jobs()
         assert (after["metadata"]["uid"], after["spec"]) == (before["metadata"]["uid"], before["spec"])
         operator.wait_settled()

@@ -77,7 +77,7 @@ def test_no_pod_starts_before_the_download_and_every_step_is_reported(cluster, n
         says(operator, "ModelCached", "True", "Downloaded")
         # News of the Job may be here before its pod's.
         there = {"state": "Ready", "bytes": str(2**20), "revision": COMMIT}
-        wait_for(lambda: operator.status()["cache"] == there, 30, f"{there}")
+        wait_for(lambda: operator.status()["cache"] == there, 120, f"{there}")
         says(operator, "Ready", "True", "Ready")
         reasons = [e["reason"] for e in cluster.items("events.k8s.io/v1", "Event", namespace)]
         assert {"Downloading", "AuthFailed", "Downloaded"} <= set(reasons)
@@ -130,7 +130,7 @@ def test_a_rejected_credential_is_reported_before_planning(cluster, namespace, k
             secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "models"}}
             cluster.apply(secret | {"stringData": {"X-Key": value}}, namespace)
             if words:
-                wait_for(lambda w=words: w in message(operator, "ModelCached"), 60, words)
+                wait_for(lambda w=words: w in message(operator, "ModelCached"), 120, words)
                 assert "check Secret 'models'" in message(operator, "ModelCached")
         says(operator, "Planned", "True", "Fits", 60)
         text = cluster.kubectl("get", "llm,events", "-o", "yaml", namespace=namespace)

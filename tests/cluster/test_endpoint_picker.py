@@ -218,7 +218,7 @@ def test_an_unready_pod_gets_nothing(world):
         assert {world.send("GET", "/v1/models").pod for _ in range(10)} == {other}
     finally:
         process.send_signal(signal.SIGCONT)
-    wait_for(lambda: world.picker.value("inference_pool_ready_pods") == 2, 40, "two ready pods")
+    wait_for(lambda: world.picker.value("inference_pool_ready_pods") == 2, 120, "two ready pods")
     wait_for(lambda: world.send("GET", "/v1/models").pod == stopped, 20, "requests to the pod that came back")
 
 

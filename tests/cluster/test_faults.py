@@ -80,7 +80,9 @@ def test_killed_after_every_write_and_started_again(cluster, namespace, kubelet,
         lives += 1
         assert lives < 60, "it makes no way"
         with ControllerHarness(cluster, namespace, make_client=DyingClient) as operator:
-            wait_for(lambda: operator.failure or child_objects(cluster, namespace) == reference, 30, "end of this life")
+            wait_for(
+                lambda: operator.failure or child_objects(cluster, namespace) == reference, 120, "end of this life"
+            )
             assert operator.failure is None or isinstance(operator.failure, Killed)
     assert lives > len(reference), "each of the objects took a life at least"
     with ControllerHarness(cluster, namespace) as operator:
@@ -94,7 +96,7 @@ def test_random_errors_delay_but_do_not_change_the_result(cluster, namespace, ku
         wait_for(operator.controller.started.is_set, 20, "started")
         proxy.fault = error_storm(random.Random(7), 1 / 3)
         cluster.apply(llm_service(**SPEC), namespace)
-        wait_for(lambda: child_objects(cluster, namespace) == reference, 90, "all children")
+        wait_for(lambda: child_objects(cluster, namespace) == reference, 120, "all children")
         assert proxy.num_faults > len(reference)
         proxy.fault = lambda method, path: None
         operator.wait_settled(timeout=90)
@@ -113,8 +115,8 @@ def test_a_dead_connection_fails_liveness_and_recovers(cluster, namespace, kubel
         wait_for(lambda: "is stale" in operator.controller.unhealthy_reason(), 20, "failed liveness")
         assert operator.child("Deployment")["spec"]["replicas"] == 1
         proxy.stop_blackhole()
-        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 3, 60, "the edit seen")
-        wait_for(lambda: operator.child("NetworkPolicy"), 60, "the policy back")
+        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 3, 120, "the edit seen")
+        wait_for(lambda: operator.child("NetworkPolicy"), 120, "the policy back")
         wait_for(lambda: operator.controller.unhealthy_reason() == "", 20, "well again")
 
 
@@ -163,8 +165,8 @@ def test_an_expired_watch_lists_again(cluster, namespace, kubelet, tmp_path):
         proxy.fault = lambda method, path: Fault(410) if "watch=true" in path and chance.random() < 0.5 else None
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
         cluster.delete("v1", "ConfigMap", "tales-adapters", namespace)
-        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 2, 60, "the edit seen")
-        wait_for(lambda: operator.child("ConfigMap", "tales-adapters"), 60, "the map back")
+        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 2, 120, "the edit seen")
+        wait_for(lambda: operator.child("ConfigMap", "tales-adapters"), 120, "the map back")
 
 
 def expired_watch(path):
@@ -175,17 +177,17 @@ def expired_watch(path):
 def test_a_pod_deleted_behind_a_compacted_watch_leaves_the_status(cluster, namespace, kubelet, tmp_path):
     cluster.apply(llm_service(replicas=2), namespace)
     with proxied_operator(cluster, namespace, tmp_path, resync_s=2.0) as (proxy, operator):
-        wait_for(lambda: operator.status().get("readyReplicas") == 2, 60, "two pods")
+        wait_for(lambda: operator.status().get("readyReplicas") == 2, 120, "two pods")
         cluster.merge(API, KIND, "tales", {"spec": {"paused": True}}, namespace)
-        wait_for(lambda: operator.status()["observedGeneration"] == 2, 30, "paused")
+        wait_for(lambda: operator.status()["observedGeneration"] == 2, 120, "paused")
         pods_path = f"/namespaces/{namespace}/pods"
         proxy.blackhole(lambda asked: pods_path in asked)
         cluster.merge("apps/v1", "Deployment", "tales", {"spec": {"replicas": 1}}, namespace)
-        wait_for(lambda: len(cluster.items("v1", "Pod", namespace, labelSelector=SERVER_PODS)) == 1, 30, "one pod")
+        wait_for(lambda: len(cluster.items("v1", "Pod", namespace, labelSelector=SERVER_PODS)) == 1, 120, "one pod")
         assert operator.status()["readyReplicas"] == 2
         proxy.fault = expired_watch(pods_path)
         proxy.stop_blackhole()
-        wait_for(lambda: operator.status()["readyReplicas"] == 1, 30, "the pod gone from the status")
+        wait_for(lambda: operator.status()["readyReplicas"] == 1, 120, "the pod gone from the status")
 
 
 def test_a_service_deleted_behind_a_compacted_watch_is_forgotten_by_the_comparison(
@@ -198,12 +200,12 @@ def test_a_service_deleted_behind_a_compacted_watch_is_forgotten_by_the_comparis
         for name in ("gone", "stays"):
             cluster.apply(llm_service(name, paused=True), namespace)
         known = lambda: {entry.name for entry in operator.controller.cache.objects_of_kind(LLM_SERVICE)}  # noqa: E731
-        wait_for(lambda: known() == {"gone", "stays"}, 30, "both services")
+        wait_for(lambda: known() == {"gone", "stays"}, 120, "both services")
         proxy.blackhole(lambda asked: path in asked and "watch=true" in asked)
         proxy.fault = expired_watch(path)
         cluster.delete(API, KIND, "gone", namespace)
         proxy.stop_blackhole()
-        wait_for(lambda: known() == {"stays"}, 30, "the comparison")
+        wait_for(lambda: known() == {"stays"}, 120, "the comparison")
         assert operator.failure is None
 
 
@@ -216,11 +218,11 @@ def test_an_optional_kind_that_fails_delays_no_other(cluster, namespace, kubelet
         cluster.optional_kind("PodMonitor") as crd,
         proxied_operator(cluster, namespace, tmp_path, **settings) as (proxy, operator),
     ):
-        wait_for(operator.controller.started.is_set, 30, "workers")
+        wait_for(operator.controller.started.is_set, 120, "workers")
         cluster.apply(llm_service(observability={"podMonitor": "Auto"}), namespace)
-        wait_for(lambda: operator.child("Deployment"), 30, "the Deployment")
+        wait_for(lambda: operator.child("Deployment"), 120, "the Deployment")
         if how == "is uninstalled":
-            wait_for(lambda: cluster.get(*MONITOR, "tales", namespace), 30, "the PodMonitor")
+            wait_for(lambda: cluster.get(*MONITOR, "tales", namespace), 120, "the PodMonitor")
             cluster.delete_crd(crd)
         if how == "sends an ERROR":
             proxy.fault = lambda method, asked: Fault(200, error_event=500) if is_watch(asked) else None
@@ -229,7 +231,7 @@ def test_an_optional_kind_that_fails_delays_no_other(cluster, namespace, kubelet
             assert operator.controller.unhealthy_reason() == ""
             time.sleep(0.2)
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
-        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 2, 30, "the edit")
+        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 2, 120, "the edit")
         assert operator.controller.ready and operator.failure is None
 
 
@@ -241,9 +243,9 @@ def test_an_optional_kind_that_is_installed_later_is_served(cluster, namespace, 
         operator.wait_settled()
         with cluster.optional_kind("PodMonitor"):
             pod_monitor = lambda: cluster.get(*MONITOR, "tales", namespace)  # noqa: E731
-            wait_for(pod_monitor, 30, "the PodMonitor")
+            wait_for(pod_monitor, 120, "the PodMonitor")
             cluster.delete(*MONITOR, "tales", namespace)
-            wait_for(pod_monitor, 30, "the PodMonitor again, by its watch")
+            wait_for(pod_monitor, 120, "the PodMonitor again, by its watch")
 
 
 def test_an_api_server_that_answers_503_for_long_needs_no_restart(cluster, namespace, kubelet, tmp_path):
@@ -260,5 +262,5 @@ def test_an_api_server_that_answers_503_for_long_needs_no_restart(cluster, names
             assert operator.controller.unhealthy_reason() == "" and operator.failure is None
             time.sleep(0.2)
         proxy.fault = lambda method, asked: None
-        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 3, 60, "the edit")
+        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 3, 120, "the edit")
         assert operator.controller.unhealthy_reason() == ""

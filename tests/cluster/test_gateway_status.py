@@ -39,11 +39,11 @@ def test_conditions_of_gateways_are_repeated(cluster, namespace):
             condition = operator.condition(kind)
             return (condition.get("status"), condition.get("reason")) == (status, reason) and condition["message"]
 
-        return wait_for(reached, 40, f"{kind}: {status}, {reason}")
+        return wait_for(reached, 120, f"{kind}: {status}, {reason}")
 
     with ControllerHarness(cluster, namespace) as operator:
         cluster.apply(llm_service(networking=NETWORKING), namespace)
-        wait_for(lambda: operator.condition("Ready").get("status") == "True", 40, "Ready")
+        wait_for(lambda: operator.condition("Ready").get("status") == "True", 120, "Ready")
         for kind in KINDS:
             assert waits_for(kind, "Unknown", "ParentPending") == "no gateway has reported its state yet"
             report(kind, "False", "InvalidExtensionRef", "Service picker does not exist")
@@ -56,4 +56,4 @@ def test_conditions_of_gateways_are_repeated(cluster, namespace):
             assert message.endswith("Gateway gateways/public: ResolvedRefs is True: ResolvedRefs: found")
         assert operator.condition("Ready")["status"] == "True"
         cluster.merge(*SERVICE, {"spec": {"networking": {"inferencePool": None, "httpRoute": None}}}, namespace)
-        wait_for(lambda: not any(operator.condition(kind) for kind in KINDS), 40, "the end of both conditions")
+        wait_for(lambda: not any(operator.condition(kind) for kind in KINDS), 120, "the end of both conditions")

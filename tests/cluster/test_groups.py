@@ -159,7 +159,7 @@ def test_another_number_of_nodes_replaces_the_workload_and_keeps_serving(operato
 
     for size, kind, old in ((3, LWS, DEPLOYMENT), (1, DEPLOYMENT, LWS)):
         cluster.merge(API, KIND, "tales", {"spec": {"engine": {"pipelineParallelSize": size}}}, namespace)
-        wait_for(lambda: is_replaced(old, 2 * size), 90, operator.status)  # noqa: B023
+        wait_for(lambda: is_replaced(old, 2 * size), 120, operator.status)  # noqa: B023
         wait_ready(operator, 90)
         assert cluster.get(*kind, "tales", namespace)["spec"]["replicas"] == 2
         assert len(serving(cluster, namespace)) == 2

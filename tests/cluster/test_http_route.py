@@ -30,8 +30,8 @@ def test_a_route_follows_the_spec(cluster, namespace, kubelet):
         operator.requeue()
         assert len(operator.recorded_writes) == num_writes, "an unchanged route is not written again"
         cluster.merge(*ROUTE, {"spec": {"hostnames": ["stolen.example"]}}, namespace)
-        wait_for(lambda: route()["spec"]["hostnames"] == ["llm.example"], 30, "the manual change is undone")
+        wait_for(lambda: route()["spec"]["hostnames"] == ["llm.example"], 120, "the manual change is undone")
         cluster.merge(*SERVICE, {"spec": {"networking": {"httpRoute": None}}}, namespace)
-        wait_for(lambda: route() is None, 30, "the route is removed")
+        wait_for(lambda: route() is None, 120, "the route is removed")
         operator.wait_settled()
         assert "external" not in operator.status()["address"]

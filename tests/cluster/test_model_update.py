@@ -60,7 +60,7 @@ def waits_for(operator, kind, status, reason):
         return (condition.get("status"), condition.get("reason")) == (status, reason)
 
     try:
-        wait_for(is_so, 30, f"{kind}={status}/{reason}")
+        wait_for(is_so, 120, f"{kind}={status}/{reason}")
     except AssertionError as error:
         raise AssertionError(f"{error}: {operator.status().get('conditions')}") from error
 
@@ -80,7 +80,7 @@ def test_a_download_keeps_the_revisions_that_pods_use(cluster, namespace, kubele
         # The third replaces it: what the failed one left is not in the list.
         kubelet.set_behavior(is_of(third, namespace), FakeContainer())
         update(cluster, namespace, third)
-        wait_for(lambda: kept_folders(cluster, namespace, third) == {folder_of(first)}, 30, "the Job")
+        wait_for(lambda: kept_folders(cluster, namespace, third) == {folder_of(first)}, 120, "the Job")
         wait_for(lambda: len(cluster.items("batch/v1", "Job", namespace)) == 1, 20, "the failed Job gone")
         (job,) = cluster.items("batch/v1", "Job", namespace)
         # More pods, and passes, change nothing at a Job that runs.
@@ -92,7 +92,7 @@ def test_a_download_keeps_the_revisions_that_pods_use(cluster, namespace, kubele
         waits_for(operator, "Ready", "True", "Ready")
         kubelet.set_behavior(is_of(second, namespace), FakeContainer())
         update(cluster, namespace, second)
-        wait_for(lambda: kept_folders(cluster, namespace, second) == {folder_of(third)}, 30, "the next Job")
+        wait_for(lambda: kept_folders(cluster, namespace, second) == {folder_of(third)}, 120, "the next Job")
 
 
 def test_pods_that_are_ending_count_as_users(cluster, namespace, kubelet, revisions):
@@ -109,7 +109,7 @@ def test_pods_that_are_ending_count_as_users(cluster, namespace, kubelet, revisi
         )
         kubelet.set_behavior(is_of(second, namespace), finished_download(DownloadReason.DOWNLOADED))
         update(cluster, namespace, second)
-        wait_for(lambda: {pod["metadata"]["uid"] for pod in pods()} - before, 30, "a pod of the second revision")
+        wait_for(lambda: {pod["metadata"]["uid"] for pod in pods()} - before, 120, "a pod of the second revision")
         kubelet.set_behavior(is_of(third, namespace), FakeContainer())
         update(cluster, namespace, third)
         wait_for(

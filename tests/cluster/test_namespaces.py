@@ -68,14 +68,14 @@ def test_the_other_namespace_is_served(cluster, namespace, other, kubelet, kubec
     with ControllerHarness(cluster, namespace, settings, kubeconfig, with_kopf=True) as operator:
         cluster.apply(llm_service(), namespace)
         cluster.apply(llm_service(), other)
-        wait_for(lambda: deployment(cluster, namespace), 40, "the Deployment in the namespace with rights")
+        wait_for(lambda: deployment(cluster, namespace), 120, "the Deployment in the namespace with rights")
         assert operator.controller.ready and operator.controller.unhealthy_reason() == ""
         assert served(operator) == {namespace: True, missing: False}
         assert f'namespace "{missing}"' in operator.controller.unserved_namespaces()[missing]
         if how == "without rights":
             assert deployment(cluster, other) is None
             grant(cluster, namespace, other)
-            wait_for(lambda: deployment(cluster, other), 60, "the Deployment in the namespace that has rights now")
+            wait_for(lambda: deployment(cluster, other), 120, "the Deployment in the namespace that has rights now")
             assert served(operator) == {namespace: True, other: True}
         assert operator.failure is None
 
@@ -88,16 +88,16 @@ def test_rights_that_are_taken_and_given_back(cluster, namespace, other, kubelet
     with ControllerHarness(cluster, namespace, settings, kubeconfig, with_kopf=True) as operator:
         for target in (namespace, other):
             cluster.apply(llm_service(), target)
-            wait_for(lambda where=target: deployment(cluster, where), 40, f"the Deployment in {target}")
+            wait_for(lambda where=target: deployment(cluster, where), 120, f"the Deployment in {target}")
         cluster.delete(RBAC, "RoleBinding", "operator", other)
-        wait_for(lambda: served(operator) == {namespace: True, other: False}, 40, "not served")
+        wait_for(lambda: served(operator) == {namespace: True, other: False}, 120, "not served")
         for target in (namespace, other):
             cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, target)
-        wait_for(lambda: deployment(cluster, namespace)["spec"]["replicas"] == 2, 30, "the edit where it has rights")
+        wait_for(lambda: deployment(cluster, namespace)["spec"]["replicas"] == 2, 120, "the edit where it has rights")
         assert deployment(cluster, other)["spec"]["replicas"] == 1
         assert operator.controller.ready and operator.controller.unhealthy_reason() == ""
         grant(cluster, namespace, other)
-        wait_for(lambda: deployment(cluster, other)["spec"]["replicas"] == 2, 60, "the edit where the rights are back")
+        wait_for(lambda: deployment(cluster, other)["spec"]["replicas"] == 2, 120, "the edit where the rights are back")
         assert served(operator) == {namespace: True, other: True}
         told = [record.getMessage() for record in caplog.records if f"namespace={other}" in record.getMessage()]
         assert any("namespace is not served" in text for text in told)
@@ -108,7 +108,7 @@ def test_readiness_names_the_namespace(cluster, namespace, other, kubelet, kubec
     caplog.set_level(logging.INFO)
     settings = {"namespaces": (namespace, other), "watch_timeouts": TIMEOUTS}
     with ControllerHarness(cluster, namespace, settings, kubeconfig, with_kopf=True) as operator:
-        wait_for(operator.controller.started.is_set, 30, "the workers")
+        wait_for(operator.controller.started.is_set, 120, "the workers")
         port = re.search(r"serving health and metrics port=(\d+)", caplog.text)[1]
         with pytest.raises(HTTPError) as error:
             urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=10)
@@ -124,5 +124,5 @@ def test_readiness_names_the_namespace(cluster, namespace, other, kubelet, kubec
             except HTTPError:
                 return ""
 
-        text = wait_for(body, 60, "readiness")
+        text = wait_for(body, 120, "readiness")
         assert text.startswith("ready\n") and f"namespace {other} is not served: " in text

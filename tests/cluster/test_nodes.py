@@ -25,7 +25,7 @@ def operator(cluster, namespace, kubelet):
     """An operator and a service on a GPU that serves."""
     with ControllerHarness(cluster, namespace) as operator:
         cluster.apply(llm_service(device="GPU"), namespace)
-        wait_for(lambda: operator.condition("Ready").get("status") == "True", 40, "Ready")
+        wait_for(lambda: operator.condition("Ready").get("status") == "True", 120, "Ready")
         yield operator
 
 
@@ -82,7 +82,7 @@ def test_a_new_plan_ignores_nodes_on_which_no_pod_can_start(cluster, namespace, 
         cluster.merge("v1", "Node", "other", {"spec": change})
         with ControllerHarness(cluster, namespace) as operator:
             cluster.apply(llm_service(device="GPU"), namespace)
-            wait_for(lambda: operator.condition("Planned").get("status") == "True", 40, "Planned")
+            wait_for(lambda: operator.condition("Planned").get("status") == "True", 120, "Planned")
             assert operator.status()["plan"]["gpu"]["product"] == "NVIDIA-L4"
 
 
@@ -102,4 +102,4 @@ def test_a_pool_that_cannot_be_planned_does_not_stop_the_running_pods(operator, 
         wait_for(lambda: operator.condition("Planned").get("reason") == "SharedGPU", 20, "SharedGPU")
         scale(cluster, namespace, operator, 3)
         assert state(operator)[1] == template
-    wait_for(lambda: operator.requeue() or state(operator)[1] != template, 30, "the change")
+    wait_for(lambda: operator.requeue() or state(operator)[1] != template, 120, "the change")

@@ -47,7 +47,7 @@ def running(tmp_path, *argv, **environment):
 
 def get(log, path):
     """Status and text of the operator's port."""
-    return fetch(wait_for(lambda: re.search(r"port=(\d+)", log.read_text()), 30, "port")[1], path)
+    return fetch(wait_for(lambda: re.search(r"port=(\d+)", log.read_text()), 120, "port")[1], path)
 
 
 def fetch(port, path):
@@ -64,23 +64,23 @@ def fetch(port, path):
 def test_restarts_after_a_kill_and_stops_on_sigterm(cluster, namespace, kubelet, tmp_path):
     cluster.apply(llm_service(), namespace)
     with operator(cluster, namespace, tmp_path) as (process, _):
-        wait_for(lambda: child_objects(cluster, namespace), 60, "the first child")
+        wait_for(lambda: child_objects(cluster, namespace), 120, "the first child")
         process.send_signal(signal.SIGKILL)
         assert process.wait(10) == -signal.SIGKILL
     (liveness_port,) = free_ports(1)
     with operator(cluster, namespace, tmp_path, f"--liveness-port={liveness_port}") as (process, log):
         done = lambda: len(child_objects(cluster, namespace)) >= len(CHILDREN) + 2  # noqa: E731
-        wait_for(done, 60, "all children")
-        wait_for(lambda: status(cluster, namespace).get("plan"), 30, "a plan in the status")
+        wait_for(done, 120, "all children")
+        wait_for(lambda: status(cluster, namespace).get("plan"), 120, "a plan in the status")
         assert get(log, "/health/live")[0] == 200 and get(log, "/health/ready")[0] == 200
         assert fetch(liveness_port, "/health/live") == (200, LIVE)
         # An edit and a deletion come through kopf.
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
         deployment = lambda: cluster.get("apps/v1", "Deployment", "tales", namespace)  # noqa: E731
-        wait_for(lambda: deployment()["spec"]["replicas"] == 2, 30, "the edit")
+        wait_for(lambda: deployment()["spec"]["replicas"] == 2, 120, "the edit")
         # What was made before, the one that was killed may have made.
         counted = 'quire_operator_writes_total{kind="Deployment"'
-        wait_for(lambda: counted in get(log, "/metrics")[1], 30, "the edit counted")
+        wait_for(lambda: counted in get(log, "/metrics")[1], 120, "the edit counted")
         meta = cluster.get(API, KIND, "tales", namespace)["metadata"]
         assert "finalizers" not in meta and "annotations" not in meta, "kopf leaves no traces"
         process.send_signal(signal.SIGTERM)
@@ -94,7 +94,7 @@ def test_waits_for_a_missing_crd_and_logs_it(tmp_path):
             pytest.skip("a cluster that was given has the definition")
         (tmp_path / "logs").mkdir()
         with operator(bare, "default", tmp_path / "logs") as (process, log):
-            wait_for(lambda: "CRD llmservices.quire.dev is not installed" in log.read_text(), 30, "what is missing")
+            wait_for(lambda: "CRD llmservices.quire.dev is not installed" in log.read_text(), 120, "what is missing")
             assert "waiting for it version=v1alpha1; install it: helm upgrade" in log.read_text()
             assert get(log, "/health/ready") == (503, "reading the cluster\n")
             bare.install_crd()
@@ -111,13 +111,13 @@ def test_kopf_run_serves_all_namespaces(cluster, namespace, kubelet, tmp_path):
     environment = {"KUBECONFIG": str(cluster.kubeconfig), PORT_VARIABLE: str(health_port)}
     liveness = f"--liveness=http://127.0.0.1:{liveness_port}/health/live"
     with running(tmp_path, *argv, liveness, **environment) as (process, log):
-        wait_for(lambda: fetch(health_port, "/health/ready")[0] == 200, 60, "ready")
+        wait_for(lambda: fetch(health_port, "/health/ready")[0] == 200, 120, "ready")
         assert fetch(liveness_port, "/health/live") == (200, LIVE)
         cluster.apply(llm_service(), namespace)
-        wait_for(lambda: len(child_objects(cluster, namespace)) >= len(CHILDREN) + 2, 60, "all children")
+        wait_for(lambda: len(child_objects(cluster, namespace)) >= len(CHILDREN) + 2, 120, "all children")
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
         deployment = lambda: cluster.get("apps/v1", "Deployment", "tales", namespace)  # noqa: E731
-        wait_for(lambda: deployment()["spec"]["replicas"] == 2, 30, "the edit")
+        wait_for(lambda: deployment()["spec"]["replicas"] == 2, 120, "the edit")
         meta = cluster.get(API, KIND, "tales", namespace)["metadata"]
         assert "finalizers" not in meta and "annotations" not in meta, "kopf leaves no traces"
         process.send_signal(signal.SIGTERM)

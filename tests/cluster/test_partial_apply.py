@@ -54,7 +54,7 @@ def check_that_the_rest_goes_on(operator, cluster, namespace):
     edit = {"adapters": [ADAPTER], "networking": {"networkPolicy": {"ingressFrom": peers}}}
     cluster.merge(API, KIND, "tales", {"spec": edit}, namespace)
     wait_for(lambda: "pirate" in operator.child("ConfigMap", "tales-adapters")["data"]["adapters.json"], 20, "adapter")
-    wait_for(lambda: operator.status()["models"] == ["tales", "pirate"], 30, "the adapter pushed to all pods")
+    wait_for(lambda: operator.status()["models"] == ["tales", "pirate"], 120, "the adapter pushed to all pods")
     wait_for(lambda: operator.child("NetworkPolicy")["spec"]["ingress"][0]["from"] == peers, 20, "the clients")
     cluster.delete("v1", "ConfigMap", "tales-adapters", namespace)
     wait_for(lambda: operator.child("ConfigMap", "tales-adapters"), 20, "the repair")
@@ -173,7 +173,7 @@ def test_keda_is_uninstalled_while_its_operator_does_not_run(cluster, namespace,
     """Its objects keep their finalizers, and so does the kind."""
     with cluster.optional_kind("ScaledObject") as crd, ControllerHarness(cluster, namespace) as operator:
         cluster.apply(llm_service(autoscaling=KEDA), namespace)
-        wait_for(lambda: cluster.get(*SCALED_OBJECT, namespace), 40, "the ScaledObject")
+        wait_for(lambda: cluster.get(*SCALED_OBJECT, namespace), 120, "the ScaledObject")
         waits_for(operator, "Ready", "True", "Ready")
         cluster.merge(*SCALED_OBJECT, {"metadata": {"finalizers": ["finalizer.keda.sh"]}}, namespace)
         cluster.delete("apiextensions.k8s.io/v1", "CustomResourceDefinition", crd)
@@ -185,15 +185,15 @@ def test_keda_is_uninstalled_while_its_operator_does_not_run(cluster, namespace,
             # Another autoscaler, and a new service of the same name.
             cluster.merge(API, KIND, "tales", {"spec": {"autoscaling": None}}, namespace)
             cluster.merge(API, KIND, "tales", {"spec": {"autoscaling": AUTOSCALING}}, namespace)
-            wait_for(lambda: cluster.get(*HPA, namespace), 30, "the other autoscaler")
+            wait_for(lambda: cluster.get(*HPA, namespace), 120, "the other autoscaler")
             cluster.delete(API, KIND, "tales", namespace)
             cluster.apply(llm_service(autoscaling=KEDA), namespace)
             waits_for(operator, "Ready", "True", "Ready")
         finally:
             cluster.merge(*SCALED_OBJECT, {"metadata": {"finalizers": None}}, namespace)
-            wait_for(lambda: not cluster.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", crd), 30, "gone")
+            wait_for(lambda: not cluster.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", crd), 120, "gone")
         cluster.merge(API, KIND, "tales", {"spec": {"replicas": 2}}, namespace)
-        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 2, 30, "two replicas")
+        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 2, 120, "two replicas")
 
 
 def test_a_kind_is_uninstalled_while_there_is_no_plan(operator, cluster, namespace):
@@ -254,7 +254,7 @@ def admission_policy(cluster, namespace, group, plural, expression):
             return "needs the label team" in str(error)
         return False
 
-    wait_for(is_enforced, 40, "the policy")
+    wait_for(is_enforced, 120, "the policy")
     try:
         yield
     finally:
@@ -302,7 +302,7 @@ def test_a_webhook_that_does_not_answer_stops_only_its_kind(operator, cluster, n
     kind = ("admissionregistration.k8s.io/v1", "ValidatingWebhookConfiguration")
     cluster.apply({"apiVersion": kind[0], "kind": kind[1], "metadata": {"name": name}, "webhooks": [webhook]})
     try:
-        wait_for(lambda: is_refused(cluster, namespace), 30, "the webhook")
+        wait_for(lambda: is_refused(cluster, namespace), 120, "the webhook")
         cluster.merge(API, KIND, "tales", {"spec": {"autoscaling": AUTOSCALING}}, namespace)
         waits_for(operator, "ConfigValid", "False", "ApplyRejected")
         assert 'failed calling webhook "broken.example.com"' in operator.condition("ConfigValid")["message"]
@@ -334,7 +334,7 @@ def test_pods_that_a_quota_forbids_are_named(cluster, namespace, kubelet):
         operator.controller.reconciler._deps.pod_warnings._poll_s = 0.5
         cluster.apply(llm_service(), namespace)
         message = lambda: operator.condition("Planned").get("message", "")  # noqa: E731
-        wait_for(lambda: "failed quota: quota: must specify limits.cpu" in message(), 40, "the quota")
+        wait_for(lambda: "failed quota: quota: must specify limits.cpu" in message(), 120, "the quota")
         assert "; it has no pod: FailedCreate: " in message()
 
 
@@ -345,7 +345,7 @@ def test_a_download_job_without_pods_is_named(cluster, namespace, kubelet, place
         operator.controller.reconciler._deps.pod_warnings._poll_s = 0.5
         cluster.apply(llm_service(model={"source": {"http": {"url": place.url}}}), namespace)
         message = lambda: operator.condition("ModelCached").get("message", "")  # noqa: E731
-        wait_for(lambda: "exceeded quota: quota" in message(), 40, "the quota")
+        wait_for(lambda: "exceeded quota: quota" in message(), 120, "the quota")
         assert " has no pod: FailedCreate: " in message()
 
 
@@ -353,15 +353,15 @@ def test_a_suspended_job_is_named(cluster, namespace, kubelet, place):
     with ControllerHarness(cluster, namespace) as operator:
         cluster.apply(quota(pods="0"), namespace)
         cluster.apply(llm_service(model={"source": {"http": {"url": place.url}}}), namespace)
-        (job,) = wait_for(lambda: cluster.items("batch/v1", "Job", namespace), 30, "the download Job")
+        (job,) = wait_for(lambda: cluster.items("batch/v1", "Job", namespace), 120, "the download Job")
         suspended = {"spec": {"suspend": True}, "metadata": {"labels": {"kueue.x-k8s.io/queue-name": "gpus"}}}
         cluster.merge("batch/v1", "Job", job["metadata"]["name"], suspended, namespace)
         words = f"Job {job['metadata']['name']} is suspended; it waits for queue gpus"
-        wait_for(lambda: words in operator.condition("ModelCached").get("message", ""), 30, "the queue named")
+        wait_for(lambda: words in operator.condition("ModelCached").get("message", ""), 120, "the queue named")
         unqueued = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": None}}}
         cluster.merge("batch/v1", "Job", job["metadata"]["name"], unqueued, namespace)
         words = "it has no label kueue.x-k8s.io/queue-name"
-        wait_for(lambda: words in operator.condition("ModelCached").get("message", ""), 30, "the label named")
+        wait_for(lambda: words in operator.condition("ModelCached").get("message", ""), 120, "the label named")
 
 
 def test_nothing_of_the_service_is_lost_after_an_outage(operator, cluster, namespace):

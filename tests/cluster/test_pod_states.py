@@ -30,7 +30,7 @@ def message_of(operator, kind, reason, words=""):
         return condition.get("reason") == reason and words in condition["message"] and condition["message"]
 
     try:
-        return wait_for(found, 40, f"{kind}: {reason}: {words}")
+        return wait_for(found, 120, f"{kind}: {reason}: {words}")
     except AssertionError as error:
         raise AssertionError(f"{error}: {operator.status().get('conditions')}") from error
 
@@ -80,7 +80,7 @@ def test_a_missing_resource_claim_template_is_named(operator, cluster, namespace
 def test_rejected_pods_are_named(operator, cluster, namespace, kubelet):
     """As a kubelet rejects them whose device plugin reports no healthy device."""
     cluster.apply(llm_service(), namespace)
-    wait_for(lambda: operator.condition("Ready").get("status") == "True", 40, "Ready")
+    wait_for(lambda: operator.condition("Ready").get("status") == "True", 120, "Ready")
     (pod,) = server_pods(cluster, namespace)
     name = pod["metadata"]["name"]
     kubelet.set_behavior(
@@ -109,7 +109,7 @@ def is_written(cluster, name, namespace, status):
 def test_an_autoscaler_without_metrics_is_named(operator, cluster, namespace):
     scaling = {"kind": "HorizontalPodAutoscaler", "minReplicas": 1, "maxReplicas": 3}
     cluster.apply(llm_service(autoscaling=scaling), namespace)
-    wait_for(lambda: operator.condition("Autoscaling").get("reason") == "AutoscalerFailed", 90, "the autoscaler")
+    wait_for(lambda: operator.condition("Autoscaling").get("reason") == "AutoscalerFailed", 120, "the autoscaler")
     message = operator.condition("Autoscaling")["message"]
     assert message.startswith("HorizontalPodAutoscaler tales: ScalingActive is False: FailedGet")
     assert operator.condition("Ready")["status"] == "True"
@@ -124,12 +124,12 @@ def is_replaced(cluster, namespace, name):
 
 def test_a_deleted_pod_makes_no_event_without_news(operator, cluster, namespace):
     cluster.apply(llm_service(replicas=2), namespace)
-    wait_for(lambda: operator.condition("Ready").get("status") == "True", 40, "Ready")
+    wait_for(lambda: operator.condition("Ready").get("status") == "True", 120, "Ready")
     for pod in server_pods(cluster, namespace):
         name = pod["metadata"]["name"]
         cluster.delete("v1", "Pod", name, namespace)
-        wait_for(lambda name=name: is_replaced(cluster, namespace, name), 40, "another pod")
-        wait_for(lambda: operator.condition("Ready").get("status") == "True", 40, "Ready")
+        wait_for(lambda name=name: is_replaced(cluster, namespace, name), 120, "another pod")
+        wait_for(lambda: operator.condition("Ready").get("status") == "True", 120, "Ready")
     events = cluster.items("events.k8s.io/v1", "Event", namespace)
     notes = [event.get("note", "") for event in events if event["regarding"]["kind"] == KIND]
     assert notes and not [note for note in notes if "the others are starting" in note]

@@ -264,13 +264,13 @@ def live(cluster, namespace, models):
     absent(cluster, namespace, "v1", "ConfigMap", name)
     # Groups of pods, and one pod again.
     cluster.merge(API, KIND, "tales", {"spec": {"engine": {"pipelineParallelSize": 2}}}, namespace)
-    wait_for(lambda: cluster.get(*GROUPS, "tales", namespace), 60, "a LeaderWorkerSet")
+    wait_for(lambda: cluster.get(*GROUPS, "tales", namespace), 120, "a LeaderWorkerSet")
     cluster.merge(API, KIND, "tales", {"spec": {"engine": {"pipelineParallelSize": None}}}, namespace)
     absent(cluster, namespace, *GROUPS, "tales")
     # The same with pods of two roles.
     roles = {"disaggregation": {"prefill": {}, "decode": {}}, "engine": {"kvCacheOffloading": {"memory": "64Mi"}}}
     cluster.merge(API, KIND, "tales", {"spec": roles}, namespace)
-    wait_for(lambda: cluster.get(*ROLES, "tales", namespace), 60, "a DisaggregatedSet")
+    wait_for(lambda: cluster.get(*ROLES, "tales", namespace), 120, "a DisaggregatedSet")
     cluster.merge(API, KIND, "tales", {"spec": {"disaggregation": None}}, namespace)
     absent(cluster, namespace, *ROLES, "tales")
     # A service that is made again before the garbage collector has come, which is stopped meanwhile.
@@ -278,7 +278,7 @@ def live(cluster, namespace, models):
     with halted(cluster, "kube-controller-manager"):
         cluster.delete(API, KIND, "on-gpu", namespace)
         cluster.apply(llm_service("on-gpu", **gpu), namespace)
-        wait_for(lambda: made_again(cluster, namespace, old), 90, "on-gpu is made again")
+        wait_for(lambda: made_again(cluster, namespace, old), 120, "on-gpu is made again")
 
 
 def made_again(cluster, namespace, old):
@@ -306,7 +306,7 @@ def available(cluster, namespace, name):
 
 
 def absent(cluster, namespace, version, kind, name):
-    wait_for(lambda: cluster.get(version, kind, name, namespace) is None, 60, f"{kind} {name} gone")
+    wait_for(lambda: cluster.get(version, kind, name, namespace) is None, 120, f"{kind} {name} gone")
 
 
 def empty_set(cluster, namespace):
@@ -319,4 +319,4 @@ def empty_set(cluster, namespace):
         oldest = min(sets, key=lambda rs: int(rs["metadata"]["annotations"]["deployment.kubernetes.io/revision"]))
         return oldest if len(sets) > 1 and not oldest["spec"]["replicas"] else None
 
-    return wait_for(found, 60, "pods are replaced")
+    return wait_for(found, 120, "pods are replaced")

@@ -379,7 +379,7 @@ def test_a_service_deleted_while_no_operator_runs_is_collected(operator, cluster
     operator.stop()
     cluster.delete(API, KIND, "tales", namespace)
     assert cluster.get(API, KIND, "tales", namespace) is None, "nothing holds it back"
-    wait_for(lambda: child_objects(cluster, namespace) == [], 90, "garbage collected")
+    wait_for(lambda: child_objects(cluster, namespace) == [], 120, "garbage collected")
     with ControllerHarness(cluster, namespace) as second:
         second.requeue()
         assert second.recorded_writes == []

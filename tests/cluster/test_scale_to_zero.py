@@ -48,7 +48,7 @@ def test_a_service_scales_to_zero_and_back(cluster, namespace, metrics):
         metrics.external[QUEUE], metrics.by_pod[RUNNING] = 0, 1
         waits_for("True", "Ready", 1)
         before = metrics.num_queries[RUNNING]
-        wait_for(lambda: metrics.num_queries[RUNNING] > before + 2, 90, "further queries")
+        wait_for(lambda: metrics.num_queries[RUNNING] > before + 2, 120, "further queries")
         assert operator.status()["replicas"] == 1
         metrics.by_pod[RUNNING] = 0
         waits_for("False", "ScaledToZero", 0)

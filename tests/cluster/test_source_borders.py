@@ -25,13 +25,13 @@ def test_the_condition_names_the_value_and_a_running_service_keeps_its_plan(clus
     closed, opened = ({"borders": Borders.parse(networks)} for networks in ("", f"{OWN}/32"))
     with ControllerHarness(cluster, namespace, closed) as operator:
         cluster.apply(service, namespace)
-        wait_for(lambda: "sources.allowedCIDRs" in operator.condition("Planned").get("message", ""), 30, "the message")
+        wait_for(lambda: "sources.allowedCIDRs" in operator.condition("Planned").get("message", ""), 120, "the message")
         assert operator.status().get("plan") is None and model_server.num_requests == 0
         assert OWN not in operator.condition("Planned")["message"].replace(model_server.url, "")
     with ControllerHarness(cluster, namespace, opened) as operator:
-        wait_for(lambda: operator.condition("Planned").get("status") == "True", 30, operator.status)
+        wait_for(lambda: operator.condition("Planned").get("status") == "True", 120, operator.status)
         plan = operator.status()["plan"]
     with ControllerHarness(cluster, namespace, closed) as operator:
         cluster.merge("quire.dev/v1alpha1", "LLMService", "tales", {"spec": {"rollout": {"maxSurge": 1}}}, namespace)
-        wait_for(lambda: operator.status().get("observedGeneration") == 2, 30, "the change is observed")
+        wait_for(lambda: operator.status().get("observedGeneration") == 2, 120, "the change is observed")
         assert operator.condition("Planned")["status"] == "True" and operator.status()["plan"] == plan

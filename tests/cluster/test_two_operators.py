@@ -40,7 +40,7 @@ def test_they_never_fight(cluster, namespace, kubelet, caplog):
         for name in names:
             cluster.apply(service(name), namespace)
         for name in names:
-            wait_for(lambda n=name: image(cluster, namespace, n), 60, f"the Deployment of {name}")
+            wait_for(lambda n=name: image(cluster, namespace, n), 120, f"the Deployment of {name}")
         for _ in range(3):
             for operator in (first, second):
                 for name in names:
@@ -81,7 +81,7 @@ def test_the_same_installation_continues_at_once(cluster, namespace, kubelet):
         first.wait_settled()
     upgraded = {**settings("a"), "images": {"GPU": "quire:new", "CPU": "quire:new"}}
     with ControllerHarness(cluster, namespace, upgraded):
-        wait_for(lambda: image(cluster, namespace) == "quire:new", 30, "the new image")
+        wait_for(lambda: image(cluster, namespace) == "quire:new", 120, "the new image")
 
 
 @pytest.mark.parametrize("how", ["after the mark has expired", "when a user removes the mark"])
@@ -107,6 +107,6 @@ def test_a_dead_owner_is_replaced(cluster, namespace, kubelet, monkeypatch, how)
             patch = '[{"op": "remove", "path": "/status/operator"}]'
             arguments = ("patch", "llm", "tales", "--subresource=status", "--type=json", f"--patch={patch}")
             cluster.kubectl(*arguments, namespace=namespace)
-        wait_for(lambda: image(cluster, namespace) == "quire:b", 40, "the second takes it over")
+        wait_for(lambda: image(cluster, namespace) == "quire:b", 120, "the second takes it over")
         assert owner(second) == "b/quire"
         assert second.controller.reconciler.foreign_services() == {}

@@ -119,7 +119,7 @@ def test_update_policy_auto_upgrades_pods(cluster, namespace, kubelet, new_relea
         cluster.apply(llm_service(rollout={"updatePolicy": "Auto"}), namespace)
         old.wait_settled()
     with ControllerHarness(cluster, namespace, new_release()) as new:
-        wait_for(lambda: image(new) == "quire:next-cpu", 30, "the new release's image")
+        wait_for(lambda: image(new) == "quire:next-cpu", 120, "the new release's image")
         new.wait_settled()
 
 
@@ -133,8 +133,8 @@ def test_pods_keep_the_previous_model_until_the_next_is_downloaded(cluster, name
         assert deployment["spec"]["replicas"] == 0, "no pod takes a GPU before there is a model"
         assert operator.condition("ModelCached")["status"] == "False"
         kubelet.set_behavior(lambda body: of_download(body, namespace, "/a"), COMPLETED)
-        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 1, 30, "a pod")
-        wait_for(lambda: operator.condition("Available").get("status") == "True", 30, "Available")
+        wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 1, 120, "a pod")
+        wait_for(lambda: operator.condition("Available").get("status") == "True", 120, "Available")
         operator.wait_settled()
         template = operator.child("Deployment")["spec"]["template"]
 
@@ -152,7 +152,7 @@ def test_pods_keep_the_previous_model_until_the_next_is_downloaded(cluster, name
         wait_for(lambda: operator.child("Deployment")["spec"]["replicas"] == 2, 20, "scaled meanwhile")
 
         kubelet.set_behavior(lambda body: of_download(body, namespace, "/b"), COMPLETED)
-        wait_for(lambda: operator.child("Deployment")["spec"]["template"] != template, 30, "the new model")
+        wait_for(lambda: operator.child("Deployment")["spec"]["template"] != template, 120, "the new model")
         operator.wait_settled()
 
 
@@ -161,7 +161,7 @@ def test_an_upgrade_downloads_nothing_again(cluster, namespace, kubelet, new_rel
     kubelet.set_behavior(lambda body: of_download(body, namespace, "/b"), COMPLETED)
     with ControllerHarness(cluster, namespace) as old:
         cluster.apply(llm_service(model=http_source(f"{model_url}/a")), namespace)
-        wait_for(lambda: old.condition("Available").get("status") == "True", 60, "Available")
+        wait_for(lambda: old.condition("Available").get("status") == "True", 120, "Available")
         old.wait_settled()
         said = {kind: old.condition(kind)["reason"] for kind in ("ModelCached", "Available", "Ready")}
     (before,) = jobs(cluster, namespace)
@@ -176,7 +176,7 @@ def test_an_upgrade_downloads_nothing_again(cluster, namespace, kubelet, new_rel
         assert new.condition("ModelCached")["status"] == "True"
         # Another model is another matter.
         cluster.merge(API, KIND, "tales", {"spec": {"model": http_source(f"{model_url}/b")}}, namespace)
-        wait_for(lambda: names_of(jobs(cluster, namespace)).isdisjoint(names_of([before])), 30, "its own Job")
+        wait_for(lambda: names_of(jobs(cluster, namespace)).isdisjoint(names_of([before])), 120, "its own Job")
         new.wait_settled()
         assert "QUIRE_OTHER_PORT" in str(jobs(cluster, namespace))
 
