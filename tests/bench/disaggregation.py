@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill apart from decode, against two mixed pods: latencies of short requests under bursts of long prompts.
 
-PYTHONPATH=tests:hack python tests/bench/disaggregation.py [--rounds 2] [--seconds 24]
+python tests/bench/disaggregation.py [--rounds 2] [--seconds 24]
 
 Random weights of a small shape, bfloat16, in pods (`quire serve`) of one thread. Short requests (16 to 256 prompt
 tokens, 32 output tokens) arrive at random at half of the rate that one mixed pod can serve. Every 2 s, four prompts of
@@ -32,7 +32,10 @@ from pathlib import Path
 
 import aiohttp
 import random_checkpoint
-from support.kv_pods import KVPods, kv_pods, metric
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "hack")]
+from support.kv_pods import KVPods, kv_pods, metric  # noqa: E402
 
 BAR = 0.5
 LONG_CHUNKS = 4

@@ -3,7 +3,7 @@
 """Routing by what pods have cached, against round robin: vllm-router, or Envoy with the endpoint picker, before two
 `quire serve` processes.
 
-PYTHONPATH=tests:hack python tests/bench/routing.py [--model FOLDER] [--policies round_robin,...] [--scraping]
+python tests/bench/routing.py [--model FOLDER] [--policies round_robin,...] [--scraping]
 
 With --scraping, it measures what the picker's reading of the metrics every 50 ms costs: tokens/s of one pod, and tokens
 for each second of the pod's CPU time, while the picker runs, against those while it is stopped, in turn. On a busy
@@ -36,13 +36,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from support.cluster import running_cluster
-from support.controller_harness import answer_model_readers, llm_service
-from support.envoy import running_envoy
-from support.fake_kubelet import FakeKubelet
-from support.picked_service import PickedService, picked_service
-from support.quire_serve import EXAMPLES, QuireServeProcess
-from support.routers import Router, two_pods
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "hack")]
+from support.cluster import running_cluster  # noqa: E402
+from support.controller_harness import answer_model_readers, llm_service  # noqa: E402
+from support.envoy import running_envoy  # noqa: E402
+from support.fake_kubelet import FakeKubelet  # noqa: E402
+from support.picked_service import PickedService, picked_service  # noqa: E402
+from support.quire_serve import EXAMPLES, QuireServeProcess  # noqa: E402
+from support.routers import Router, two_pods  # noqa: E402
 
 TRACE = Path(__file__).with_name("mooncake_conversation.jsonl")
 BLOCK_SIZE = 16

@@ -15,9 +15,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quire_engine.ipc.process import BACKGROUND_NICE
 
@@ -33,6 +33,8 @@ _MAX_LINE_BYTES = 256 * 2**20
 _FIRST_TO_BE_KILLED = "1000"
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 class WorkerError(Exception):
@@ -68,15 +70,28 @@ class WorkerPool:
         self._cpu_limit_s, self._queue_timeout_s = cpu_limit_s, queue_timeout_s
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._num_workers = 0
+        self._workers: set[_Worker] = set()
+        """All workers, also those that were killed, until their processes have ended."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
 
     def start(self) -> None:
         """Start the workers in the background, unless they are already running."""
-        while self._num_workers < NUM_WORKERS:
+        while self._num_workers < NUM_WORKERS and not self._closed:
             self._num_workers += 1
-            task = asyncio.get_running_loop().create_task(self._add_worker())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._create_task(self._add_worker())
+
+    async def aclose(self) -> None:
+        """End all workers, and wait for their processes. Answers that callers wait for are cancelled."""
+        self._closed = True
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+        for worker in self._workers:
+            worker.kill()
+        await asyncio.gather(*(worker.wait() for worker in self._workers))
+        self._workers.clear()
 
     async def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Send a message to a free worker and return its answer.
@@ -96,10 +111,13 @@ class WorkerPool:
             raise WorkersBusy from None
         # The worker answers even if the caller is cancelled. To replace the worker would take far longer, and other
         # requests would wait for the new one.
-        exchange = asyncio.get_running_loop().create_task(self._exchange(worker, line))
-        self._tasks.add(exchange)
-        exchange.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(exchange)
+        return await asyncio.shield(self._create_task(self._exchange(worker, line)))
+
+    def _create_task(self, coroutine: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _exchange(self, worker: "_Worker", line: bytes) -> dict[str, Any]:
         keep = False
@@ -150,6 +168,7 @@ class WorkerPool:
         worker = None
         try:
             worker = await _Worker.start(self._module)
+            self._workers = {each for each in self._workers if not each.has_ended} | {worker}
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await worker.ask(self._config_line)
             self._idle.put_nowait(worker)
@@ -212,3 +231,10 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._stdin.close()
+
+    async def wait(self) -> None:
+        """Wait until a killed process has ended and its pipes are closed. A loop that closes earlier leaks them."""
+        await self._process.wait()
+        with contextlib.suppress(OSError):
+            await self._stdin.wait_closed()
+        await self._stdout.read()

@@ -54,6 +54,10 @@ class GrammarChecker:
         """Start the workers in the background, unless they already run."""
         self._workers.start()
 
+    async def aclose(self) -> None:
+        """End the workers."""
+        await self._workers.aclose()
+
     async def check(self, constraint: StructuredOutputsParams | ComposedConstraint) -> str:
         """Return the grammar text of a constraint. A cached result is returned without waiting.
 

@@ -45,6 +45,10 @@ class ChatRenderer:
         if self.has_template:
             self._workers.start()
 
+    async def aclose(self) -> None:
+        """End the workers."""
+        await self._workers.aclose()
+
     async def render(self, chat: Conversation, template: str | None) -> str:
         """Return the text of a conversation, in which control tokens are marked.
 

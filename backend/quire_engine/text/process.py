@@ -168,7 +168,11 @@ async def _serve(
     # All objects that exist here live as long as the process, so the garbage collector does not need to scan them.
     gc.collect()
     gc.freeze()
-    await cores.run()
+    try:
+        await cores.run()
+    finally:
+        for worker in workers:
+            await worker.aclose()
 
 
 def _create_clients(args: process.ProcessArgs) -> list[CoreClient]:

@@ -2,6 +2,7 @@
 """Caches of compiled grammars and of checked constraints stay within their limits."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,15 @@ def test_a_vocabulary_larger_than_the_tokenizer(tokenizer):
     assert max(allowed) < tokenizer.vocab_size and len(allowed) > tokenizer.vocab_size - 150
 
 
-async def test_checked_constraints_are_bounded():
-    """Hundreds of schemas, one at a time; a worker answers each, and repeated ones come from the cache."""
+@pytest.fixture
+async def checker() -> AsyncIterator[GrammarChecker]:
     checker = GrammarChecker(TINY, 2048, [1], max_cache_bytes=50_000)
+    yield checker
+    await checker.aclose()
+
+
+async def test_checked_constraints_are_bounded(checker: GrammarChecker):
+    """Hundreds of schemas, one at a time; a worker answers each, and repeated ones come from the cache."""
     for i in range(300):
         await checker.check(StructuredOutputsParams(json={"properties": {f"name{i}": {"type": "string"}}}))
     with pytest.raises(QuireError) as first:
@@ -82,17 +89,15 @@ async def test_checked_constraints_are_bounded():
     assert checker.num_cached_bytes <= 50_000
 
 
-async def test_a_cancelled_request_does_not_end_the_check_of_another():
-    checker = GrammarChecker(TINY, 2048, [1])
+async def test_a_cancelled_request_does_not_end_the_check_of_another(checker: GrammarChecker):
     tasks = [asyncio.create_task(checker.check(StructuredOutputsParams(regex="a"))) for _ in range(2)]
     await asyncio.sleep(0)
     tasks[0].cancel()
     assert isinstance(await tasks[1], str) and tasks[0].cancelled()
 
 
-async def test_checks_of_cancelled_requests_delay_no_other(monkeypatch: pytest.MonkeyPatch):
+async def test_checks_of_cancelled_requests_delay_no_other(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch):
     """A client could otherwise disconnect, and leave more checks in the queue than it could have open requests."""
-    checker = GrammarChecker(TINY, 2048, [1])
     await checker.check(StructuredOutputsParams(regex="first"))
     num_asked, ask = 0, checker._workers.ask
 

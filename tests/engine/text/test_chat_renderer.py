@@ -33,11 +33,8 @@ async def renderer(tmp_path: Path) -> AsyncIterator[ChatRenderer]:
     while len(workers()) < NUM_WORKERS or await renderer.render(CHAT, None) != "fox":
         await asyncio.sleep(0.05)
     yield renderer
-    while renderer._workers._tasks or workers():
-        for worker in workers():
-            worker.kill()
-        await asyncio.sleep(0.05)
-    await asyncio.sleep(0.1)  # the loop closes the pipes
+    await renderer.aclose()
+    assert not workers()
 
 
 def workers() -> list[psutil.Process]:

@@ -2,7 +2,6 @@
 """The `quire` command as a process: its output on both streams and its exit status."""
 
 import json
-import resource
 import socket
 import subprocess
 import sys
@@ -200,23 +199,9 @@ def test_validate_refuses_a_model_in_a_local_folder_that_cannot_be_served(tmp_pa
     assert "config.json: n_embd is missing" in quire("validate", "-f", file).stdout
 
 
-def test_validate_starts_fast():
-    """It takes 0.25 s of CPU time, and imports of the standard library take 0.14 s; torch alone would take 1.5 s."""
-
-    def cpu_seconds(*command):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert subprocess.run(command, capture_output=True, timeout=170, cwd=ROOT).returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    imports = "import argparse, asyncio, dataclasses, http.server, json, ssl, urllib.request, yaml"
-    standard = min(cpu_seconds(sys.executable, "-c", imports) for _ in range(3))
-    started = min(cpu_seconds(Path(sys.executable).with_name("quire"), "validate", "-f", EXAMPLE) for _ in range(3))
-    assert started < 4 * standard
-
-
-def test_validate_imports_no_slow_packages():
-    """The CEL package would import its own command line (typer, rich); only the engine needs torch."""
+def test_validate_imports_few_modules():
+    """It takes 0.25 s of CPU time, and torch alone would take 1.5 s. The CEL package would import its own command line
+    (typer, rich)."""
     script = "import sys; from quire_operator.cli.main import main; main(sys.argv[1:]); print(*sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script, "validate", "-f", EXAMPLE], capture_output=True, text=True, cwd=ROOT, check=True
@@ -224,6 +209,7 @@ def test_validate_imports_no_slow_packages():
     loaded = set(done.stdout.splitlines()[-1].split())
     assert "jsonschema" in loaded
     assert not {"typer", "rich", "torch", "numpy", "aiohttp", "quire_server", "quire_engine"} & loaded
+    assert len(loaded) < 450, "it imports 336 modules with Python 3.11"
 
 
 NULLS = """\

@@ -37,6 +37,10 @@ class ImageReader:
         """Start the workers in the background; do nothing if they already run."""
         self._workers.start()
 
+    async def aclose(self) -> None:
+        """End the workers."""
+        await self._workers.aclose()
+
     async def read(self, files: Sequence[bytes]) -> list[ProcessedImage]:
         """Return the images of a request.
 
