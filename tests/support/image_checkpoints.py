@@ -14,15 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from support.tiny_checkpoints import BASE, CHECKPOINTS, VOCAB, write_checkpoint
 from support.tokenizer import byte_level, save_tokenizer
+from transformers.models.gemma4 import image_processing_pil_gemma4
 
 from quire_engine.images.processor import ImageProcessor, ProcessedImage
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import ImageInput
 
 IMAGE_TOKEN, VIDEO_TOKEN, START_TOKEN, END_TOKEN = range(VOCAB - 4, VOCAB)
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5-vision", "gemma3-vision")
+GEMMA4 = ("gemma4-vision", "gemma4-e2b-vision", "gemma4_unified-vision")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5-vision", "gemma3-vision", *GEMMA4)
+MAX_SOFT_TOKENS = 9
+"""Maximum number of tokens of an image of Gemma 4."""
 MARKS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
 CHAT_TEMPLATE = """{% for message in messages %}{{ message.role }}: {% if message.content is string %}\
 {{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}\
@@ -43,6 +48,15 @@ def make_image_checkpoint(folder: Path, name: str) -> Path:
     vision = config.vision_config
     if name == "qwen2_vl":
         vision.hidden_size = config.text_config.hidden_size  # the size of its outputs in this family
+    if name in GEMMA4:
+        config.boi_token_id, config.eoi_token_id = START_TOKEN, END_TOKEN
+        write_checkpoint(folder, config, sum(map(ord, name)))
+        _draw_tower(folder)
+        # The processor accepts at least 70 tokens, with which the tests would take several times as long.
+        image_processing_pil_gemma4._SUPPORTED_SOFT_TOKENS = (MAX_SOFT_TOKENS, 70)
+        settings = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": MAX_SOFT_TOKENS}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        return folder
     if name == "gemma3-vision":
         vision.image_size, config.mm_tokens_per_image = 84, 9
         write_checkpoint(folder, config, sum(map(ord, name)))
@@ -60,6 +74,26 @@ def make_image_checkpoint(folder: Path, name: str) -> Path:
     settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def _draw_tower(folder: Path) -> None:
+    """Draw what transformers starts at fixed values in the vision tower of a checkpoint, where a mistake would not
+    show."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "vision" not in name:
+            continue
+        if name.endswith(("_min", "_max")):  # bounds of activations, low enough to clamp some
+            scale = 0.05 if "down_proj" in name else 0.5
+            bound = (torch.rand(()) + 0.5) * scale
+            tensor.copy_(-bound if name.endswith("_min") else bound)
+        elif tensor.dim() < 2:
+            tensor.add_(torch.randn_like(tensor) * 0.3)
+        elif len(tensor.unique()) == 1:
+            tensor.normal_()
+        else:
+            tensor.mul_(20.0)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def add_image_tokenizer(folder: Path) -> Path:
@@ -129,6 +163,11 @@ def greedy(oracle: Any, prompt: ImagePrompt, num_tokens: int) -> tuple[list[int]
     for _ in range(num_tokens):
         ids = torch.tensor([token_ids])
         types = {"mm_token_type_ids": (ids == IMAGE_TOKEN).int()} if prompt.images else {}
+        if types and oracle.config.model_type == "gemma4_unified":
+            # Without a mask, its forward pass lets images attend in both directions in all layers, unlike `generate`.
+            embeddings, positions = oracle.get_input_embeddings()(ids), torch.arange(ids.shape[1])[None]
+            make_masks = oracle.create_masks_for_generate
+            types["attention_mask"] = make_masks(oracle.config, embeddings, None, None, positions, **types)
         if oracle.config.model_type == "gemma3":
             types = {"token_type_ids": (ids == IMAGE_TOKEN).int()}
         table = oracle(ids, **inputs, **types).logits[0, -1].float().log_softmax(-1)[:IMAGE_TOKEN]

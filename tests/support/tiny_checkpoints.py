@@ -404,13 +404,41 @@ VISION = {
 }
 
 
+GEMMA4_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "patch_size": 4,
+    "position_embedding_size": 20,
+    "use_clipped_linears": True,
+    "standardize": True,
+}
+GEMMA4_AUDIO = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [4, 4],
+    "output_proj_dims": 16,
+}
+
+
 def _gemma3_with_vision(**values: Any) -> Gemma3Config:
     text = Gemma3TextConfig(**values).to_dict()
     return Gemma3Config(text_config=text, vision_config=VISION | {"model_type": "siglip_vision_model"})
 
 
-def _gemma4(kind: type, text_kind: type, **values: Any) -> Any:
-    return kind(text_config=text_kind(**values).to_dict(), vision_config=None, audio_config=None)
+def _gemma4(kind: type, text_kind: type, has_images: bool = False, **values: Any) -> Any:
+    parts: dict[str, Any] = {"vision_config": None, "audio_config": None}
+    if has_images:
+        # The sound is not used, but published checkpoints contain its parts.
+        parts = {"vision_config": GEMMA4_VISION, "audio_config": GEMMA4_AUDIO}
+        if kind is Gemma4UnifiedConfig:
+            sizes = {"mm_embed_dim": 20, "mm_posemb_size": 12, "output_proj_dims": 20}
+            parts = {"vision_config": {"patch_size": 4, **sizes}, "audio_config": {"audio_embed_dim": 8}}
+    return kind(text_config=text_kind(**values).to_dict(), **parts)
 
 
 def _llama4(**values: Any) -> Llama4Config:
@@ -505,6 +533,19 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gemma4-multimodal": (
         functools.partial(_gemma4, Gemma4Config, Gemma4TextConfig),
         {**GEMMA4_31B, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4-vision": (
+        functools.partial(_gemma4, Gemma4Config, Gemma4TextConfig, True),
+        {**GEMMA4_31B, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+    ),
+    # Its images are causal, and have the layers' embeddings of the padding token.
+    "gemma4-e2b-vision": (
+        functools.partial(_gemma4, Gemma4Config, Gemma4TextConfig, True),
+        {**GEMMA4_E2B, "pad_token_id": 5},
+    ),
+    "gemma4_unified-vision": (
+        functools.partial(_gemma4, Gemma4UnifiedConfig, Gemma4UnifiedTextConfig, True),
+        {**GEMMA4_31B, "sliding_window": 10},
     ),
     "gemma4_unified": (Gemma4UnifiedTextConfig, GEMMA4_31B),
     "gemma4_unified-multimodal": (
@@ -714,7 +755,7 @@ def trained_tensors(model: Any) -> dict[str, torch.Tensor]:
     tensors = {
         name: tensor
         for name, tensor in model.state_dict().items()
-        if tensor.is_floating_point() and not re.search(r"vision|visual|multi_modal|mm_projector", name)
+        if tensor.is_floating_point() and not re.search(r"vision|visual|multi_modal|mm_projector|audio", name)
     }
     # A tied output projection is the embedding.
     return {name: tensors[name] for name in {tensor.data_ptr(): name for name, tensor in tensors.items()}.values()}

@@ -9,10 +9,10 @@ from quire_engine.images.processor import ProcessedImage
 from quire_engine.tokenization.control_tokens import END, START
 from quire_engine.tokenization.tokenizer import Tokenizer
 from quire_spec.errors import InvalidArgument
-from quire_spec.model.images.image_config import QWEN_TOWERS, ImageConfig
+from quire_spec.model.images.image_config import ImageConfig
 from quire_spec.protocol.messages import ImageInput
 
-_GEMMA_START, _GEMMA_END = "<start_of_image>", "<end_of_image>"
+_GEMMA3_START, _GEMMA3_END = "<start_of_image>", "<end_of_image>"
 
 
 class Placeholders:
@@ -21,10 +21,17 @@ class Placeholders:
     def __init__(self, images: ImageConfig, tokenizer: Tokenizer) -> None:
         self._token_id = images.token_id
         self._token = tokenizer.added_tokens.get(images.token_id, "")
-        self._is_qwen = images.tower in QWEN_TOWERS
+        self._mark_text, self._before, self._after = self._token, "", ""
+        if images.tower == "gemma3":
+            self._mark_text = _GEMMA3_START
+            self._before, self._after = f"\n\n{_GEMMA3_START}", f"{_GEMMA3_END}\n\n"
+        if images.start_token_id is not None:
+            self._before = tokenizer.added_tokens.get(images.start_token_id, "")
+        if images.end_token_id is not None:
+            self._after = tokenizer.added_tokens.get(images.end_token_id, "")
         # Users cannot write a mark: in their messages, control tokens are between two other characters.
-        mark = re.escape(self._token if self._is_qwen else _GEMMA_START)
-        self._mark = re.compile(f"(?<!{START}){mark}(?!{END})") if self._token else re.compile("(?!)")
+        mark = f"(?<!{START}){re.escape(self._mark_text)}(?!{END})"
+        self._mark = re.compile(mark if self._token else "(?!)")
 
     def expand(self, text: str, images: Sequence[ProcessedImage]) -> str:
         """Return the text of a prompt in which each mark is replaced by the tokens of its image.
@@ -59,13 +66,8 @@ class Placeholders:
             for start, image in zip(runs, images, strict=True)
         ]
 
-    @property
-    def _mark_text(self) -> str:
-        return self._token if self._is_qwen else _GEMMA_START
-
     def _tokens(self, image: ProcessedImage) -> str:
-        tokens = self._token * image.num_tokens
-        return tokens if self._is_qwen else f"\n\n{_GEMMA_START}{tokens}{_GEMMA_END}\n\n"
+        return f"{self._before}{self._token * image.num_tokens}{self._after}"
 
     def _runs(self, token_ids: Sequence[int], images: Sequence[ProcessedImage]) -> Iterator[int]:
         """Yield where the tokens of each image begin, as far as they are adjacent."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_spec.errors import InvalidArgument
-from quire_spec.model.images.image_config import QWEN_TOWERS, ImageConfig
+from quire_spec.model.images.image_config import GEMMA4_TOWERS, QWEN_TOWERS, ImageConfig
 from quire_spec.protocol.messages import ImageTensor
 
 MAX_PIXELS = 40_000_000
@@ -22,7 +22,7 @@ MAX_PIXELS = 40_000_000
 MAX_TENSOR_BYTES = 64 * 2**20
 """Maximum size of the tensors of an image. Images of which the tensors would be larger are scaled down."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-_TENSORS = ("pixel_values", "image_grid_thw")
+_TENSORS = ("pixel_values", "image_grid_thw", "image_position_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,8 @@ class ImageProcessor:
 
     def __init__(self, folder: Path, images: ImageConfig) -> None:
         """Read the settings in `folder`. Raises OSError or ValueError if they cannot be read."""
-        from transformers import AutoImageProcessor
-
         self._images = images
-        auto_processor: Any = AutoImageProcessor
-        processor = auto_processor.from_pretrained(folder, backend="pil", local_files_only=True)
-        self._processor = processor
+        self._processor = processor = _load_processor(folder, images)
         self._arguments: dict[str, Any] = {}
         if images.tower in QWEN_TOWERS:
             patch = processor.patch_size
@@ -55,7 +51,11 @@ class ImageProcessor:
             size = dict(processor.size)
             size["longest_edge"] = min(size["longest_edge"], max_patches * patch**2)
             self._arguments["size"] = size
-        else:
+        elif images.tower == "gemma4_unified":
+            # transformers cuts patches and merges squares of them to larger ones. These are the same as large patches.
+            self._arguments["patch_size"] = processor.patch_size * processor.pooling_kernel_size
+            self._arguments["pooling_kernel_size"] = 1
+        elif images.tower == "gemma3":
             # Pan and scan would make several images of one.
             self._arguments["do_pan_and_scan"] = False
 
@@ -76,11 +76,27 @@ class ImageProcessor:
             digest.update(struct.pack(f"<{1 + len(tensor.shape)}Q", len(tensor.shape), *tensor.shape))
             digest.update(name.encode())
             digest.update(tensor.data)
+        if self._images.tower in GEMMA4_TOWERS:
+            num_tokens = int(outputs["num_soft_tokens_per_image"][0])
+            return ProcessedImage(num_tokens, (0, 0), digest.digest(), tensors)
         if self._images.tower not in QWEN_TOWERS:
             return ProcessedImage(self._images.num_tokens, (0, 0), digest.digest(), tensors)
         _, rows, columns = (int(value) for value in outputs["image_grid_thw"][0])
         grid = rows // self._images.merge_size, columns // self._images.merge_size
         return ProcessedImage(grid[0] * grid[1], grid, digest.digest(), tensors)
+
+
+def _load_processor(folder: Path, images: ImageConfig) -> Any:
+    """Return the processor of transformers that works without torchvision."""
+    if images.tower == "gemma4_unified":
+        # The processor of this family needs torchvision. Only the cutting of patches differs, see above.
+        from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+        return Gemma4ImageProcessorPil.from_pretrained(folder, local_files_only=True)
+    from transformers import AutoImageProcessor
+
+    auto_processor: Any = AutoImageProcessor
+    return auto_processor.from_pretrained(folder, backend="pil", local_files_only=True)
 
 
 def _decode(data: bytes) -> Any:

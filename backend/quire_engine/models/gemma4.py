@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 4, text only.
+"""Gemma 4.
 
 It differs from Gemma 3 in these ways: layers without a window have other heads, whose values can be the output of the
 projection to k; values are normalized; the last layers read the keys and values of an earlier layer, and can have a
@@ -8,6 +8,7 @@ model, layers have experts beside the MLP.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -187,7 +188,12 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         """
         shape = self.shape
         table, size = self.embed_tokens_per_layer, (len(hidden), shape.num_layers, shape.per_layer_size)
-        tokens = parallel_embedding(batch, table, None, self.communicator).mul_(self.per_layer_embedding_scale)
+        token_batch = batch
+        if batch.images is not None:
+            assert batch.images.rows is not None and shape.images is not None
+            token_ids = batch.token_ids.index_fill(0, batch.images.rows, shape.images.pad_token_id)
+            token_batch = replace(batch, token_ids=token_ids)
+        tokens = parallel_embedding(token_batch, table, None, self.communicator).mul_(self.per_layer_embedding_scale)
         context = self.per_layer_model_projection(hidden, batch) * shape.hidden_size**-0.5
         context = self.per_layer_projection_norm(context.view(size), batch)
         return list(((context + tokens.view(size)) * 2**-0.5).unbind(1))

@@ -33,10 +33,11 @@ _LM_HEAD_NAME = "lm_head.weight"
 _MISSING_HINT = "config.json does not match this checkpoint, or the checkpoint is incomplete"
 # Names of tensors that are not loaded. Old checkpoints contain rope frequencies and masks, but the engine computes them
 # from config.json. The parts of a model for images are loaded elsewhere, and so are those for the prediction of further
-# tokens.
+# tokens. The parts for sound are not used.
 _UNUSED_TENSORS = re.compile(
     r"\w+\.layers\.\d+\.(self_attn|attention)\.(rotary_emb\.inv_freq|bias|masked_bias)"
     r"|model\.mtp_.*|mtp\..*|(model\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual)\..*"
+    r"|(model\.)?(vision_embedder|embed_vision|audio_tower|embed_audio)\..*"
 )
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)\.weight")
 

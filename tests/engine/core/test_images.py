@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from msgspec.structs import replace
-from support.image_checkpoints import FAMILIES, IMAGE_TOKEN, ImagePrompt, greedy, image_prompts, make_image_checkpoint
+from support.image_checkpoints import (
+    FAMILIES,
+    GEMMA4,
+    IMAGE_TOKEN,
+    ImagePrompt,
+    greedy,
+    image_prompts,
+    make_image_checkpoint,
+)
 from support.near_ties import assert_greedy_tokens
 from support.thread_workers import engine_with_thread_workers
 from support.tiny_checkpoints import load_adapted_oracle, load_oracle, make_adapter
@@ -27,7 +35,7 @@ from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import SequenceRequest
 
-BIDIRECTIONAL = ("gemma3-vision",)
+BIDIRECTIONAL = ("gemma3-vision", "gemma4-vision", "gemma4_unified-vision")
 """The tokens of an image attend to each other in both directions."""
 NUM_TOKENS = 20
 MAX_MODEL_LEN = 48
@@ -134,6 +142,8 @@ def test_outputs_equal_transformers(cases, name, scenario):
     changes = SCENARIOS[scenario]
     if name in BIDIRECTIONAL and scenario == "in chunks":
         changes = changes | {"max_num_batched_tokens": 12}  # an image is computed in one step
+    if name in GEMMA4 and scenario == "preempted":
+        changes = {"num_blocks": 2 * changes["num_blocks"] - 1}  # layers with a window have blocks of their own
     engine = Engine.from_config(_config(case.folder, **changes))
     _check(_run(engine, case.prompts), case.references)
     if name not in BIDIRECTIONAL:  # they free the blocks outside their window
@@ -180,8 +190,9 @@ def test_ranks_get_the_embeddings_of_rank_0(cases):
     _check(_run(engine, case.prompts), case.references)
 
 
-def test_adapters_of_the_language_model_equal_peft(cases, tmp_path):
-    case = cases("qwen2_5_vl")
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma4-e2b-vision"])
+def test_adapters_of_the_language_model_equal_peft(cases, name, tmp_path):
+    case = cases(name)
     targets = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)"
     adapter = make_adapter(case.folder, tmp_path / "adapter", target_modules=targets)
     oracle = load_adapted_oracle(case.folder, adapter).base_model.model
@@ -194,10 +205,17 @@ def test_adapters_of_the_language_model_equal_peft(cases, tmp_path):
     assert adapted[0][0] != case.references[0][0]
 
 
-def test_adapters_of_the_vision_tower_are_refused_unless_only_texts_are_served(cases, tmp_path):
-    folder = cases("qwen2_5_vl").folder
-    adapter = make_adapter(folder, tmp_path / "adapter", target_modules=r".*\.(q_proj|qkv)")
-    with pytest.raises(InvalidArgument, match=r"visual\.blocks.*changes the vision tower.*language_model_only"):
+@pytest.mark.parametrize(
+    ("name", "targets", "first"),
+    [
+        ("qwen2_5_vl", r".*\.(q_proj|qkv)", r"visual\.blocks"),
+        ("gemma4-vision", r".*(language_model.*q_proj|linear)", r"vision_tower\.encoder"),
+    ],
+)
+def test_adapters_of_the_vision_tower_are_refused_unless_only_texts_are_served(cases, name, targets, first, tmp_path):
+    folder = cases(name).folder
+    adapter = make_adapter(folder, tmp_path / "adapter", target_modules=targets)
+    with pytest.raises(InvalidArgument, match=rf"{first}.*changes the vision tower.*language_model_only"):
         Engine.from_config(_config(folder, enable_lora=True)).read_adapter(adapter)
     engine = Engine.from_config(_config(folder, enable_lora=True, language_model_only=True))
     assert engine._runner._image_encoder is None  # type: ignore[attr-defined]

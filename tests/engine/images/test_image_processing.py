@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of images become the tensors of transformers' processor, and the marks of a template their places."""
 
+import ast
+import importlib.util
 import io
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from support.image_checkpoints import MARKS, add_image_tokenizer, bomb, make_image_checkpoint, png
+from support.image_checkpoints import GEMMA4, MARKS, add_image_tokenizer, bomb, make_image_checkpoint, png
 from transformers import AutoImageProcessor
 
 from quire_engine import LLM, SamplingParams
 from quire_engine.images.placeholders import Placeholders
 from quire_engine.images.processor import ImageProcessor, ProcessedImage
 from quire_engine.images.support import why_no_images
+from quire_engine.models.vision.tower import VisionTower
 from quire_engine.requests.limits import RequestLimits
 from quire_engine.tokenization.chat_template_files import ChatTemplateFiles
 from quire_engine.tokenization.control_tokens import END, START
@@ -25,6 +30,8 @@ from quire_spec.errors import InvalidArgument
 from quire_spec.model.images.image_config import ImageConfig
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol.messages import ImageTensor
+
+GEMMA4_TENSORS = ("pixel_values", "image_position_ids")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +76,11 @@ def test_transparent_images_get_a_white_background_and_rotated_ones_are_turned(f
     assert transparent == white and turned.grid == white.grid
 
 
+def _tensor(image: ProcessedImage, name: str) -> torch.Tensor:
+    tensor = image.tensors[name]
+    return torch.frombuffer(bytearray(tensor.data), dtype=getattr(torch, tensor.dtype)).view(tensor.shape)
+
+
 def _processed(*num_tokens: int) -> list[ProcessedImage]:
     return [ProcessedImage(count, (1, count), bytes([i]), {}) for i, count in enumerate(num_tokens)]
 
@@ -96,6 +108,45 @@ def test_marks_of_gemma_3_are_replaced_by_its_whole_sequence(folder: Path) -> No
     assert text == f"a\n\n<start_of_image>{MARKS[0] * 3}<end_of_image>\n\nb"
 
 
+def test_marks_of_gemma_4_are_replaced_by_its_three_tokens(folder: Path) -> None:
+    token = _images(folder).token_id
+    images = ImageConfig("gemma4", token, start_token_id=token + 2, end_token_id=token + 3)
+    text = Placeholders(images, Tokenizer(folder)).expand(f"a{MARKS[0]}b", _processed(3))
+    assert text == f"a{MARKS[1]}{MARKS[0] * 3}{MARKS[2]}b"
+
+
+def test_patches_of_gemma_4_without_an_encoder_are_those_of_transformers(tmp_path: Path) -> None:
+    """Its processor needs torchvision, which Quire does not install. Only these two functions of it are called here."""
+    folder = make_image_checkpoint(tmp_path, "gemma4_unified-vision")
+    images = _images(folder)
+    values, positions = (_tensor(ImageProcessor(folder, images).process(png(0)), name) for name in GEMMA4_TENSORS)
+    small = ImageProcessor(folder, replace(images, tower="gemma4")).process(png(0))
+    file = importlib.util.find_spec("transformers.models.gemma4_unified.image_processing_gemma4_unified").origin  # type: ignore[union-attr]
+    code = ast.parse(Path(str(file)).read_text())
+    code.body = [part for part in code.body if isinstance(part, ast.FunctionDef) and part.name == "patches_merge"]
+    functions: dict[str, Any] = {"torch": torch, "math": math}
+    exec(compile(code, str(file), "exec"), functions)
+    num_patches = 9 * small.num_tokens
+    patches = [_tensor(small, name)[:, :num_patches] for name in GEMMA4_TENSORS]
+    merged, merged_positions = functions["patches_merge"](*patches, small.num_tokens)
+    assert torch.equal(values[:, : small.num_tokens], merged) and (values[:, small.num_tokens :] == 0).all()
+    assert torch.equal(positions[:, : small.num_tokens], merged_positions)
+    assert (positions[:, small.num_tokens :] == -1).all()
+
+
+@pytest.mark.parametrize("name", GEMMA4)
+def test_each_weight_of_a_tower_changes_its_output(name: str, tmp_path: Path) -> None:
+    folder = make_image_checkpoint(tmp_path, name)
+    tower = VisionTower(folder, _images(folder), torch.float32, torch.device("cpu"))
+    tensors = ImageProcessor(folder, _images(folder)).process(png(0)).tensors
+    expected = tower.encode(tensors).embeddings
+    for path, tensor in tower._module.state_dict().items():
+        copy = tensor.clone()
+        tensor.fill_(float("inf" if path.endswith("_max") else "-inf" if path.endswith("_min") else 0))
+        assert not torch.equal(tower.encode(tensors).embeddings, expected), path
+        tensor.copy_(copy)
+
+
 def test_why_a_checkpoint_reads_no_images(folder: Path, tmp_path: Path) -> None:
     shape, config = ModelConfig.load(folder), EngineConfig(str(folder))
     assert why_no_images(config, shape, folder) is None
@@ -112,7 +163,7 @@ def test_why_a_checkpoint_reads_no_images(folder: Path, tmp_path: Path) -> None:
 
 def test_images_that_no_step_or_frame_has_room_for_are_refused(folder: Path) -> None:
     tokenizer, shape = Tokenizer(folder), ModelConfig.load(folder)
-    images = ImageConfig("gemma3", _images(folder).token_id, num_tokens=9)
+    images = ImageConfig("gemma3", _images(folder).token_id, num_tokens=9, bidirectional="all")
     templates, pixels = ChatTemplateFiles(None, None, {}), ImageTensor("float32", [1], bytes(2**26 + 4))
     for num_seqs, max_tokens in ((8, 9), (9, 8), (17, 1)):
         config = EngineConfig(str(folder), max_num_batched_tokens=17, max_num_seqs=num_seqs)

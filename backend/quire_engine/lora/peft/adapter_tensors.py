@@ -29,8 +29,11 @@ _TENSOR_NAME = re.compile(
     r"|(?P<magnitude>lora_magnitude_vector)|(?P<lora_bias>lora_B\.bias)|(?P<bias>(base_layer\.)?bias)"
     r"|(?P<tokens>token_adapter\.trainable_tokens_delta))"
 )
-# Modules of a model that reads images, beside its language model. They cannot change an output for a text.
-_OTHER_PART = re.compile(r"base_model\.model\.(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+# Modules of a model that reads images or sound, beside its language model. They cannot change an output for a text.
+_OTHER_PART = re.compile(
+    r"base_model\.model\.(model\.)?"
+    r"((?P<vision>vision_tower|multi_modal_projector|visual|embed_vision)|audio_tower|embed_audio)\."
+)
 _EXTRAS = ("magnitude", "lora_bias", "bias")
 """Groups of _TENSOR_NAME with tensors that change a module beside A and B."""
 logger = logging.getLogger(__name__)
@@ -94,7 +97,7 @@ class AdapterTensors:
         saves_both &= any(config.saves_module(module.name) for module in outer)
         mixture = shape.architecture_info.expert_names
         old_router, router = f".{mixture.block}.", f".{mixture.module}."
-        other_parts = [key for key in keys if is_part and _OTHER_PART.match(key)]
+        other_parts = {key: match["vision"] for key in keys if is_part and (match := _OTHER_PART.match(key))}
         if other_parts:
             logger.info(
                 "adapter tensors outside the language model ignored, first of %d: %s",
@@ -174,7 +177,7 @@ class AdapterTensors:
                 raise InvalidArgument(
                     f"modules_to_save contains {truncated_repr(name)}, but the file has no such module"
                 )
-        vision = min(other_parts, default=None)
+        vision = min((key for key, part in other_parts.items() if part), default=None)
         tensors = cls(pairs, experts, extras, token_rows, base_copies, saved_modules, saved_norms, score, vision)
         tensors._check_experts(config)
         tensors._check_extras(config)

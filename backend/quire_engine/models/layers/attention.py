@@ -30,6 +30,10 @@ class Attention(Module):
         self.scale = shape.attention_scale
         self.window = shape.sliding_windows[index]
         self.softcap = shape.attention_softcap
+        images = shape.images
+        self.has_bidirectional_images = images is not None and (
+            images.bidirectional == "all" or (images.bidirectional == "windows" and self.window is not None)
+        )
         self.sinks: Tensor | None = None
         qkv = [path for name in self.QKV if (path := f"{self.PATH}.{name}") in linears]
         self.qkv_proj = build_linear(shape, qkv, factory, shape.attention_bias, index)
@@ -49,7 +53,7 @@ class Attention(Module):
         attention_output = paged_attention(
             queries, kv_cache, batch.attention, self.scale, self.window, self.softcap, self.sinks
         )
-        for tokens in batch.bidirectional:
+        for tokens in batch.bidirectional if self.has_bidirectional_images else ():
             attend_in_both_directions(
                 attention_output, queries, kv_cache, batch.attention, tokens, self.scale, self.window
             )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quire_engine.models.forward_batch import ImageFeatures
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_spec.errors import ConfigError
-from quire_spec.model.images.image_config import QWEN_TOWERS, ImageConfig
+from quire_spec.model.images.image_config import GEMMA4_TOWERS, QWEN_TOWERS, ImageConfig
 from quire_spec.protocol.messages import ImageTensor
 
 _DTYPES = {"float32": torch.float32, "int64": torch.int64}
@@ -33,7 +33,7 @@ class VisionTower:
     def __init__(self, folder: Path, images: ImageConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Load the weights from `folder`."""
         self._dtype, self._device = dtype, device
-        self._is_qwen = images.tower in QWEN_TOWERS
+        self._tower = images.tower
         with torch.device(device):
             self._module = _build_module(folder, images, dtype).eval().requires_grad_(False)
         state = self._module.state_dict()
@@ -46,7 +46,14 @@ class VisionTower:
         """Return the embeddings of the tokens of an image. `tensors` are those that the checkpoint's image processor
         makes of it."""
         inputs = {name: self._to_device(tensor) for name, tensor in tensors.items()}
-        if self._is_qwen:
+        if self._tower == "gemma4_unified":
+            positions = inputs["image_position_ids"]
+            output = self._module.embed_vision(inputs["pixel_values"], positions).pooler_output
+            return ImageFeatures(output[(positions != -1).all(dim=-1)])
+        if self._tower == "gemma4":
+            patches = self._module.vision_tower(inputs["pixel_values"], inputs["image_position_ids"]).last_hidden_state
+            return ImageFeatures(self._module.embed_vision(inputs_embeds=patches))
+        if self._tower in QWEN_TOWERS:
             output = self._module.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
             deepstack = tuple(getattr(output, "deepstack_features", None) or ())
             return ImageFeatures(output.pooler_output, deepstack)
@@ -55,7 +62,9 @@ class VisionTower:
 
     def _to_device(self, tensor: ImageTensor) -> Tensor:
         values = torch.frombuffer(bytearray(tensor.data), dtype=_DTYPES[tensor.dtype]).view(tensor.shape)
-        return values.to(self._device, self._dtype if values.is_floating_point() else None)
+        # Gemma 4 scales the pixels before it rounds them.
+        is_rounded = values.is_floating_point() and self._tower not in GEMMA4_TOWERS
+        return values.to(self._device, self._dtype if is_rounded else None)
 
 
 def _build_module(folder: Path, images: ImageConfig, dtype: torch.dtype) -> Any:
@@ -74,9 +83,19 @@ def _build_module(folder: Path, images: ImageConfig, dtype: torch.dtype) -> Any:
                 build: Any = Qwen2VisionTransformerPretrainedModel._from_config
             else:
                 build = auto_model.from_config
+            if images.tower == "gemma4_unified":
+                from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedVisionEmbedder
+
+                module.embed_vision = Gemma4UnifiedVisionEmbedder(config.vision_config, config.text_config)
+                return module
             tower = build(config.vision_config, dtype=dtype, attn_implementation="sdpa")
             if images.tower in QWEN_TOWERS:
                 module.visual = tower
+            elif images.tower == "gemma4":
+                from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
+
+                module.vision_tower = tower
+                module.embed_vision = Gemma4MultimodalEmbedder(config.vision_config, config.text_config)
             else:
                 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
@@ -87,13 +106,24 @@ def _build_module(folder: Path, images: ImageConfig, dtype: torch.dtype) -> Any:
     return module
 
 
+_OTHER_NAMES = {
+    r"^embed_vision\.(patch_|pos_)": r"vision_embedder.\1",
+    r"^embed_vision\.multimodal_embedder\.": "embed_vision.",
+    r"^vision_tower\.vision_model\.": "vision_tower.",
+}
+"""Parts of names in a module of transformers, and their names in checkpoints."""
+
+
 def _load(folder: Path, state: Mapping[str, Tensor]) -> None:
     """Fill the tensors of a module from a checkpoint."""
     files = TensorFiles(folder)
     # Early checkpoints have other paths: no `model`, and another module around the encoder of Gemma 3.
     plain = {re.sub(r"^model\.|(?<=vision_tower\.)vision_model\.", "", name): name for name in files.file_by_tensor}
     for name, target in state.items():
-        source = plain.get(name.replace("vision_tower.vision_model.", "vision_tower."))
+        other = name
+        for pattern, replacement in _OTHER_NAMES.items():
+            other = re.sub(pattern, replacement, other)
+        source = plain.get(other, plain.get(name))
         if source is None:
             raise ConfigError(
                 f"{folder}: model.{name} is missing; download the checkpoint again, or set language_model_only"

@@ -10,7 +10,10 @@ from quire_spec.model.hf_config import HFConfigReader
 
 QWEN_TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 """Models whose images keep their aspect ratio, and whose tokens have a row and a column."""
-IMAGE_TOWERS = (*QWEN_TOWERS, "gemma3")
+GEMMA4_TOWERS = ("gemma4", "gemma4_unified")
+"""Models whose images keep their aspect ratio, up to a number of tokens. The second one has no encoder: its patches are
+only projected."""
+IMAGE_TOWERS = (*QWEN_TOWERS, "gemma3", *GEMMA4_TOWERS)
 """Values of `model_type` of the models whose vision towers the engine runs."""
 
 _DEEPSTACK: tuple[int, ...] = (8, 16, 24)
@@ -31,11 +34,20 @@ class ImageConfig:
     """Number of tokens of each image; 0 if it depends on the image."""
     num_deepstack: int = 0
     """Number of layers to whose outputs the tower adds further embeddings of the tokens."""
+    bidirectional: str = ""
+    """The layers in which the tokens of an image attend to each other in both directions: "all", "windows" (those with
+    a sliding window), or "" for none."""
+    start_token_id: int | None = None
+    """Id of the token before the tokens of an image, if the processor of transformers writes it."""
+    end_token_id: int | None = None
+    """Id of the token after the tokens of an image, if the processor of transformers writes it."""
+    pad_token_id: int = 0
+    """The tokens of an image have the per-layer embeddings of this token; see LayerVariants."""
 
     @property
     def is_bidirectional(self) -> bool:
-        """Whether the tokens of an image attend to each other in both directions."""
-        return self.tower not in QWEN_TOWERS
+        """Whether the tokens of an image attend to each other in both directions in some layers."""
+        return bool(self.bidirectional)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self | None:
@@ -49,18 +61,44 @@ class ImageConfig:
             return None
         reader = HFConfigReader(config)
         key = "image_token_id" if "image_token_id" in reader else "image_token_index"
+        if tower in GEMMA4_TOWERS:
+            return cls._from_gemma4(reader, tower)
         if key not in reader:
             return None
-        token_ids = reader.get_token_ids(key)
-        if len(token_ids) != 1:
-            raise ConfigError(f"config.json: {key}: must be one token id, got {list(token_ids)}")
+        token_id = _token_id(reader, key)
         if tower not in QWEN_TOWERS:
-            return cls(tower, token_ids[0], num_tokens=reader.get_int("mm_tokens_per_image", 256))
+            num_tokens = reader.get_int("mm_tokens_per_image", 256)
+            return cls(tower, token_id, num_tokens=num_tokens, bidirectional="all")
         vision_reader = reader.get_section("vision_config")
         deepstack = _DEEPSTACK if tower == "qwen3_vl" else ()
         if deepstack and "deepstack_visual_indexes" in vision_reader:
             deepstack = vision_reader.get_int_list("deepstack_visual_indexes")
-        return cls(tower, token_ids[0], vision_reader.get_int("spatial_merge_size", 2), num_deepstack=len(deepstack))
+        return cls(tower, token_id, vision_reader.get_int("spatial_merge_size", 2), num_deepstack=len(deepstack))
+
+    @classmethod
+    def _from_gemma4(cls, reader: HFConfigReader, tower: str) -> Self:
+        """Read config.json of Gemma 4."""
+        text = reader.get_section("text_config")
+        default = "vision" if tower == "gemma4_unified" else None
+        direction = text.get_raw("use_bidirectional_attention") if "use_bidirectional_attention" in text else default
+        return cls(
+            tower,
+            _token_id(reader, "image_token_id", 258_880),
+            bidirectional="windows" if direction == "vision" else "",
+            start_token_id=_token_id(reader, "boi_token_id", 255_999),
+            end_token_id=_token_id(reader, "eoi_token_id", 258_882),
+            pad_token_id=_token_id(text, "pad_token_id", 0),
+        )
+
+
+def _token_id(reader: HFConfigReader, key: str, default: int | None = None) -> int:
+    """Return the token id at a key. Raises ConfigError if there is not exactly one."""
+    token_ids = reader.get_token_ids(key)
+    if not token_ids and default is not None:
+        return default
+    if len(token_ids) != 1:
+        raise reader.error(key, list(token_ids), "one token id")
+    return token_ids[0]
 
 
 def mrope_axes(section: tuple[int, ...], num_pairs: int, *, is_interleaved: bool) -> tuple[int, ...]:
