@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two nodes, each a network namespace with its own `quire serve`: they serve one model, lose each other and form the
+"""Nodes, each a network namespace with its own `quire serve`: they serve one model, lose each other and form the
 next group. Needs root."""
 
 import asyncio
@@ -43,11 +43,25 @@ def completion_with_schema(service):
     return response.body["choices"][0]["text"]
 
 
-def test_two_nodes_generate_the_texts_of_one_process(group, service):
-    """With adapters and a grammar."""
+def check_texts(group, service):
+    """Check that a group generates the texts of one process, also with adapters."""
     for model in MODELS:
         expected = service.text(model, STORY, max_tokens=40, temperature=0)
         assert group.leader.text(model, STORY, max_tokens=40, temperature=0) == expected
+
+
+def test_three_nodes_of_two_ranks_generate_the_texts_of_one_process(service, tmp_path):
+    """Six processes with a part of the weights. Before the tests that use `group`, which has the same addresses."""
+    with running_group(tmp_path, num_nodes=3, num_ranks=2) as group:
+        print(f"\ncold start of three nodes: {group.wait_ready():.1f} s")
+        check_texts(group, service)
+        num_workers = [len(group.processes(rank, "rank_worker_process")) for rank in range(3)]
+        assert num_workers == [1, 2, 2], "node 0 has the core as its first rank"
+
+
+def test_two_nodes_generate_the_texts_of_one_process(group, service):
+    """With a grammar."""
+    check_texts(group, service)
     assert json.loads(completion_with_schema(group.leader)) == json.loads(completion_with_schema(service))
     status = group.worker.status()
     assert (status["node_rank"], status["state"], status["generation"]) == (1, "ready", 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two nodes, each a network namespace with its own `quire serve` of the example, which serve one model. Needs root."""
+"""Nodes, each a network namespace with its own `quire serve` of the example, which serve one model. Needs root."""
 
 import contextlib
 import os
@@ -18,23 +18,24 @@ PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002, "health": 8003, "openai": 
 
 
 class Group:
-    """Two nodes with their services."""
+    """Nodes with their services. Each has a stage of `num_ranks` tensor-parallel ranks."""
 
-    def __init__(self, nodes: list[NodeNamespace], folder: Path) -> None:
-        self.nodes, self.folder = nodes, folder
+    def __init__(self, nodes: list[NodeNamespace], folder: Path, num_ranks: int = 1) -> None:
+        self.nodes, self.folder, self.num_ranks = nodes, folder, num_ranks
         self.key = write_key(folder / "key")
-        self.services: list[QuireServeProcess] = [self.start(0), self.start(1)]
+        self.services: list[QuireServeProcess] = [self.start(rank) for rank in range(len(nodes))]
 
     def start(self, rank: int, name: str = "", key: Path | None = None, model: Path | None = None) -> QuireServeProcess:
         """Start the service of a node in the folder `name`."""
         document = example_document()
+        document["spec"]["engine"]["tensorParallelSize"] = self.num_ranks
         if model is not None:
             document["spec"]["model"]["source"]["path"] = str(model)
         folder = self.folder / (name or f"node{rank}")
         folder.mkdir(exist_ok=True)
         node = self.nodes[rank]
-        flags = ["--pipeline-parallel-size=2", "--nnodes=2", f"--node-rank={rank}"]
-        flags += [f"--master-addr={self.nodes[0].address}", f"--rank-key-file={key or self.key}"]
+        flags = [f"--{option}={len(self.nodes)}" for option in ("pipeline-parallel-size", "nnodes")]
+        flags += [f"--node-rank={rank}", f"--master-addr={self.nodes[0].address}", f"--rank-key-file={key or self.key}"]
         program = node.wrapper(folder, Path(sys.executable).with_name("quire"))
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         return QuireServeProcess(
@@ -50,7 +51,7 @@ class Group:
         return self.services[1]
 
     def wait_ready(self) -> float:
-        """Wait until both nodes are ready, and all models answer; return the seconds."""
+        """Wait until all nodes are ready, and all models answer; return the seconds."""
         started = time.monotonic()
         for service in self.services:
             service.wait_ready(120)
@@ -70,10 +71,10 @@ def write_key(path: Path, character: str = "k") -> Path:
 
 
 @contextlib.contextmanager
-def running_group(folder: Path) -> Iterator[Group]:
-    """Start two nodes, which need not be ready yet, and kill at the end what still runs."""
-    with node_namespaces(2) as nodes:
-        group = Group(nodes, folder)
+def running_group(folder: Path, num_nodes: int = 2, num_ranks: int = 1) -> Iterator[Group]:
+    """Start nodes, which need not be ready yet, and kill at the end what still runs."""
+    with node_namespaces(num_nodes) as nodes:
+        group = Group(nodes, folder, num_ranks)
         try:
             yield group
         finally:
