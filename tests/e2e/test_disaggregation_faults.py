@@ -12,7 +12,7 @@ import urllib.request
 
 import pytest
 from support.kv_peer_relay import Relay
-from support.kv_pods import forest, kv_pods, metric, num_leases
+from support.kv_pods import forest, kv_pods, metric, num_leases, num_rows
 from support.pd_sidecar import Sidecar
 from support.quire_serve import example_document
 
@@ -43,10 +43,6 @@ def post(port, text, path="/v1/completions", timeout=60, **headers):
     except urllib.error.HTTPError as error:
         with error:
             return error.code, json.load(error)["error"]["message"], error.headers["Retry-After"]
-
-
-def num_rows(service):
-    return metric(service, "quire_kv_transfer_leased_blocks")[""]
 
 
 class Read:

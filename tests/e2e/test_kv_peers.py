@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from support.kv_peer_relay import Relay
-from support.kv_pods import forest, kv_pods, metric, num_leases
+from support.kv_pods import forest, kv_pods, metric, num_leases, num_rows
 from support.quire_serve import example_document
 
 from quire_engine.kv_transfer.peer_connection import PeerConnection
@@ -88,6 +88,8 @@ def test_one_pod_computes_the_prompt_and_another_one_generates(pods, path):
     assert first.status == 200, first
     params = first.body["kv_transfer_params"]
     assert f"{params['remote_host']}:{params['remote_port']}" == address
+    # Leases begin when the decode pod reads. A client that never sends the second request leaves none.
+    assert num_leases(prefill) == num_rows(prefill) == 0
     with Relay(address, port=next(ports)) as relay:
         params["remote_port"] = int(relay.address.rpartition(":")[2])
         second = decode.request("openai", f"/v1/{path}", body | {"kv_transfer_params": params})

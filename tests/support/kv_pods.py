@@ -107,3 +107,8 @@ def num_leases(service: QuireServeProcess) -> int:
     """Return how many leases other pods have."""
     with IpcClient(service.folder / "run/kv_peer.sock", "supervisor") as client:
         return int(client.call("status")["num_leases"])
+
+
+def num_rows(service: QuireServeProcess) -> int:
+    """Return how many rows of host memory these leases pin."""
+    return int(metric(service, "quire_kv_transfer_leased_blocks")[""])

@@ -53,7 +53,7 @@ class ThreadWorker:
 
 def engine_with_thread_workers(config: EngineConfig, **runner_options: Any) -> Engine:
     """Return an engine whose workers are threads; `runner_options` go to create_runner."""
-    checkpoint = Checkpoint.load(Path(config.model))
+    checkpoint = Checkpoint.load(Path(config.model), full_digest=config.shares_blocks)
     runner = create_runner(
         config, checkpoint.shape, checkpoint.folder, **({"start_worker": ThreadWorker} | runner_options)
     )

@@ -126,7 +126,7 @@ class Engine:
         if config.kv_transfer is not None:
             if rows is None:
                 raise _too_few_rows(config)
-            self.row_layout = _row_layout(self.block_hasher, rows)
+            self.row_layout = _row_layout(config, self.block_hasher, rows)
             self._peers = _open_peers(config.kv_transfer, rows, self.row_layout)
         self._scheduler = Scheduler(
             config,
@@ -276,7 +276,7 @@ class Engine:
         assert self.row_layout is not None and self._runner.host_rows is not None
         file = self._runner.host_rows.file
         assert file is not None
-        return SharedRows(os.getpid(), file, self.memory.swap_bytes // self.row_layout.row_bytes, self.row_layout)
+        return SharedRows(os.getpid(), file, self._scheduler.host_cache.pool.num_blocks, self.row_layout)
 
     def synchronize_rows(self) -> None:
         """Wait until the copies to host memory that were started before are complete. Any thread can call this."""
@@ -671,7 +671,7 @@ def _open_store(config: EngineConfig, runner: ModelRunner) -> KVStore | None:
         return FolderStore(
             Path(config.kv_offloading_folder),
             runner.host_rows,
-            "0/1",
+            _parallel(config),
             None if size is None else int(size * 2**30),
             config.data_parallel_size,
         )
@@ -703,12 +703,18 @@ def _open_peers(config: KVTransferConfig, rows: HostRows, layout: RowLayout) -> 
     return peers
 
 
-def _row_layout(block_hasher: BlockHasher, rows: HostRows) -> RowLayout:
+def _parallel(config: EngineConfig) -> str:
+    """Return how many ranks have parts of a row of host memory."""
+    num_ranks, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    return "0/1" if config.ranks_per_core == 1 else f"tensor {num_ranks}, pipeline {num_stages}"
+
+
+def _row_layout(config: EngineConfig, block_hasher: BlockHasher, rows: HostRows) -> RowLayout:
     return RowLayout(
         kv_wire.VERSION,
         block_hasher.block_size,
         block_hasher.kv_dtype,
-        "0/1",
+        _parallel(config),
         block_hasher.root(None, None).hex(),
         f"{LAYOUT_VERSION} {rows.layout}",
         sum(len(buffer) for buffer in rows.buffers(0)),

@@ -7,9 +7,9 @@ them. A rank is a tensor-parallel rank of a pipeline stage.
                                <-------replies-----------
                                <--torch.distributed----->   (communicator.py, pipeline_link.py)
 
-Calls are rare: load, rendezvous, serve, and the calls about adapters. If one rank ends, the group is lost: the other
-ranks are killed, every method that waits or starts a step raises RunnerLost, and `on_lost` is called. The same happens
-if a rank hangs: it must answer a ping within `HANG_S`.
+Calls are rare: load, rendezvous, serve, and the calls about adapters and rows of host memory. If one rank ends, the
+group is lost: the other ranks are killed, every method that waits or starts a step raises RunnerLost, and `on_lost` is
+called. The same happens if a rank hangs: it must answer a ping within `HANG_S`.
 """
 
 import json
@@ -79,14 +79,18 @@ class WorkerGroup:
         timeout_s: float = TIMEOUT_S,
         hang_s: float | None = None,
         nodes: OtherNodes | None = None,
+        row_file: str | None = None,
     ) -> None:
         """Start the workers and return at once; the workers load the model in `folder`.
 
         `on_lost(reason)` is called in a thread of the group when a worker has ended unexpectedly or hangs. `nodes` are
-        the other nodes, if there are any; the group closes them.
+        the other nodes, if there are any; the group closes them. `row_file` is the path of the
+        file for the rows of host memory; None if no store uses them.
         """
         size = config.ranks_per_core
         self._nodes = nodes
+        self.num_steps = 0
+        """Number of messages of steps that were sent to the workers."""
         self.links = RankLinks.of_rank(config, shape, 0, self._rendezvous, timeout_s)
         self._num_rows = 2 * config.pipeline_parallel_size + (2 if config.pipeline_parallel_size > 1 else 0)
         self._hang_s = hang_s or HANG_S
@@ -115,7 +119,12 @@ class WorkerGroup:
         )
         self._watch_thread.start()
         started.wait()
-        load_args = {"config": config.to_json(), "folder": str(folder), "timeout_s": timeout_s}
+        load_args = {
+            "config": config.to_json(),
+            "folder": str(folder),
+            "timeout_s": timeout_s,
+            "row_file": row_file,
+        }
         level = logging.getLogger().getEffectiveLevel()
         self._load_call_ids = [
             self._send_call({"call": "load", "rank": rank, "log_level": level, **load_args}, {rank})
@@ -185,6 +194,7 @@ class WorkerGroup:
             row = self._ring.next_row()
             num_elements = encode(step_input, torch.frombuffer(row, dtype=torch.int64))
             notify_all(self._doorbells)
+            self.num_steps += 1
             with self._abort_all_on_error():
                 if self._nodes is not None:
                     self._nodes.send_step(row[: num_elements * ELEMENT_BYTES])

@@ -20,7 +20,9 @@ from quire_engine.distributed.other_nodes import OtherNodes
 from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.distributed.worker_handle import WorkerChannels, WorkerHandle, WorkerProcess
 from quire_engine.executor.node_identity import node_identity
+from quire_engine.executor.rank_rows import RankRows
 from quire_engine.kv_cache.layout_choice import choose_layout
+from quire_engine.kv_cache.row_file import RowFile
 from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
 from quire_engine.step.input import max_elements
@@ -62,7 +64,9 @@ class MultiRankRunner(ModelRunner):
         self._worker_group = worker_group
         self._key_counter = count()
         self._adapter_by_digest: dict[AdapterDigest, ShardedAdapter] = {}
-        self.swap_costs, self.host_rows = local_runner.swap_costs, local_runner.host_rows
+        self.swap_costs, rows = local_runner.swap_costs, local_runner.host_rows
+        # Without a file, no store uses the rows.
+        self.host_rows = None if rows is None or rows.file is None else RankRows(rows, worker_group)
         self.memory = local_runner.memory
         # Only rank 0 has a vision tower.
         self.background_image_encoder = local_runner.background_image_encoder
@@ -78,9 +82,10 @@ class MultiRankRunner(ModelRunner):
         on_lost: Callable[[str], None] | None = None,
         start_worker: Callable[[WorkerChannels], WorkerHandle] = WorkerProcess,
         timeout_s: float = TIMEOUT_S,
+        row_file: RowFile | None = None,
     ) -> Self:
         """Start the workers of the other ranks, and return the runner. The arguments and errors are the same as for
-        `create_runner`."""
+        `create_runner`. `row_file` will contain the rows of host memory of all ranks, if a store uses them."""
         TensorParallelShard(shape, 0, config.tensor_parallel_size).validate()
         pipeline_parallel.check(shape, config.pipeline_parallel_size)
         # The layers of a stage alone may have another limit.
@@ -89,7 +94,8 @@ class MultiRankRunner(ModelRunner):
         if config.nnodes > 1:
             own = node_identity(config, Checkpoint.load(folder, config.model_impl), 0)
             nodes = OtherNodes(config, own, _rank_host(config, os.environ))
-        worker_group = WorkerGroup(config, shape, folder, start_worker, on_lost, timeout_s, nodes=nodes)
+        path = None if row_file is None else row_file.path
+        worker_group = WorkerGroup(config, shape, folder, start_worker, on_lost, timeout_s, nodes=nodes, row_file=path)
         try:
             local_runner = DeviceModelRunner(
                 config,
@@ -98,6 +104,7 @@ class MultiRankRunner(ModelRunner):
                 links=worker_group.links,
                 worker_group=worker_group,
                 progress=progress,
+                row_file=row_file,
             )
             blocks_per_seq = -(-local_runner.memory.max_model_len // config.block_size)
             num_moves = 2 * local_runner.swap_costs.num_host_blocks

@@ -21,11 +21,12 @@ from quire_engine.distributed.rank_links import RankLinks
 from quire_engine.distributed.rendezvous import Rendezvous
 from quire_engine.distributed.shm_ring import Doorbell, SharedMemoryRing
 from quire_engine.distributed.worker_handle import WorkerChannels
+from quire_engine.kv_cache.row_file import RowFile
 from quire_engine.lora.adapter_source import WeightedFolder
 from quire_engine.lora.io_threads import lower_thread_priority
 from quire_engine.sequence import SlotId
 from quire_engine.step.input import decode
-from quire_engine.step.plan import SlotLoad
+from quire_engine.step.plan import SlotLoad, SwapCopy
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
@@ -34,6 +35,7 @@ from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol import rank_wire
 
 _ADAPTER_CALLS = ("read_adapter", "copy_to_slot", "discard_adapter")
+_ROW_CALLS = ("copy_rows", "synchronize_rows")
 _MAX_ERROR_LENGTH = rank_wire.MAX_CALL_BYTES // 16
 """Maximum characters of an error message. A reply is one packet, and JSON can need six bytes for one character."""
 
@@ -52,6 +54,8 @@ class RankWorker:
         self._call_queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._runner: DeviceModelRunner | None = None
         self._is_running = True
+        self._num_steps = 0
+        self._step_started = threading.Condition()
 
     def run(self) -> None:
         """Handle calls and steps until `stop` is called.
@@ -63,7 +67,7 @@ class RankWorker:
         call = self._next_call("load")
         logging.getLogger().setLevel(call["log_level"])
         config, folder = EngineConfig.from_json(call["config"]), Path(call["folder"])
-        rank = call["rank"]
+        rank, call_row_file = call["rank"], call["row_file"]
 
         def rendezvous() -> Rendezvous:
             nonlocal call
@@ -74,7 +78,8 @@ class RankWorker:
         try:
             shape = ModelConfig.load(folder, config.model_impl)
             links = RankLinks.of_rank(config, shape, rank, rendezvous, call["timeout_s"])
-            runner = DeviceModelRunner(config, shape, folder, links=links)
+            row_file = None if call_row_file is None else RowFile.open(call_row_file)
+            runner = DeviceModelRunner(config, shape, folder, links=links, row_file=row_file)
         except QuireError as error:
             self._send_reply(call, error)
             raise
@@ -90,6 +95,9 @@ class RankWorker:
         self._doorbell.wait()
         while self._is_running:
             runner.execute_as_worker(decode(torch.frombuffer(ring.next_row(), dtype=torch.int64)))
+            with self._step_started:
+                self._num_steps += 1
+                self._step_started.notify_all()
             self._doorbell.wait()
 
     def stop(self) -> None:
@@ -112,6 +120,8 @@ class RankWorker:
                 # Each call gets its own thread, as in rank 0 (lora/io_threads.py). So a disk that hangs blocks only
                 # this adapter.
                 threading.Thread(target=self._run_adapter_call, args=(call,), name="rank-adapter", daemon=True).start()
+            elif call["call"] in _ROW_CALLS:
+                threading.Thread(target=self._run_row_call, args=(call,), name="rank-rows", daemon=True).start()
             else:
                 self._call_queue.put(call)
         self._on_disconnected()
@@ -138,6 +148,22 @@ class RankWorker:
             failure = Internal(f"{type(error).__name__}: {error}")
         if call["id"] is not None:
             self._send_reply(call, failure, num_pages)
+
+    def _run_row_call(self, call: dict[str, Any]) -> None:
+        """Start copies between blocks and rows of host memory, or wait for them; errors are sent to rank 0."""
+        assert self._runner is not None, "calls about rows come after the call serve"
+        failure = None
+        try:
+            if call["call"] == "copy_rows":
+                with self._step_started:
+                    self._step_started.wait_for(lambda: self._num_steps >= call["after"])
+                self._runner.copy_rows(*([SwapCopy(*pair) for pair in pairs] for pairs in call["copies"]))
+            else:
+                self._runner.synchronize_rows()
+        except Exception as error:
+            logger.exception("copies to host memory failed")
+            failure = Internal(f"{type(error).__name__}: {error}")
+        self._send_reply(call, failure)
 
     def _receive(self) -> bytes:
         try:

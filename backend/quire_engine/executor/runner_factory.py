@@ -10,6 +10,7 @@ from pathlib import Path
 from quire_engine.distributed.communicator import TIMEOUT_S
 from quire_engine.distributed.worker_handle import WorkerChannels, WorkerHandle, WorkerProcess
 from quire_engine.executor.multi_rank import MultiRankRunner
+from quire_engine.kv_cache.row_file import RowFile
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_spec.engine.config import EngineConfig
 from quire_spec.model.model_config import ModelConfig
@@ -37,8 +38,18 @@ def create_runner(
         start_worker: starts one worker; tests replace it.
         timeout_s: maximum duration of every collective operation; see Communicator.
     """
+    # The rows of several ranks are always in a file, in which a store finds all parts of a row.
+    has_file = config.kv_transfer is not None or (config.shares_blocks and config.ranks_per_core > 1)
+    row_file = RowFile.create() if has_file else None
     if config.ranks_per_core == 1:
-        return DeviceModelRunner(config, shape, folder, progress=progress)
+        return DeviceModelRunner(config, shape, folder, progress=progress, row_file=row_file)
     return MultiRankRunner.start(
-        config, shape, folder, progress=progress, on_lost=on_lost, start_worker=start_worker, timeout_s=timeout_s
+        config,
+        shape,
+        folder,
+        progress=progress,
+        on_lost=on_lost,
+        start_worker=start_worker,
+        timeout_s=timeout_s,
+        row_file=row_file,
     )

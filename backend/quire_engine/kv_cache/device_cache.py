@@ -6,9 +6,6 @@ The scheduler assigns block ids. The runner converts block ids to addresses (vLL
 passes its own tensor to the kernels.
 """
 
-import math
-import mmap
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire_engine.kv_cache.state_cache import StateCache
-from quire_kernels import HugePageArena, as_indexable, pin, pinned_empty, reads_whole_blocks, row_size, to_device_async
+from quire_kernels import HugePageArena, as_indexable, pinned_empty, reads_whole_blocks, row_size, to_device_async
 from quire_spec.errors import ConfigError
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, KVLayout
 from quire_spec.model.memory_sizing import kv_block_bytes
@@ -176,20 +173,18 @@ class KVCache:
             destination_ids = to_device_async(batch_destinations, self._data.device)
             self._data.index_copy_(2, destination_ids, self._data.index_select(2, source_ids))
 
-    def allocate_host_blocks(self, num_blocks: int, file: int | None = None) -> Tensor:
+    def allocate_host_blocks(self, num_blocks: int, memory: Tensor | None = None) -> Tensor:
         """Allocate host memory for blocks, a tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, row_size].
         With latent attention, the third size is 1.
 
         The contents of a block, with all its layers, are contiguous, so that single blocks can be sent or kept. The
-        memory is pinned if the cache is on a GPU. With `file`, it is that of an open memory file, which is resized.
+        memory is pinned if the cache is on a GPU. With `memory`, nothing is allocated, and the blocks are in these rows
+        of bytes, a tensor [num_blocks, bytes of a block].
         """
         layers, num_kv, _, *block = self._data.shape
         shape, dtype = (num_blocks, layers, num_kv, *block), self._data.dtype
-        if file is not None:
-            num_bytes = math.prod(shape) * dtype.itemsize
-            os.ftruncate(file, num_bytes)
-            tensor = torch.frombuffer(mmap.mmap(file, num_bytes), dtype=dtype).view(shape)
-            return pin(tensor) if self._data.device.type == "cuda" else tensor
+        if memory is not None:
+            return memory.view(dtype).view(shape)
         return pinned_empty(shape, dtype) if self._data.device.type == "cuda" else torch.empty(shape, dtype=dtype)
 
     def store_blocks(self, blocks: Sequence[int], host: Tensor, rows: Sequence[int]) -> None:

@@ -3,17 +3,22 @@
 
 The runner calls it with the swaps of a step plan. This module also measures the costs of swapping, once at startup."""
 
-import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
-from quire_engine.kv_cache.device_cache import KVCache
+from quire_engine.kv_cache.device_cache import KVCache, block_bytes
+from quire_engine.kv_cache.layout_choice import choose_layout
+from quire_engine.kv_cache.row_file import RowFile, RowPart
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.sequence import BlockId
 from quire_engine.step.plan import SwapCopy
+from quire_kernels import pin
+from quire_spec.engine.config import EngineConfig
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.model.parallel.pipeline_parallel import split_stages
+from quire_spec.model.parallel.tensor_parallel import TensorParallelShard
 
 _MEASUREMENT_BLOCKS = 64
 
@@ -25,38 +30,43 @@ class HostSwap:
     GPU, this memory is pinned and copies are asynchronous.
     """
 
-    def __init__(self, kv_caches: Sequence[KVCache], num_blocks: int, is_shared: bool = False) -> None:
-        """Allocate the memory. If `is_shared` is true, there is one KV cache, and other processes can read its rows."""
-        self._file = os.memfd_create("kv-rows") if is_shared else None
-        if self._file is not None:
+    def __init__(self, kv_caches: Sequence[KVCache], num_blocks: int, part: RowPart | None = None) -> None:
+        """Allocate the memory. With `part`, there is one KV cache, and its memory is this part of the rows of a file,
+        which other processes can read."""
+        self._part, self._rows, own = part, None, None
+        if part is not None:
             assert len(kv_caches) == 1
-            weakref.finalize(self, os.close, self._file).atexit = False
-        self._host_blocks = [
-            (kv_cache, kv_cache.allocate_host_blocks(num_blocks, self._file)) for kv_cache in kv_caches
-        ]
+            memory = torch.frombuffer(part.file.map(num_blocks * part.row_bytes), dtype=torch.uint8)
+            self._rows = pin(memory) if kv_caches[0].device_type == "cuda" else memory
+            own = self._rows.view(num_blocks, -1)[:, part.offset : part.offset + part.sizes[part.rank]]
+        self._host_blocks = [(kv_cache, kv_cache.allocate_host_blocks(num_blocks, own)) for kv_cache in kv_caches]
         self._num_blocks = num_blocks
         # On a GPU: the end of the latest copies.
         self._copied: torch.cuda.Event | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that these blocks occupy."""
+        """Bytes of host memory that these blocks of this rank occupy."""
         return sum(host_blocks.nbytes for _, host_blocks in self._host_blocks)
 
     @property
     def layout(self) -> str:
         """See HostRows."""
         parts = [(str(rows.dtype), *rows.shape[1:]) for _, rows in self._host_blocks]
-        return f"{self._host_blocks[0][0].device_type} {parts}"
+        # One rank decides about the shapes of all parts, except for the number of layers in each stage.
+        sizes = [] if self._part is None or len(self._part.sizes) == 1 else [list(self._part.sizes)]
+        return " ".join(map(str, (self._host_blocks[0][0].device_type, parts, *sizes)))
 
     def buffers(self, row: int) -> list[memoryview]:
         """See HostRows."""
+        if self._rows is not None:
+            return [self._rows.view(self._num_blocks, -1)[row].numpy().data]
         return [rows[row].flatten().view(torch.uint8).numpy().data for _, rows in self._host_blocks]
 
     @property
     def file(self) -> int | None:
         """See HostRows."""
-        return self._file
+        return None if self._part is None else self._part.file.file
 
     def synchronize(self) -> None:
         """See HostRows."""
@@ -92,6 +102,18 @@ class HostSwap:
             return num_blocks
 
         return SwapCosts(self._num_blocks, _seconds_per_unit(swap_blocks), _seconds_per_unit(compute))
+
+
+def row_part(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype, file: RowFile, rank: int) -> RowPart:
+    """Return the part of a rank in each row of a file. `shape` is that of the whole model, and `dtype` that of the KV
+    cache."""
+    layout, sizes = choose_layout(config, shape), list[int]()
+    for stage in split_stages(shape, config.pipeline_parallel_size, config.quantization):
+        first = None if stage.stage is None else stage.stage.first_layer
+        local = TensorParallelShard(stage, 0, config.tensor_parallel_size).local_config
+        own = layout if first is None else layout.for_stage(range(first, first + stage.num_layers))
+        sizes += [block_bytes(local, config.block_size, dtype, own)] * config.tensor_parallel_size
+    return RowPart(file, sizes, rank)
 
 
 def _seconds_per_unit(function: Callable[[], int]) -> float:

@@ -61,14 +61,14 @@ class FolderStore(KVStore):
     """See the module. Any number of processes can use the same folder at the same time."""
 
     def __init__(
-        self, root: Path, rows: HostRows, rank: str, max_bytes: int | None = None, num_writers: int = 1
+        self, root: Path, rows: HostRows, parallel: str, max_bytes: int | None = None, num_writers: int = 1
     ) -> None:
         """Use the folder `root`, which is created if necessary.
 
         Args:
             root: the folder.
             rows: host memory of this process.
-            rank: number of this tensor-parallel rank and of all ranks; ranks do not share files.
+            parallel: the numbers of ranks that have parts of a row; others do not share files.
             max_bytes: maximum size of all files together, also of other models; None: half of the space that is free.
                 Between two sweeps, the files can exceed it by an eighth.
             num_writers: number of processes that share this quota and write at the same time.
@@ -78,7 +78,7 @@ class FolderStore(KVStore):
         """
         self._rows = rows
         self._row_bytes = sum(len(buffer) for buffer in rows.buffers(0))
-        representation = hashlib.sha256(f"{LAYOUT_VERSION} {_VERSION} {rank} {rows.layout}".encode()).digest()
+        representation = hashlib.sha256(f"{LAYOUT_VERSION} {_VERSION} {parallel} {rows.layout}".encode()).digest()
         self._representation = representation[:16]
         self._path = root
         self._root = _open_root(root)

@@ -8,7 +8,7 @@ and load adapters.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,8 +21,9 @@ from quire_engine.distributed.pipeline_link import PipelineLink
 from quire_engine.distributed.rank_links import RankLinks
 from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.kv_cache.device_cache import KVCache
-from quire_engine.kv_cache.host_swap import HostSwap
+from quire_engine.kv_cache.host_swap import HostSwap, row_part
 from quire_engine.kv_cache.layout_choice import choose_layout
+from quire_engine.kv_cache.row_file import RowFile
 from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.adapter_source import AdapterSource
 from quire_engine.models.base import select_logit_rows
@@ -35,10 +36,10 @@ from quire_engine.step.input import (
     build_step_input,
     sort_spans,
 )
-from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan
+from quire_engine.step.plan import ScheduledSpan, SlotLoad, SpanOutput, StepPlan, SwapCopy
 from quire_engine.worker.adapter_store import AdapterStore, StoredAdapter
 from quire_engine.worker.cuda_graphs import CudaGraphRunner
-from quire_engine.worker.device import init_device, log_batch_invariance
+from quire_engine.worker.device import init_device, log_batch_invariance, resolve_cache_dtype
 from quire_engine.worker.drafting.builder import build_drafter
 from quire_engine.worker.future_tokens import FutureTokens
 from quire_engine.worker.image_encoder import broadcast_features, build_image_encoder
@@ -74,11 +75,13 @@ class DeviceModelRunner(ModelRunner):
         links: RankLinks | None = None,
         worker_group: WorkerGroup | None = None,
         progress: bool = False,
+        row_file: RowFile | None = None,
     ) -> None:
         """Load the model in `folder`, and allocate everything that steps use.
 
         `shape` is the configuration of the whole model. `links` connects this rank to the others. It is None if there
         is only one rank. `worker_group` contains the processes of the other ranks. Only rank 0 has a worker group.
+        `row_file` will contain the rows of host memory, if other processes use them.
         """
         self._worker_group = worker_group
         links = links or RankLinks(shape)
@@ -117,9 +120,13 @@ class DeviceModelRunner(ModelRunner):
         layout, stage = choose_layout(config, shape), links.shape.stage
         if stage is not None:
             layout = layout.for_stage(range(stage.first_layer, stage.first_layer + links.shape.num_layers))
+        part = None
+        if row_file is not None:
+            cache_dtype = resolve_cache_dtype(config, factory.dtype)
+            part = row_part(config, shape, cache_dtype, row_file, links.rank)
         run_step = self._run_eager if links.shape.has_outer_parts else self._run_dummy_layers
         startup = RunnerStartup(
-            config, self._model, factory, slot_bytes, run_step, self._drafter, tower_bytes, pipeline, layout
+            config, self._model, factory, slot_bytes, run_step, self._drafter, tower_bytes, pipeline, layout, part
         )
         startup.load_model(folder, built.checkpoint, progress=progress)
         memory = startup.allocate()
@@ -157,6 +164,19 @@ class DeviceModelRunner(ModelRunner):
         """Release the captured CUDA graphs. After this, no graph can run."""
         if self._graphs is not None:
             self._graphs.close()
+
+    def copy_rows(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
+        """On a rank other than 0, start copies of its parts of blocks that are not part of a step; see HostRows.
+
+        Any thread can call this. The steps that were started before come first on the device."""
+        assert self._host_swap is not None
+        with nullcontext() if self._device.type == "cpu" else torch.cuda.device(self._device):
+            self._host_swap.copy(swap_outs, swap_ins)
+
+    def synchronize_rows(self) -> None:
+        """Wait for these copies. Any thread can call this."""
+        assert self._host_swap is not None
+        self._host_swap.synchronize()
 
     def zero_kv_cache(self) -> None:
         """See ModelRunner."""

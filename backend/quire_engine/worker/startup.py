@@ -20,6 +20,7 @@ from quire_engine.distributed.pipeline_link import PipelineLink
 from quire_engine.kv_cache import layout_choice
 from quire_engine.kv_cache.device_cache import KVCache, block_bytes
 from quire_engine.kv_cache.host_swap import HostSwap
+from quire_engine.kv_cache.row_file import RowPart
 from quire_engine.kv_cache.state_cache import StateCache
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.models.base import CausalLM
@@ -74,6 +75,7 @@ class RunnerStartup:
         tower_bytes: int = 0,
         pipeline: PipelineLink | None = None,
         layout: KVLayout | None = None,
+        part: RowPart | None = None,
     ) -> None:
         """Prepare the startup of `model`.
 
@@ -81,7 +83,8 @@ class RunnerStartup:
         is also called from the thread that compiles kernels. Rank 0 can have a `drafter`. The drafter's KV cache has as
         many blocks as the model's KV cache. If there is a drafter, no rank runs steps as CUDA graphs. `tower_bytes` is
         the size of the vision tower's weights on this rank. `pipeline` connects the pipeline stages, of which none runs
-        steps as CUDA graphs, and `layout` is that of this stage; None if there is one stage.
+        steps as CUDA graphs, and `layout` is that of this stage; None if there is one stage. `part` is this rank's part
+        of rows of host memory that other processes can read.
         """
         self._drafter = drafter
         self._config = config
@@ -100,6 +103,7 @@ class RunnerStartup:
         should_capture &= pipeline is None
         self._layout = layout or layout_choice.choose_layout(config, model.shape)
         self._pipeline = pipeline
+        self._part = part
         self._num_spare_blocks = 1 if should_capture else 0
         self._capture = graph_capture.GraphCapture(factory.device) if should_capture else None
         self._has_compiled = False
@@ -145,9 +149,7 @@ class RunnerStartup:
         if config.kv_offloading_size:
             check_host_memory(config, num_host_blocks * bytes_per_block, available_memory_bytes())
         with naming_setting_on_oom(setting):
-            host_swap = (
-                HostSwap(kv_caches, num_host_blocks, config.kv_transfer is not None) if num_host_blocks else None
-            )
+            host_swap = HostSwap(kv_caches, num_host_blocks, self._part) if num_host_blocks else None
         swap_costs = SwapCosts() if host_swap is None else self._measure_swap_costs(host_swap)
         measured = MeasuredMemory(
             weights_bytes=budget.weights,

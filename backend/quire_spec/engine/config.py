@@ -626,12 +626,11 @@ class EngineConfig:
             raise ConfigError(
                 f"{field}: needs kv_offloading_size, because blocks pass through this host memory; set it"
             )
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"{field}: not possible with {name} {getattr(self, name)}, because only the first rank could "
-                    "transfer blocks; remove it"
-                )
+        if self.nnodes > 1:
+            raise ConfigError(
+                f"{field}: not possible with nnodes {self.nnodes}, because each node has only the parts of its own "
+                "layers; remove it"
+            )
         if self.has_drafter:
             raise ConfigError(
                 f"{field}: not possible with a drafter in speculative_config, because {unknown} its weights; remove "

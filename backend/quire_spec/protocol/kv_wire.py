@@ -62,7 +62,7 @@ class RowLayout(_Message, frozen=True):
     block_size: int
     kv_dtype: _Text
     parallel: _Text
-    """Number of this tensor-parallel rank and of all ranks."""
+    """Numbers of tensor-parallel ranks and of pipeline stages, whose parts a row contains; 0/1 if there is one rank."""
     model: _Text
     """Hash of weights, quantization and compute dtype. It also covers the fields before it, which are compared first,
     so that the difference is named exactly."""

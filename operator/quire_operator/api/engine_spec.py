@@ -171,7 +171,7 @@ class KVCacheOffloadingSpec:
     The pod's memory increases by this amount."""
     secondary: tuple[SecondaryTierSpec, ...] = schema_field((), max_items=1, list_type="atomic")
     """A folder that keeps the blocks of this memory in files, also after a restart. Files are not encrypted. Not
-    possible with tensorParallelSize above 1 or with speculativeConfig.model. Default: none."""
+    possible with pipelineParallelSize above 1 or with speculativeConfig.model. Default: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +283,7 @@ class EngineSpec(RoleEngineSpec):
             "!self.kvTransfer.enabled) && (!has(self.kvCacheOffloading) || "
             "!has(self.kvCacheOffloading.secondary) || size(self.kvCacheOffloading.secondary) == 0))",
             "kvTransfer and kvCacheOffloading.secondary must not be set with pipelineParallelSize above 1, because "
-            "they store the KV blocks of all layers together; remove them, or pipelineParallelSize.",
+            "a node has only the KV blocks of its own layers; remove them, or pipelineParallelSize.",
         ),
     )
 
@@ -358,8 +358,9 @@ class EngineSpec(RoleEngineSpec):
     auto."""
     kvTransfer: KVTransferSpec | None = schema_field(None, planned=True)
     """Pods read KV blocks of a prompt from the pod that the header x-kv-cache-source-host-port of a request names, if
-    this is faster than computing them. Not possible with tensorParallelSize above 1 or with speculativeConfig.model.
-    Default: a pod computes what it does not have itself."""
+    this is faster than computing them. Both must have the same tensorParallelSize. Not possible with
+    pipelineParallelSize above 1 or with speculativeConfig.model. Default: a pod computes what it does not have itself.
+    """
     prefixCaching: bool = schema_field(True)
     """Reuse the KV blocks of prompts that have a common prefix. Default true: prefix caching does not change outputs,
     and its cost was not measurable."""

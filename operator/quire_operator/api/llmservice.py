@@ -218,8 +218,8 @@ class LLMServiceSpec:
         Rule(
             "!has(self.disaggregation) || !has(self.engine.pipelineParallelSize) || "
             "self.engine.pipelineParallelSize == 1",
-            "engine.pipelineParallelSize must be 1 beside disaggregation, because KV blocks of several stages cannot "
-            "be transferred; remove one of the two.",
+            "engine.pipelineParallelSize must be 1 beside disaggregation, because a node has only the KV blocks of its "
+            "own layers; remove one of the two.",
         ),
         Rule(
             "!has(self.disaggregation) || !has(self.engine.kvTransfer) || self.engine.kvTransfer.enabled",

@@ -73,10 +73,6 @@ def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
         return f"not possible: a node has {inputs.gpu.gpus_per_node}"
     if tp not in capabilities.TENSOR_PARALLEL_SIZES:
         return "not possible: the engine of this release does not support it"
-    if tp > 1 and inputs.engine.kvCacheOffloading is not None and inputs.engine.kvCacheOffloading.secondary:
-        return "not possible: spec.engine.kvCacheOffloading.secondary is set"
-    if tp > 1 and inputs.transfers_kv:
-        return "not possible: spec.engine.kvTransfer is set"
     return ""
 
 
@@ -196,14 +192,9 @@ def check_kv_offloading(inputs: PlannerInputs) -> None:
     elif kv_layout(inputs).num_groups > 1:
         problem = f"{field}: {UNSUPPORTED_LAYOUT}; remove the field"
     stores = {f"{field}.secondary": bool(offloading.secondary), "spec.engine.kvTransfer": inputs.transfers_kv}
-    if not problem and (store := next((name for name, is_set in stores.items() if is_set), "")):
-        if (inputs.engine.tensorParallelSize or 1) > 1:
-            problem = f"{store}: not possible with tensorParallelSize above 1; remove one of the two"
-        elif inputs.pipeline_parallel_size > 1:
-            problem = f"{store}: not possible with pipeline stages; remove one of the two"
-        elif inputs.draft is not None:
-            method = f"speculativeConfig.method {inputs.draft.method}"
-            problem = f"{store}: not possible with {method}; remove one of the two"
+    store = next((name for name, is_set in stores.items() if is_set), "")
+    if not problem and store and inputs.draft is not None:
+        problem = f"{store}: not possible with speculativeConfig.method {inputs.draft.method}; remove one of the two"
     if problem:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, problem)
 

@@ -5,6 +5,7 @@ Called by cli/plan.py and the controller.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from quire_operator.api.disaggregation_spec import Role
@@ -33,21 +34,60 @@ def make_plan(inputs: PlannerInputs, images: Mapping[str, str] = DEFAULT_IMAGES)
 def _plan_roles(decode: PlannerInputs, prefill: PlannerInputs, images: Mapping[str, str]) -> Plan:
     """Return the plan of the decode pods, which contains the plan of the prefill pods.
 
-    A prefill pod must accept every prompt that a decode pod accepts, and its blocks must have the same size. So the
-    shorter context and the blocks of the decode pods apply to both.
+    A prefill pod must accept every prompt that a decode pod accepts, and its blocks must have the same size and be
+    divided between the same number of GPUs. So the shorter context and the blocks of the decode pods apply to both.
     """
     inputs = {Role.DECODE: decode, Role.PREFILL: prefill}
     plans = {role: _plan_role(role, own, images) for role, own in inputs.items()}
+    if len({plan.tensorParallelSize.value for plan in plans.values()}) > 1:
+        inputs, plans = _plan_equal_sizes(inputs, plans, images)
     length = min((plan.maxModelLen for plan in plans.values()), key=lambda planned: planned.value)
     block_size = plans[Role.DECODE].blockSize
     for role, plan in plans.items():
         if (plan.maxModelLen.value, plan.blockSize.value) == (length.value, block_size.value):
             continue
+        size = plan.tensorParallelSize
         engine = replace(inputs[role].engine, maxModelLen=length.value, blockSize=block_size.value)
+        # With a shorter context, fewer GPUs could be enough for this role.
+        engine = replace(engine, tensorParallelSize=size.value)
         other = _plan_role(role, replace(inputs[role], engine=engine), images)
-        plans[role] = replace(other, maxModelLen=_as_in_other_role(length), blockSize=_as_in_other_role(block_size))
+        plans[role] = replace(
+            other,
+            tensorParallelSize=size,
+            maxModelLen=_as_in_other_role(length),
+            blockSize=_as_in_other_role(block_size),
+        )
     prefill_plan = replace(plans[Role.PREFILL], inputsHash=decode.inputs_hash)
     return replace(plans[Role.DECODE], inputsHash=decode.inputs_hash, prefill=prefill_plan)
+
+
+def _plan_equal_sizes(
+    inputs: dict[Role, PlannerInputs], plans: Mapping[Role, Plan], images: Mapping[str, str]
+) -> tuple[dict[Role, PlannerInputs], dict[Role, Plan]]:
+    """Return the inputs and the plans of both roles with the same tensorParallelSize: the larger one of those in
+    `plans`, or the smaller one.
+
+    Raises:
+        Unplannable: neither is possible for both roles.
+    """
+    for size in sorted({plan.tensorParallelSize.value for plan in plans.values()}, reverse=True):
+        if any(limits.rejection_reason(own, size) for own in inputs.values()):
+            continue
+        with suppress(Unplannable):
+            equal = {
+                role: replace(own, engine=replace(own.engine, tensorParallelSize=size)) for role, own in inputs.items()
+            }
+            new = {role: _plan_role(role, own, images) for role, own in equal.items()}
+            return equal, {
+                role: replace(plan, tensorParallelSize=_as_in_other_role(plan.tensorParallelSize))
+                for role, plan in new.items()
+            }
+    sizes = ", and ".join(f"{role} pods {plan.tensorParallelSize.value}" for role, plan in plans.items())
+    raise Unplannable(
+        UnplannableReason.DOES_NOT_FIT,
+        f"spec.engine.tensorParallelSize: {sizes}, but pods read KV blocks only from pods with the same number; give "
+        "both roles GPUs of the same size and number in spec.disaggregation, or set maxModelLen",
+    )
 
 
 def _as_in_other_role(planned: PlannedValue[int]) -> PlannedValue[int]:

@@ -105,20 +105,23 @@ def test_outputs_are_the_same_with_and_without_offloading(
     assert stats.num_preemptions > 0
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{"async_scheduling": False}, {"async_scheduling": True}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}],
+)
 def test_folder_survives_a_restart_and_serves_only_the_same_model(
     folder: Path,
     adapters: dict[str, Path],
     expected: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    async_scheduling: bool,
+    settings: dict[str, Any],
 ) -> None:
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2}
-    fields = lora | {"async_scheduling": async_scheduling, "kv_offloading_folder": str(tmp_path / "kv")}
+    fields = lora | settings | {"kv_offloading_folder": str(tmp_path / "kv")}
     for start in range(3):
-        engine = Engine.from_config(config(folder, num_host_blocks=30, **fields))
+        engine = engine_with_thread_workers(config(folder, num_host_blocks=30, **fields))
         traffic = engine._scheduler.store_traffic
         assert traffic is not None
         if start == 2:
@@ -176,11 +179,10 @@ def test_offloading_is_refused_by_name(tmp_path: Path, folder: Path) -> None:
         Engine.from_config(config(folder, kv_offloading_size=1e6))
     with pytest.raises(ConfigError, match=r"^kv_offloading_folder: needs kv_offloading_size"):
         config(folder, kv_offloading_folder="kv")
-    with pytest.raises(ConfigError, match=r"^kv_offloading_folder: not possible with tensor_parallel_size 2"):
-        config(folder, num_host_blocks=10, kv_offloading_folder="kv", tensor_parallel_size=2)
-    for size in ("tensor_parallel_size", "pipeline_parallel_size"):
-        with pytest.raises(ConfigError, match=rf"^kv_transfer: not possible with {size} 2"):
-            config(folder, num_host_blocks=10, kv_transfer={"key_file": "key"}, **{size: 2})
+    nodes = {"pipeline_parallel_size": 2, "nnodes": 2, "rank_key_file": "key"}
+    for store in ({"kv_transfer": {"key_file": "key"}}, {"kv_offloading_folder": "kv"}):
+        with pytest.raises(ConfigError, match=rf"^{next(iter(store))}: not possible with nnodes 2"):
+            config(folder, num_host_blocks=10, **store, **nodes)
     with pytest.raises(ConfigError, match=r"^kv_offloading_folder: not possible with a drafter"):
         draft = {"method": "draft_model", "model": "d", "num_speculative_tokens": 2}
         config(folder, num_host_blocks=10, kv_offloading_folder="kv", speculative_config=draft)

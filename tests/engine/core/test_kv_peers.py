@@ -16,8 +16,9 @@ import msgspec
 import pytest
 from support.kv_peer import PeerServer
 from support.kv_peer_relay import Relay
+from support.thread_workers import engine_with_thread_workers
 from support.tiered_engine import tiered_config
-from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
+from support.tiny_checkpoints import BASE, CHECKPOINTS, VOCAB, make_adapter, make_checkpoint, write_checkpoint
 
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.swap_policy import SwapCosts
@@ -39,7 +40,9 @@ def always_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+    """A model with a layer for each of three pipeline stages."""
+    kind, overrides = CHECKPOINTS["llama"]
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), kind(**(BASE | {"num_hidden_layers": 4} | overrides)), 1)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,7 @@ def create(folder: Path, key_file: Path | None, adapter: Path | None = None, **f
     lora = {} if adapter is None else {"enable_lora": True, "max_loras": 1}
     transfer = {} if key_file is None else {"kv_transfer": {"key_file": str(key_file)}, "kv_recompute_threshold": 0}
     config = tiered_config(folder, **({"num_blocks": 100, "num_host_blocks": 100} | lora | transfer | fields))
-    engine = Engine.from_config(config)
+    engine = Engine.from_config(config) if config.ranks_per_core == 1 else engine_with_thread_workers(config)
     if adapter is not None:
         engine.add_adapter("sha256:0", adapter, engine.read_adapter(adapter))
     return engine
@@ -92,13 +95,25 @@ def peer(engine: Engine, key_file: Path, *args: int) -> Iterator[PeerServer]:
     assert engine.stats().num_leased_rows == 0, "leases end with their connections"
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8_per_token_head"])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "tensor", "pipeline"),
+    [
+        ("auto", 1, 1),
+        ("int8_per_token_head", 1, 1),
+        ("auto", 2, 1),
+        ("int8_per_token_head", 2, 1),
+        ("auto", 1, 3),
+        ("int8_per_token_head", 2, 2),
+    ],
+)
 def test_outputs_are_the_same_with_blocks_of_a_peer(
-    folder: Path, adapter: Path, key_file: Path, kv_cache_dtype: str
+    folder: Path, adapter: Path, key_file: Path, kv_cache_dtype: str, tensor: int, pipeline: int
 ) -> None:
+    """The tokens are those of one rank."""
     fields = {"kv_cache_dtype": kv_cache_dtype}
     expected = serve(create(folder, None, adapter, **fields), adapter=True)
-    holder, reader = (create(folder, key_file, adapter, **fields) for _ in range(2))
+    ranks = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    holder, reader = (create(folder, key_file, adapter, **fields, **ranks) for _ in range(2))
     # The holder has used each prompt once, so that its blocks are only on the device.
     assert serve(holder, adapter=True) == expected and holder.stats().num_cached_host_blocks == 0
     with peer(holder, key_file) as server:
@@ -249,11 +264,12 @@ def test_what_differs_is_counted_and_computed(folder: Path, key_file: Path, tmp_
             (folder, key_file, {"kv_cache_dtype": "int8_per_token_head"}, "kv_dtype"),
             (other_model, key_file, {}, "model"),
             (folder, other_key, {}, "closed"),
+            (folder, key_file, {"tensor_parallel_size": 2}, "parallel"),
         ):
             reader = create(checkpoint, key, **fields)
             assert serve(reader, server.address) == serve(create(checkpoint, None, **fields)), reason
             assert reader.stats().num_peer_read_blocks == 0 and set(reader.stats().peer_errors) == {reason}
-        assert server.server.status().refused == {"block_size": 1, "kv_dtype": 1, "model": 1, "key": 1}
+        assert server.server.status().refused == {"block_size": 1, "kv_dtype": 1, "model": 1, "key": 1, "parallel": 1}
 
 
 @pytest.mark.parametrize("fault", ["hang", "drip", "damage", "huge", "random", "cut", "nobody"])

@@ -133,7 +133,7 @@ def test_what_stages_cannot_do_is_refused_by_name(make_folder):
         Engine.from_config(_config(folder, pipeline_parallel_size=2))
     drafts = SpeculativeConfig("draft_model", 3, str(folder))
     refused = {"async_scheduling": True, "speculative_config": drafts, "pipeline_parallel_size": 99}
-    refused |= {"kv_offloading_folder": "/kv", "nnodes": 3, "rank_key_file": None}
+    refused |= {"nnodes": 3, "rank_key_file": None}
     for field, value in refused.items():
         changes = {"pipeline_parallel_size": 2, "kv_offloading_size": 1.0} | {field: value}
         changes |= {"nnodes": 2} if field == "rank_key_file" else {}

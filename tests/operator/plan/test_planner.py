@@ -600,31 +600,22 @@ def test_kv_offloading_that_does_not_fit_or_work_is_refused_by_name():
 FOLDER = "kvCacheOffloading: {memory: 16Gi, secondary: [{folder: {emptyDir: {}}, size: 100Gi}]}"
 
 
-def test_kv_folder_is_planned_for_one_gpu_or_refused_by_name():
+def test_kv_folder_is_planned_for_several_gpus():
     two = "lora: {maxLoaded: 0}\ngpu: {count: 2}\nengine: {maxModelLen: 131072, minConcurrency: 4, %s}"
     without, with_it = (plan_for("8b", H100, two % text) for text in (FOLDER.partition(", sec")[0] + "}", FOLDER))
-    assert (without.tensorParallelSize.value, with_it.tensorParallelSize.value) == (2, 1)
+    assert (without.tensorParallelSize.value, with_it.tensorParallelSize.value) == (2, 2)
     assert with_it.inputsHash != without.inputsHash
-    field = "spec.engine.kvCacheOffloading.secondary: not possible with "
-    reason, message = unplannable("8b", H100, f"gpu: {{count: 2}}\nengine: {{tensorParallelSize: 2, {FOLDER}}}")
-    assert reason is UnplannableReason.UNSUPPORTED_BY_ENGINE
-    assert message == f"{field}tensorParallelSize above 1; remove one of the two"
-    reason, message = unplannable("70b", H100, f"gpu: {{count: 2}}\nengine: {{{FOLDER}}}")
-    assert "not possible: spec.engine.kvCacheOffloading.secondary is set" in message
 
 
-def test_kv_transfer_is_planned_for_one_gpu_or_refused_by_name():
+def test_kv_transfer_is_planned_for_several_gpus():
     tiers = "kvCacheOffloading: {memory: 16Gi}, kvTransfer: {enabled: %s}"
     two = "lora: {maxLoaded: 0}\ngpu: {count: 2}\nengine: {maxModelLen: 131072, minConcurrency: 4, %s}"
     off, on = (plan_for("8b", H100, two % (tiers % enabled)) for enabled in ("false", "true"))
-    assert (off.tensorParallelSize.value, on.tensorParallelSize.value) == (2, 1)
+    assert (off.tensorParallelSize.value, on.tensorParallelSize.value) == (2, 2)
     assert off.inputsHash == plan_for("8b", H100, two % tiers.partition(", kvT")[0]).inputsHash != on.inputsHash
     one = "lora: {maxLoaded: 0}\nengine: {tensorParallelSize: 1, %s}"
     off, on = (plan_for("8b", H100, one % (tiers % enabled)) for enabled in ("false", "true"))
     assert on.hostBytes.processes - off.hostBytes.processes == 64 * 2**20, "of the process that sends blocks"
-    reason, message = unplannable("8b", H100, f"gpu: {{count: 2}}\nengine: {{tensorParallelSize: 2, {tiers % 'true'}}}")
-    assert reason is UnplannableReason.UNSUPPORTED_BY_ENGINE
-    assert message == "spec.engine.kvTransfer: not possible with tensorParallelSize above 1; remove one of the two"
 
 
 def test_memory_of_the_openai_api_is_counted():

@@ -148,12 +148,18 @@ def test_plans_of_both_roles_agree_on_what_they_exchange():
     assert Plan.from_json(plan.to_json()) == plan and schema_problems(plan.to_json()) == []
     other = plan_of_service(llm_service(ROLES.replace("maxNumBatchedTokens: 8192", "maxNumBatchedTokens: 4096")))
     assert other.inputsHash != plan.inputsHash, "a change of one role makes a new plan"
-    with pytest.raises(Unplannable, match=r"^role decode: spec.engine.kvTransfer"):
-        plan_of_service(
-            llm_service(
-                ROLES.replace("maxNumSeqs: 64", "tensorParallelSize: 2").replace("NVIDIA-L4", "NVIDIA-L4, count: 2")
-            )
-        )
+
+
+def test_both_roles_divide_blocks_between_the_same_number_of_gpus():
+    several = ROLES.replace("NVIDIA-L4", "NVIDIA-L4, count: 2")
+    for text, size in ((several, 1), (several.replace("80GB-HBM3", "80GB-HBM3, count: 4"), 2)):
+        plan = plan_of_service(llm_service(text))
+        sizes = plan.tensorParallelSize, plan.prefill.tensorParallelSize
+        assert [planned.value for planned in sizes] == [size, size]
+        assert {planned.why for planned in sizes} == {"the same in both roles"}
+    several = ROLES.replace("NVIDIA-L4", "NVIDIA-A40, count: 4").replace("80GB-HBM3", "80GB-HBM3, count: 2")
+    with pytest.raises(Unplannable, match=r"^spec.engine.tensorParallelSize: decode pods 4, and prefill pods 2, but"):
+        plan_of_service(llm_service(several), "70b")
 
 
 @pytest.mark.parametrize(
