@@ -75,17 +75,18 @@ def _read_full_heads(
     config: HFConfigReader, sliding_windows: Sequence[int | None], kv_heads: int, head_dim: int
 ) -> tuple[int, int]:
     """Return the number of KV heads and the head dimension of the layers without a window from `per_layer_config`,
-    which transformers 5 writes: it maps the index of a layer to the keys that differ."""
+    which transformers 5 writes: it maps the index of a layer, padded with zeros, to the keys that differ."""
     section = config.get_section("per_layer_config")
+    names = {name.lstrip("0") or "0": name for name in section}
     full = {str(layer) for layer, window in enumerate(sliding_windows) if window is None}
-    if unknown := sorted(set(section) - full):
+    if unknown := sorted(set(names) - full):
         raise ConfigError(
             f"config.json: per_layer_config: {unknown[0]!r} is not the index of a layer with full_attention; only "
             "these layers can have other heads"
         )
     found = set()
     for layer in full:
-        keys = section.get_section(layer)
+        keys = section.get_section(names.get(layer, layer))
         if other := sorted(set(keys) - set(_HEAD_KEYS)):
             raise ConfigError(f"config.json: per_layer_config: {other[0]!r} cannot differ between layers; remove it")
         found.add((keys.get_int("num_key_value_heads", kv_heads), keys.get_int("head_dim", head_dim)))
