@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.tiny_checkpoints import BASE, CHECKPOINTS, VOCAB, write_checkpoint
 from support.tokenizer import byte_level, save_tokenizer
+from torch.nn import functional
 from transformers.models.gemma4 import image_processing_pil_gemma4
 
 from quire_engine.images.processor import ImageProcessor, ProcessedImage
@@ -25,7 +26,8 @@ from quire_spec.protocol.messages import ImageInput
 
 IMAGE_TOKEN, VIDEO_TOKEN, START_TOKEN, END_TOKEN = range(VOCAB - 4, VOCAB)
 GEMMA4 = ("gemma4-vision", "gemma4-e2b-vision", "gemma4_unified-vision")
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5-vision", "gemma3-vision", *GEMMA4)
+MISTRAL3 = ("mistral3", "mistral3-mistral4")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5-vision", "gemma3-vision", *GEMMA4, *MISTRAL3)
 MAX_SOFT_TOKENS = 9
 """Maximum number of tokens of an image of Gemma 4."""
 MARKS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -57,6 +59,14 @@ def make_image_checkpoint(folder: Path, name: str) -> Path:
         settings = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": MAX_SOFT_TOKENS}
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
         return folder
+    if name in MISTRAL3:
+        if name == "mistral3-mistral4":
+            config.vision_feature_layer = [0]
+        write_checkpoint(folder, config, sum(map(ord, name)))
+        _draw_tower(folder)
+        settings = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 84}, "patch_size": 14}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        return folder
     if name == "gemma3-vision":
         vision.image_size, config.mm_tokens_per_image = 84, 9
         write_checkpoint(folder, config, sum(map(ord, name)))
@@ -81,7 +91,7 @@ def _draw_tower(folder: Path) -> None:
     show."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if "vision" not in name:
+        if "vision" not in name and "multi_modal_projector" not in name:
             continue
         if name.endswith(("_min", "_max")):  # bounds of activations, low enough to clamp some
             scale = 0.05 if "down_proj" in name else 0.5
@@ -149,8 +159,11 @@ def image_prompts(folder: Path, plans: Sequence[Sequence[int | list[int]]], seed
                 continue
             image = processed.setdefault(part[0], processor.process(png(part[0])))
             start = len(token_ids) + 1
-            images.append(ImageInput(start, image.num_tokens, image.digest, image.grid, image.tensors))
-            token_ids += [START_TOKEN, *[IMAGE_TOKEN] * image.num_tokens, END_TOKEN]
+            sizes = image.grid, image.tensors, image.line_length
+            images.append(ImageInput(start, image.num_tokens, image.digest, *sizes))
+            length = image.line_length or image.num_tokens + 1
+            row_ends = [(i + 1) % length == 0 for i in range(image.num_tokens)]
+            token_ids += [START_TOKEN, *(VIDEO_TOKEN if is_end else IMAGE_TOKEN for is_end in row_ends), END_TOKEN]
         prompts.append(ImagePrompt(token_ids, images))
     return prompts
 
@@ -168,6 +181,8 @@ def greedy(oracle: Any, prompt: ImagePrompt, num_tokens: int) -> tuple[list[int]
             embeddings, positions = oracle.get_input_embeddings()(ids), torch.arange(ids.shape[1])[None]
             make_masks = oracle.create_masks_for_generate
             types["attention_mask"] = make_masks(oracle.config, embeddings, None, None, positions, **types)
+        if oracle.config.model_type == "mistral3":
+            types = {}
         if oracle.config.model_type == "gemma3":
             types = {"token_type_ids": (ids == IMAGE_TOKEN).int()}
         table = oracle(ids, **inputs, **types).logits[0, -1].float().log_softmax(-1)[:IMAGE_TOKEN]
@@ -182,4 +197,9 @@ def _inputs(images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
         for name, tensor in image.tensors.items():
             values = torch.frombuffer(bytearray(tensor.data), dtype=getattr(torch, tensor.dtype))
             tensors.setdefault(name, []).append(values.view(tensor.shape))
+    if images and images[0].line_length:  # images of several sizes are padded to the largest
+        sizes = torch.tensor([list(pixels.shape[-2:]) for pixels in tensors["pixel_values"]])
+        height, width = sizes.amax(0).tolist()
+        padded = [functional.pad(p, (0, width - p.shape[-1], 0, height - p.shape[-2])) for p in tensors["pixel_values"]]
+        return {"pixel_values": torch.cat(padded), "image_sizes": sizes}
     return {name: torch.cat(values) for name, values in tensors.items()}

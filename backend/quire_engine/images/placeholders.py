@@ -13,6 +13,7 @@ from quire_spec.model.images.image_config import ImageConfig
 from quire_spec.protocol.messages import ImageInput
 
 _GEMMA3_START, _GEMMA3_END = "<start_of_image>", "<end_of_image>"
+_MISTRAL_BREAK, _MISTRAL_END = "[IMG_BREAK]", "[IMG_END]"
 
 
 class Placeholders:
@@ -25,6 +26,8 @@ class Placeholders:
         if images.tower == "gemma3":
             self._mark_text = _GEMMA3_START
             self._before, self._after = f"\n\n{_GEMMA3_START}", f"{_GEMMA3_END}\n\n"
+        if images.tower == "mistral3":
+            self._after = _MISTRAL_END
         if images.start_token_id is not None:
             self._before = tokenizer.added_tokens.get(images.start_token_id, "")
         if images.end_token_id is not None:
@@ -56,18 +59,21 @@ class Placeholders:
         """
         runs = list(self._runs(token_ids, images))
         num_tokens = sum(token_id == self._token_id for token_id in token_ids)
-        if len(runs) != len(images) or num_tokens != sum(image.num_tokens for image in images):
+        if len(runs) != len(images) or num_tokens != sum(image.num_embeddings for image in images):
             raise InvalidArgument(
                 f"images: the prompt has {num_tokens} tokens of images, and its images have "
-                f"{sum(image.num_tokens for image in images)}; write {self._mark_text!r} once for each image"
+                f"{sum(image.num_embeddings for image in images)}; write {self._mark_text!r} once for each image"
             )
         return [
-            ImageInput(start, image.num_tokens, image.digest, image.grid, image.tensors)
+            ImageInput(start, image.num_tokens, image.digest, image.grid, image.tensors, image.line_length)
             for start, image in zip(runs, images, strict=True)
         ]
 
     def _tokens(self, image: ProcessedImage) -> str:
-        return f"{self._before}{self._token * image.num_tokens}{self._after}"
+        if not image.line_length:
+            return f"{self._before}{self._token * image.num_tokens}{self._after}"
+        num_rows, row = (image.num_tokens + 1) // image.line_length, self._token * (image.line_length - 1)
+        return self._before + _MISTRAL_BREAK.join([row] * num_rows) + self._after
 
     def _runs(self, token_ids: Sequence[int], images: Sequence[ProcessedImage]) -> Iterator[int]:
         """Yield where the tokens of each image begin, as far as they are adjacent."""
@@ -78,6 +84,8 @@ class Placeholders:
             except ValueError:
                 return
             end = start + image.num_tokens
-            if list(token_ids[start:end]) != [self._token_id] * image.num_tokens:
+            length = image.line_length or image.num_tokens + 1
+            expected = [(i + 1) % length > 0 for i in range(image.num_tokens)]
+            if [token_id == self._token_id for token_id in token_ids[start:end]] != expected:
                 return
             yield start

@@ -7,6 +7,7 @@ this module only in processes that may die (text/images/image_worker.py).
 
 import hashlib
 import io
+import math
 import struct
 import warnings
 from dataclasses import dataclass
@@ -34,6 +35,13 @@ class ProcessedImage:
     """See ImageInput."""
     digest: bytes
     tensors: dict[str, ImageTensor]
+    line_length: int = 0
+    """See ImageInput."""
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of its tokens that are not tokens of text."""
+        return self.num_tokens - (self.num_tokens // self.line_length if self.line_length else 0)
 
 
 class ImageProcessor:
@@ -55,6 +63,10 @@ class ImageProcessor:
             # transformers cuts patches and merges squares of them to larger ones. These are the same as large patches.
             self._arguments["patch_size"] = processor.patch_size * processor.pooling_kernel_size
             self._arguments["pooling_kernel_size"] = 1
+        elif images.tower == "mistral3":
+            edge = math.isqrt(MAX_TENSOR_BYTES // (3 * 4)) // images.token_pixels * images.token_pixels
+            self._arguments["size"] = {"longest_edge": min(processor.size["longest_edge"], edge)}
+            self._arguments["patch_size"] = images.token_pixels
         elif images.tower == "gemma3":
             # Pan and scan would make several images of one.
             self._arguments["do_pan_and_scan"] = False
@@ -79,6 +91,10 @@ class ImageProcessor:
         if self._images.tower in GEMMA4_TOWERS:
             num_tokens = int(outputs["num_soft_tokens_per_image"][0])
             return ProcessedImage(num_tokens, (0, 0), digest.digest(), tensors)
+        if self._images.tower == "mistral3":
+            height, width = (int(value) // self._images.token_pixels for value in outputs["image_sizes"][0])
+            # The last row has no token of text after it; the mark of the end takes its place.
+            return ProcessedImage(height * (width + 1) - 1, (0, 0), digest.digest(), tensors, width + 1)
         if self._images.tower not in QWEN_TOWERS:
             return ProcessedImage(self._images.num_tokens, (0, 0), digest.digest(), tensors)
         _, rows, columns = (int(value) for value in outputs["image_grid_thw"][0])

@@ -83,10 +83,12 @@ class ScheduledSpan:
 
     @property
     def image_tokens(self) -> list[tuple[ImageInput, range]]:
-        """The images of which the span computes tokens, each with the positions of these tokens."""
+        """The images of which the span computes tokens, each with positions of these tokens. An image whose rows are
+        apart has an entry for each row."""
         spans = [
-            (image, range(max(self.start, image.start), min(self.end, image.start + image.num_tokens)))
+            (image, range(max(self.start, row.start), min(self.end, row.stop)))
             for image in self.sequence.images
+            for row in _rows(image)
         ]
         return [(image, tokens) for image, tokens in spans if tokens]
 
@@ -217,3 +219,11 @@ class InFlightStep:
 
 class RunnerLost(Unavailable):
     """A process or device of the runner is permanently lost; no step can run any more."""
+
+
+def _rows(image: ImageInput) -> list[range]:
+    """Return the positions of adjacent tokens whose embeddings come from the image."""
+    end, length = image.start + image.num_tokens, image.line_length
+    if not length:
+        return [range(image.start, end)]
+    return [range(first, min(first + length - 1, end)) for first in range(image.start, end, length)]

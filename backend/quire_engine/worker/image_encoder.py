@@ -47,7 +47,10 @@ class ImageEncoder:
         for span in spans:
             for image, tokens in span.image_tokens:
                 features = self._features(image)
-                rows = slice(tokens.start - image.start, tokens.stop - image.start)
+                first = tokens.start - image.start
+                if image.line_length:
+                    first -= first // image.line_length  # tokens of text before these have no embeddings here
+                rows = slice(first, first + len(tokens))
                 parts.append((features.embeddings[rows], *(each[rows] for each in features.deepstack)))
         if not parts:
             return None

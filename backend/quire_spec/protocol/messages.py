@@ -102,6 +102,8 @@ class ImageInput(Value, frozen=True):
     """Number of rows and of columns of its tokens; (0, 0) if its tokens have no row and column."""
     tensors: dict[str, ImageTensor] = {}
     """Empty for a fork, which uses those of its parent."""
+    line_length: int = 0
+    """If it is not 0, each of its tokens that is last among line_length tokens is a token of text, which ends a row."""
 
 
 class GenerateRequest(RequestMessage, frozen=True, tag=2):

@@ -115,6 +115,19 @@ def test_marks_of_gemma_4_are_replaced_by_its_three_tokens(folder: Path) -> None
     assert text == f"a{MARKS[1]}{MARKS[0] * 3}{MARKS[2]}b"
 
 
+def test_rows_of_mistral_3_are_apart(folder: Path) -> None:
+    token = _images(folder).token_id
+    places = Placeholders(ImageConfig("mistral3", token, token_pixels=28), Tokenizer(folder))
+    image = ProcessedImage(8, (0, 0), b"", {}, line_length=3)
+    two = MARKS[0] * 2
+    assert places.expand(f"a{MARKS[0]}b", [image]) == f"a{two}[IMG_BREAK]{two}[IMG_BREAK]{two}[IMG_END]b"
+    row = [token, token]
+    (located,) = places.locate([1, *row, 2, *row, 2, *row, 3], [image])
+    assert (located.start, located.num_tokens, located.line_length) == (1, 8, 3)
+    with pytest.raises(InvalidArgument, match="has 6 tokens of images, and its images have 6"):
+        places.locate([1, *row, *row, 2, *row, 2], [image])
+
+
 def test_patches_of_gemma_4_without_an_encoder_are_those_of_transformers(tmp_path: Path) -> None:
     """Its processor needs torchvision, which Quire does not install. Only these two functions of it are called here."""
     folder = make_image_checkpoint(tmp_path, "gemma4_unified-vision")
@@ -134,7 +147,7 @@ def test_patches_of_gemma_4_without_an_encoder_are_those_of_transformers(tmp_pat
     assert (positions[:, small.num_tokens :] == -1).all()
 
 
-@pytest.mark.parametrize("name", GEMMA4)
+@pytest.mark.parametrize("name", [*GEMMA4, "mistral3"])
 def test_each_weight_of_a_tower_changes_its_output(name: str, tmp_path: Path) -> None:
     folder = make_image_checkpoint(tmp_path, name)
     tower = VisionTower(folder, _images(folder), torch.float32, torch.device("cpu"))

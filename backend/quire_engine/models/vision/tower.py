@@ -57,6 +57,12 @@ class VisionTower:
             output = self._module.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
             deepstack = tuple(getattr(output, "deepstack_features", None) or ())
             return ImageFeatures(output.pooler_output, deepstack)
+        if self._tower == "mistral3":
+            pixels = inputs["pixel_values"]
+            sizes = [tuple(pixels.shape[-2:])]
+            outputs = self._module.vision_tower(pixels, image_sizes=sizes, output_hidden_states=True).hidden_states
+            patches = outputs[self._module.feature_layer][0]
+            return ImageFeatures(self._module.multi_modal_projector(patches, sizes))
         patches = self._module.vision_tower(pixel_values=inputs["pixel_values"]).last_hidden_state
         return ImageFeatures(self._module.multi_modal_projector(patches).flatten(0, 1))
 
@@ -96,6 +102,16 @@ def _build_module(folder: Path, images: ImageConfig, dtype: torch.dtype) -> Any:
 
                 module.vision_tower = tower
                 module.embed_vision = Gemma4MultimodalEmbedder(config.vision_config, config.text_config)
+            elif images.tower == "mistral3":
+                from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
+
+                module.vision_tower = tower
+                module.multi_modal_projector = Mistral3MultiModalProjector(config)
+                layers = config.vision_feature_layer
+                layers = [layers] if isinstance(layers, int) else layers
+                if len(layers) != 1:  # the projector of transformers fails for several
+                    raise ConfigError(f"config.json: vision_feature_layer: must be one layer, got {layers}")
+                module.feature_layer = layers[0]
             else:
                 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 

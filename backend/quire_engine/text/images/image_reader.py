@@ -88,7 +88,8 @@ def _decode(answer: dict[str, Any]) -> ProcessedImage:
         for name, tensor in answer["tensors"].items()
     }
     rows, columns = answer["grid"]
-    return ProcessedImage(answer["num_tokens"], (rows, columns), bytes.fromhex(answer["digest"]), tensors)
+    digest = bytes.fromhex(answer["digest"])
+    return ProcessedImage(answer["num_tokens"], (rows, columns), digest, tensors, answer["line_length"])
 
 
 def _num_bytes(image: ProcessedImage) -> int:

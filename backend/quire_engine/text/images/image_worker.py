@@ -37,7 +37,8 @@ def answer(processor: ImageProcessor, data: bytes) -> dict[str, Any]:
         name: {"dtype": tensor.dtype, "shape": tensor.shape, "data": base64.b64encode(tensor.data).decode()}
         for name, tensor in image.tensors.items()
     }
-    return {"num_tokens": image.num_tokens, "grid": image.grid, "digest": image.digest.hex(), "tensors": tensors}
+    sizes = {"num_tokens": image.num_tokens, "grid": image.grid, "line_length": image.line_length}
+    return {**sizes, "digest": image.digest.hex(), "tensors": tensors}
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ QWEN_TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 GEMMA4_TOWERS = ("gemma4", "gemma4_unified")
 """Models whose images keep their aspect ratio, up to a number of tokens. The second one has no encoder: its patches are
 only projected."""
-IMAGE_TOWERS = (*QWEN_TOWERS, "gemma3", *GEMMA4_TOWERS)
+IMAGE_TOWERS = (*QWEN_TOWERS, "gemma3", *GEMMA4_TOWERS, "mistral3")
 """Values of `model_type` of the models whose vision towers the engine runs."""
 
 _DEEPSTACK: tuple[int, ...] = (8, 16, 24)
@@ -43,6 +43,8 @@ class ImageConfig:
     """Id of the token after the tokens of an image, if the processor of transformers writes it."""
     pad_token_id: int = 0
     """The tokens of an image have the per-layer embeddings of this token; see LayerVariants."""
+    token_pixels: int = 0
+    """Width and height of a token in pixels, if the rows of an image have a token of text between them. Otherwise 0."""
 
     @property
     def is_bidirectional(self) -> bool:
@@ -66,6 +68,10 @@ class ImageConfig:
         if key not in reader:
             return None
         token_id = _token_id(reader, key)
+        if tower == "mistral3":
+            merge_size = reader.get_int("spatial_merge_size", 2)
+            patch_size = reader.get_section("vision_config").get_int("patch_size", 16)
+            return cls(tower, token_id, merge_size, token_pixels=patch_size * merge_size)
         if tower not in QWEN_TOWERS:
             num_tokens = reader.get_int("mm_tokens_per_image", 256)
             return cls(tower, token_id, num_tokens=num_tokens, bidirectional="all")
