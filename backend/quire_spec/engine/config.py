@@ -318,7 +318,7 @@ class EngineConfig:
     without a tokenizer is an error."""
 
     seed: int = 0
-    """Seed for requests that do not set a seed themselves."""
+    """Seed of the generator that gives a seed to each request without one of its own."""
 
     @property
     def max_images(self) -> int:

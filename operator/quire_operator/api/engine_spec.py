@@ -331,6 +331,8 @@ class EngineSpec(RoleEngineSpec):
     maxLogprobs: int | None = schema_field(None, minimum=-1, maximum=1048576)
     """Maximum number of log probabilities that a request can get for each position; -1 is the size of the vocabulary.
     Default 20, because every token of a response contains this many."""
+    seed: int | None = schema_field(None, minimum=0, maximum=4294967295)
+    """Seed of the generator that gives a seed to each request without one of its own. Default 0."""
     skipTokenizerInit: bool | None = schema_field(None)
     """Load no tokenizer: requests contain input_ids, outputs contain token ids, and text is rejected. If false, a model
     without a tokenizer does not start. Default false."""

@@ -45,6 +45,7 @@ _SPEC_FIELDS: Mapping[str, tuple[FieldPath, Callable[[Any], Any]]] = {
     "max_num_batched_tokens": (("engine", "maxNumBatchedTokens"), _keep),
     "max_num_queued_reqs": (("engine", "maxNumQueuedReqs"), _keep),
     "max_logprobs": (("engine", "maxLogprobs"), _keep),
+    "seed": (("engine", "seed"), _keep),
     "skip_tokenizer_init": (("engine", "skipTokenizerInit"), lambda value: value or None),
     "language_model_only": (("engine", "languageModelOnly"), lambda value: value or None),
     "limit_mm_per_prompt": (("engine", "limitMmPerPrompt"), lambda limits: {"image": limits.image}),

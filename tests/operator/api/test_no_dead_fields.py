@@ -160,7 +160,7 @@ def bases():
             del document["spec"]["cache"]
         yield document
     pins = {"maxModelLen": 8192, "blockSize": 16, "tensorParallelSize": 1, "dtype": "bfloat16", "maxNumSeqs": 32}
-    pins |= {"maxNumBatchedTokens": 4096, "quantization": "None", "swapSpace": "4Gi", "maxLogprobs": 5}
+    pins |= {"maxNumBatchedTokens": 4096, "quantization": "None", "swapSpace": "4Gi", "maxLogprobs": 5, "seed": 7}
     yield body(GPU, sources[0], engine={"pipelineParallelSize": 4})
     folder = {"emptyDir": {}}
     pins |= {"kvCacheOffloading": {"memory": "16Gi", "secondary": [{"folder": folder, "size": "40Gi"}]}}

@@ -5,6 +5,7 @@ import contextlib
 import http.server
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -25,8 +26,8 @@ from quire_operator.cli import main, serve, service_file
 from quire_operator.cli.model import form as model_form
 from quire_operator.cli.model import gguf_file
 from quire_operator.cli.model.options import SPEC_OPTIONS
+from quire_operator.cli.model.other_vllm_options import OTHER_VLLM_OPTIONS
 from quire_operator.cli.pod_options import pod_fields
-from quire_spec.engine.vllm_arguments import OTHER_VLLM_ARGUMENTS
 from quire_spec.errors import ConfigError
 
 TINY = str(EXAMPLES / "models/tiny")
@@ -193,11 +194,32 @@ def test_errors_name_the_option(argv, message):
     assert str(error.value).startswith(message) and "spec.model" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", sorted(OTHER_VLLM_ARGUMENTS - {"served_model_name"}))
-def test_options_that_only_vllm_has(name, capsys):
+def test_a_file_that_cannot_be_served_is_not_saved(tmp_path, capsys):
+    file = tmp_path / "saved.yaml"
+    for option, message in (("--dtype=float8", '"float8": must be one of'), ("--seed=-1", "-1: must be at least 0")):
+        assert main.main(["serve", TINY, option, f"--save={file}"]) == 1
+        assert capsys.readouterr().err.startswith(f"{option.partition('=')[0]}: {message}") and not file.exists()
+
+
+def test_dtypes_of_vllm():
+    given = [document(TINY, f"--dtype={name}")["spec"].get("engine", {}) for name in ("auto", "half", "float")]
+    assert given == [{}, {"dtype": "float16"}, {"dtype": "float32"}]
+
+
+@pytest.mark.parametrize("option", sorted(OTHER_VLLM_OPTIONS))
+def test_options_that_only_vllm_has(option, capsys):
     with pytest.raises(SystemExit):
-        parse(TINY, f"--{name.replace('_', '-')}", "1")
-    assert "vLLM has this option, but Quire has not; " in capsys.readouterr().err
+        parse(TINY, option, "1")
+    assert f"{option}: vLLM has this option, but Quire has not; {OTHER_VLLM_OPTIONS[option]}" in capsys.readouterr().err
+
+
+def test_fields_that_the_fixes_of_options_name_exist():
+    paths = {path for fix in OTHER_VLLM_OPTIONS.values() for path in re.findall(r"spec((?:\.\w+)+)", fix)}
+    assert len(paths) > 5
+    for path in paths:
+        schema = crd.load_schema()["properties"]["spec"]
+        for name in path.split(".")[1:]:
+            schema = schema["properties"][name]
 
 
 def test_options_of_the_model_form_need_a_model(capsys):

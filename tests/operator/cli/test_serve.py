@@ -241,7 +241,7 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
   lora: {maxLoaded: 2, maxCached: 5}
   engine: {maxModelLen: 4096, gpuMemoryUtilization: "0.85", blockSize: 32, tensorParallelSize: 1, dtype: float16,
     maxNumSeqs: 12, maxNumBatchedTokens: 3000, maxNumQueuedReqs: 7, prefixCaching: false,
-    schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5, skipTokenizerInit: true,
+    schedulingPolicy: priority, swapSpace: 1536Mi, maxLogprobs: 5, skipTokenizerInit: true, seed: 7,
     modelImpl: transformers, convert: embed, poolingType: mean, mambaSsmCacheDtype: bfloat16,
     languageModelOnly: true, limitMmPerPrompt: {image: 3}, loadFormat: runai_streamer}
 """
@@ -259,6 +259,7 @@ def test_engine_fields_of_the_spec_reach_the_engine_config(folder):
         scheduling_policy="priority",
         swap_space=1.5,
         max_logprobs=5,
+        seed=7,
         model_impl="transformers",
         load_format="runai_streamer",
         convert="embed",

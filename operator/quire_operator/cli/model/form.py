@@ -18,10 +18,11 @@ from typing import Any
 
 import yaml
 
+from quire_operator.api import crd
 from quire_operator.api.engine_spec import LoraSpec
 from quire_operator.api.llmservice import LLMService
 from quire_operator.api.validation_errors import InvalidService
-from quire_operator.api.yaml_manifest import parse_manifests
+from quire_operator.api.yaml_manifest import Manifest, parse_manifests
 from quire_operator.cli import serve, service_file
 from quire_operator.cli.local_sources import LocalSources
 from quire_operator.cli.model.options import DEST_PREFIX, SPEC_OPTIONS
@@ -112,13 +113,16 @@ def build(args: argparse.Namespace, pod_fields: Mapping[str, Any], has_gpu: bool
 
 
 def save(document: Mapping[str, Any], file: Path, pod_fields: Mapping[str, Any]) -> int:
-    """Write the document to a file, or print it if the file is `-`. Return the exit status 0.
+    """Check the document, and write it to a file, or print it if the file is `-`. Return the exit status 0.
 
-    Options that no field of the document contains are named on standard error.
+    The document is not checked against this machine, because it can be for another one. Options that no field of the
+    document contains are named on standard error.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the document is not valid, or the file cannot be written. The message names options.
     """
+    with _option_names():
+        crd.require_valid(_manifest(document))
     if others := [option_of(field) for field in pod_fields if field not in _POD_FIELDS]:
         print(f"quire: not in the file, so give it again with -f: {', '.join(others)}", file=sys.stderr)
     text = _to_yaml(document)
@@ -148,12 +152,9 @@ def prepare(
     api_key = variables.pop("QUIRE_API_KEY", None) if args.api_key is None else args.api_key
     if args.download_dir is not None:
         variables["HF_HUB_CACHE"] = str(args.download_dir.absolute())
-    (manifest,) = parse_manifests(_to_yaml(document), "-")
-    try:
-        return service_file.content_of(manifest, replace(options, api_key=api_key or None), variables).launch_plan
-    except InvalidService as error:
-        lines = [_name_options(str(problem)) for problem in error.problems]
-        raise ConfigError("\n".join(lines)) from error
+    with _option_names():
+        options = replace(options, api_key=api_key or None)
+        return service_file.content_of(_manifest(document), options, variables).launch_plan
 
 
 def announce(
@@ -175,6 +176,20 @@ def announce(
         raise ConfigError(_name_options(str(error))) from error
     for line in lines:
         print(f"quire: {line}", file=sys.stderr)
+
+
+def _manifest(document: Mapping[str, Any]) -> Manifest:
+    (manifest,) = parse_manifests(_to_yaml(document), "-")
+    return manifest
+
+
+@contextlib.contextmanager
+def _option_names() -> Iterator[None]:
+    """Replace fields by options in the message of an InvalidService."""
+    try:
+        yield
+    except InvalidService as error:
+        raise ConfigError("\n".join(_name_options(str(problem)) for problem in error.problems)) from error
 
 
 def _to_yaml(document: Mapping[str, Any]) -> str:

@@ -9,10 +9,18 @@ import argparse
 from pathlib import Path
 from typing import Any, NoReturn
 
+from quire_operator.cli.model.other_vllm_options import OTHER_VLLM_OPTIONS
 from quire_operator.cli.options import parse_count
-from quire_spec.engine.vllm_arguments import OTHER_VLLM_ARGUMENTS, fix_of
 
 DEST_PREFIX = "spec."
+_DTYPES = {"auto": None, "half": "float16", "float": "float32"}
+"""Further names that vLLM has. With auto, the checkpoint and the device decide, as without the option."""
+
+
+def _parse_dtype(text: str) -> str | None:
+    return _DTYPES.get(text, text)
+
+
 _COUNT: dict[str, Any] = {"type": parse_count, "metavar": "N"}
 SPEC_OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--max-model-len", "engine.maxModelLen", _COUNT, "maximum number of tokens of a prompt and its output"),
@@ -21,7 +29,7 @@ SPEC_OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--max-num-batched-tokens", "engine.maxNumBatchedTokens", _COUNT, "maximum number of tokens in a step"),
     ("--block-size", "engine.blockSize", _COUNT, "tokens of a KV block"),
     ("--tensor-parallel-size", "engine.tensorParallelSize", _COUNT, "number of GPUs that share the model"),
-    ("--dtype", "engine.dtype", {"metavar": "DTYPE"}, "dtype of the weights, such as bfloat16"),
+    ("--dtype", "engine.dtype", {"type": _parse_dtype, "metavar": "DTYPE"}, "dtype of the weights, such as bfloat16"),
     ("--quantization", "engine.quantization", {"metavar": "NAME"}, "quantize the weights: int8, int4 or fp8"),
     ("--kv-cache-dtype", "engine.kvCacheDtype", {"metavar": "DTYPE"}, "dtype of the KV cache, such as fp8"),
     (
@@ -29,6 +37,12 @@ SPEC_OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "engine.mambaSsmCacheDtype",
         {"metavar": "DTYPE"},
         "dtype of the states of sequences: float32 or bfloat16",
+    ),
+    (
+        "--seed",
+        "engine.seed",
+        {"type": int, "metavar": "N"},
+        "seed of the generator that gives a seed to each request without one of its own (default: 0)",
     ),
     ("--max-loras", "lora.maxLoaded", _COUNT, "number of adapter slots"),
     (
@@ -76,9 +90,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the LLMService to FILE, for quire serve -f and kubectl apply -f, and do not serve; -: print it",
     )
-    for name in sorted(OTHER_VLLM_ARGUMENTS - {"served_model_name"}):
-        option = f"--{name.replace('_', '-')}"
-        group.add_argument(option, nargs="*", action=_UnsupportedOption, help=argparse.SUPPRESS)
+    for option, fix in OTHER_VLLM_OPTIONS.items():
+        group.add_argument(option, nargs="*", action=_UnsupportedOption, metavar=fix, help=argparse.SUPPRESS)
 
 
 class _UnsupportedOption(argparse.Action):
@@ -87,7 +100,7 @@ class _UnsupportedOption(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, _namespace: object, _values: object, option: str | None = None
     ) -> NoReturn:
-        parser.error(f"{option}: vLLM has this option, but Quire has not; {fix_of(self.dest)}")
+        parser.error(f"{option}: vLLM has this option, but Quire has not; {self.metavar}")
 
 
 def given_options(args: argparse.Namespace) -> list[str]:
