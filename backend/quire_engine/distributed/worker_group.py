@@ -89,8 +89,6 @@ class WorkerGroup:
         """
         size = config.ranks_per_core
         self._nodes = nodes
-        self.num_steps = 0
-        """Number of messages of steps that were sent to the workers."""
         self.links = RankLinks.of_rank(config, shape, 0, self._rendezvous, timeout_s)
         self._num_rows = 2 * config.pipeline_parallel_size + (2 if config.pipeline_parallel_size > 1 else 0)
         self._hang_s = hang_s or HANG_S
@@ -194,7 +192,6 @@ class WorkerGroup:
             row = self._ring.next_row()
             num_elements = encode(step_input, torch.frombuffer(row, dtype=torch.int64))
             notify_all(self._doorbells)
-            self.num_steps += 1
             with self._abort_all_on_error():
                 if self._nodes is not None:
                     self._nodes.send_step(row[: num_elements * ELEMENT_BYTES])

@@ -42,8 +42,9 @@ class RankRows(HostRows):
         return self._local.buffers(row)
 
     def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
-        """See HostRows. Waits until every rank has started its copies, after the steps that were sent to it before: a
-        later step may change the blocks.
+        """See HostRows. Waits until every rank has started its copies, because a later step may change the blocks.
+
+        The copies do not wait for steps in flight, which change neither blocks that are cached nor rows that are free.
 
         Raises:
             RunnerLost: a rank has ended.
@@ -51,7 +52,7 @@ class RankRows(HostRows):
         for start in range(0, max(len(swap_outs), len(swap_ins)), _COPIES_OF_A_CALL):
             outs, ins = (copies[start : start + _COPIES_OF_A_CALL] for copies in (swap_outs, swap_ins))
             pairs = [[(copy.block, copy.host_block) for copy in copies] for copies in (outs, ins)]
-            call_id = self._worker_group.start_call("copy_rows", after=self._worker_group.num_steps, copies=pairs)
+            call_id = self._worker_group.start_call("copy_rows", copies=pairs)
             self._local.copy(outs, ins)
             self._worker_group.wait_call(call_id)
             self._is_copying = True

@@ -54,8 +54,6 @@ class RankWorker:
         self._call_queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._runner: DeviceModelRunner | None = None
         self._is_running = True
-        self._num_steps = 0
-        self._step_started = threading.Condition()
 
     def run(self) -> None:
         """Handle calls and steps until `stop` is called.
@@ -95,9 +93,6 @@ class RankWorker:
         self._doorbell.wait()
         while self._is_running:
             runner.execute_as_worker(decode(torch.frombuffer(ring.next_row(), dtype=torch.int64)))
-            with self._step_started:
-                self._num_steps += 1
-                self._step_started.notify_all()
             self._doorbell.wait()
 
     def stop(self) -> None:
@@ -155,8 +150,6 @@ class RankWorker:
         failure = None
         try:
             if call["call"] == "copy_rows":
-                with self._step_started:
-                    self._step_started.wait_for(lambda: self._num_steps >= call["after"])
                 self._runner.copy_rows(*([SwapCopy(*pair) for pair in pairs] for pairs in call["copies"]))
             else:
                 self._runner.synchronize_rows()

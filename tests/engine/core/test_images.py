@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from msgspec.structs import replace
+from support.folder_store import drain
 from support.image_checkpoints import (
     FAMILIES,
     GEMMA4,
@@ -25,6 +26,7 @@ from support.thread_workers import engine_with_thread_workers
 from support.tiny_checkpoints import load_adapted_oracle, load_oracle, make_adapter
 
 from quire_engine.core.engine import Engine
+from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.worker.image_encoder import ImageEncoder
 from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.engine.config import EngineConfig
@@ -185,10 +187,19 @@ def test_forks_share_the_images_of_their_parent(cases):
     _check(_run(Engine.from_config(_config(case.folder)), case.prompts, n=2), case.references, n=2)
 
 
-def test_ranks_get_the_embeddings_of_rank_0(cases):
+def test_ranks_get_the_embeddings_of_rank_0_or_the_blocks_of_another_engine(cases, tmp_path, monkeypatch):
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     case = cases("qwen3_vl")
-    engine = engine_with_thread_workers(_config(case.folder, tensor_parallel_size=2, max_num_batched_tokens=64))
-    _check(_run(engine, case.prompts), case.references)
+    ranks = {"tensor_parallel_size": 2, "max_num_batched_tokens": 64}
+    tiers = {"kv_offloading_size": 0.01, "kv_offloading_folder": str(tmp_path)}
+    for num_rounds in (2, 1):
+        engine = engine_with_thread_workers(_config(case.folder, **ranks, **tiers))
+        for _ in range(num_rounds):
+            drain(engine._scheduler.store_traffic._store)
+            _check(_run(engine, case.prompts), case.references)
+        drain(engine._scheduler.store_traffic._store)
+    # Blocks are written when they are used for the second time.
+    assert engine.stats().num_folder_read_blocks >= 5
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma4-e2b-vision"])

@@ -16,11 +16,12 @@ import msgspec
 import pytest
 from support.kv_peer import PeerServer
 from support.kv_peer_relay import Relay
-from support.thread_workers import engine_with_thread_workers
+from support.thread_workers import ThreadWorker, engine_with_thread_workers
 from support.tiered_engine import tiered_config
 from support.tiny_checkpoints import BASE, CHECKPOINTS, VOCAB, make_adapter, make_checkpoint, write_checkpoint
 
 from quire_engine.core.engine import Engine
+from quire_engine.distributed.worker_handle import WorkerChannels
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer import peer_connection, peer_store, store_traffic
 from quire_server.kv_peer import server
@@ -101,9 +102,10 @@ def peer(engine: Engine, key_file: Path, *args: int) -> Iterator[PeerServer]:
         ("auto", 1, 1),
         ("int8_per_token_head", 1, 1),
         ("auto", 2, 1),
-        ("int8_per_token_head", 2, 1),
+        ("int8_per_token_head", 1, 2),
         ("auto", 1, 3),
         ("int8_per_token_head", 2, 2),
+        ("auto", 2, 3),
     ],
 )
 def test_outputs_are_the_same_with_blocks_of_a_peer(
@@ -122,6 +124,41 @@ def test_outputs_are_the_same_with_blocks_of_a_peer(
         assert stats.num_peer_read_blocks == stats.num_peer_requested_blocks == 21 and not stats.peer_errors
         assert stats.host_cache_hits > 150
         assert server.server.status().num_sent_blocks == 21
+
+
+def test_leased_rows_contain_the_parts_of_all_ranks_while_steps_are_in_flight(folder: Path, key_file: Path) -> None:
+    """A peer asks after each step, while blocks are evicted, and gets each block as every rank has it."""
+    fields = {"kv_transfer": {"key_file": str(key_file)}, "kv_cache_memory_bytes": 60_000}
+    fields |= {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    config = tiered_config(folder, num_host_blocks=40, **fields)
+    workers: list[ThreadWorker] = []
+
+    def start_worker(channels: WorkerChannels) -> ThreadWorker:
+        workers.append(ThreadWorker(channels))
+        return workers[-1]
+
+    holder = engine_with_thread_workers(config, start_worker=start_worker)
+    runner: Any = holder._runner
+    ranks: list[Any] = [runner._local_runner, *(worker._worker._runner for worker in workers)]
+    caches = [rank._kv_cache._data for rank in ranks]
+    num_compared = num_in_flight = 0
+    for number, prefix in enumerate(PREFIXES * 2):
+        holder.add(SequenceRequest(number, [*prefix, number], PARAMS))
+    while holder.has_work:
+        holder.step()
+        if keys := holder._block_pool.cached_hashes()[-10:]:
+            rows = holder.lease_rows(b"lease", keys)
+            for key, row in zip(keys, rows, strict=True):
+                if row is not None and (block := holder._block_pool.lookup(key)) is not None:
+                    parts = b"".join(cache[:, :, block].contiguous().numpy().tobytes() for cache in caches)
+                    [buffer] = runner.host_rows.buffers(row)
+                    assert bytes(buffer) == parts
+                    num_compared += 1
+                    num_in_flight += bool(holder._scheduler._in_flight)
+            assert holder.leases is not None
+            holder.leases.release_all()
+        holder.check_integrity()
+    assert num_compared > 50 and num_in_flight > 10
 
 
 def test_the_first_read_of_a_connection_is_not_measured(
