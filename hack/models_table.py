@@ -202,7 +202,7 @@ def _missing(name: str, info: Architecture) -> Iterator[str]:
     yield from dict.fromkeys(feature for _, feature in info.required.values())
     if info.uses_state is not None:
         yield "KV tiers"
-    if info.has_latent_attention or info.has_attention_chunks is not None:
+    if info.has_attention_chunks is not None:
         yield "GPUs"
     if info.has_layer_variants:
         yield from ("draft models and heads", "`int8_per_token_head`")

@@ -323,6 +323,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Compute causal attention of each span over its own context.
 
@@ -335,11 +336,13 @@ def paged_attention(
         softcap: scaled scores s become softcap * tanh(s / softcap), before the mask; None: no soft cap.
         sinks: [num_heads], dtype of the queries: for each head, the score of an additional key with value 0, to which
             every token attends; None: no sinks.
+        value_dim: the cache has one KV head whose values are the first `value_dim` elements of its keys, as in latent
+            attention (MLA): cache[0] and cache[1] are the same memory. None: keys and values differ.
 
     Returns:
-        [num_tokens, num_heads, head_dim], dtype of the queries.
+        [num_tokens, num_heads, value_dim or head_dim], dtype of the queries.
     """
-    out = torch.empty_like(queries)
+    out = torch.empty_like(queries[..., :value_dim])
     for i, context in enumerate(batch.context_lengths.tolist()):
         start, end = batch.query_starts[i : i + 2].tolist()
         blocks = as_indexable(cache)[:, batch.block_tables[i]].view(cache.dtype)
@@ -355,7 +358,7 @@ def paged_attention(
         if sinks is not None:
             scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, end - start, -1)), dim=-1)
         weights = scores.softmax(dim=-1)[..., :context]
-        out[start:end] = torch.einsum("hqk,khd->qhd", weights, kv[1]).to(out.dtype)
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, kv[1][..., :value_dim]).to(out.dtype)
     return out
 
 
@@ -400,13 +403,14 @@ def _paged_attention_cpu(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Read keys and values where they are, without gathering them; see csrc/attention.cpp."""
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = cache.shape[3]
     has_kernel = cpu_native.supports(queries) and (is_quantized(cache) or queries.dtype == cache.dtype)
     if reads_whole_blocks(cache, num_heads) or not has_kernel:
-        return _paged_attention_gathered(queries, cache, batch, scale, window, softcap, sinks)
+        return _paged_attention_gathered(queries, cache, batch, scale, window, softcap, sinks, value_dim)
     if queries.stride(1) != head_dim or queries.stride(2) != 1:
         queries = queries.contiguous()
     out = queries.new_empty(num_tokens, num_heads, head_dim)
@@ -431,7 +435,7 @@ def _paged_attention_cpu(
         None if sinks is None else sinks.data_ptr(),
         is_quantized(cache),
     )
-    return out
+    return out[..., :value_dim]
 
 
 paged_attention.register_lazy("cuda", "own", "quire_kernels.gpu.attention")
@@ -448,6 +452,7 @@ def _paged_attention_gathered(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """For each group, gather the blocks and compute one batched attention. No Python code runs for single tokens."""
     out = torch.empty_like(queries)
@@ -468,7 +473,7 @@ def _paged_attention_gathered(
             else:
                 output = _decode_attention(q, keys, values, mask, scale)
         out[group.rows] = output.reshape(-1, *queries.shape[1:])
-    return out
+    return out[..., :value_dim]
 
 
 def _prefill_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:

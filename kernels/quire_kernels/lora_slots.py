@@ -62,6 +62,9 @@ class LoRATarget:
     """The largest LoRA rank of this module; None: that of the slots."""
     is_norm: bool = False
     """True if adapters replace the weight and the bias of a norm. These are a transform, without LoRA matrices."""
+    is_absorbed: bool = False
+    """True if the layer itself reads parts of the matrices, as latent attention does, instead of adding their product
+    to its output."""
 
     @property
     def page_elements(self) -> int:
@@ -240,8 +243,9 @@ class LoRASlots:
             for i, site in enumerate(targets)
         )
         """The views of all modules, in the order of `targets`."""
-        self.transformed_slots: set[int] = set()
-        """Slots whose adapter transforms the base product of a module, or replaces a norm."""
+        self.eager_slots: set[int] = set()
+        """Slots whose adapter needs operations that a CUDA graph cannot compute: it transforms the base product of a
+        module, replaces a norm, or changes an absorbed module."""
         self._experts = _ExpertEntries(self.modules, self._pages)
         linears = [module for module in self.modules if not (module.target.num_experts or module.target.is_norm)]
         for module, next_module in zip(linears, (*linears[1:], *linears[:1]), strict=True):
@@ -313,7 +317,9 @@ class LoRASlots:
             _, _, is_used, is_transformed = entries
             (module.active_slots.add if is_used or is_transformed else module.active_slots.discard)(slot)
             (module.transformed_slots.add if is_transformed else module.transformed_slots.discard)(slot)
-        (self.transformed_slots.add if adapter.entries[..., 3].any() else self.transformed_slots.discard)(slot)
+        is_absorbed = torch.tensor([module.target.is_absorbed for module in self.modules])
+        is_eager = adapter.entries[..., 3].any() or adapter.entries[is_absorbed, :, 2].any()
+        (self.eager_slots.add if is_eager else self.eager_slots.discard)(slot)
         for part in adapter.chunks:
             start, end = end, end + part.numel()
             self._pages[start:end].copy_(part, non_blocking=True)

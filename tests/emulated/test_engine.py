@@ -151,6 +151,31 @@ def test_adapters_that_transform_products_or_replace_modules(model, adapters, tm
     assert any(replayed)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "kimi_linear"])
+def test_latent_attention(kind, tmp_path, monkeypatch):
+    """Steps with an adapter that changes the absorbed projection do not replay graphs; the others do. Kimi Linear also
+    has states, whose steps never replay graphs."""
+    model = make_checkpoint(tmp_path / "model", kind)
+    options = [
+        {"target_modules": ["q_b_proj" if kind == "deepseek_v3" else "q_proj", "o_proj"]},
+        {"target_modules": ["kv_b_proj", "kv_a_proj_with_mqa"]},
+    ]
+    paths = [make_adapter(model, tmp_path / f"{i}", seed=i, r=4, **fields) for i, fields in enumerate(options)]
+    loras = [LoRARequest(f"a{i}", 1 + i, str(path)) for i, path in enumerate(paths)]
+    replayed, run = [], CudaGraphRunner.run
+
+    def recording_run(self: CudaGraphRunner, graph_input: Any, *args: Any) -> Any:
+        replayed.append(graph_input.has_adapters)
+        return run(self, graph_input, *args)
+
+    monkeypatch.setattr(CudaGraphRunner, "run", recording_run)
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (12, 4, 14, 9)]
+    fields = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "loras": [*loras, None, loras[0]]}
+    cpu, gpu = _generate_on_both(model, _prompts(5, 60, 17, 30), params, **fields)
+    _assert_same_tokens(cpu, gpu)
+    assert set(replayed) == ({True, False} if kind == "deepseek_v3" else set())
+
+
 def test_graphs_compute_prompts_and_drafts(model, adapters, monkeypatch):
     """Steps with prompts, chunks and drafts replay graphs, with adapters and without, and the memory of all graphs was
     known before the first one was captured. Each shape is captured once."""

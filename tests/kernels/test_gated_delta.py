@@ -2,6 +2,8 @@
 """Gated DeltaNet and Kimi Delta Attention equal transformers, and compiled kernels equal the reference, for any
 division into spans."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,7 +128,9 @@ def test_division_into_steps_does_not_matter(is_kimi):
 @pytest.mark.parametrize("is_kimi", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_drafts_change_no_state(dtype, is_kimi):
-    """With drafts in a span, outputs and kept states have the same bits as token by token."""
+    """With drafts in a span, outputs and kept states have the same bits as token by token. In float32, PyTorch computes
+    the recurrence, and the bits of its products depend on their number with some libraries (MKL on Intel)."""
+    assert_equal = partial(torch.testing.assert_close, **({"rtol": 0, "atol": 0} if dtype == torch.bfloat16 else {}))
     lengths, drafts, replayed = [4, 70, 1, 3], [2, 0, 0, 0], [1, 0, 0, 2]
     spans = [(sum(lengths[:i]), n) for i, n in enumerate(lengths)]
     sizes = KIMI_SIZES[1] if is_kimi else SIZES[1]
@@ -137,9 +141,9 @@ def test_drafts_change_no_state(dtype, is_kimi):
         (start, length), row = spans[i], single.rows[i]
         for token in range(length):
             *_, expected = single.run(build_state_batch([row], [1], CPU), rows=slice(start + token, start + token + 1))
-            assert torch.equal(outputs[start + token], expected[0])
+            assert_equal(outputs[start + token], expected[0])
             if token == length - drafts[i] - 1:
-                assert torch.equal(whole.states[row], single.states[row])
+                assert_equal(whole.states[row], single.states[row])
                 assert torch.equal(whole.convolution[row], single.convolution[row])
 
 

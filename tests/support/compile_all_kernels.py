@@ -100,6 +100,9 @@ def _call_all() -> None:
     for spans in ([(1500, 1)] * 3, [(0, 700)]):
         queries, cache, batch = make_batch(spans, heads=(32, 8), head_dim=128, dtype=BF16)
         kernel_of(ops.paged_attention)(queries, cache, batch, 0.1, sinks=torch.zeros(32, dtype=BF16))
+        # Latent attention of DeepSeek V3.
+        queries, cache, batch = make_batch(spans, heads=(128, 1), head_dim=576, dtype=BF16)
+        kernel_of(ops.paged_attention)(queries, cache, batch, 0.1, value_dim=512)
     _call_lora(kernel_of)
     _call_experts(kernel_of)
 

@@ -120,7 +120,10 @@ def create_slots(
     lm_head = LoRATarget(embedding_size, (vocab_size,), max_rank=vocab_rank)
     targets = [
         *([embedding] if has_outer_parts else []),
-        *(LoRATarget(s.in_features, tuple(s.slices.values()), num_experts=s.num_experts) for _, s in sites),
+        *(
+            LoRATarget(s.in_features, tuple(s.slices.values()), num_experts=s.num_experts, is_absorbed=s.is_absorbed)
+            for _, s in sites
+        ),
         *([lm_head] if has_outer_parts else []),
         *(LoRATarget(0, (norm.size,), is_norm=True) for norm in norms.values()),
     ]
@@ -133,5 +136,5 @@ def create_slots(
     model.embedding_adapters = next(modules) if has_outer_parts else None
     for part in (*(site for _, site in sites), *([model.lm_head] if has_outer_parts else []), *norms.values()):
         part.adapters = next(modules)
-    model.adapted_norms, model.transformed_slots = tuple(norms.values()), slots.transformed_slots
+    model.adapted_norms, model.eager_slots = tuple(norms.values()), slots.eager_slots
     return DeviceAdapterSlots(module_keys, slots, device)

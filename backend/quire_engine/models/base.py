@@ -50,8 +50,8 @@ class CausalLM(ABC):
         self.embedding_adapters: ModuleSlots | None = None
         self.adapted_norms: Sequence[Norm] = ()
         """The norms that adapters can replace; empty without adapters."""
-        self.transformed_slots: Set[int] = frozenset()
-        """Slots whose adapter transforms base products or replaces norms."""
+        self.eager_slots: Set[int] = frozenset()
+        """Slots whose adapter a CUDA graph cannot compute; see LoRASlots."""
         self.aux_hidden_state_layers: tuple[int, ...] = ()
         """The next forward pass keeps the inputs of the layers with these indices, for a draft head. The index
         num_layers stands for the output of the last layer. Architectures in ARCHITECTURES_WITHOUT_HEADS never keep

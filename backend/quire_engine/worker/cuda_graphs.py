@@ -236,8 +236,9 @@ class CudaGraphRunner:
             return None
         if any(span.prompt_logprob_positions or span.pooled_positions for span in spans):
             return None
-        # The graphs were captured without transforms, which take as long as the linears that they transform.
-        if any(span.active_slot in self._model.transformed_slots for span in spans):
+        # The graphs were captured without transforms, which take as long as the linears that they transform, and
+        # without changes of absorbed modules, whose slots must be known on the host.
+        if any(span.active_slot in self._model.eager_slots for span in spans):
             return None
         num_tokens = sum(span.length for span in spans)
         has_adapters = any(span.active_slot is not None for span in spans)

@@ -200,8 +200,6 @@ class ModelConfig:
     @property
     def cpu_only_reason(self) -> str:
         """Why GPUs cannot run this model; empty if they can."""
-        if self.mla is not None:
-            return "latent attention (MLA) has kernels for CPUs only"
         return "attention in chunks (attention_chunk_size) runs on CPUs only" if any(self.attention_chunk_sizes) else ""
 
     @property

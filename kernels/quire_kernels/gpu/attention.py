@@ -53,6 +53,11 @@ _checked_kernels: set[str] = set()
 _measured_workers_per_sm: dict[tuple[torch.device, int, int], int] = {}
 """Measured number of workers that fit on a multiprocessor. A number is stored only if it is lower than planned. The key
 is the device, the head size and the element size."""
+_WORKERS_PER_SM_WIDEST = 1
+"""The same for keys of more than 256 elements. A worker loads tiles of 18 to 36 KB, and two of them are on their way
+while it computes."""
+MAX_LATENT_HEADS = 32
+"""Maximum number of query heads of latent attention (MLA) in a tile; see `_select_widest_tiles`."""
 MIN_SHARE = 2
 """A worker's share has at least this number of key tiles. With a smaller share, splitting the work would save less time
 than it takes to write, read and merge a partial result."""
@@ -95,16 +100,22 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """See attention.paged_attention.
 
     A short span moves 2 * context * num_kv_heads * head_dim elements of the cache. In comparison, the queries, the
     output and the partial results are small. A long span takes 4 * num_heads * head_dim operations for each pair of a
-    token and a key to which the token attends.
+    token and a key to which the token attends. With `value_dim`, a tile of keys is also the tile of values, and is read
+    once. Programs divide the query heads among them if a tile of all heads would be too large, as in FlashMLA.
     """
     num_tokens, num_heads, head_dim = queries.shape
     num_spans, (block_size, num_kv_heads) = len(batch.context_lengths), cache.shape[2:4]
     group = num_heads // num_kv_heads
+    if value_dim is not None:
+        assert num_kv_heads == 1 and value_dim < head_dim
+        group = max(size for size in range(1, MAX_LATENT_HEADS + 1) if num_heads % size == 0)
+        num_kv_heads = num_heads // group
     assert queries.stride(1) == head_dim and queries.stride(2) == 1
     short_rows = max(16, next_power_of_2(group))
     max_short_tokens = short_rows // group
@@ -112,14 +123,16 @@ def paged_attention(
     short_tiles, long_tiles = (select_tiles(head_dim, queries.element_size(), long, group) for long in (False, True))
     long_tokens = long_tiles.long_rows // group
     work = _get_work_plan(batch, window or 0, max_short_tokens, short_tiles.short_keys, long_tokens)
-    out = queries.new_empty(num_tokens, num_heads, head_dim)
+    out_dim = value_dim or head_dim
+    out = queries.new_empty(num_tokens, num_heads, out_dim)
     arguments = (
         *(queries, cache, out, batch.query_starts, batch.context_lengths, batch.block_tables, work, num_spans),
         *(batch.block_tables.shape[1], queries.stride(0), cache.stride(0), scale, window or 0, softcap or 1.0, sinks),
     )
-    sizes = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim}
-    sizes |= {"DIM": max(next_power_of_2(head_dim), 16)}
+    sizes = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "OUT_DIM": out_dim}
+    sizes |= {"DIM": max(next_power_of_2(out_dim), 16)}
     variant = {"BLOCK_SIZE": block_size, "WINDOWED": window is not None, "CAPPED": softcap is not None}
+    variant |= {"HEAD_DIM": head_dim, "REST": 0 if value_dim is None else max(next_power_of_2(head_dim - out_dim), 16)}
     if has_short:
         num_rows = group * min(batch.max_query_len, max_short_tokens)
         _attend_short_spans(arguments, sizes, variant, short_tiles, short_rows, num_rows)
@@ -149,7 +162,7 @@ def _attend_short_spans(
     """Launch `_split_kv_decode` and `_combine`. A tile has `rows` rows, of which at most the first `num_rows` are
     used."""
     queries, _, out, query_starts, _, _, work, num_spans = arguments[:8]
-    head_dim, element_size = sizes["HEAD_DIM"], queries.element_size()
+    head_dim, element_size = queries.shape[2], queries.element_size()
     workers = num_workers(queries.device, head_dim, element_size)
     partials, stats = _allocate_partials(queries, workers, rows, sizes["DIM"])
     use_pdl = supports_pdl(queries.device)
@@ -193,6 +206,8 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
     of all stages.
     """
     is_wide, is_float32 = next_power_of_2(head_dim) > 128, element_size > 2
+    if next_power_of_2(head_dim) > 256:
+        return _select_widest_tiles(is_float32, has_long, max(next_power_of_2(group), 16))
     short_keys = 32 if is_wide or is_float32 else 64
     rows = max(32 if is_wide and is_float32 else 64 if is_wide or is_float32 else 128, next_power_of_2(group))
     if not has_long:
@@ -218,6 +233,17 @@ def select_tiles(head_dim: int, element_size: int, has_long: bool, group: int = 
     )
 
 
+def _select_widest_tiles(is_float32: bool, has_long: bool, group: int) -> AttentionTiles:
+    """Return the sizes of the tiles for keys of more than 256 elements.
+
+    The sums of 32 rows take 64 registers of each thread of 8 warps. With 64 rows, which wgmma needs, each thread would
+    spill 80 to 200 bytes (Triton 3.9, compiled for sm_90).
+    """
+    keys, rows = 16 if is_float32 else 32, max(32, group)
+    num_warps = 8 if has_long or group > 16 else 4
+    return AttentionTiles(keys, rows, keys, num_warps, num_stages=2 if is_float32 else 5)
+
+
 def num_workers(device: torch.device, head_dim: int, element_size: int) -> int:
     """Return the number of workers for short spans.
 
@@ -225,7 +251,12 @@ def num_workers(device: torch.device, head_dim: int, element_size: int) -> int:
     """
     if device.type != "cuda":
         return NUM_INTERPRETED_WORKERS
-    return _measured_workers_per_sm.get((device, head_dim, element_size), WORKERS_PER_SM) * _num_sms(device)
+    measured = _measured_workers_per_sm.get((device, head_dim, element_size), _planned_workers_per_sm(head_dim))
+    return measured * _num_sms(device)
+
+
+def _planned_workers_per_sm(head_dim: int) -> int:
+    return _WORKERS_PER_SM_WIDEST if next_power_of_2(head_dim) > 256 else WORKERS_PER_SM
 
 
 @functools.cache
@@ -242,13 +273,13 @@ def _check_occupancy(kernel: Any, device: torch.device, head_dim: int, element_s
     """
     _checked_kernels.add(kernel.hash)
     found = max(programs_per_sm(kernel, device), 1)
-    key = device, head_dim, element_size
-    if found < _measured_workers_per_sm.get(key, WORKERS_PER_SM):
+    key, planned = (device, head_dim, element_size), _planned_workers_per_sm(head_dim)
+    if found < _measured_workers_per_sm.get(key, planned):
         _measured_workers_per_sm[key] = found
         logger.warning(
             "attention occupancy lower than planned programs_per_sm=%d planned=%d head_dim=%d registers=%d shared=%d",
             found,
-            WORKERS_PER_SM,
+            planned,
             head_dim,
             kernel.n_regs,
             kernel.metadata.shared,
@@ -354,9 +385,9 @@ def _tiles_per_worker(total, WORKERS: tl.constexpr, MIN_SHARE: tl.constexpr):
 def _split_kv_decode(
     queries, cache, out, query_starts, context_lengths, tables, work, num_spans,
     table_width, query_stride, kind_stride: tl.int64, scale, window, softcap, sinks, partials, stats,
-    WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    MIN_SHARE: tl.constexpr, EARLY: tl.constexpr,
+    WORKERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    OUT_DIM: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MIN_SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Process one worker's share."""
     if EARLY:
@@ -384,22 +415,24 @@ def _split_kv_decode(
         row_mask = rows < length * GROUP
         # A padding row never attends to a key.
         position = tl.where(row_mask, context - length + rows // GROUP, -1)
-        head_offset = (head * GROUP + rows % GROUP) * HEAD_DIM
+        query_head = head * GROUP + rows % GROUP
         token = (start + rows // GROUP).to(tl.int64)
-        mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
-        q = tl.load(queries + (token * query_stride + head_offset)[:, None] + dims[None, :], mask=mask, other=0.0)
+        mask = row_mask[:, None] & (dims < OUT_DIM)[None, :]
+        query_rows = queries + (token * query_stride + query_head * HEAD_DIM)[:, None]
+        q = tl.load(query_rows + dims[None, :], mask=mask, other=0.0)
+        q_rest = _load_rest(q, query_rows, row_mask, HEAD_DIM, OUT_DIM, REST)
         skipped = 0
         if WINDOWED:
             skipped = tl.maximum(context - length - window + 1, 0) // KEYS
         acc = tl.zeros([ROWS, DIM], dtype=tl.float32)
-        row_max, row_sum = _start_softmax(sinks, head * GROUP + rows % GROUP, tile == 0, ROWS)
+        row_max, row_sum = _start_softmax(sinks, query_head, tile == 0, ROWS)
         acc, row_max, row_sum = _accumulate(
-            acc, row_max, row_sum, q, position, cache + head * HEAD_DIM, tables + span.to(tl.int64) * table_width,
-            skipped + tile, skipped + last, context, kind_stride, scale, window, softcap,
-            NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, WINDOWED, CAPPED, True,
+            acc, row_max, row_sum, q, q_rest, position, cache, tables + span.to(tl.int64) * table_width,
+            skipped + tile, skipped + last, context, kind_stride, scale, window, softcap, head,
+            NUM_KV_HEADS, HEAD_DIM, OUT_DIM, DIM, REST, BLOCK_SIZE, KEYS, WINDOWED, CAPPED, True,
         )  # fmt: skip
         if last - tile == tiles:
-            out_ptrs = out + (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head_offset)[:, None] + dims[None, :]
+            out_ptrs = out + ((token * (NUM_KV_HEADS * GROUP) + query_head) * OUT_DIM)[:, None] + dims[None, :]
             tl.store(out_ptrs, (acc / tl.maximum(row_sum, 1.0)[:, None]).to(out.dtype.element_ty), mask=mask)
         else:
             partial_row = (2 * worker + tl.where(offset_in_work > first, 1, 0)) * ROWS
@@ -425,8 +458,9 @@ def _split_kv_decode(
 def _prefill(
     queries, cache, out, query_starts, context_lengths, tables, work, num_spans,
     table_width, query_stride, kind_stride: tl.int64, scale, window, softcap, sinks,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, OUT_DIM: tl.constexpr, DIM: tl.constexpr,
+    REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Process one tile of queries for one KV head."""
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -448,13 +482,15 @@ def _prefill(
         first_position = context - length + offset
         last_position = tl.minimum(first_position + TOKENS, context) - 1
         position = tl.where(row_mask, context - length + tokens, -1)
-        head_offset = (head * GROUP + rows % GROUP) * HEAD_DIM
+        query_head = head * GROUP + rows % GROUP
         token = (start + tokens).to(tl.int64)
-        mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
-        q = tl.load(queries + (token * query_stride + head_offset)[:, None] + dims[None, :], mask=mask, other=0.0)
+        mask = row_mask[:, None] & (dims < OUT_DIM)[None, :]
+        query_rows = queries + (token * query_stride + query_head * HEAD_DIM)[:, None]
+        q = tl.load(query_rows + dims[None, :], mask=mask, other=0.0)
+        q_rest = _load_rest(q, query_rows, row_mask, HEAD_DIM, OUT_DIM, REST)
         table = tables + span.to(tl.int64) * table_width
         acc = tl.zeros([ROWS, DIM], dtype=tl.float32)
-        row_max, row_sum = _start_softmax(sinks, head * GROUP + rows % GROUP, True, ROWS)
+        row_max, row_sum = _start_softmax(sinks, query_head, True, ROWS)
         masked_from = 0
         if WINDOWED:
             masked_from = tl.maximum(first_position - window + 1, 0) // KEYS
@@ -462,18 +498,31 @@ def _prefill(
             # The key tiles before `masked_from` need no mask.
             masked_from = (first_position + 1) // KEYS
             acc, row_max, row_sum = _accumulate(
-                acc, row_max, row_sum, q, position, cache + head * HEAD_DIM, table, 0, masked_from,
-            context, kind_stride,
-                scale, window, softcap, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, KEYS, WINDOWED, CAPPED,
-                False,
+                acc, row_max, row_sum, q, q_rest, position, cache, table, 0, masked_from, context, kind_stride,
+                scale, window, softcap, head, NUM_KV_HEADS, HEAD_DIM, OUT_DIM, DIM, REST, BLOCK_SIZE, KEYS, WINDOWED,
+                CAPPED, False,
             )  # fmt: skip
         acc, row_max, row_sum = _accumulate(
-            acc, row_max, row_sum, q, position, cache + head * HEAD_DIM, table, masked_from, last_position // KEYS + 1,
-            context, kind_stride, scale, window, softcap, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, DIM, BLOCK_SIZE, KEYS,
+            acc, row_max, row_sum, q, q_rest, position, cache, table, masked_from, last_position // KEYS + 1, context,
+            kind_stride, scale, window, softcap, head, NUM_KV_HEADS, HEAD_DIM, OUT_DIM, DIM, REST, BLOCK_SIZE, KEYS,
             WINDOWED, CAPPED, True,
         )  # fmt: skip
-        out_ptrs = out + (token * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head_offset)[:, None] + dims[None, :]
+        out_ptrs = out + ((token * (NUM_KV_HEADS * GROUP) + query_head) * OUT_DIM)[:, None] + dims[None, :]
         tl.store(out_ptrs, (acc / tl.maximum(row_sum, 1.0)[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_rest(
+    q, query_rows, row_mask, HEAD_DIM: tl.constexpr, OUT_DIM: tl.constexpr, REST: tl.constexpr
+):  # fmt: skip
+    """Return the elements of the queries after the first OUT_DIM, [ROWS, REST]. If there are none, return q, which is
+    then not used."""
+    if REST > 0:
+        rest = tl.arange(0, REST)
+        mask = row_mask[:, None] & (rest < HEAD_DIM - OUT_DIM)[None, :]
+        return tl.load(query_rows + OUT_DIM + rest[None, :], mask=mask, other=0.0)
+    else:  # noqa: RET505 - without it, Triton compiles both returns
+        return q
 
 
 @triton.jit
@@ -490,16 +539,20 @@ def _start_softmax(sinks, heads, has_sink, ROWS: tl.constexpr):
 
 @triton.jit
 def _accumulate(
-    acc, row_max, row_sum, q, position, cache, table, first, last, context, kind_stride, scale, window, softcap,
-    TOKEN_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    acc, row_max, row_sum, q, q_rest, position, cache, table, first, last, context, kind_stride, scale, window, softcap,
+    head, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, OUT_DIM: tl.constexpr, DIM: tl.constexpr,
+    REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the key tiles [first, last) to an online softmax.
 
     `acc` is the sum of the values, each multiplied by its weight 2^(score - row_max). `row_sum` is the sum of these
-    weights. The scores and their maximum `row_max` are logarithms to base 2.
+    weights. The scores and their maximum `row_max` are logarithms to base 2. If REST > 0, all heads share the row of a
+    token, whose first OUT_DIM elements are the value.
     """
     dims = tl.arange(0, DIM)
+    TOKEN_STRIDE: tl.constexpr = HEAD_DIM if REST > 0 else NUM_KV_HEADS * HEAD_DIM
+    head_offset = 0 if REST > 0 else head * HEAD_DIM
     # The default, tf32, rounds float32 inputs to 10 bits. Three tf32 products are as exact as one float32 product and
     # use the tensor cores. "ieee" uses no tensor cores, spills kilobytes of registers, and takes a minute to compile.
     EXACT: tl.constexpr = "tf32x3" if q.dtype == tl.float32 else "tf32"
@@ -509,19 +562,27 @@ def _accumulate(
         key_mask = keys < context
         if MASKED:
             block = tl.load(table + keys // BLOCK_SIZE, mask=key_mask, other=0)
-            mask = key_mask[:, None] & (dims < HEAD_DIM)[None, :]
+            mask = key_mask[:, None] & (dims < OUT_DIM)[None, :]
         else:
             block = tl.load(table + keys // BLOCK_SIZE)
-            mask = (keys >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
-        row = cache + (block.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE) * TOKEN_STRIDE
+            mask = (keys >= 0)[:, None] & (dims < OUT_DIM)[None, :]
+        row = cache + (block.to(tl.int64) * BLOCK_SIZE + keys % BLOCK_SIZE) * TOKEN_STRIDE + head_offset
         # Masked loads return 0, so that NaN in unused memory does not spread.
-        if MASKED or HEAD_DIM < DIM:
+        if MASKED or OUT_DIM < DIM:
             k = tl.load(row[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
-            v = tl.load(row[:, None] + kind_stride + dims[None, :], mask=mask, other=0.0).to(q.dtype)
         else:
             k = tl.load(row[:, None] + dims[None, :]).to(q.dtype)
-            v = tl.load(row[:, None] + kind_stride + dims[None, :]).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=EXACT)
+        if REST > 0:
+            v = k
+            rest = tl.arange(0, REST)
+            rest_mask = (keys < context)[:, None] & (rest < HEAD_DIM - OUT_DIM)[None, :]
+            k_rest = tl.load(row[:, None] + OUT_DIM + rest[None, :], mask=rest_mask, other=0.0).to(q.dtype)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=EXACT)
+        elif MASKED or OUT_DIM < DIM:
+            v = tl.load(row[:, None] + kind_stride + dims[None, :], mask=mask, other=0.0).to(q.dtype)
+        else:
+            v = tl.load(row[:, None] + kind_stride + dims[None, :]).to(q.dtype)
         if CAPPED:
             # tanh(z) is 2 sigmoid(2 z) - 1.
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scale / softcap * scores) - 1.0)
@@ -554,7 +615,7 @@ def _combine(
     WORKERS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    OUT_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     MIN_SHARE: tl.constexpr,
@@ -596,7 +657,7 @@ def _combine(
             partial_rows = (2 * workers + tl.where(first > workers * share, 1, 0)) * ROWS + row
             peaks = tl.load(stats + partial_rows, mask=mask, other=float("-inf"))
             weights = tl.load(stats + 2 * WORKERS * ROWS + partial_rows, mask=mask, other=0.0)
-            readable = mask[:, None] & (dims < HEAD_DIM)[None, :]
+            readable = mask[:, None] & (dims < OUT_DIM)[None, :]
             sums = tl.load(partials + partial_rows[:, None] * DIM + dims[None, :], mask=readable, other=0.0)
             new_row_max = tl.maximum(row_max, tl.max(peaks, axis=0))
             base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
@@ -606,5 +667,5 @@ def _combine(
             acc = acc * rescale + tl.sum(sums * factors[:, None], axis=0)
             row_max = new_row_max
         token = (start + row // GROUP).to(tl.int64)
-        out_ptrs = out + (token * NUM_KV_HEADS * GROUP + head * GROUP + row % GROUP) * HEAD_DIM + dims
-        tl.store(out_ptrs, (acc / tl.maximum(row_sum, 1.0)).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+        out_ptrs = out + (token * NUM_KV_HEADS * GROUP + head * GROUP + row % GROUP) * OUT_DIM + dims
+        tl.store(out_ptrs, (acc / tl.maximum(row_sum, 1.0)).to(out.dtype.element_ty), mask=dims < OUT_DIM)

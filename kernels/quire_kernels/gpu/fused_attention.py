@@ -37,6 +37,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """See attention.paged_attention.
 
@@ -46,9 +47,10 @@ def paged_attention(
     take 0.95 ms at 580 TFLOP/s.
     """
     sdpa_spans = [span for span in batch.prefill_spans if span.length >= MIN_TOKENS]
-    is_unsupported = softcap is not None or sinks is not None or (window is not None and window < batch.max_query_len)
+    is_unsupported = any(option is not None for option in (softcap, sinks, value_dim))
+    is_unsupported |= window is not None and window < batch.max_query_len
     if not sdpa_spans or is_unsupported:
-        return triton_paged_attention(queries, cache, batch, scale, window, softcap, sinks)
+        return triton_paged_attention(queries, cache, batch, scale, window, softcap, sinks, value_dim)
     if len(sdpa_spans) < len(batch.context_lengths):
         out = triton_paged_attention(
             queries, cache, replace(batch, separate_prefill_min_tokens=MIN_TOKENS), scale, window, softcap

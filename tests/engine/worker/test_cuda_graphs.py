@@ -148,7 +148,7 @@ def test_selects_a_graph_by_the_tokens_of_a_step(llama_folder):
     graphs = CudaGraphRunner.__new__(CudaGraphRunner)
     graphs.shapes, graphs._max_num_seqs = GraphShapes(2, 20, False), 2
     shape = type("Shape", (), {"long_rope_threshold": None})
-    graphs._model = type("Model", (), {"shape": shape, "transformed_slots": {7}})
+    graphs._model = type("Model", (), {"shape": shape, "eager_slots": {7}})
     sequence = _sequence([0])
     one, two = ScheduledSpan(sequence, 2, 1, None), ScheduledSpan(sequence, 1, 2, None)
     assert graphs._select_shape([one, one]) == GraphShape(2, False, False)

@@ -52,6 +52,16 @@ def test_head_sizes(head_dim):
     _check(*make_batch([(40, 1), (3, 30), (70, 1)], head_dim=head_dim, heads=(4, 2)))
 
 
+@pytest.mark.parametrize(("heads", "dims"), [((5, 1), (20, 12)), ((48, 1), (40, 32)), ((64, 1), (80, 64))], ids=str)
+def test_values_that_are_parts_of_keys(heads, dims, monkeypatch):
+    """As in latent attention. A tile has 5, 24 and 32 of the heads."""
+    monkeypatch.setattr(gpu, "num_workers", lambda *_: 40)
+    monkeypatch.setattr(gpu, "MIN_SHARE", 1)
+    head_dim, value_dim = dims
+    queries, cache, batch = make_batch([(700, 1), (3, 30), (70, 1), (130, 2)], head_dim=head_dim, heads=heads)
+    _check(queries, cache[:1].expand(2, -1, -1, -1, -1), batch, value_dim=value_dim)
+
+
 @pytest.mark.parametrize("block_size", [8, 32, 128])
 def test_block_sizes(block_size):
     _check(*make_batch([(130, 1), (100, 30), (7, 1)], block_size=block_size, heads=(4, 2)))

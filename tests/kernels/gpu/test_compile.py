@@ -73,14 +73,17 @@ def test_steps_of_other_sizes_reuse_compiled_kernels(kernels):
     """Compiling takes a second and blocks all requests: the number of tokens, spans or slots must not create a
     variant."""
     several = {name: num for name, num in Counter(k["name"] for k in kernels).items() if num > 1}
-    # Attention: with sinks. Decode attention and writes to the cache: of eight bits too; a mixed step adds none. Norms:
-    # alone and with the sum. Adapters: by the room that slots have for ranks, and of the embedding. A cache of more
-    # than 2^31 elements adds none: the engine warms up on one of a block. Filters: by stage. Experts: two activations,
-    # and four schemes of quantized weights, each with tiles of few rows and of many; three of these six also with
-    # adapters. Quantized weights: five schemes; those of 8 bits with tiles of few tokens and of many.
+    # Attention: with sinks, and latent, with tiles of other sizes. Decode attention and writes to the cache: of eight
+    # bits too; a mixed step adds none. Norms: alone and with the sum. Adapters: by the room that slots have for ranks,
+    # and of the embedding. A cache of more than 2^31 elements adds none: the engine warms up on one of a block.
+    # Filters: by stage. Experts: two activations, and four schemes of quantized weights, each with tiles of few rows
+    # and of many; three of these six also with adapters. Quantized weights: five schemes; those of 8 bits with tiles of
+    # few tokens and of many.
     assert several == {
-        "_split_kv_decode": 3,
-        "_prefill": 2,
+        "_split_kv_decode": 4,
+        "_prefill": 3,
+        "_combine": 2,
+        "_build_work_plan": 2,
         "_rope_and_cache": 2,
         "_write_kv": 2,
         "_rms_norm": 2,
@@ -134,8 +137,9 @@ def test_next_key_tile_is_loaded_during_the_multiplication(kernels):
 
 
 def test_long_spans_use_wgmma(kernels):
-    decode, decode_of_eight_bits, decode_with_sinks = (k for k in kernels if k["name"] == "_split_kv_decode")
-    assert [k["matrix"] for k in kernels if k["name"] == "_prefill"] == [True, True]
+    decode, decode_of_eight_bits, decode_with_sinks, _ = (k for k in kernels if k["name"] == "_split_kv_decode")
+    # Not with the tiles of latent attention.
+    assert [k["matrix"] for k in kernels if k["name"] == "_prefill"] == [True, True, False]
     # A tile of 16 rows is too small for wgmma; three workers share a multiprocessor.
     assert 3 * decode["shared"] <= MAX_SHARED
     assert all(

@@ -114,9 +114,9 @@ def test_first_launch_is_repeated_with_the_workers_of_later_ones(hopper, monkeyp
         monkeypatch.setattr(attention, name, Launcher(name))
     monkeypatch.setattr(attention, "_allocate_partials", lambda *_: (None, None))
     monkeypatch.setattr(attention, "supports_pdl", lambda _: True)
-    queries = SimpleNamespace(device=hopper, element_size=lambda: 4)
+    queries = SimpleNamespace(device=hopper, element_size=lambda: 4, shape=(1, 32, 128))
     arguments = (queries, *[None] * 7)
     for _ in range(2):
-        sizes = {"HEAD_DIM": 128, "DIM": 128}
+        sizes = {"OUT_DIM": 128, "DIM": 128}
         attention._attend_short_spans(arguments, sizes, {}, attention.select_tiles(128, 4, False), 16, 4)
     assert grids == {"_split_kv_decode": [396, 264, 264], "_combine": [264, 264]}

@@ -319,13 +319,11 @@ def test_counts_the_layer_that_predicts_further_tokens():
     )
 
 
-def test_latent_attention_is_for_cpus_and_keeps_one_row_per_token():
-    inputs = planner_inputs("deepseek-lite", None, NO_LORA)
-    assert kv_bytes_per_token(inputs, 1) == kv_bytes_per_token(inputs, 2) == 27 * (512 + 64) * 4
-    assert unplannable("deepseek-lite", H100, NO_LORA) == (
-        UnplannableReason.UNSUPPORTED_BY_ENGINE,
-        "spec.device: latent attention (MLA) has kernels for CPUs only; set it to CPU",
-    )
+def test_latent_attention_keeps_one_row_per_token():
+    """On GPUs, an element takes 2 bytes, and each rank has all rows."""
+    for gpu, num_bytes in ((None, 4), (H100, 2)):
+        inputs = planner_inputs("deepseek-lite", gpu, NO_LORA)
+        assert kv_bytes_per_token(inputs, 1) == kv_bytes_per_token(inputs, 2) == 27 * (512 + 64) * num_bytes
 
 
 def test_layers_with_keys_of_different_sizes():

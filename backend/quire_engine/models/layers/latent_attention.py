@@ -31,6 +31,8 @@ class KeyValueProjection(Linear):
     """The projection of latent vectors to the keys and values of all heads. It is never applied to latent vectors: the
     attention reads its parts, and those of adapters."""
 
+    is_absorbed = True
+
     @classmethod
     def build(cls, shape: ModelConfig, factory: ParamFactory, layer: int) -> Self:
         """Allocate the weight of this rank."""
@@ -53,6 +55,9 @@ class KeyValueProjection(Linear):
         """Yield the tokens of each adapter, its A [rank, kv_rank] and B [num_heads, plain_dim + value_dim, rank], and
         its scales and addends of the base product [2, num_heads, plain_dim + value_dim]."""
         if batch.adapters is None or self.adapters is None or not self.adapters.applies_to(batch.adapters):
+            return
+        if batch.adapters.active_slots is None:
+            # A CUDA graph is captured; steps with such adapters do not use it.
             return
         for slot, rows in batch.adapters.iter_slot_tokens():
             pair, transform = self.adapters.get_matrices(slot, 0), self.adapters.get_transform(slot, 0)
@@ -109,8 +114,8 @@ class LatentAttention(Module):
         queries = torch.cat((self._absorb(plain, batch), rotated[:, :-1]), dim=-1)
         if self.rope.query_scaling_beta:
             queries = queries * query_factors(self.rope, batch.positions).to(x.dtype)[:, None, None]
-        output = paged_attention(queries, kv_cache, batch.attention, self.scale)
-        values = self._expand(output[..., : mla.kv_rank], batch)
+        output = paged_attention(queries, kv_cache, batch.attention, self.scale, value_dim=mla.kv_rank)
+        values = self._expand(output, batch)
         return self.o_proj(values.reshape(num_tokens, -1), batch, residual)
 
     def _rotate(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

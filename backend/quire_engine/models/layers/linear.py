@@ -75,6 +75,8 @@ class AdapterSite:
     num_experts: int = 0
     """Number of experts that have weights of this size; 0 for a router."""
     adapters: ModuleSlots | None = None
+    is_absorbed: ClassVar[bool] = False
+    """See LoRATarget."""
 
     def applies_to(self, batch: ForwardBatch) -> bool:
         """Return whether an adapter of the batch may change the product."""
@@ -100,6 +102,8 @@ class Linear:
 
     num_experts: ClassVar[int] = 0
     """See AdapterSite."""
+    is_absorbed: ClassVar[bool] = False
+    """See LoRATarget."""
 
     def __init__(
         self,

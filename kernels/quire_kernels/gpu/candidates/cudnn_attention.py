@@ -172,14 +172,15 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """See attention.paged_attention. It takes 4 * num_heads * head_dim operations for each pair of a token and a key to
     which the token attends. Keys and values are not copied."""
     plans = _plans.get(queries.device)
     chunks = [span for span in batch.chunk_spans if span.length >= MIN_TOKENS]
-    has_options = window is not None or softcap is not None or sinks is not None
+    has_options = any(option is not None for option in (window, softcap, sinks, value_dim))
     if plans is None or not chunks or has_options or cache.dtype != queries.dtype:
-        return fused_attention.paged_attention(queries, cache, batch, scale, window, softcap, sinks)
+        return fused_attention.paged_attention(queries, cache, batch, scale, window, softcap, sinks, value_dim)
     others = replace(batch, separate_chunk_min_tokens=MIN_TOKENS)
     out = fused_attention.paged_attention(queries, cache, others, scale)
     for chunk in chunks:
