@@ -2,6 +2,7 @@
 """Two real services whose blocks are divided between two ranks: one reads blocks of the other, and ranks are killed in
 the middle of a read."""
 
+import signal
 import time
 
 import pytest
@@ -31,21 +32,23 @@ def complete(service, text, model="tales", **fields):
     return service.request("openai", "/v1/completions", body)
 
 
-def prefill_and_decode(pods, text, model="tales", on_half=None, **fields):
-    """Return the answer of the decode pod, which has read the blocks of the prompt from the prefill pod."""
+def prefill_and_decode(pods, text, model="tales", before=lambda: None, on_half=None, **fields):
+    """Return the answer of the decode pod, which reads the blocks of the prompt from the prefill pod. `before` runs
+    between the two requests, and `on_half` in the middle of the read."""
     prefill, decode, _, ports = pods
     role = {"do_remote_decode": True, "do_remote_prefill": False}
     first = complete(prefill, text, model, max_tokens=1, kv_transfer_params=role, **fields)
     assert first.status == 200, first
     params = first.body["kv_transfer_params"]
+    before()
     with Relay(pods[2], port=next(ports), on_half=on_half) as relay:
         params["remote_port"] = int(relay.address.rpartition(":")[2])
         return complete(decode, text, model, kv_transfer_params=params, **fields)
 
 
-def kill_rank(service):
+def signal_rank(service, number):
     (worker,) = rank_worker_processes(service.pid("core"))
-    worker.kill()
+    worker.send_signal(number)
 
 
 def wait_restarted(service, core_pid):
@@ -63,12 +66,17 @@ def test_roles_apart_with_two_ranks_generate_the_text_of_one_rank(pods, service,
     assert not metric(decode, "quire_kv_transfer_errors_total") and num_leases(prefill) == 0
 
 
-def test_a_rank_of_the_holder_is_killed_while_it_is_read(pods):
+@pytest.mark.parametrize("fault", ["killed while it is read", "stopped before it copies blocks to host memory"])
+def test_a_rank_of_the_holder_fails(pods, fault):
     """All ranks of the holder end. The reader uses what has arrived, and computes the rest."""
     prefill = pods[0]
-    text, core = forest("Ben"), prefill.pid("core")
-    answer = prefill_and_decode(pods, text, on_half=lambda: kill_rank(prefill))
-    assert answer.status == 200
+    text, core = forest(f"Ben {fault}", num_days=12), prefill.pid("core")
+    start = time.monotonic()
+    if fault.startswith("killed"):
+        answer = prefill_and_decode(pods, text, on_half=lambda: signal_rank(prefill, signal.SIGKILL))
+    else:
+        answer = prefill_and_decode(pods, text, before=lambda: signal_rank(prefill, signal.SIGSTOP))
+    assert answer.status == 200 and time.monotonic() - start < 8
     wait_restarted(prefill, core)
     assert answer.body["choices"] == complete(prefill, text).body["choices"]
     assert num_leases(prefill) == 0
@@ -79,7 +87,7 @@ def test_a_rank_of_the_reader_is_killed_while_it_reads(pods):
     prefill, decode, _, _ = pods
     text, core = forest("Clara"), decode.pid("core")
     start = time.monotonic()
-    assert prefill_and_decode(pods, text, on_half=lambda: kill_rank(decode)).status == 503
+    assert prefill_and_decode(pods, text, on_half=lambda: signal_rank(decode, signal.SIGKILL)).status == 503
     assert time.monotonic() - start < 15
     prefill.wait(lambda: num_leases(prefill) == 0, 5, "released")
     wait_restarted(decode, core)

@@ -71,7 +71,11 @@ class HostLeases:
                 num_left -= row is not None
                 rows.append(row)
         if copies:
-            self._copy_out([copy for copy, _ in copies])
+            try:
+                self._copy_out([copy for copy, _ in copies])
+            except Exception:
+                pool.free([row for row in rows if row is not None])
+                raise
             for copy, key in copies:
                 self._host_cache.add(copy.host_block, key)
         if pinned := [row for row in rows if row is not None]:

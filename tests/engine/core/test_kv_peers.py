@@ -24,9 +24,10 @@ from quire_engine.core.engine import Engine
 from quire_engine.distributed.worker_handle import WorkerChannels
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer import peer_connection, peer_store, store_traffic
+from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_server.kv_peer import server
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.errors import Code
+from quire_spec.errors import Code, Internal
 from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
 
 PREFIXES = [[random.Random(i).randrange(VOCAB) for _ in range(56)] for i in range(3)]
@@ -399,6 +400,25 @@ def test_quota_and_expiry_of_leases(folder: Path, key_file: Path) -> None:
     assert holder.expire_leases() == 20
     now[0] = 49.0
     assert holder.expire_leases() == 0 and holder.extend_leases([b"1"]) == [False]
+    holder.check_integrity()
+
+
+def test_copies_that_fail_pin_no_row(folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has no memory, for example. Rank 0 gets its error."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    holder = create(folder, key_file, tensor_parallel_size=2)
+    serve(holder)
+    keys = holder._block_pool.cached_hashes()[:10]
+    holder.lease_rows(b"1", keys[:5])
+    with monkeypatch.context() as patch, pytest.raises(Internal, match="RuntimeError: no memory"):
+        patch.setattr(DeviceModelRunner, "copy_rows", fail)
+        holder.lease_rows(b"2", keys)
+    holder.check_integrity()
+    assert holder.stats().num_leased_rows == 5
+    assert None not in holder.lease_rows(b"2", keys) and holder.stats().num_leased_rows == 15
     holder.check_integrity()
 
 
