@@ -110,8 +110,8 @@ def running_keda(cluster: Cluster, namespace: str, folder: Path) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def running_kueue(cluster: Cluster, folder: Path) -> Iterator[None]:
-    """Start Kueue for pods, Deployments and Jobs, with its own CRDs and webhooks."""
+def running_kueue(cluster: Cluster, folder: Path, *frameworks: str) -> Iterator[None]:
+    """Start Kueue for pods, Deployments, Jobs and `frameworks`, with its own CRDs and webhooks."""
     programs, source = _programs(KUEUE), KUEUE.source() / "config/components"
     for file in sorted((source / "crd/bases").glob("*.yaml")):
         cluster.apply_crd(yaml.safe_load(file.read_text()))
@@ -124,7 +124,7 @@ def running_kueue(cluster: Cluster, folder: Path) -> Iterator[None]:
         "webhook": {"host": "127.0.0.1", "port": webhook, "certDir": str(certificates)},
         "leaderElection": {"leaderElect": False},
         "internalCertManagement": {"enable": False},
-        "integrations": {"frameworks": ["batch/job", "pod", "deployment"]},
+        "integrations": {"frameworks": ["batch/job", "pod", "deployment", *frameworks]},
     }
     file = folder / "kueue.yaml"
     file.write_text(yaml.safe_dump(config))

@@ -333,7 +333,7 @@ class Applier:
         try:
             body = await self._server_side_apply(manifest, existing.uid if existing else None)
         except (InvalidObject, Forbidden) as error:
-            if existing is None or not _is_fixed_by_queue(existing, error):
+            if existing is None or not _is_fixed_by_queue(existing, manifest, error):
                 raise
             await self._delete(existing.resource, existing.namespace, existing.name, existing.uid)
             raise PendingDeletion(
@@ -402,10 +402,10 @@ def _check_not_deleting(entry: CachedObject) -> None:
         )
 
 
-def _is_fixed_by_queue(existing: CachedObject, error: Exception) -> bool:
-    """Whether Kueue refuses a change, because the object is in a queue and was admitted as it is."""
-    is_queued = existing.resource is resources.LEADER_WORKER_SET and bool(queue_of(existing.body()))
-    return is_queued and "immutable" in str(error)
+def _is_fixed_by_queue(existing: CachedObject, manifest: Manifest, error: Exception) -> bool:
+    """Whether Kueue refuses a change. An object that is in a queue was admitted as it is, and none can enter one."""
+    is_queued = bool(queue_of(existing.body()) or queue_of(manifest))
+    return existing.resource is resources.LEADER_WORKER_SET and is_queued and "immutable" in str(error)
 
 
 def _needs_nothing(manifest: Manifest, existing: ExistingObject) -> bool:
