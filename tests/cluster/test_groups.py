@@ -5,6 +5,7 @@ kubelet."""
 import contextlib
 
 import pytest
+from support.cluster import optional_crd
 from support.controller_harness import ControllerHarness, answer_model_readers, llm_service
 from support.controllers import running_lws
 from support.engine_processes import wait_for
@@ -102,6 +103,21 @@ def test_without_the_kind_the_plan_says_so_and_a_later_installation_is_seen(
             assert cluster.items(*DEPLOYMENT, namespace) == []
 
 
+def test_fields_that_an_older_release_lacks_are_named(cluster, namespace, kubelet):
+    crd = optional_crd("LeaderWorkerSet")
+    del crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["networkConfig"]
+    cluster.apply_crd(crd)
+    try:
+        with ControllerHarness(cluster, namespace) as operator:
+            cluster.apply(of_groups(), namespace)
+            operator.wait_settled()
+            config = operator.condition("ConfigValid")
+            assert (config["status"], config["reason"]) == ("True", "FieldsLeftOut")
+            assert "the API server does not know LeaderWorkerSet spec.networkConfig, so" in config["message"]
+    finally:
+        cluster.delete_crd(crd["metadata"]["name"])
+
+
 def test_groups_are_made_rolled_out_and_left_alone(operator, cluster, namespace):
     cluster.apply(of_groups(), namespace)
     wait_ready(operator)
@@ -173,6 +189,27 @@ def test_groups_of_another_size_replace_each_other(operator, cluster, namespace)
     cluster.merge(API, KIND, "tales", {"spec": {"engine": {"pipelineParallelSize": 3}}}, namespace)
     wait_ready(operator, 90)
     assert len(pod_names(cluster, namespace)) == 6 and operator.status()["groups"]["size"] == 3
+
+
+@pytest.mark.parametrize("groups_first", [True, False])
+def test_a_service_with_the_name_of_a_group_is_refused(operator, cluster, namespace, groups_first):
+    """LeaderWorkerSet would use the Service of the other LLMService for the addresses of the group."""
+    other = llm_service("tales-0", rollout=FAST)
+    services = [("tales", of_groups()), ("tales-0", other)][:: 1 if groups_first else -1]
+    cluster.apply(services[0][1], namespace)
+    wait_for(lambda: operator.condition("Ready", services[0][0]).get("status") == "True", 90, operator.status)
+    if groups_first:
+        # As while the group is created anew.
+        cluster.delete("v1", "Service", "tales-0", namespace)
+    refused, manifest = services[1]
+    cluster.apply(manifest, namespace)
+    wait_for(lambda: operator.condition("ConfigValid", refused).get("reason") == "Conflict", 30, operator.status)
+    words = "belongs to group 0 of the LeaderWorkerSet 'tales'" if groups_first else "that the Service of group 0 needs"
+    condition = operator.condition("ConfigValid", refused)
+    assert f"Service 'tales-0' in namespace {namespace!r}" in condition["message"] and words in condition["message"]
+    assert operator.condition("Ready", services[0][0])["status"] == "True"
+    assert len(cluster.items(*LWS, namespace)) == groups_first
+    assert len(cluster.items(*DEPLOYMENT, namespace)) == (not groups_first)
 
 
 def reason_is(operator, reason, words="", timeout=40):

@@ -298,7 +298,8 @@ class Reconciler:
         workload = next(r for r in resources.WORKLOADS if any(m["kind"] == r.kind for m in children.manifests))
         unknown = deps.client.unknown_fields[workload]
         # Do not store the manifests: those of a thousand services would use 50 MB.
-        state.children = replace(children, manifests=(), unknown_fields=unknown_fields(desired.service, unknown))
+        unknown_names = unknown_fields(desired.service, workload.kind, unknown)
+        state.children = replace(children, manifests=(), unknown_fields=unknown_names)
         if not apply_result.required_complete:
             return apply_result
         await deps.applier.prune(desired, children.retained)

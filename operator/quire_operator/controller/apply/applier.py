@@ -10,6 +10,7 @@ the applier does not write anything. It is called by the reconciler, and does no
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,8 @@ pods is written: its replicas depend on nothing.
 """
 _INDEPENDENT_KINDS = (*resources.OPTIONAL_RESOURCES, resources.SERVICE)
 """Kinds that no pod needs when it starts."""
+_NAME_OF_GROUP = re.compile(r"(?P<set>.+)-(?P<group>0|[1-9][0-9]*)")
+"""Name of a group of a LeaderWorkerSet. Its leader, its headless Service and the StatefulSet of its workers have it."""
 
 
 class OwnershipConflict(Exception):
@@ -273,11 +276,41 @@ class Applier:
                 _check_not_deleting(entry)
                 return entry
             body = await self._client.get_or_none(resource, namespace, name)
+        if body is None and resource is resources.SERVICE:
+            self._check_no_group_has_name(namespace, name)
+        if body is None and resource is resources.LEADER_WORKER_SET:
+            await self._check_names_of_groups_are_free(namespace, name)
         if body is not None:
             await self._check_owner(desired, resource, body)
             if resource is not resources.SECRET:
                 return self._cache.upsert(resource, body)
         return body
+
+    def _check_no_group_has_name(self, namespace: str, name: str) -> None:
+        """Raise OwnershipConflict if a LeaderWorkerSet makes a Service of this name for one of its groups. While the
+        group is created anew, the Service does not exist.
+        """
+        match = _NAME_OF_GROUP.fullmatch(name)
+        if match and self._cache.get(resources.LEADER_WORKER_SET, namespace, match["set"]) is not None:
+            raise OwnershipConflict(
+                f"Service {name!r} in namespace {namespace!r} belongs to group {match['group']} of the "
+                f"{resources.LEADER_WORKER_SET.kind} {match['set']!r}, so the operator does not create it; give the "
+                f"{resources.LLM_SERVICE.kind} another name"
+            )
+
+    async def _check_names_of_groups_are_free(self, namespace: str, name: str) -> None:
+        """Raise OwnershipConflict if a Service has the name of a group of a new LeaderWorkerSet. The controller would
+        use that Service for the addresses of the group's pods.
+        """
+        for service in (await self._client.list(resources.SERVICE, namespace)).items:
+            meta = service["metadata"]
+            match = _NAME_OF_GROUP.fullmatch(meta["name"])
+            if match and match["set"] == name and (meta.get("labels") or {}).get(object_names.LWS_NAME) != name:
+                raise OwnershipConflict(
+                    f"Service {meta['name']!r} in namespace {namespace!r} has the name that the Service of group "
+                    f"{match['group']} needs, so the operator does not create a {resources.LEADER_WORKER_SET.kind}; "
+                    f"delete it, or give the {resources.LLM_SERVICE.kind} another name"
+                )
 
     async def _check_owner(self, desired: ParsedService, resource: Resource, body: Mapping[str, Any]) -> None:
         meta, (namespace, service_name) = body["metadata"], desired.key

@@ -15,7 +15,14 @@ from quire_operator.api.quantity import to_bytes
 from quire_operator.controller.apply.replacement import Replacement
 from quire_operator.controller.status.model_cache import is_terminating, job_succeeded
 from quire_operator.controller.template_revision import WORKLOAD_KINDS, TemplateRevision, has_replicas
-from quire_operator.kube.resources import JOB, OPTIONAL_RESOURCES, PERSISTENT_VOLUME_CLAIM, resource_for
+from quire_operator.kube.resources import (
+    DISAGGREGATED_SET,
+    JOB,
+    LEADER_WORKER_SET,
+    OPTIONAL_RESOURCES,
+    PERSISTENT_VOLUME_CLAIM,
+    resource_for,
+)
 from quire_operator.kube.unknown_fields import FieldPath, remove_fields
 from quire_operator.plan.plan import Plan
 from quire_operator.render.context import RenderContext
@@ -33,6 +40,10 @@ _POD_TEMPLATE_PATHS = (
     ("spec", "roles", "spec", "leaderWorkerTemplate", "workerTemplate"),
 )
 """In a workload, the fields of spec.podTemplate are below one of these paths."""
+_POD_TEMPLATES = frozenset({"template", "leaderTemplate", "workerTemplate"})
+"""The fields of workloads that contain a pod template."""
+_SETS = frozenset({LEADER_WORKER_SET.kind, DISAGGREGATED_SET.kind})
+"""Kinds of workloads of which a cluster can have an older release without some fields."""
 _DEFAULT_KINDS = ("PodDisruptionBudget", "PodMonitor")
 """Kinds that every service uses by default (Auto). If a cluster does not have one of them, the status does not contain
 a warning.
@@ -221,15 +232,19 @@ def _has_outdated_image(live_revision: TemplateRevision, plan: Plan) -> bool:
     return not live_revision.reads_pod_config and live_revision.server_container.get("image") == plan.image.value
 
 
-def unknown_fields(service: LLMService, unknown: Collection[FieldPath]) -> tuple[str, ...]:
-    """Return the fields of spec.podTemplate that the API server does not know.
+def unknown_fields(service: LLMService, kind: str, unknown: Collection[FieldPath]) -> tuple[str, ...]:
+    """Return the fields of spec.podTemplate that the API server does not know, and those of a kind of another project.
+    `kind` is the kind of the workload, to which the paths in `unknown` belong.
 
-    Fields that only the operator adds are not returned.
+    Other fields of pods that only the operator adds are not returned.
     """
     pod_template = service.spec.podTemplate
     paths = [path[len(top) :] for path in unknown for top in _POD_TEMPLATE_PATHS if path[: len(top)] == top]
     used_paths = [path for path in paths if remove_fields(pod_template, {path}) != pod_template]
-    return tuple(sorted(".".join(("spec.podTemplate", *path)) for path in used_paths))
+    found = [".".join(("spec.podTemplate", *path)) for path in used_paths]
+    if kind in _SETS:
+        found += [f"{kind} {'.'.join(path)}" for path in unknown if _POD_TEMPLATES.isdisjoint(path)]
+    return tuple(sorted(found))
 
 
 def _with_live_values(service: LLMService, manifest: Manifest, live_objects: LiveObjects, downloads: bool) -> Manifest:

@@ -199,7 +199,7 @@ class ObservedState:
     unavailable_kinds: tuple[str, ...] = ()
     """Kinds that the spec requests, but that the API server does not serve."""
     unknown_fields: tuple[str, ...] = ()
-    """Fields of the spec that the API server does not know."""
+    """Fields of the spec, or of the workload, that the API server does not know."""
     outdated_image: str = ""
     """The image in spec.runtime.image, if it is older than the operator. Otherwise empty."""
     apply_error: str = ""

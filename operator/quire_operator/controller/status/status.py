@@ -201,7 +201,8 @@ def _config_valid(planning: PlanningResult, observed: ObservedState) -> Conditio
     if observed.unknown_fields:
         fields = ", ".join(observed.unknown_fields)
         omissions.append(
-            f"the API server does not know {fields}, so the operator omitted it; correct it, or remove it from the spec"
+            f"the API server does not know {fields}, so the operator omitted it; correct it, remove it from the spec, "
+            "or install a release that has it"
         )
     if observed.unavailable_kinds:
         kind_names = ", ".join(observed.unavailable_kinds)
