@@ -6,7 +6,9 @@ import shutil
 import subprocess
 
 import pytest
+import yaml
 from support.chart import ROOT
+from support.cluster import CRD_FILE
 from support.controller_harness import TINY, ControllerHarness, llm_service
 from support.doc_snippets import code_blocks
 from support.engine_processes import wait_for
@@ -237,3 +239,42 @@ def names_of(found):
 
 def done(job):
     return bool(job.get("status", {}).get("conditions"))
+
+
+def test_a_status_that_an_older_crd_cannot_hold_is_written_and_told_once(cluster, namespace, kubelet, fake_pods):
+    """Also if another operator process takes over."""
+
+    def differences_told():
+        events = cluster.items("events.k8s.io/v1", "Event", namespace)
+        return [event["note"] for event in events if event["reason"] == "KVLayoutsDiffer"]
+
+    def is_dropped():
+        found = {"servedName": "s", "conditions": []}
+        return "servedName" not in cluster.merge(API, KIND, "tales", {"status": found}, namespace, "status")["status"]
+
+    crd = yaml.safe_load(CRD_FILE.read_text())
+    status = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+    status["properties"] = {name: status["properties"][name] for name in ("conditions", "observedGeneration")}
+    fake_pods.pod_options = lambda pod: {"kv_differences": ["block_size"]}
+    try:
+        cluster.apply_crd(crd)
+        cluster.apply(llm_service(paused=True), namespace)
+        wait_for(is_dropped, 30, "the older CRD")
+        with ControllerHarness(cluster, namespace) as operator:
+            cluster.merge(API, KIND, "tales", {"spec": {"paused": False}}, namespace)
+            wait_for(differences_told, 60, operator.status)
+            wait_for(lambda: operator.condition("Ready").get("status") == "True", 60, operator.status)
+            assert set(operator.status()) == {"conditions", "observedGeneration"}
+            operator.requeue()
+            writes = list(operator.recorded_writes)
+            for _ in range(3):
+                operator.requeue()
+            assert operator.recorded_writes == writes and len(differences_told()) == 1
+        with ControllerHarness(cluster, namespace) as operator:
+            operator.wait_settled()
+            operator.requeue()
+            writes = list(operator.recorded_writes)
+            operator.requeue()
+            assert operator.recorded_writes == writes and len(differences_told()) == 1
+    finally:
+        cluster.install_crd()

@@ -57,6 +57,8 @@ class FakePod:
     """Blocks of the KV cache."""
     catalog: AdapterCatalog = field(default_factory=AdapterCatalog)
     pushed_catalogs: list[AdapterCatalog] = field(default_factory=list)
+    kv_differences: list[str] = field(default_factory=list)
+    """Settings of the blocks in which other pods differ."""
     num_status_requests: int = 0
     num_restarts: int = 0
 
@@ -85,6 +87,7 @@ class FakePod:
             models=[self.served_name, *ready],
             adapters=adapters,
             catalogue=self.catalog.version.digest,
+            kv_differences=self.kv_differences,
         )
 
     async def metrics(self) -> str:

@@ -120,7 +120,6 @@ class Reconciler:
             self.forget_service(key)
             return None
         body = entry.body()
-        previous = body.get("status") or {}
         state = self._states.setdefault(key, ServiceState())
         if state.desired is not None and state.desired.uid != entry.uid:
             # The service was deleted and created again, but the deletion was not reported.
@@ -129,6 +128,7 @@ class Reconciler:
         if state.desired is None or state.desired.version != version_of(body):
             state.desired = ParsedService.from_body(body, self._deps.defaults)
         desired = state.desired
+        previous = self._deps.status_writer.begin_pass(desired, body.get("status") or {})
         ownership = evaluate_ownership(previous, self._deps.identity, datetime.now(UTC))
         self._note_owner(key, ownership)
         if not ownership.is_own:
@@ -168,6 +168,7 @@ class Reconciler:
         self._owners.pop(key, None)
         self._deps.applier.forget_service(key)
         self._deps.secrets.forget_service(key)
+        self._deps.status_writer.forget_service(key)
 
     def foreign_services(self) -> dict[ServiceKey, str]:
         """Return the services that another operator owns, with the identity of that operator."""

@@ -6,11 +6,12 @@ If the cached service could be stale, the module reads the service again.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from quire_operator.controller.object_cache import CachedObject, ObjectCache
+from quire_operator.controller.object_cache import CachedObject, ObjectCache, ServiceKey
 from quire_operator.controller.parsed_service import ParsedService, uid_and_generation
 from quire_operator.controller.status.events import ServiceEvent, build_events
 from quire_operator.kube import resources
@@ -26,11 +27,47 @@ class StaleService(Exception):
     """The service was changed or deleted after the pass had read it."""
 
 
+@dataclass(slots=True)
+class _LastStatus:
+    """The last status of a service that this process wrote."""
+
+    uid: str
+    """uid of the service."""
+    passes: int = 1
+    """Number of passes over the service that this process has begun."""
+    written: Mapping[str, Any] | None = None
+    """The status as it was sent. None if the API server stores all of it, or nothing was written."""
+    stored: Mapping[str, Any] | None = None
+    """What the API server stores of `written`."""
+
+
 class StatusWriter:
-    """Reads and writes LLMServices, but not their child objects."""
+    """Reads and writes LLMServices, but not their child objects.
+
+    An API server with an older CRD drops the fields of a status that the CRD does not have. Such a status never equals
+    the one that a pass computes. So the writer remembers what it wrote, and the next pass starts from that.
+    """
 
     def __init__(self, client: ApiClient, cache: ObjectCache, record_write: Callable[[Resource, str], None]) -> None:
         self._client, self._cache, self._record_write = client, cache, record_write
+        self._last: dict[ServiceKey, _LastStatus] = {}
+        self._logged_fields: set[str] = set()
+        """Dropped fields that the log names."""
+
+    def begin_pass(self, desired: ParsedService, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the status from which a pass starts: the one that this process wrote, if `stored` is what the API
+        server stores of it, otherwise `stored`.
+        """
+        last = self._last.get(desired.key)
+        if last is None or last.uid != desired.uid:
+            self._last[desired.key] = _LastStatus(desired.uid)
+            return stored
+        last.passes += 1
+        return last.written if last.written is not None and last.stored == stored else stored
+
+    def forget_service(self, key: ServiceKey) -> None:
+        """Discard what is stored about a deleted service."""
+        self._last.pop(key, None)
 
     async def write_status(
         self, desired: ParsedService, resource_version: str, previous: Mapping[str, Any], status: dict[str, Any]
@@ -41,8 +78,13 @@ class StatusWriter:
             StaleService: the service has a later version, was replaced, or was deleted.
             ApiError: the status was not written. Events that cannot be written are only logged.
         """
+        told = status
         try:
-            await self._set_status(desired, resource_version, status)
+            entry = await self._set_status(desired, resource_version, status)
+            if self._last[desired.key].passes == 1 and previous.get("conditions"):
+                # An earlier process has written the status. What the API server drops of it is missing in `previous`,
+                # and that process has created the events about it.
+                told = entry.body()["status"]
         except (ObjectNotFound, WriteConflict):
             # The service may have been deleted or recreated. If kopf missed the deletion, it does not report it later.
             await self.check_newest(desired)
@@ -52,7 +94,7 @@ class StatusWriter:
             if cached is None or cached.body().get("status") != status:
                 raise StaleService from None
         self._record_write(resources.LLM_SERVICE, "status")
-        for event in build_events(previous, status):
+        for event in build_events(previous, told):
             try:
                 await self._client.create(resources.EVENT, _event_manifest(desired, event))
                 self._record_write(resources.EVENT, "create")
@@ -80,7 +122,19 @@ class StatusWriter:
         # this status. And if the status was written after the pass had read it, that status must not be lost.
         metadata = {"name": name, "namespace": namespace, "resourceVersion": resource_version}
         manifest = {**service_reference(name), "metadata": metadata, "status": status}
-        return self._cache.upsert(resources.LLM_SERVICE, await self._client.set_status(resources.LLM_SERVICE, manifest))
+        entry = self._cache.upsert(
+            resources.LLM_SERVICE, await self._client.set_status(resources.LLM_SERVICE, manifest)
+        )
+        last, stored = self._last[desired.key], entry.body().get("status") or {}
+        last.written, last.stored = (None, None) if stored == status else (status, stored)
+        if dropped := set(_missing_fields(status, stored)) - self._logged_fields:
+            self._logged_fields |= dropped
+            logger.warning(
+                "the CRD of LLMService is older than the operator and has no fields for a part of the status, so run "
+                "helm upgrade, or apply crds/llmservices.yaml fields=%s",
+                ",".join(sorted(dropped)),
+            )
+        return entry
 
     async def is_newest(self, desired: ParsedService) -> bool:
         """Whether `desired` is the latest generation that the API server has.
@@ -112,6 +166,19 @@ class StatusWriter:
             return "", 0
         self._cache.upsert(resources.LLM_SERVICE, body)
         return uid_and_generation(body)
+
+
+def _missing_fields(written: Mapping[str, Any], stored: Mapping[str, Any], prefix: str = "status") -> Iterator[str]:
+    """Return the paths of the fields of `written` that `stored` does not have."""
+    for name, value in written.items():
+        if name not in stored:
+            yield f"{prefix}.{name}"
+        elif isinstance(value, Mapping):
+            yield from _missing_fields(value, stored[name], f"{prefix}.{name}")
+        elif isinstance(value, list):
+            for item, stored_item in zip(value, stored[name], strict=False):
+                if isinstance(item, Mapping):
+                    yield from _missing_fields(item, stored_item, f"{prefix}.{name}[]")
 
 
 def _event_manifest(desired: ParsedService, event: ServiceEvent) -> dict[str, Any]:
