@@ -229,6 +229,7 @@ class BlockManager:
         if (
             sequence.num_freed_entries
             or len(blocks_to_swap) > self._host_pool.num_free
+            or sequence.state_row >= 0  # its state is not kept, so that it continues from a snapshot
             or sequence.needs_hidden_states
             or not self._host_cache.costs.is_worthwhile(len(blocks_to_swap), num_tokens)
         ):

@@ -5,7 +5,8 @@ import logging
 
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
-from quire_spec.model.attention.state_config import UNSUPPORTED_TIERS
+from quire_spec.model.attention import state_config
+from quire_spec.model.attention.state_config import UNSUPPORTED_STORE, UNSUPPORTED_SWAP
 from quire_spec.model.kv_layout import UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
 
@@ -19,10 +20,11 @@ def choose_layout(config: EngineConfig, shape: ModelConfig) -> KVLayout:
 
 
 def check_kv_offloading(config: EngineConfig, shape: ModelConfig) -> None:
-    """Raise ConfigError if `kv_offloading_size` is set, but the blocks of this model cannot be cached in host
-    memory."""
-    if config.kv_offloading_size and shape.states is not None:
-        raise ConfigError(f"kv_offloading_size: {UNSUPPORTED_TIERS}; remove it")
+    """Raise ConfigError if the settings keep KV blocks in host memory, in a folder or in other pods, and the model does
+    not support it."""
+    for name in ("kv_offloading_folder", "kv_transfer") if shape.states is not None else ():
+        if getattr(config, name) is not None:
+            raise ConfigError(f"{name}: {UNSUPPORTED_STORE}; remove it")
     if config.kv_offloading_size and choose_layout(config, shape).num_groups > 1:
         raise ConfigError(f"kv_offloading_size: {UNSUPPORTED_LAYOUT}; remove it")
 
@@ -39,16 +41,43 @@ def check_attention(config: EngineConfig, shape: ModelConfig) -> None:
             )
 
 
-def num_host_blocks(config: EngineConfig, shape: ModelConfig, layout: KVLayout, block_bytes: int) -> int:
-    """Return how many blocks of a rank fit in its parts of `swap_space` and `kv_offloading_size` together; 0 if the
-    layout has several groups or if layers have states, because these are not swapped, and for an encoder."""
-    gib = config.swap_space + config.kv_offloading_size / (config.ranks_per_core * config.data_parallel_size)
+def num_host_states(config: EngineConfig, state_bytes: int) -> int:
+    """Return how many snapshots of states of a rank fit in its part of `kv_offloading_size`; 0 if layers have no
+    states. `state_bytes` is the size of one.
+
+    Raises:
+        ConfigError: not even one fits.
+    """
+    if not state_bytes or not config.kv_offloading_size:
+        return 0
+    size = int(_host_cache_gib(config) * 2**30)
+    if not (num_states := state_config.num_host_states(size, state_bytes)):
+        raise ConfigError(
+            f"kv_offloading_size: {config.kv_offloading_size} GiB: half of it is for states, of which one has "
+            f"{state_bytes} bytes on each rank; raise it"
+        )
+    return num_states
+
+
+def _host_cache_gib(config: EngineConfig) -> float:
+    """The part of `kv_offloading_size` of a rank, in GiB."""
+    return config.kv_offloading_size / (config.ranks_per_core * config.data_parallel_size)
+
+
+def num_host_blocks(
+    config: EngineConfig, shape: ModelConfig, layout: KVLayout, block_bytes: int, state_bytes: int
+) -> int:
+    """Return how many blocks of a rank fit in its parts of `swap_space` and `kv_offloading_size` together, beside
+    `state_bytes` bytes for states. It is 0 if the layout has several groups, because these are not swapped, and for an
+    encoder. If layers have states, `swap_space` has no effect."""
+    gib = _host_cache_gib(config)
     if not block_bytes:
         return 0
-    num_blocks = int(gib * 2**30) // block_bytes
-    if shape.states is not None and num_blocks:
-        logger.warning("swap_space: %s; set swap_space to 0", UNSUPPORTED_TIERS)
-        return 0
+    if shape.states is not None and config.swap_space:
+        logger.warning("swap_space: %s; set swap_space to 0", UNSUPPORTED_SWAP)
+    else:
+        gib += config.swap_space
+    num_blocks = (int(gib * 2**30) - state_bytes) // block_bytes
     if layout.num_groups > 1 and num_blocks:
         logger.warning(
             "swap_space: only some layers of this model have a sliding window, so its blocks cannot be swapped; "

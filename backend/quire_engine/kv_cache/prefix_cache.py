@@ -5,12 +5,13 @@ The scheduler calls it. The cache works on tokens and hashes. It does not depend
 sequences. The block pool decides which blocks are evicted.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire_engine.kv_cache.block_events import BlocksStored
 from quire_engine.kv_cache.block_hash import BlockHasher, group_hash
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.host_cache import HostCache
+from quire_engine.kv_cache.host_states import HostStates
 from quire_engine.kv_cache.state_pool import StatePool
 from quire_engine.sequence import BlockId, Sequence
 from quire_spec.constants import AdapterDigest
@@ -59,15 +60,17 @@ class PrefixCache:
         enabled: bool,
         host_cache: HostCache,
         state_pool: StatePool | None = None,
+        host_states: HostStates | None = None,
     ) -> None:
         """Create the cache. A fork shares the blocks of its parent even if the cache is disabled. With a `state_pool`,
-        a prefix ends where a snapshot of the state exists."""
+        a prefix ends where a snapshot of the state exists, there or in `host_states`."""
         self._block_pool = block_pool
         self._host_cache = host_cache
         self._layout = layout
         self._block_hasher = block_hasher
         self._enabled = enabled
         self._state_pool = state_pool
+        self._host_states = host_states or HostStates()
         self.num_queries = 0
         """Number of tokens of all sequences that started."""
         self.num_hits = 0
@@ -106,7 +109,7 @@ class PrefixCache:
         else:
             hit = self._make_hit(cached_blocks, num_cached_tokens)
         if self._state_pool is not None:
-            return self._cut_to_snapshot(sequence, hit, self._state_pool)
+            return self._cut_to_snapshot(sequence, hit, self._state_pool, max_tokens)
         return self._extend_with_host(sequence, self._extend_with_swapped(sequence, hit), max_tokens)
 
     def missing_blocks(self, sequence: Sequence) -> dict[bytes, AdapterDigest | None]:
@@ -192,14 +195,27 @@ class PrefixCache:
         entries = self._layout.without_freed(blocks[:first]) + blocks[first:end]
         return PrefixHit(num_tokens, entries, copy_sources, first, kept_blocks)
 
-    def _cut_to_snapshot(self, sequence: Sequence, hit: PrefixHit, pool: StatePool) -> PrefixHit:
-        """Return the longest part of `hit` at whose end a snapshot of the state exists."""
-        block_size = self._block_hasher.block_size
+    def _cut_to_snapshot(self, sequence: Sequence, hit: PrefixHit, pool: StatePool, max_tokens: int) -> PrefixHit:
+        """Return the longest part of `hit`, extended by blocks in host memory, at whose end a snapshot of the state
+        exists. Host memory is used only if it is faster than computing the tokens."""
+        block_size, host = self._block_hasher.block_size, self._host_states
         num_blocks = hit.num_tokens // block_size
-        sequence.num_matched_tokens = num_blocks * block_size
-        while num_blocks and self.block_hash(sequence, num_blocks - 1) not in pool:
-            num_blocks -= 1
-        return self._make_hit(hit.blocks, num_blocks * block_size)
+        last = max_tokens // block_size
+        rows = self._host_cache.find(self.block_hash(sequence, i) for i in range(num_blocks, last))
+        sequence.num_matched_tokens = (num_blocks + len(rows)) * block_size
+        device_end, end = num_blocks, num_blocks + len(rows)
+        while device_end and self.block_hash(sequence, device_end - 1) not in pool:
+            device_end -= 1
+        while end > device_end and (key := self.block_hash(sequence, end - 1)) not in pool and key not in host:
+            end -= 1
+        num_copied = max(end - num_blocks, 0)
+        if end > device_end:
+            costs, is_on_device = self._host_cache.costs, self.block_hash(sequence, end - 1) in pool
+            num_copies = num_copied + (0 if is_on_device else costs.num_blocks_per_state)
+            if costs.is_worthwhile(num_copies, (end - device_end) * block_size):
+                prefix = self._make_hit(hit.blocks, (end - num_copied) * block_size)
+                return replace(prefix, num_tokens=end * block_size, host_blocks=rows[:num_copied])
+        return self._make_hit(hit.blocks, device_end * block_size)
 
     def _num_unread(self, num_blocks: int) -> int:
         """Return how many blocks at the start of a prefix are outside the sliding window of every later token.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire_kernels import StateBatch, to_device_async
+from quire_kernels import StateBatch, pinned_empty, to_device_async
 from quire_spec.model.attention.state_config import StateConfig
 
 
@@ -74,6 +74,7 @@ class StateCache:
         drafts_size = config.num_layers, num_rows, max_drafts, config.input_size
         self._drafts = torch.empty(drafts_size, dtype=dtype, device=device)
         states = map(LayerStates, self._convolution, self._recurrence, self._drafts)
+        self._host: tuple[Tensor, ...] = ()
         self.layers = {layer: next(states) for layer, has_state in enumerate(config.layers) if has_state}
         """The states of each layer that has them, by index of the layer."""
 
@@ -81,6 +82,15 @@ class StateCache:
     def num_bytes(self) -> int:
         """Bytes of all states."""
         return self._convolution.nbytes + self._recurrence.nbytes + self._drafts.nbytes
+
+    def allocate_host(self, num_rows: int) -> None:
+        """Allocate host memory for `num_rows` snapshots, whose numbers follow those of the rows of the device. It is
+        pinned if the states are on a GPU."""
+        is_pinned = self._device.type == "cuda"
+        for states in (self._convolution, self._recurrence):
+            size = num_rows, len(states), *states.shape[2:]
+            host = pinned_empty(size, states.dtype) if is_pinned else torch.empty(size, dtype=states.dtype)
+            self._host += (host,)
 
     def zero(self, rows: Sequence[int]) -> None:
         """Zero the states of sequences that begin."""
@@ -90,7 +100,14 @@ class StateCache:
                 states.index_fill_(1, ids, 0)
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy states, one after the other: a copy can read what an earlier one has written."""
+        """Copy states, one after the other: a copy can read what an earlier one has written. Rows after those of the
+        device are in host memory. On a GPU, copies to and from it are asynchronous."""
         for source, destination in zip(sources, destinations, strict=True):
-            for states in (self._convolution, self._recurrence):
-                states[:, destination] = states[:, source]
+            for i in range(2):
+                self._row(i, destination).copy_(self._row(i, source), non_blocking=True)
+
+    def _row(self, index: int, row: int) -> Tensor:
+        """Return a state's convolution (0) or recurrence (1) in all layers, [num_layers, ...]."""
+        if row >= self.num_rows:
+            return self._host[index][row - self.num_rows]
+        return (self._convolution, self._recurrence)[index][:, row]

@@ -8,6 +8,7 @@ the state exists, and a state never contains drafts. Those that are accepted are
 
 from collections.abc import Iterable
 
+from quire_engine.kv_cache.host_states import HostStates
 from quire_engine.kv_cache.prefix_cache import PrefixCache, PrefixHit
 from quire_engine.kv_cache.state_pool import StatePool
 from quire_engine.sequence import Sequence
@@ -28,8 +29,12 @@ class StateManager:
     second makes prompts with the same beginning continue where they begin to differ.
     """
 
-    def __init__(self, pool: StatePool, prefix_cache: PrefixCache, block_size: int, has_snapshots: bool) -> None:
+    def __init__(
+        self, pool: StatePool, host: HostStates, prefix_cache: PrefixCache, block_size: int, has_snapshots: bool
+    ) -> None:
         self.pool = pool
+        self.host = host
+        """The snapshots in host memory."""
         self._prefix_cache = prefix_cache
         self._block_size = block_size
         self._has_snapshots = has_snapshots
@@ -43,7 +48,13 @@ class StateManager:
         the first step of the sequence zeroes the row."""
         if prefix.num_tokens:
             key = self._prefix_cache.block_hash(sequence, prefix.num_tokens // self._block_size - 1)
-            sequence.state_row, source = self.pool.allocate_from(key)
+            if key in self.pool:
+                sequence.state_row, source = self.pool.allocate_from(key)
+                # As for KV blocks, the outputs of one request do not mean that other requests use this prompt, too.
+                if sequence.parent_id is None and source != sequence.state_row:
+                    self.host.request(key)
+            else:
+                source, sequence.state_row = self.host.load(key), self.pool.allocate()
             if source != sequence.state_row:
                 builder.state_copies.append(StateCopy(source, sequence.state_row))
         else:
@@ -90,6 +101,10 @@ class StateManager:
         start = sequence.num_computed_tokens
         return max(0, self._decode_interval - start % self._decode_interval - 2)
 
+    def store_requested(self, builder: StepPlanBuilder) -> None:
+        """Plan the copy of a snapshot to host memory, after all other copies of the step."""
+        self.host.plan_store(self.pool, builder)
+
     def free(self, sequence: Sequence) -> None:
         """Release the row of a sequence."""
         self._fork_sources.pop(sequence.state_row, None)
@@ -98,6 +113,7 @@ class StateManager:
 
     def complete_step(self, plan: StepPlan, step_failed: bool) -> None:
         """Drop the snapshots of a failed step, because they may not have been written."""
+        self.host.complete_step(plan, step_failed)
         for copy in plan.state_copies if step_failed else []:
             if (key := self.pool.key_of(copy.destination)) is not None:
                 self.pool.drop_snapshot(key)
@@ -105,3 +121,4 @@ class StateManager:
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
         """Raise Internal unless exactly these sequences own rows."""
         self.pool.check_integrity(sequence.state_row for sequence in holders)
+        self.host.check_integrity()

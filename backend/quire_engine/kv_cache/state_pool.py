@@ -58,6 +58,10 @@ class StatePool:
         assert row not in self._key_by_row and row not in self._free, f"state {row} was freed more often than allocated"
         self._free.append(row)
 
+    def row_of(self, key: bytes) -> int | None:
+        """Return the row of a snapshot; None if there is none."""
+        return self._row_by_key.get(key)
+
     def add_snapshot(self, key: bytes) -> int | None:
         """Return the row for a new snapshot; None if there is one with this key, or if sequences own all rows."""
         if key in self._row_by_key:

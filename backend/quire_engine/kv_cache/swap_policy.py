@@ -20,6 +20,10 @@ class SwapCosts:
     """Seconds to copy one block to host memory and back."""
     seconds_per_token: float = 0.0
     """Seconds to compute one prompt token when the step is full. The extra time for long contexts is ignored."""
+    num_host_states: int = 0
+    """Number of snapshots of states that fit in host memory; 0 if layers have no states."""
+    num_blocks_per_state: int = 0
+    """Number of blocks that have as many bytes as a state, rounded up."""
 
     def is_worthwhile(self, num_blocks: int, num_tokens: int) -> bool:
         """Return whether copying `num_blocks` blocks out and back is faster than computing `num_tokens` tokens

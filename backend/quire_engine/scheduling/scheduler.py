@@ -21,6 +21,7 @@ from quire_engine.kv_cache.block_hash import BlockHasher
 from quire_engine.kv_cache.block_manager import BlockManager
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.host_cache import HostCache
+from quire_engine.kv_cache.host_states import HostStates
 from quire_engine.kv_cache.prefix_cache import PrefixCache, PrefixHit
 from quire_engine.kv_cache.state_manager import StateManager
 from quire_engine.kv_cache.state_pool import StatePool
@@ -160,10 +161,13 @@ class Scheduler:
         """The leases of other pods. The engine sets this attribute if it serves them."""
         self._max_copies = swap_costs.max_copies(config.max_num_batched_tokens)
         enabled = config.enable_prefix_caching
-        self.prefix_cache = PrefixCache(block_pool, block_hasher, layout, enabled, self.host_cache, state_pool)
-        self.states = (
-            None if state_pool is None else StateManager(state_pool, self.prefix_cache, config.block_size, enabled)
-        )
+        num_state_rows, num_host_states = 0 if state_pool is None else state_pool.num_rows, swap_costs.num_host_states
+        host_states = HostStates(num_state_rows, num_host_states if self.host_cache.is_caching else 0)
+        cache_pools = self.host_cache, state_pool, host_states
+        self.prefix_cache = PrefixCache(block_pool, block_hasher, layout, enabled, *cache_pools)
+        self.states: StateManager | None = None
+        if state_pool is not None:
+            self.states = StateManager(state_pool, host_states, self.prefix_cache, config.block_size, enabled)
         self.block_manager = BlockManager(block_pool, config.block_size, self.host_cache, layout)
         self.draft_planner = DraftPlanner.from_config(config, self.block_manager, self.states)
         self._has_long_rope = block_hasher.long_rope_threshold is not None
@@ -390,6 +394,8 @@ class Scheduler:
             self.block_manager.restore(restoring, builder, len(restoring.host_blocks))
             self._continue_prefills(builder, [restoring])
         self.block_manager.store_requested(builder)
+        if self.states is not None:
+            self.states.store_requested(builder)
         if self.draft_planner is not None:
             self.draft_planner.extend_decodes(builder)
         return self._in_flight.add(builder.build())

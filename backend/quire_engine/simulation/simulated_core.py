@@ -10,7 +10,7 @@ import msgspec
 
 from quire_engine.core.engine import Engine
 from quire_engine.kv_cache.block_events import block_changes
-from quire_engine.kv_cache.layout_choice import choose_layout, num_host_blocks
+from quire_engine.kv_cache.layout_choice import choose_layout, num_host_blocks, num_host_states
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.adapter_source import AdapterSource
@@ -23,6 +23,7 @@ from quire_engine.step.plan import SlotLoad
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.constants import AdapterDigest
 from quire_spec.engine.config import EngineConfig
+from quire_spec.model.attention.state_config import state_bytes
 from quire_spec.model.capabilities import DTYPE_BYTES
 from quire_spec.model.memory_sizing import lora_bytes, lora_pages
 from quire_spec.protocol.messages import SequenceRequest, StepResult
@@ -141,9 +142,13 @@ def _swap_costs(model: StepModel, config: EngineConfig) -> SwapCosts:
     info = model.info
     size_ratio = config.block_size / info.memory.block_size
     block_bytes = info.memory.kv_bytes / info.memory.num_blocks * size_ratio
-    num_blocks = num_host_blocks(config, info.shape, choose_layout(config, info.shape), max(1, int(block_bytes)))
+    element_sizes = DTYPE_BYTES[info.memory.dtype], DTYPE_BYTES[config.state_dtype]
+    state = state_bytes(info.shape.states, *element_sizes, 0)
+    num_states, layout = num_host_states(config, state), choose_layout(config, info.shape)
+    num_blocks = num_host_blocks(config, info.shape, layout, max(1, int(block_bytes)), num_states * state)
     if not num_blocks:
         return SwapCosts()
     num_tokens = min(config.max_num_batched_tokens, config.max_model_len or info.shape.max_length)
     step_s = model.seconds(StepFeatures(1, num_tokens, 0, 0, num_tokens * (num_tokens + 1) // 2, prompts=1))
-    return SwapCosts(num_blocks, 2 * info.costs.require("block_copy") * size_ratio, step_s / num_tokens)
+    block_s = 2 * info.costs.require("block_copy") * size_ratio
+    return SwapCosts(num_blocks, block_s, step_s / num_tokens, num_states, -(-state // max(1, int(block_bytes))))

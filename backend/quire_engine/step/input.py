@@ -231,7 +231,8 @@ def max_elements(
     num_elements = max_num_seqs * (14 + (2 + max_blocks_per_seq) * num_groups) + 11 * max_num_tokens
     num_graph_elements = max_num_seqs * (2 + 3 * max_blocks_per_seq) * num_groups
     num_graph_elements += 6 * max(max_num_seqs, max_num_tokens)
-    return _HEADER_SIZE + max(num_elements, num_graph_elements) + 2 * num_swaps
+    # One more state is copied to host memory.
+    return _HEADER_SIZE + max(num_elements, num_graph_elements) + 2 * num_swaps + 2
 
 
 def encode(step_input: StepMessage, row: Tensor) -> int:

@@ -144,13 +144,22 @@ class RunnerStartup:
         graphs = self._build_graphs(kv_cache)
         if graphs is not None:
             graphs.capture_all(budget.graphs)
-        num_host_blocks = self._smallest(layout_choice.num_host_blocks(config, shape, self._layout, bytes_per_block))
+        state = state_bytes(shape.states, self._dtype.itemsize, self._state_dtype.itemsize, 0)
+        num_host_states = self._smallest(layout_choice.num_host_states(config, state))
+        host_sizes = bytes_per_block, num_host_states * state
+        num_host_blocks = self._smallest(layout_choice.num_host_blocks(config, shape, self._layout, *host_sizes))
         setting = "kv_offloading_size" if config.kv_offloading_size else "swap_space"
         if config.kv_offloading_size:
-            check_host_memory(config, num_host_blocks * bytes_per_block, available_memory_bytes())
+            needed = num_host_blocks * bytes_per_block + num_host_states * state
+            check_host_memory(config, needed, available_memory_bytes())
         with naming_setting_on_oom(setting):
             host_swap = HostSwap(kv_caches, num_host_blocks, self._part) if num_host_blocks else None
+            if kv_cache.states is not None:
+                kv_cache.states.allocate_host(num_host_states)
         swap_costs = SwapCosts() if host_swap is None else self._measure_swap_costs(host_swap)
+        if num_host_states:
+            blocks_per_state = -(-state // max(bytes_per_block, 1))
+            swap_costs = replace(swap_costs, num_host_states=num_host_states, num_blocks_per_state=blocks_per_state)
         measured = MeasuredMemory(
             weights_bytes=budget.weights,
             lora_bytes=budget.lora,
@@ -161,7 +170,7 @@ class RunnerStartup:
             max_model_len=self._max_model_len,
             dtype=str(self._dtype).removeprefix("torch."),
             device=config.device,
-            swap_bytes=host_swap.num_bytes if host_swap is not None else 0,
+            swap_bytes=(host_swap.num_bytes if host_swap is not None else 0) + num_host_states * state,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
             kv_tokens=self._layout.num_tokens(

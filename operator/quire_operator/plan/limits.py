@@ -17,7 +17,7 @@ from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
 from quire_spec.model.attention import state_config
-from quire_spec.model.attention.state_config import UNSUPPORTED_TIERS, num_state_rows
+from quire_spec.model.attention.state_config import UNSUPPORTED_STORE, StateConfig, num_host_states, num_state_rows
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.parallel import pipeline_parallel
@@ -187,13 +187,18 @@ def check_kv_offloading(inputs: PlannerInputs) -> None:
     if offloading is None:
         return
     problem = ""
-    if inputs.model.shape.states is not None:
-        problem = f"{field}: {UNSUPPORTED_TIERS}; remove the field"
-    elif kv_layout(inputs).num_groups > 1:
+    if kv_layout(inputs).num_groups > 1:
         problem = f"{field}: {UNSUPPORTED_LAYOUT}; remove the field"
+    if (states := inputs.model.shape.states) is not None:
+        bytes_per_state = _bytes_per_state(inputs, states, 0)
+        if not num_host_states(to_bytes(offloading.memory) // inputs.num_cores, bytes_per_state):
+            size = f"{-(-2 * bytes_per_state * inputs.num_cores // MIB)}Mi"
+            problem = f"{field}.memory: {offloading.memory}: half of it is for states; raise it to {size} or more"
     stores = {f"{field}.secondary": bool(offloading.secondary), "spec.engine.kvTransfer": inputs.transfers_kv}
     store = next((name for name, is_set in stores.items() if is_set), "")
-    if not problem and store and inputs.draft is not None:
+    if not problem and store and states is not None:
+        problem = f"{store}: {UNSUPPORTED_STORE}; remove the field"
+    elif not problem and store and inputs.draft is not None:
         problem = f"{store}: not possible with speculativeConfig.method {inputs.draft.method}; remove one of the two"
     if problem:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, problem)
@@ -321,12 +326,15 @@ def state_bytes(inputs: PlannerInputs, tp: int, num_seqs: int) -> int:
     if shape.states is None:
         return 0
     num_rows = num_state_rows(num_seqs, has_snapshots=inputs.engine.prefixCaching is not False)
-    state_dtype = inputs.engine.mambaSsmCacheDtype
-    state_element = capabilities.DTYPE_BYTES["bfloat16" if state_dtype == "bfloat16" else "float32"]
-    bytes_per_element = element_bytes(inputs), state_element
     speculative = inputs.engine.speculativeConfig
     max_drafts = 0 if speculative is None else speculative.numSpeculativeTokens
-    return num_rows * state_config.state_bytes(shape.states.shard(tp), *bytes_per_element, max_drafts)
+    return num_rows * _bytes_per_state(inputs, shape.states.shard(tp), max_drafts)
+
+
+def _bytes_per_state(inputs: PlannerInputs, states: StateConfig, max_drafts: int) -> int:
+    state_dtype = inputs.engine.mambaSsmCacheDtype
+    state_element = capabilities.DTYPE_BYTES["bfloat16" if state_dtype == "bfloat16" else "float32"]
+    return state_config.state_bytes(states, element_bytes(inputs), state_element, max_drafts)
 
 
 def draft_bytes(inputs: PlannerInputs, tp: int) -> int:

@@ -25,6 +25,7 @@ from quire_engine.kv_transfer import store_traffic
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import ConfigError
+from quire_spec.model.attention import state_config
 from quire_spec.protocol.messages import SequenceRequest, StepResult
 
 PREFIXES = [[random.Random(i).randrange(VOCAB) for _ in range(56)] for i in range(3)]
@@ -103,6 +104,34 @@ def test_outputs_are_the_same_with_and_without_offloading(
     # Too few rows for all prefixes are still correct.
     assert (stats.host_cache_hits > 300) == (stats.kv_offload_load_bytes > 0) == (num_host_blocks > 10)
     assert stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("granite4-mamba", {"tensor_parallel_size": 2}),
+        ("qwen3_5", {"async_scheduling": True}),
+    ],
+)
+def test_prefixes_continue_from_states_in_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
+    # Otherwise, the device has room for all snapshots of this test.
+    monkeypatch.setattr(state_config, "_MIN_SNAPSHOTS", 1)
+    checkpoint = make_checkpoint(tmp_path, name)
+    expected = serve(Engine.from_config(config(checkpoint, 200, enable_prefix_caching=False)), {})
+    gib = 2**21 / 2**30
+    engine = engine_with_thread_workers(config(checkpoint, kv_offloading_size=gib, max_num_seqs=2, **fields))
+    assert serve(engine, {}) == expected
+    stats, states = engine.stats(), engine._scheduler.states
+    assert states is not None and stats.host_cache_hits > 100
+    assert states.host.num_stored > 2 and states.host.num_loaded > 0
+    assert engine.memory.swap_bytes <= 2**21
+    for refused, value in (("kv_offloading_folder", str(tmp_path)), ("kv_offloading_size", 1e-6)):
+        settings = config(checkpoint, **({"kv_offloading_size": gib} | {refused: value}))
+        with pytest.raises(ConfigError, match=f"{refused}: .*state"):
+            Engine.from_config(settings)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ from quire_engine.weights.gguf_conversion import convert_gguf
 from quire_spec.engine.config import EngineConfig
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.engine.speculative_config import SpeculativeConfig
-from quire_spec.errors import ConfigError, InvalidArgument, NotFound
+from quire_spec.errors import InvalidArgument, NotFound
 from quire_spec.model.kv_layout import KVLayout
 from quire_spec.model.memory_sizing import kv_block_bytes
 from quire_spec.model.model_config import ModelConfig
@@ -551,15 +551,6 @@ def test_states_do_not_contain_rejected_drafts(cases, name, scenario, monkeypatc
     counts, stats = engine._scheduler.draft_planner.counts, engine.stats()
     assert counts.num_draft_tokens > counts.num_accepted_tokens > sum(counts.accepted_per_position[1:]) > 10
     assert bool(stats.num_preemptions) == scenario.startswith("preempted")
-
-
-def test_what_states_do_not_support_is_refused(cases):
-    folder = cases("qwen3_5").folder
-    for changes, message in (
-        ({"kv_offloading_size": 0.001}, "kv_offloading_size: layers of this model have one state per sequence"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            Engine.from_config(_config(folder, **changes))
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss", "qwen2-windows"])

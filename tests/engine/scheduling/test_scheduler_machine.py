@@ -3,6 +3,7 @@
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import settings
@@ -71,7 +72,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         if num_snapshots is not None:
             # Models with states refuse or ignore the rest.
-            layout, swap, offload, has_store = ONE_GROUP, NEVER_SWAP, False, False
+            layout, has_store = ONE_GROUP, False
+            swap = replace(swap, num_host_states=2, num_blocks_per_state=1) if offload else NEVER_SWAP
         if layout.num_groups > 1:
             swap = NEVER_SWAP
         config = EngineConfig(

@@ -297,8 +297,15 @@ def test_counts_states_of_layers_with_linear_attention():
         "qwen3.5", H100, spec % (64, ", speculativeConfig: {method: ngram, numSpeculativeTokens: 3}")
     )
     assert candidates.evaluate(drafts, 1, 2048, 64).costs.states == 80 * (state + 24 * 3 * (8192 + 64) * 2)
-    _, message = unplannable("qwen3.5", H100, f"{NO_LORA}\nengine: {{kvCacheOffloading: {{memory: 1Gi}}}}")
-    assert message.startswith("spec.engine.kvCacheOffloading: layers of this model have one state per sequence")
+    tiers = f"{NO_LORA}\nengine: {{kvCacheOffloading: {{memory: %s}}}}"
+    planner.make_plan(planner_inputs("qwen3.5", H100, tiers % "1Gi"))
+    _, message = unplannable("qwen3.5", H100, tiers % "64Mi")
+    size = f"{-(-2 * state // 2**20)}Mi"
+    assert (
+        message == f"spec.engine.kvCacheOffloading.memory: 64Mi: half of it is for states; raise it to {size} or more"
+    )
+    _, message = unplannable("qwen3.5", H100, tiers % "1Gi, secondary: [{folder: {emptyDir: {}}, size: 1Gi}]")
+    assert message.startswith("spec.engine.kvCacheOffloading.secondary: layers of this model have one state per")
 
 
 def test_counts_the_layer_that_predicts_further_tokens():

@@ -9,8 +9,12 @@ from typing import Self
 
 from quire_spec.model.hf_config import HFConfigReader
 
-UNSUPPORTED_TIERS = "layers of this model have one state per sequence, and the states cannot be kept in host memory"
-"""Why KV offloading refuses a model whose layers have states."""
+UNSUPPORTED_STORE = "layers of this model have one state per sequence, and states are kept only in host memory"
+"""Why a folder of KV blocks and KV peers refuse a model whose layers have states."""
+UNSUPPORTED_SWAP = (
+    "layers of this model have one state per sequence, and the states of preempted sequences are not kept"
+)
+"""Why `swap_space` has no effect for a model whose layers have states."""
 
 MAX_HEAD_DIM = 1024
 """Largest size of each dimension of a head's state. Published models have up to 256."""
@@ -94,6 +98,12 @@ def state_bytes(config: StateConfig | None, element_bytes: int, state_element_by
         return 0
     inputs = (config.conv_size * (config.kernel_size - 1) + config.input_size * max_drafts) * element_bytes
     return config.num_layers * (inputs + math.prod(config.recurrence_shape) * state_element_bytes)
+
+
+def num_host_states(size: int, bytes_per_state: int) -> int:
+    """Return how many snapshots of states a rank keeps in `size` bytes of host memory for KV blocks and states. They
+    take at most half of it."""
+    return size // 2 // bytes_per_state
 
 
 def num_state_rows(max_num_seqs: int, has_snapshots: bool) -> int:
