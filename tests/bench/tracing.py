@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second of `quire serve` with and without traces of all requests, in alternating rounds.
+"""Tokens per second of `quire serve` with traces of all requests, with tracing off, and without OpenTelemetry.
 
-Two servers run in turns: one sends the spans of every request to a real OpenTelemetry Collector, the other has tracing
-off. Clients stream short completions, so that there are many spans for each token.
+Three servers run in alternating rounds: one sends the spans of every request to a real OpenTelemetry Collector, one has
+tracing off, and one cannot import the packages of OpenTelemetry, as if the extra `tracing` were not installed. Clients
+stream short completions, so that there are many spans for each token.
 
     make cluster-tools                                 # builds the collector
     python tests/bench/tracing.py                      # the tiny model
     python tests/bench/tracing.py --shape 135m --rounds 3
+    python tests/bench/tracing.py --servers off absent # without the collector
 """
 
 import argparse
 import asyncio
+import contextlib
+import itertools
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import httpx
+import psutil
 import random_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +33,18 @@ sys.path[:0] = [str(ROOT / path) for path in ("tests", "hack", "backend")]
 from support.otlp_receiver import OtlpReceiver, running_collector  # noqa: E402
 from support.quire_serve import EXAMPLES, QuireServeProcess  # noqa: E402
 
-MIN_RATIO = 0.97
+BARS = {("on", "off"): 0.97, ("off", "absent"): 0.995}
+"""Lowest ratio of the rates of two servers."""
+WITHOUT_OPENTELEMETRY = """import sys
+
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "opentelemetry":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NotInstalled())
+"""
+"""Content of a module `sitecustomize`. An environment without the extra would take 2 GB, most of it for torch."""
 
 
 async def send(server: QuireServeProcess, num_streams: int, num_requests: int, num_tokens: int) -> float:
@@ -48,48 +66,73 @@ async def send(server: QuireServeProcess, num_streams: int, num_requests: int, n
 
 
 def main() -> int:
-    """Print the ratio and return 1 if it is below the bar, or if spans are missing."""
+    """Print the ratios and return 1 if one of them is below its bar, or if spans are missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", help="shape of random weights (default: the tiny model)")
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--requests", type=int, default=8, help="requests of each stream in a round")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each request")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--servers", nargs="+", choices=("on", "off", "absent"), default=["on", "off", "absent"])
     args = parser.parse_args()
     model = EXAMPLES / "models/tiny" if args.shape is None else random_checkpoint.cached_checkpoint(args.shape)
     with OtlpReceiver() as receiver, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with running_collector(receiver, folder) as port:
-            flags = {"off": (), "on": (f"--otlp-traces-endpoint=http://127.0.0.1:{port}",)}
+        is_on = "on" in args.servers
+        with running_collector(receiver, folder) if is_on else contextlib.nullcontext() as port:
+            endpoint = f"--otlp-traces-endpoint=http://127.0.0.1:{port}"
+            modes = {"on": (endpoint,), "off": (), "absent": ()}
             servers = {}
-            for mode, more in flags.items():
+            for mode in args.servers:
                 (folder / mode).mkdir()
-                argv = ("--served-model-name=base", *more)
-                servers[mode] = QuireServeProcess(str(model), folder / mode, *argv)
+                environment = _without_opentelemetry(folder) if mode == "absent" else None
+                argv = ("--served-model-name=base", *modes[mode])
+                servers[mode] = QuireServeProcess(str(model), folder / mode, *argv, env=environment)
             try:
-                ratios = _measure(servers, args)
+                rates = _measure(servers, args)
             finally:
                 for server in servers.values():
                     server.stop()
         num_spans = sum(span.name == "text_completion base" for span in receiver.spans)
-    expected = (args.rounds + 1) * args.streams * args.requests
-    ratio = statistics.median(ratios)
-    print(f"traced / not traced: {ratio:.3f} (bar {MIN_RATIO}); rounds {[round(value, 3) for value in ratios]}")
+    expected = (args.rounds + 1) * args.streams * args.requests if is_on else 0
     print(f"spans of requests: {num_spans} of {expected}")
-    return int(ratio < MIN_RATIO or num_spans != expected)
+    is_met = num_spans == expected
+    for (mode, baseline), bar in BARS.items():
+        if not {mode, baseline} <= set(rates):
+            continue
+        ratios = [a / b for a, b in zip(rates[mode], rates[baseline], strict=True)]
+        ratio = statistics.median(ratios)
+        print(f"{mode} / {baseline}: {ratio:.4f} (bar {bar}); rounds {[round(value, 3) for value in ratios]}")
+        is_met &= ratio >= bar
+    return int(not is_met)
 
 
-def _measure(servers: dict[str, QuireServeProcess], args: argparse.Namespace) -> list[float]:
+def _without_opentelemetry(folder: Path) -> dict[str, str]:
+    """Return an environment of processes that cannot import OpenTelemetry."""
+    (folder / "site").mkdir()
+    (folder / "site/sitecustomize.py").write_text(WITHOUT_OPENTELEMETRY)
+    environment = os.environ | {"PYTHONPATH": str(folder / "site")}
+    command = [sys.executable, "-c", "import opentelemetry"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "ModuleNotFoundError" in done.stderr, "OpenTelemetry can be imported"
+    return environment
+
+
+def _measure(servers: dict[str, QuireServeProcess], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the tokens per second of each server in each round."""
     for server in servers.values():
         server.wait_ready()
-    ratios = []
-    for number in range(args.rounds + 1):
-        order = ("off", "on") if number % 2 else ("on", "off")
-        rates = {mode: asyncio.run(send(servers[mode], args.streams, args.requests, args.tokens)) for mode in order}
-        print(f"round {number}: " + ", ".join(f"{mode} {rate:.0f} tokens/s" for mode, rate in sorted(rates.items())))
-        if number:  # the first round fills the caches
-            ratios.append(rates["on"] / rates["off"])
-    return ratios
+    if "absent" in servers:
+        text = psutil.Process(servers["absent"].pid("text"))
+        assert "site" in text.environ()["PYTHONPATH"], "the text process can import OpenTelemetry"
+    rates: dict[str, list[float]] = {mode: [] for mode in servers}
+    orders = itertools.cycle(itertools.permutations(servers))
+    for number, order in zip(range(args.rounds + 1), orders, strict=False):
+        for mode in order:
+            rate = asyncio.run(send(servers[mode], args.streams, args.requests, args.tokens))
+            if number:  # the first round fills the caches
+                rates[mode].append(rate)
+    return rates
 
 
 if __name__ == "__main__":
