@@ -4,6 +4,8 @@
 - the wheel. Two builds of a commit give the same bytes.
 - with --images PREFIX, the images PREFIX/quire and PREFIX/quire-operator for several platforms, as archives that
   `buildah manifest push` or `skopeo copy --all` send to a registry. buildah builds them from the Dockerfiles.
+  --python-image replaces the base image of the Dockerfiles by an image or a manifest list with all platforms. --debian
+  makes such a list from Debian's packages, for a machine that reaches no registry of images.
 - for each of them, an SBOM (CycloneDX 1.6) and a provenance (an in-toto statement with a predicate of SLSA 1.0).
 
 Nothing is signed: sign the statements with the key of the publisher, for example with `cosign attest`.
@@ -16,8 +18,10 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -30,6 +34,7 @@ from cyclonedx.model import HashAlgorithm, HashType
 from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentType
 from cyclonedx.output.json import JsonV1Dot6
+from nodocker_cluster import binaries, images
 from packageurl import PackageURL
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +47,8 @@ IMAGES: Mapping[str, Sequence[str]] = {
     "quire": ("--file=backend/Dockerfile", "--target=cpu"),
     "quire-operator": ("--file=operator/Dockerfile",),
 }
+DEBIAN_BASE = "localhost/quire-base:release"
+"""Name of the base image that --debian makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,15 @@ class Package:
         """The package URL."""
         namespace = "debian" if self.kind == "deb" else None
         return PackageURL(self.kind, namespace, self.name, self.version, dict(self.qualifiers))
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The image that replaces the base image of the Dockerfiles."""
+
+    name: str
+    volumes: tuple[str, ...] = ()
+    """Folders that its pip reads, in the form of buildah's option --volume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,20 +221,56 @@ def release_wheel(out: Path, commit: Commit) -> Path:
     return wheel
 
 
-def release_image(name: str, prefix: str, platforms: str, out: Path, commit: Commit) -> Path:
+def build_commands(
+    name: str, manifest: str, platforms: str, archive: Path, commit: Commit, base: Base | None = None
+) -> list[list[str]]:
+    """Return the commands that build an image for several platforms and write it to an archive.
+
+    `base` replaces the base image of the Dockerfiles. An image under localhost/ is never pulled.
+    """
+    build = ["buildah", "build", f"--platform={platforms}", f"--manifest={manifest}"]
+    build += [f"--timestamp={int(commit.time.timestamp())}", *IMAGES[name]]
+    if base is not None:
+        build += [f"--build-arg=PYTHON_IMAGE={base.name}", *(f"--volume={volume}" for volume in base.volumes)]
+        build += ["--pull-never"] if base.name.startswith("localhost/") else []
+    push = ["buildah", "manifest", "push", "--all", manifest, f"oci-archive:{archive}"]
+    return [[*build, str(ROOT)], push]
+
+
+def archived_images(archive: Path) -> dict[str, str]:
+    """Return the digest of the image of each architecture in an OCI archive, as 64 hexadecimal digits.
+
+    buildah compresses the layers when it writes them, so that these digests are not those of its own storage.
+    """
+    with tarfile.open(archive) as content:
+
+        def read(name: str) -> Any:
+            member = content.extractfile(name)
+            assert member is not None, name
+            return json.load(member)
+
+        [index] = read("index.json")["manifests"]
+        entries = read(f"blobs/sha256/{index['digest'].removeprefix('sha256:')}")["manifests"]
+    return {entry["platform"]["architecture"]: entry["digest"].removeprefix("sha256:") for entry in entries}
+
+
+def release_image(name: str, prefix: str, platforms: str, out: Path, commit: Commit, base: Base | None = None) -> Path:
     """Build an image for several platforms, its SBOMs and its provenance; return its archive.
 
     Another platform than this machine's needs its emulator (Debian: apt-get install qemu-user-static).
     """
     started, manifest = datetime.now(UTC), f"{prefix}/{name}:{commit.id[:12]}"
     archive = out / f"{name}-{commit.id[:12]}.oci.tar"
-    epoch = f"--timestamp={int(commit.time.timestamp())}"
-    build = ("buildah", "build", f"--platform={platforms}", f"--manifest={manifest}", epoch, *IMAGES[name], str(ROOT))
-    subprocess.run(build, check=True)
-    subprocess.run(["buildah", "manifest", "push", "--all", manifest, f"oci-archive:{archive}"], check=True)
-    parameters = {"artifact": name, "platforms": platforms}
-    for number, entry in enumerate(json.loads(_run("buildah", "manifest", "inspect", manifest))["manifests"]):
-        architecture, digest = entry["platform"]["architecture"], entry["digest"].removeprefix("sha256:")
+    # buildah adds to a list of an earlier build.
+    subprocess.run(["buildah", "manifest", "rm", manifest], check=False, capture_output=True)
+    environment = dict(os.environ)
+    if not any(map(shutil.which, ("runc", "crun"))):
+        environment.setdefault("BUILDAH_ISOLATION", "chroot")
+    for command in build_commands(name, manifest, platforms, archive, commit, base):
+        if code := subprocess.run(command, env=environment, check=False).returncode:
+            raise SystemExit(f"release: {' '.join(command[:3])} failed with {code}; see its last lines")
+    parameters = {"artifact": name, "platforms": platforms} | ({} if base is None else {"python_image": base.name})
+    for architecture, digest in archived_images(archive).items():
         container = _run("buildah", "from", "--pull-never", f"--arch={architecture}", manifest)
         try:
             packages = installed_packages(Path(_run("buildah", "mount", container)))
@@ -227,8 +279,7 @@ def release_image(name: str, prefix: str, platforms: str, out: Path, commit: Com
         url = PackageURL("oci", None, name, f"sha256:{digest}", {"arch": architecture, "repository_url": prefix})
         text = sbom(_component(ComponentType.CONTAINER, url, digest), packages, commit.time)
         (out / f"{archive.name}.{architecture}.cdx.json").write_text(text)
-        if not number:
-            _write(archive, "", commit, parameters, started)
+    _write(archive, "", commit, parameters, started)
     return archive
 
 
@@ -238,14 +289,28 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="the folder for the files (default: dist)")
     parser.add_argument("--images", metavar="PREFIX", help="also build the images, for this registry and organization")
     parser.add_argument("--platform", default=PLATFORMS, help=f"platforms of the images (default: {PLATFORMS})")
+    parser.add_argument("--image", choices=IMAGES, action="append", help="build only this image (repeatable)")
+    bases = parser.add_mutually_exclusive_group()
+    bases.add_argument("--python-image", default="", metavar="IMAGE", help="replace the Dockerfiles' base image")
+    bases.add_argument(
+        "--debian", action="store_true", help="make the base image from Debian's packages (root on Debian)"
+    )
     options = parser.parse_args()
     commit = Commit.current()
     options.out.mkdir(parents=True, exist_ok=True)
     if any(options.out.iterdir()):
         raise SystemExit(f"release: {options.out} is not empty; remove it, or give another folder with --out")
+    base = Base(options.python_image) if options.python_image else None
+    if options.images and options.debian:
+        architectures = [each.split("/")[1] for each in options.platform.split(",")]
+        try:
+            volumes = images.build_bases(DEBIAN_BASE, architectures, lambda text: print(f"release: {text}", flush=True))
+        except binaries.ClusterError as error:
+            raise SystemExit(f"release: {error}") from None
+        base = Base(DEBIAN_BASE, volumes)
     print(release_wheel(options.out, commit))
-    for name in IMAGES if options.images else ():
-        print(release_image(name, options.images, options.platform, options.out, commit))
+    for name in (options.image or IMAGES) if options.images else ():
+        print(release_image(name, options.images, options.platform, options.out, commit, base))
     return 0
 
 

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +110,34 @@ def _build_images(buildah: "_Buildah", pip: "PipConfig", report_progress: binari
     return archives
 
 
+def build_bases(name: str, architectures: Sequence[str], report_progress: binaries.ProgressCallback) -> tuple[str, ...]:
+    """Build a base image for each of Debian's architectures, and combine them in the manifest list `name` in buildah's
+    default storage. pip in these images installs the default build of torch, with CUDA's libraries.
+
+    Return the folders that pip reads in these images, in the form of buildah's option --volume.
+
+    Raises:
+        Unavailable: this is not Debian, not root, an emulator is missing, or a build failed; the message names the log.
+    """
+    debian.install_packages(PACKAGES | {"arch-test": "arch-test"}, report_progress)
+    folder = binaries.cache_folder() / "bases"
+    folder.mkdir(parents=True, exist_ok=True)
+    pip = pip_config(torch_constraints=False)
+    for architecture in architectures:
+        if subprocess.run(["arch-test", architecture], capture_output=True, check=False).returncode:
+            raise binaries.Unavailable(
+                f"this machine runs no programs for {architecture}; run apt-get install qemu-user-static, and register "
+                "it with binfmt_misc (systemctl restart systemd-binfmt)"
+            )
+    with _build_lock(folder, report_progress):
+        buildah = _Buildah(folder, report_progress, has_own_storage=False)
+        bases = [_build_base_image(buildah, pip, architecture) for architecture in architectures]
+        if buildah.run("images", "--quiet", "--filter", f"reference={name}"):
+            buildah.run("manifest", "rm", name)
+        buildah.run("manifest", "create", name, *bases)
+    return pip.volumes
+
+
 def built_archives() -> list[Path]:
     """Return the archives of the last `build`.
 
@@ -123,14 +151,14 @@ def built_archives() -> list[Path]:
     return archives
 
 
-def pip_config() -> PipConfig:
+def pip_config(*, torch_constraints: bool = True) -> PipConfig:
     """Return the pip configuration of this machine in a form that can be used in an image. The folders to which it
-    refers become mounts."""
+    refers become mounts. `torch_constraints` selects a build of torch for this machine without CUDA's libraries."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     output = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=True).stdout
     copied_keys = {"index-url", "extra-index-url", "find-links", "trusted-host", "timeout", "proxy"}
     settings = dict(re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", output, re.MULTILINE))
-    constraints = _torch_constraints(pip, settings)
+    constraints = _torch_constraints(pip, settings) if torch_constraints else ""
     lines, volumes = ["[global]", "break-system-packages = true", "constraint = /etc/pip-constraints.txt"], []
     if _CERTIFICATES.exists():
         lines.append(f"cert = {_CERTIFICATES}")
@@ -165,12 +193,15 @@ def _torch_constraints(pip: list[str], settings: dict[str, str]) -> str:
 class _Buildah:
     """Runs buildah with its own storage, which is separate from other builds on this machine."""
 
-    def __init__(self, folder: Path, report_progress: binaries.ProgressCallback) -> None:
+    def __init__(
+        self, folder: Path, report_progress: binaries.ProgressCallback, *, has_own_storage: bool = True
+    ) -> None:
         self.folder, self.report_progress, self.log = folder, report_progress, folder / "build.log"
         self.log.unlink(missing_ok=True)
         # Builds run in a separate mount namespace. Otherwise, a killed build would leave dozens of mounts behind.
         self._argv = ["unshare", "--mount", "--", "buildah"]
-        self._argv += [f"--root={folder}/store", f"--runroot={folder}/run", "--storage-driver=overlay"]
+        if has_own_storage:
+            self._argv += [f"--root={folder}/store", f"--runroot={folder}/run", "--storage-driver=overlay"]
 
     def run(self, command: str, *arguments: str) -> str:
         """Run a buildah command and return its standard output; its standard error goes to the log."""
@@ -194,27 +225,30 @@ class _Buildah:
         return self.run("images", "--quiet", "--no-trunc", "--filter", f"reference={name}").removeprefix("sha256:")
 
 
-def _build_base_image(buildah: _Buildah, pip: PipConfig) -> str:
-    """Build an image that replaces python:3.11-slim-bookworm, and return its name."""
+def _build_base_image(buildah: _Buildah, pip: PipConfig, architecture: str = "") -> str:
+    """Build an image that replaces python:3.11-slim-bookworm, and return its name. `architecture` is one of Debian's,
+    by default that of this machine."""
     certificates = _CERTIFICATES.read_bytes() if _CERTIFICATES.exists() else b""
     key = repr((_BASE_PACKAGES, pip.pip_conf, pip.constraints)).encode() + certificates
-    name = f"localhost/quire-base:{hashlib.sha256(key).hexdigest()[:12]}"
+    name = f"localhost/quire-base:{architecture and architecture + '-'}{hashlib.sha256(key).hexdigest()[:12]}"
     if buildah.image_id(name):
         return name
     buildah.report_progress("making the base image from Debian's packages")
     with tempfile.TemporaryDirectory(dir=buildah.folder) as temporary:
         work = Path(temporary)
         debootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(_BASE_PACKAGES)}"]
+        debootstrap += ["--dpkgopt=force-unsafe-io", *([f"--architectures={architecture}"] if architecture else [])]
         buildah.run_logged("mmdebstrap", [*debootstrap, debian.SUITE, str(work / "base.tar"), debian.mirror()])
         (work / "pip.conf").write_text(pip.pip_conf)
         (work / "constraints").write_text(pip.constraints)
-        container = buildah.run("from", "scratch")
+        container = buildah.run("from", *([f"--arch={architecture}"] if architecture else []), "scratch")
         buildah.run("add", "--quiet", container, str(work / "base.tar"), "/")
         buildah.run("copy", "--quiet", container, str(work / "pip.conf"), "/etc/pip.conf")
         buildah.run("copy", "--quiet", container, str(work / "constraints"), "/etc/pip-constraints.txt")
         if certificates:
             buildah.run("copy", "--quiet", container, str(_CERTIFICATES), str(_CERTIFICATES))
-        buildah.run("config", f"--env=PATH={_PATH}", container)
+        platform = ["--os=linux", f"--arch={architecture}"] if architecture else []
+        buildah.run("config", *platform, f"--env=PATH={_PATH}", container)
         buildah.run("commit", "--quiet", "--rm", container, name)
     return name
 

@@ -4,6 +4,7 @@ commit and the file. The index of packages and the images are written here."""
 
 import hashlib
 import json
+import tarfile
 from datetime import UTC, datetime
 
 import pytest
@@ -108,3 +109,33 @@ def test_a_tree_with_changes_is_not_released(monkeypatch):
     monkeypatch.setattr(release, "_run", lambda *command: " M README.md" if "status" in command else "")
     with pytest.raises(SystemExit, match="the working tree has changes"):
         release.Commit.current()
+
+
+def test_images_are_built_for_all_platforms_from_a_base_image(tmp_path):
+    archive, manifest = tmp_path / "a.oci.tar", "registry.example/quire-operator:1"
+    bases = [
+        None,
+        release.Base("localhost/base:1", ("/wheels:/run/pip:ro",)),
+        release.Base("registry.example/python:3.11"),
+    ]
+    builds = []
+    for base in bases:
+        arguments = ("quire-operator", manifest, release.PLATFORMS, archive, COMMIT, base)
+        build, push = release.build_commands(*arguments)
+        assert build[:4] == ["buildah", "build", "--platform=linux/amd64,linux/arm64", f"--manifest={manifest}"]
+        assert "--file=operator/Dockerfile" in build and f"--timestamp={COMMIT.time.timestamp():.0f}" in build
+        assert push == ["buildah", "manifest", "push", "--all", manifest, f"oci-archive:{archive}"]
+        builds.append(set(build))
+    local = {"--build-arg=PYTHON_IMAGE=localhost/base:1", "--volume=/wheels:/run/pip:ro", "--pull-never"}
+    assert builds[1] - builds[0] == local
+    assert builds[2] - builds[0] == {"--build-arg=PYTHON_IMAGE=registry.example/python:3.11"}
+
+
+def test_sboms_name_the_digests_of_the_archive(tmp_path):
+    entries = [{"digest": f"sha256:{a}", "platform": {"architecture": a, "os": "linux"}} for a in ("amd64", "arm64")]
+    files = {"index.json": {"manifests": [{"digest": "sha256:ab"}]}, "blobs/sha256/ab": {"manifests": entries}}
+    with tarfile.open(tmp_path / "a.oci.tar", "w") as archive:
+        for name, document in files.items():
+            (tmp_path / "file").write_text(json.dumps(document))
+            archive.add(tmp_path / "file", name)
+    assert release.archived_images(tmp_path / "a.oci.tar") == {"amd64": "amd64", "arm64": "arm64"}
