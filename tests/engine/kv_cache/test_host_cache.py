@@ -44,6 +44,22 @@ def evict(harness: SchedulerHarness) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
+def test_state_is_stored_at_its_second_use_and_restored_after_eviction(lookahead: bool) -> None:
+    """The device has room for two states: that of the sequence, and one snapshot. The runner checks the contents."""
+    costs = replace(FREE, num_host_states=3, num_blocks_per_state=1)
+    h = harness(costs, lookahead=lookahead, num_states=2)
+    assert h.scheduler.states is not None
+    host, prompts = h.scheduler.states.host, [[letter] * 40 + [1, 2] for letter in (7, 8, 9)]
+    for prompt in prompts:
+        assert [run_one(h, prompt) for _ in range(3)] == [0, 40, 40]
+        evict(h)
+    assert (host.num_stored, host.num_loaded) == (3, 0)
+    for count, prompt in enumerate([*prompts, prompts[1], prompts[0]], 1):
+        assert run_one(h, prompt) == 40 and host.num_loaded == count
+        evict(h)
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
 def test_block_is_stored_at_its_second_use_and_restored_after_eviction(lookahead: bool) -> None:
     h = harness(lookahead=lookahead)
     cache, stats = h.scheduler.host_cache, h.scheduler.prefix_cache
