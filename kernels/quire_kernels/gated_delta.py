@@ -9,6 +9,8 @@ Sources: Yang, Kautz, Hatamizadeh: "Gated Delta Networks", https://arxiv.org/abs
 https://arxiv.org/abs/2510.26692
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +27,8 @@ _DECAYS_AT_ONCE = 256
 """Number of tokens of a prompt for which the decays between the elements of the keys are in memory at once."""
 _LANES = 16
 """The compiled kernel for prompts needs a multiple of this number of elements of a value."""
-_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
+"""Added to the sums of squares of queries and keys."""
 
 
 @Op
@@ -46,9 +49,7 @@ def short_convolution(
     Returns:
         [num_tokens, size], dtype of x.
     """
-    out, taps = torch.empty_like(x), weight.float().t()
-    shift = x.new_zeros((), dtype=torch.float32) if bias is None else bias.float()
-    activate = F.silu if has_silu else torch.Tensor.contiguous
+    out, (taps, shift, activate) = torch.empty_like(x), _convolution_parts(weight, bias, has_silu)
     if len(batch.decode_tokens):
         earlier = states[batch.decode_rows]
         for i, (count, kept) in enumerate(batch.rounds):
@@ -60,6 +61,17 @@ def short_convolution(
             if batch.has_all:
                 return result
             out[batch.decode_tokens[:count] + i] = result
+    convolve_prompts(x, weight, states, batch, bias, has_silu, out)
+    return out
+
+
+def convolve_prompts(
+    x: Tensor, weight: Tensor, states: Tensor, batch: StateBatch, bias: Tensor | None, has_silu: bool, out: Tensor
+) -> None:
+    """Compute the prompts of `short_convolution` into `out`."""
+    if not batch.prompts:
+        return
+    taps, shift, activate = _convolution_parts(weight, bias, has_silu)
     for span in batch.prompts:
         length = span.end - span.start
         sequence = torch.cat((states[span.row], x[span.start : span.end]))
@@ -68,7 +80,17 @@ def short_convolution(
         for tap in range(1, len(taps)):
             total.addcmul_(sequence[tap : tap + length].float(), taps[tap])
         out[span.start : span.end] = activate(total)
-    return out
+
+
+def _convolution_parts(
+    weight: Tensor, bias: Tensor | None, has_silu: bool
+) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """Return the taps [kernel_size, size] and the bias, both float32, and the activation."""
+    shift = weight.new_zeros((), dtype=torch.float32) if bias is None else bias.float()
+    return weight.float().t(), shift, F.silu if has_silu else torch.Tensor.contiguous
+
+
+short_convolution.register_lazy("cuda", "own", "quire_kernels.gpu.states.short_convolution")
 
 
 @short_convolution.register("cpu")
@@ -139,8 +161,11 @@ def gated_delta_rule(
             state += k[..., None] * delta[..., None, :]
             out[tokens] = torch.einsum("bhkv,bhk->bhv", state, q).to(out.dtype)
             state = keep_states(states, state, batch.decode_rows, kept)
-    _scan_prompts(qkv, a, b, a_log, dt_bias, states, batch, out)
+    scan_prompts(qkv, a, b, a_log, dt_bias, states, batch, out)
     return out
+
+
+gated_delta_rule.register_lazy("cuda", "own", "quire_kernels.gpu.states.gated_delta")
 
 
 @gated_delta_rule.register("cpu")
@@ -157,7 +182,7 @@ def _gated_delta_rule_cpu(
     num_key_heads = (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim)
     out = qkv.new_empty(len(qkv), num_heads, value_dim)
     if value_dim % _LANES:
-        _scan_prompts(qkv, a, b, a_log, dt_bias, states, batch, out)
+        scan_prompts(qkv, a, b, a_log, dt_bias, states, batch, out)
     for span in batch.prompts if value_dim % _LANES == 0 else ():
         # A copy if the states are bfloat16, because the scan computes in float32.
         state = states[span.row].float()
@@ -258,7 +283,7 @@ def keep_states(states: Tensor, updated: Tensor, rows: Tensor, kept: Tensor | No
     return rounded.float()
 
 
-def _scan_prompts(
+def scan_prompts(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
@@ -302,7 +327,7 @@ def _log_decays(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
 
 
 def _normalize(x: Tensor) -> Tensor:
-    return x * (x.square().sum(-1, keepdim=True) + _NORM_EPS).rsqrt()
+    return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
 
 
 def _scan_chunks(

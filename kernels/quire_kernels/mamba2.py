@@ -72,8 +72,11 @@ def mamba2_recurrence(xbc: Tensor, dt: Tensor, params: Mamba2Params, states: Ten
             y = torch.einsum("bhnp,bhn->bhp", state, c) + params.d[:, None] * x
             out[tokens] = y.to(out.dtype)
             state = keep_states(states, state, batch.decode_rows, kept)
-    _scan_prompts(xbc, dt, params, states, batch, out)
+    scan_prompts(xbc, dt, params, states, batch, out)
     return out
+
+
+mamba2_recurrence.register_lazy("cuda", "own", "quire_kernels.gpu.states.mamba2")
 
 
 @mamba2_recurrence.register("cpu")
@@ -86,7 +89,7 @@ def _mamba2_recurrence_cpu(xbc: Tensor, dt: Tensor, params: Mamba2Params, states
     weights = params.a_log.data_ptr(), params.dt_bias.data_ptr(), params.d.data_ptr(), *params.dt_limits
     sizes = num_heads, params.num_groups, state_dim, head_dim
     if head_dim % _LANES:
-        _scan_prompts(xbc, dt, params, states, batch, out)
+        scan_prompts(xbc, dt, params, states, batch, out)
     for span in batch.prompts if head_dim % _LANES == 0 else ():
         # A copy if the states are bfloat16, because the scan computes in float32.
         state = states[span.row].float()
@@ -111,9 +114,7 @@ def _mamba2_recurrence_cpu(xbc: Tensor, dt: Tensor, params: Mamba2Params, states
     return out
 
 
-def _scan_prompts(
-    xbc: Tensor, dt: Tensor, params: Mamba2Params, states: Tensor, batch: StateBatch, out: Tensor
-) -> None:
+def scan_prompts(xbc: Tensor, dt: Tensor, params: Mamba2Params, states: Tensor, batch: StateBatch, out: Tensor) -> None:
     """Compute the spans with several tokens; see `mamba2_recurrence`."""
     for span in batch.prompts:
         rows = slice(span.start, span.end)

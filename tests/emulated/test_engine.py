@@ -151,6 +151,15 @@ def test_adapters_that_transform_products_or_replace_modules(model, adapters, tm
     assert any(replayed)
 
 
+def test_layers_with_states(tmp_path):
+    """Mamba-2 of prompts, of sequences that decode, and of drafts."""
+    model = make_checkpoint(tmp_path, "nemotron_h")
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (12, 4, 14)]
+    prompts = [{"prompt_token_ids": prompt["prompt_token_ids"] * 3} for prompt in _prompts(4, 20, 6)]
+    speculation = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    _assert_same_tokens(*_generate_on_both(model, prompts, params, **speculation))
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v3", "kimi_linear"])
 def test_latent_attention(kind, tmp_path, monkeypatch):
     """Steps with an adapter that changes the absorbed projection do not replay graphs; the others do. Kimi Linear also

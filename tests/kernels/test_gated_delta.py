@@ -8,53 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.requirements_of_machine import requires_native_kernels
+from support.state_layers import GATED_DELTA_SIZES as SIZES
+from support.state_layers import KIMI_SIZES
+from support.state_layers import GatedDeltaCase as Case
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from quire_kernels import build_state_batch, gated_delta_rule, gated_rms_norm, short_convolution
-from quire_kernels.state_batch import StateBatch
+from quire_kernels import build_state_batch
 
 CPU = torch.device("cpu")
-# Key heads, value heads, key size, value size, taps.
-SIZES = [(2, 4, 16, 24, 4), (1, 2, 128, 128, 4), (1, 1, 8, 48, 3)]
-KIMI_SIZES = [(3, 3, 24, 24, 4), (2, 2, 128, 128, 4)]
-NUM_ROWS = 8
-
-
-class Case:
-    """Random inputs of a layer for `lengths` tokens of several sequences."""
-
-    def __init__(self, sizes, lengths, dtype=torch.float32, state_dtype=torch.float32, is_kimi=False):
-        self.key_heads, self.heads, self.key_dim, self.value_dim, taps = sizes
-        self.size = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
-        torch.manual_seed(len(lengths))
-        num_tokens = sum(lengths)
-        merged = torch.randn(num_tokens, self.size + self.heads * self.value_dim).to(dtype)
-        self.qkv, self.gate = merged[:, : self.size], merged[:, self.size :].unflatten(1, (self.heads, self.value_dim))
-        self.a, self.b = torch.randn(num_tokens, 2 * self.heads).to(dtype).chunk(2, dim=1)
-        self.a_log, self.dt_bias = torch.randn(self.heads) - 2, torch.randn(self.heads)
-        self.gate_activation = "sigmoid" if is_kimi else "silu"
-        if is_kimi:
-            self.a = torch.randn(num_tokens, self.heads * self.key_dim).to(dtype)
-            # Some elements are forgotten at once.
-            self.dt_bias = torch.randn(self.heads * self.key_dim) * 3
-        # LFM2 and Mamba-2 have biases, and LFM2 has no silu.
-        self.bias = torch.randn(self.size).to(dtype) if taps == 3 else None
-        self.activation = "silu" if taps == 4 else None
-        self.weight, self.norm = torch.randn(self.size, taps).to(dtype), torch.randn(self.value_dim).to(dtype)
-        self.convolution = torch.randn(NUM_ROWS, taps - 1, self.size).to(dtype)
-        self.states = torch.randn(NUM_ROWS, self.heads, self.key_dim, self.value_dim).to(state_dtype)
-        self.rows = torch.randperm(NUM_ROWS)[: len(lengths)].tolist()
-
-    def run(self, batch: StateBatch, get=lambda op: op, rows=slice(None)):
-        """Return the outputs and the states after the tokens `rows`."""
-        convolution, states = self.convolution.clone(), self.states.clone()
-        qkv = get(short_convolution)(
-            self.qkv[rows], self.weight, convolution, batch, self.bias, has_silu=self.activation is not None
-        )
-        out = get(gated_delta_rule)(qkv, self.a[rows], self.b[rows], self.a_log, self.dt_bias, states, batch)
-        self.convolution, self.states = convolution, states
-        return qkv, out, get(gated_rms_norm)(out, self.gate[rows], self.norm, 1e-6, self.gate_activation)
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -4,44 +4,14 @@
 import pytest
 import torch
 from support.requirements_of_machine import requires_native_kernels
+from support.state_layers import MAMBA2_SIZES as SIZES
+from support.state_layers import Mamba2Case as Case
 from transformers.models.falcon_h1 import modeling_falcon_h1
 from transformers.models.nemotron_h import modeling_nemotron_h
 
-from quire_kernels import Mamba2Params, build_state_batch, gated_group_norm, mamba2_recurrence
-from quire_kernels.state_batch import StateBatch
+from quire_kernels import build_state_batch
 
 CPU = torch.device("cpu")
-# Heads, groups, size of the state, size of a head.
-SIZES = [(4, 2, 24, 16), (6, 1, 128, 80), (2, 2, 8, 12)]
-NUM_ROWS = 8
-
-
-class Case:
-    """Random inputs of a layer for `lengths` tokens of several sequences."""
-
-    def __init__(self, sizes, lengths, dtype=torch.float32, state_dtype=torch.float32):
-        self.heads, self.groups, self.state_dim, self.head_dim = sizes
-        inner, bc = self.heads * self.head_dim, self.groups * self.state_dim
-        torch.manual_seed(len(lengths))
-        merged = torch.randn(sum(lengths), 2 * inner + 2 * bc + self.heads).to(dtype)
-        self.gate, self.xbc, self.dt = merged.split([inner, inner + 2 * bc, self.heads], dim=1)
-        limits = (0.0, float("inf")) if self.groups == 1 else (0.3, 1.5)
-        a_log, dt_bias, d = torch.randn(3, self.heads)
-        self.params = Mamba2Params(a_log - 2, dt_bias, d, self.groups, limits)
-        self.weight = torch.randn(inner).to(dtype)
-        self.states = torch.randn(NUM_ROWS, self.heads, self.state_dim, self.head_dim).to(state_dtype)
-        self.rows = torch.randperm(NUM_ROWS)[: len(lengths)].tolist()
-
-    def run(self, batch: StateBatch, get=lambda op: op, rows=slice(None)):
-        """Return the outputs for the tokens `rows`, and with each kind of gate."""
-        states = self.states.clone()
-        out = get(mamba2_recurrence)(self.xbc[rows], self.dt[rows], self.params, states, batch)
-        self.states, flat = states, out.flatten(1)
-        kinds = (self.weight, True), (self.weight, False), (None, False)
-        return out, *(
-            get(gated_group_norm)(flat, self.gate[rows], weight, 1e-5, self.groups, gates_first)
-            for weight, gates_first in kinds
-        )
 
 
 @pytest.mark.parametrize("sizes", SIZES)

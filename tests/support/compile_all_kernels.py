@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from support import quantized_experts, sass
+from support import quantized_experts, sass, state_layers
 from support.attention_batches import make_batch
 
 import quire_kernels as ops
@@ -103,6 +103,7 @@ def _call_all() -> None:
         # Latent attention of DeepSeek V3.
         queries, cache, batch = make_batch(spans, heads=(128, 1), head_dim=576, dtype=BF16)
         kernel_of(ops.paged_attention)(queries, cache, batch, 0.1, value_dim=512)
+    _call_states(kernel_of)
     _call_lora(kernel_of)
     _call_experts(kernel_of)
 
@@ -155,6 +156,18 @@ def _call_quantized_linears(kernel_of: Any, num_tokens: int) -> None:
         ops.pack_weight_fp8(*ops.quantize_fp8(weight), dtype=torch.float32),
     ):
         kernel_of(ops.quantized_linear)(x, layer, None)
+
+
+def _call_states(kernel_of: Any) -> None:
+    """Decode steps of several sizes of Qwen3-Next and of Nemotron-H, with drafts and without."""
+    for lengths, drafts in (([1] * 4, ()), ([1], ()), ([3, 2], [2, 1])):
+        cases = (
+            state_layers.GatedDeltaCase((16, 32, 128, 128, 4), lengths, BF16),
+            state_layers.Mamba2Case((64, 8, 128, 64), lengths, BF16),
+        )
+        for case in cases:
+            batch = ops.build_state_batch(case.rows, lengths, torch.device("cpu"), drafts, [0] * len(drafts), 3)
+            case.run(batch, lambda op: kernel_of(op) if "own" in op.implementations("cuda") else op.reference)
 
 
 def _call_lora(kernel_of: Any) -> None:

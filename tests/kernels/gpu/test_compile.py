@@ -39,7 +39,7 @@ def test_all_compile(kernels):
         "_write_kv", "_sample", "_argmax_first",
         "_uniforms", "_apply_penalties", "_apply_token_bitmask", "_prepare", "_count_tokens", "_fill_tiles",
         "_shrink", "_expand", "_part_maxima", "_filter", "_draw", "_gate_up", "_down",
-        "_linear_codes", "_dequantize_weight",
+        "_linear_codes", "_dequantize_weight", "_convolve", "_gated_delta_update", "_mamba2_update",
     }  # fmt: skip
 
 
