@@ -12,6 +12,16 @@ from pathlib import Path
 from quire_operator.render.context import OPTIONAL_KINDS
 from quire_spec.net.addresses import ANY_ADDRESS
 
+OTHER_NAMES = {
+    "--verbose": ("-v",),
+    "--openai-port": ("--port",),
+    "--tensor-parallel-size": ("-tp",),
+    "--pipeline-parallel-size": ("-pp",),
+    "--data-parallel-size": ("-dp",),
+    "--quantization": ("-q",),
+}
+"""Other names of options of `quire serve`, as in vLLM."""
+
 PLAN_DESCRIPTION = """\
 Show how an LLMService will run: the number of GPUs, the context length, the batch sizes and how memory is used.
 The command downloads only config.json and the index or the header of the weights. It needs no cluster and no GPU."""

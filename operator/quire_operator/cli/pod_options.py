@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_operator.cli.options import (
+    OTHER_NAMES,
     parse_count,
     parse_count_or_zero,
     parse_file,
@@ -381,8 +382,7 @@ _OPTION_BY_FIELD = {field: option for option, field, _, _ in _OPTIONS}
 def add_pod_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser. An option that is not given has the value None."""
     for option, field, arguments, text in _OPTIONS:
-        others = {"--verbose": ["-v"], "--openai-port": ["--port"]}.get(option, [])
-        parser.add_argument(*others, option, dest=_DEST_PREFIX + field, help=text, **arguments)
+        parser.add_argument(*OTHER_NAMES.get(option, ()), option, dest=_DEST_PREFIX + field, help=text, **arguments)
 
 
 def pod_fields(args: argparse.Namespace) -> dict[str, Any]:

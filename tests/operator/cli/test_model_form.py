@@ -147,6 +147,16 @@ VALUES = {
 }
 
 
+def test_short_names_of_vllm(tmp_path, capsys):
+    files = tmp_path / "long.yaml", tmp_path / "short.yaml"
+    for file, (quantization, cores) in zip(
+        files, (("--quantization", "--data-parallel-size"), ("-q", "-dp")), strict=True
+    ):
+        assert main.main(["serve", TINY, quantization, "int8", cores, "2", f"--save={file}"]) == 0
+    assert files[0].read_text() == files[1].read_text() and "quantization: int8" in files[0].read_text()
+    assert "vLLM has" not in capsys.readouterr().err
+
+
 def test_saved_file_serves_the_same(tmp_path, capsys):
     """With every option of the table that a CPU has, and others that are fields of the spec."""
     of_gpus = ("--gpu-memory-utilization", "--tensor-parallel-size")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quire_operator.cli.model.other_vllm_options import OTHER_VLLM_OPTIONS
-from quire_operator.cli.options import parse_count
+from quire_operator.cli.options import OTHER_NAMES, parse_count
 
 DEST_PREFIX = "spec."
 _DTYPES = {"auto": None, "half": "float16", "float": "float32"}
@@ -67,7 +67,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the form with MODEL, and hidden ones that explain which options of vLLM do not exist."""
     group = parser.add_argument_group("options of quire serve MODEL, with the names of vLLM's options")
     for option, path, arguments, text in SPEC_OPTIONS:
-        group.add_argument(option, dest=DEST_PREFIX + path, help=text, **arguments)
+        group.add_argument(*OTHER_NAMES.get(option, ()), option, dest=DEST_PREFIX + path, help=text, **arguments)
     add = group.add_argument
     add("--revision", metavar="REVISION", help="branch, tag or commit of MODEL on the hub")
     add("--served-model-name", nargs="+", metavar="NAME", help="names by which clients request the model")
