@@ -20,6 +20,7 @@ from quire_engine.weights.device_copier import CopyFunction
 from quire_engine.weights.model_streamer import stream_tensors
 from quire_engine.weights.param_shard import LoadTarget, ParamShard, TensorSource, read_rows, unsharded
 from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
+from quire_engine.weights.quantized.stacked_experts import EXPERT, stacked_name
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_spec.errors import ConfigError
 from quire_spec.model.quantization import QuantizationScheme
@@ -39,7 +40,6 @@ _UNUSED_TENSORS = re.compile(
     r"|model\.mtp_.*|mtp\..*|(model\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual)\..*"
     r"|(model\.)?(vision_embedder|embed_vision|audio_tower|embed_audio)\..*"
 )
-_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)\.weight")
 
 
 def load_weights(
@@ -191,12 +191,11 @@ def _find_stacked_experts(files: TensorFiles, targets: Mapping[str, ParamShard])
     """Return the sources of those projections of experts that the checkpoint stores in one tensor for all experts."""
     found = {}
     for name, target in targets.items():
-        match = _EXPERT.fullmatch(name)
+        match = EXPERT.fullmatch(name)
         if match is None or name in files:
             continue
         projection = match["projection"]
-        stacked = f"{match['experts']}.{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"
-        if stacked in files:
+        if (stacked := stacked_name(match)) in files:
             is_transposed = target.is_stacked_transposed
             found[name] = _StackedExpertTensor(files, stacked, int(match["expert"]), projection, is_transposed)
     return found

@@ -2,13 +2,16 @@
 """A model that is quantized when it is loaded computes almost what its own dequantized weights give."""
 
 import itertools
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.requirements_of_machine import requires_native_kernels
+from support.tiny_checkpoints import make_checkpoint
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -177,3 +180,52 @@ def test_rejects_inputs_that_groups_do_not_divide() -> None:
 def test_warns_where_no_kernel_exists(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_slow_quantization("int8", torch.float32, CPU)
     assert "quantization int8 is slow here: the kernels need dtype bfloat16 (got float32)" in caplog.text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_that_a_checkpoint_stores_in_one_fp8_tensor(ranks: int, tmp_path: Path) -> None:
+    """As transformers 5 saves them. The outputs are those of the dequantized weights; two ranks share each expert."""
+    block, name = (8, 16), "model.layers.{}.mlp.experts.{}.{}_proj.weight"
+    dense, stacked = (make_checkpoint(tmp_path / kind, "qwen3_moe") for kind in ("dense", "stacked"))
+    document = json.loads((stacked / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": block}
+    (stacked / "config.json").write_text(json.dumps(document | {"quantization_config": quantization}))
+    tensors = {f"{folder}": load_file(folder / "model.safetensors") for folder in (dense, stacked)}
+    for layer in range(document["num_hidden_layers"]):
+        for target, projections in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            codes, scales = [], []
+            for expert in range(document["num_local_experts"]):
+                names = [name.format(layer, expert, projection) for projection in projections]
+                weight = torch.cat([tensors[f"{stacked}"].pop(each) for each in names])
+                grid = weight.unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1]))
+                scale = grid.abs().amax((1, 3)) / 448
+                quantized = (grid / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+                restored = (quantized.float() * scale[:, None, :, None]).view(weight.shape)
+                tensors[f"{dense}"] |= zip(names, restored.chunk(len(names)), strict=True)
+                codes.append(quantized.view(weight.shape))
+                scales.append(scale)
+            path = f"model.layers.{layer}.mlp.experts.{target}"
+            tensors[f"{stacked}"] |= {path: torch.stack(codes), f"{path}_scale_inv": torch.stack(scales)}
+    for folder in (dense, stacked):
+        whole = {key: tensor.contiguous() for key, tensor in tensors[f"{folder}"].items()}
+        save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    outputs = []
+    fields = {
+        "dtype": "float32",
+        "max_model_len": 64,
+        "block_size": 8,
+        "max_num_seqs": 1,
+        "kv_cache_memory_bytes": 1 << 20,
+    }
+    for folder in (dense, stacked):
+        llm = LLM(folder, **fields, tensor_parallel_size=ranks)
+        params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1, ignore_eos=True)
+        [output] = llm.generate([{"prompt_token_ids": list(range(5, 25))}], params, use_tqdm=False)
+        outputs.append(
+            [
+                (token, each[token].logprob)
+                for token, each in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+            ]
+        )
+        del llm
+    assert outputs[0] == outputs[1]

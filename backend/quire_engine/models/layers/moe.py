@@ -16,8 +16,8 @@ from quire_engine.models.layers.mlp import MLP, UngatedMLP
 from quire_engine.models.layers.module import Module
 from quire_engine.models.layers.router import Router
 from quire_engine.weights.param_shard import LoadTarget, ParamShard, unsharded
-from quire_engine.weights.quantized.mxfp4 import MXFP4Expert, MXFP4Tensor
 from quire_engine.weights.quantized.packing import WeightPart, dequantize_experts, pack_quantized_experts
+from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
 from quire_kernels import (
     GROUP_SIZE,
     ExpertAdapters,
@@ -236,11 +236,7 @@ class MoE(Module):
                 if tensor.shape != shard.checkpoint_shape:
                     raise ConfigError(f"{name} has shape {tensor.shape}; config.json implies {shard.checkpoint_shape}")
                 columns = range(tensor.shape[-1]) if shard.columns is None else shard.columns
-                matrices = (
-                    [MXFP4Expert(tensor, expert) for expert in range(tensor.shape[0])]
-                    if isinstance(tensor, MXFP4Tensor)
-                    else [tensor]
-                )
+                matrices = (tensor,) if isinstance(tensor, QuantizedTensor) else tensor.matrices
                 num_rows = sum(map(len, shard.rows))
                 parts += (WeightPart(matrix, shard.rows, columns, num_rows) for matrix in matrices)
         if num_missing and any(all_parts):

@@ -85,6 +85,11 @@ class MXFP4Tensor:
                 raise ConfigError(f"{name}{suffix} is {slices[suffix].get_dtype()}; mxfp4 requires U8")
         self.shape: tuple[int, ...] = (shape[0], shape[1], shape[2] * BLOCK_SIZE)
 
+    @property
+    def matrices(self) -> "tuple[MXFP4Expert, ...]":
+        """The matrices of all experts."""
+        return tuple(MXFP4Expert(self, expert) for expert in range(self.shape[0]))
+
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
         """Return a part of one expert's weight, with the shape [len(rows), len(columns)]."""
         blocks = range(columns.start // BLOCK_SIZE, -(-columns.stop // BLOCK_SIZE))

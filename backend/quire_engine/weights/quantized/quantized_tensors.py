@@ -9,7 +9,14 @@ from quire_engine.weights.quantized.mxfp4 import MXFP4Tensor
 from quire_engine.weights.quantized.nvfp4 import NVFP4Tensor, PackedNVFP4Tensor
 from quire_engine.weights.quantized.pack_quantized import PackQuantizedTensor
 from quire_engine.weights.quantized.quantized_tensor import QuantizedTensor
-from quire_engine.weights.quantized.scaled import FP8Tensor, Int8Tensor
+from quire_engine.weights.quantized.scaled import FP8Tensor, Int8Tensor, ScaledTensor
+from quire_engine.weights.quantized.stacked_experts import (
+    EXPERT,
+    StackedTensor,
+    expert_matrix,
+    stacked_name,
+    stacked_tensor,
+)
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_spec.errors import ConfigError
 from quire_spec.model.quantization import QuantizationScheme
@@ -46,7 +53,7 @@ class QuantizedTensors:
         self._modules: set[str] = set()
         self._found: set[str] = set()
 
-    def find(self, name: str) -> QuantizedTensor | MXFP4Tensor | None:
+    def find(self, name: str) -> QuantizedTensor | MXFP4Tensor | StackedTensor | None:
         """Return the quantized tensor that replaces tensor `name` in the files, or None if `name` is not quantized.
 
         Raises:
@@ -59,7 +66,7 @@ class QuantizedTensors:
         module = name.removesuffix(_WEIGHT)
         marker = self._marker(module)
         if marker is None or not name.endswith(_WEIGHT):
-            return None
+            return self._find_stacked(name)
         scheme = self._scheme.scheme_of(module)
         tensor_class = GGUF_TENSORS.get(marker) if scheme.layout == "gguf" else _CLASS_BY_LAYOUT.get(scheme.layout)
         if tensor_class is None or marker != tensor_class.MARKER:
@@ -77,7 +84,7 @@ class QuantizedTensors:
         """Return the quantized weight of a linear layer. `module` is the layer's name in the model. `find` describes
         the errors."""
         tensor = self.find(f"{self.files.name_in_file(module)}{_WEIGHT}")
-        assert not isinstance(tensor, MXFP4Tensor)
+        assert not isinstance(tensor, MXFP4Tensor | StackedTensor)
         return tensor
 
     def is_known(self, name: str) -> bool:
@@ -109,6 +116,30 @@ class QuantizedTensors:
         names = {s: f"{name}{s}" for s in (MXFP4Tensor.MARKER, MXFP4Tensor.SCALES) if f"{name}{s}" in self.files}
         self._found.update(names.values())
         return MXFP4Tensor(name, {suffix: self.files.get_slice(full) for suffix, full in names.items()}, scheme)
+
+    def _find_stacked(self, name: str) -> ScaledTensor | StackedTensor | None:
+        """Return the projection of one expert or of all experts, if the files contain it as codes of all experts."""
+        assert self._scheme is not None
+        match = None if name in self.files else EXPERT.fullmatch(name)
+        stacked = name if match is None else stacked_name(match)
+        if stacked not in self.files or stacked.endswith(_WEIGHT):
+            return None
+        if self.files.get_slice(stacked).get_dtype() not in _CODE_DTYPES:
+            return None
+        scheme = self._scheme.scheme_of(name.removesuffix(_WEIGHT))
+        tensor_class = _CLASS_BY_LAYOUT.get(scheme.layout)
+        if tensor_class is None or not issubclass(tensor_class, ScaledTensor):
+            raise ConfigError(
+                f"config.json: quantization_config: describes {stacked} as {scheme.layout}, but the checkpoint "
+                "contains codes of all experts in one tensor; only fp8 and int8 are stored like this"
+            )
+        names = {s: f"{stacked}{s.removeprefix(_WEIGHT)}" for s in (tensor_class.MARKER, *tensor_class.SCALES)}
+        names = {suffix: each for suffix, each in names.items() if each in self.files}
+        self._found.update(names.values())
+        slices = {suffix: self.files.get_slice(each) for suffix, each in names.items()}
+        if match is None:
+            return stacked_tensor(tensor_class, stacked, slices, scheme)
+        return expert_matrix(tensor_class, stacked, slices, scheme, match)
 
     def _marker(self, module: str) -> str | None:
         """Return the name suffix of the tensor that contains a module's values, or None if the module is not

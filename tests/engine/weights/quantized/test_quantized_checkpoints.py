@@ -151,6 +151,48 @@ def test_blocks_of_bitsandbytes_can_end_in_another_row(tmp_path_factory, rows, h
     assert torch.equal(found, expected[first_row:, first:])
 
 
+@pytest.mark.parametrize(("block", "inner"), [((16, 32), 48), ((128, 128), 24), (None, 48), ("channel", 48)], ids=str)
+def test_fp8_experts_in_one_tensor(block, inner, tmp_path):
+    """As transformers 5 saves them, by the names of one expert and of all. A block of 128 contains gate and up."""
+    num_experts, hidden = 3, 64
+    grid = {None: (1, 1), "channel": (2 * inner, 1)}.get(block) or (-(-2 * inner // block[0]), -(-hidden // block[1]))
+    codes = torch.randn(num_experts, 2 * inner, hidden).to(torch.float8_e4m3fn)
+    scales = torch.rand(num_experts, *grid)
+    sizes = (2 * inner // grid[0], hidden) if block in (None, "channel") else block
+    weight = (
+        codes.float() * scales.repeat_interleave(sizes[0], 1).repeat_interleave(sizes[1], 2)[:, : 2 * inner, :hidden]
+    )
+    tensors = {"m.experts.gate_up_proj": codes, "m.experts.gate_up_proj_scale_inv": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    is_block = isinstance(block, tuple)
+    config = {"quant_method": "fp8", "weight_block_size": list(block)} if is_block else {"quant_method": "fbgemm_fp8"}
+    scheme = QuantizationScheme.from_hf_config(HFConfigReader(config))
+    found = QuantizedTensors(TensorFiles(tmp_path), scheme)
+    rows, columns = range(5, inner), range(7, 40)
+    for expert in range(num_experts):
+        for i, name in enumerate(("gate_proj", "up_proj")):
+            tensor = found.find(f"m.experts.{expert}.{name}.weight")
+            assert tensor.shape == (inner, hidden)
+            expected = weight[expert, i * inner :][rows.start : rows.stop, columns.start : columns.stop]
+            torch.testing.assert_close(tensor.read(0, rows, columns, torch.float32), expected)
+        whole = found.find("m.experts.gate_up_proj")
+        assert whole.shape == weight.shape
+        torch.testing.assert_close(whole.read(expert, range(2 * inner), range(hidden), torch.float32), weight[expert])
+    assert all(map(found.is_known, tensors))
+    with pytest.raises(ConfigError, match="has 3 experts"):
+        found.find("m.experts.3.up_proj.weight")
+
+
+def test_fp8_experts_whose_blocks_contain_gate_and_up_are_refused(tmp_path):
+    codes, scales = torch.zeros(2, 48, 32, dtype=torch.float8_e4m3fn), torch.ones(2, 3, 2)
+    save_file(
+        {"m.experts.gate_up_proj": codes, "m.experts.gate_up_proj_scale_inv": scales}, tmp_path / "model.safetensors"
+    )
+    scheme = QuantizationScheme.from_hf_config(HFConfigReader({"quant_method": "fp8", "weight_block_size": [16, 16]}))
+    with pytest.raises(ConfigError, match="block of 16 features contains features of gate and of up"):
+        QuantizedTensors(TensorFiles(tmp_path), scheme).find("m.experts.0.up_proj.weight")
+
+
 def test_mxfp4_experts():
     name, folder = "model.layers.1.mlp.experts.gate_up_proj", FOLDERS["mxfp4"]
     stored = load_file(folder / "model.safetensors")
