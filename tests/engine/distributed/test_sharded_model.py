@@ -140,6 +140,12 @@ def _split_experts(name, tensor):
             yield f"{experts}.{expert}.{part}.weight", values
 
 
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(vision_tower|vision_model|vision_embedder|embed_vision|audio_tower|embed_audio|multi_modal_projector"
+    r"|mm_projector|visual)\."
+)
+
+
 def test_rank_reads_only_its_shard(folder, monkeypatch):
     """Every element of a tensor is loaded by a rank; replicated KV heads and unsharded tensors by several."""
     shape, size = ModelConfig.load(folder), 4
@@ -152,7 +158,7 @@ def test_rank_reads_only_its_shard(folder, monkeypatch):
         if name.endswith(("conv1d.weight", "conv.conv.weight"))
         else tensor.view(-1 if name.endswith("A_log") else tensor.shape or 1)
         for name, tensor in load_file(folder / "model.safetensors").items()
-        if not re.match(r"(model\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector|visual)\.", name)
+        if not _OTHER_PARTS.match(name)
     }
     names = {files.name_in_file(name) for name, _ in _load_model(folder, None).tensors()}
     tensors = dict(
