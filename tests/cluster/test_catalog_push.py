@@ -56,7 +56,7 @@ class World:
     def conditions(self):
         return {c["type"]: (c["status"], c["reason"]) for c in self.operator.status().get("conditions", [])}
 
-    def until(self, kind, status, reason=None, seconds=30.0):
+    def until(self, kind, status, reason=None, seconds=120.0):
         """Until a condition is so for the newest generation; the seconds it took."""
         begun = time.monotonic()
 

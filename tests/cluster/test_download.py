@@ -43,7 +43,7 @@ def message(operator, kind):
     return operator.condition(kind)["message"]
 
 
-def says(operator, kind, status, reason, seconds=30):
+def says(operator, kind, status, reason, seconds=120):
     def so():
         found = operator.condition(kind)
         return (found.get("status"), found.get("reason")) == (status, reason)
