@@ -47,6 +47,9 @@ def pin(tensor: Tensor) -> Tensor:
     Raises:
         RuntimeError: the driver cannot pin the memory.
     """
+    if not tensor.nbytes:
+        # The driver refuses to pin nothing.
+        return tensor
     # A HugePageArena cannot be used, because its tensors do not begin at the start of their storage. To find out
     # whether a tensor is pinned, torch checks the start of the storage.
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]

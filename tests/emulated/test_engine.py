@@ -49,6 +49,19 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[LoRA
     return [LoRARequest(path.name, i, str(path)) for i, path in enumerate(paths, 1)]
 
 
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each step that replays a graph: whether it has adapters."""
+    steps, run = [], CudaGraphRunner.run
+
+    def recording_run(self: CudaGraphRunner, graph_input: Any, *args: Any) -> Any:
+        steps.append(graph_input.has_adapters)
+        return run(self, graph_input, *args)
+
+    monkeypatch.setattr(CudaGraphRunner, "run", recording_run)
+    return steps
+
+
 def _prompts(*lengths: int) -> list[dict[str, Any]]:
     draw = torch.Generator().manual_seed(3)
     return [{"prompt_token_ids": torch.randint(VOCAB, (length,), generator=draw).tolist()} for length in lengths]
@@ -127,7 +140,7 @@ def test_adapter_slot_is_reloaded_while_steps_run(model, adapters, monkeypatch):
     assert True in captured
 
 
-def test_adapters_that_transform_products_or_replace_modules(model, adapters, tmp_path, monkeypatch):
+def test_adapters_that_transform_products_or_replace_modules(model, adapters, tmp_path, replayed):
     """Steps without such an adapter still replay graphs."""
     configs = [
         {"use_dora": True, "r": 4},
@@ -136,13 +149,6 @@ def test_adapters_that_transform_products_or_replace_modules(model, adapters, tm
     ]
     paths = [make_adapter(model, tmp_path / f"{i}", seed=i, **config) for i, config in enumerate(configs)]
     special = [LoRARequest(f"special-{i}", 5 + i, str(path)) for i, path in enumerate(paths)]
-    replayed, run = [], CudaGraphRunner.run
-
-    def recording_run(self: CudaGraphRunner, graph_input: Any, *args: Any) -> Any:
-        replayed.append(graph_input.has_adapters)
-        return run(self, graph_input, *args)
-
-    monkeypatch.setattr(CudaGraphRunner, "run", recording_run)
     loras = [*special, adapters[0], None, special[0]]
     params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (6, 5, 7, 16, 14, 3)]
     options = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8, "lora_modules_to_save": True, "loras": loras}
@@ -161,7 +167,7 @@ def test_layers_with_states(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "kimi_linear"])
-def test_latent_attention(kind, tmp_path, monkeypatch):
+def test_latent_attention(kind, tmp_path, replayed):
     """Steps with an adapter that changes the absorbed projection do not replay graphs; the others do. Kimi Linear also
     has states, whose steps never replay graphs."""
     model = make_checkpoint(tmp_path / "model", kind)
@@ -171,13 +177,6 @@ def test_latent_attention(kind, tmp_path, monkeypatch):
     ]
     paths = [make_adapter(model, tmp_path / f"{i}", seed=i, r=4, **fields) for i, fields in enumerate(options)]
     loras = [LoRARequest(f"a{i}", 1 + i, str(path)) for i, path in enumerate(paths)]
-    replayed, run = [], CudaGraphRunner.run
-
-    def recording_run(self: CudaGraphRunner, graph_input: Any, *args: Any) -> Any:
-        replayed.append(graph_input.has_adapters)
-        return run(self, graph_input, *args)
-
-    monkeypatch.setattr(CudaGraphRunner, "run", recording_run)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (12, 4, 14, 9)]
     fields = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "loras": [*loras, None, loras[0]]}
     cpu, gpu = _generate_on_both(model, _prompts(5, 60, 17, 30), params, **fields)
