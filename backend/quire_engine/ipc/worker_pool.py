@@ -154,7 +154,7 @@ class WorkerPool:
             await asyncio.wait({answer}, timeout=max(_MIN_POLL_S, left_s))
 
     def _replace(self, worker: "_Worker") -> None:
-        worker.kill()
+        self._end(worker)
         self._num_workers -= 1
         self.start()
 
@@ -168,7 +168,7 @@ class WorkerPool:
         worker = None
         try:
             worker = await _Worker.start(self._module)
-            self._workers = {each for each in self._workers if not each.has_ended} | {worker}
+            self._workers.add(worker)
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await worker.ask(self._config_line)
             self._idle.put_nowait(worker)
@@ -176,8 +176,17 @@ class WorkerPool:
         except (OSError, ValueError, TimeoutError) as error:
             logger.warning("worker did not start module=%s error=%s", self._module, error)
             if worker is not None:
-                worker.kill()
+                self._end(worker)
             return False
+
+    def _end(self, worker: "_Worker") -> None:
+        """Kill a worker, and forget it, with what it has written, when its process has ended."""
+        worker.kill()
+        self._create_task(self._forget(worker))
+
+    async def _forget(self, worker: "_Worker") -> None:
+        await worker.wait()
+        self._workers.discard(worker)
 
 
 class _Worker:
