@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from support.kv_pods import forest, kv_pods, metric, num_leases
+from support.kv_pods import ALWAYS_READ, forest, kv_pods, metric, num_leases
 from support.quire_serve import example_document
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
@@ -25,14 +25,18 @@ LOCAL_TOKENS = 64
 @pytest.fixture(scope="module")
 def pods(tmp_path_factory):
     """Return the two services, which accept the API keys a and b. The second one computes prompts of up to LOCAL_TOKENS
-    tokens by itself."""
+    tokens by itself, and reads the others also when other programs make reads slow."""
     document = example_document()
     document["spec"]["engine"] |= {"maxModelLen": 512, "kvCacheOffloading": {"memory": "32Mi"}}
     folder = tmp_path_factory.mktemp("disaggregation")
     (folder / "keys").mkdir()
     for key in ("a", "b"):
         (folder / "keys" / key).write_text(f"key-{key}")
-    flags = (f"--openai-api-keys-dir={folder / 'keys'}", f"--prefill-local-tokens={LOCAL_TOKENS}")
+    flags = (
+        f"--openai-api-keys-dir={folder / 'keys'}",
+        f"--prefill-local-tokens={LOCAL_TOKENS}",
+        ALWAYS_READ,
+    )
     with kv_pods(document, folder, *flags) as pods:
         prefill, decode = pods.services
         names = {"prefill": prefill, "decode": decode, "prefiller": pods.openai_addresses[0]}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from support.kv_peer_relay import Relay
-from support.kv_pods import forest, kv_pods, metric, num_leases, num_rows
+from support.kv_pods import ALWAYS_READ, forest, kv_pods, metric, num_leases, num_rows
 from support.quire_serve import example_document
 
 from quire_engine.kv_transfer.peer_connection import PeerConnection
@@ -33,7 +33,7 @@ def pods(tmp_path_factory):
     document = example_document()
     document["spec"]["engine"] |= {"maxModelLen": 512, "kvCacheOffloading": {"memory": "32Mi"}}
     speed = f"--kv-transfer-bytes-per-second={BYTES_PER_SECOND}"
-    with kv_pods(document, tmp_path_factory.mktemp("peers"), speed, num_relays=16) as pods:
+    with kv_pods(document, tmp_path_factory.mktemp("peers"), speed, ALWAYS_READ, num_relays=16) as pods:
         yield *pods.services, pods.addresses[0], pods.relay_ports
 
 

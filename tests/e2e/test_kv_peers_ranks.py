@@ -7,7 +7,7 @@ import time
 
 import pytest
 from support.kv_peer_relay import Relay
-from support.kv_pods import forest, kv_pods, metric, num_leases
+from support.kv_pods import ALWAYS_READ, forest, kv_pods, metric, num_leases
 from support.quire_serve import example_document
 from support.thread_workers import rank_worker_processes
 
@@ -23,7 +23,7 @@ def pods(tmp_path_factory):
     document["spec"]["engine"] |= {"maxModelLen": 512, "kvCacheOffloading": {"memory": "32Mi"}}
     document["spec"]["engine"]["tensorParallelSize"] = 2
     speed = "--kv-transfer-bytes-per-second=400000"
-    with kv_pods(document, tmp_path_factory.mktemp("ranks"), speed, num_relays=16) as pods:
+    with kv_pods(document, tmp_path_factory.mktemp("ranks"), speed, ALWAYS_READ, num_relays=16) as pods:
         yield *pods.services, pods.addresses[0], pods.relay_ports
 
 

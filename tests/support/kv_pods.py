@@ -13,6 +13,8 @@ from nodocker_cluster.ports import free_ports
 from support.engine_processes import IpcClient
 from support.quire_serve import PORTS, QuireServeProcess
 
+ALWAYS_READ = "--kv-recompute-threshold=0"
+"""The option with which a service reads blocks also when other programs make reads slower than computing."""
 DAY = "{} went to the forest on day {} and saw a bear."
 
 
@@ -24,7 +26,7 @@ class KVPods:
     transfer_ports: list[int]
     """Port of the KV blocks of each service."""
     relay_ports: Iterator[int]
-    """Free ports that are allowed peers. A service has measured nothing yet about the speed of a new one."""
+    """Free ports that are allowed peers."""
 
     @property
     def addresses(self) -> list[str]:

@@ -17,8 +17,8 @@ from support.quire_serve import QuireServeProcess, running_service
 
 @contextlib.contextmanager
 def two_pods(document: dict[str, Any], folder: Path, shares_kv: bool = False) -> Iterator[list[QuireServeProcess]]:
-    """Start two servers, which publish their KV events as vllm-router reads them. `shares_kv`: they can read each
-    other's KV blocks."""
+    """Start two servers, which publish their KV events as vllm-router reads them. `shares_kv`: they read each
+    other's KV blocks, also when other programs make reads slow."""
     transfer_ports = free_ports(2)
     peers = ",".join(f"127.0.0.1:{port}" for port in transfer_ports)
     key = folder / "key"
@@ -33,7 +33,7 @@ def two_pods(document: dict[str, Any], folder: Path, shares_kv: bool = False) ->
             flags = [f"--kv-events-port={ports[0]}", "--kv-events-topic="]
             if shares_kv:
                 flags += [f"--kv-transfer-port={transfer_ports.pop()}", f"--kv-transfer-key-file={key}"]
-                flags += [f"--kv-transfer-peers={peers}"]
+                flags += [f"--kv-transfer-peers={peers}", "--kv-recompute-threshold=0"]
             pod = stack.enter_context(running_service(document, folder / name, *flags))
             pod.kv_events_port = ports[0]
             pods.append(pod)

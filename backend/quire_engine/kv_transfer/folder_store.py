@@ -28,6 +28,7 @@ import xxhash
 from quire_engine.kv_cache.block_hash import LAYOUT_VERSION
 from quire_engine.kv_transfer.daemon_threads import DaemonThreads
 from quire_engine.kv_transfer.key_index import KeyIndex
+from quire_engine.kv_transfer.read_time import ReadTime
 from quire_engine.kv_transfer.store import HostRows, KVStore
 
 _MAGIC, _VERSION = b"QKV1", 1
@@ -49,8 +50,6 @@ _RACY_S = 2.0
 """A folder that was changed less than this number of seconds ago can change again without a new time."""
 _RETRY_S = 30.0
 """After an error of the file system, nothing is written for this number of seconds."""
-_MEASUREMENT_S = 10.0
-"""A measured time of a read counts for this number of seconds. After that, a read measures again."""
 _STALE_S = 600.0
 """A temporary file that is older was left by a process that died."""
 
@@ -94,7 +93,7 @@ class FolderStore(KVStore):
         self._index = KeyIndex()
         self._folder_times: dict[int, int] = {}
         self._scanned_at = 0.0
-        self._read_seconds, self._measured_at = 0.0, 0.0
+        self._read_time = ReadTime()
         self._no_writes_before = 0.0
         self._lock = threading.Lock()
         self.misses = Counter[str]()
@@ -111,7 +110,7 @@ class FolderStore(KVStore):
     @property
     def seconds_per_block(self) -> float:
         """See KVStore."""
-        return self._read_seconds if time.monotonic() < self._measured_at + _MEASUREMENT_S else 0.0
+        return self._read_time.seconds_per_block
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """See KVStore. Files of other pods are seen after some seconds."""
@@ -159,9 +158,7 @@ class FolderStore(KVStore):
                 self._index.discard(key)
                 self._count(reason)
                 return
-            seconds, earlier_seconds = time.perf_counter() - start, self.seconds_per_block
-            self._read_seconds = 0.8 * earlier_seconds + 0.2 * seconds if earlier_seconds else seconds
-            self._measured_at = time.monotonic()
+            self._read_time.add(time.perf_counter() - start)
             yield
 
     def _read_block(self, key: bytes, row: int) -> str:

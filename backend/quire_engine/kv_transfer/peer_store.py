@@ -17,6 +17,7 @@ import xxhash
 
 from quire_engine.kv_transfer.daemon_threads import DaemonThreads
 from quire_engine.kv_transfer.peer_connection import STALL_S, Cancelled, PeerConnection, closing
+from quire_engine.kv_transfer.read_time import ReadTime
 from quire_engine.kv_transfer.store import HostRows, KVStore
 from quire_spec.engine.kv_transfer_config import KVTransferConfig, PeerAddress
 from quire_spec.errors import QuireError, Unavailable
@@ -31,9 +32,6 @@ _RETRY_S = 5.0
 _LATE_S = 1.5
 """If no request waits for a read any longer, the read was late if it took more than this many seconds. Otherwise, its
 requests were aborted."""
-_MEASUREMENT_S = 10.0
-"""A measured time of a read counts for this number of seconds. After that, a read measures again. The first read of a
-connection is not measured: it opens the connection, and takes up to four times as long for each block."""
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +96,7 @@ class PeerStore(KVStore):
         self._layout = layout
         self._connection: PeerConnection | None = None
         self._no_reads_before = 0.0
-        self._read_seconds, self._measured_at = 0.0, 0.0
+        self._read_time = ReadTime()
         self._reader = DaemonThreads(1, "kv-peer")
         self._heartbeats = DaemonThreads(1, "kv-heartbeat")
 
@@ -110,7 +108,7 @@ class PeerStore(KVStore):
     @property
     def seconds_per_block(self) -> float:
         """See KVStore."""
-        return self._read_seconds if time.monotonic() < self._measured_at + _MEASUREMENT_S else 0.0
+        return self._read_time.seconds_per_block
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """See KVStore. The pod seems to have everything, until it has answered."""
@@ -140,7 +138,6 @@ class PeerStore(KVStore):
     ) -> None:
         """Read, and call `on_done` with the number of blocks, also after an error."""
         num_done, start, reason, message = 0, time.monotonic(), "", ""
-        earlier_connection = self._connection
         try:
             if start >= self._no_reads_before:
                 self._rows.synchronize()
@@ -166,10 +163,8 @@ class PeerStore(KVStore):
                 # Otherwise, the read and this store refer to each other, and a store that requests no longer name
                 # keeps its connection and its threads.
                 self._connection.is_wanted = _always
-            if num_done and self._connection is earlier_connection is not None:
-                seconds, earlier_seconds = (time.monotonic() - start) / num_done, self.seconds_per_block
-                self._read_seconds = 0.8 * earlier_seconds + 0.2 * seconds if earlier_seconds else seconds
-                self._measured_at = time.monotonic()
+            if num_done:
+                self._read_time.add((time.monotonic() - start) / num_done)
             on_done(num_done)
 
     def _read_blocks(self, keys: Sequence[bytes], rows: Sequence[int], is_wanted: Callable[[], bool]) -> Iterator[None]:

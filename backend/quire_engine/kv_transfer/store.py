@@ -60,4 +60,4 @@ class KVStore(Protocol):
 
     @property
     def seconds_per_block(self) -> float:
-        """Measured seconds to read one block; 0 before the first read."""
+        """Measured seconds to read one block; 0 if nothing was measured lately."""

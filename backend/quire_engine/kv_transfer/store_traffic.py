@@ -67,7 +67,8 @@ class StoreTraffic:
         """Create the traffic; new rows of `host_cache` are written to `store` from now on, if there is one.
 
         `find_peer` returns the blocks of the pod that a request names, as HOST:PORT. Nothing is read from other pods
-        if fewer tokens of a sequence than `recompute_threshold` are not cached.
+        if fewer tokens of a sequence than `recompute_threshold` are not cached, or if computing them takes less time.
+        With 0, everything is read that another pod has.
         """
         self._store = store
         self._find_peer = find_peer
@@ -236,8 +237,10 @@ class StoreTraffic:
         max_blocks = min(pool.num_free, pool.num_blocks // _READ_SHARE - len(self._reads))
         keys = list(takewhile(lambda key: key not in self._reads, islice(adapters, max(0, max_blocks))))
         num_blocks = store.contains(keys)
-        seconds = num_blocks * (costs.seconds_per_block + store.seconds_per_block)
-        if not num_blocks or seconds >= num_blocks * self._block_size * costs.seconds_per_token:
+        read_s = costs.seconds_per_block + store.seconds_per_block
+        is_faster = read_s < self._block_size * costs.seconds_per_token
+        is_always_read = store is not self._store and not self._recompute_threshold
+        if not num_blocks or not (is_faster or is_always_read):
             return None
         rows = pool.allocate(num_blocks)
         read = _Transfer(store, keys[:num_blocks], rows, True, now + wait_s, adapters)

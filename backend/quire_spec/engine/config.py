@@ -262,7 +262,8 @@ class EngineConfig:
 
     kv_recompute_threshold: int = 64
     """Blocks of other pods are not read if fewer tokens of the prompt than this number are not cached, because
-    computing them takes less time than asking."""
+    computing them takes less time than asking, or if reads of the last seconds took longer than computing. With 0, they
+    are always read: prompts never delay the tokens of this pod."""
 
     kv_load_failure_policy: str = "recompute"
     """Policy for a request whose prompt another pod has computed, but whose blocks cannot be read. With recompute,

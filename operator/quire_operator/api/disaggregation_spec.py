@@ -70,7 +70,8 @@ class DisaggregationSpec:
 
     recomputeThreshold: int | None = schema_field(None, minimum=0, maximum=16777216)
     """A decode pod reads no KV blocks for a prompt of which fewer tokens than this are not cached: computing them takes
-    less time. Default 64."""
+    less time. It also computes a prompt if reads took longer than computing in the last seconds. With 0, it always
+    reads. Default 64."""
     loadFailurePolicy: str | None = schema_field(None, enum=capabilities.KV_LOAD_FAILURE_POLICIES)
     """Policy of decode pods if the blocks of a prompt that a prefill pod has computed cannot be read. recompute: the
     decode pod computes the prompt. fail: the request fails with UNAVAILABLE before it has output. Default recompute."""

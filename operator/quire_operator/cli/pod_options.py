@@ -349,7 +349,8 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         "--kv-recompute-threshold",
         "engine.kv_recompute_threshold",
         {"type": parse_count_or_zero, "metavar": "N"},
-        "read no KV blocks of other servers if fewer than N tokens of a prompt are not cached (default: 64)",
+        "read no KV blocks of other servers if fewer than N tokens of a prompt are not cached; 0: read them even if "
+        "computing takes less time (default: 64)",
     ),
     (
         "--kv-load-failure-policy",

@@ -37,7 +37,6 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def always_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
-    monkeypatch.setattr(peer_store, "_MEASUREMENT_S", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -160,25 +159,6 @@ def test_leased_rows_contain_the_parts_of_all_ranks_while_steps_are_in_flight(fo
             holder.leases.release_all()
         holder.check_integrity()
     assert num_compared > 50 and num_in_flight > 10
-
-
-def test_the_first_read_of_a_connection_is_not_measured(
-    folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It opens the connection. Its time would say that the next prompts are computed faster than they are read."""
-    monkeypatch.setattr(peer_store, "_MEASUREMENT_S", 60.0)
-    holder, reader = create(folder, key_file), create(folder, key_file)
-    serve(holder)
-    with peer(holder, key_file) as server:
-        assert reader._peers is not None
-        store = reader._peers.find(server.address)
-        assert store is not None
-        for number, prefix in enumerate(PREFIXES[:2]):
-            reader.add(SequenceRequest(number, [*prefix, 5], PARAMS, kv_source=server.address))
-            while reader.has_work:
-                reader.step()
-            assert reader.stats().num_peer_read_blocks == 7 * (number + 1)
-            assert (store.seconds_per_block > 0) == (number == 1)
 
 
 def test_a_peer_that_is_not_named_any_more_is_freed(

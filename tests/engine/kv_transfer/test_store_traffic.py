@@ -7,6 +7,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import ClassVar
 
+import pytest
+
 from quire_engine.kv_cache.host_cache import HostCache
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer.store_traffic import READ_DEADLINE_S, StoreTraffic
@@ -19,7 +21,7 @@ NUM_ROWS = 100
 class FullStore:
     """A KVStore that has every block, and whose reads end when the test says."""
 
-    seconds_per_block = 0.0
+    seconds_per_block: float = 0.0
     errors: ClassVar[dict[str, int]] = {}
 
     def __init__(self) -> None:
@@ -141,3 +143,16 @@ def test_blocks_that_the_other_sequence_did_not_get_are_read_once_more() -> None
     assert h.plan(0.1) == [second] and h.store.reads[0][0] == [b"b", b"c"]
     h.store.end_read(0)
     assert h.plan(0.2) == []
+
+
+@pytest.mark.parametrize(("seconds_per_block", "threshold", "is_read"), [(7, 1, True), (9, 1, False), (9, 0, True)])
+def test_blocks_of_a_slow_pod_are_read_only_without_a_threshold(
+    seconds_per_block: float, threshold: int, is_read: bool
+) -> None:
+    """Computing a block takes 8 s."""
+    store = FullStore()
+    store.seconds_per_block = seconds_per_block
+    traffic = StoreTraffic(None, HostCache(SwapCosts(NUM_ROWS, 0.0, 1.0), 8, True), 8, lambda _: store, threshold)
+    sequence = Sequence(0, [1], SamplingParams(), 0, 1, kv_source="pod:8005")
+    assert traffic.is_ready(sequence, lambda: {b"a": None, b"b": None}, 0.0) == (not is_read)
+    assert len(store.reads) == is_read
