@@ -3,6 +3,7 @@
 kubelet."""
 
 import contextlib
+import time
 
 import pytest
 from support.cluster import optional_crd
@@ -103,8 +104,9 @@ def test_without_the_kind_the_plan_says_so_and_a_later_installation_is_seen(
             assert cluster.items(*DEPLOYMENT, namespace) == []
 
 
-def test_fields_that_an_older_release_lacks_are_named(cluster, namespace, kubelet):
-    crd = optional_crd("LeaderWorkerSet")
+def test_fields_that_an_older_release_lacks_are_named_until_it_is_upgraded(cluster, namespace, kubelet, monkeypatch):
+    monkeypatch.setattr(discovery, "REFRESH_INTERVAL_S", 1.0)
+    crd, new_crd = optional_crd("LeaderWorkerSet"), optional_crd("LeaderWorkerSet")
     del crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["networkConfig"]
     cluster.apply_crd(crd)
     try:
@@ -114,6 +116,12 @@ def test_fields_that_an_older_release_lacks_are_named(cluster, namespace, kubele
             config = operator.condition("ConfigValid")
             assert (config["status"], config["reason"]) == ("True", "FieldsLeftOut")
             assert "the API server does not know LeaderWorkerSet spec.networkConfig, so" in config["message"]
+            time.sleep(2)
+            (body,) = cluster.items(*LWS, namespace)
+            assert "networkConfig" not in body["spec"]
+            cluster.apply_crd(new_crd)
+            wait_for(lambda: operator.condition("ConfigValid")["reason"] == "Accepted", 120, operator.status)
+            assert "networkConfig" in cluster.items(*LWS, namespace)[0]["spec"]
     finally:
         cluster.delete_crd(crd["metadata"]["name"])
 

@@ -327,9 +327,7 @@ def test_an_object_with_another_owner_is_not_changed(cluster, namespace, kubelet
         assert cluster.get("v1", "Service", "tales", namespace)["spec"]["selector"] == {"app": "theirs"}
         assert operator.child("Deployment") is None
         cluster.delete("v1", "Service", "tales", namespace)
-        cluster.merge(API, KIND, "tales", {"spec": {"replicas": 1}, "metadata": {"annotations": {"a": "b"}}}, namespace)
-        operator.wait_settled()
-        assert operator.child("Deployment") is not None
+        wait_for(lambda: operator.child("Deployment") is not None, 120, "the Deployment")
 
 
 def test_an_invalid_spec_keeps_the_last_valid_children(operator, cluster, namespace):

@@ -217,21 +217,25 @@ class Controller:
             await asyncio.sleep(_RIGHTS_POLL_S)
 
     async def _watch_new_kinds(self, watched: set[Resource]) -> None:
-        """Start to watch optional kinds that are installed later."""
+        """Start to watch optional kinds that are installed later, and write the fields that kinds have gained."""
         while True:
             await asyncio.sleep(discovery.REFRESH_INTERVAL_S)
             try:
                 new_kinds = await self._discovery.available_kinds(force_refresh=True) - watched
+                changed_kinds = await self.client.forget_unknown_fields()
             except ApiError as error:
                 logger.warning("could not look for new kinds error=%s", error)
                 continue
-            if not new_kinds:
-                continue
-            watched |= new_kinds
-            await self._start_reflectors(list(new_kinds))
-            logger.info("watching new kinds kinds=%s", ",".join(sorted(resource.kind for resource in new_kinds)))
-            for entry in self.cache.objects_of_kind(resources.LLM_SERVICE):
-                self.queue.add(entry.key)
+            for resource in changed_kinds:
+                logger.info("the schema of a kind has changed kind=%s", resource.kind)
+                self.reconciler.forget_applied(resource)
+            if new_kinds:
+                watched |= new_kinds
+                await self._start_reflectors(list(new_kinds))
+                logger.info("watching new kinds kinds=%s", ",".join(sorted(resource.kind for resource in new_kinds)))
+            if new_kinds or changed_kinds:
+                for entry in self.cache.objects_of_kind(resources.LLM_SERVICE):
+                    self.queue.add(entry.key)
 
     async def _run_worker(self) -> None:
         while True:

@@ -170,6 +170,12 @@ class Reconciler:
         self._deps.secrets.forget_service(key)
         self._deps.status_writer.forget_service(key)
 
+    def forget_applied(self, resource: resources.Resource) -> None:
+        """Let the next pass over each service compare its object of a kind with the manifest again."""
+        self._deps.applier.forget_kind(resource)
+        for state in self._states.values():
+            state.last_inputs = None
+
     def foreign_services(self) -> dict[ServiceKey, str]:
         """Return the services that another operator owns, with the identity of that operator."""
         return dict(self._owners)
@@ -365,6 +371,9 @@ class Reconciler:
         if apply_result.pending_deletions:
             # Secrets are not watched.
             delays_s.append(poll_s)
+        if apply_result.conflict:
+            # Objects of others are not watched.
+            delays_s.append(_MAX_POLL_S)
         if any(pod.alive and pod.downloading for pod in (*observed.pods, *observed.job_pods)):
             delays_s.append(_DOWNLOAD_POLL_S)
         if (retry_in_s := _seconds_until_retry(observed.job)) is not None:

@@ -48,6 +48,8 @@ class ApiClient(ApiSession):
         super().__init__(cluster_config)
         self.unknown_fields: defaultdict[Resource, frozenset[FieldPath]] = defaultdict(frozenset)
         """For each kind, the fields that the API server does not know. `apply` leaves them out of the manifests."""
+        self._schema_versions: dict[Resource, str] = {}
+        """For the kinds in `unknown_fields`, the version of the schema that lacks the fields."""
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Body:
         """Return one object; raises ObjectNotFound."""
@@ -106,6 +108,21 @@ class ApiClient(ApiSession):
                 for field in error.fields - unknown:
                     logger.info("the API server does not know a field kind=%s field=%s", resource.kind, ".".join(field))
                 self.unknown_fields[resource] |= error.fields
+                self._schema_versions[resource] = await self._schema_version(resource)
+
+    async def forget_unknown_fields(self) -> set[Resource]:
+        """Forget the unknown fields of the kinds whose schema has changed since then, and return the kinds. The project
+        of a kind may have been upgraded.
+        """
+        changed = {r for r, old in self._schema_versions.items() if await self._schema_version(r) != old}
+        for resource in changed:
+            del self.unknown_fields[resource], self._schema_versions[resource]
+        return changed
+
+    async def _schema_version(self, resource: Resource) -> str:
+        """Return a text that changes with the fields of the kinds of a group and version."""
+        paths = (await self.request("GET", "/openapi/v3"))["paths"]
+        return str(paths.get(resource.root[1:], {}).get("serverRelativeURL", ""))
 
     async def set_status(self, resource: Resource, manifest: Mapping[str, Any]) -> Body:
         """Replace the whole status of an object and return the object.

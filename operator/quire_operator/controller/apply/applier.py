@@ -233,6 +233,12 @@ class Applier:
         """Discard everything that is stored about a deleted service."""
         self._applied.pop(key, None)
 
+    def forget_kind(self, resource: Resource) -> None:
+        """Compare all objects of a kind with their manifests again."""
+        for versions in self._applied.values():
+            for kind_and_name in [key for key in versions if key[0] == resource.kind]:
+                del versions[kind_and_name]
+
     async def _lookup_all(
         self, desired: ParsedService, manifests: Iterable[Manifest], result: ApplyResult
     ) -> list[tuple[Manifest, ExistingObject]]:
