@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled bfloat16 kernels for x86 and ARM64 CPUs. They are built once on each machine, and called with ctypes.
 
-Three libraries are built from the same sources. The AVX-512 build is for processors that support AVX-512 BF16, VBMI and
-VNNI. The AVX2 build is for all other x86 processors that support AVX2, FMA and F16C. The NEON build is for ARM64.
+Five libraries are built from the same sources, four of them for x86 processors: with AVX-512 BF16, VBMI and VNNI, with
+AVX-512 and VNNI, with AVX-512, and with AVX2, FMA and F16C. The NEON build is for ARM64. The fastest build that the
+processor supports is loaded. QUIRE_NATIVE selects another one by its name, for example QUIRE_NATIVE=AVX2.
 
 The kernels are optional. `load_library` returns None if the processor supports no build, if there is no C++ compiler,
 or if QUIRE_NATIVE=0 is set. In this case, torch computes instead. The sources below csrc/ include only standard
-headers. On two cores, it takes about five seconds to compile the AVX-512 build, and about thirty to compile the AVX2
-build. No ARM64 machine has been measured. The library is stored in the folder QUIRE_NATIVE_CACHE, which by default is
-in the user's cache folder.
+headers. On two cores, it takes about five seconds to compile the AVX-512 BF16 build, and about thirty to compile the
+AVX2 build. No ARM64 machine has been measured. The library is stored in the folder QUIRE_NATIVE_CACHE, which by default
+is in the user's cache folder.
 A new build removes the libraries of other versions if they were not loaded for a month. For an image without a
 compiler, the command `python -m quire_kernels.cpu_native` makes all builds of its architecture in advance.
 """
@@ -67,14 +68,18 @@ class InstructionSet:
         return [f"-m{name.replace('_', '')}" for name in sorted(self.cpu_flags)]
 
 
-AVX512 = InstructionSet(
-    "AVX-512",
-    "x86_64",
-    frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "avx512_vnni", "fma"}),
-)
+_AVX512_FLAGS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"})
+AVX512_BF16 = InstructionSet("AVX512_BF16", "x86_64", _AVX512_FLAGS | {"avx512_bf16", "avx512vbmi", "avx512_vnni"})
+"""AMD Zen 4, Intel Sapphire Rapids, and newer."""
+AVX512_VNNI = InstructionSet("AVX512_VNNI", "x86_64", _AVX512_FLAGS | {"avx512_vnni"})
+"""Intel Cascade Lake and Ice Lake."""
+AVX512 = InstructionSet("AVX512", "x86_64", _AVX512_FLAGS)
+"""Intel Skylake-SP."""
 AVX2 = InstructionSet("AVX2", "x86_64", frozenset({"avx2", "fma", "f16c"}))
 NEON = InstructionSet("NEON", "aarch64", frozenset({"asimd"}))
-_INSTRUCTION_SETS = tuple(each for each in (AVX512, AVX2, NEON) if each.machine == platform.machine())
+_INSTRUCTION_SETS = tuple(
+    each for each in (AVX512_BF16, AVX512_VNNI, AVX512, AVX2, NEON) if each.machine == platform.machine()
+)
 """The instruction sets of this architecture for which there are builds. The fastest one comes first."""
 
 
@@ -126,7 +131,11 @@ def load_library() -> ctypes.CDLL | None:
     if os.environ.get("QUIRE_NATIVE") == "0":
         return None
     try:
-        if (instructions := supported_instructions()) is None:
+        name = os.environ.get("QUIRE_NATIVE", "")
+        if (instructions := supported_instructions(name)) is None:
+            if name:
+                names = ", ".join(each.name for each in _INSTRUCTION_SETS if each.cpu_flags <= _cpu_flags())
+                raise BuildError(f"QUIRE_NATIVE: no build {name!r} for this processor; unset it or use 0, {names}")
             missing = [sorted(each.cpu_flags - _cpu_flags()) for each in _INSTRUCTION_SETS]
             raise BuildError(
                 f"this processor lacks {', '.join(missing[-1])}" if missing else f"no kernels for {platform.machine()}"
@@ -171,10 +180,11 @@ def get_library() -> ctypes.CDLL:
     return native_library
 
 
-def supported_instructions() -> InstructionSet | None:
-    """Return the fastest instruction set that has a build and is supported by this processor. Return None if the
-    processor supports none of them."""
-    return next((each for each in _INSTRUCTION_SETS if each.cpu_flags <= _cpu_flags()), None)
+def supported_instructions(name: str = "") -> InstructionSet | None:
+    """Return the fastest instruction set that has a build and is supported by this processor, or the one called `name`.
+    Return None if the processor supports none of them."""
+    supported = (each for each in _INSTRUCTION_SETS if each.cpu_flags <= _cpu_flags())
+    return next((each for each in supported if name in ("", each.name)), None)
 
 
 def build(instructions: InstructionSet) -> Path:

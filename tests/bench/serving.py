@@ -181,7 +181,9 @@ def environment_info() -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "nvidia-pytriton")},
         "machine": {
             "cpu": cpu.get("model name", "unknown processor").strip(),
-            "flags": sorted({"amx_bf16", "avx512_bf16", "avx512f", "avx2"} & set(cpu.get("flags", "").split())),
+            "flags": sorted(
+                {"amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2"} & set(cpu.get("flags", "").split())
+            ),
             "num_cpus": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "load": [os.getloadavg()[0]],

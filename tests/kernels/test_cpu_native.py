@@ -412,7 +412,9 @@ print("native" if cpu_native.load_library() else "torch")
 """
 
 
-@pytest.mark.parametrize("environment", [{"QUIRE_NATIVE": "0"}, {"CXX": "false"}, {"CXX": "/nowhere/c++"}])
+@pytest.mark.parametrize(
+    "environment", [{"QUIRE_NATIVE": "0"}, {"QUIRE_NATIVE": "MMX"}, {"CXX": "false"}, {"CXX": "/nowhere/c++"}]
+)
 def test_torch_runs_without_the_library(tmp_path: Path, environment: dict[str, str]) -> None:
     assert "\ntorch" in "\n" + _run(_LINEAR, tmp_path, **environment)
 
@@ -441,6 +443,32 @@ def test_damaged_library_does_not_crash(tmp_path: Path) -> None:
 def test_every_instruction_set_is_built_on_any_processor(instructions: cpu_native.InstructionSet) -> None:
     """In the cache of this machine, so that unchanged sources are built only once."""
     assert cpu_native.build(instructions).stat().st_size > 100_000
+
+
+@requires_native_kernels
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    "instructions",
+    [each for each in cpu_native._INSTRUCTION_SETS if each.cpu_flags <= cpu_native._cpu_flags()],
+    ids=lambda instructions: instructions.name,
+)
+def test_every_build_of_this_processor_equals_the_references(
+    instructions: cpu_native.InstructionSet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other tests use the fastest build only."""
+    caplog.set_level("INFO", "quire_kernels.cpu_native")
+    monkeypatch.setenv("QUIRE_NATIVE", instructions.name)
+    library = cpu_native.load_library.__wrapped__()
+    assert caplog.messages[-1] == f"native kernels on build={instructions.name}"
+    monkeypatch.setattr(cpu_native, "load_library", lambda: library)
+    for num_tokens in (1, 8, 11, 24):
+        test_linear(num_tokens, 96, 576)
+        test_nan_in_fp8_weights(num_tokens)
+        for scheme in ("int8", "int8/weight", "fp8/block", "int4/32", "int4/64sa8", "mxfp4/32", "mins/32"):
+            test_quantized_linear(scheme, 160, 192, num_tokens)
+    test_attention(9, 3, 64, None, None, 16, 1)
+    test_int8_keys_and_values(96)
+    test_silu_mul_of_extreme_values()
 
 
 @requires_native_kernels

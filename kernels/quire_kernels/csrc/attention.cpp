@@ -173,7 +173,7 @@ struct alignas(64) Scratch {
   float key_scales[kChunk], value_scales[kChunk];
 };
 
-#ifdef __AVX512F__
+#ifdef __AVX512VBMI__
 
 // Magnitudes 0 to 127 as bf16, in two bytes.
 struct alignas(64) Magnitudes {
@@ -222,7 +222,7 @@ struct Table {};
 inline float expand(const Table&, const char* row, int64_t head_dim, bf16* out) {
   for (int64_t d = 0; d < head_dim; d += kLanes) {
     const __m128i codes = _mm_loadu_si128((const __m128i*)(row + d));
-    store(out + d, _mm512_cvtepi32_ps({_mm256_cvtepi8_epi32(codes), _mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))}));
+    store(out + d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)));
   }
   float scale;
   __builtin_memcpy(&scale, row + head_dim, sizeof scale);

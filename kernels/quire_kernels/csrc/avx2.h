@@ -2,10 +2,9 @@
 // The AVX-512 types and intrinsics that the compiled kernels use, for processors that have AVX2, FMA and F16C only.
 //
 // A register of 512 bits is a pair of 256 bits. The names are those of AVX-512, in our namespace, where they hide the
-// compiler's: a kernel is written once. Results are those of the instruction, with three exceptions: sums are in another
-// order, a product of bf16 pairs is rounded after each of its two parts, and numbers that float32 cannot represent as
-// normal ones are kept in bf16 but become 0 in a power of two. Masks are integers. Those of loads and stores of 8 and
-// 16 bits select the first elements, as `first` makes them.
+// compiler's: a kernel is written once. Results are those of the instruction, with two exceptions: sums are in another
+// order, and numbers that float32 cannot represent as normal ones are kept in bf16 but become 0 in a power of two. Masks
+// are integers. Those of loads and stores of 8 and 16 bits select the first elements, as `first` makes them.
 #pragma once
 
 #ifdef __aarch64__
@@ -24,6 +23,7 @@
 #undef _mm512_shuffle_i32x4
 #undef _mm512_slli_epi32
 #undef _mm512_srli_epi16
+#undef _mm512_srli_epi32
 #undef _mm512_ternarylogic_epi32
 
 #define _mm512_cmp_ps_mask(a, b, order) compare<order>(a, b)
@@ -45,8 +45,6 @@ struct __m512i {
   __m256i low, high;
 };
 
-using __m512bh = __m512i;
-
 // Define an operation on registers of T by the operation on their halves.
 #define QUIRE_BINARY(name, T, half) \
   QUIRE_INLINE T name(T a, T b) { return {half(a.low, b.low), half(a.high, b.high)}; }
@@ -63,7 +61,10 @@ QUIRE_TERNARY(_mm512_fmadd_ps, __m512, _mm256_fmadd_ps)
 QUIRE_TERNARY(_mm512_fmsub_ps, __m512, _mm256_fmsub_ps)
 QUIRE_TERNARY(_mm512_fnmadd_ps, __m512, _mm256_fnmadd_ps)
 QUIRE_BINARY(_mm512_add_epi32, __m512i, _mm256_add_epi32)
+QUIRE_BINARY(_mm512_add_epi16, __m512i, _mm256_add_epi16)
 QUIRE_BINARY(_mm512_sub_epi32, __m512i, _mm256_sub_epi32)
+QUIRE_BINARY(_mm512_madd_epi16, __m512i, _mm256_madd_epi16)
+QUIRE_BINARY(_mm512_maddubs_epi16, __m512i, _mm256_maddubs_epi16)
 QUIRE_BINARY(_mm512_max_epi32, __m512i, _mm256_max_epi32)
 QUIRE_BINARY(_mm512_and_si512, __m512i, _mm256_and_si256)
 QUIRE_BINARY(_mm512_or_si512, __m512i, _mm256_or_si256)
@@ -85,6 +86,9 @@ QUIRE_INLINE __m512i _mm512_slli_epi32(__m512i a, int by) {
 }
 QUIRE_INLINE __m512i _mm512_srli_epi16(__m512i a, int by) {
   return {_mm256_srli_epi16(a.low, by), _mm256_srli_epi16(a.high, by)};
+}
+QUIRE_INLINE __m512i _mm512_srli_epi32(__m512i a, int by) {
+  return {_mm256_srli_epi32(a.low, by), _mm256_srli_epi32(a.high, by)};
 }
 
 // Constants.
@@ -164,6 +168,9 @@ QUIRE_INLINE __m512i _mm512_cvtps_epi32(__m512 a) { return {_mm256_cvtps_epi32(a
 QUIRE_INLINE __m512i _mm512_cvtepu16_epi32(__m256i a) {
   return {_mm256_cvtepu16_epi32(_mm256_castsi256_si128(a)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(a, 1))};
 }
+QUIRE_INLINE __m512i _mm512_cvtepi8_epi32(__m128i a) {
+  return {_mm256_cvtepi8_epi32(a), _mm256_cvtepi8_epi32(_mm_srli_si128(a, 8))};
+}
 QUIRE_INLINE __m512i _mm512_cvtepu8_epi32(__m128i a) {
   return {_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8))};
 }
@@ -218,18 +225,6 @@ QUIRE_INLINE __m256 scale_half(__m256 a, __m256 n) {
 }
 QUIRE_INLINE __m512 _mm512_scalef_ps(__m512 a, __m512 n) {
   return {scale_half(a.low, n.low), scale_half(a.high, n.high)};
-}
-
-// sums + the products of both numbers of each pair.
-QUIRE_INLINE __m256 multiply_pairs(__m256 sums, __m256i a, __m256i b) {
-  const __m256i odd = _mm256_set1_epi32((int)0xffff0000);
-  sums = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)),
-                         sums);
-  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, odd)), _mm256_castsi256_ps(_mm256_and_si256(b, odd)),
-                         sums);
-}
-QUIRE_INLINE __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
-  return {multiply_pairs(sums.low, a.low, b.low), multiply_pairs(sums.high, a.high, b.high)};
 }
 
 // Masks.

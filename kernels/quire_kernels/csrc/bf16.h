@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // bfloat16 in registers of 512 bits: helpers of all compiled kernels.
 //
-// An AVX-512 build has such registers. In an AVX2 build, avx2.h makes each of two registers, and on ARM64, neon.h makes
-// those of two.
+// The AVX-512 builds have such registers. In an AVX2 build, avx2.h makes each of two registers, and on ARM64, neon.h
+// makes those of two. Builds without AVX-512 BF16 multiply bfloat16 numbers as float32 numbers.
 #pragma once
 
-#ifdef __AVX512F__
+#ifndef __AVX512F__
+#include "avx2.h"
+#elif defined __AVX512BF16__
 #include <immintrin.h>
 #else
-#include "avx2.h"
+#include "avx512.h"
 #endif
 
 #include <cstdint>
@@ -23,6 +25,34 @@ constexpr int kLanes = 16;  // float32 lanes of a register
 constexpr bool kAvx512 = true;
 #else
 constexpr bool kAvx512 = false;  // 16 registers of 256 bits, not 32 of 512 bits
+#endif
+
+#ifdef __AVX512BF16__
+constexpr bool kHasBf16 = true;
+#else
+constexpr bool kHasBf16 = false;
+
+// The first and the second numbers of 16 pairs.
+struct Pairs {
+  __m512 even, odd;
+};
+
+inline __attribute__((always_inline)) Pairs split_pairs(__m512i pairs) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
+          _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)))};
+}
+
+// sums + the products of both numbers of each pair. Each of the two products is rounded.
+inline __attribute__((always_inline)) __m512 multiply_pairs(__m512 sums, const Pairs& a, const Pairs& b) {
+  return _mm512_fmadd_ps(a.odd, b.odd, _mm512_fmadd_ps(a.even, b.even, sums));
+}
+
+using __m512bh = __m512i;
+
+inline __attribute__((always_inline)) __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
+  return multiply_pairs(sums, split_pairs(a), split_pairs(b));
+}
+
 #endif
 
 inline __m512 widen(__m256i v) {
@@ -67,7 +97,7 @@ inline __m512 exp2(__m512 x) {
 }
 
 // Inputs of 8 bits, as the products of int8 weights read them; four are multiplied at a time.
-#ifdef __AVX512F__
+#ifdef __AVX512VNNI__
 
 using Input = int8_t;
 using Four = __m512i;  // in each lane of 32 bits
@@ -89,12 +119,12 @@ inline __attribute__((always_inline)) void multiply_add(__m512i& sums, __m512i w
 #else
 
 // vpmaddubsw would add two products of 8 bits with saturation, so inputs are words: the first and the third of each
-// four, then the second and the fourth. A step of 8 columns and a row takes two vpmaddwd and two additions. Splitting
+// four, then the second and the fourth. A register of columns and a row take two vpmaddwd and two additions. Splitting
 // the weights takes two instructions more for all rows.
 using Input = int16_t;
 
 struct Four {
-  __m256i even, odd;  // pairs of words in each lane of 32 bits
+  __m512i even, odd;  // pairs of words in each lane of 32 bits
 };
 
 inline void store_inputs(Input* out, __m512i x) {
@@ -106,17 +136,13 @@ inline Four load_four(const Input* p) {
   int32_t even, odd;
   __builtin_memcpy(&even, p, 4);
   __builtin_memcpy(&odd, p + 2, 4);
-  return {_mm256_set1_epi32(even), _mm256_set1_epi32(odd)};
-}
-
-inline __attribute__((always_inline)) __m256i multiply_add(__m256i sums, __m256i weights, const Four& x) {
-  const __m256i even = _mm256_and_si256(weights, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(weights, 8);
-  sums = _mm256_add_epi32(sums, _mm256_madd_epi16(even, x.even));
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(odd, x.odd));
+  return {_mm512_set1_epi32(even), _mm512_set1_epi32(odd)};
 }
 
 inline __attribute__((always_inline)) void multiply_add(__m512i& sums, __m512i weights, const Four& x) {
-  sums = {multiply_add(sums.low, weights.low, x), multiply_add(sums.high, weights.high, x)};
+  const __m512i even = _mm512_and_si512(weights, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(weights, 8);
+  sums = _mm512_add_epi32(sums, _mm512_madd_epi16(even, x.even));
+  sums = _mm512_add_epi32(sums, _mm512_madd_epi16(odd, x.odd));
 }
 
 #endif

@@ -31,7 +31,7 @@ constexpr int64_t kExpandedTiles = 3;
 
 // Position of the code of 8 bits of column c and input e of a pair within its line.
 int64_t position(int64_t c, int64_t e) {
-  if (!kAvx512) return c / 8 * 16 + e * 8 + c % 8;
+  if (!kHasBf16) return c / kLanes * 2 * kLanes + e * kLanes + c % kLanes;
   const int64_t word = c % kLanes * 2 + e;
   return word / 8 * 16 + c / kLanes * 8 + word % 8;
 }
@@ -41,7 +41,7 @@ bool is_float(const QuireWeight& w) { return w.table[1] != 0x3f80; }
 
 // A code of 8 bits as `Bytes` reads it.
 uint8_t packed_code(uint8_t code, const QuireWeight& w) {
-  if (kAvx512 || is_float(w)) return code;
+  if (kHasBf16 || is_float(w)) return code;
   return code & 0x80 ? -(code & 0x7f) : code;
 }
 
@@ -94,15 +94,35 @@ struct PackedScales {
   static int64_t bytes(const QuireWeight& w) { return kColumns * (w.scale_bytes + w.zero_bytes); }
 };
 
-#ifdef __AVX512F__
+// Weights of a pair of inputs and 16 columns.
+#ifdef __AVX512BF16__
 
-using Weights = __m512bh;  // of a pair of inputs and 16 columns
+using Weights = __m512bh;
 
 inline Weights as_weights(__m512i pairs) { return (__m512bh)pairs; }
 inline __m512i as_pairs(Weights weights) { return (__m512i)weights; }
 inline __attribute__((always_inline)) void multiply(__m512& sums, Weights x, Weights weights) {
   sums = _mm512_dpbf16_ps(sums, x, weights);
 }
+
+#else
+
+using Weights = Pairs;
+
+inline Weights as_weights(__m512i pairs) { return split_pairs(pairs); }
+
+// All weights are exact in bfloat16.
+inline __m512i as_pairs(const Weights& weights) {
+  return _mm512_or_si512(_mm512_castps_si512(weights.odd), _mm512_srli_epi32(_mm512_castps_si512(weights.even), 16));
+}
+
+inline __attribute__((always_inline)) void multiply(__m512& sums, const Weights& x, const Weights& weights) {
+  sums = multiply_pairs(sums, x, weights);
+}
+
+#endif
+
+#ifdef __AVX512F__
 
 // Table lookups of 4 bits.
 struct Nibbles : PackedScales {
@@ -116,59 +136,12 @@ struct Nibbles : PackedScales {
   template <int kPair>
   inline __attribute__((always_inline)) void load(const uint8_t* at, Weights& left, Weights& right) const {
     const __m512i line = _mm512_loadu_si512(at);
-    left = (Weights)_mm512_permutexvar_epi16(kPair ? _mm512_srli_epi16(line, 8) : line, table);
-    right = (Weights)_mm512_permutexvar_epi16(_mm512_srli_epi16(line, kPair ? 12 : 4), table);
-  }
-};
-
-// Table lookups of 8 bits: a sign and an index of 7 bits.
-struct Bytes : PackedScales {
-  static constexpr int64_t kInputs = 2, kBytes = kLine;
-  __m512i low[2], high[2];
-
-  explicit Bytes(const bf16* values) {
-    alignas(64) uint8_t halves[2][128];
-    for (int i = 0; i < 128; i++) halves[0][i] = values[i] & 255, halves[1][i] = values[i] >> 8;
-    for (int i = 0; i < 2; i++) {
-      low[i] = _mm512_load_si512(halves[0] + 64 * i);
-      high[i] = _mm512_load_si512(halves[1] + 64 * i);
-    }
-  }
-
-  template <int>
-  inline __attribute__((always_inline)) void load(const uint8_t* at, Weights& left, Weights& right) const {
-    const __m512i line = _mm512_loadu_si512(at);
-    const __m512i lows = _mm512_permutex2var_epi8(low[0], line, low[1]);
-    const __m512i magnitudes = _mm512_permutex2var_epi8(high[0], line, high[1]);
-    // 0xf8: magnitudes | (line & 0x80).
-    const __m512i highs = _mm512_ternarylogic_epi32(magnitudes, line, _mm512_set1_epi8((char)0x80), 0xf8);
-    left = (Weights)_mm512_unpacklo_epi8(lows, highs);
-    right = (Weights)_mm512_unpackhi_epi8(lows, highs);
+    left = as_weights(_mm512_permutexvar_epi16(kPair ? _mm512_srli_epi16(line, 8) : line, table));
+    right = as_weights(_mm512_permutexvar_epi16(_mm512_srli_epi16(line, kPair ? 12 : 4), table));
   }
 };
 
 #else
-
-// The first and the second inputs of pairs and 16 columns.
-struct Weights {
-  __m512 even, odd;
-};
-
-inline Weights as_weights(__m512i pairs) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
-          _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)))};
-}
-
-// All weights are exact in bfloat16.
-inline __m512i as_pairs(Weights weights) {
-  const __m512i even = _mm512_castps_si512(weights.even);
-  return _mm512_or_si512(_mm512_castps_si512(weights.odd),
-                         {_mm256_srli_epi32(even.low, 16), _mm256_srli_epi32(even.high, 16)});
-}
-
-inline __attribute__((always_inline)) void multiply(__m512& sums, const Weights& x, const Weights& weights) {
-  sums = _mm512_fmadd_ps(x.odd, weights.odd, _mm512_fmadd_ps(x.even, weights.even, sums));
-}
 
 // Table lookups of 4 bits. A shuffle of bytes looks up one byte of the values of two pairs, which are neighbours.
 struct Nibbles : PackedScales {
@@ -198,33 +171,61 @@ struct Nibbles : PackedScales {
   }
 };
 
-// Codes of 8 bits: integers in two's complement, or e4m3. A line has the codes of 8 columns and the first input of a
-// pair, then those of the second input, and so on for the next columns: 16 codes are 16 words, and 2 x 8 weights.
+#endif
+
+#ifdef __AVX512BF16__
+
+// Table lookups of 8 bits: a sign and an index of 7 bits.
+struct Bytes : PackedScales {
+  static constexpr int64_t kInputs = 2, kBytes = kLine;
+  __m512i low[2], high[2];
+
+  explicit Bytes(const bf16* values) {
+    alignas(64) uint8_t halves[2][128];
+    for (int i = 0; i < 128; i++) halves[0][i] = values[i] & 255, halves[1][i] = values[i] >> 8;
+    for (int i = 0; i < 2; i++) {
+      low[i] = _mm512_load_si512(halves[0] + 64 * i);
+      high[i] = _mm512_load_si512(halves[1] + 64 * i);
+    }
+  }
+
+  template <int>
+  inline __attribute__((always_inline)) void load(const uint8_t* at, Weights& left, Weights& right) const {
+    const __m512i line = _mm512_loadu_si512(at);
+    const __m512i lows = _mm512_permutex2var_epi8(low[0], line, low[1]);
+    const __m512i magnitudes = _mm512_permutex2var_epi8(high[0], line, high[1]);
+    // 0xf8: magnitudes | (line & 0x80).
+    const __m512i highs = _mm512_ternarylogic_epi32(magnitudes, line, _mm512_set1_epi8((char)0x80), 0xf8);
+    left = as_weights(_mm512_unpacklo_epi8(lows, highs));
+    right = as_weights(_mm512_unpackhi_epi8(lows, highs));
+  }
+};
+
+#else
+
+// Codes of 8 bits: integers in two's complement, or e4m3. A line has the codes of columns 0 to 15 and the first input of
+// a pair, then those of the second input, and then the same for columns 16 to 31.
 template <bool kFloat>
 struct Bytes : PackedScales {
   static constexpr int64_t kInputs = 2, kBytes = kLine;
 
   explicit Bytes(const bf16*) {}
 
-  static inline __attribute__((always_inline)) void convert(const uint8_t* at, __m256& even, __m256& odd) {
-    const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at));
+  static inline __attribute__((always_inline)) __m512 convert(const uint8_t* at) {
+    const __m128i codes = _mm_loadu_si128((const __m128i*)at);
     if constexpr (kFloat) {
       // With its sign moved by one bit, a code is a float16 number, 2^8 times too small, also if it is subnormal.
-      const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16((int16_t)0xbf80));
-      even = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
-      odd = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+      const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+      return _mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16((int16_t)0xbf80)));
     } else {
-      even = _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_castsi256_si128(words)));
-      odd = _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_extracti128_si256(words, 1)));
+      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
     }
   }
 
   template <int>
   inline __attribute__((always_inline)) void load(const uint8_t* at, Weights& left, Weights& right) const {
-    convert(at, left.even.low, left.odd.low);
-    convert(at + 16, left.even.high, left.odd.high);
-    convert(at + 32, right.even.low, right.odd.low);
-    convert(at + 48, right.even.high, right.odd.high);
+    left = {convert(at), convert(at + 16)};
+    right = {convert(at + 32), convert(at + 48)};
   }
 
   static inline __m512 scales(const uint8_t* at, int64_t half, const QuireWeight& w) {
@@ -431,7 +432,7 @@ void quire_pack_codes(const uint8_t* codes, const uint8_t* scales, const uint8_t
       for (int64_t c = 0; c < kColumns; c++) {
         const int64_t from = (p * kColumns + c) * groups + group;
         __builtin_memcpy(at + c * w.scale_bytes, scales + from * w.scale_bytes, w.scale_bytes);
-        if (!kAvx512 && w.bits == 8 && is_float(w)) {
+        if (!kHasBf16 && w.bits == 8 && is_float(w)) {
           // Without the table there is no NaN. A scale that is NaN has the same result: a column of NaN.
           const uint8_t* const row = codes + (p * kColumns + c) * k;
           const bool has_nan = std::any_of(row + begin, row + end, [](uint8_t code) { return (code & 0x7f) == 0x7f; });
@@ -452,7 +453,7 @@ void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, c
   const QuireWeight& w = *weight;
   if (w.int8_inputs) return quire_linear_int4(x, ldx, weight, bias, out, m, n, k, add, adapters, of_rows);
   const int64_t panels = n / kColumns, bytes = panel_bytes(w, k), groups = num_groups(w, k);
-#ifdef __AVX512F__
+#ifdef __AVX512BF16__
   const ComputeCodes* const direct = w.bits == 4 ? kComputeCodes<Nibbles> : kComputeCodes<Bytes>;
   const auto expand_panel = w.bits == 4 ? expand<Nibbles> : expand<Bytes>;
 #else

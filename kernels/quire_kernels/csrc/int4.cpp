@@ -51,7 +51,7 @@ struct Int4Tile {
   }
 };
 
-#ifdef __AVX512F__
+#ifdef __AVX512VNNI__
 
 // Add the products of a line's nibbles and four inputs.
 inline __attribute__((always_inline)) void multiply_nibbles(__m512i& sums, __m512i weights, __m512i x) {
@@ -61,18 +61,16 @@ inline __attribute__((always_inline)) void multiply_nibbles(__m512i& sums, __m51
 #else
 
 // vpmaddubsw adds two products of a nibble and 8 bits exactly. Eight lines add at most 8 * 2 * 15 * 127 = 30,480, so a
-// step of 8 columns and a row takes one product and one addition of words; vpmaddwd widens the words once in 8 lines.
+// register of columns and a row take one product and one addition of words; vpmaddwd widens the words once in 8 lines.
 constexpr int64_t kInputsOfWords = 32;
 
 // Add the products of a line's nibbles and four inputs.
 inline __attribute__((always_inline)) void multiply_nibbles(__m512i& sums, __m512i weights, __m512i x) {
-  sums = {_mm256_add_epi16(sums.low, _mm256_maddubs_epi16(weights.low, x.low)),
-          _mm256_add_epi16(sums.high, _mm256_maddubs_epi16(weights.high, x.high))};
+  sums = _mm512_add_epi16(sums, _mm512_maddubs_epi16(weights, x));
 }
 
 inline __attribute__((always_inline)) void add_words(__m512i& sums, __m512i words) {
-  const __m256i one = _mm256_set1_epi16(1);
-  sums = _mm512_add_epi32(sums, {_mm256_madd_epi16(words.low, one), _mm256_madd_epi16(words.high, one)});
+  sums = _mm512_add_epi32(sums, _mm512_madd_epi16(words, _mm512_set1_epi16(1)));
 }
 
 #endif
@@ -107,7 +105,7 @@ void compute_int4(const Int4Tile& t, const QuireWeight& w) {
         });
       }
     };
-#ifdef __AVX512F__
+#ifdef __AVX512VNNI__
     multiply(i + w.group, sums);
 #else
     each<R>([&](auto r) __attribute__((always_inline)) { sums[r][0] = sums[r][H - 1] = _mm512_setzero_si512(); });

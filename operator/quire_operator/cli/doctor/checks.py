@@ -106,7 +106,14 @@ def _device() -> Iterator[Finding]:
         yield Finding(Level.WARNING, "a GPU without nvidia-smi: install the driver's tools to see its memory")
         return
     flags = read_system_file(Path("/proc/cpuinfo")).split()
-    name_by_flag = {"amx_bf16": "AMX", "avx512f": "AVX-512", "avx2": "AVX2", "asimd": "ARM64"}
+    name_by_flag = {
+        "amx_bf16": "AMX",
+        "avx512_bf16": "AVX-512 BF16",
+        "avx512_vnni": "AVX-512 VNNI",
+        "avx512f": "AVX-512",
+        "avx2": "AVX2",
+        "asimd": "ARM64",
+    }
     kinds = [name for flag, name in name_by_flag.items() if flag in flags]
     yield Finding(Level.OK, f"no NVIDIA GPU: models run on the CPU ({kinds[0] if kinds else 'without AVX2'})")
     if os.environ.get("CXX") is None and shutil.which("g++") is None and shutil.which("c++") is None:
