@@ -297,7 +297,7 @@ def scan_prompts(
     has_decay_of_heads = a.shape[1] == states.shape[1]
     for span in batch.prompts:
         state = states[span.row].float()
-        step = span.end - span.start if has_decay_of_heads else _DECAYS_AT_ONCE
+        step = max(span.end - span.start, 1) if has_decay_of_heads else _DECAYS_AT_ONCE
         for start in range(span.start, span.end, step):
             rows = slice(start, min(start + step, span.end))
             prepared = _prepare(qkv[rows], a[rows], b[rows], a_log, dt_bias, *states.shape[2:])
@@ -380,7 +380,7 @@ def _invert_unit_lower(matrices: Tensor) -> Tensor:
     """
     size = matrices.shape[-1]
     if size == _BLOCK:
-        rows = torch.eye(size).to(matrices).expand(matrices.shape).clone()
+        rows = torch.eye(size, dtype=matrices.dtype, device=matrices.device).expand(matrices.shape).clone()
         for i in range(1, size):
             rows[..., i : i + 1, :i] = -matrices[..., i : i + 1, :i] @ rows[..., :i, :i]
         return rows

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from quire_kernels.host_device_copy import to_device_async
 
+PROMPT_CHUNK = 64
+"""Number of tokens of a prompt that a kernel for a GPU computes at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class StateSpan:
@@ -27,6 +30,25 @@ class StateSpan:
     start: int
     """Index of its first token in the batch."""
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunks:
+    """The prompts of a step, and their chunks of `PROMPT_CHUNK` tokens, for kernels that compute all of them at once.
+
+    The chunks of a prompt are adjacent. The last one can be shorter. An empty prompt has no chunk.
+    """
+
+    rows: Tensor
+    """[num_prompts] int64: rows of the states of the prompts."""
+    starts: Tensor
+    """[num_prompts] int64: index of the first token of each prompt in the batch."""
+    ends: Tensor
+    """[num_prompts] int64: index after the last token of each prompt."""
+    first_chunks: Tensor
+    """[num_prompts] int64: index of the first chunk of each prompt."""
+    prompts: Tensor
+    """[num_chunks] int64: index of the prompt of each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +93,8 @@ class StateBatch:
     None stands for all."""
     prompts: tuple[StateSpan, ...]
     """The other spans."""
+    chunks: PromptChunks | None
+    """The same spans; None if there are none."""
     rows: Tensor
     """[num_spans] int64: rows of the states of all spans."""
     starts: Tensor
@@ -125,6 +149,7 @@ def build_state_batch(
         decode_kept=decode_kept,
         rounds=((len(decodes), None),) if is_simple else _rounds(columns[2], columns[3], device),
         prompts=tuple(prompts),
+        chunks=_prompt_chunks(prompts, device) if prompts else None,
         rows=all_rows,
         starts=bounds,
         kept=all_kept,
@@ -133,6 +158,16 @@ def build_state_batch(
         if any(num_drafts) or any(num_replayed)
         else None,
     )
+
+
+def _prompt_chunks(prompts: Sequence[StateSpan], device: torch.device) -> PromptChunks:
+    first_chunks, chunks = [], []  # type: list[int], list[int]
+    for index, span in enumerate(prompts):
+        first_chunks.append(len(chunks))
+        chunks += [index] * -(-(span.end - span.start) // PROMPT_CHUNK)
+    rows, starts, ends = zip(*((span.row, span.start, span.end) for span in prompts), strict=True)
+    numbers = (rows, starts, ends, first_chunks, chunks)
+    return PromptChunks(*(to_device_async(torch.tensor(each, dtype=torch.int64), device) for each in numbers))
 
 
 def _rounds(lengths: list[int], kept: list[int], device: torch.device) -> tuple[tuple[int, Tensor | None], ...]:

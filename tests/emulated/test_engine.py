@@ -157,13 +157,14 @@ def test_adapters_that_transform_products_or_replace_modules(model, adapters, tm
     assert any(replayed)
 
 
-def test_layers_with_states(tmp_path):
-    """Mamba-2 of prompts, of sequences that decode, and of drafts."""
-    model = make_checkpoint(tmp_path, "nemotron_h")
+@pytest.mark.parametrize("kind", ["nemotron_h", "granite4", "qwen3_5"])
+def test_layers_with_states(kind, tmp_path):
+    """Mamba-2 and Gated DeltaNet of prompts, one of them of several chunks, of sequences that decode, and of drafts."""
+    model = make_checkpoint(tmp_path, kind)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (12, 4, 14)]
-    prompts = [{"prompt_token_ids": prompt["prompt_token_ids"] * 3} for prompt in _prompts(4, 20, 6)]
-    speculation = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
-    _assert_same_tokens(*_generate_on_both(model, prompts, params, **speculation))
+    prompts = [{"prompt_token_ids": prompt["prompt_token_ids"] * 3} for prompt in _prompts(4, 24, 6)]
+    fields = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "max_num_batched_tokens": 96}
+    _assert_same_tokens(*_generate_on_both(model, prompts, params, **fields))
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "kimi_linear"])

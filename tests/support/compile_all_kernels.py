@@ -159,8 +159,8 @@ def _call_quantized_linears(kernel_of: Any, num_tokens: int) -> None:
 
 
 def _call_states(kernel_of: Any) -> None:
-    """Decode steps of several sizes of Qwen3-Next and of Nemotron-H, with drafts and without."""
-    for lengths, drafts in (([1] * 4, ()), ([1], ()), ([3, 2], [2, 1])):
+    """Steps of several sizes of Qwen3-Next and of Nemotron-H, with drafts and without, and with prompts."""
+    for lengths, drafts in (([1] * 4, ()), ([1], ()), ([3, 2], [2, 1]), ([64], ()), ([1, 70, 130], ())):
         cases = (
             state_layers.GatedDeltaCase((16, 32, 128, 128, 4), lengths, BF16),
             state_layers.Mamba2Case((64, 8, 128, 64), lengths, BF16),

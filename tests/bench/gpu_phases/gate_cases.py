@@ -16,6 +16,7 @@ from card import Card
 from torch import Tensor
 
 import quire_kernels as ops
+from gpu_phases import state_kernels
 from quire_kernels import Op
 from quire_kernels.dispatch import overrides
 from quire_kernels.gpu import fused_attention
@@ -108,6 +109,11 @@ def cases(card: Card) -> Iterator[Case]:
         yield Case("quantized_linear", kind, False, lambda d=dtype: _quantized_linears(card, d))
         yield Case("fused_experts", kind, False, lambda d=dtype: _experts(card, d))
         yield Case("fused_experts", f"quantized, {kind}", False, lambda d=dtype: _quantized_experts(card, d))
+        for layer in state_kernels.layers(card):
+            check = lambda x=layer, d=dtype: state_kernels.findings(card, x, d, ERRORS[d])  # noqa: E731
+            yield Case(layer.name, kind, is_timed, check)
+        check = lambda d=dtype: state_kernels.convolution_findings(card, d, ERRORS[d])  # noqa: E731
+        yield Case("short_convolution", kind, is_timed, check)
         if is_timed:
             yield Case("paged_attention", "e4m3 cache", False, lambda d=dtype: _eight_bit(card, d))
     yield Case("sample", "and penalties", True, lambda: _sampling(card))

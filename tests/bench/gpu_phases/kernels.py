@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other kernels by themselves: norms, activations, RoPE, the sampler, penalties and adapters."""
+"""The other kernels by themselves: norms, activations, RoPE, sampler, penalties, layers with states, and adapters."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import quire_kernels as ops
-from gpu_phases import gate_cases, lora_kernels
+from gpu_phases import gate_cases, lora_kernels, state_kernels
 from gpu_phases.gate_cases import own
 from gpu_phases.process import Context
 from gpu_phases.store import Row
@@ -44,6 +44,7 @@ def rows(context: Context) -> Iterator[Row]:
     yield from _expert_rows(timer)
     yield from _quantized_expert_rows(timer)
     yield from _quantized_rows(timer)
+    yield from state_kernels.rows(timer)
     yield from lora_kernels.rows(timer)
 
 

@@ -40,6 +40,7 @@ def test_all_compile(kernels):
         "_uniforms", "_apply_penalties", "_apply_token_bitmask", "_prepare", "_count_tokens", "_fill_tiles",
         "_shrink", "_expand", "_part_maxima", "_filter", "_draw", "_gate_up", "_down",
         "_linear_codes", "_dequantize_weight", "_convolve", "_gated_delta_update", "_mamba2_update",
+        "_convolve_prompts", "_gated_delta_chunks", "_gated_delta_scan", "_mamba2_scan",
     }  # fmt: skip
 
 
@@ -125,9 +126,10 @@ def test_finds_registers_that_wgmma_still_reads(free, later, expected):
 
 
 def test_no_register_is_overwritten_while_wgmma_reads_it(kernels):
-    """Attention weights are in registers, which wgmma reads after it was issued; see support/sass.py."""
+    """Attention weights and products of tokens are in registers, which wgmma reads after it was issued; see
+    support/sass.py."""
     from_registers = [k for k in kernels if k["from_registers"]]
-    assert {k["name"] for k in from_registers} == {"_prefill"}
+    assert {k["name"] for k in from_registers} == {"_prefill", "_gated_delta_chunks", "_mamba2_scan"}
     assert not [k["overwritten"] for k in from_registers if k["overwritten"]]
 
 

@@ -2,8 +2,9 @@
 """The gated delta rule of sequences that decode: each state is read once and written once in a step.
 
 A program holds some columns of the matrix of one head in registers, and computes the tokens of its span one after the
-other. A column belongs to an element of the value, and needs no other column. Prompts are computed by the reference, in
-chunks of tokens.
+other. A column belongs to an element of the value, and needs no other column. `gated_delta_scan` computes prompts, in
+chunks of tokens. The reference computes those of Kimi Delta Attention: with a decay for each element of a key, the same
+kernels would need more registers than a GPU has.
 
 Source: `fused_recurrent_gated_delta_rule` of flash-linear-attention, which divides the matrix in the same way.
 """
@@ -12,8 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire_kernels.gated_delta import NORM_EPS, scan_prompts
+from quire_kernels import gated_delta
+from quire_kernels.gated_delta import NORM_EPS
 from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
+from quire_kernels.gpu.states.gated_delta_scan import scan_prompts
+from quire_kernels.gpu.states.numerics import softplus
 from quire_kernels.state_batch import StateBatch
 
 _ELEMENTS_PER_PROGRAM = 4096
@@ -56,14 +60,11 @@ def gated_delta_rule(
             HAS_ROW_DECAYS=a.shape[1] != num_heads,
             num_warps=4,
         )
-    scan_prompts(qkv, a, b, a_log, dt_bias, states, batch, out)
+    if a.shape[1] != num_heads:
+        gated_delta.scan_prompts(qkv, a, b, a_log, dt_bias, states, batch, out)
+    elif batch.chunks is not None:
+        scan_prompts(qkv, a, b, a_log, dt_bias, states, batch.chunks, out)
     return out
-
-
-@triton.jit
-def softplus(x):
-    """Return log(1 + e^x), without overflow. Above 20, it is x, as in torch."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit

@@ -6,8 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire_kernels.gpu.launch_math import cdiv, next_power_of_2
-from quire_kernels.gpu.states.gated_delta import softplus
-from quire_kernels.mamba2 import Mamba2Params, scan_prompts
+from quire_kernels.gpu.states.mamba2_scan import scan_prompts
+from quire_kernels.gpu.states.numerics import softplus
+from quire_kernels.mamba2 import Mamba2Params
 from quire_kernels.state_batch import StateBatch
 
 _ELEMENTS_PER_PROGRAM = 4096
@@ -46,7 +47,8 @@ def mamba2_recurrence(xbc: Tensor, dt: Tensor, params: Mamba2Params, states: Ten
             COLUMNS=columns,
             num_warps=4,
         )
-    scan_prompts(xbc, dt, params, states, batch, out)
+    if batch.chunks is not None:
+        scan_prompts(xbc, dt, params, states, batch.chunks, out)
     return out
 
 
