@@ -15,11 +15,19 @@ HALF_BYTES = 300_000
 class Relay:
     """A relay, which does one thing wrong after the handshake (three messages)."""
 
-    def __init__(self, target: str, fault: str = "", port: int = 0, on_half: Callable[[], None] | None = None) -> None:
-        """Listen on a port; 0: a free one. `on_half` is called once, when HALF_BYTES have come from the server."""
-        self._target, self._fault, self._on_half = target, fault, on_half
-        self._listener = socket.create_server(("127.0.0.1", port))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+    def __init__(
+        self,
+        target: str,
+        fault: str = "",
+        port: int = 0,
+        on_half: Callable[[], None] | None = None,
+        host: str = "127.0.0.1",
+        half_bytes: int = HALF_BYTES,
+    ) -> None:
+        """Listen on a port; 0: a free one. `on_half` is called once, when `half_bytes` have come from the server."""
+        self._target, self._fault, self._on_half, self._half_bytes = target, fault, on_half, half_bytes
+        self._listener = socket.create_server((host, port))
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._sockets: list[socket.socket] = [self._listener]
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -63,7 +71,7 @@ class Relay:
                 # The handshake and the answer to the first lease have fewer bytes.
                 target.sendall(self._spoil(data, target) if is_faulty and num_bytes > 400 else data)
                 num_bytes += len(data)
-                if is_faulty and num_bytes > HALF_BYTES and self._on_half is not None:
+                if is_faulty and num_bytes > self._half_bytes and self._on_half is not None:
                     on_half, self._on_half = self._on_half, None
                     on_half()
         # Also after a reset, which a process sends if it closes a connection with unread bytes.

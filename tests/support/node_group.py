@@ -5,8 +5,10 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import psutil
 from support.node_namespaces import NodeNamespace, node_namespaces
@@ -20,21 +22,30 @@ PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002, "health": 8003, "openai": 
 class Group:
     """Nodes with their services. Each has a stage of `num_ranks` tensor-parallel ranks."""
 
-    def __init__(self, nodes: list[NodeNamespace], folder: Path, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        nodes: list[NodeNamespace],
+        folder: Path,
+        num_ranks: int = 1,
+        flags: Sequence[str] = (),
+        engine: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Start the services with further options, and with further fields of spec.engine."""
         self.nodes, self.folder, self.num_ranks = nodes, folder, num_ranks
+        self.flags, self.engine = flags, engine
         self.key = write_key(folder / "key")
         self.services: list[QuireServeProcess] = [self.start(rank) for rank in range(len(nodes))]
 
     def start(self, rank: int, name: str = "", key: Path | None = None, model: Path | None = None) -> QuireServeProcess:
         """Start the service of a node in the folder `name`."""
         document = example_document()
-        document["spec"]["engine"]["tensorParallelSize"] = self.num_ranks
+        document["spec"]["engine"] |= {"tensorParallelSize": self.num_ranks, **self.engine}
         if model is not None:
             document["spec"]["model"]["source"]["path"] = str(model)
         folder = self.folder / (name or f"node{rank}")
         folder.mkdir(exist_ok=True)
         node = self.nodes[rank]
-        flags = [f"--{option}={len(self.nodes)}" for option in ("pipeline-parallel-size", "nnodes")]
+        flags = [*self.flags, *(f"--{option}={len(self.nodes)}" for option in ("pipeline-parallel-size", "nnodes"))]
         flags += [f"--node-rank={rank}", f"--master-addr={self.nodes[0].address}", f"--rank-key-file={key or self.key}"]
         program = node.wrapper(folder, Path(sys.executable).with_name("quire"))
         env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -58,6 +69,15 @@ class Group:
         assert all(self.leader.text(model, STORY, max_tokens=2) for model in MODELS)
         return time.monotonic() - started
 
+    def end(self) -> None:
+        """Kill what still runs."""
+        for service in self.services:
+            if service.process.poll() is None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    service.kill()
+                    service.assert_nothing_left()
+            service.clean_up()
+
     def processes(self, rank: int, module: str) -> list[psutil.Process]:
         """Return the processes of a node that run a module."""
         children = self.services[rank].child_processes()
@@ -78,9 +98,4 @@ def running_group(folder: Path, num_nodes: int = 2, num_ranks: int = 1) -> Itera
         try:
             yield group
         finally:
-            for service in group.services:
-                if service.process.poll() is None:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        service.kill()
-                        service.assert_nothing_left()
-                service.clean_up()
+            group.end()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BRIDGE = "quirenodes"
-_NETWORK = "10.246.77."
+_NETWORK = "10.246."
 _DIRECTIONS = (("INPUT", "--source"), ("OUTPUT", "--destination"))
 
 
@@ -60,30 +60,32 @@ def missing_for_namespaces() -> str:
 
 
 @contextlib.contextmanager
-def node_namespaces(count: int) -> Iterator[list[NodeNamespace]]:
-    """Create nodes that reach each other and this machine."""
-    nodes = [NodeNamespace(f"{_BRIDGE}-{i}", f"{_NETWORK}{i + 2}") for i in range(count)]
-    _remove(nodes)
+def node_namespaces(count: int, number: int = 77) -> Iterator[list[NodeNamespace]]:
+    """Create nodes that reach each other and this machine, which has the first address of their network. Test files
+    that run at the same time use different numbers."""
+    bridge, network = f"{_BRIDGE}{number}", f"{_NETWORK}{number}."
+    nodes = [NodeNamespace(f"{bridge}-{i}", f"{network}{i + 2}") for i in range(count)]
+    _remove(bridge, nodes)
     try:
-        _run("ip", "link", "add", _BRIDGE, "type", "bridge")
-        _run("ip", "address", "add", f"{_NETWORK}1/24", "dev", _BRIDGE)
-        _run("ip", "link", "set", _BRIDGE, "up")
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        _run("ip", "address", "add", f"{network}1/24", "dev", bridge)
+        _run("ip", "link", "set", bridge, "up")
         for i, node in enumerate(nodes):
             _run("ip", "netns", "add", node.name)
-            _run("ip", "link", "add", f"{_BRIDGE}{i}", "type", "veth", "peer", "name", "eth0", "netns", node.name)
-            _run("ip", "link", "set", f"{_BRIDGE}{i}", "master", _BRIDGE, "up")
+            _run("ip", "link", "add", f"{bridge}{i}", "type", "veth", "peer", "name", "eth0", "netns", node.name)
+            _run("ip", "link", "set", f"{bridge}{i}", "master", bridge, "up")
             _run("ip", "-netns", node.name, "address", "add", f"{node.address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _run("ip", "-netns", node.name, "link", "set", device, "up")
         yield nodes
     finally:
-        _remove(nodes)
+        _remove(bridge, nodes)
 
 
-def _remove(nodes: Sequence[NodeNamespace]) -> None:
+def _remove(bridge: str, nodes: Sequence[NodeNamespace]) -> None:
     for node in nodes:
         subprocess.run(["ip", "netns", "delete", node.name], capture_output=True, check=False)
-    subprocess.run(["ip", "link", "delete", _BRIDGE], capture_output=True, check=False)
+    subprocess.run(["ip", "link", "delete", bridge], capture_output=True, check=False)
 
 
 def _run(*command: str) -> None:

@@ -42,7 +42,7 @@ from quire_spec.constants import AdapterDigest
 from quire_spec.documents.adapter_digest import adapter_digest
 from quire_spec.documents.pod_status import MeasuredMemory
 from quire_spec.engine.config import EngineConfig
-from quire_spec.engine.kv_transfer_config import KVTransferConfig
+from quire_spec.engine.kv_transfer_config import KVTransferConfig, PeerAddress
 from quire_spec.errors import Code, ConfigError, Internal, InvalidArgument, QuireError
 from quire_spec.model.attention.state_config import num_state_rows
 from quire_spec.model.capabilities import DTYPE_BYTES
@@ -128,6 +128,8 @@ class Engine:
                 raise _too_few_rows(config)
             self.row_layout = _row_layout(config, self.block_hasher, rows)
             self._peers = _open_peers(config.kv_transfer, rows, self.row_layout)
+            if rows.nodes is not None:
+                rows.nodes.share(self.row_layout, runner.swap_costs.num_host_blocks)
         self._scheduler = Scheduler(
             config,
             self._block_pool,
@@ -276,7 +278,13 @@ class Engine:
         assert self.row_layout is not None and self._runner.host_rows is not None
         file = self._runner.host_rows.file
         assert file is not None
-        return SharedRows(os.getpid(), file, self._scheduler.host_cache.pool.num_blocks, self.row_layout)
+        layout, num_rows = self.row_layout, self._scheduler.host_cache.pool.num_blocks
+        generation, addresses = 0, list[str]()
+        if (nodes := self._runner.host_rows.nodes) is not None:
+            assert self.config.kv_transfer is not None
+            port = self.config.kv_transfer.port
+            generation, addresses = nodes.generation, [str(PeerAddress(host, port)) for host in nodes.addresses]
+        return SharedRows(os.getpid(), file, num_rows, layout, layout.row_bytes, generation, addresses)
 
     def synchronize_rows(self) -> None:
         """Wait until the copies to host memory that were started before are complete. Any thread can call this."""
@@ -706,7 +714,8 @@ def _open_peers(config: KVTransferConfig, rows: HostRows, layout: RowLayout) -> 
 def _parallel(config: EngineConfig) -> str:
     """Return how many ranks have parts of a row of host memory."""
     num_ranks, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    return "0/1" if config.ranks_per_core == 1 else f"tensor {num_ranks}, pipeline {num_stages}"
+    nodes = "" if config.nnodes == 1 else f", nodes {config.nnodes}"
+    return "0/1" if config.ranks_per_core == 1 else f"tensor {num_ranks}, pipeline {num_stages}{nodes}"
 
 
 def _row_layout(config: EngineConfig, block_hasher: BlockHasher, rows: HostRows) -> RowLayout:

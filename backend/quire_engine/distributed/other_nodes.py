@@ -73,6 +73,11 @@ class OtherNodes:
             threading.Thread(target=self._accept, name="node-accept", daemon=True).start()
         return RemoteWorker(seat)
 
+    @property
+    def addresses(self) -> list[str]:
+        """IP address of each other node, from node 1. All nodes must be connected."""
+        return [seat.require_connection().peer for seat in self._seats.values()]
+
     def rendezvous(self, rank: int) -> Rendezvous:
         """Return where a rank of any node meets the others. All nodes must be connected."""
         if self._store is None:

@@ -98,6 +98,7 @@ class WorkerGroup:
         self._step_lock = threading.Lock()
         self._on_lost = on_lost
         self._worker_ranks = range(1, size)
+        self._ranks_per_node = config.ranks_per_node
         self._local_ranks = range(1, config.ranks_per_node)
         self._condition = threading.Condition()
         self._pending_calls: dict[int, _PendingCall] = {}
@@ -156,6 +157,21 @@ class WorkerGroup:
         """Call every worker without waiting; return the id for `wait_call`."""
         return self._send_call({"call": name, **args}, set(self._worker_ranks))
 
+    def start_node_call(self, node_rank: int, name: str, **args: Any) -> int:
+        """Call another node without waiting; return the id for `wait_call`."""
+        return self._send_call({"call": name, **args}, {self._first_rank(node_rank)})
+
+    def notify_node(self, node_rank: int, name: str, **args: Any) -> None:
+        """Call another node without waiting for a reply; do nothing if it has ended. Safe to call from any thread."""
+        with suppress(OSError):
+            frame = json.dumps({"id": None, "call": name, **args}).encode()
+            self._sockets[self._first_rank(node_rank)].send(frame)
+
+    @property
+    def nodes(self) -> OtherNodes | None:
+        """The other nodes; None if there are none."""
+        return self._nodes
+
     def notify(self, name: str, **args: Any) -> None:
         """Call every worker without waiting for a reply; do nothing if the workers have ended. Safe to call from any
         thread.
@@ -168,6 +184,14 @@ class WorkerGroup:
     def wait_call(self, call_id: int) -> list[Any]:
         """Wait for all replies to a started call, and return their values; raises the same errors as `call`."""
         return self._wait_for_replies(call_id)
+
+    def is_replied(self, call_id: int, timeout_s: float) -> bool:
+        """Wait for all replies to a started call, at most `timeout_s`; return whether `wait_call` would not wait."""
+        with self._condition:
+            call = self._pending_calls[call_id]
+            return self._condition.wait_for(
+                lambda: bool(not call.missing_ranks or call.errors or self._lost_error is not None), timeout_s
+            )
 
     def send_adapter(self, key: int, folders: Sequence[Path]) -> None:
         """Send the files of an adapter to the other nodes, which read them in a call `read_adapter`; see OtherNodes."""
@@ -257,6 +281,10 @@ class WorkerGroup:
     def _place(self, rank: int) -> Rendezvous:
         """Return where a rank meets the others."""
         return Rendezvous(self._rendezvous_dir.name) if self._nodes is None else self._nodes.rendezvous(rank)
+
+    def _first_rank(self, node_rank: int) -> int:
+        """Return the rank for which calls of a node itself are sent."""
+        return node_rank * self._ranks_per_node
 
     def _send_call(self, call: dict[str, Any], ranks: set[int]) -> int:
         call_id = next(self._call_ids)

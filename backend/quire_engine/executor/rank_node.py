@@ -26,13 +26,14 @@ from quire_engine.distributed.rank_relay import RankRelay, RelayEnded
 from quire_engine.distributed.shm_ring import ELEMENT_BYTES, Doorbell, SharedMemoryRing, notify_all
 from quire_engine.distributed.worker_handle import WorkerChannels, WorkerHandle, WorkerProcess
 from quire_engine.executor.node_identity import node_identity
+from quire_engine.executor.node_rows import CALLS, NodeRows
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.engine.config import EngineConfig
-from quire_spec.errors import QuireError
+from quire_spec.errors import Internal, QuireError
 from quire_spec.protocol import rank_wire, shared_key
 from quire_spec.protocol.protocol_error import ProtocolError
 from quire_spec.protocol.rank_wire import FileChunk, FileReceipt, Generation, Kind
-from quire_spec.protocol.results import NodeStatus
+from quire_spec.protocol.results import NodeStatus, SharedRows
 
 _CONNECT_TIMEOUT_S = 3.0
 _CONNECT_INTERVAL_S = 0.1
@@ -72,6 +73,7 @@ class RankNode:
         self._folder, self._start_worker = folder, start_worker
         self._generation_file = folder / f"generation-{node_rank}"
         self._join_at = join_at
+        self._rows = None if config.kv_transfer is None else NodeRows(config.kv_transfer, node_rank)
         self._relay: _RankRelay | None = None
         self._is_closing = False
 
@@ -81,6 +83,11 @@ class RankNode:
         if relay is None:
             return NodeStatus("connecting", self._last_generation())
         return NodeStatus("ready" if relay.is_serving else "loading", relay.generation)
+
+    def shared_rows(self) -> SharedRows | None:
+        """Return where another process of this user finds the rows of host memory; None while they are not shared."""
+        relay = self._relay
+        return None if relay is None or self._rows is None else self._rows.shared_rows(relay.generation)
 
     def run(self) -> str:
         """Join a group, and compute until it ends; return the reason.
@@ -100,7 +107,7 @@ class RankNode:
             generation = self._last_generation()
             connection = self._join(key, generation)
             self._relay = relay = _RankRelay(
-                connection, workers, self._checkpoint.folder, adapters, generation, self._keep_generation
+                connection, workers, self._checkpoint.folder, adapters, generation, self._keep_generation, self._rows
             )
             if self._is_closing:
                 connection.close()
@@ -204,6 +211,7 @@ class _RankRelay(RankRelay):
         adapters: Path,
         last_generation: int,
         keep_generation: Callable[[int], None],
+        rows: NodeRows | None,
     ) -> None:
         super().__init__(
             connection, workers.controls, {Kind.FILE: rank_wire.MAX_FILE_BYTES, Kind.GENERATION: _GENERATION_BYTES}
@@ -211,6 +219,7 @@ class _RankRelay(RankRelay):
         self.is_serving = False
         self.generation = last_generation
         self._workers, self._model_folder, self._keep_generation = workers, model_folder, keep_generation
+        self._rows = rows
         self._ring: SharedMemoryRing | None = None
         self._serve_id: object = None
         self._unserved = set(workers.controls)
@@ -219,11 +228,17 @@ class _RankRelay(RankRelay):
         self._readers: dict[object, tuple[int, set[int]]] = {}
 
     def on_call(self, rank: int, call: bytes) -> None:
-        """Pass a call to a rank. Folders of the first node are replaced by those of this one."""
+        """Pass a call to a rank. Folders and files of the first node are replaced by those of this one."""
         document = _parse(call)
-        match document.get("call"):
+        if (name := document.get("call")) in CALLS and self._rows is not None:
+            self._rows.prepare(document)
+            if name != "end_read":
+                threading.Thread(target=self._run_row_call, args=(rank, document), name=name, daemon=True).start()
+            return
+        match name:
             case "load":
                 document["folder"] = str(self._model_folder)
+                document["row_file"] = None if self._rows is None else self._rows.file.path
             case "serve":
                 if self._ring is None:
                     num_elements, num_rows = int(document["num_elements"]), int(document["num_rows"])
@@ -253,6 +268,20 @@ class _RankRelay(RankRelay):
                 del self._readers[reply["id"]]
                 self._files.remove(key)
         super().on_local_call(rank, call)
+
+    def _run_row_call(self, rank: int, document: dict[str, Any]) -> None:
+        """Answer a call about rows of host memory."""
+        assert self._rows is not None
+        value: list[int | str] | int = 0
+        error = None
+        try:
+            value = self._rows.run(document)
+        except Exception as failure:
+            logger.exception("call failed call=%s", document["call"])
+            error = [Internal.code.value, f"{type(failure).__name__}: {failure}"[:1000]]
+        reply = {"id": document["id"], "error": error, "value": value}
+        with contextlib.suppress(OSError):
+            self.connection.send(Kind.CALL, rank, json.dumps(reply).encode())
 
     def on_local_end(self, rank: int) -> NoReturn:
         """A worker has ended, and with it the node."""

@@ -62,7 +62,7 @@ def _run(node: RankNode) -> None:
 
 async def _serve(node: RankNode, socket_path: Path) -> None:
     process.install_exit_handlers(asyncio.get_running_loop())
-    async with Server((node.status,)).listening(socket_path):
+    async with Server((node.status, node.shared_rows)).listening(socket_path):
         await asyncio.get_running_loop().create_future()
 
 

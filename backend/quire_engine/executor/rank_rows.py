@@ -4,10 +4,15 @@
 import threading
 from collections.abc import Sequence
 
+import msgspec
+
+from quire_engine.distributed.other_nodes import OtherNodes
 from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.kv_cache.host_swap import HostSwap
-from quire_engine.kv_transfer.store import HostRows
+from quire_engine.kv_transfer.store import HostRows, NodeRead, NodeReads, OtherNodesRows
 from quire_engine.step.plan import SwapCopy
+from quire_spec.engine.kv_transfer_config import PeerAddress
+from quire_spec.protocol.kv_wire import RowLayout
 
 _COPIES_OF_A_CALL = 1024
 """A call is one packet."""
@@ -24,6 +29,8 @@ class RankRows(HostRows):
         """`local` are the rows of rank 0, which the parts of the other ranks follow."""
         self._local = local
         self._worker_group = worker_group
+        nodes = worker_group.nodes
+        self._nodes = None if nodes is None else _OtherNodesRows(nodes, worker_group, local.node_bytes)
         self._lock = threading.Lock()
         self._is_copying = False
 
@@ -36,6 +43,11 @@ class RankRows(HostRows):
     def file(self) -> int | None:
         """See HostRows."""
         return self._local.file
+
+    @property
+    def nodes(self) -> OtherNodesRows | None:
+        """See HostRows."""
+        return self._nodes
 
     def buffers(self, row: int) -> list[memoryview]:
         """See HostRows."""
@@ -68,3 +80,67 @@ class RankRows(HostRows):
             if self._is_copying:
                 self._is_copying = False
                 self._worker_group.call("synchronize_rows")
+
+
+class _OtherNodesRows(OtherNodesRows):
+    """The rows of the other nodes. Their processes answer the calls (executor/node_rows.py), not their ranks, so that
+    steps do not wait."""
+
+    def __init__(self, nodes: OtherNodes, worker_group: WorkerGroup, node_bytes: Sequence[int]) -> None:
+        self._nodes, self._worker_group, self._node_bytes = nodes, worker_group, node_bytes
+
+    @property
+    def generation(self) -> int:
+        """See OtherNodesRows."""
+        return self._nodes.generation
+
+    @property
+    def addresses(self) -> list[str]:
+        """See OtherNodesRows."""
+        return self._nodes.addresses
+
+    def share(self, layout: RowLayout, num_rows: int) -> None:
+        """See OtherNodesRows.
+
+        Raises:
+            RunnerLost: a rank has ended.
+        """
+        document = msgspec.to_builtins(layout)
+        for node_rank, row_bytes in list(enumerate(self._node_bytes))[1:]:
+            call = self._worker_group.start_node_call(
+                node_rank, "share_rows", layout=document, num_rows=num_rows, row_bytes=row_bytes
+            )
+            self._worker_group.wait_call(call)
+
+    def start_read(self, peers: Sequence[PeerAddress], lease: bytes, rows: Sequence[tuple[int, int]]) -> NodeReads:
+        """See OtherNodesRows.
+
+        Raises:
+            RunnerLost: a rank has ended.
+        """
+        calls = [
+            self._worker_group.start_node_call(
+                node_rank, "read_rows", peer=str(peer), lease=lease.hex(), rows=[list(pair) for pair in rows]
+            )
+            for node_rank, peer in enumerate(peers, 1)
+        ]
+        return _NodeReads(self._worker_group, lease, calls)
+
+
+class _NodeReads(NodeReads):
+    """The calls `read_rows` of all nodes, from node 1."""
+
+    def __init__(self, worker_group: WorkerGroup, lease: bytes, calls: Sequence[int]) -> None:
+        self._worker_group, self._lease, self._calls = worker_group, lease, calls
+
+    def wait(self, seconds: float) -> list[NodeRead] | None:
+        """See NodeReads."""
+        for call in self._calls:
+            if not self._worker_group.is_replied(call, seconds):
+                return None
+        return [NodeRead(*self._worker_group.wait_call(call)[0]) for call in self._calls]
+
+    def cancel(self) -> None:
+        """See NodeReads."""
+        for node_rank, _ in enumerate(self._calls, 1):
+            self._worker_group.notify_node(node_rank, "end_read", lease=self._lease.hex())

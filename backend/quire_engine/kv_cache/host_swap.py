@@ -64,6 +64,17 @@ class HostSwap:
         return [rows[row].flatten().view(torch.uint8).numpy().data for _, rows in self._host_blocks]
 
     @property
+    def node_bytes(self) -> list[int]:
+        """Bytes of a row on each node; the rows must be in a file."""
+        assert self._part is not None
+        return self._part.node_bytes
+
+    @property
+    def nodes(self) -> None:
+        """See HostRows. RankRows has them."""
+        return None
+
+    @property
     def file(self) -> int | None:
         """See HostRows."""
         return None if self._part is None else self._part.file.file
@@ -113,7 +124,7 @@ def row_part(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype, file:
         local = TensorParallelShard(stage, 0, config.tensor_parallel_size).local_config
         own = layout if first is None else layout.for_stage(range(first, first + stage.num_layers))
         sizes += [block_bytes(local, config.block_size, dtype, own)] * config.tensor_parallel_size
-    return RowPart(file, sizes, rank)
+    return RowPart(file, sizes, rank, config.nnodes)
 
 
 def _seconds_per_unit(function: Callable[[], int]) -> float:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory file with the rows of host memory of a core, and the part of a rank in each row.
 
-Every rank of the core maps the file, and so does the process that sends rows to other pods. A row is a KV block of the
-whole model: the parts of all ranks, one after the other."""
+Every rank of the core on this machine maps the file, and so does the process that sends rows to other pods. A row is a
+KV block of the whole model, or of the stages of this node: the parts of all ranks of the node, one after the other."""
 
 import mmap
 import os
@@ -49,13 +49,25 @@ class RowPart:
     sizes: Sequence[int]
     """Bytes of the part of each rank of the core, in their order."""
     rank: int = 0
+    num_nodes: int = 1
+    """Number of nodes, each of which has a file with the parts of an equal number of ranks."""
 
     @property
     def offset(self) -> int:
         """Where the part of this rank begins in a row, in bytes."""
-        return sum(self.sizes[: self.rank])
+        return sum(self.sizes[self.rank - self.rank % self._ranks_per_node : self.rank])
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return sum(self.sizes)
+        return self.node_bytes[self.rank // self._ranks_per_node]
+
+    @property
+    def node_bytes(self) -> list[int]:
+        """Bytes of a row on each node."""
+        size = self._ranks_per_node
+        return [sum(self.sizes[first : first + size]) for first in range(0, len(self.sizes), size)]
+
+    @property
+    def _ranks_per_node(self) -> int:
+        return len(self.sizes) // self.num_nodes

@@ -18,7 +18,9 @@ STALL_S = 2.0
 _POLL_S = 0.1
 """A read that is no longer wanted ends after at most this many seconds."""
 
-T = TypeVar("T", kv_wire.Challenge, kv_wire.Welcome, kv_wire.Leased, kv_wire.Reading, kv_wire.Done)
+T = TypeVar(
+    "T", kv_wire.Challenge, kv_wire.Welcome, kv_wire.Leased, kv_wire.Reading, kv_wire.Done, kv_wire.NodeAddresses
+)
 
 
 class Cancelled(Exception):
@@ -72,6 +74,19 @@ class PeerConnection:
         if len(leased.rows) != len(keys):
             raise ProtocolError("protocol", f"{len(leased.rows)} rows for {len(keys)} keys")
         return leased
+
+    def nodes(self) -> list[str]:
+        """Return HOST:PORT of the other nodes of the pod's group."""
+        self._send(kv_wire.encode(kv_wire.Nodes()))
+        return self._receive(kv_wire.NodeAddresses).addresses
+
+    def part(self, lease: bytes, node: int, rows: Sequence[int]) -> list[kv_wire.LeasedRow]:
+        """Prepare to read the parts of leased rows from node number `node`, which the other end must be."""
+        self._send(kv_wire.encode(kv_wire.Part(lease, node, list(rows))))
+        places = [place for place in self._receive(kv_wire.Leased).rows if place is not None]
+        if len(places) != len(rows):
+            raise ProtocolError("protocol", f"{len(places)} parts for {len(rows)} rows")
+        return places
 
     def read(self, lease: bytes, rows: Sequence[int], buffers: Sequence[Sequence[memoryview]]) -> Iterator[None]:
         """Read leased rows into buffers. Yield after each row."""

@@ -18,10 +18,12 @@ import xxhash
 from quire_engine.kv_transfer.daemon_threads import DaemonThreads
 from quire_engine.kv_transfer.peer_connection import STALL_S, Cancelled, PeerConnection, closing
 from quire_engine.kv_transfer.read_time import ReadTime
-from quire_engine.kv_transfer.store import HostRows, KVStore
+from quire_engine.kv_transfer.store import HostRows, KVStore, OtherNodesRows
+from quire_engine.step.plan import RunnerLost
 from quire_spec.engine.kv_transfer_config import KVTransferConfig, PeerAddress
 from quire_spec.errors import QuireError, Unavailable
 from quire_spec.protocol import kv_wire
+from quire_spec.protocol.allowed_peers import AllowedNodes
 from quire_spec.protocol.kv_transfer_params import PromptKeys
 from quire_spec.protocol.protocol_error import ProtocolError
 
@@ -32,6 +34,8 @@ _RETRY_S = 5.0
 _LATE_S = 1.5
 """If no request waits for a read any longer, the read was late if it took more than this many seconds. Otherwise, its
 requests were aborted."""
+_CANCEL_POLL_S = 0.1
+"""A read of other nodes that is no longer wanted ends after about this many seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,7 @@ class Peers:
         self._config = config
         self._rows = rows
         self._layout = layout
+        self._allowed = AllowedNodes(config)
         self._stores: OrderedDict[PeerAddress, PeerStore] = OrderedDict()
         self._lock = threading.Lock()
         self._errors = Counter[str]()
@@ -68,6 +73,18 @@ class Peers:
     def read_key(self) -> bytes:
         """Return the key that all pods share; raises Unavailable."""
         return kv_wire.read_key(Path(self._config.key_file))
+
+    def check_nodes(self, addresses: Sequence[str], num_nodes: int) -> list[PeerAddress]:
+        """Return the addresses of the other nodes of a pod, as it has named them.
+
+        Raises:
+            ProtocolError: this pod must not connect to them, or their number is another one.
+        """
+        peers = [PeerAddress.parse(address) for address in addresses]
+        allowed = [peer for peer in peers if peer is not None and self._allowed.allows(peer)]
+        if len(allowed) != len(peers) or len(allowed) != num_nodes:
+            raise ProtocolError("nodes", f"the nodes {addresses} are not {num_nodes} allowed peers")
+        return allowed
 
     def count_difference(self, address: str, reason: str, own: PromptKeys, other: PromptKeys) -> None:
         """Count a request whose blocks a pod cannot have, because the field `reason` of the keys differs."""
@@ -149,6 +166,8 @@ class PeerStore(KVStore):
                 reason, message = "deadline", f"{num_done} of {len(keys)} blocks arrived in time"
         except ProtocolError as error:
             reason, message = error.reason, str(error)
+        except RunnerLost as error:
+            reason, message = "nodes", str(error)
         except Unavailable as error:
             reason, message = "key", str(error)
         except Exception as error:
@@ -180,18 +199,59 @@ class PeerStore(KVStore):
             ended = threading.Event()
             self._heartbeats.submit(partial(self._keep, leased.lease, ended))
             try:
-                buffers = [self._rows.buffers(row) for row in rows[: len(places)]]
-                addresses = [place.row for place in places]
-                for _, place, row in zip(
-                    connection.read(leased.lease, addresses, buffers), places, buffers, strict=True
-                ):
-                    if _checksum(row) != place.checksum:
-                        raise ProtocolError("checksum", "a block was damaged on the way")
-                    yield
+                if self._rows.nodes is None:
+                    yield from self._read_rows(connection, leased.lease, places, rows)
+                else:
+                    yield from self._read_with_nodes(connection, leased.lease, places, rows, self._rows.nodes)
             finally:
                 ended.set()
         if any(place is not None for place in leased.rows):
             connection.release(leased.lease)
+
+    def _read_rows(
+        self, connection: PeerConnection, lease: bytes, places: Sequence[kv_wire.LeasedRow], rows: Sequence[int]
+    ) -> Iterator[None]:
+        """Read leased rows. Yield after each one."""
+        buffers = [self._rows.buffers(row) for row in rows[: len(places)]]
+        addresses = [place.row for place in places]
+        for _, place, row in zip(connection.read(lease, addresses, buffers), places, buffers, strict=True):
+            if checksum(row) != place.checksum:
+                raise ProtocolError("checksum", "a block was damaged on the way")
+            yield
+
+    def _read_with_nodes(
+        self,
+        connection: PeerConnection,
+        lease: bytes,
+        places: Sequence[kv_wire.LeasedRow],
+        rows: Sequence[int],
+        nodes: OtherNodesRows,
+    ) -> Iterator[None]:
+        """Read leased rows on all nodes. Then yield for each of the first rows that all nodes have read.
+
+        It ends only when no node writes into the rows any longer.
+        """
+        peers = self._peers.check_nodes(connection.nodes(), len(nodes.addresses))
+        pairs = [(place.row, row) for place, row in zip(places, rows, strict=False)]
+        reads, num_read, failure = nodes.start_read(peers, lease, pairs), 0, None
+        try:
+            for _ in self._read_rows(connection, lease, places, rows):
+                num_read += 1
+        except Exception as error:
+            failure = error
+            reads.cancel()
+        is_cancelled = failure is not None
+        while (results := reads.wait(_CANCEL_POLL_S)) is None:
+            if not is_cancelled and not connection.is_wanted():
+                is_cancelled, failure = True, Cancelled()
+                reads.cancel()
+        for _ in range(min(num_read, *(result.num_blocks for result in results))):
+            yield
+        if failure is not None:
+            raise failure
+        for result in results:
+            if result.num_blocks < len(places):
+                raise ProtocolError(result.reason or "protocol", result.message)
 
     def _lease(self, keys: Sequence[bytes], is_wanted: Callable[[], bool]) -> tuple[PeerConnection, kv_wire.Leased]:
         """Lease blocks. If the connection was idle, the other pod may have closed it or restarted in the meantime."""
@@ -233,8 +293,9 @@ def _always() -> bool:
     return True
 
 
-def _checksum(buffers: Sequence[memoryview]) -> bytes:
-    checksum = xxhash.xxh3_128()
+def checksum(buffers: Sequence[memoryview]) -> bytes:
+    """Return the checksum of the buffers of a row."""
+    state = xxhash.xxh3_128()
     for buffer in buffers:
-        checksum.update(buffer)
-    return bytes(checksum.digest())
+        state.update(buffer)
+    return bytes(state.digest())

@@ -4,9 +4,58 @@
 Torch-free. The scheduler uses a store through `StoreTraffic`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from quire_engine.step.plan import SwapCopy
+from quire_spec.engine.kv_transfer_config import PeerAddress
+from quire_spec.protocol.kv_wire import RowLayout
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRead:
+    """Result of another node that has read its parts of the blocks of another pod."""
+
+    num_blocks: int
+    """Number of first blocks whose parts were read and checked."""
+    reason: str = ""
+    """Why the other blocks were not read."""
+    message: str = ""
+
+
+class NodeReads(Protocol):
+    """Reads of all other nodes that were started together. Their rows must not change before `wait` has returned
+    results."""
+
+    def wait(self, seconds: float) -> list[NodeRead] | None:
+        """Return the result of each node; None if a node is not done within these seconds.
+
+        Raises:
+            RunnerLost: a rank has ended. Nothing uses the rows any longer.
+        """
+
+    def cancel(self) -> None:
+        """Let all nodes end their reads soon."""
+
+
+class OtherNodesRows(Protocol):
+    """The parts of the rows of host memory that other nodes of the group have. A row has the same number on all
+    nodes."""
+
+    @property
+    def generation(self) -> int:
+        """Number of the group."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """IP address of each other node, from node 1."""
+
+    def share(self, layout: RowLayout, num_rows: int) -> None:
+        """Let the other nodes share their rows with other pods. Called once."""
+
+    def start_read(self, peers: Sequence[PeerAddress], lease: bytes, rows: Sequence[tuple[int, int]]) -> NodeReads:
+        """Let each node read its parts of leased rows from one of `peers`. `rows` are pairs of the address there and of
+        the row here."""
 
 
 class HostRows(Protocol):
@@ -22,6 +71,11 @@ class HostRows(Protocol):
     @property
     def file(self) -> int | None:
         """Open memory file in which the rows follow each other; None if other processes cannot read them."""
+
+    @property
+    def nodes(self) -> OtherNodesRows | None:
+        """The parts of the rows on other nodes; None if there are none. The other methods are about the parts on this
+        one."""
 
     def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
         """Start the copies to host memory, then the copies from host memory. Only the thread of the steps calls

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire_server.kv_peer.core_rows import CoreRows
+from quire_server.kv_peer.first_node import FirstNode
 from quire_server.kv_peer.server import KVPeerServer
 from quire_spec import constants
 from quire_spec.documents.pod_config import PodConfig
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="pod.json")
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="folder of the pod's Unix sockets")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="I", help="number of this node of a group")
+    parser.add_argument("--first-node", metavar="HOST", help="the first node of the group, if this is another one")
     args = parser.parse_args(argv)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
@@ -51,8 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuireError as error:
         print(f"kv_peer: {error}", file=sys.stderr)
         return constants.EXIT_CONFIG
-    cores = [CoreRows(args.run_dir, name) for name in constants.core_names(config.engine.data_parallel_size)]
-    server = KVPeerServer(cores, key_file, config.engine.kv_transfer.bytes_per_second)
+    names = constants.core_names(config.engine.data_parallel_size) if args.first_node is None else [constants.NODE]
+    cores = [CoreRows(args.run_dir, name) for name in names]
+    first_node = None
+    if args.first_node is not None:
+        first_node = FirstNode(args.first_node, port, key_file, lambda: cores[0].layout)
+    speed = config.engine.kv_transfer.bytes_per_second
+    server = KVPeerServer(cores, key_file, speed, first_node, args.node_rank)
     with listener:
         asyncio.run(_serve(server, cores, listener, args.run_dir / constants.process_socket(constants.KV_PEER)))
     return 0

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host memory of one core: its rows, which this process reads but never writes, and the core's leases on them."""
+"""The host memory of one core, or of a node other than the first: its rows, which this process reads but never writes,
+and the core's leases on them."""
 
 import asyncio
 import contextlib
@@ -8,6 +9,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from quire_spec.constants import process_socket
 from quire_spec.errors import QuireError
@@ -18,6 +20,7 @@ from quire_spec.protocol.results import SharedRows
 
 _RETRY_S = 0.2
 _CALL_TIMEOUT_S = 10.0
+_SHARED_ROWS: Any = SharedRows | None
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,21 @@ class CoreRows:
         self._shared: SharedRows | None = None
 
     @property
+    def generation(self) -> int:
+        """Number of the group of nodes; 0 if there is one node, or while the core is not ready."""
+        return 0 if self._shared is None else self._shared.generation
+
+    @property
+    def nodes(self) -> list[str]:
+        """HOST:PORT of the servers of the other nodes of the group."""
+        return [] if self._shared is None else self._shared.nodes
+
+    def rows(self) -> "Rows | None":
+        """Return the rows; None while the core is not ready."""
+        memory, shared = self._memory, self._shared
+        return None if memory is None or shared is None else Rows(memory, shared.row_bytes)
+
+    @property
     def layout(self) -> RowLayout | None:
         """The layout of the rows; None while the core is not ready."""
         return None if self._shared is None else self._shared.layout
@@ -41,7 +59,8 @@ class CoreRows:
         while True:
             try:
                 await self._client.connect()
-                shared = await self._client.call("shared_rows", SharedRows, timeout_s=_CALL_TIMEOUT_S)
+                while (shared := await self._find_shared()) is None:
+                    await asyncio.sleep(_RETRY_S)
                 self._memory, self._shared = _map(shared), shared
                 logger.info("rows of %s are shared rows=%d", self._client.peer_name, shared.num_rows)
                 await self._client.closed.wait()
@@ -54,19 +73,21 @@ class CoreRows:
                 self._memory = self._shared = None
             await asyncio.sleep(_RETRY_S)
 
-    async def lease(self, lease: bytes, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """Pin blocks in the core, and return the bytes of each; None: the core does not have the block, or does not
-        respond."""
-        memory, shared = self._memory, self._shared
-        if memory is None or shared is None:
+    async def _find_shared(self) -> SharedRows | None:
+        shared: SharedRows | None = await self._client.call("shared_rows", _SHARED_ROWS, timeout_s=_CALL_TIMEOUT_S)
+        return shared
+
+    async def lease(self, lease: bytes, keys: Sequence[bytes]) -> list[tuple[int, memoryview] | None]:
+        """Pin blocks in the core, and return number and bytes of the row of each; None: the core does not have the
+        block, or does not respond."""
+        if (shared := self.rows()) is None:
             return [None] * len(keys)
         try:
             args = {"lease": lease, "keys": list(keys)}
             rows = await self._client.call("lease_rows", list[int | None], args, timeout_s=_CALL_TIMEOUT_S)
         except QuireError:
             return [None] * len(keys)
-        size = shared.layout.row_bytes
-        return [None if row is None else memory[row * size : (row + 1) * size] for row in rows]
+        return [None if row is None else (row, shared[row]) for row in rows]
 
     async def extend(self, lease: bytes) -> bool:
         """Prolong a lease; return whether the core has it."""
@@ -81,12 +102,25 @@ class CoreRows:
             await self._client.call("release_leases", type(None), {"leases": list(leases)})
 
 
+class Rows:
+    """The bytes of each row in a memory."""
+
+    def __init__(self, memory: memoryview, row_bytes: int) -> None:
+        self._memory, self._row_bytes = memory, row_bytes
+
+    def __len__(self) -> int:
+        return len(self._memory) // self._row_bytes
+
+    def __getitem__(self, row: int) -> memoryview:
+        return self._memory[row * self._row_bytes : (row + 1) * self._row_bytes]
+
+
 def _map(shared: SharedRows) -> memoryview:
     """Map the memory file of a core; raises OSError."""
     # Opened through /proc, the file gets a mode of its own, so that the rows cannot be written here.
     file = os.open(f"/proc/{shared.pid}/fd/{shared.file}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        num_bytes = shared.num_rows * shared.layout.row_bytes
+        num_bytes = shared.num_rows * shared.row_bytes
         if os.fstat(file).st_size < num_bytes:
             raise OSError(f"the memory file has less than {num_bytes} bytes")
         return memoryview(mmap.mmap(file, num_bytes, prot=mmap.PROT_READ))

@@ -6,19 +6,20 @@ leases. Connections are limited for each address and in total, and everything ha
 """
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
 from quire_server.kv_peer.core_rows import CoreRows
+from quire_server.kv_peer.first_node import FirstNode
+from quire_server.kv_peer.frames import HANDSHAKE_S, MESSAGE_S, deadline, receive, send, while_open
 from quire_server.kv_peer.send_budget import SendBudget
 from quire_spec.errors import Unavailable
 from quire_spec.protocol import kv_wire, shared_key
@@ -29,11 +30,10 @@ MAX_CONNECTIONS = 256
 MAX_ADDRESS_CONNECTIONS = 32
 """Maximum number of connections from one address. A core that reads has at most two."""
 MAX_CONNECTION_LEASES = 16
-_HANDSHAKE_S = 5.0
-_MESSAGE_S = 5.0
-"""A message must arrive completely within this many seconds after its first byte."""
 _IDLE_S = 120.0
 """A connection without a message for this many seconds is closed. The reader then opens a new one."""
+_RECHECK_S = 10.0
+"""A node other than the first asks again whether a lease is valid when it would end within this many seconds."""
 _CORE_SHIFT = 24
 """An address contains the number of the core above these bits, and that of the row below them."""
 
@@ -47,13 +47,27 @@ class _Lease:
     rows: dict[int, memoryview]
     """Bytes of each row, by address."""
     deadline: float
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Number of each row in the core, by address. Empty on a node other than the first."""
+    generation: int = 0
+    """Number of the group of nodes."""
 
 
 class KVPeerServer:
     """The connections of other pods."""
 
-    def __init__(self, cores: Sequence[CoreRows], key_file: Path, bytes_per_second: int | None) -> None:
+    def __init__(
+        self,
+        cores: Sequence[CoreRows],
+        key_file: Path,
+        bytes_per_second: int | None,
+        first_node: FirstNode | None = None,
+        node_rank: int = 0,
+    ) -> None:
+        """Create the server. On a node other than the first, `first_node` decides about leases, and `cores` are the
+        rows of the node number `node_rank`."""
         self._cores = cores
+        self._first_node, self._node_rank = first_node, node_rank
         self._key_file = key_file
         self._budget = SendBudget(bytes_per_second)
         self._leases: dict[bytes, _Lease] = {}
@@ -123,14 +137,14 @@ class KVPeerServer:
 
     async def _handshake(self, connection: socket.socket) -> None:
         """Compare keys, then layouts."""
-        async with _deadline(_HANDSHAKE_S):
+        async with deadline(HANDSHAKE_S):
             challenge = kv_wire.Challenge(shared_key.new_nonce())
-            await _send(connection, kv_wire.encode(challenge))
-            payload = await _receive(connection, kv_wire.MAX_HANDSHAKE_BYTES)
+            await send(connection, kv_wire.encode(challenge))
+            payload = await receive(connection, kv_wire.MAX_HANDSHAKE_BYTES)
             proof = kv_wire.decode(kv_wire.Proof, payload)
             difference = self._difference(proof.layout)
             answer = kv_wire.welcome(kv_wire.read_key(self._key_file), challenge, proof, difference)
-            await _send(connection, kv_wire.encode(answer))
+            await send(connection, kv_wire.encode(answer))
         if difference:
             raise ProtocolError(difference, "the layout of the peer differs")
 
@@ -140,14 +154,25 @@ class KVPeerServer:
 
     async def _answer(self, connection: socket.socket, leases: set[bytes]) -> None:
         """Receive one request and answer it."""
-        request = kv_wire.decode_request(await _receive(connection, kv_wire.MAX_FRAME_BYTES, _IDLE_S))
+        request = kv_wire.decode_request(await receive(connection, kv_wire.MAX_FRAME_BYTES, _IDLE_S))
+        if self._first_node is not None and not isinstance(request, kv_wire.Part | kv_wire.Read):
+            raise ProtocolError("protocol", f"{type(request).__name__}: this is node {self._node_rank}")
         match request:
             case kv_wire.Lease():
-                async with _deadline(kv_wire.LEASE_S):
-                    await _send(connection, kv_wire.encode(await self._lease(request.keys, leases)))
+                async with deadline(kv_wire.LEASE_S):
+                    await send(connection, kv_wire.encode(await self._lease(request.keys, leases)))
             case kv_wire.Read():
                 # The budget can make a row wait for minutes. A reader that is gone must not keep its lease until then.
-                await _while_open(connection, self._send_rows(connection, request))
+                await while_open(connection, self._send_rows(connection, request))
+            case kv_wire.Part():
+                async with deadline(kv_wire.LEASE_S):
+                    await send(connection, kv_wire.encode(await self._part(request, leases)))
+            case kv_wire.Nodes():
+                async with deadline(MESSAGE_S):
+                    await send(connection, kv_wire.encode(kv_wire.NodeAddresses(self._cores[0].nodes)))
+            case kv_wire.Check():
+                async with deadline(MESSAGE_S):
+                    await send(connection, kv_wire.encode(self._check(request)))
             case kv_wire.Heartbeat():
                 await self._reply(connection, await self._extend(request.lease))
             case kv_wire.Release():
@@ -157,24 +182,26 @@ class KVPeerServer:
                 await self._reply(connection, is_known)
 
     async def _reply(self, connection: socket.socket, is_known: bool) -> None:
-        async with _deadline(_MESSAGE_S):
-            await _send(connection, kv_wire.encode(kv_wire.Done(is_known)))
+        async with deadline(MESSAGE_S):
+            await send(connection, kv_wire.encode(kv_wire.Done(is_known)))
 
     async def _lease(self, keys: Sequence[bytes], leases: set[bytes]) -> kv_wire.Leased:
-        if len(leases) >= MAX_CONNECTION_LEASES:
-            raise ProtocolError("protocol", f"more than {MAX_CONNECTION_LEASES} leases on one connection")
+        _check_number(leases)
+        generation = self._cores[0].generation
         lease_id = secrets.token_bytes(16)
         leases.add(lease_id)
         found: dict[bytes, tuple[int, memoryview]] = {}
+        numbers: dict[int, int] = {}
         for number, core in enumerate(self._cores):
             missing = [key for key in keys if key not in found]
             if missing and core.layout is not None:
-                buffers = await core.lease(lease_id, missing)
-                for index, (key, buffer) in enumerate(zip(missing, buffers, strict=True)):
-                    if buffer is not None:
-                        found[key] = (number << _CORE_SHIFT) + index, buffer
-        deadline = asyncio.get_running_loop().time() + kv_wire.LEASE_S
-        self._leases[lease_id] = _Lease(dict(found.values()), deadline)
+                rows_of_core = await core.lease(lease_id, missing)
+                for index, (key, row) in enumerate(zip(missing, rows_of_core, strict=True)):
+                    if row is not None:
+                        address = (number << _CORE_SHIFT) + index
+                        numbers[address], found[key] = row[0], (address, row[1])
+        end = asyncio.get_running_loop().time() + kv_wire.LEASE_S
+        self._leases[lease_id] = _Lease(dict(found.values()), end, numbers, generation)
         checksums = await asyncio.to_thread(lambda: {k: xxhash.xxh3_128_digest(b) for k, (_, b) in found.items()})
         rows = [
             kv_wire.LeasedRow(found[key][0], len(found[key][1]), checksums[key]) if key in found else None
@@ -185,19 +212,57 @@ class KVPeerServer:
             leases.discard(lease_id)
         return kv_wire.Leased(lease_id, rows)
 
+    def _check(self, request: kv_wire.Check) -> kv_wire.Checked:
+        """Return the rows of a lease for another node of the group."""
+        lease, now = self._leases.get(request.lease), asyncio.get_running_loop().time()
+        if lease is None or now >= lease.deadline or lease.generation != request.generation:
+            return kv_wire.Checked([], 0.0)
+        if any(address not in lease.numbers for address in request.rows):
+            return kv_wire.Checked([], 0.0)
+        return kv_wire.Checked([lease.numbers[address] for address in request.rows], lease.deadline - now)
+
+    async def _part(self, request: kv_wire.Part, leases: set[bytes]) -> kv_wire.Leased:
+        """Return the parts of leased rows on this node, which is not the first."""
+        if self._first_node is None or request.node != self._node_rank:
+            raise ProtocolError("nodes", f"parts of node {request.node}, but this is node {self._node_rank}")
+        _check_number(leases)
+        core = self._cores[0]
+        if (rows := core.rows()) is None:
+            raise ProtocolError("loading", "the rows of this node are not shared yet")
+        generation = core.generation
+        numbers, _ = await self._first_node.check(request.lease, generation, request.rows)
+        if max(numbers) >= len(rows):
+            raise ProtocolError("nodes", f"row {max(numbers)} of {len(rows)}")
+        parts = {address: rows[number] for address, number in zip(request.rows, numbers, strict=True)}
+        checksums = await asyncio.to_thread(lambda: {a: xxhash.xxh3_128_digest(part) for a, part in parts.items()})
+        # If the lease is still valid, nothing has changed the rows, and the checksums are those of its blocks.
+        _, seconds = await self._first_node.check(request.lease, generation, request.rows)
+        end = asyncio.get_running_loop().time() + seconds
+        self._leases[request.lease] = _Lease(parts, end, generation=generation)
+        leases.add(request.lease)
+        return kv_wire.Leased(request.lease, [kv_wire.LeasedRow(a, len(parts[a]), checksums[a]) for a in request.rows])
+
+    async def _prolong(self, lease_id: bytes, lease: _Lease) -> None:
+        """Find out from the first node whether the heartbeats of the reader have prolonged a lease."""
+        loop = asyncio.get_running_loop()
+        if self._first_node is not None and lease.deadline - loop.time() < _RECHECK_S:
+            _, seconds = await self._first_node.check(lease_id, lease.generation, [next(iter(lease.rows))])
+            lease.deadline = loop.time() + seconds
+
     async def _send_rows(self, connection: socket.socket, request: kv_wire.Read) -> None:
         loop = asyncio.get_running_loop()
         lease = self._leases.get(request.lease)
         if lease is None or loop.time() >= lease.deadline or any(row not in lease.rows for row in request.rows):
             raise ProtocolError("lease", "a row was requested that is not leased")
-        async with _deadline(_MESSAGE_S):
-            await _send(connection, kv_wire.encode(kv_wire.Reading()))
+        async with deadline(MESSAGE_S):
+            await send(connection, kv_wire.encode(kv_wire.Reading()))
         for row in request.rows:
             buffer = lease.rows[row]
             await self._budget.take(len(buffer))
+            await self._prolong(request.lease, lease)
             # The heartbeats of the reader move the deadline.
-            async with _deadline(max(0.0, lease.deadline - loop.time()), "lease"):
-                await _send(connection, buffer)
+            async with deadline(max(0.0, lease.deadline - loop.time()), "lease"):
+                await send(connection, buffer)
             self._num_sent_blocks += 1
             self._num_sent_bytes += len(buffer)
 
@@ -211,65 +276,10 @@ class KVPeerServer:
 
     async def _release(self, leases: set[bytes]) -> None:
         held = [lease for lease in leases if self._leases.pop(lease, None) is not None]
-        for core in self._cores if held else ():
+        for core in self._cores if held and self._first_node is None else ():
             await core.release(held)
 
 
-@contextlib.asynccontextmanager
-async def _deadline(seconds: float, reason: str = "deadline") -> AsyncIterator[None]:
-    """Raise ProtocolError if the context takes longer."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        raise ProtocolError(reason, f"nothing was received or accepted for {seconds:.1f} s") from None
-
-
-async def _while_open(connection: socket.socket, work: Coroutine[None, None, None]) -> None:
-    """Run a coroutine that receives nothing; raises ProtocolError if the peer closes the connection before its end."""
-    working, closing = asyncio.create_task(work), asyncio.create_task(_wait_closed(connection))
-    try:
-        await asyncio.wait((working, closing), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ProtocolError("closed", "the peer closed the connection")
-        working.result()
-    finally:
-        working.cancel()
-        closing.cancel()
-        await asyncio.gather(working, closing, return_exceptions=True)
-
-
-async def _wait_closed(connection: socket.socket) -> None:
-    """Wait until the peer has closed the connection. Return never if it sends a message before that."""
-    loop, readable = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(connection, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(connection)
-    with contextlib.suppress(ConnectionError):
-        if connection.recv(1, socket.MSG_PEEK):
-            await loop.create_future()
-
-
-async def _send(connection: socket.socket, data: bytes | memoryview) -> None:
-    await asyncio.get_running_loop().sock_sendall(connection, data)
-
-
-async def _receive(connection: socket.socket, max_bytes: int, idle_s: float = _HANDSHAKE_S) -> bytes:
-    """Return the next message; raises ProtocolError."""
-    async with _deadline(idle_s, "idle"):
-        first = await _receive_exactly(connection, 1)
-    async with _deadline(_MESSAGE_S):
-        header = first + await _receive_exactly(connection, kv_wire.HEADER_BYTES - 1)
-        return await _receive_exactly(connection, kv_wire.payload_length(header, max_bytes))
-
-
-async def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    loop, data, start = asyncio.get_running_loop(), bytearray(num_bytes), 0
-    view = memoryview(data)
-    while start < num_bytes:
-        if not (received := await loop.sock_recv_into(connection, view[start:])):
-            raise ProtocolError("closed", "the peer closed the connection")
-        start += received
-    return bytes(data)
+def _check_number(leases: set[bytes]) -> None:
+    if len(leases) >= MAX_CONNECTION_LEASES:
+        raise ProtocolError("protocol", f"more than {MAX_CONNECTION_LEASES} leases on one connection")

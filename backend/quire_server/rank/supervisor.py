@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor of a node other than the first: it keeps one process running, which joins a group of nodes.
+"""The supervisor of a node other than the first: it keeps a process running, which joins a group of nodes.
 
 If the process loses the group, it ends, and the supervisor starts the next one after a pause. So a crash costs a reload
-of the weights, and the pods stay.
+of the weights, and the pods stay. With `kv_transfer`, a second process (kv_peer) serves this node's parts of KV blocks,
+and is restarted by itself.
 """
 
 import asyncio
@@ -12,16 +13,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire_server.rank.group_member import GroupMember
-from quire_server.supervisor import engine_process
+from quire_server.supervisor import engine_process, kv_peer_process, reporting
 from quire_server.supervisor.child_process import ChildProcess
 from quire_server.supervisor.managed_process import ManagedProcess, RestartBackoff
 from quire_server.supervisor.settings import SupervisorSettings
 from quire_spec import constants
 from quire_spec.errors import QuireError
 from quire_spec.protocol.client import ConnectionLost
-from quire_spec.protocol.results import NodeStatus
+from quire_spec.protocol.results import KVPeerStatus, NodeStatus
 
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0
 """Seconds between two groups, doubled after each one that lasted less than half a minute."""
@@ -68,6 +70,12 @@ class RankSupervisor:
             RestartBackoff(0.0, 0.0),
             max_start_attempts=None,
         )
+        self._kv_peer: ManagedProcess | None = None
+        self._kv_peer_status = KVPeerStatus()
+        if settings.config.engine.kv_transfer is not None:
+            self._kv_peer = ManagedProcess(
+                constants.KV_PEER, self._start_kv_peer, self._watch_kv_peer, lambda: None, max_start_attempts=None
+            )
         self._backoff = RestartBackoff(FIRST_DELAY_S, MAX_DELAY_S, num_immediate=0)
         self._started_at: float | None = None
         self._was_in_group = False
@@ -99,30 +107,35 @@ class RankSupervisor:
             ("quire_rank_groups_lost_total", "counter", "Groups that ended on this node.", status.num_groups_lost),
         ):
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", f"{name} {value}"]
-        return "\n".join(lines) + "\n"
+        page = "\n".join(lines) + "\n"
+        return page if self._kv_peer is None else page + reporting.kv_peer_metrics(self._kv_peer_status)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Join one group after another until `stop` is set. Then compute until the first node has drained.
 
         Raises:
-            StartupFailed: the process cannot start because of its configuration.
+            StartupFailed: a process cannot start because of its configuration.
         """
-        running = asyncio.create_task(self._process.run())
-        stopping = asyncio.create_task(stop.wait())
+        processes = [self._process] if self._kv_peer is None else [self._process, self._kv_peer]
+        running: list[asyncio.Task[Any]] = [asyncio.create_task(process.run()) for process in processes]
+        stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()
+            await asyncio.wait((*running, stopping), return_when=asyncio.FIRST_COMPLETED)
+            for task in running:
+                if task.done():
+                    task.result()
         finally:
-            node, child = self._node, self._process.child
+            node, children = self._node, [process.child for process in processes]
             self._is_draining = True
-            for task in (running, stopping):
+            for task in (*running, stopping):
                 task.cancel()
-            await asyncio.wait((running, stopping))
-            if child is not None and not child.exited.done():
-                await self._stop(child, node)
+            await asyncio.wait((*running, stopping))
+            # Other pods read the rows until the group has ended.
+            for process, child in zip(processes, children, strict=True):
+                if child is not None and not child.exited.done():
+                    await self._stop(process.name, child, node if process is self._process else None)
 
-    async def _stop(self, child: ChildProcess, node: NodeStatus | None) -> None:
+    async def _stop(self, name: str, child: ChildProcess, node: NodeStatus | None) -> None:
         """Stop the process, but not before its group has ended: open requests need it."""
         if node is not None and node.state == "ready":
             timeout_s = self._settings.config.limits.drainSeconds + _STOP_TIMEOUT_S
@@ -131,7 +144,7 @@ class RankSupervisor:
                 async with asyncio.timeout(timeout_s):
                     await asyncio.shield(child.exited)
         code = await child.stop(_STOP_TIMEOUT_S)
-        logger.info("process stopped name=%s exit_code=%d", constants.NODE, code)
+        logger.info("process stopped name=%s exit_code=%d", name, code)
 
     async def _start(self) -> ChildProcess:
         """Start the next process. It waits before it joins a group, because it can import torch meanwhile. A process
@@ -149,6 +162,17 @@ class RankSupervisor:
         argv += [f"--run-dir={self._run_dir}", f"--cache-dir={settings.cache_dir}"]
         argv += [f"--node-rank={member.node_rank}", f"--master-addr={member.leader}", f"--join-delay={delay_s}"]
         return await ChildProcess.start(constants.NODE, argv, self._relay, engine_process.core_environment())
+
+    async def _start_kv_peer(self) -> ChildProcess:
+        options = f"--node-rank={self._member.node_rank}", f"--first-node={self._member.leader}"
+        return await kv_peer_process.start(self._settings.config_file, self._run_dir, self._relay, *options)
+
+    async def _watch_kv_peer(self, child: ChildProcess) -> str:
+        def keep(status: KVPeerStatus) -> None:
+            self._kv_peer_status = status
+
+        assert self._kv_peer is not None
+        return await kv_peer_process.watch(self._run_dir, self._kv_peer.mark_ready, keep)
 
     async def _session(self, child: ChildProcess) -> str:
         async with engine_process.connect(constants.NODE, self._run_dir) as control:

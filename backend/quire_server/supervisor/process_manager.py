@@ -21,9 +21,7 @@ shutdown.
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
@@ -35,7 +33,7 @@ from quire_server.frontend import open_requests
 from quire_server.model_server import launch, readiness_file, repository
 from quire_server.model_server.client import ModelServerClient
 from quire_server.model_server.readiness_file import ReadinessFile
-from quire_server.supervisor import engine_process
+from quire_server.supervisor import engine_process, kv_peer_process
 from quire_server.supervisor.child_process import RETURN_MEMORY_ENV, ChildProcess
 from quire_server.supervisor.managed_process import MAX_START_ATTEMPTS, ManagedProcess, RestartBackoff
 from quire_server.supervisor.openai_front import OpenAIFront, openai_process_name
@@ -54,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 SERVER_START_TIMEOUT_S = 300.0
 _PROBE_INTERVAL_S = 0.1
-_KV_PEER_STATUS_S = 2.0
 _CONNECTED_POLL_S = 0.5
 _EXIT_TIMEOUT_S = 5
 """After the drain, the server exits within this many seconds. Without this timeout, keep-alive connections that are
@@ -258,10 +255,7 @@ class ProcessManager:
         return await ChildProcess.start("server", argv, self._relay, RETURN_MEMORY_ENV | env)
 
     async def _start_kv_peer(self) -> ChildProcess:
-        (self._run_dir / constants.process_socket(constants.KV_PEER)).unlink(missing_ok=True)
-        argv = [sys.executable, "-m", "quire_server.kv_peer", "--config", str(self._settings.config_file)]
-        argv += ["--run-dir", str(self._run_dir)]
-        return await ChildProcess.start(constants.KV_PEER, argv, self._relay, RETURN_MEMORY_ENV | os.environ)
+        return await kv_peer_process.start(self._settings.config_file, self._run_dir, self._relay)
 
     # Sessions. While a process serves requests, its session sets the handle of the process. A session returns the
     # reason why the process must be killed.
@@ -288,17 +282,10 @@ class ProcessManager:
                 self._notify_change()
 
     async def _kv_peer_session(self, child: ChildProcess) -> str:
-        async with engine_process.connect(constants.KV_PEER, self._run_dir) as control:
-            self.processes[constants.KV_PEER].mark_ready()
-            self.kv_peer_status = KVPeerStatus()
-            while True:
-                try:
-                    self.kv_peer_status = await control.call("status", KVPeerStatus)
-                except ConnectionLost:
-                    return "connection closed"
-                except QuireError as error:
-                    return str(error)
-                await asyncio.sleep(_KV_PEER_STATUS_S)
+        def keep(status: KVPeerStatus) -> None:
+            self.kv_peer_status = status
+
+        return await kv_peer_process.watch(self._run_dir, self.processes[constants.KV_PEER].mark_ready, keep)
 
     async def _server_session(self, child: ChildProcess) -> str:
         settings, config = self._settings, self._settings.config

@@ -619,6 +619,11 @@ class EngineConfig:
         size = self.kv_offloading_folder_size
         if size is not None and not 0.0 < size < math.inf:
             raise ConfigError(f"kv_offloading_folder_size: must be a size in GiB above 0, got {size}; or omit it")
+        if self.nnodes > 1:
+            raise ConfigError(
+                f"kv_offloading_folder: not possible with nnodes {self.nnodes}, because each node has only the parts "
+                "of its own layers; remove it"
+            )
         self._check_store("kv_offloading_folder", "files do not name")
 
     def _check_store(self, field: str, unknown: str) -> None:
@@ -626,11 +631,6 @@ class EngineConfig:
         if not self.kv_offloading_size:
             raise ConfigError(
                 f"{field}: needs kv_offloading_size, because blocks pass through this host memory; set it"
-            )
-        if self.nnodes > 1:
-            raise ConfigError(
-                f"{field}: not possible with nnodes {self.nnodes}, because each node has only the parts of its own "
-                "layers; remove it"
             )
         if self.has_drafter:
             raise ConfigError(

@@ -4,6 +4,7 @@ blocks, and in its header x-prefiller-host-port a pod that computes the prompt."
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Mapping
 
@@ -76,3 +77,33 @@ class AllowedPeers:
                 # The name has no address at the moment, or DNS does not respond.
                 continue
             self._known_until |= {PeerAddress(str(info[4][0]), name.port): now + _KNOWN_S for info in found}
+
+
+class AllowedNodes:
+    """The allowed peers of the configuration, for nodes that another pod names. Blocking; any thread can call it."""
+
+    def __init__(self, config: KVTransferConfig) -> None:
+        self._config = config
+        self._known: set[PeerAddress] = set()
+        self._next_lookup = 0.0
+        self._lock = threading.Lock()
+
+    def allows(self, peer: PeerAddress) -> bool:
+        """Return whether this pod may read from a peer."""
+        if self._config.allows(peer) or peer in self._known:
+            return True
+        with self._lock:
+            if time.monotonic() >= self._next_lookup:
+                found = map(_addresses, self._config.peer_names)
+                self._known = {address for addresses in found for address in addresses}
+                self._next_lookup = time.monotonic() + _LOOKUP_S
+            return peer in self._known
+
+
+def _addresses(name: PeerAddress) -> list[PeerAddress]:
+    """Return the addresses that DNS has for a name at the moment."""
+    try:
+        found = socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [PeerAddress(str(info[4][0]), name.port) for info in found]

@@ -12,6 +12,22 @@
                                     <-------  Heartbeat(lease) or Release(lease)
     Done                            ------->
 
+If the rows are divided between several nodes, the server of the first node also answers the following messages. The
+other nodes of the reader then read their parts from the nodes with the same number.
+
+    server                                    reader
+                                    <-------  Nodes
+    NodeAddresses(addresses)        ------->
+
+    server of another node                    another node of the reader
+                                    <-------  Part(lease, node, rows)
+    Leased(lease, rows)             ------->
+                                    <-------  Read(lease, rows)
+
+    server of the first node                  server of another node of the same group
+                                    <-------  Check(lease, generation, rows)
+    Checked(rows, seconds)          ------->
+
 A frame is a magic number, the length of the message, and the message as MessagePack. Both ends prove that they have the
 same key (HMAC-SHA256 over both nonces and the layout), and nothing is leased before that. The key does not protect the
 bytes after that: they are neither encrypted nor signed. Each row has a checksum, which detects damage.
@@ -28,7 +44,9 @@ from quire_spec.protocol import shared_key
 from quire_spec.protocol.protocol_error import ProtocolError
 
 VERSION = 1
-"""It changes with the messages."""
+"""It changes with the messages, except for those between groups of nodes: the layouts of groups contain the number of
+nodes, which earlier versions do not know."""
+MAX_NODES = 64
 MAX_KEYS = 2048
 """Maximum number of blocks of a lease."""
 MAX_FRAME_BYTES = 256 * 1024
@@ -48,6 +66,7 @@ _Bytes16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Bytes32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Row = Annotated[int, Meta(ge=0, lt=2**32)]
 _Text = Annotated[str, Meta(max_length=1024)]
+_Rows = Annotated[list[_Row], Meta(min_length=1, max_length=MAX_KEYS)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -62,13 +81,15 @@ class RowLayout(_Message, frozen=True):
     block_size: int
     kv_dtype: _Text
     parallel: _Text
-    """Numbers of tensor-parallel ranks and of pipeline stages, whose parts a row contains; 0/1 if there is one rank."""
+    """Numbers of tensor-parallel ranks and of pipeline stages, whose parts a row contains, and of nodes if there are
+    several; 0/1 if there is one rank."""
     model: _Text
     """Hash of weights, quantization and compute dtype. It also covers the fields before it, which are compared first,
     so that the difference is named exactly."""
     rows: _Text
     """Version of the layout, device, dtypes and shapes of a row."""
     row_bytes: int
+    """Bytes of the part of a row on the first node."""
 
     def difference(self, other: "RowLayout") -> str:
         """Return the name of the first field that differs; empty if the layouts are equal."""
@@ -126,7 +147,7 @@ class Read(_Message, frozen=True, tag=6):
     """reader -> server: asks for the bytes of leased rows."""
 
     lease: _Bytes16
-    rows: Annotated[list[_Row], Meta(min_length=1, max_length=MAX_KEYS)]
+    rows: _Rows
 
 
 class Reading(_Message, frozen=True, tag=7):
@@ -152,7 +173,46 @@ class Done(_Message, frozen=True, tag=10):
     """False if the lease has ended before."""
 
 
-Request = Lease | Read | Heartbeat | Release
+class Nodes(_Message, frozen=True, tag=11):
+    """reader -> server: asks where the other parts of the rows are."""
+
+
+class NodeAddresses(_Message, frozen=True, tag=12):
+    """server -> reader: HOST:PORT of the servers of the other nodes, from node 1."""
+
+    addresses: Annotated[list[Annotated[str, Meta(max_length=300)]], Meta(max_length=MAX_NODES)]
+
+
+class Part(_Message, frozen=True, tag=13):
+    """another node of the reader -> server of the node with the same number: asks for parts of rows that the first
+    node of the reader has leased. The connection can then read them."""
+
+    lease: _Bytes16
+    node: Annotated[int, Meta(ge=1, le=MAX_NODES)]
+    """Number of the node. Another node refuses the message."""
+    rows: _Rows
+    """Addresses from the first node's answer."""
+
+
+class Check(_Message, frozen=True, tag=14):
+    """server of another node -> server of the first node of its group: is this lease valid, and what are its rows?"""
+
+    lease: _Bytes16
+    generation: Annotated[int, Meta(ge=0, le=2**62)]
+    """Number of the group whose rows the other node has."""
+    rows: _Rows
+
+
+class Checked(_Message, frozen=True, tag=15):
+    """server of the first node -> server of another node."""
+
+    rows: Annotated[list[_Row], Meta(max_length=MAX_KEYS)]
+    """Number of the row of each address; empty if the lease is not valid, or was taken in another generation."""
+    seconds: Annotated[float, Meta(ge=0, le=3600)]
+    """The lease lasts for this time."""
+
+
+Request = Lease | Read | Heartbeat | Release | Nodes | Part | Check
 T = TypeVar("T", bound=_Message)
 _encode = msgspec.msgpack.Encoder().encode
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -50,6 +50,12 @@ class SharedRows(msgspec.Struct, frozen=True):
     """Its descriptor of the file, in which the rows follow each other."""
     num_rows: int
     layout: RowLayout
+    row_bytes: int
+    """Bytes of a row in the file: the parts of the ranks of this node."""
+    generation: int = 0
+    """Number of the group of nodes; 0 if there is one node."""
+    nodes: list[str] = []
+    """On the first node: HOST:PORT of the servers of the other nodes, from node 1."""
 
 
 class UncachedPrompt(msgspec.Struct, frozen=True):

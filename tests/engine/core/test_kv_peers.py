@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer import peer_connection, peer_store, store_traffic
 from quire_engine.worker.model_runner import DeviceModelRunner
 from quire_server.kv_peer import server
+from quire_spec.engine.kv_transfer_config import PeerAddress
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code, Internal
 from quire_spec.protocol.messages import SequenceDelta, SequenceRequest
+from quire_spec.protocol.protocol_error import ProtocolError
 
 PREFIXES = [[random.Random(i).randrange(VOCAB) for _ in range(56)] for i in range(3)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -348,7 +350,7 @@ def test_server_ends_what_is_not_its_protocol(folder: Path, key_file: Path, data
 def test_slow_connections_and_too_many_of_one_address_are_closed(
     folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_HANDSHAKE_S", 0.4)
+    monkeypatch.setattr(server, "HANDSHAKE_S", 0.4)
     monkeypatch.setattr(server, "MAX_ADDRESS_CONNECTIONS", 2)
     with peer(create(folder, key_file), key_file) as peer_server, contextlib.ExitStack() as stack:
         host, port = peer_server.address.split(":")
@@ -400,6 +402,53 @@ def test_copies_that_fail_pin_no_row(folder: Path, key_file: Path, monkeypatch: 
     assert holder.stats().num_leased_rows == 5
     assert None not in holder.lease_rows(b"2", keys) and holder.stats().num_leased_rows == 15
     holder.check_integrity()
+
+
+def test_another_node_sends_only_what_its_first_node_has_leased(
+    folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the lease lasts. The number of the node and the generation of the group must be right."""
+    holder = create(folder, key_file)
+    serve(holder)
+    layout, keys = holder.row_layout, holder._block_pool.cached_hashes()[:3]
+    assert layout is not None
+    monkeypatch.setattr(server, "_RECHECK_S", 60.0)
+    with peer(holder, key_file) as first, contextlib.ExitStack() as stack:
+        node = stack.enter_context(contextlib.closing(PeerServer(holder, key_file, None, first.address)))
+
+        def connect(peer_server: PeerServer) -> peer_connection.PeerConnection:
+            address = PeerAddress.parse(peer_server.address)
+            assert address is not None
+            connection = peer_connection.PeerConnection.open(address, b"k" * 32, layout, lambda: True)
+            return stack.enter_context(peer_connection.closing(connection))
+
+        connection = connect(first)
+        assert connection.nodes() == []
+        leased = connection.lease(keys)
+        addresses, buffers = [0, 1, 2], [[memoryview(bytearray(layout.row_bytes))] for _ in keys]
+        part = connect(node)
+        places = part.part(leased.lease, 1, addresses)
+        assert places == leased.rows, "both have the same rows"
+        for _, place, buffer in zip(part.read(leased.lease, addresses, buffers), places, buffers, strict=True):
+            assert peer_store.checksum(buffer) == place.checksum
+        calls: dict[str, Callable[[peer_connection.PeerConnection], object]] = {
+            "another node": lambda connection: connection.part(leased.lease, 2, addresses),
+            "another lease": lambda connection: connection.part(b"x" * 16, 1, addresses),
+            "another row": lambda connection: connection.part(leased.lease, 1, [3]),
+            "only node 0 leases": lambda connection: connection.lease(keys),
+            "only node 0 has heartbeats": lambda connection: connection.heartbeat(leased.lease),
+        }
+        for call in calls.values():
+            with pytest.raises(ProtocolError):
+                call(connect(node))
+        node.rows.generation = 1
+        with pytest.raises(ProtocolError):
+            connect(node).part(leased.lease, 1, addresses)
+        node.rows.generation = 0
+        connection.release(leased.lease)
+        with pytest.raises(ProtocolError):
+            list(part.read(leased.lease, addresses, buffers))
+        assert node.server.status().refused == {"nodes": 1, "lease": 4, "protocol": 2}
 
 
 def test_aborted_request_ends_its_read(folder: Path, key_file: Path) -> None:

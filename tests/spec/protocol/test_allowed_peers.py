@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
-from quire_spec.engine.kv_transfer_config import KVTransferConfig
+from quire_spec.engine.kv_transfer_config import KVTransferConfig, PeerAddress
 from quire_spec.errors import InvalidArgument
 from quire_spec.protocol import allowed_peers
-from quire_spec.protocol.allowed_peers import HEADER, AllowedPeers
+from quire_spec.protocol.allowed_peers import HEADER, AllowedNodes, AllowedPeers
 
 
 def test_addresses_of_names_are_allowed_and_known_for_some_time(monkeypatch):
@@ -23,7 +23,8 @@ def test_addresses_of_names_are_allowed_and_known_for_some_time(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(allowed_peers, "_LOOKUP_S", 0.0)
-    peers = AllowedPeers(KVTransferConfig("key", allowed_peers=("pods:8005", "10.1.0.0/16:8005")))
+    config = KVTransferConfig("key", allowed_peers=("pods:8005", "10.1.0.0/16:8005"))
+    peers, nodes = AllowedPeers(config), AllowedNodes(config)
 
     def source(text):
         return asyncio.run(peers.source({HEADER: text.encode()}))
@@ -32,6 +33,8 @@ def test_addresses_of_names_are_allowed_and_known_for_some_time(monkeypatch):
     assert lookups == [], "these are allowed as they are"
     assert source("10.0.0.1:8005") == "10.0.0.1:8005" and source("[FD00:0::1]:8005") == "[fd00::1]:8005"
     assert lookups == ["pods"]
+    others = ("10.0.0.1:8005", "[fd00::1]:8005", "10.1.2.3:8005", "10.0.0.2:8005", "10.0.0.1:8006")
+    assert [nodes.allows(PeerAddress.parse(other)) for other in others] == [True, True, True, False, False]
     addresses.clear()
     assert source("10.0.0.1:8005"), "a pod that has ended is a miss, not an error"
     for other in ("10.0.0.2:8005", "10.0.0.1:8006", "http://pods:8005", ""):

@@ -16,6 +16,7 @@ from quire_spec.protocol.protocol_error import ProtocolError
 LAYOUT = kv_wire.RowLayout(kv_wire.VERSION, 16, "auto", "0/1", "m", "cpu", 4096)
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 MESSAGES = (kv_wire.Challenge, kv_wire.Proof, kv_wire.Welcome, kv_wire.Leased, kv_wire.Reading, kv_wire.Done)
+MESSAGES += (kv_wire.NodeAddresses, kv_wire.Checked)
 
 
 @given(
