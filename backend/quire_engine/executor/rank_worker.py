@@ -5,6 +5,7 @@ of the layers of a pipeline stage, and computes its part of the steps that rank 
 A worker makes no decisions, and its whole state can be restored by a restart. Therefore, it exits on every error.
 """
 
+import contextlib
 import gc
 import json
 import logging
@@ -173,4 +174,7 @@ class RankWorker:
     def _send_reply(self, call: dict[str, Any], error: QuireError | None = None, value: int = 0) -> None:
         """Reply to a call. `value` is the number of pages of an adapter that was read."""
         error_fields = None if error is None else [error.code.value, str(error)[:_MAX_ERROR_LENGTH]]
-        self._control.send(json.dumps({"id": call["id"], "error": error_fields, "value": value}).encode())
+        frame = json.dumps({"id": call["id"], "error": error_fields, "value": value}).encode()
+        # Rank 0 or this worker may end before the reply; `_receive` notices it.
+        with contextlib.suppress(OSError):
+            self._control.send(frame)

@@ -2,6 +2,7 @@
 """Templates of adapters that loop, raise or end their process affect only their own conversations."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -30,10 +31,18 @@ async def renderer(tmp_path: Path) -> AsyncIterator[ChatRenderer]:
     files = ChatTemplateFiles("{{ messages[0].content }}", None, {})
     renderer = ChatRenderer(files, tokenizer, 1000, cpu_limit_s=1.0)
     renderer.start()
-    while len(workers()) < NUM_WORKERS or await renderer.render(CHAT, None) != "fox":
-        await asyncio.sleep(0.05)
-    yield renderer
-    await renderer.aclose()
+    try:
+        async with asyncio.timeout(120):
+            while len(workers()) < NUM_WORKERS:
+                # On a busy machine, workers take longer to start than a request waits.
+                with contextlib.suppress(Unavailable):
+                    await renderer.render(CHAT, None)
+                await asyncio.sleep(0.05)
+            while renderer._workers._idle.qsize() < NUM_WORKERS:
+                await asyncio.sleep(0.05)
+        yield renderer
+    finally:
+        await renderer.aclose()
     assert not workers()
 
 

@@ -10,6 +10,7 @@ import pytest
 import trustme
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from support.engine_processes import wait_for
 from support.fake_sources import start_server
 from support.image_checkpoints import CHAT_TEMPLATE, add_image_tokenizer, bomb, make_image_checkpoint, png
 from support.openai_front import running_front
@@ -90,6 +91,8 @@ def vision_front(tmp_path_factory):
     add_image_tokenizer(make_image_checkpoint(folder / "model", "qwen3_vl"))
     (folder / "model/chat_template.jinja").write_text(CHAT_TEMPLATE)
     with running_front(folder, model=folder / "model", max_model_len=256) as front:
+        # On a busy machine, the processes that read images take longer to start than a request waits.
+        wait_for(lambda: _chat(front, png(2)).status == 200, what="the processes that read images")
         yield front
 
 
