@@ -5,16 +5,20 @@ The changes of the tensors are those of convert_hf_to_gguf.py of llama.cpp.
 """
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType as Type
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.tiny_checkpoints import BASE, write_checkpoint
 from tokenizers import pre_tokenizers
-from transformers import LlamaConfig
+from torch import Tensor
+from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from quire_spec.model.model_config import ModelConfig
 
@@ -25,7 +29,11 @@ ARCHITECTURES = {
     "gemma": gguf.MODEL_ARCH.GEMMA,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
 }
+_EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(\w+\.weight)")
 
 
 def random_blocks(kind: Type, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
@@ -40,7 +48,11 @@ def random_blocks(kind: Type, shape: tuple[int, ...], generator: np.random.Gener
 
 
 def write_gguf(
-    folder: Path, path: Path, kinds: dict[str, Type] | None = None, metadata: dict[str, Any] | None = None
+    folder: Path,
+    path: Path,
+    kinds: dict[str, Type] | None = None,
+    metadata: dict[str, Any] | None = None,
+    dequantized: Path | None = None,
 ) -> Path:
     """Write the checkpoint in `folder` as a GGUF file.
 
@@ -50,6 +62,7 @@ def write_gguf(
         kinds: types of matrices, by a part of their names in GGUF; the first that matches is used. Other tensors are
             float32. Types that `gguf` cannot quantize to get random numbers.
         metadata: further entries of strings, integers and lists.
+        dequantized: folder for a copy of the checkpoint with the weights that `gguf` dequantizes.
     """
     shape, kinds = ModelConfig.load(folder), kinds or {}
     config = json.loads((folder / "config.json").read_text())
@@ -80,19 +93,27 @@ def write_gguf(
         else:
             add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
             add(key, value)
-    names = gguf.get_tensor_name_map(kind, shape.num_layers)
-    for key, tensor in load_file(folder / "model.safetensors").items():
+    if shape.moe is not None:
+        writer.add_expert_count(shape.moe.num_experts)
+        writer.add_expert_used_count(shape.moe.top_k)
+    names, read = gguf.get_tensor_name_map(kind, shape.num_layers), {}
+    for key, tensor in _stack_experts(load_file(folder / "model.safetensors")).items():
         if key == "lm_head.weight" and shape.tie_word_embeddings:
             continue
-        target = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        # The name that convert_hf_to_gguf.py gives to the experts of Mixtral together.
+        name_of_all = re.sub(r"model\.(.*)block_sparse_moe\.experts", r"\1feed_forward.experts", key)
+        target = names.get_name(name_of_all, try_suffixes=(".weight", ".bias"))
         assert target is not None, key
-        values = tensor.float().numpy()
-        if name == "llama" and ("q_proj" in key or "k_proj" in key):
-            heads = shape.num_heads if "q_proj" in key else shape.num_kv_heads
+        values = tensor.float().squeeze().numpy()
+        heads = {"q": shape.num_heads, "k": shape.num_kv_heads}.get(key.split("_proj")[0][-1:])
+        is_permuted = name == "llama" and "self_attn" in key and heads is not None
+        if is_permuted:
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         if name.startswith("gemma") and key.endswith("norm.weight"):
             values = values + 1
-        quantized = next((kinds[part] for part in kinds if part in target), Type.F32) if values.ndim > 1 else Type.F32
+        # llama.cpp quantizes neither vectors nor routers.
+        is_float = values.ndim < 2 or "ffn_gate_inp" in target
+        quantized = Type.F32 if is_float else next((kinds[part] for part in kinds if part in target), Type.F32)
         if quantized in (Type.Q8_0, Type.Q4_0, Type.F16, Type.BF16):
             data = gguf.quantize(values, quantized)
         elif quantized == Type.F32:
@@ -100,11 +121,46 @@ def write_gguf(
         else:
             data = random_blocks(quantized, values.shape, generator)
         writer.add_tensor(target, data, raw_dtype=quantized)
+        values = gguf.dequantize(data, quantized)
+        if is_permuted:
+            values = values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2)
+        if name.startswith("gemma") and key.endswith("norm.weight"):
+            values = values - 1
+        read[key] = torch.from_numpy(values.reshape(tensor.shape).copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if dequantized is not None:
+        shutil.copytree(folder, dequantized)
+        save_file(_unstack_experts(read), dequantized / "model.safetensors", {"format": "pt"})
     return path
+
+
+def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace the tensors of single experts with one for all of them, as in GGUF."""
+    stacked: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        if match := _EXPERT.fullmatch(key):
+            stacked.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
+        else:
+            stacked[key] = tensor
+    return {
+        key: torch.stack([value[i] for i in range(len(value))]) if isinstance(value, dict) else value
+        for key, value in stacked.items()
+    }
+
+
+def _unstack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `_stack_experts`."""
+    single: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        path, found, rest = key.partition(".experts.")
+        parts = (
+            {f"{path}.experts.{i}.{rest}": part.clone() for i, part in enumerate(tensor)} if found else {key: tensor}
+        )
+        single |= parts
+    return single
 
 
 K_TYPES = {
@@ -129,6 +185,26 @@ def write_quantized_llama(folder: Path, kinds: dict[str, Type]) -> Path:
     checkpoint = write_checkpoint(folder / "original", LlamaConfig(**BASE | sizes), 0)
     (folder / "gguf").mkdir()
     return write_gguf(checkpoint, folder / "gguf/m.gguf", kinds, tokenizer_metadata())
+
+
+MIXTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3moe": (Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}),
+    "qwen2moe": (
+        Qwen2MoeConfig,
+        {"num_experts": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512},
+    ),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
+}
+
+
+def write_quantized_mixture(folder: Path, name: str, kinds: dict[str, Type]) -> Path:
+    """Write a random mixture of MIXTURES, and return its GGUF file. The folder `dequantized` contains the checkpoint
+    with the weights that `gguf` dequantizes."""
+    config, sizes = MIXTURES[name]
+    common = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 128, "num_experts_per_tok": 2}
+    common |= {"initializer_range": 0.05}
+    checkpoint = write_checkpoint(folder / "original", config(**BASE | common | sizes), 0)
+    return write_gguf(checkpoint, folder / "m.gguf", kinds, tokenizer_metadata(), folder / "dequantized")
 
 
 def tokenizer_metadata() -> dict[str, Any]:

@@ -2,8 +2,9 @@
 """Converts a GGUF file to the folder of a checkpoint.
 
 The folder contains config.json, the tokenizer, and the weights as safetensors. Quantized tensors keep their bytes, so
-the folder is as large as the file, and `weights/quantized/gguf.py` reads them. Only the rows of q and k of Llama change
-their order, and the weights of Gemma's norms become smaller by 1, because llama.cpp had changed them.
+the folder is as large as the file, and `weights/quantized/gguf.py` reads them. The tensor of all experts becomes one
+tensor for each expert. Only the rows of q and k of Llama change their order, and the weights of Gemma's norms become
+smaller by 1, because llama.cpp had changed them.
 """
 
 import json
@@ -22,6 +23,7 @@ from quire_engine.weights.quantized.gguf import gguf_suffix
 from quire_engine.weights.tensor_files import SAFE_WEIGHTS_INDEX_NAME
 from quire_spec.errors import ConfigError
 from quire_spec.model.gguf.config import (
+    EXPERT,
     ROPE_FACTORS,
     GGUFArchitecture,
     architecture_of,
@@ -97,13 +99,22 @@ def _shards(
             tensor = _in_halves(tensor, num_kv_heads)
         elif architecture.has_shifted_norms and key.endswith("norm.weight"):
             tensor = tensor.float() - 1
+        elif architecture.mixture and tensor.ndim == 1 and not key.endswith("norm.weight") and key.endswith(".weight"):
+            # llama.cpp stores a matrix with one row as a vector: the gate of the shared expert.
+            tensor = tensor[None]
         if not info.type.is_float:
             key = key.removesuffix(".weight") + gguf_suffix(info.type)
         if sum(t.nbytes for t in shard.values()) + tensor.nbytes > _SHARD_BYTES and shard:
             yield shard
             shard = {}
-        shard[key] = tensor
+        shard |= _split_experts(key, tensor, info) if EXPERT in key else {key: tensor}
     yield shard
+
+
+def _split_experts(name: str, tensor: Tensor, info: GGUFTensorInfo) -> dict[str, Tensor]:
+    """Return the tensor of each expert."""
+    parts = tensor.view(info.shape[0], -1, tensor.shape[-1])
+    return {name.replace(EXPERT, str(expert)): part.clone() for expert, part in enumerate(parts)}
 
 
 def _read(info: GGUFTensorInfo, data: memoryview) -> Tensor:

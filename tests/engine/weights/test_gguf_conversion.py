@@ -15,16 +15,18 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support.gguf_files import (
     K_TYPES,
+    MIXTURES,
     OTHER_TYPES,
     random_blocks,
     tokenizer_metadata,
     write_gguf,
     write_quantized_llama,
+    write_quantized_mixture,
 )
 from support.quantized_checkpoints import load_model, logits_of, open_checkpoint, write_dequantized
 from support.requirements_of_machine import requires_native_kernels
 from support.tiny_checkpoints import BASE, GEMMA2, GEMMA3, make_checkpoint, write_checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma3TextConfig, LlamaConfig, MixtralConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire_engine.__main__ import main
@@ -37,7 +39,7 @@ from quire_engine.weights.quantized.quantized_tensors import QuantizedTensors
 from quire_engine.weights.tensor_files import TensorFiles
 from quire_kernels import QuantizedWeight
 from quire_spec.errors import ConfigError
-from quire_spec.model.gguf.config import config_from_header
+from quire_spec.model.gguf.config import architecture_of, checkpoint_name, config_from_header
 from quire_spec.model.gguf.header import GGUFHeader, read_header
 from quire_spec.model.hf_config import HFConfigReader
 from quire_spec.model.quantization import QuantizationScheme
@@ -47,12 +49,23 @@ ROPES = {"full_attention": 1e6, "sliding_attention": 1e4}
 GEMMA3_ROPE = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in ROPES.items()}
 CONFIGS = {
     "gemma2": Gemma2Config(**BASE | GEMMA2 | SCALE),
+    "mixtral": MixtralConfig(**BASE | {"num_local_experts": 4, "sliding_window": None}),
     "gemma3": Gemma3TextConfig(
         **BASE | GEMMA3 | SCALE | {"rope_parameters": GEMMA3_ROPE, "layer_types": None, "num_hidden_layers": 7}
     ),
 }
 CAPS = {"gemma2.attn_logit_softcapping": 4.0, "gemma2.final_logit_softcapping": 60.0}
-FAMILIES = ["llama", "llama-head_dim", "llama-biases", "qwen2", "qwen2-untied", "qwen3", "gemma", *CONFIGS]
+FAMILIES = [
+    "llama",
+    "llama-head_dim",
+    "llama-biases",
+    "qwen2",
+    "qwen2-untied",
+    "qwen3",
+    "qwen3_moe",
+    "gemma",
+    *CONFIGS,
+]
 TYPES = {kind.TYPE.name: gguf.GGMLQuantizationType[kind.TYPE.name] for kind in GGUF_TENSORS.values()}
 
 
@@ -77,6 +90,34 @@ def test_logits_equal_those_of_transformers(kinds, tmp_path):
         expected = oracle(tokens).logits[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * expected.std().item() + 2e-5)
     assert torch.equal(found.argmax(1), expected.argmax(1))
+
+
+@pytest.mark.parametrize("kinds", [K_TYPES, OTHER_TYPES], ids=["K types", "other types"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_of_mixtures_equal_those_of_transformers(name, kinds, tmp_path):
+    """Every block of a quantized weight is random, in experts, too."""
+    convert_gguf(write_quantized_mixture(tmp_path, name, kinds), tmp_path / "converted")
+    found = logits_of(load_model(tmp_path / "converted", torch.float32))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "dequantized", dtype=torch.float32).eval()
+    tokens = torch.randint(0, 128, (1, len(found)), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = oracle(tokens).logits[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * expected.std().item() + 2e-5)
+    assert torch.equal(found.argmax(1), expected.argmax(1))
+
+
+@requires_native_kernels
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_stay_quantized(name, tmp_path):
+    convert_gguf(write_quantized_mixture(tmp_path, name, K_TYPES), tmp_path / "converted")
+    expected = logits_of(load_model(tmp_path / "converted", torch.float32))
+    model = load_model(tmp_path / "converted", torch.bfloat16)
+    experts = model.layers[0].mlp.experts
+    assert isinstance(experts.gate_up, QuantizedWeight) and isinstance(experts.down, QuantizedWeight)
+    rounded = logits_of(load_model(write_dequantized(tmp_path / "converted", tmp_path / "dense"), torch.bfloat16))
+    # Not the deviation: rounding changes which experts a few tokens choose.
+    errors = [(logits - expected).abs().median() for logits in (logits_of(model), rounded)]
+    assert errors[0] < 1.1 * errors[1]
 
 
 @requires_native_kernels
@@ -182,7 +223,14 @@ ERRORS = {
         {"general.architecture": "falcon"},
         "general.architecture 'falcon' is not supported; GGUF files of llama, ",
     ),
-    "experts": ({"llama.expert_count": 8}, "experts are not supported in GGUF; use the model's safetensors"),
+    "experts": (
+        {"llama.expert_count": 8},
+        "blk.0.ffn_down_exps.weight is missing or does not contain 8 experts; GGUF is supported only with",
+    ),
+    "no experts": (
+        {"general.architecture": "qwen3moe"},
+        "qwen3moe.expert_count is 0, which is not supported in GGUF; use the model's safetensors",
+    ),
     "heads": ({"llama.attention.head_count": [4, 4]}, "llama.attention.head_count must be one integer, got"),
     "missing": ({"llama.context_length": None}, "llama.context_length is missing"),
     "rope": ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type 'longrope' is not supported in GGUF"),
@@ -193,6 +241,31 @@ ERRORS = {
 def test_rejects_other_models(changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         config_from_header(_header(changes, write_quantized_llama(tmp_path, OTHER_TYPES)))
+
+
+@pytest.mark.parametrize(
+    "change", [{"expert_gating_func": 2}, {"expert_weights_scale": 2.5}, {"expert_group_count": 2}], ids=str
+)
+def test_rejects_other_routers(change, tmp_path):
+    header = _header({f"qwen3moe.{key}": value for key, value in change.items()}, _mixture(tmp_path))
+    (key,) = change
+    with pytest.raises(ConfigError, match=f"{key} is not supported with this architecture in GGUF; use"):
+        config_from_header(header)
+
+
+def test_rejects_experts_that_are_not_in_one_tensor(tmp_path):
+    """Mixtral files of the year 2023, and a dense layer among others."""
+    header = read_header(_mixture(tmp_path))
+    with pytest.raises(ConfigError, match=r"blk.1.ffn_down_exps.weight is missing or does not contain 4 experts"):
+        config_from_header(
+            GGUFHeader(header.metadata, {k: v for k, v in header.tensors.items() if k != "blk.1.ffn_down_exps.weight"})
+        )
+    with pytest.raises(ConfigError, match=r"blk.0.ffn_down.3.weight is not a tensor of Qwen3MoeForCausalLM; use"):
+        checkpoint_name("blk.0.ffn_down.3.weight", architecture_of(header))
+
+
+def _mixture(folder: Path) -> Path:
+    return write_quantized_mixture(folder, "qwen3moe", OTHER_TYPES)
 
 
 def test_rejects_tokenizers_that_cannot_be_built(tmp_path):

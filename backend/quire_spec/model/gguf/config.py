@@ -19,6 +19,8 @@ METHOD = "gguf"
 _LLAMA3_FACTORS = (8.0, 32.0)
 """Factors of the models that Meta has published."""
 _TOLERANCE = 1e-4
+EXPERT = "{expert}"
+"""Stands for the index of an expert in the name of a tensor. GGUF stores one tensor for all experts."""
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _OUTER_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -30,6 +32,12 @@ _LINEARS = {
     "attn_output": "self_attn.o_proj",
     **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
+_SHARED_EXPERTS = {
+    **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_SOFTMAX = 1
+"""Number of the function that computes the scores of experts (`expert_gating_func`)."""
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _FOUR_NORMS = {
@@ -38,6 +46,30 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFMixture:
+    """The tensors of layers with experts, and how a router weighs the experts that it chooses."""
+
+    block: str
+    """Path of the mixture in a layer of transformers."""
+    projections: tuple[str, str, str]
+    """Names of an expert's projections: gate, up and down."""
+    normalizes: bool
+    """Whether the weights of a token's experts are divided by their sum. llama.cpp decides it by the architecture."""
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """Linear layers that compute every token."""
+
+    @property
+    def linears(self) -> dict[str, str]:
+        """Maps the names of modules to those in transformers."""
+        experts = zip(("gate", "up", "down"), self.projections, strict=True)
+        return {
+            "ffn_gate_inp": f"{self.block}.gate",
+            **{f"ffn_{short}_exps": f"{self.block}.experts.{EXPERT}.{name}" for short, name in experts},
+            **self.shared,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +88,33 @@ class GGUFArchitecture:
     layers_with_other_scale: int = 0
     """In the model with this number of layers, queries are scaled by the hidden size of a head and not by its
     dimension. 0: there is no such model."""
+    mixture: GGUFMixture | None = None
+    """The experts in place of the MLP of each layer."""
 
 
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 ARCHITECTURES = {
     "llama": GGUFArchitecture("LlamaForCausalLM", "llama", has_permuted_heads=True),
     "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3", _NORMS | _HEAD_NORMS),
+    "qwen2moe": GGUFArchitecture(
+        "Qwen2MoeForCausalLM", "qwen2_moe", mixture=GGUFMixture("mlp", _PROJECTIONS, False, _SHARED_EXPERTS)
+    ),
+    "qwen3moe": GGUFArchitecture(
+        "Qwen3MoeForCausalLM", "qwen3_moe", _NORMS | _HEAD_NORMS, mixture=GGUFMixture("mlp", _PROJECTIONS, True)
+    ),
     "gemma": GGUFArchitecture("GemmaForCausalLM", "gemma", has_shifted_norms=True),
     "gemma2": GGUFArchitecture("Gemma2ForCausalLM", "gemma2", _FOUR_NORMS, False, True, 46),
     "gemma3": GGUFArchitecture("Gemma3ForCausalLM", "gemma3_text", _FOUR_NORMS | _HEAD_NORMS, False, True, 62),
 }
 """Maps general.architecture to the architecture."""
+_MIXTRAL = GGUFArchitecture(
+    "MixtralForCausalLM",
+    "mixtral",
+    has_permuted_heads=True,
+    mixture=GGUFMixture("block_sparse_moe", ("w1", "w3", "w2"), True),
+)
+"""GGUF calls it llama, too."""
 
 
 def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
@@ -77,17 +125,25 @@ def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
             f"general.architecture {truncated_repr(name)} is not supported; GGUF files of "
             f"{', '.join(ARCHITECTURES)} are; use the model's safetensors"
         )
-    return ARCHITECTURES[name]
+    num_experts = _Metadata(header.metadata).integer("expert_count", 0)
+    architecture = _MIXTRAL if name == "llama" and num_experts else ARCHITECTURES[name]
+    if bool(num_experts) != bool(architecture.mixture):
+        raise ConfigError(
+            f"{name}.expert_count is {num_experts}, which is not supported in GGUF; use the model's safetensors"
+        )
+    return architecture
 
 
 def checkpoint_name(name: str, architecture: GGUFArchitecture) -> str:
-    """Return the name of a tensor in transformers; raises ConfigError if the tensor is not known."""
+    """Return the name of a tensor in transformers; raises ConfigError if the tensor is not known. EXPERT stands for the
+    index in the name of a tensor of all experts."""
     if name in _OUTER_NAMES:
         return _OUTER_NAMES[name]
     if match := _LAYER.fullmatch(name):
         module, _, parameter = match[2].rpartition(".")
-        path = _LINEARS.get(module) or architecture.norms.get(module)
-        if path is not None and parameter in ("weight", "bias"):
+        experts = architecture.mixture.linears if architecture.mixture else {}
+        path = experts.get(module) or _LINEARS.get(module) or architecture.norms.get(module)
+        if path is not None and parameter in (("weight",) if module in experts else ("weight", "bias")):
             return f"model.layers.{match[1]}.{path}.{parameter}"
     raise ConfigError(f"{name} is not a tensor of {architecture.name}; use the model's safetensors")
 
@@ -110,7 +166,7 @@ def config_from_header(header: GGUFHeader, rope_factors: Sequence[float] | None 
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
         "hidden_size": hidden,
-        "intermediate_size": read.integer("feed_forward_length"),
+        "intermediate_size": read.integer("feed_forward_length", 0 if architecture.mixture else None),
         "num_hidden_layers": read.integer("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": read.integer("attention.head_count_kv", num_heads),
@@ -125,8 +181,8 @@ def config_from_header(header: GGUFHeader, rope_factors: Sequence[float] | None 
         config["rope_theta"] = read.number("rope.freq_base")
     if read.integer("rope.dimension_count", head_dim) != head_dim:
         raise ConfigError("rope.dimension_count must be the size of a head; use the model's safetensors")
-    if read.integer("expert_count", 0):
-        raise ConfigError("experts are not supported in GGUF; use the model's safetensors")
+    if architecture.mixture is not None:
+        config |= _mixture_keys(header, architecture.mixture, read)
     config |= _biases(header, architecture) | _gemma_keys(read, architecture, hidden, num_heads, head_dim)
     if scaling := _rope_scaling(read, rope_factors, config):
         config["rope_scaling"] = scaling
@@ -188,6 +244,35 @@ def _biases(header: GGUFHeader, architecture: GGUFArchitecture) -> dict[str, Any
     if architecture.model_type == "llama":
         return biases | {"mlp_bias": "blk.0.ffn_gate.bias" in header.tensors}
     return biases if architecture.model_type == "qwen3" else {}
+
+
+def _mixture_keys(header: GGUFHeader, mixture: GGUFMixture, read: _Metadata) -> dict[str, Any]:
+    """Return the keys of a mixture. The sizes of experts are those of their tensors, because old files do not have
+    them in the metadata."""
+    num_experts = read.integer("expert_count")
+    for layer in range(read.integer("block_count")):
+        down = header.tensors.get(f"blk.{layer}.ffn_down_exps.weight")
+        if down is None or len(down.shape) != 3 or down.shape[0] != num_experts:
+            raise ConfigError(
+                f"blk.{layer}.ffn_down_exps.weight is missing or does not contain {num_experts} experts; GGUF is "
+                "supported only with experts in every layer, in one tensor; use the model's safetensors"
+            )
+    unsupported = {
+        "expert_gating_func": read.integer("expert_gating_func", _SOFTMAX) != _SOFTMAX,
+        "expert_weights_scale": read.number("expert_weights_scale", 1.0) not in (0.0, 1.0),
+        "expert_group_count": read.integer("expert_group_count", 1) > 1,
+    }
+    if key := next((key for key, is_set in unsupported.items() if is_set), None):
+        raise ConfigError(f"{key} is not supported with this architecture in GGUF; use the model's safetensors")
+    inner = header.tensors["blk.0.ffn_down_exps.weight"].shape[-1]
+    keys: dict[str, Any] = {"num_experts_per_tok": read.integer("expert_used_count")}
+    if mixture is _MIXTRAL.mixture:
+        return keys | {"num_local_experts": num_experts, "intermediate_size": inner}
+    keys |= {"num_experts": num_experts, "moe_intermediate_size": inner, "norm_topk_prob": mixture.normalizes}
+    if mixture.shared:
+        shared = _require_tensor(header, "blk.0.ffn_down_shexp.weight")
+        keys["shared_expert_intermediate_size"] = shared.shape[-1]
+    return keys
 
 
 def _gemma_keys(
