@@ -14,11 +14,11 @@ replacements of the CUDA runtime from the same tables.
 import contextlib
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import zipfile
@@ -58,6 +58,7 @@ _NO_DEVICE = 100
 _TEXT_FUNCTION = re.compile(r"(?!cuGet)\w+Get(Error|Status)(String|Name)|ncclGetLastError")
 """Functions that return a text. torch calls them after an error; a number would be an invalid pointer."""
 _DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+_MACHINE = platform.machine()
 _LIBRARY_FOLDER = "nvidia/cu13/lib"
 """A folder in which torch's libraries look for NVIDIA's (their run path contains it)."""
 
@@ -89,6 +90,7 @@ def compile_library(
     *,
     sources: Sequence[Path] = (),
     options: Sequence[str] = (),
+    compiler: str = "g++",
 ) -> None:
     """Write a shared library.
 
@@ -97,6 +99,7 @@ def compile_library(
         functions: All functions of the library, each with its version.
         stubs: The functions that only return `return_code`, or a text. The others are in `sources` (C++).
         options: Further arguments of the compiler.
+        compiler: The program, which can be a cross compiler.
 
     Raises:
         RuntimeError: the compiler failed.
@@ -109,7 +112,7 @@ def compile_library(
         code, script = Path(work, "stubs.cpp"), Path(work, "versions.map")
         code.write_text("".join(_stub(name, return_code) for name in stubs))
         script.write_text("".join(f"{v} {{ global: {'; '.join(n)}; }};\n" for v, n in versions.items()) or "{};\n")
-        command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-Wl,-soname,{path.name}"]
+        command = [compiler, "-std=c++20", "-shared", "-fPIC", f"-Wl,-soname,{path.name}"]
         _run(*command, f"-Wl,--version-script={script}", "-o", str(path), *map(str, sources), str(code), *options)
 
 
@@ -119,12 +122,16 @@ def _stub(name: str, return_code: int) -> str:
     return f'extern "C" long {name}() {{ return {return_code}; }}\n'
 
 
-def missing_programs() -> list[str]:
-    """Return the programs that `build_wheels` needs and that are not installed."""
-    return [program for program in ("g++", "readelf") if shutil.which(program) is None]
+def missing_programs(machine: str = _MACHINE) -> list[str]:
+    """Return the programs that `build_wheels` needs for an architecture and that are not installed."""
+    return [program for program in (_compiler(machine), "readelf") if shutil.which(program) is None]
 
 
-def build_wheels(pip: Sequence[str], torch: str) -> Path:
+def _compiler(machine: str) -> str:
+    return "g++" if machine == _MACHINE else f"{machine}-linux-gnu-g++"
+
+
+def build_wheels(pip: Sequence[str], torch: str, machine: str = _MACHINE) -> Path:
     """Return a folder that contains torch's wheel, the wheels of the stubs, and constraints.txt.
 
     It is kept in the user's cache, by the version of torch.
@@ -132,6 +139,7 @@ def build_wheels(pip: Sequence[str], torch: str) -> Path:
     Args:
         pip: The command that runs pip.
         torch: The requirement of torch.
+        machine: The architecture, as `platform.machine` returns it.
 
     Raises:
         RuntimeError: pip cannot download torch, or the compiler failed.
@@ -139,11 +147,12 @@ def build_wheels(pip: Sequence[str], torch: str) -> Path:
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
         made = Path(temporary, "wheels")
-        _run(*pip, "download", "--quiet", "--no-deps", "--only-binary=:all:", f"--dest={made}", torch)
+        options = [] if machine == _MACHINE else [f"--platform=manylinux_2_28_{machine}"]
+        _run(*pip, "download", "--quiet", "--no-deps", "--only-binary=:all:", f"--dest={made}", *options, torch)
         (wheel,) = made.iterdir()
         folder = CACHE / f"{wheel.stem}-{_DIGEST}"
         if not folder.exists():
-            _write_stub_wheels(wheel, made)
+            _write_stub_wheels(wheel, made, machine)
             with contextlib.suppress(OSError):  # another process has built the same wheels meanwhile
                 made.rename(folder)
     os.utime(folder)
@@ -154,13 +163,13 @@ def build_wheels(pip: Sequence[str], torch: str) -> Path:
     return folder
 
 
-def _write_stub_wheels(wheel: Path, folder: Path) -> None:
+def _write_stub_wheels(wheel: Path, folder: Path, machine: str = _MACHINE) -> None:
     """Write a wheel for each distribution of NVIDIA that torch requires, and the constraints that select them."""
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory(dir=folder) as work:
         (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         message = message_from_bytes(archive.read(metadata))
-        archive.extractall(work, [n for n in archive.namelist() if re.fullmatch(r"torch/lib/[^/]+\.so", n)])
-        libraries = _compile_stubs(Path(work, "torch/lib"), Path(work))
+        archive.extractall(work, [n for n in archive.namelist() if re.fullmatch(r"torch/lib/[^/]+\.so[.\d]*", n)])
+        libraries = _compile_stubs(Path(work, "torch/lib"), Path(work), _compiler(machine))
         constraints = {"torch": message["Version"]}
         (folder / WITHOUT_TRITON).mkdir()
         for requirement in message.get_all("Requires-Dist", []):
@@ -170,7 +179,8 @@ def _write_stub_wheels(wheel: Path, folder: Path) -> None:
             name, extras, version = parsed[1], (parsed[2] or "").split(","), _lowest_version(parsed[3])
             # All libraries are in the first wheel, because torch does not look for each in a folder of its own.
             content = libraries if len(constraints) == 1 else []
-            _write_wheel(folder / WITHOUT_TRITON if name == "triton" else folder, name, version, extras, content)
+            target = folder / WITHOUT_TRITON if name == "triton" else folder
+            _write_wheel(target, name, version, extras, content, machine)
             constraints[name] = version
     lines = [f"{name}=={version}\n" for name, version in constraints.items()]
     (folder / WITHOUT_TRITON / CONSTRAINTS).write_text("".join(lines))
@@ -185,7 +195,7 @@ def _lowest_version(versions: str) -> str:
     return f"{lowest.group(1)}+stub.{_DIGEST}"
 
 
-def _compile_stubs(torch_lib: Path, work: Path) -> list[Path]:
+def _compile_stubs(torch_lib: Path, work: Path, compiler: str) -> list[Path]:
     """Return a stub of each library of NVIDIA that torch's libraries are linked to."""
     required, needed = required_functions(torch_lib), set[str]()
     for library in torch_lib.glob("*.so"):
@@ -195,22 +205,24 @@ def _compile_stubs(torch_lib: Path, work: Path) -> list[Path]:
     for library in sorted(name for name in needed - present if re.match(r"lib(cu|nv|nccl)", name)):
         functions = functions_of(library, required)
         stubs.append(work / library)
-        compile_library(stubs[-1], functions, functions, _NO_DEVICE)
+        compile_library(stubs[-1], functions, functions, _NO_DEVICE, compiler=compiler)
     return stubs
 
 
-def _write_wheel(folder: Path, name: str, version: str, extras: Sequence[str], libraries: Sequence[Path]) -> None:
+def _write_wheel(
+    folder: Path, name: str, version: str, extras: Sequence[str], libraries: Sequence[Path], machine: str
+) -> None:
     """Write a wheel. Its record has no digests, which pip does not require."""
     stem = f"{re.sub(r'[-_.]+', '_', name)}-{version}"
-    platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
+    tag = f"linux_{machine}"
     files = {
         "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         + "".join(f"Provides-Extra: {extra}\n" for extra in extras if extra),
-        "WHEEL": f"Wheel-Version: 1.0\nGenerator: quire\nRoot-Is-Purelib: false\nTag: py3-none-{platform}\n",
+        "WHEEL": f"Wheel-Version: 1.0\nGenerator: quire\nRoot-Is-Purelib: false\nTag: py3-none-{tag}\n",
     }
     paths = [f"{_LIBRARY_FOLDER}/{library.name}" for library in libraries]
     info = f"{stem}.dist-info"
-    with zipfile.ZipFile(folder / f"{stem}-py3-none-{platform}.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-{tag}.whl", "w", zipfile.ZIP_DEFLATED) as archive:
         for library, path in zip(libraries, paths, strict=True):
             archive.write(library, path)
         for file, text in files.items():

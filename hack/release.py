@@ -228,13 +228,18 @@ def build_commands(
 
     `base` replaces the base image of the Dockerfiles. An image under localhost/ is never pulled.
     """
-    build = ["buildah", "build", f"--platform={platforms}", f"--manifest={manifest}"]
-    build += [f"--timestamp={int(commit.time.timestamp())}", *IMAGES[name]]
+    options = [f"--manifest={manifest}", f"--timestamp={int(commit.time.timestamp())}", *IMAGES[name]]
     if base is not None:
-        build += [f"--build-arg=PYTHON_IMAGE={base.name}", *(f"--volume={volume}" for volume in base.volumes)]
-        build += ["--pull-never"] if base.name.startswith("localhost/") else []
-    push = ["buildah", "manifest", "push", "--all", manifest, f"oci-archive:{archive}"]
-    return [[*build, str(ROOT)], push]
+        options += [f"--build-arg=PYTHON_IMAGE={base.name}", *(f"--volume={volume}" for volume in base.volumes)]
+        options += ["--pull-never"] if base.name.startswith("localhost/") else []
+    machine = platform.machine()
+    own = f"linux/{images.ARCHITECTURES.get(machine, machine)}"
+    builds = []
+    # One platform at a time, because buildah 1.28 knows these two arguments in a FROM only if they are given.
+    for each in platforms.split(","):
+        arguments = [f"--build-arg=BUILDPLATFORM={own}", f"--build-arg=TARGETPLATFORM={each}"]
+        builds.append(["buildah", "build", f"--platform={each}", *arguments, *options, str(ROOT)])
+    return [*builds, ["buildah", "manifest", "push", "--all", manifest, f"oci-archive:{archive}"]]
 
 
 def archived_images(archive: Path) -> dict[str, str]:

@@ -2,14 +2,17 @@
 """Builds the images of this checkout from its Dockerfiles. It uses buildah and needs neither a registry nor Docker.
 
 The base image of the Dockerfiles is Python on Debian. mmdebstrap creates it from the mirror that apt uses. The base
-image also gets the pip configuration of this machine: the index, the folders with wheels, the certificates, and a build
-of torch without CUDA's libraries (nvidia_stubs.py). The Dockerfiles themselves are not changed. Layers are cached, so a
-second build is incremental. When the disk is nearly full, the layers that are not part of a current image are removed.
+image also gets the configuration of this machine's pip, and the same for uv: the index, the folders with wheels, the
+certificates, and a build of torch without CUDA's libraries (nvidia_stubs.py). The Dockerfiles themselves are not
+changed. Layers are cached, so a second build is incremental. When the disk is nearly full, the layers that are not part
+of a current image are removed.
 """
 
 import contextlib
 import fcntl
 import hashlib
+import json
+import platform
 import re
 import shutil
 import subprocess
@@ -43,16 +46,27 @@ copy takes 6 GB, and a build needs 2 GB more."""
 _MIN_FREE_BYTES = 10 * 2**30
 """Minimum free space. If less space is free, the layers that are not part of a current image are removed. The next
 build creates them again if it needs them."""
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""Debian's name of each architecture that `platform.machine` returns."""
+_UV_KEYS = {
+    "index-url": "index-url",
+    "extra-index-url": "extra-index-url",
+    "find-links": "find-links",
+    "trusted-host": "allow-insecure-host",
+}
+"""Settings of pip that uv has too, and their names there."""
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass(frozen=True, slots=True)
 class PipConfig:
-    """The configuration of pip in the base image."""
+    """The configuration of pip and uv in the base image."""
 
     pip_conf: str
     """Content of pip.conf."""
+    uv_toml: str
+    """Content of uv.toml, with the same index, folders and constraints."""
     constraints: str
     volumes: tuple[str, ...]
     """The folders of this machine to which the configuration refers, in the form of buildah's option --volume."""
@@ -111,8 +125,8 @@ def _build_images(buildah: "_Buildah", pip: "PipConfig", report_progress: binari
 
 
 def build_bases(name: str, architectures: Sequence[str], report_progress: binaries.ProgressCallback) -> tuple[str, ...]:
-    """Build a base image for each of Debian's architectures, and combine them in the manifest list `name` in buildah's
-    default storage. pip in these images installs the default build of torch, with CUDA's libraries.
+    """Build a base image for each of Debian's architectures and for this machine's, and combine them in the manifest
+    list `name` in buildah's default storage. pip and uv in these images install torch without CUDA's libraries.
 
     Return the folders that pip reads in these images, in the form of buildah's option --volume.
 
@@ -122,7 +136,9 @@ def build_bases(name: str, architectures: Sequence[str], report_progress: binari
     debian.install_packages(PACKAGES | {"arch-test": "arch-test"}, report_progress)
     folder = binaries.cache_folder() / "bases"
     folder.mkdir(parents=True, exist_ok=True)
-    pip = pip_config(torch_constraints=False)
+    pip = pip_config([machine for machine, name in ARCHITECTURES.items() if name in architectures])
+    # The stages that do not depend on the platform run on this machine's.
+    architectures = list(dict.fromkeys([*architectures, ARCHITECTURES[platform.machine()]]))
     for architecture in architectures:
         if subprocess.run(["arch-test", architecture], capture_output=True, check=False).returncode:
             raise binaries.Unavailable(
@@ -151,17 +167,19 @@ def built_archives() -> list[Path]:
     return archives
 
 
-def pip_config(*, torch_constraints: bool = True) -> PipConfig:
+def pip_config(machines: Sequence[str] = (platform.machine(),)) -> PipConfig:
     """Return the pip configuration of this machine in a form that can be used in an image. The folders to which it
-    refers become mounts. `torch_constraints` selects a build of torch for this machine without CUDA's libraries."""
+    refers become mounts. It selects a build of torch without CUDA's libraries for each of these architectures."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     output = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=True).stdout
     copied_keys = {"index-url", "extra-index-url", "find-links", "trusted-host", "timeout", "proxy"}
     settings = dict(re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", output, re.MULTILINE))
-    constraints = _torch_constraints(pip, settings) if torch_constraints else ""
+    constraints = _torch_constraints(pip, settings, machines)
     lines, volumes = ["[global]", "break-system-packages = true", "constraint = /etc/pip-constraints.txt"], []
+    uv: dict[str, object] = {"constraint-dependencies": constraints}
     if _CERTIFICATES.exists():
         lines.append(f"cert = {_CERTIFICATES}")
+        uv["system-certs"] = True
     for key, value in sorted(settings.items()):
         if key not in copied_keys:
             continue
@@ -175,19 +193,28 @@ def pip_config(*, torch_constraints: bool = True) -> PipConfig:
                 volumes.append(f"{mounted}:{mount_path}:ro")
                 words[i] = word.replace(str(mounted), mount_path)
         lines.append(f"{key} = {' '.join(words)}")
-    return PipConfig("\n".join(lines) + "\n", constraints, tuple(volumes))
+        if key in _UV_KEYS:
+            uv[_UV_KEYS[key]] = words[0] if key == "index-url" else words
+    uv_lines = (f"{key} = {json.dumps(value)}\n" for key, value in uv.items())  # for these values, JSON is TOML
+    return PipConfig("\n".join(lines) + "\n", "".join(uv_lines), "".join(f"{c}\n" for c in constraints), tuple(volumes))
 
 
-def _torch_constraints(pip: list[str], settings: dict[str, str]) -> str:
-    """Return constraints that select a build of torch without CUDA's libraries, and add its wheels to the settings."""
+def _torch_constraints(pip: list[str], settings: dict[str, str], machines: Sequence[str]) -> list[str]:
+    """Return constraints that select a build of torch without CUDA's libraries for each of the architectures, and add
+    its wheels to the settings."""
     if requirement := bootstrap.torch_requirement(pip):
-        return f"{requirement}\n"
-    if programs := nvidia_stubs.missing_programs():
-        raise binaries.Unavailable(f"{' and '.join(programs)}: not installed; run apt-get install g++ binutils")
-    wheels = nvidia_stubs.build_wheels(pip, bootstrap.TORCH)
-    folders = [settings.get("find-links", ""), str(wheels), str(wheels / nvidia_stubs.WITHOUT_TRITON)]
+        return [requirement]
+    constraints, folders = [], [settings.get("find-links", "")]
+    for machine in machines:
+        if programs := nvidia_stubs.missing_programs(machine):
+            packages = f"{'g++' if 'g++' in programs else f'g++-{machine}-linux-gnu'} binutils"
+            raise binaries.Unavailable(f"{' and '.join(programs)}: not installed; run apt-get install {packages}")
+        wheels = nvidia_stubs.build_wheels(pip, bootstrap.TORCH, machine)
+        folders += [str(wheels), str(wheels / nvidia_stubs.WITHOUT_TRITON)]
+        lines = (wheels / nvidia_stubs.WITHOUT_TRITON / nvidia_stubs.CONSTRAINTS).read_text().splitlines()
+        constraints += [f"{line}; platform_machine == '{machine}'" for line in lines]
     settings["find-links"] = " ".join(folders).strip()
-    return (wheels / nvidia_stubs.WITHOUT_TRITON / nvidia_stubs.CONSTRAINTS).read_text()
+    return constraints
 
 
 class _Buildah:
@@ -229,7 +256,7 @@ def _build_base_image(buildah: _Buildah, pip: PipConfig, architecture: str = "")
     """Build an image that replaces python:3.11-slim-bookworm, and return its name. `architecture` is one of Debian's,
     by default that of this machine."""
     certificates = _CERTIFICATES.read_bytes() if _CERTIFICATES.exists() else b""
-    key = repr((_BASE_PACKAGES, pip.pip_conf, pip.constraints)).encode() + certificates
+    key = repr((_BASE_PACKAGES, pip.pip_conf, pip.uv_toml, pip.constraints)).encode() + certificates
     name = f"localhost/quire-base:{architecture and architecture + '-'}{hashlib.sha256(key).hexdigest()[:12]}"
     if buildah.image_id(name):
         return name
@@ -240,10 +267,12 @@ def _build_base_image(buildah: _Buildah, pip: PipConfig, architecture: str = "")
         debootstrap += ["--dpkgopt=force-unsafe-io", *([f"--architectures={architecture}"] if architecture else [])]
         buildah.run_logged("mmdebstrap", [*debootstrap, debian.SUITE, str(work / "base.tar"), debian.mirror()])
         (work / "pip.conf").write_text(pip.pip_conf)
+        (work / "uv.toml").write_text(pip.uv_toml)
         (work / "constraints").write_text(pip.constraints)
         container = buildah.run("from", *([f"--arch={architecture}"] if architecture else []), "scratch")
         buildah.run("add", "--quiet", container, str(work / "base.tar"), "/")
         buildah.run("copy", "--quiet", container, str(work / "pip.conf"), "/etc/pip.conf")
+        buildah.run("copy", "--quiet", container, str(work / "uv.toml"), "/etc/uv/uv.toml")
         buildah.run("copy", "--quiet", container, str(work / "constraints"), "/etc/pip-constraints.txt")
         if certificates:
             buildah.run("copy", "--quiet", container, str(_CERTIFICATES), str(_CERTIFICATES))

@@ -8,6 +8,7 @@ processor time divided by that of the other build in the same round, so that oth
 """
 
 import argparse
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from quire_kernels import (
     build_attention_metadata,
     build_state_batch,
     choose_experts,
+    cpu_build,
     cpu_native,
     fused_experts,
     gated_delta_rule,
@@ -173,8 +175,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kernels whose name contains this text")
     parser.add_argument("--library", type=Path, nargs="*", default=[], help="further libraries")
     arguments = parser.parse_args()
-    supported = [each for each in cpu_native._INSTRUCTION_SETS if each.cpu_flags <= cpu_native._cpu_flags()]
-    builds = {each.name: cpu_native.build(each) for each in reversed(supported)}
+    supported = [
+        each for each in cpu_build.instruction_sets(platform.machine()) if each.cpu_flags <= cpu_build.cpu_flags()
+    ]
+    builds = {each.name: cpu_build.build(each) for each in reversed(supported)}
     builds |= {path.stem[-12:]: path for path in arguments.library}
     torch.set_num_threads(1)
     retain_freed_memory()

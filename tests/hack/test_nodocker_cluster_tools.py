@@ -13,12 +13,14 @@ import shutil
 import subprocess
 import tarfile
 import threading
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from nodocker_cluster import binaries, go_module, helm, images, kubernetes_build, release
 from nodocker_cluster.go_module import GoModule
+from packaging.requirements import Requirement
 
 VERSION = kubernetes_build.pinned_version()
 HELM_VERSION = helm.pinned_version()
@@ -207,3 +209,33 @@ def test_images_are_not_built_without_space(cache, monkeypatch):
     put(cache / "images", "used").joinpath("used").write_bytes(b"x" * 2**20)
     with pytest.raises(binaries.Unavailable, match=r"images: 8\.0 GiB can be used there, but make e2e needs 14 GiB"):
         images.build(print)
+
+
+def test_pip_and_uv_in_images_choose_torch_without_cuda_for_each_processor(tmp_path, monkeypatch):
+    def build_wheels(pip, torch, machine):
+        folder = tmp_path / machine / images.nvidia_stubs.WITHOUT_TRITON
+        folder.mkdir(parents=True)
+        (folder / images.nvidia_stubs.CONSTRAINTS).write_text(f"torch==2.99\nnvidia-some=={len(machine)}\n")
+        return tmp_path / machine
+
+    machines = ["x86_64", "aarch64"]
+    monkeypatch.setattr(images.bootstrap, "torch_requirement", lambda pip: None)
+    monkeypatch.setattr(images.nvidia_stubs, "missing_programs", lambda machine: [])
+    monkeypatch.setattr(images.nvidia_stubs, "build_wheels", build_wheels)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "https://index.example/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://one.example https://two.example")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    config = images.pip_config(machines)
+    uv = tomllib.loads(config.uv_toml)
+    assert uv["index-url"] == "https://index.example/simple"
+    assert uv["extra-index-url"] == ["https://one.example", "https://two.example"]
+    assert uv["constraint-dependencies"] == config.constraints.splitlines()
+    for machine in machines:
+        chosen = [Requirement(line) for line in config.constraints.splitlines()]
+        chosen = [str(each.specifier) for each in chosen if each.marker.evaluate({"platform_machine": machine})]
+        assert chosen == ["==2.99", f"=={len(machine)}"]
+    mounted = {volume.split(":")[1]: volume.split(":")[0] for volume in config.volumes}
+    folders = [str(tmp_path / machine) for machine in machines]
+    assert [mounted[path] for path in uv["find-links"]][::2] == folders
+    assert f"find-links = {' '.join(uv['find-links'])}\n" in config.pip_conf

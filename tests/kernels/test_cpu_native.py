@@ -3,6 +3,7 @@
 without them."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from quire_kernels import (
     QuantizedWeight,
     argmax_first,
     build_attention_metadata,
+    cpu_build,
     cpu_native,
     embedding,
     linear,
@@ -429,9 +431,9 @@ def test_rejects_a_folder_writable_by_others(tmp_path: Path) -> None:
 @requires_native_kernels
 def test_damaged_library_does_not_crash(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir(mode=0o700)
-    instructions = cpu_native.supported_instructions()
+    instructions = cpu_build.supported_instructions()
     assert instructions is not None
-    library = Path(shutil.copy(cpu_native.build(instructions), tmp_path / "cache"))
+    library = Path(shutil.copy(cpu_build.build(instructions), tmp_path / "cache"))
     assert "\nnative" in "\n" + _run(_LINEAR, tmp_path)
     library.write_bytes(b"no library")
     assert "torch" in _run(_LINEAR, tmp_path)
@@ -439,21 +441,23 @@ def test_damaged_library_does_not_crash(tmp_path: Path) -> None:
 
 @requires_native_kernels
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("instructions", cpu_native._INSTRUCTION_SETS, ids=lambda instructions: instructions.name)
-def test_every_instruction_set_is_built_on_any_processor(instructions: cpu_native.InstructionSet) -> None:
+@pytest.mark.parametrize(
+    "instructions", cpu_build.instruction_sets(platform.machine()), ids=lambda instructions: instructions.name
+)
+def test_every_instruction_set_is_built_on_any_processor(instructions: cpu_build.InstructionSet) -> None:
     """In the cache of this machine, so that unchanged sources are built only once."""
-    assert cpu_native.build(instructions).stat().st_size > 100_000
+    assert cpu_build.build(instructions).stat().st_size > 100_000
 
 
 @requires_native_kernels
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     "instructions",
-    [each for each in cpu_native._INSTRUCTION_SETS if each.cpu_flags <= cpu_native._cpu_flags()],
+    [each for each in cpu_build.instruction_sets(platform.machine()) if each.cpu_flags <= cpu_build.cpu_flags()],
     ids=lambda instructions: instructions.name,
 )
 def test_every_build_of_this_processor_equals_the_references(
-    instructions: cpu_native.InstructionSet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    instructions: cpu_build.InstructionSet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other tests use the fastest build only."""
     caplog.set_level("INFO", "quire_kernels.cpu_native")
@@ -479,32 +483,45 @@ def test_concurrent_processes_build_once(tmp_path: Path) -> None:
     # The others find no library while the first one waits.
     (tmp_path / "slow").write_text(f'#!/bin/sh\nsleep 2\nexec {os.environ.get("CXX", "c++")} "$@"\n')
     (tmp_path / "slow").chmod(0o700)
-    code = (
-        "import pathlib, sys; from quire_kernels import cpu_native; cpu_native._SOURCE_DIR = pathlib.Path(sys.argv[1])"
-    )
-    command = [sys.executable, "-c", f"{code}; sys.exit(cpu_native.main())", str(tmp_path / "sources")]
+    code = "import pathlib, sys; from quire_kernels import cpu_build; cpu_build._SOURCE_DIR = pathlib.Path(sys.argv[1])"
+    command = [sys.executable, "-c", f"{code}; sys.exit(cpu_build.main([]))", str(tmp_path / "sources")]
     environment = os.environ | {"QUIRE_NATIVE_CACHE": str(tmp_path), "CXX": str(tmp_path / "slow")}
     together = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
     outputs = [process.communicate(timeout=100) for process in together]
-    assert sum(err.count("compiling") for _, err in outputs) == len(cpu_native._INSTRUCTION_SETS)
+    assert sum(err.count("compiling") for _, err in outputs) == len(cpu_build.instruction_sets(platform.machine()))
     assert all(set(out.split()) == set(map(str, tmp_path.glob("*.so"))) for out, _ in outputs)
 
 
 def test_stale_builds_of_other_versions_are_removed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("QUIRE_NATIVE_CACHE", str(tmp_path))
-    monkeypatch.setattr(cpu_native, "_compile", lambda sources, flags, library: library.write_bytes(b""))
+    monkeypatch.setattr(cpu_build, "_compile", lambda sources, flags, library: library.write_bytes(b""))
     for name, days in {"native-old.so": 31, "native-recent.so": 29, "preload-old.so": 31, "adapters": 31}.items():
         (tmp_path / name).write_bytes(b"")
         os.utime(tmp_path / name, (time.time() - days * 24 * 3600,) * 2)
     (tmp_path / "native-killed").mkdir()
     (tmp_path / "native-killed/one.o").write_bytes(b"")
     os.utime(tmp_path / "native-killed", (1, 1))
-    library = cpu_native.build(cpu_native.AVX2)
+    library = cpu_build.build(cpu_build.AVX2)
     kept = {"native-recent.so", "preload-old.so", "adapters", "native.lock", library.name}
     assert {path.name for path in tmp_path.iterdir()} == kept
     os.utime(library, (1, 1))
-    assert cpu_native.build(cpu_native.AVX2) == library
+    assert cpu_build.build(cpu_build.AVX2) == library
     assert library.stat().st_mtime > time.time() - 60, "loading updates the modification time"
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_builds_of_any_architecture_need_neither_torch_nor_its_processor(tmp_path: Path, monkeypatch, machine) -> None:
+    """As the images are built. The compiler here only makes files, because the real one would take a minute."""
+    (tmp_path / "compiler").write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; touch "$2"\n')
+    (tmp_path / "compiler").chmod(0o700)
+    monkeypatch.setenv("CXX", str(tmp_path / "compiler"))
+    monkeypatch.setenv("QUIRE_NATIVE_CACHE", str(tmp_path / "cache"))
+    # -S: without site-packages
+    command = [sys.executable, "-I", "-S", cpu_build.__file__, f"--machine={machine}"]
+    paths = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    monkeypatch.setenv("CXX", "no compiler")  # at run time, the images have none
+    assert paths == [str(cpu_build.build(each)) for each in cpu_build.instruction_sets(machine)]
+    assert len(paths) == {"x86_64": 4, "aarch64": 1}[machine]

@@ -75,7 +75,7 @@ def test_copied_files_exist_and_are_in_the_build_context(dockerfile):
                 continue
             for source in sources:
                 assert (ROOT / source).exists(), source
-                assert source in build_context(), source
+                assert source.partition("/")[0] in build_context(), source
 
 
 def test_wheel_stage_copies_all_sources_of_the_wheel(dockerfile):
@@ -88,7 +88,9 @@ def test_wheel_stage_copies_all_sources_of_the_wheel(dockerfile):
 @pytest.mark.parametrize("file", ["backend/Dockerfile", "operator/Dockerfile"])
 def test_dockerfiles_pass_hadolint(file):
     # DL3008 requires pinned versions of apt packages, but the base image defines them. DL3059 requires fewer RUNs.
-    check = [str(Path(sys.executable).with_name("hadolint")), "--no-color", "--ignore=DL3008", "--ignore=DL3059", file]
+    # DL3013 requires exact versions of Python packages.
+    ignored = [f"--ignore={rule}" for rule in ("DL3008", "DL3059", "DL3013")]
+    check = [str(Path(sys.executable).with_name("hadolint")), "--no-color", *ignored, file]
     result = subprocess.run(check, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -118,6 +120,16 @@ def test_entry_points_exist(dockerfile):
             assert importlib.util.find_spec(rest[3]) is not None
         else:
             assert program in PROJECT["project"]["scripts"]
+
+
+def test_images_for_other_processors_emulate_only_short_commands():
+    """What takes long runs in stages on the builder's own processor. The base image of gpu is for one processor."""
+    dockerfile = stages("backend/Dockerfile")
+    emulated = {n for n, stage in dockerfile.items() if n and "$BUILDPLATFORM" not in arguments_of(stage, "FROM")[0]}
+    assert emulated - {"gpu"} == {"package", "cpu"}
+    assert arguments_of(dockerfile["package"], "FROM") == ["dependencies AS package"]
+    programs = {part.split()[0] for run in arguments_of(dockerfile["cpu"], "RUN") for part in run.split("&&")}
+    assert programs == {"apt-get", "rm", "install"}
 
 
 def test_gpu_image_has_a_compiler_for_triton():
@@ -189,9 +201,7 @@ def test_compose_service_uses_existing_targets_and_options(profile):
     build = service["build"]
     built = stages(build["dockerfile"])
     assert build["target"] in final(built)
-    assert set(build["args"]) <= {
-        a.partition("=")[0] for a in arguments_of(built[None] + built[build["target"]], "ARG")
-    }
+    assert set(build["args"]) <= {a.partition("=")[0] for stage in built.values() for a in arguments_of(stage, "ARG")}
     assert service["entrypoint"] == ["tini", "--", "quire", "serve"]
     mounts = {target: default(source) for source, target in (split(volume) for volume in service["volumes"])}
     command = [default(argument) for argument in service["command"]]

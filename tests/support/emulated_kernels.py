@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from quire_kernels import cpu_native
+from quire_kernels import cpu_build, cpu_native
 
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
@@ -49,7 +49,7 @@ class EmulatedLibrary:
         """Build the library, which the cache keeps, and the program in a folder, and start the program."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CXX", CROSS_COMPILER)
-            library = cpu_native.build(cpu_native.NEON)
+            library = cpu_build.build(cpu_build.NEON)
         program = folder / "call_kernels"
         command = [CROSS_COMPILER, "-std=c++17", "-O2", "-fopenmp", str(_PROGRAM), "-o", str(program), "-ldl"]
         subprocess.run([*command, "-Wl,--no-as-needed", "-lgomp"], check=True)

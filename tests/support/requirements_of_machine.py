@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from quire_kernels import Op, cpu_native
+from quire_kernels import Op, cpu_build
 
 requires_native_kernels = pytest.mark.skipif(
-    cpu_native.supported_instructions() is None,
+    cpu_build.supported_instructions() is None,
     reason="compiled CPU kernels need AVX2, FMA and F16C, or ARM64",
 )
 """Depends on the processor and not on the build, so that a failed build fails the test."""
