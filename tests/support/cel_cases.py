@@ -279,14 +279,9 @@ CEL_RULE_CASES = [
             ("dataParallelSize must be 1 with", {"dataParallelSize": 2}, "dataParallelSize"),
             ("speculativeConfig.method must be ngram", {"speculativeConfig": MEDUSA}, "speculativeConfig.method"),
             (
-                "kvTransfer and kvCacheOffloading.secondary must",
-                {"kvTransfer": {}, "kvCacheOffloading": {"memory": "1Gi"}},
-                "kvTransfer",
-            ),
-            (
-                "kvTransfer and kvCacheOffloading.secondary must",
+                "kvCacheOffloading.secondary must not be set with pipelineParallelSize",
                 {"kvCacheOffloading": _tiers({"emptyDir": {}})},
-                "kvTransfer",
+                "kvCacheOffloading.secondary",
             ),
         )
     ),

@@ -279,11 +279,10 @@ class EngineSpec(RoleEngineSpec):
             "model need all layers in one process; change the method, or remove one of the two.",
         ),
         Rule(
-            "!has(self.pipelineParallelSize) || self.pipelineParallelSize == 1 || ((!has(self.kvTransfer) || "
-            "!self.kvTransfer.enabled) && (!has(self.kvCacheOffloading) || "
-            "!has(self.kvCacheOffloading.secondary) || size(self.kvCacheOffloading.secondary) == 0))",
-            "kvTransfer and kvCacheOffloading.secondary must not be set with pipelineParallelSize above 1, because "
-            "a node has only the KV blocks of its own layers; remove them, or pipelineParallelSize.",
+            "!has(self.pipelineParallelSize) || self.pipelineParallelSize == 1 || !has(self.kvCacheOffloading) || "
+            "!has(self.kvCacheOffloading.secondary) || size(self.kvCacheOffloading.secondary) == 0",
+            "kvCacheOffloading.secondary must not be set with pipelineParallelSize above 1, because a node has only "
+            "the KV blocks of its own layers; remove one of the two.",
         ),
     )
 
@@ -360,9 +359,8 @@ class EngineSpec(RoleEngineSpec):
     auto."""
     kvTransfer: KVTransferSpec | None = schema_field(None, planned=True)
     """Pods read KV blocks of a prompt from the pod that the header x-kv-cache-source-host-port of a request names, if
-    this is faster than computing them. Both must have the same tensorParallelSize. Not possible with
-    pipelineParallelSize above 1 or with speculativeConfig.model. Default: a pod computes what it does not have itself.
-    """
+    this is faster than computing them. Both must have the same tensorParallelSize and pipelineParallelSize. Not
+    possible with speculativeConfig.model. Default: a pod computes what it does not have itself."""
     prefixCaching: bool = schema_field(True)
     """Reuse the KV blocks of prompts that have a common prefix. Default true: prefix caching does not change outputs,
     and its cost was not measurable."""

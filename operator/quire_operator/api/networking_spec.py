@@ -126,7 +126,7 @@ KV_EVENT_PORTS_RULE = _kv_event_ports_rule()
 _EVENT_PORTS = "(has(self.networking.kvEvents) ? [self.networking.kvEvents.port] : [])"
 RANK_PORTS_RULE = (
     "!has(self.engine.pipelineParallelSize) || self.engine.pipelineParallelSize == 1 || "
-    f"([{_SINGLE_PORTS}] + {_EVENT_PORTS}).all(p, !(p in [{RANK_PORT}, {RANK_PORT + 1}]))"
+    f"([{_SINGLE_PORTS}] + {_EVENT_PORTS} + {_KV_TRANSFER_PORTS}).all(p, !(p in [{RANK_PORT}, {RANK_PORT + 1}]))"
 )
 KV_TRANSFER_PORT_RULE = f"{_KV_TRANSFER_PORTS}.all(port, [{_SINGLE_PORTS}].all(p, p != port))"
 """Rules of the whole spec."""

@@ -44,6 +44,20 @@ def headless_service(service: LLMService) -> Manifest:
     return _service_manifest(service, object_names.headless_service(service), options, service)
 
 
+def nodes_service(service: LLMService) -> Manifest:
+    """Return the headless Service with the addresses of all pods of the groups, by which pods find out which addresses
+    they may read KV blocks from. Workers have no other Service, because clients must not connect to them."""
+    assert service.kv_transfer is not None
+    port = service.kv_transfer.port
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": object_names.group_labels(service),
+        "ports": [{"name": "kv-transfer", "port": port, "protocol": "TCP", "targetPort": port}],
+    }
+    return new_manifest("v1", "Service", service, object_names.nodes_service(service), spec=spec)
+
+
 def server_network_policy(service: LLMService, context: RenderContext) -> Manifest:
     """Return the NetworkPolicy of the server pods.
 

@@ -63,6 +63,11 @@ def headless_service(service: LLMService) -> str:
     return f"{service.name}-pods"
 
 
+def nodes_service(service: LLMService) -> str:
+    """Return the name of the headless Service that has the address of each pod of all groups, also of workers."""
+    return f"{service.name}-nodes"
+
+
 def of_role(service: LLMService) -> str:
     """Return the name of an object of which each role has one; the service's name if there are no roles."""
     return service.name if service.role is None else f"{service.name}-{service.role}"

@@ -150,6 +150,8 @@ def _objects_around_pods(
     spec = service.spec
     yield network.client_service(service)
     yield network.headless_service(service)
+    if service.num_nodes > 1 and service.kv_transfer is not None:
+        yield network.nodes_service(service)
     templates = {role: own.template for role, own in pods.items()}
     if service.roles:
         of_roles = {role: disaggregated_set.pod_template(templates[role]) for role in service.roles}

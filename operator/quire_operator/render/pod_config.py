@@ -103,6 +103,9 @@ def cluster_document(service: LLMService, plan: Plan) -> dict[str, Any]:
         UnsupportedByEngine: the engine does not support a value of the spec.
     """
     draft = service.draft_source
+    peer_names = [object_names.headless_service(service)]
+    if service.num_nodes > 1:
+        peer_names.append(object_names.nodes_service(service))
     arguments = engine_arguments(
         service,
         ModelLocation(model_storage.folder(service.spec.model.source)),
@@ -112,7 +115,7 @@ def cluster_document(service: LLMService, plan: Plan) -> dict[str, Any]:
         kv_storage.folder(service),
         KVPeers(
             f"{object_names.ADMIN_DIR}/{object_names.KV_TRANSFER_KEY_FIELD}",
-            (object_names.headless_service(service),),
+            tuple(peer_names),
         ),
         f"{object_names.ADMIN_DIR}/{object_names.RANK_KEY_FIELD}",
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects of a service whose replicas are groups of pods: the LeaderWorkerSet, and what selects its pods."""
 
+import json
 import re
 
 import pytest
@@ -78,8 +79,9 @@ def test_percentages_are_rounded_as_kubernetes_rounds_them(replicas, percent, ro
     assert (0 <= result - exact < 1) if rounds_up else (0 <= exact - result < 1)
 
 
-def test_only_the_eviction_budget_and_the_group_policy_select_workers():
-    text = TWO_NODES + "networking: {inferencePool: {endpointPicker: {name: p}}}"
+def test_only_what_evictions_and_kv_blocks_need_selects_workers():
+    text = TWO_NODES.replace("engine: {", "engine: {kvCacheOffloading: {memory: 1Gi}, kvTransfer: {}, ")
+    text += "networking: {inferencePool: {endpointPicker: {name: p}}}"
     objects = rendered_objects(llm_service(text))
     group = group_of(objects)
     leader, worker = (group[name]["metadata"]["labels"] for name in ("leaderTemplate", "workerTemplate"))
@@ -100,12 +102,15 @@ def test_only_the_eviction_budget_and_the_group_policy_select_workers():
         if selector and name != "s-model-download":
             assert selects(selector, leader)
             selected[kind, name] = selects(selector, worker)
-    workers_too = {("PodDisruptionBudget", "s"), ("NetworkPolicy", "s-group")}
+    workers_too = {("PodDisruptionBudget", "s"), ("NetworkPolicy", "s-group"), ("Service", "s-nodes")}
     assert {key for key, has_workers in selected.items() if has_workers} == workers_too
     assert set(selected) - workers_too == {
         ("NetworkPolicy", "s"), ("Service", "s"), ("Service", "s-pods"), ("PodMonitor", "s"), ("InferencePool", "s"),
     }  # fmt: skip
     assert only_of_kind(objects, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 2, "one group"
+    [config] = [json.loads(o["data"]["pod.json"]) for o in objects.values() if "pod.json" in o.get("data", {})]
+    assert config["engine"]["kv_transfer"]["allowed_peers"] == ["s-pods:8005", "s-nodes:8005"]
+    assert config["engine"]["nnodes"] == 2
 
 
 def test_ranks_are_reachable_only_from_the_pods_of_the_set():
