@@ -65,10 +65,10 @@ def scan_prompts(
     decays, *factors = torch.empty(3, len(qkv), num_heads, dtype=torch.float32, device=qkv.device)
     shape = 2, num_chunks, num_heads, PROMPT_CHUNK, PROMPT_CHUNK
     tiles = torch.empty(shape, dtype=torch.float32, device=qkv.device)
-    # The same memory for the results: two numbers of bfloat16 in place of each float32.
-    inverses, products = tiles.view(torch.bfloat16) if qkv.dtype == torch.bfloat16 else tiles
-    key_heads, keys = (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim), max(next_power_of_2(key_dim), 16)
     precision = dot_precision(qkv.dtype)
+    # The same memory for the results: two numbers of bfloat16 in place of each float32.
+    inverses, products = tiles if precision == "tf32x3" else tiles.view(torch.bfloat16)
+    key_heads, keys = (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim), max(next_power_of_2(key_dim), 16)
     _gated_delta_chunks[(num_chunks, num_heads)](
         qkv,
         a,
@@ -242,7 +242,7 @@ def _store_factors(factors, tile, x, CHUNK: tl.constexpr, PRECISION: tl.constexp
     """Store the left factors [CHUNK, CHUNK] of `_dot_factors` at the index `tile` of float32 numbers."""
     tokens = tl.arange(0, CHUNK)
     in_tile = tokens[:, None] * CHUNK + tokens[None, :]
-    if PRECISION == "bf16x3":
+    if PRECISION != "tf32x3":
         high, low = split_float(x)
         tl.store(factors + 2 * tile + in_tile, high)
         tl.store(factors + 2 * tile + CHUNK * CHUNK + in_tile, low)
@@ -255,7 +255,7 @@ def _dot_factors(factors, tile, x, CHUNK: tl.constexpr, PRECISION: tl.constexpr)
     """Return the matrix product of stored factors and of float32 values. As bfloat16, factors need no registers."""
     tokens = tl.arange(0, CHUNK)
     in_tile = tokens[:, None] * CHUNK + tokens[None, :]
-    if PRECISION == "bf16x3":
+    if PRECISION != "tf32x3":
         high, low = tl.load(factors + 2 * tile + in_tile), tl.load(factors + 2 * tile + CHUNK * CHUNK + in_tile)
         x_high, x_low = split_float(x)
         result = tl.dot(high, x_high, tl.dot(high, x_low, tl.dot(low, x_high)))
