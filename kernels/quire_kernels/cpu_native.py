@@ -129,8 +129,18 @@ def get_library() -> ctypes.CDLL:
     return native_library
 
 
+def _make_openmp_global() -> None:
+    """Let the library find the functions of the OpenMP library that torch has loaded. torch's wheels for x86 make them
+    visible to all libraries, but those for ARM64 do not."""
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libgomp" in line}
+    folder = str(Path(torch.__file__).parent)
+    for path in sorted(path for path in mapped if path.startswith(folder)) or sorted(mapped):
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)  # is already loaded, so this changes only its visibility
+
+
 def _bind(path: Path) -> ctypes.CDLL:
     try:
+        _make_openmp_global()
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path}: {error}") from error
