@@ -171,7 +171,7 @@ def test_base_images_have_no_registry(dockerfile):
     arguments = dict(pair.partition("=")[::2] for pair in arguments_of(dockerfile[None], "ARG"))
     for name, stage in final(dockerfile).items():
         base = arguments_of(stage, "FROM")[0].partition(" AS ")[0]
-        variable = re.fullmatch(r"\$\{(\w+)(:-[a-z-]+)?\}", base)
+        variable = re.fullmatch(r"(?:--platform=\$\w+ )?\$\{(\w+)(:-[a-z-]+)?\}", base)
         assert variable, name
         assert "/" not in arguments[variable[1]], name
         if name == "gpu":
