@@ -109,7 +109,8 @@ def cases(card: Card) -> Iterator[Case]:
         yield Case("quantized_linear", kind, False, lambda d=dtype: _quantized_linears(card, d))
         yield Case("fused_experts", kind, False, lambda d=dtype: _experts(card, d))
         yield Case("fused_experts", f"quantized, {kind}", False, lambda d=dtype: _quantized_experts(card, d))
-        for layer in state_kernels.layers(card):
+        # For float16, the kernels multiply parts in bfloat16, which Triton's interpreter cannot.
+        for layer in state_kernels.layers(card) if card.is_full or dtype == torch.float32 else ():
             check = lambda x=layer, d=dtype: state_kernels.findings(card, x, d, ERRORS[d])  # noqa: E731
             yield Case(layer.name, kind, is_timed, check)
         check = lambda d=dtype: state_kernels.convolution_findings(card, d, ERRORS[d])  # noqa: E731
