@@ -456,7 +456,9 @@ def parse_count(text: str) -> int:
 
 def parse_count_or_zero(text: str) -> int:
     """Parse a number that is at least 0."""
-    return 0 if text == "0" else parse_count(text)
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+    return int(text)
 
 
 def parse_gib(text: str) -> float:
