@@ -116,7 +116,7 @@ def test_fields_that_an_older_release_lacks_are_named_until_it_is_upgraded(clust
             config = operator.condition("ConfigValid")
             assert (config["status"], config["reason"]) == ("True", "FieldsLeftOut")
             assert "the API server does not know LeaderWorkerSet spec.networkConfig, so" in config["message"]
-            time.sleep(2)
+            time.sleep(2)  # two refreshes with the same schema, which must not write the field
             (body,) = cluster.items(*LWS, namespace)
             assert "networkConfig" not in body["spec"]
             cluster.apply_crd(new_crd)

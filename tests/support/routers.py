@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nodocker_cluster.ports import free_ports
+from support.kv_pods import ALWAYS_READ
 from support.quire_serve import QuireServeProcess, running_service
 
 
@@ -33,7 +34,7 @@ def two_pods(document: dict[str, Any], folder: Path, shares_kv: bool = False) ->
             flags = [f"--kv-events-port={ports[0]}", "--kv-events-topic="]
             if shares_kv:
                 flags += [f"--kv-transfer-port={transfer_ports.pop()}", f"--kv-transfer-key-file={key}"]
-                flags += [f"--kv-transfer-peers={peers}", "--kv-recompute-threshold=0"]
+                flags += [f"--kv-transfer-peers={peers}", ALWAYS_READ]
             pod = stack.enter_context(running_service(document, folder / name, *flags))
             pod.kv_events_port = ports[0]
             pods.append(pod)
