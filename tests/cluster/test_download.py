@@ -5,6 +5,7 @@ The pods of Jobs end as a test says (support/fake_kubelet.py); what their progra
 tests/server/downloads/test_model_download.py.
 """
 
+import asyncio
 from datetime import UTC, datetime
 
 import pytest
@@ -15,6 +16,9 @@ from support.fake_kubelet import FakeContainer
 from support.fake_pods import FakePods
 
 from quire_operator.controller import reconciler
+from quire_operator.controller.status.model_cache import job_condition
+from quire_operator.kube import resources
+from quire_operator.kube.api_client import ApiClient
 from quire_spec.documents.download_progress import DownloadProgress
 from quire_spec.documents.download_result import DownloadReason
 
@@ -160,6 +164,31 @@ def test_the_download_of_one_source_is_not_reported_for_another(cluster, namespa
     with ControllerHarness(cluster, namespace) as operator:
         operator.requeue()
         assert operator.status()["conditions"] == there
+
+
+class SlowJobWrites(ApiClient):
+    """A client whose second write of a download Job reaches the API server after the Job has ended."""
+
+    num_waits = 0
+
+    async def apply(self, resource, manifest):
+        if resource is resources.JOB:
+            name = (manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+            job = await self.get_or_none(resource, *name)
+            while job is not None and not job_condition(job, "Complete"):
+                SlowJobWrites.num_waits += 1
+                await asyncio.sleep(0.1)
+                job = await self.get_or_none(resource, *name)
+        return await super().apply(resource, manifest)
+
+
+def test_pods_start_if_the_download_ends_while_its_job_is_written(cluster, namespace, kubelet, place):
+    """The response says that the Job has ended, but the pass had read the Job before that."""
+    downloads(kubelet, namespace, finished_download(DownloadReason.DOWNLOADED))
+    with ControllerHarness(cluster, namespace, make_client=SlowJobWrites) as operator:
+        cluster.apply(llm_service(model={"source": {"http": {"url": place.url}}}), namespace)
+        says(operator, "Ready", "True", "Ready")
+    assert SlowJobWrites.num_waits, "the Job ended before its second write"
 
 
 def test_a_deleted_claim_is_created_and_filled_again_when_no_pod_uses_it(cluster, namespace, kubelet, place):

@@ -89,7 +89,7 @@ class ServiceState:
 
     desired: ParsedService | None = None
     last_inputs: Any = None
-    """Inputs and result of the last apply that was complete."""
+    """What the last pass read, if it wrote nothing because all objects were as they were rendered."""
     applied_generation: int = 0
     """Generation of the service at the last apply that was complete."""
     children: ChildObjects | None = None
@@ -253,11 +253,10 @@ class Reconciler:
             planning = PlanningResult(plan=previous_plan, spec_error=str(error))
             return await self._apply_to_running_pods(desired, planning, context, state)
         apply_result = await self._apply(desired, children, state)
-        if apply_result.complete:
-            inputs = (*inputs[:3], await self._secret_versions(key), live_objects.replacement)
-            # Store the versions that this pass read and wrote. If an object was changed concurrently, its version
-            # differs, and the next pass handles the change.
-            state.last_inputs = (inputs, child_versions | _object_versions(apply_result.written_objects))
+        if apply_result.complete and not apply_result.num_written:
+            # Only what this pass read is stored. The response to a write also contains changes that others made after
+            # the objects were read, such as the end of a Job, and these are not in the manifests yet.
+            state.last_inputs = (inputs, child_versions)
         return planning, apply_result
 
     async def _apply_to_running_pods(

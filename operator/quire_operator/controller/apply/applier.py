@@ -106,8 +106,8 @@ class ApplyResult:
     """Those of `pending_deletions` whose objects wait for finalizers."""
     claim_rejection: str = ""
     """Answer of the API server if an existing claim cannot grow. Empty if it can. Pods can use the claim as it is."""
-    written_objects: list[CachedObject] = field(default_factory=list)
-    """The objects that were written. Secrets are not included."""
+    num_written: int = 0
+    """Number of objects that were written."""
     missing: set[Resource] = field(default_factory=set)
     """Kinds with an object that does not exist, or must not be changed."""
     outdated: set[Resource] = field(default_factory=set)
@@ -195,8 +195,8 @@ class Applier:
                     result.add_rejection(outcome, manifest, existing is not None)
                 elif isinstance(outcome, BaseException):
                     raise outcome
-                elif outcome is not None:
-                    result.written_objects.append(outcome)
+                else:
+                    result.num_written += 1
         return result
 
     async def prune(self, desired: ParsedService, retained: Set[tuple[str, str]]) -> None:
@@ -357,17 +357,15 @@ class Applier:
         has_same_keys = existing is not None and set(manifest["data"]) == set(existing.get("data") or ())
         return has_same_keys and is_up_to_date(manifest, existing)
 
-    async def _apply_manifest(
-        self, key: ServiceKey, manifest: Manifest, existing: ExistingObject
-    ) -> CachedObject | None:
-        """Apply a manifest, and return the object. For a Secret, return None.
+    async def _apply_manifest(self, key: ServiceKey, manifest: Manifest, existing: ExistingObject) -> None:
+        """Apply a manifest.
 
         Raises:
             PendingDeletion: the object is being deleted.
         """
         if resource_for(manifest) is resources.SECRET:
             await self._write_secret(key, manifest, existing if isinstance(existing, Mapping) else None)
-            return None
+            return
         assert existing is None or isinstance(existing, CachedObject)
         try:
             body = await self._server_side_apply(manifest, existing.uid if existing else None)
@@ -383,7 +381,6 @@ class Applier:
         # Somebody can delete the object after it was looked up. The API server accepts the manifest nevertheless.
         _check_not_deleting(written)
         self._record_applied(key, manifest, written)
-        return written
 
     async def _server_side_apply(self, manifest: Manifest, uid: str | None) -> dict[str, Any]:
         resource, precondition = resource_for(manifest), {"uid": uid} if uid else {}
