@@ -47,6 +47,7 @@ class TokenEchoRunner:
         self.swap_costs = swap_costs or SwapCosts()
         self.background_image_encoder = None
         self.host_rows = None
+        self.host_state_rows = None
         self.host_cells: dict[int, list[Cell | None]] = {}
         self.states: dict[int, list[Cell]] = {}
         """By row: what was written to the state since its first token."""

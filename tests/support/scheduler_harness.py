@@ -65,6 +65,7 @@ class SchedulerHarness:
             )
             self.runner.store_adapter(digest, digest)
         self.store = FakeStore(self.runner) if self.has_store else None
+        self.state_store = FakeStore(self.runner, self.num_states) if self.has_store and self.num_states else None
         self.block_hasher = BlockHasher("m", "float32", self.config.block_size, "float32")
         self.scheduler = Scheduler(
             self.config,
@@ -76,6 +77,7 @@ class SchedulerHarness:
             self.layout,
             self.store,
             StatePool(self.num_states) if self.num_states else None,
+            state_store=self.state_store,
         )
         if self.scheduler.states is not None:
             self.scheduler.states._decode_interval = 2 * self.config.block_size
@@ -156,7 +158,8 @@ class SchedulerHarness:
 
     def complete_transfers(self, num: int = 1 << 30) -> int:
         """End the first transfers of the store."""
-        num_ended = 0 if self.store is None else self.store.complete(num)
+        # A read of a state starts the read of its blocks when it ends.
+        num_ended = sum(store.complete(num) for store in (self.state_store, self.store) if store is not None)
         if num_ended:
             self.scheduler.on_resource_ready()
         return num_ended

@@ -20,6 +20,7 @@ from quire_engine.core.step_executor import StepExecutor, error_result
 from quire_engine.kv_cache.block_events import BlockEvent, BlockEventLog
 from quire_engine.kv_cache.block_hash import LAYOUT_VERSION, BlockHasher, group_of
 from quire_engine.kv_cache.block_pool import BlockPool
+from quire_engine.kv_cache.host_states import HostStates
 from quire_engine.kv_cache.layout_choice import (
     check_attention,
     check_kv_offloading,
@@ -95,9 +96,13 @@ class Engine:
         store: KVStore | None = None,
     ) -> None:
         """Create an engine. `store` replaces the folder of `kv_offloading_folder`."""
+        rows, state_store = runner.host_rows, None
         if store is None and config.kv_offloading_folder is not None:
-            store = _open_store(config, runner)
-        rows = runner.host_rows
+            if rows is None:
+                raise _too_few_rows(config)
+            store = _open_store(config, rows, runner.host_state_rows)
+            if runner.host_state_rows is not None:
+                state_store = _open_store(config, runner.host_state_rows, rows)
         self.config = config
         self.shape: ModelConfig = checkpoint.shape
         self.memory = memory
@@ -141,6 +146,7 @@ class Engine:
             store,
             _create_state_pool(config, checkpoint.shape),
             None if self._peers is None else self._peers.find,
+            state_store,
         )
         self.leases: HostLeases | None = None
         """The leases of other pods on rows of host memory; None if no rows are shared with them."""
@@ -490,8 +496,10 @@ class Engine:
         """Return the current state of the scheduler."""
         scheduler, block_manager = self._scheduler, self._scheduler.block_manager
         host_cache, prefix_cache, traffic = scheduler.host_cache, scheduler.prefix_cache, scheduler.store_traffic
-        host_block_bytes = self.memory.swap_bytes // max(1, block_manager.num_host_blocks)
+        host_block_bytes = self.memory.kv_bytes // max(1, self.memory.num_blocks)
         states = None if scheduler.states is None else scheduler.states.pool
+        host_states = HostStates() if scheduler.states is None else scheduler.states.host
+        state_traffic = None if traffic is None else traffic.states
         planner = scheduler.draft_planner
         drafts = DraftCounts() if planner is None else planner.counts
         return SchedulerStats(
@@ -502,6 +510,11 @@ class Engine:
             num_states=0 if states is None else states.num_rows,
             num_used_states=0 if states is None else states.num_rows - states.num_available,
             num_state_snapshots=0 if states is None else states.num_snapshots,
+            num_host_states=host_states.num_snapshots,
+            num_stored_host_states=host_states.num_stored,
+            num_loaded_host_states=host_states.num_loaded,
+            num_folder_read_states=0 if state_traffic is None else state_traffic.num_read,
+            num_folder_written_states=0 if state_traffic is None else state_traffic.num_written,
             prefix_cache_queries=scheduler.prefix_cache.num_queries,
             prefix_cache_hits=scheduler.prefix_cache.num_hits,
             num_preemptions=scheduler.num_preemptions,
@@ -662,26 +675,27 @@ def check_max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
     return config.max_model_len or limit
 
 
-def _open_store(config: EngineConfig, runner: ModelRunner) -> KVStore | None:
-    """Open the folder of `kv_offloading_folder`.
+def _open_store(config: EngineConfig, rows: HostRows, other_rows: HostRows | None) -> KVStore:
+    """Open the folder of `kv_offloading_folder` for KV blocks or states. `other_rows` are those of the other kind, if
+    the folder holds both.
 
     Raises:
         ConfigError: the folder cannot be used.
     """
     # Imported here, because most engines have no store.
-    from quire_engine.kv_transfer.folder_store import FolderStore
+    from quire_engine.kv_transfer.folder_store import FolderStore, row_bytes
 
     assert config.kv_offloading_folder is not None
-    if runner.host_rows is None:
-        raise _too_few_rows(config)
     size = config.kv_offloading_folder_size
+    num_writers = config.data_parallel_size * (1 if other_rows is None else 2)
     try:
         return FolderStore(
             Path(config.kv_offloading_folder),
-            runner.host_rows,
+            rows,
             _parallel(config),
             None if size is None else int(size * 2**30),
-            config.data_parallel_size,
+            num_writers,
+            0 if other_rows is None else row_bytes(other_rows),
         )
     except OSError as error:
         raise ConfigError(

@@ -67,6 +67,7 @@ class MultiRankRunner(ModelRunner):
         self.swap_costs, rows = local_runner.swap_costs, local_runner.host_rows
         # Without a file, no store uses the rows.
         self.host_rows = None if rows is None or rows.file is None else RankRows(rows, worker_group)
+        self.host_state_rows = None
         self.memory = local_runner.memory
         # Only rank 0 has a vision tower.
         self.background_image_encoder = local_runner.background_image_encoder

@@ -121,11 +121,17 @@ class PrefixCache:
         max_tokens = sequence.num_prefill_tokens - 1
         if hit.num_tokens >= max_tokens or hit.copy_sources:
             return {}
-        end = min(sequence.num_tokens // block_size, -(-max_tokens // block_size))
+        # A state contains all tokens of its prefix, and the last token is computed again.
+        last = -(-max_tokens // block_size) if self._state_pool is None else max_tokens // block_size
+        end = min(sequence.num_tokens // block_size, last)
         return {
             self.block_hash(sequence, index): sequence.adapter_until((index + 1) * block_size)
             for index in range(len(hit.blocks) + len(hit.host_blocks), end)
         }
+
+    def has_block(self, key: bytes) -> bool:
+        """Return whether the device or host memory has the block with this key."""
+        return self._block_pool.lookup(key) is not None or self._host_cache.pool.lookup(key) is not None
 
     def prompt_keys(self, sequence: Sequence) -> PromptKeys:
         """Return the keys of the full blocks of a sequence that has no output yet."""

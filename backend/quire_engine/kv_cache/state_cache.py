@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire_engine.step.plan import SwapCopy
 from quire_kernels import StateBatch, pinned_empty, to_device_async
 from quire_spec.model.attention.state_config import StateConfig
 
@@ -75,6 +76,8 @@ class StateCache:
         self._drafts = torch.empty(drafts_size, dtype=dtype, device=device)
         states = map(LayerStates, self._convolution, self._recurrence, self._drafts)
         self._host: tuple[Tensor, ...] = ()
+        # On a GPU: the end of the latest copies to or from host memory.
+        self._copied: torch.cuda.Event | None = None
         self.layers = {layer: next(states) for layer, has_state in enumerate(config.layers) if has_state}
         """The states of each layer that has them, by index of the layer."""
 
@@ -92,6 +95,17 @@ class StateCache:
             host = pinned_empty(size, states.dtype) if is_pinned else torch.empty(size, dtype=states.dtype)
             self._host += (host,)
 
+    @property
+    def host_rows(self) -> "HostStateRows | None":
+        """The host memory for snapshots; None if there is none."""
+        return HostStateRows(self, self._host, self._device.type) if self._host else None
+
+    def synchronize_host(self) -> None:
+        """Wait until the copies to and from host memory that were started before are complete. Any thread can call
+        this."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
     def zero(self, rows: Sequence[int]) -> None:
         """Zero the states of sequences that begin."""
         if rows:
@@ -105,9 +119,41 @@ class StateCache:
         for source, destination in zip(sources, destinations, strict=True):
             for i in range(2):
                 self._row(i, destination).copy_(self._row(i, source), non_blocking=True)
+        if self._device.type == "cuda" and any(row >= self.num_rows for row in (*sources, *destinations)):
+            self._copied = torch.cuda.current_stream().record_event()
 
     def _row(self, index: int, row: int) -> Tensor:
         """Return a state's convolution (0) or recurrence (1) in all layers, [num_layers, ...]."""
         if row >= self.num_rows:
             return self._host[index][row - self.num_rows]
         return (self._convolution, self._recurrence)[index][:, row]
+
+
+class HostStateRows:
+    """The host memory for snapshots of states, as HostRows of a store. Their numbers begin with 0."""
+
+    file: None = None
+    nodes: None = None
+
+    def __init__(self, states: StateCache, host: Sequence[Tensor], device_type: str) -> None:
+        """`host`: the rows of each part of a state, [num_rows, num_layers, ...]."""
+        self._states = states
+        self._parts = [rows for rows in host if rows.numel()]
+        self._device_type = device_type
+
+    @property
+    def layout(self) -> str:
+        """See HostRows."""
+        return " ".join(("states", self._device_type, *(f"{rows.dtype} {(*rows.shape[1:],)}" for rows in self._parts)))
+
+    def buffers(self, row: int) -> list[memoryview]:
+        """See HostRows."""
+        return [rows[row].flatten().view(torch.uint8).numpy().data for rows in self._parts]
+
+    def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
+        """The copies of states are part of a step; see `StateCache.copy`."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """See HostRows."""
+        self._states.synchronize_host()

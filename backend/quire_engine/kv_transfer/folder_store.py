@@ -60,7 +60,13 @@ class FolderStore(KVStore):
     """See the module. Any number of processes can use the same folder at the same time."""
 
     def __init__(
-        self, root: Path, rows: HostRows, parallel: str, max_bytes: int | None = None, num_writers: int = 1
+        self,
+        root: Path,
+        rows: HostRows,
+        parallel: str,
+        max_bytes: int | None = None,
+        num_writers: int = 1,
+        other_row_bytes: int = 0,
     ) -> None:
         """Use the folder `root`, which is created if necessary.
 
@@ -70,13 +76,15 @@ class FolderStore(KVStore):
             parallel: the numbers of ranks that have parts of a row; others do not share files.
             max_bytes: maximum size of all files together, also of other models; None: half of the space that is free.
                 Between two sweeps, the files can exceed it by an eighth.
-            num_writers: number of processes that share this quota and write at the same time.
+            num_writers: number of processes that share this quota and write at the same time. A process that writes two
+                kinds of rows counts twice.
+            other_row_bytes: bytes of a row of the other kind, if there is one.
 
         Raises:
             OSError: the folder cannot be created or opened.
         """
         self._rows = rows
-        self._row_bytes = sum(len(buffer) for buffer in rows.buffers(0))
+        self._row_bytes = row_bytes(rows)
         representation = hashlib.sha256(f"{LAYOUT_VERSION} {_VERSION} {parallel} {rows.layout}".encode()).digest()
         self._representation = representation[:16]
         self._path = root
@@ -85,7 +93,7 @@ class FolderStore(KVStore):
         weakref.finalize(self, os.close, self._root).atexit = False
         space = os.fstatvfs(self._root)
         self.max_bytes = space.f_bavail * space.f_frsize // 2 if max_bytes is None else max_bytes
-        file_bytes = _HEADER.size + self._row_bytes
+        file_bytes = _HEADER.size + max(self._row_bytes, other_row_bytes)
         self._num_groups = max(1, min(_MAX_GROUPS, self.max_bytes // (_MIN_GROUP_BLOCKS * file_bytes)))
         self._max_unswept_bytes = self.max_bytes // self._num_groups // _SWEEP_SHARE // num_writers
         # An earlier process may have ended before it swept what it had written.
@@ -378,6 +386,11 @@ class FolderStore(KVStore):
             is_first = self.misses[reason] == 1
         if is_first:
             logger.warning("kv folder: first miss or failed write of its kind reason=%s", reason)
+
+
+def row_bytes(rows: HostRows) -> int:
+    """Return the bytes of a row."""
+    return sum(len(buffer) for buffer in rows.buffers(0))
 
 
 def _open_root(path: Path) -> int:

@@ -6,13 +6,15 @@ Policy only. The scheduler calls it in its thread; the threads of the store only
 import math
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, takewhile
 
 from quire_engine.kv_cache.block_events import BlocksStored, Medium
 from quire_engine.kv_cache.host_cache import HostCache
+from quire_engine.kv_transfer.state_traffic import StateTraffic
 from quire_engine.kv_transfer.store import KVStore
 from quire_engine.sequence import BlockId, Sequence
 from quire_spec.constants import AdapterDigest
@@ -50,6 +52,13 @@ class _Transfer:
     """Those of them that fail if the read fails."""
     is_wanted: bool = True
     """False if a store may end a read early."""
+    awaited: list[bytes] = field(default_factory=list)
+    """The keys by which other sequences find a read: those of its blocks, or with a state, those of all blocks before
+    it that were missing."""
+    state_row: int | None = None
+    """The row of the state that is read before the blocks, if any."""
+    has_state: bool = False
+    """Whether the state was read and checked."""
 
 
 class StoreTraffic:
@@ -63,13 +72,18 @@ class StoreTraffic:
         block_size: int,
         find_peer: Callable[[str], KVStore | None] = lambda _: None,
         recompute_threshold: int = 0,
+        states: StateTraffic | None = None,
+        has_block: Callable[[bytes], bool] = lambda _: False,
     ) -> None:
         """Create the traffic; new rows of `host_cache` are written to `store` from now on, if there is one.
 
         `find_peer` returns the blocks of the pod that a request names, as HOST:PORT. Nothing is read from other pods
         if fewer tokens of a sequence than `recompute_threshold` are not cached, or if computing them takes less time.
-        With 0, everything is read that another pod has.
+        With 0, everything is read that another pod has. If layers have states, `states` is their traffic, and
+        `has_block` returns whether the device or host memory has a block.
         """
+        self.states = states
+        self._has_block = has_block
         self._store = store
         self._find_peer = find_peer
         self._recompute_threshold = recompute_threshold
@@ -98,7 +112,8 @@ class StoreTraffic:
     @property
     def errors(self) -> Mapping[str, int]:
         """Number of blocks that were wrong or could not be read from the store or written to it, by reason."""
-        return {} if self._store is None else self._store.errors
+        errors = Counter[str]() if self._store is None else Counter(self._store.errors)
+        return errors if self.states is None else errors + Counter(self.states.errors)
 
     @property
     def held_rows(self) -> list[list[BlockId]]:
@@ -150,6 +165,8 @@ class StoreTraffic:
         """Called at the start of each plan. Release the rows of transfers that are done. Rows that were read are cached
         from now on."""
         self.next_deadline = math.inf
+        if self.states is not None:
+            self.states.poll()
         while not self._done.empty():
             transfer, num_blocks = self._done.get_nowait()
             self._transfers.remove(transfer)
@@ -163,7 +180,9 @@ class StoreTraffic:
                         self._announce(key, "CPU", transfer.adapters[key])
                 if num_blocks < len(transfer.keys):
                     self.unread |= transfer.requiring
-                for key in transfer.keys:
+                if self.states is not None and transfer.state_row is not None:
+                    self.states.end_read(transfer.state_row, transfer.has_state)
+                for key in transfer.awaited:
                     del self._reads[key]
             else:
                 self.num_written_blocks += num_blocks
@@ -233,6 +252,8 @@ class StoreTraffic:
         if any(transfer.store is store and now >= transfer.deadline for transfer in self._reads.values()):
             # While the store is late, it gets no more reads, which would delay more sequences and occupy more rows.
             return None
+        if self.states is not None:
+            return self._start_read_with_state(store, adapters, now, self.states)
         pool, costs = self._host_cache.pool, self._host_cache.costs
         max_blocks = min(pool.num_free, pool.num_blocks // _READ_SHARE - len(self._reads))
         keys = list(takewhile(lambda key: key not in self._reads, islice(adapters, max(0, max_blocks))))
@@ -243,18 +264,70 @@ class StoreTraffic:
         if not num_blocks or not (is_faster or is_always_read):
             return None
         rows = pool.allocate(num_blocks)
-        read = _Transfer(store, keys[:num_blocks], rows, True, now + wait_s, adapters)
-        self._transfers.append(read)
-        self._reads |= dict.fromkeys(read.keys, read)
-
-        def on_done(num_read: int) -> None:
-            self._done.put((read, num_read))
-            self._has_news.set()
-            if self.wake is not None:
-                self.wake()
-
-        store.read(read.keys, read.rows, on_done, lambda: read.is_wanted)
+        read = _Transfer(store, keys[:num_blocks], rows, True, now + wait_s, adapters, awaited=keys[:num_blocks])
+        self._add_read(read)
+        store.read(read.keys, read.rows, partial(self._end_read, read), lambda: read.is_wanted)
         return read
+
+    def _start_read_with_state(
+        self, store: KVStore, adapters: Mapping[bytes, AdapterDigest | None], now: float, states: StateTraffic
+    ) -> _Transfer | None:
+        """Start to read the last state that can be reached, and the blocks before it that are missing. The blocks are
+        of no use without the state, so it comes first."""
+        pool, costs = self._host_cache.pool, self._host_cache.costs
+        keys = list(takewhile(lambda key: key not in self._reads, adapters))
+        num_local = next((number for number, key in enumerate(keys) if not self._has_block(key)), len(keys))
+        max_blocks = min(pool.num_free, pool.num_blocks // _READ_SHARE - self._num_rows_read)
+        num_stored = store.contains(keys[num_local : num_local + max(0, max_blocks)])
+        end = states.longest_prefix(keys[: num_local + num_stored])
+        missing, is_local = keys[num_local:end], end > 0 and states.is_local(keys[end - 1])
+        read_s = len(missing) * (costs.seconds_per_block + store.seconds_per_block)
+        if not is_local:
+            read_s += states.seconds_per_state + costs.num_blocks_per_state * costs.seconds_per_block
+        if not end or (is_local and not missing) or read_s >= end * self._block_size * costs.seconds_per_token:
+            return None
+        row = None if is_local else states.begin_read(keys[end - 1])
+        if row is None and not is_local:
+            return None
+        read = _Transfer(
+            store,
+            missing,
+            pool.allocate(len(missing)),
+            True,
+            now + READ_DEADLINE_S,
+            adapters,
+            awaited=keys[:end],
+            state_row=row,
+        )
+        self._add_read(read)
+
+        def read_blocks(has_state: bool) -> None:
+            read.has_state = has_state
+            if has_state and missing:
+                store.read(missing, read.rows, partial(self._end_read, read))
+            else:
+                self._end_read(read, 0)
+
+        if row is None:
+            store.read(missing, read.rows, partial(self._end_read, read))
+        else:
+            states.read(keys[end - 1], row, read_blocks)
+        return read
+
+    @property
+    def _num_rows_read(self) -> int:
+        return sum(len(transfer.rows) for transfer in self._transfers if transfer.is_read)
+
+    def _add_read(self, read: _Transfer) -> None:
+        self._transfers.append(read)
+        self._reads |= dict.fromkeys(read.awaited, read)
+
+    def _end_read(self, read: _Transfer, num_read: int) -> None:
+        """Called in any thread when a store has read blocks."""
+        self._done.put((read, num_read))
+        self._has_news.set()
+        if self.wake is not None:
+            self.wake()
 
     def _write(self, row: BlockId, key: bytes) -> None:
         assert self._store is not None

@@ -27,6 +27,7 @@ from quire_engine.kv_cache.state_manager import StateManager
 from quire_engine.kv_cache.state_pool import StatePool
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer.host_leases import HostLeases
+from quire_engine.kv_transfer.state_traffic import StateTraffic
 from quire_engine.kv_transfer.store import KVStore
 from quire_engine.kv_transfer.store_traffic import StoreTraffic
 from quire_engine.lora.registry import AdapterRegistry
@@ -147,16 +148,13 @@ class Scheduler:
         store: KVStore | None = None,
         state_pool: StatePool | None = None,
         find_peer: Callable[[str], KVStore | None] | None = None,
+        state_store: KVStore | None = None,
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
         self._block_pool = block_pool
         self._adapter_registry = adapter_registry
         self.host_cache = HostCache(swap_costs, config.block_size, config.kv_offloading_size > 0)
-        self.store_traffic: StoreTraffic | None = None
-        if store is not None or find_peer is not None:
-            peers = () if find_peer is None else (find_peer, config.kv_recompute_threshold)
-            self.store_traffic = StoreTraffic(store, self.host_cache, config.block_size, *peers)
         self.leases: HostLeases | None = None
         """The leases of other pods. The engine sets this attribute if it serves them."""
         self._max_copies = swap_costs.max_copies(config.max_num_batched_tokens)
@@ -168,6 +166,14 @@ class Scheduler:
         self.states: StateManager | None = None
         if state_pool is not None:
             self.states = StateManager(state_pool, host_states, self.prefix_cache, config.block_size, enabled)
+        self.store_traffic: StoreTraffic | None = None
+        if store is not None or find_peer is not None:
+            peers = (lambda _: None, 0) if find_peer is None else (find_peer, config.kv_recompute_threshold)
+            states = None
+            if state_pool is not None and state_store is not None:
+                states = StateTraffic(state_store, host_states, state_pool, num_host_states)
+            args = self.host_cache, config.block_size, *peers, states, self.prefix_cache.has_block
+            self.store_traffic = StoreTraffic(store, *args)
         self.block_manager = BlockManager(block_pool, config.block_size, self.host_cache, layout)
         self.draft_planner = DraftPlanner.from_config(config, self.block_manager, self.states)
         self._has_long_rope = block_hasher.long_rope_threshold is not None

@@ -22,6 +22,7 @@ class SimulatedRunner:
         """`adapter_info` is that of each adapter."""
         self.swap_costs = swap_costs
         self.host_rows: HostRows | None = None
+        self.host_state_rows: HostRows | None = None
         self._model = model
         self._adapter_info = adapter_info
         self._step_s = 0.0

@@ -185,8 +185,9 @@ def _adapters(config: EngineConfig, trace: Sequence[TraceRequest]) -> list[Adapt
 
 
 def _create_store(model: StepModel, config: EngineConfig, queue: EventQueue) -> SimulatedStore | None:
-    """Return the folder of a pod. Without kv_offloading_folder_size, it is never full."""
-    if config.kv_offloading_folder is None:
+    """Return the folder of a pod. Without kv_offloading_folder_size, it is never full. The folder of a model whose
+    layers have states is not simulated."""
+    if config.kv_offloading_folder is None or model.info.shape.states is not None:
         return None
     memory, size_gib = model.info.memory, config.kv_offloading_folder_size
     size_ratio = config.block_size / memory.block_size

@@ -262,6 +262,7 @@ class RequestMetrics:
             "num_states": gauge("quire_states", "States of sequences for which there is memory."),
             "num_used_states": gauge("quire_states_used", "States that running sequences have."),
             "num_state_snapshots": gauge("quire_state_snapshots", "States that the prefix cache keeps."),
+            "num_host_states": gauge("quire_host_states", "States that host memory keeps for the prefix cache."),
         }
         self._leased_rows = gauge(
             "quire_kv_transfer_leased_blocks", "KV blocks in host memory that other pods have leased."
@@ -306,6 +307,12 @@ class RequestMetrics:
             ),
             "num_folder_read_blocks": counter("quire_kv_folder_read_blocks", "KV blocks read from the folder."),
             "num_folder_written_blocks": counter("quire_kv_folder_written_blocks", "KV blocks written to the folder."),
+            "num_folder_read_states": counter("quire_kv_folder_read_states", "States read from the folder."),
+            "num_folder_written_states": counter("quire_kv_folder_written_states", "States written to the folder."),
+            "num_stored_host_states": counter("quire_host_states_stored", "States copied to host memory."),
+            "num_loaded_host_states": counter(
+                "quire_host_states_loaded", "States in host memory that requests continued from."
+            ),
             "num_peer_requested_blocks": counter(
                 "quire_kv_transfer_requested_blocks", "KV blocks requested from other pods."
             ),
@@ -320,7 +327,7 @@ class RequestMetrics:
         }
         self._folder_errors = self.registry.counter(
             "quire_kv_folder_errors",
-            "KV blocks in the folder that were wrong or could not be read or written, by reason.",
+            "KV blocks and states in the folder that were wrong or could not be read or written, by reason.",
             ["model_name", "reason"],
         )
         self._peer_errors = self.registry.counter(

@@ -24,6 +24,7 @@ from quire_engine.kv_cache.device_cache import KVCache
 from quire_engine.kv_cache.host_swap import HostSwap, row_part
 from quire_engine.kv_cache.layout_choice import choose_layout
 from quire_engine.kv_cache.row_file import RowFile
+from quire_engine.kv_transfer.store import HostRows
 from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.adapter_source import AdapterSource
 from quire_engine.models.base import select_logit_rows
@@ -132,6 +133,8 @@ class DeviceModelRunner(ModelRunner):
         memory = startup.allocate()
         self._kv_cache, self._graphs, self._host_swap = memory.kv_cache, memory.graphs, memory.host_swap
         self.swap_costs, self.memory, self.host_rows = memory.swap_costs, memory.measured, memory.host_swap
+        states = self._kv_cache.states
+        self.host_state_rows: HostRows | None = None if states is None else states.host_rows
         self._pipeline = pipeline
         self.background_image_encoder = None
         if self._image_encoder is not None and self._device.type == "cpu":

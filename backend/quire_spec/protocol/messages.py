@@ -411,6 +411,15 @@ class SchedulerStats(Value, frozen=True):
     """Number of states that running sequences have."""
     num_state_snapshots: int = 0
     """Number of states that the prefix cache keeps."""
+    num_host_states: int = 0
+    """Number of states that host memory keeps for the prefix cache."""
+    num_stored_host_states: int = 0
+    """Number of states that were copied to host memory."""
+    num_loaded_host_states: int = 0
+    """Number of states in host memory that sequences have continued from."""
+    num_folder_read_states: int = 0
+    """Number of states that were read from the folder of KV blocks."""
+    num_folder_written_states: int = 0
     prefix_cache_queries: int = 0
     """Number of prompt tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0

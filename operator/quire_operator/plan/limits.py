@@ -17,7 +17,13 @@ from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
 from quire_spec.model.attention import state_config
-from quire_spec.model.attention.state_config import UNSUPPORTED_STORE, StateConfig, num_host_states, num_state_rows
+from quire_spec.model.attention.state_config import (
+    UNSUPPORTED_FOLDER,
+    UNSUPPORTED_PEERS,
+    StateConfig,
+    num_host_states,
+    num_state_rows,
+)
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.parallel import pipeline_parallel
@@ -45,6 +51,8 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
     if requested is None:
         return [tp for tp in TP_SIZES if not rejection_reason(inputs, tp)]
     field = f"spec.engine.tensorParallelSize: {requested}"
+    if reason := _folder_reason(inputs, requested):
+        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"{field}: {reason}; use 1, or remove the folder")
     if reason := unsupported_reason(inputs.model.shape, requested):
         possible = " or ".join(str(tp) for tp in TP_SIZES if not unsupported_reason(inputs.model.shape, tp))
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {reason}; use {possible}")
@@ -60,10 +68,17 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
     return [requested]
 
 
+def _folder_reason(inputs: PlannerInputs, tp: int) -> str:
+    """Return the reason why cores of `tp` ranks cannot use the folder of kvCacheOffloading; "" if they can."""
+    offloading = inputs.engine.kvCacheOffloading
+    has_folder = offloading is not None and bool(offloading.secondary)
+    return UNSUPPORTED_FOLDER if has_folder and tp > 1 and inputs.model.shape.states is not None else ""
+
+
 def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
     """Return the reason why the planner does not try `tp` GPUs; "" if it tries them. This is for specs that do not set
     tensorParallelSize."""
-    if reason := unsupported_reason(inputs.model.shape, tp):
+    if reason := unsupported_reason(inputs.model.shape, tp) or _folder_reason(inputs, tp):
         return f"not possible: {reason}"
     num_gpus = inputs.num_ranks(tp)
     if num_gpus > inputs.max_gpus:
@@ -196,8 +211,8 @@ def check_kv_offloading(inputs: PlannerInputs) -> None:
             problem = f"{field}.memory: {offloading.memory}: half of it is for states; raise it to {size} or more"
     stores = {f"{field}.secondary": bool(offloading.secondary), "spec.engine.kvTransfer": inputs.transfers_kv}
     store = next((name for name, is_set in stores.items() if is_set), "")
-    if not problem and store and states is not None:
-        problem = f"{store}: {UNSUPPORTED_STORE}; remove the field"
+    if not problem and inputs.transfers_kv and states is not None:
+        problem = f"spec.engine.kvTransfer: {UNSUPPORTED_PEERS}; remove the field"
     elif not problem and store and inputs.draft is not None:
         problem = f"{store}: not possible with speculativeConfig.method {inputs.draft.method}; remove one of the two"
     if problem:

@@ -60,6 +60,27 @@ def test_state_is_stored_at_its_second_use_and_restored_after_eviction(lookahead
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
+def test_state_is_read_from_a_store_with_the_blocks_before_it(lookahead: bool) -> None:
+    costs = replace(FREE, num_host_states=3, num_blocks_per_state=1)
+    first = harness(costs, lookahead=lookahead, num_states=2, has_store=True)
+    assert [run_one(first, PROMPT) for _ in range(3)] == [0, 40, 40]
+    for missing, expected in (("", 40), ("state", 0), ("block", 0)):
+        h = harness(costs, lookahead=lookahead, num_states=2, has_store=True)
+        assert h.store and h.state_store and first.store and first.state_store and h.scheduler.store_traffic
+        h.store.blocks, h.state_store.blocks = dict(first.store.blocks), dict(first.state_store.blocks)
+        [key] = h.state_store.blocks
+        assert len(h.store.blocks) == 5
+        del {"": {key: 0}, "state": h.state_store.blocks, "block": h.store.blocks}[missing][key]
+        sequence = h.add(PROMPT, 2)
+        while h.scheduler.has_work:
+            if not h.step():
+                assert sequence.status is SequenceStatus.WAITING_FOR_KV and h.complete_transfers()
+        assert h.outputs[sequence.id] == expected_output(PROMPT, 2, None)
+        states = h.scheduler.store_traffic.states
+        assert sequence.num_cached_tokens == expected and states is not None and states.num_read == bool(expected)
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
 def test_block_is_stored_at_its_second_use_and_restored_after_eviction(lookahead: bool) -> None:
     h = harness(lookahead=lookahead)
     cache, stats = h.scheduler.host_cache, h.scheduler.prefix_cache

@@ -72,7 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         if num_snapshots is not None:
             # Models with states refuse or ignore the rest.
-            layout, has_store = ONE_GROUP, False
+            layout, has_store = ONE_GROUP, has_store and offload and caching
             swap = replace(swap, num_host_states=2, num_blocks_per_state=1) if offload else NEVER_SWAP
         if layout.num_groups > 1:
             swap = NEVER_SWAP
@@ -103,8 +103,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             has_store,
             0 if num_snapshots is None else max_num_seqs + num_snapshots,
         )
-        if self.harness.store is not None:
-            self.harness.store.miss_ratio = miss_ratio
+        for store in filter(None, (self.harness.store, self.harness.state_store)):
+            store.miss_ratio = miss_ratio
         self.event_log = self.harness.block_pool.event_log = BlockEventLog()
         self.mirror = BlockMirror(self.harness.block_hasher)
         self.requests: dict[int, tuple[list[int], int, str | None, frozenset[int]]] = {}

@@ -93,6 +93,11 @@ VALUES: list[tuple[str, dict[str, str], float]] = [
     ("quire_states", {}, 40),
     ("quire_states_used", {}, 1),
     ("quire_state_snapshots", {}, 3),
+    ("quire_host_states", {}, 9),
+    ("quire_host_states_stored_total", {}, 21),
+    ("quire_host_states_loaded_total", {}, 22),
+    ("quire_kv_folder_read_states_total", {}, 23),
+    ("quire_kv_folder_written_states_total", {}, 24),
     ("quire_swapped_out_blocks_total", {}, 5),
     ("quire_swapped_in_blocks_total", {}, 3),
     ("quire_block_copies_total", {}, 6),
@@ -135,7 +140,9 @@ def test_names_and_values_after_one_request(metrics: RequestMetrics):
     drafts = {"num_drafts": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 5}
     drafts["accepted_draft_tokens_per_position"] = [3, 2]
     sequences = {"num_running": 1, "num_waiting": 2, "num_swapped": 1}
-    sequences |= {"num_states": 40, "num_used_states": 1, "num_state_snapshots": 3}
+    sequences |= {"num_states": 40, "num_used_states": 1, "num_state_snapshots": 3, "num_host_states": 9}
+    copied |= {"num_stored_host_states": 21, "num_loaded_host_states": 22}
+    copied |= {"num_folder_read_states": 23, "num_folder_written_states": 24}
     metrics.record_core_stats(
         SchedulerStats(
             **blocks, **copied, **sequences, prefix_cache_queries=7, num_steps=3, num_step_tokens=9, **drafts
