@@ -73,6 +73,18 @@ def _linear(quantization: str | None, num_tokens: int) -> Case:
     return prepare
 
 
+def _mlp(num_tokens: int) -> Case:
+    """The dense MLP of as many parameters as a token uses of `_experts`. 8 layers exceed the caches."""
+    layers = [(_random(4 * _INNER, _HIDDEN), _random(_HIDDEN, 2 * _INNER)) for _ in range(8)]
+    x = torch.randn(num_tokens, _HIDDEN).bfloat16()
+
+    def prepare() -> Callable[[], object]:
+        packed = [(pack_weight(gate_up), pack_weight(down)) for gate_up, down in layers]
+        return lambda: [linear(silu_mul(linear(x, gate_up, None)), down, None) for gate_up, down in packed]
+
+    return prepare
+
+
 def _experts(quantization: str | None, num_tokens: int) -> Case:
     """16 experts of tests/bench/moe.py, of which each token uses 2."""
     weights = ExpertWeights(_random(16, 2 * _INNER, _HIDDEN), _random(16, _HIDDEN, _INNER), None, None, "silu")
@@ -140,6 +152,7 @@ CASES: dict[str, Callable[[], Case]] = {
         for kind in (None, "int4")
         for rows in (1, 64)
     },
+    "dense MLPs of the experts, 64 tokens": lambda: _mlp(64),
     "attention, 64 sequences of 256": lambda: _attention([255] * 64, [1] * 64),
     "attention, prompt of 512": lambda: _attention([0], [512]),
     "gated delta, 64 sequences": lambda: _gated_delta([1] * 64),
@@ -183,7 +196,7 @@ def main() -> None:
     torch.set_num_threads(1)
     retain_freed_memory()
     base, *others = builds
-    print(f"{'':<34}{base + ' ms':>12}" + "".join(f"{name:>14}" for name in others))
+    print(f"{'':<38}{base + ' ms':>12}" + "".join(f"{name:>14}" for name in others))
     for name, prepare in CASES.items():
         if arguments.only not in name:
             continue
@@ -191,7 +204,7 @@ def main() -> None:
             times = measure(prepare(), builds, arguments.rounds)
         ratios = [statistics.median(a / b for a, b in zip(times[base], times[other], strict=True)) for other in others]
         numbers = "".join(f"{ratio:14.2f}" for ratio in ratios)
-        print(f"{name:<34}{statistics.median(times[base]):12.2f}{numbers}", flush=True)
+        print(f"{name:<38}{statistics.median(times[base]):12.2f}{numbers}", flush=True)
 
 
 if __name__ == "__main__":

@@ -94,32 +94,13 @@ struct PackedScales {
   static int64_t bytes(const QuireWeight& w) { return kColumns * (w.scale_bytes + w.zero_bytes); }
 };
 
-// Weights of a pair of inputs and 16 columns.
+// The pairs that `as_weights` has split; all weights are exact in bfloat16.
 #ifdef __AVX512BF16__
-
-using Weights = __m512bh;
-
-inline Weights as_weights(__m512i pairs) { return (__m512bh)pairs; }
 inline __m512i as_pairs(Weights weights) { return (__m512i)weights; }
-inline __attribute__((always_inline)) void multiply(__m512& sums, Weights x, Weights weights) {
-  sums = _mm512_dpbf16_ps(sums, x, weights);
-}
-
 #else
-
-using Weights = Pairs;
-
-inline Weights as_weights(__m512i pairs) { return split_pairs(pairs); }
-
-// All weights are exact in bfloat16.
 inline __m512i as_pairs(const Weights& weights) {
   return _mm512_or_si512(_mm512_castps_si512(weights.odd), _mm512_srli_epi32(_mm512_castps_si512(weights.even), 16));
 }
-
-inline __attribute__((always_inline)) void multiply(__m512& sums, const Weights& x, const Weights& weights) {
-  sums = multiply_pairs(sums, x, weights);
-}
-
 #endif
 
 #ifdef __AVX512F__

@@ -23,7 +23,7 @@ using Linear = QuireLoraLinear;
 using Rows = QuireLoraRows;
 
 constexpr int64_t kMostSlices = 3;  // slices that are shrunk at once: q, k and v
-constexpr int64_t kMaxTiles = kBlockRows / kTileRows;
+constexpr int64_t kMaxTiles = kWidenedRows / kTileRows;
 
 // Arguments of one shrink: rows of x, and matrices A [in / 2, rank, 2] of one LoRA rank, up to 16 ranks of each.
 struct Shrinking {
@@ -121,8 +121,8 @@ class Coming {
     }
   }
 
-  int64_t slots_[kBlockRows + kMaxTiles], first_[kMaxTiles + 1], num_;
-  Run runs_[kBlockRows + kMaxTiles];
+  int64_t slots_[kWidenedRows + kMaxTiles], first_[kMaxTiles + 1], num_;
+  Run runs_[kWidenedRows + kMaxTiles];
   const Linear* linear_ = nullptr;
   int64_t panel_ = 0, slice_end_ = 0;
 };
@@ -202,15 +202,16 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
     // Threads divide the panels and not the rows, so weights are read from memory once.
     const int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
     int64_t num_tiles = 0;
-    for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
-      num_tiles += (end - begin) * ((std::min(kBlockRows, m - m0) + kTileRows - 1) / kTileRows);
+    for (int64_t m0 = 0; m0 < m; m0 += kWidenedRows) {
+      num_tiles += (end - begin) * ((std::min(kWidenedRows, m - m0) + kTileRows - 1) / kTileRows);
     }
     LinesOfA ahead(l.next, rows, first_tile, last_tile);
     const int64_t share_ahead = num_tiles ? (ahead.count() + num_tiles - 1) / num_tiles : 0;
 #pragma omp barrier
-    Delta deltas[kBlockRows];
-    for (int64_t m0 = 0; m0 < m; m0 += kBlockRows) {
-      const int64_t count = std::min(kBlockRows, m - m0), tiles = (count + kTileRows - 1) / kTileRows;
+    Delta deltas[kWidenedRows];
+    for (int64_t m0 = 0; m0 < m; m0 += kWidenedRows) {
+      const int64_t count = std::min(kWidenedRows, m - m0), tiles = (count + kTileRows - 1) / kTileRows;
+      const TileInputs inputs = widen_rows(x + m0 * ldx, ldx, count, 2 * pairs);
       int64_t slice = 0, slice_end = -1;
       Coming coming(*rows, m0, count, tiles);
       for (int64_t p = begin; p < end; p++) {
@@ -248,8 +249,8 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
           const Run* runs;
           const int64_t num_runs = coming.of(tile, ahead.take(std::min(share_ahead, pairs)), &runs);
           kCompute<true>[r1 - r0]({
-              x + (m0 + r0) * ldx,
-              ldx,
+              inputs.x + r0 * inputs.ldx,
+              inputs.ldx,
               panel,
               pairs,
               out + (m0 + r0) * n + p * kColumns,
@@ -257,7 +258,7 @@ void quire_adapted_linear(const bf16* x, int64_t ldx, const bf16* packed, const 
               bias ? bias + p * kColumns : nullptr,
               add != 0,
               (const char*)(panel + k * kColumns) + tile * share,
-              pairs && p + 1 < end && tiles > 1 ? share / pairs : 0,
+              pairs && p + 1 < end && (tiles > 1 || !kHasBf16) ? share / pairs : 0,
               tiles > kFewTiles,
               deltas + r0,
               runs,
