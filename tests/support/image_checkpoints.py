@@ -40,9 +40,10 @@ SIZES = ((60, 100), (130, 40), (64, 64), (90, 90))
 """Heights and widths of the images."""
 
 
-def make_image_checkpoint(folder: Path, name: str) -> Path:
+def make_image_checkpoint(folder: Path, name: str, max_soft_tokens: int = MAX_SOFT_TOKENS) -> Path:
     """Write the checkpoint `name` of tiny_checkpoints with a vision tower of random weights, all of which have an
-    effect, and the settings of its image processor."""
+    effect, and the settings of its image processor. Other processes read images of Gemma 4 only with a number of
+    `max_soft_tokens` that transformers accepts."""
     kind, overrides = CHECKPOINTS[name]
     config = kind(**(BASE | overrides))
     config.image_token_id, config.video_token_id = IMAGE_TOKEN, VIDEO_TOKEN
@@ -52,11 +53,13 @@ def make_image_checkpoint(folder: Path, name: str) -> Path:
         vision.hidden_size = config.text_config.hidden_size  # the size of its outputs in this family
     if name in GEMMA4:
         config.boi_token_id, config.eoi_token_id = START_TOKEN, END_TOKEN
+        if max_soft_tokens > MAX_SOFT_TOKENS:
+            vision.position_embedding_size = 9 * max_soft_tokens
         write_checkpoint(folder, config, sum(map(ord, name)))
         _draw_tower(folder)
         # The processor accepts at least 70 tokens, with which the tests would take several times as long.
         image_processing_pil_gemma4._SUPPORTED_SOFT_TOKENS = (MAX_SOFT_TOKENS, 70)
-        settings = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": MAX_SOFT_TOKENS}
+        settings = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": max_soft_tokens}
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
         return folder
     if name in MISTRAL3:
@@ -106,12 +109,13 @@ def _draw_tower(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def add_image_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer with the marks of images into the folder of a checkpoint of Qwen."""
+def add_image_tokenizer(folder: Path, marks: Sequence[str] = (MARKS[0], "<|video_pad|>", *MARKS[1:])) -> Path:
+    """Write a tokenizer with the marks of images into the folder of a checkpoint. `marks` are the texts of IMAGE_TOKEN,
+    VIDEO_TOKEN, START_TOKEN and END_TOKEN; the default is that of Qwen."""
     tokenizer = byte_level(300)
     tokenizer.add_tokens([f"filler {i} " for i in range(IMAGE_TOKEN - tokenizer.get_vocab_size())])
-    tokenizer.add_special_tokens([MARKS[0], "<|video_pad|>", *MARKS[1:]])
-    assert tokenizer.token_to_id(MARKS[0]) == IMAGE_TOKEN
+    tokenizer.add_special_tokens(list(marks))
+    assert tokenizer.token_to_id(marks[0]) == IMAGE_TOKEN
     return save_tokenizer(tokenizer, folder)
 
 

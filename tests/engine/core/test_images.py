@@ -152,9 +152,8 @@ def test_outputs_equal_transformers(cases, name, scenario):
         assert (engine.stats().num_preemptions > 0) == (scenario == "preempted")
 
 
-# In the tiny experts of Mistral 4, rounding decides which experts are chosen.
 @torch.inference_mode()
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "mistral3-mistral4"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_is_as_exact_as_transformers(cases, name):
     case = cases(name)
     outputs = _run(Engine.from_config(_config(case.folder, dtype="bfloat16")), case.prompts)
@@ -163,7 +162,13 @@ def test_bfloat16_is_as_exact_as_transformers(cases, name):
         exact, first = case.references[i][1][0], outputs[i][1][0]
         errors.append(torch.tensor([first[token] for token in range(IMAGE_TOKEN)]) - exact)
         oracle_errors.append(greedy(oracle, prompt, 1)[1][0] - exact)
-    assert 0 < torch.stack(errors).norm() < 1.3 * torch.stack(oracle_errors).norm()
+    sizes, oracle_sizes = torch.stack(errors).norm(dim=1), torch.stack(oracle_errors).norm(dim=1)
+    if name == "mistral3-mistral4":
+        # In a few prompts, rounding chooses another expert, here or in transformers, and the error is several times as
+        # large.
+        assert 0 < sizes.median() < 1.3 * oracle_sizes.median()
+    else:
+        assert 0 < sizes.norm() < 1.3 * oracle_sizes.norm()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

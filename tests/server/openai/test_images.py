@@ -12,14 +12,29 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from support.engine_processes import wait_for
 from support.fake_sources import start_server
-from support.image_checkpoints import CHAT_TEMPLATE, add_image_tokenizer, bomb, make_image_checkpoint, png
+from support.image_checkpoints import (
+    CHAT_TEMPLATE,
+    IMAGE_TOKEN,
+    MARKS,
+    ImagePrompt,
+    add_image_tokenizer,
+    bomb,
+    greedy,
+    make_image_checkpoint,
+    png,
+)
+from support.near_ties import assert_greedy_tokens
 from support.openai_front import running_front
+from support.tiny_checkpoints import load_oracle
 
+from quire_engine.images.processor import ImageProcessor
 from quire_server.openai.errors import ApiError
 from quire_server.openai.images import image_loader
 from quire_server.openai.images.image_loader import ImageLoader
 from quire_server.openai.images.image_parts import ImageUrl
 from quire_sources.http.borders import Borders
+from quire_spec.model.model_config import ModelConfig
+from quire_spec.protocol.messages import ImageInput
 
 PATH = "messages[0].content[0].image_url"
 HOSTS = ["localhost", "127.0.0.1", "10.0.0.1", "169.254.169.254", "[::1]", "[::ffff:7f00:1]", "[fd00::1]"]
@@ -158,3 +173,35 @@ def test_the_three_apis_answer_alike_and_a_wrong_image_ends_its_own_request(visi
     # The mark of an image in the text of a user is text.
     assert _chat(vision_front, png(0), text="a <|image_pad|>").status == 200
     assert len(list(neighbour)) > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "marks"),
+    [
+        ("gemma4-vision", (MARKS[0], "<|video_pad|>", *MARKS[1:])),
+        ("mistral3", ("[IMG]", "[IMG_BREAK]", "<s1>", "[IMG_END]")),
+        ("mistral3-mistral4", ("[IMG]", "[IMG_BREAK]", "<s1>", "[IMG_END]")),
+    ],
+)
+def test_answers_of_other_families_equal_transformers(tmp_path, name, marks):
+    """Their templates contain one mark for each image, which becomes the whole sequence of tokens of the image."""
+    folder = add_image_tokenizer(make_image_checkpoint(tmp_path / "model", name, max_soft_tokens=70), marks)
+    template = CHAT_TEMPLATE.replace("".join((MARKS[1], MARKS[0], MARKS[2])), marks[0])
+    (folder / "chat_template.jinja").write_text(template)
+    processor = ImageProcessor(folder, ModelConfig.load(folder).images)
+    images = [processor.process(png(seed)) for seed in (0, 1)]
+    with running_front(tmp_path, model=folder, max_model_len=256, dtype="float32") as front:
+        wait_for(lambda: _chat(front, png(2)).status == 200, what="the processes that read images")
+        fields = {"return_token_ids": True, "allowed_token_ids": list(range(IMAGE_TOKEN)), "max_tokens": 8}
+        answer = _chat(front, png(0), png(1), **fields)
+    assert answer.status == 200, answer
+    prompt, [choice] = answer.body["prompt_token_ids"], answer.body["choices"]
+    start, inputs = 0, []
+    for image in images:
+        start = prompt.index(IMAGE_TOKEN, start)
+        sizes = image.grid, image.tensors, image.line_length
+        inputs.append(ImageInput(start, image.num_tokens, image.digest, *sizes))
+        start += image.num_tokens
+    assert IMAGE_TOKEN not in prompt[start:]
+    expected, logprobs = greedy(load_oracle(folder), ImagePrompt(prompt, inputs), 8)
+    assert_greedy_tokens(choice["token_ids"], expected, logprobs)
