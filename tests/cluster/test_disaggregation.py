@@ -135,6 +135,46 @@ def test_roles_are_made_scaled_and_replaced_together(operator, cluster, namespac
         assert numbers(cluster, namespace) == {}
 
 
+def test_roles_of_several_nodes_are_made_scaled_and_replaced_together(operator, cluster, namespace):
+    name = "a-name-with-28-characters-00"
+    engine = {"kvCacheOffloading": {"memory": "64Mi"}, "pipelineParallelSize": 2}
+    cluster.apply(with_roles(1, 2, name, engine=engine), namespace)
+    wait_ready(operator, name)
+    assert numbers(cluster, namespace) == {"prefill": 1, "decode": 2}
+
+    def workers():
+        found = cluster.items("v1", "Pod", namespace)
+        labels = [pod["metadata"]["labels"] for pod in found if "deletionTimestamp" not in pod["metadata"]]
+        return sorted(
+            label["llm-d.ai/role"] for label in labels if label.get("app.kubernetes.io/component") == "worker"
+        )
+
+    assert workers() == ["decode", "decode", "prefill"]
+    status = operator.status(name)
+    assert status["groups"] == {"size": 2, "wanted": 3, "ready": 3}
+    assert [role["updatedReplicas"] for role in status["roles"]] == [1, 2]
+    (leader,) = pods(cluster, namespace)["prefill"].values()
+    environment = {e["name"]: e.get("value") for e in leader["spec"]["containers"][0]["env"]}
+    host, meta = environment["LWS_LEADER_ADDRESS"], leader["metadata"]
+    assert host == f"{meta['name']}.{leader['spec']['subdomain']}.{namespace}"
+    assert cluster.get("v1", "Service", leader["spec"]["subdomain"], namespace)["spec"]["clusterIP"] == "None"
+
+    operator.requeue()
+    writes = list(operator.recorded_writes)
+    operator.requeue()
+    assert operator.recorded_writes == writes
+    before = uids(cluster, namespace)
+    changed = {"prefill": {"replicas": 2}, "decode": {"engine": {"maxNumSeqs": 16}}}
+    cluster.merge(API, KIND, name, {"spec": {"disaggregation": changed}}, namespace)
+    wait_ready(operator, name)
+    assert numbers(cluster, namespace) == {"prefill": 2, "decode": 2} and not before & uids(cluster, namespace)
+    wait_for(lambda: workers() == ["decode", "decode", "prefill", "prefill"], 20, "only workers of the new revision")
+    cluster.merge(API, KIND, name, {"spec": {"engine": {"pipelineParallelSize": 1}}}, namespace)
+    wait_ready(operator, name)
+    wait_for(lambda: not workers(), 20, "no workers")
+    assert "groups" not in operator.status(name)
+
+
 def test_a_role_that_cannot_start_is_named(operator, cluster, namespace, kubelet):
     waits = FakeContainer(waiting=("ImagePullBackOff", "no such image"))
 

@@ -5,14 +5,15 @@ and processes of either are killed or stopped in the middle of a read. Needs roo
 import contextlib
 import signal
 import time
+from types import MappingProxyType
 
 import pytest
 from nodocker_cluster.ports import free_ports
-from support.engine_processes import IpcClient
+from support.engine_processes import IpcClient, wait_for
 from support.kv_peer_relay import Relay
 from support.kv_pods import forest, metric, num_rows
-from support.node_group import Group, write_key
-from support.node_namespaces import missing_for_namespaces, node_namespaces
+from support.node_group import PORTS, Group, write_key
+from support.node_namespaces import NodeNamespace, missing_for_namespaces, node_namespaces
 
 pytestmark = [
     pytest.mark.server,
@@ -48,10 +49,11 @@ class Groups:
 
 @contextlib.contextmanager
 def running_groups(folder, num_ranks):
-    relay_ports = free_ports(10)
-    peers = [f"{NETWORK}:{TRANSFER_PORT}", *(f"{HOST}:{port}" for port in relay_ports)]
+    relay_ports = free_ports(14)
+    peers = [f"{NETWORK}:{TRANSFER_PORT}", f"{NETWORK}:{PORTS['openai']}", *(f"{HOST}:{port}" for port in relay_ports)]
     flags = [f"--kv-transfer-key-file={write_key(folder / 'kv-key')}", f"--kv-transfer-peers={','.join(peers)}"]
     flags += [f"--kv-transfer-port={TRANSFER_PORT}", f"--kv-transfer-bytes-per-second={BYTES_PER_SECOND}"]
+    flags += ["--prefill-local-tokens=64"]
     with node_namespaces(4, NUMBER) as nodes, contextlib.ExitStack() as stack:
         groups = []
         for name, own in (("holder", nodes[:2]), ("reader", nodes[2:])):
@@ -69,9 +71,9 @@ def groups(tmp_path_factory):
         yield groups
 
 
-def complete(service, text, model="tales", **fields):
+def complete(service, text, model="tales", headers=MappingProxyType({}), **fields):
     body = {"model": model, "prompt": text, "max_tokens": 12, "temperature": 0} | fields
-    return service.request("openai", "/v1/completions", body)
+    return service.request("openai", "/v1/completions", body, headers=headers)
 
 
 def cached_tokens(answer):
@@ -116,6 +118,18 @@ def test_groups_of_two_nodes_read_the_blocks_of_each_other(groups, service, mode
     check_reads(groups, service, model)
 
 
+def test_a_group_has_the_other_one_compute_a_prompt(groups, service):
+    """As with spec.disaggregation, when a router names a prefill pod in a header."""
+    text, holder, reader = forest("Emil", num_days=12), groups.holder.leader, groups.reader.leader
+    headers = {"x-prefiller-host-port": f"{holder.host}:{holder.ports['openai']}"}
+    answer = complete(reader, text, "pirate", headers=headers)
+    assert answer.status == 200, answer
+    assert cached_tokens(answer) >= 100 and not errors(groups)
+    assert metric(reader, "quire_remote_prefills_total")['result="used"'] == 1
+    assert answer.body["choices"][0]["text"] == complete(service, text, "pirate").body["choices"][0]["text"]
+    assert not num_leases(groups.holder) and not num_rows(holder)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_server_of_blocks_of_another_node_fails_while_it_is_read(groups, service, number):
     """The reader computes the blocks. No row stays pinned."""
@@ -153,3 +167,46 @@ def test_another_node_is_killed_while_it_is_read_or_reads(groups, service, side)
     answer = groups.prefill_and_decode(text)
     assert cached_tokens(answer) >= 64 and errors(groups) == before
     assert answer.body["choices"] == complete(service, text).body["choices"]
+
+
+@pytest.mark.parametrize("lost", ["worker", "group"])
+def test_nodes_that_lose_the_other_group_in_a_read_compute(groups, service, lost):
+    """The second node alone, or both. A lease that nothing can release ends by itself."""
+    nodes, others = groups.holder.nodes, groups.reader.nodes
+    with contextlib.ExitStack() as partition:
+
+        def part():
+            if lost == "group":
+                partition.enter_context(nodes[0].partition([*others, NodeNamespace("relay", HOST)]))
+            partition.enter_context(nodes[1].partition(others))
+
+        text, start = forest(f"Felix {lost}", num_days=12), time.monotonic()
+        answer = groups.prefill_and_decode(text, on_half=part)
+        assert answer.status == 200 and time.monotonic() - start < 40, answer
+        assert answer.body["choices"] == complete(service, text).body["choices"]
+        wait_for(lambda: not num_leases(groups.holder), 35, "the lease has ended")
+    assert errors(groups)
+    for group in (groups.holder, groups.reader):
+        group.wait_ready()
+    groups.holder.leader.wait(lambda: not num_rows(groups.holder.leader), 10, "released")
+    assert not num_rows(groups.reader.leader)
+
+
+def test_a_group_that_stops_waits_for_the_reader(groups, service):
+    """The last test, because it ends the holder."""
+    text, before = forest("Greta", num_days=12), errors(groups)
+
+    def stop():
+        for node in reversed(groups.holder.services):
+            node.child_processes()
+            node.process.send_signal(signal.SIGTERM)
+
+    answer = groups.prefill_and_decode(text, on_half=stop)
+    assert answer.status == 200 and cached_tokens(answer) >= 100, (answer, errors(groups))
+    assert errors(groups) == before
+    assert answer.body["choices"] == complete(service, text).body["choices"]
+    start = time.monotonic()
+    assert [node.process.wait(60) for node in groups.holder.services] == [0, 0]
+    assert time.monotonic() - start < 30
+    for node in groups.holder.services:
+        node.assert_nothing_left()

@@ -113,10 +113,10 @@ CEL_RULE_CASES = [
         "spec.disaggregation.decode.engine.kvCacheOffloading",
     ),
     (
-        "engine.pipelineParallelSize must be 1 beside",
-        {**ROLES, "spec.engine.pipelineParallelSize": 1},
-        {**ROLES, "spec.engine.pipelineParallelSize": 2},
-        "spec.engine.pipelineParallelSize",
+        "metadata.name must be at most 28",
+        {**ROLES, "spec.engine.pipelineParallelSize": 2, "metadata.name": "a" * 28},
+        {**ROLES, "spec.engine.pipelineParallelSize": 2, "metadata.name": "a" * 29},
+        "metadata.name",
     ),
     (
         "disaggregation must not contain resources.gpu",

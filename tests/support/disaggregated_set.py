@@ -171,9 +171,10 @@ class DisaggregatedSets:
         own = {"name": meta["name"], "slice": "0", "role": role["name"], "revision": revision}
         labels = {"app": f"{meta['name']}-0-{role['name']}", **{f"{PREFIX}/{key}": own[key] for key in own}}
         group = spec["leaderWorkerTemplate"]
-        worker = group["workerTemplate"]
-        template_meta = {**worker["metadata"], "labels": {**worker["metadata"]["labels"], **labels}}
-        group = {**group, "workerTemplate": {**worker, "metadata": template_meta}}
+        for name_of_template in {"leaderTemplate", "workerTemplate"} & group.keys():
+            template = group[name_of_template]
+            template_meta = {**template["metadata"], "labels": {**template["metadata"]["labels"], **labels}}
+            group = {**group, name_of_template: {**template, "metadata": template_meta}}
         owner = {"apiVersion": API, "kind": KIND, "name": meta["name"], "uid": meta["uid"], "controller": True}
         child_meta = {"name": name, "namespace": meta["namespace"], "ownerReferences": [owner]}
         child_meta["labels"] = {**role["metadata"].get("labels", {}), **labels}

@@ -83,9 +83,13 @@ def node_namespaces(count: int, number: int = 77) -> Iterator[list[NodeNamespace
 
 
 def _remove(bridge: str, nodes: Sequence[NodeNamespace]) -> None:
-    for node in nodes:
-        subprocess.run(["ip", "netns", "delete", node.name], capture_output=True, check=False)
-    subprocess.run(["ip", "link", "delete", bridge], capture_output=True, check=False)
+    # A connection that was cut keeps the namespace, and so both ends of its link, some minutes after its processes.
+    links = [f"{bridge}{i}" for i in range(len(nodes))]
+    commands = [("netns", "delete", node.name) for node in nodes] + [
+        ("link", "delete", link) for link in (*links, bridge)
+    ]
+    for command in commands:
+        subprocess.run(["ip", *command], capture_output=True, check=False)
 
 
 def _run(*command: str) -> None:

@@ -12,9 +12,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -204,13 +205,20 @@ class QuireServeProcess:
     # Requests
 
     def request(
-        self, port: str, path: str, body: Any = None, method: str | None = None, timeout: float = 60, key: str = ""
+        self,
+        port: str,
+        path: str,
+        body: Any = None,
+        method: str | None = None,
+        timeout: float = 60,
+        key: str = "",
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> HttpResponse:
         """Send an HTTP request. Never raises for a status; returns (0, reason) if the connection fails."""
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         url = f"http://{self.host}:{self.ports[port]}{path}"
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        http_request = urllib.request.Request(url, data, headers, method=method)
+        own = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        http_request = urllib.request.Request(url, data, own | dict(headers), method=method)
         try:
             with urllib.request.urlopen(http_request, timeout=timeout) as response:
                 return HttpResponse(response.status, _parse_body(response.read()))

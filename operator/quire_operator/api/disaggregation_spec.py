@@ -14,6 +14,10 @@ MAX_NAME_LENGTH = 31
 """Longest name of a service with roles. The controller of a DisaggregatedSet adds a slice, a revision and the role to
 the names of its objects, and the controller of a LeaderWorkerSet adds further parts. They are limited to 63 characters.
 """
+MAX_GROUP_NAME_LENGTH = 28
+"""Longest name if replicas are groups of pods. The name of a StatefulSet has at most 52 characters, because the label
+with its revision is 11 characters longer. Its workers' StatefulSet has the index of the group at the end, which has up
+to four digits, after what MAX_NAME_LENGTH leaves room for."""
 
 
 class Role(StrEnum):
@@ -37,7 +41,8 @@ class RoleSpec:
     """spec.disaggregation.prefill and spec.disaggregation.decode"""
 
     replicas: int = schema_field(1, minimum=0, maximum=1000, restarts=Restarts.NO)
-    """Number of pods of this role. It is 0 in both roles or in none. Default 1."""
+    """Number of pods of this role, or of groups of pods with engine.pipelineParallelSize above 1. It is 0 in both
+    roles or in none. Default 1."""
     resources: RoleResources = schema_field(factory=RoleResources)
     """GPUs, CPU cores and memory of a pod, as in spec.gpu and spec.runtime. Default: those of spec.gpu and
     spec.runtime."""

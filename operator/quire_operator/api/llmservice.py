@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, ClassVar, Self
 
 from quire_operator.api.adapter_source_spec import AdapterSourceSpec
-from quire_operator.api.disaggregation_spec import MAX_NAME_LENGTH, DisaggregationSpec, Role
+from quire_operator.api.disaggregation_spec import MAX_GROUP_NAME_LENGTH, MAX_NAME_LENGTH, DisaggregationSpec, Role
 from quire_operator.api.engine_spec import EngineSpec, KVTransferSpec, LoraSpec, RoleEngineSpec, SecondaryTierSpec
 from quire_operator.api.networking_spec import (
     KV_EVENT_PORTS_RULE,
@@ -65,6 +65,13 @@ SERVICE_RULES = (
         f"metadata.name must be at most {MAX_NAME_LENGTH} characters with spec.disaggregation, because the controller "
         "of the pods adds a revision and the role to their names; choose a shorter name, and set spec.model.servedName "
         "to the name that clients use.",
+    ),
+    Rule(
+        "!has(self.spec.disaggregation) || !has(self.spec.engine.pipelineParallelSize) || "
+        f"self.spec.engine.pipelineParallelSize == 1 || size(self.metadata.name) <= {MAX_GROUP_NAME_LENGTH}",
+        f"metadata.name must be at most {MAX_GROUP_NAME_LENGTH} characters with spec.disaggregation and "
+        "spec.engine.pipelineParallelSize above 1, because the controllers of the pods add a revision, the role and "
+        "the group to their names; choose a shorter name, and set spec.model.servedName to the name that clients use.",
     ),
     Rule(
         "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
@@ -214,12 +221,6 @@ class LLMServiceSpec:
             "autoscaling must not be set beside disaggregation, because one number of pods does not describe two "
             "roles; remove spec.autoscaling, and set replicas of spec.disaggregation.prefill and "
             "spec.disaggregation.decode.",
-        ),
-        Rule(
-            "!has(self.disaggregation) || !has(self.engine.pipelineParallelSize) || "
-            "self.engine.pipelineParallelSize == 1",
-            "engine.pipelineParallelSize must be 1 beside disaggregation, because a node has only the KV blocks of its "
-            "own layers; remove one of the two.",
         ),
         Rule(
             "!has(self.disaggregation) || !has(self.engine.kvTransfer) || self.engine.kvTransfer.enabled",

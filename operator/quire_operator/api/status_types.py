@@ -294,6 +294,8 @@ class GroupHistoryStatus:
 
     group: int = schema_field(minimum=0)
     """Index of the group."""
+    role: str | None = schema_field(None, max_length=63)
+    """Role of its pods, with spec.disaggregation."""
     leader: str = schema_field(max_length=63)
     """uid of its first pod."""
     template: str = schema_field(max_length=63)
@@ -316,7 +318,7 @@ class GroupsStatus:
     """Number of groups in the spec."""
     ready: int = schema_field(minimum=0)
     """Number of groups of which all pods are ready."""
-    history: tuple[GroupHistoryStatus, ...] = schema_field((), max_items=64, list_type="map", map_keys=("group",))
+    history: tuple[GroupHistoryStatus, ...] = schema_field((), max_items=64, list_type="atomic")
     """Groups that are not ready, or were created anew a short time ago."""
 
 

@@ -74,7 +74,7 @@ class PlanService:
                 kv_storage.validate(pods)
         except ConfigError as error:
             return PlanningResult(plan=previous_plan, spec_error=str(error))
-        if service.num_nodes > 1 and LEADER_WORKER_SET.kind not in available_kinds:
+        if service.num_nodes > 1 and not service.roles and LEADER_WORKER_SET.kind not in available_kinds:
             return PlanningResult(plan=previous_plan, unplannable=_no_leader_worker_set())
         if service.roles and DISAGGREGATED_SET.kind not in available_kinds:
             return PlanningResult(plan=previous_plan, unplannable=_no_disaggregated_set())

@@ -30,6 +30,7 @@ from quire_operator.api.llmservice import LLMService
 from quire_operator.controller.compressed_json import compress, decompress
 from quire_operator.plan.plan import Plan
 from quire_operator.render import disaggregated_set, leader_worker_set, object_names
+from quire_operator.render.disaggregated_set import RoleTemplates
 from quire_operator.render.manifests import Manifest, container_ports
 from quire_operator.render.objects import PodManifests
 from quire_operator.render.pod_template import CONFIG_OPTION
@@ -53,7 +54,7 @@ class TemplateRevision:
     engine_configmap: Manifest
     """ConfigMap that contains pod.json. Of its metadata, only the name is used."""
     worker_template: Manifest | None = None
-    """Template of the other pods of a group. None: the workload is a Deployment."""
+    """Template of the other pods of a group. None: a replica is one pod."""
     group_size: int = 1
     """Number of pods of a group."""
     prefill: PodManifests | None = None
@@ -75,8 +76,10 @@ class TemplateRevision:
         template, group = workload_template(workload["spec"]), workload["spec"].get("leaderWorkerTemplate") or {}
         prefill = None
         if workload["kind"] == disaggregated_set.KIND:
-            of_prefill = disaggregated_set.template_of(workload, Role.PREFILL)
-            prefill = PodManifests(of_prefill, mounted_configmap(of_prefill))
+            of_prefill = RoleTemplates.from_set(workload, Role.PREFILL)
+            prefill = PodManifests(of_prefill.leader, mounted_configmap(of_prefill.leader), of_prefill.worker)
+            of_decode = RoleTemplates.from_set(workload, Role.DECODE)
+            group = {"workerTemplate": of_decode.worker, "size": of_decode.size}
         workers = group.get("workerTemplate"), group.get("size", 1)
         return cls(pods_digest, plan.inputsHash, template, mounted_configmap(template), *workers, prefill)
 
@@ -118,7 +121,7 @@ class TemplateRevision:
             group = body.get("group") or {}
             workers = group.get("template"), group.get("size", 1)
             other = body.get("prefill")
-            prefill = None if other is None else PodManifests(other["template"], other["engine"])
+            prefill = None if other is None else PodManifests(other["template"], other["engine"], other.get("worker"))
             return cls(body["spec"], body["plan"], body["template"], body["engine"], *workers, prefill)
         except (ValueError, KeyError, TypeError, AttributeError):
             # A user changed the annotation, so the pods are rendered again.
@@ -130,7 +133,10 @@ class TemplateRevision:
         inputs = {"spec": self.pods_digest, "plan": self.inputs_hash}
         group = {"group": {"template": self.worker_template, "size": self.group_size}} if self.worker_template else {}
         other = self.prefill
-        prefill = {} if other is None else {"prefill": {"template": other.template, "engine": other.engine_configmap}}
+        prefill = {}
+        if other is not None:
+            worker = {"worker": other.worker_template} if other.worker_template else {}
+            prefill = {"prefill": {"template": other.template, "engine": other.engine_configmap, **worker}}
         return compress({**inputs, "template": self.template, "engine": self.engine_configmap, **group, **prefill})
 
     def apply_to(
@@ -154,7 +160,10 @@ class TemplateRevision:
     def _workload(self, meta: Manifest, service: LLMService, plan: Plan, replicas: int, surges: bool) -> Manifest:
         own = {object_names.PLAN_ANNOTATION: self.inputs_hash, PODS_ANNOTATION: self.annotation_value}
         if self.prefill is not None:
-            templates_of_roles = {Role.PREFILL: self.prefill.template, Role.DECODE: self.template}
+            templates_of_roles = {
+                Role.PREFILL: RoleTemplates(self.prefill.template, self.prefill.worker_template, self.group_size),
+                Role.DECODE: RoleTemplates(self.template, self.worker_template, self.group_size),
+            }
             manifest = disaggregated_set.manifest(service, plan, templates_of_roles, has_pods=replicas > 0)
         elif self.worker_template is None:
             manifest = deployment(service, plan, self.template)
@@ -177,7 +186,7 @@ def workload_template(spec: Mapping[str, Any]) -> Manifest:
     """Return the template of the pods that serve, from the spec of a Deployment, ReplicaSet, LeaderWorkerSet or
     DisaggregatedSet."""
     if "roles" in spec:
-        return disaggregated_set.template_of({"spec": spec}, Role.DECODE)
+        return RoleTemplates.from_set({"spec": spec}, Role.DECODE).leader
     group = spec.get("leaderWorkerTemplate")
     template: Manifest | None = spec.get("template") if group is None else group.get("leaderTemplate")
     return template or {}

@@ -4,7 +4,8 @@ both roles together, and labels the pods with their common revision. Pure. Calle
 """
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from quire_operator.api.disaggregation_spec import Role
 from quire_operator.api.llmservice import LLMService
@@ -15,40 +16,60 @@ from quire_operator.render.manifests import Manifest, metadata, new_manifest
 API_VERSION, KIND = "disaggregatedset.x-k8s.io/v1", "DisaggregatedSet"
 
 
-def pod_template(template: Manifest) -> Manifest:
-    """Return the pod template of a role. `template` is that of a Deployment. Pods have a label that identifies it."""
-    return leader_worker_set.group_templates(template, 1)[0]
+@dataclass(frozen=True, slots=True)
+class RoleTemplates:
+    """The pod templates of a role."""
+
+    leader: Manifest
+    """Template of the pods that serve."""
+    worker: Manifest | None = None
+    """Template of the other pods of a group. None: a replica is one pod."""
+    size: int = 1
+    """Number of pods of a replica."""
+
+    @classmethod
+    def from_template(cls, template: Manifest, size: int) -> Self:
+        """Return the templates of replicas with `size` pods. `template` is that of a Deployment. Pods have a label that
+        identifies their templates."""
+        leader, worker = leader_worker_set.group_templates(template, size)
+        return cls(leader, worker if size > 1 else None, size)
+
+    @classmethod
+    def from_set(cls, manifest: Mapping[str, Any], role: Role) -> Self:
+        """Return the templates of a role from a DisaggregatedSet."""
+        (entry,) = (entry for entry in manifest["spec"]["roles"] if entry["name"] == role)
+        group = entry["spec"]["leaderWorkerTemplate"]
+        if "leaderTemplate" not in group:
+            return cls(group["workerTemplate"])
+        return cls(group["leaderTemplate"], group["workerTemplate"], group["size"])
 
 
-def template_of(manifest: Mapping[str, Any], role: Role) -> Manifest:
-    """Return the pod template of a role from a DisaggregatedSet."""
-    (entry,) = (entry for entry in manifest["spec"]["roles"] if entry["name"] == role)
-    template: Manifest = entry["spec"]["leaderWorkerTemplate"]["workerTemplate"]
-    return template
-
-
-def manifest(service: LLMService, plan: Plan, templates: Mapping[Role, Manifest], has_pods: bool = True) -> Manifest:
-    """Return the DisaggregatedSet. `templates` has the result of `pod_template` for each role. Without `has_pods`, the
-    roles have no replicas."""
+def manifest(
+    service: LLMService, plan: Plan, templates: Mapping[Role, RoleTemplates], has_pods: bool = True
+) -> Manifest:
+    """Return the DisaggregatedSet. Without `has_pods`, the roles have no replicas."""
     annotations = {object_names.PLAN_ANNOTATION: plan.inputsHash}
     roles = [_role(service.for_role(role), templates[role], has_pods) for role in service.roles]
     return new_manifest(API_VERSION, KIND, service, service.name, annotations=annotations, spec={"roles": roles})
 
 
-def _role(service: LLMService, template: Manifest, has_pods: bool) -> Manifest:
+def _role(service: LLMService, templates: RoleTemplates, has_pods: bool) -> Manifest:
     assert service.role is not None, "the service is the one of a role"
-    spec = leader_worker_set.spec(service, template, template, 1, service.spec.replicas if has_pods else 0)
-    # A container that ends is started again in its pod. There is no group that would have to start together.
-    spec["leaderWorkerTemplate"] = {"size": 1, "workerTemplate": template, "restartPolicy": "None"}
+    replicas, worker = service.spec.replicas if has_pods else 0, templates.worker
+    spec = leader_worker_set.spec(service, templates.leader, worker or {}, templates.size, replicas)
+    if worker is None:
+        # A container that ends is started again in its pod. There is no group that would have to start together.
+        spec["leaderWorkerTemplate"] = {"size": 1, "workerTemplate": templates.leader, "restartPolicy": "None"}
     # The name of the LeaderWorkerSet is not the one of a Service, so one headless Service for all its pods is possible.
     del spec["networkConfig"]
     # The controller of the DisaggregatedSet decides which pods are replaced first.
     del spec["rolloutStrategy"]["rollingUpdateConfiguration"]["partition"]
     meta = metadata(service, object_names.SERVER)
-    # Pods have no order, so that the ones that are not ready are removed first. Kueue counts groups by their order.
+    # Pods have no order, so that the ones that are not ready are removed first. Kueue counts groups by their order, and
+    # so does status.groups.
     is_queued = leader_worker_set.QUEUE_LABEL in meta["labels"]
     return {
         "name": service.role.value,
         "metadata": meta,
-        "spec": {**spec, "groupIdentity": "Ordinal" if is_queued else "Hash"},
+        "spec": {**spec, "groupIdentity": "Ordinal" if is_queued or worker is not None else "Hash"},
     }

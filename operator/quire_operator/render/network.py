@@ -110,7 +110,7 @@ def group_network_policy(service: LLMService, context: RenderContext) -> Manifes
 
     The pods of a group connect to each other on ports that gloo and NCCL choose, without a key and unencrypted.
     Therefore, only pods of the same set can connect to them, on all ports. Prometheus and the operator can connect to
-    the health port.
+    the health port, and the pods of the other role to the port on which they serve KV blocks.
     """
     pods: list[Manifest] = [{"podSelector": {"matchLabels": object_names.group_labels(service)}}]
     all_ports = [{"protocol": "TCP"}]
@@ -119,9 +119,16 @@ def group_network_policy(service: LLMService, context: RenderContext) -> Manifes
         {"from": [_PROMETHEUS, *_operator_peers(context)], "ports": _tcp_ports(service.spec.runtime.ports.health)},
     ]
     egress: list[Manifest] = [{"to": pods, "ports": all_ports}]
+    for other in (service.for_role(role) for role in service.roles if role is not service.role):
+        # A node reads its parts of KV blocks from the node of the other group with the same number.
+        assert service.kv_transfer is not None, "roles exchange KV blocks"
+        peers = [{"podSelector": {"matchLabels": object_names.group_labels(other)}}]
+        ports = _tcp_ports(service.kv_transfer.port)
+        ingress.append({"from": peers, "ports": ports})
+        egress.append({"to": peers, "ports": ports})
     if model_storage.pods_download(service):
         egress += _source_egress(service, model_storage.downloaded_sources(service))
-    policy = _network_policy(service, f"{service.name}-group", object_names.SERVER, ingress, egress)
+    policy = _network_policy(service, f"{object_names.of_role(service)}-group", object_names.SERVER, ingress, egress)
     policy["spec"]["podSelector"] = {"matchLabels": object_names.group_labels(service)}
     return policy
 

@@ -64,8 +64,9 @@ def headless_service(service: LLMService) -> str:
 
 
 def nodes_service(service: LLMService) -> str:
-    """Return the name of the headless Service that has the address of each pod of all groups, also of workers."""
-    return f"{service.name}-nodes"
+    """Return the name of the headless Service that has the address of each pod of all groups, also of workers. Each
+    role has one."""
+    return f"{of_role(service)}-nodes"
 
 
 def of_role(service: LLMService) -> str:
@@ -113,8 +114,10 @@ def selector_labels(service: LLMService, component: str) -> dict[str, str]:
 
 
 def group_labels(service: LLMService) -> dict[str, str]:
-    """Return the labels that select all pods of the LeaderWorkerSet."""
-    return {"app.kubernetes.io/name": "quire", INSTANCE: service.name, LWS_NAME: service.name}
+    """Return the labels that select all pods of the LeaderWorkerSet, or of that of a role, whose name only its
+    controller knows."""
+    own = {LWS_NAME: service.name} if service.role is None else {ROLE_LABEL: service.role.value}
+    return {"app.kubernetes.io/name": "quire", INSTANCE: service.name, **own}
 
 
 def labels(service: LLMService, component: str) -> dict[str, str]:

@@ -23,6 +23,7 @@ from quire_operator.render import (
     workload,
 )
 from quire_operator.render.context import RenderContext
+from quire_operator.render.disaggregated_set import RoleTemplates
 from quire_operator.render.manifests import Manifest, new_manifest, owner_reference
 from quire_operator.render.pod_config import cluster_document
 
@@ -45,6 +46,8 @@ class PodManifests:
     """The pod template."""
     engine_configmap: Manifest
     """The ConfigMap with pod.json."""
+    worker_template: Manifest | None = None
+    """The template of the other pods of a group, if the pods run in groups already."""
 
 
 def render_objects(service: LLMService, plan: Plan, context: RenderContext) -> RenderedObjects:
@@ -129,7 +132,7 @@ def _objects_for_pods(
     if service.spec.networking.networkPolicy.enabled:
         yield network.server_network_policy(service, context)
         if service.num_nodes > 1:
-            yield network.group_network_policy(service, context)
+            yield from (network.group_network_policy(own, context) for own in service.pods)
 
 
 def _download_objects(
@@ -151,10 +154,11 @@ def _objects_around_pods(
     yield network.client_service(service)
     yield network.headless_service(service)
     if service.num_nodes > 1 and service.kv_transfer is not None:
-        yield network.nodes_service(service)
+        yield from map(network.nodes_service, service.pods)
     templates = {role: own.template for role, own in pods.items()}
     if service.roles:
-        of_roles = {role: disaggregated_set.pod_template(templates[role]) for role in service.roles}
+        size = service.num_nodes
+        of_roles = {role: RoleTemplates.from_template(templates[role], size) for role in service.roles}
         yield disaggregated_set.manifest(service, plan, of_roles)
     elif service.num_nodes == 1:
         yield workload.deployment(service, plan, templates[None])

@@ -105,7 +105,8 @@ def cluster_document(service: LLMService, plan: Plan) -> dict[str, Any]:
     draft = service.draft_source
     peer_names = [object_names.headless_service(service)]
     if service.num_nodes > 1:
-        peer_names.append(object_names.nodes_service(service))
+        owners = map(service.for_role, service.roles) if service.roles else (service,)
+        peer_names += map(object_names.nodes_service, owners)
     arguments = engine_arguments(
         service,
         ModelLocation(model_storage.folder(service.spec.model.source)),

@@ -11,7 +11,7 @@ from support.rendering import GPU, only_of_kind, plan_of_service, rendered_objec
 from quire_operator.api import crd
 from quire_operator.plan.errors import Unplannable
 from quire_operator.plan.plan import Plan
-from quire_operator.render import model_storage
+from quire_operator.render import leader_worker_set, model_storage
 
 ROLES = f"""{GPU}
 engine: {{kvCacheOffloading: {{memory: 16Gi}}, maxNumSeqs: 64}}
@@ -96,6 +96,59 @@ def test_the_set_lets_its_controller_replace_both_roles_together(objects):
             },
             "leaderWorkerTemplate": {"size": 1, "workerTemplate": {}, "restartPolicy": "None"},
         }
+
+
+def selects(selector, template):
+    """Whether the selector of a Service, or a LabelSelector, selects the pods of a template."""
+    labels = template["metadata"]["labels"]
+    expressions = selector.get("matchExpressions", ())
+    equal = selector.get("matchLabels", selector)
+    return equal.items() <= labels.items() and all(labels.get(e["key"]) in e["values"] for e in expressions)
+
+
+def test_roles_of_several_nodes_are_groups():
+    """A role has the templates that its groups would have alone, and each object selects the right pods of them."""
+    objects = rendered_objects(
+        llm_service(ROLES.replace("maxNumSeqs: 64}", "maxNumSeqs: 64, pipelineParallelSize: 2}"))
+    )
+    templates = {}
+    for name, role in roles_of(objects).items():
+        group = role["spec"]["leaderWorkerTemplate"]
+        leader, worker = (dict(group.pop(f"{kind}Template")) for kind in ("leader", "worker"))
+        assert group == {"size": 2, "restartPolicy": "RecreateGroupOnPodRestart"}
+        assert role["spec"]["groupIdentity"] == "Ordinal"
+        bare = json.loads(json.dumps(leader))
+        del bare["metadata"]["labels"]["quire.dev/template"]
+        assert (leader, worker) == leader_worker_set.group_templates(bare, 2)
+        assert server(worker)["command"] == [*leader_worker_set.WORKER_COMMAND] != server(leader).get("command")
+        engine = engine_of(objects, leader)
+        assert (engine["nnodes"], engine["pipeline_parallel_size"]) == (2, 2) and engine["rank_key_file"]
+        peers = {f"{host}:8005" for host in ("s-pods", "s-prefill-nodes", "s-decode-nodes")}
+        assert peers <= set(engine["kv_transfer"]["allowed_peers"])
+        templates |= {(name, "server"): leader, (name, "worker"): worker}
+
+    def selected(kind, name):
+        spec = objects[kind, name]["spec"]
+        selector = spec["podSelector" if kind == "NetworkPolicy" else "selector"]
+        return {key for key, template in templates.items() if selects(selector, template)}
+
+    prefill, decode = ({(role, kind) for kind in ("server", "worker")} for role in ("prefill", "decode"))
+    servers = {("prefill", "server"), ("decode", "server")}
+    assert selected("Service", "s") == {("decode", "server")}
+    assert selected("Service", "s-pods") == selected("NetworkPolicy", "s") == servers
+    for role, own, other in (("prefill", prefill, decode), ("decode", decode, prefill)):
+        assert selected("Service", f"s-{role}-nodes") == selected("NetworkPolicy", f"s-{role}-group") == own
+        assert selected("PodDisruptionBudget", f"s-{role}") == own
+        assert objects["PodDisruptionBudget", f"s-{role}"]["spec"]["maxUnavailable"] == 2
+        policy = objects["NetworkPolicy", f"s-{role}-group"]["spec"]
+        for rules, side in ((policy["ingress"], "from"), (policy["egress"], "to")):
+            admitted = {}
+            for rule in rules:
+                for peer in (peer for peer in rule.get(side, ()) if "namespaceSelector" not in peer):
+                    found = {key for key, template in templates.items() if selects(peer["podSelector"], template)}
+                    (port,) = rule["ports"]
+                    admitted |= dict.fromkeys(found, port.get("port", "all"))
+            assert admitted == dict.fromkeys(own, "all") | dict.fromkeys(other, 8005), (role, side)
 
 
 def test_kueue_gets_pods_with_an_order():

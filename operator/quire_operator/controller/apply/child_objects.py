@@ -37,6 +37,7 @@ Body = Mapping[str, Any]
 _POD_TEMPLATE_PATHS = (
     ("spec", "template"),
     ("spec", "leaderWorkerTemplate", "leaderTemplate"),
+    ("spec", "roles", "spec", "leaderWorkerTemplate", "leaderTemplate"),
     ("spec", "roles", "spec", "leaderWorkerTemplate", "workerTemplate"),
 )
 """In a workload, the fields of spec.podTemplate are below one of these paths."""

@@ -56,14 +56,15 @@ class Group:
 
 
 def groups_of(pods: Iterable[PodState], size: int) -> list[Group]:
-    """Return the groups to which pods belong, by index. Pods of a Deployment belong to none."""
-    by_index: dict[int, list[PodState]] = {}
+    """Return the groups to which pods belong, by set and index. Pods of a Deployment belong to none. With roles, each
+    revision of a role has a set."""
+    by_index: dict[tuple[str, int], list[PodState]] = {}
     for pod in pods:
         if pod.group is not None:
-            by_index.setdefault(pod.group, []).append(pod)
+            by_index.setdefault((pod.group_set, pod.group), []).append(pod)
     return [
         Group(index, tuple(sorted(members, key=lambda pod: (pod.rank, pod.name))), size)
-        for index, members in sorted(by_index.items())
+        for (_, index), members in sorted(by_index.items())
     ]
 
 

@@ -73,6 +73,8 @@ class PodState:
     """Name of the pod's node. Empty until the pod has one."""
     group: int | None = None
     """Index of the group in a LeaderWorkerSet. None for a pod of a Deployment."""
+    group_set: str = ""
+    """Name of this LeaderWorkerSet. Empty for a pod of a Deployment."""
     rank: int = 0
     """Index of the pod in its group. The pod with index 0 serves."""
     role: str | None = None
@@ -265,6 +267,7 @@ def parse_pod(body: Body) -> PodState:
         ends_at=meta.get("deletionTimestamp") or "",
         node=spec.get("nodeName") or "",
         group=_to_index(labels.get(object_names.LWS_GROUP)),
+        group_set=labels.get(object_names.LWS_NAME, ""),
         rank=_to_index(labels.get(object_names.LWS_WORKER)) or 0,
         role=labels.get(object_names.ROLE_LABEL),
         health_port=ports.get(HEALTH_PORT),

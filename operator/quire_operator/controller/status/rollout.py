@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from quire_operator.controller.status.conditions import Condition, ConditionType, Reason
-from quire_operator.controller.status.groups import crash_loop, groups_of, incomplete, lost_node, rank_loop
+from quire_operator.controller.status.groups import Group, crash_loop, groups_of, incomplete, lost_node, rank_loop
 from quire_operator.controller.status.model_cache import describe_access
 from quire_operator.controller.status.observed_state import ObservedState, PodState
 from quire_operator.render import object_names
@@ -175,11 +175,9 @@ class _ReplicaCounts:
 
     @classmethod
     def from_groups(cls, workload: Mapping[str, Any], size: int, observed: ObservedState) -> "_ReplicaCounts":
-        labels = workload["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["metadata"]["labels"]
         groups = groups_of((*observed.pods, *observed.worker_pods), size)
         alive = [group for group in groups if group.is_alive]
-        newest = labels.get(object_names.TEMPLATE_LABEL)
-        updated = [group for group in alive if group.leader and group.leader.template_hash == newest]
+        updated = [group for group in newest_groups(observed, size) if group.is_alive]
         ready = sum(group.is_ready for group in alive)
         return cls(True, workload["spec"].get("replicas", 1), len(alive), len(updated), ready, ready, "groups")
 
@@ -215,9 +213,23 @@ def _pods_agree(observed: ObservedState, desired_replicas: int) -> bool:
     return alive == desired_replicas == len(ready_pods(observed)) and len(hashes) <= 1
 
 
+def newest_groups(observed: ObservedState, size: int) -> list[Group]:
+    """Return the groups of a LeaderWorkerSet whose leaders have its newest template."""
+    assert observed.workload is not None, "the set exists"
+    labels = observed.workload["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["metadata"]["labels"]
+    newest = labels.get(object_names.TEMPLATE_LABEL)
+    groups = groups_of((*observed.pods, *observed.worker_pods), size)
+    return [group for group in groups if group.leader and group.leader.template_hash == newest]
+
+
 def group_size(workload: Mapping[str, Any] | None) -> int | None:
-    """Return the number of pods of a group of a LeaderWorkerSet. None for a Deployment, or no workload."""
-    group = ((workload or {}).get("spec") or {}).get("leaderWorkerTemplate")
+    """Return the number of pods of a group of a LeaderWorkerSet, or of the roles of a DisaggregatedSet. None for a
+    Deployment, for roles whose replicas are single pods, or no workload."""
+    spec = (workload or {}).get("spec") or {}
+    if roles := spec.get("roles"):
+        size = max(role["spec"]["leaderWorkerTemplate"].get("size", 1) for role in roles)
+        return None if size == 1 else int(size)
+    group = spec.get("leaderWorkerTemplate")
     return None if group is None else int(group.get("size", 1))
 
 

@@ -23,14 +23,12 @@ from quire_operator.controller.status.conditions import (
     format_timestamp,
     to_conditions,
 )
-from quire_operator.controller.status.groups import groups_of, update_history
 from quire_operator.controller.status.observed_state import ObservedState, PlanningResult, PodState
 from quire_operator.controller.status.rollout import (
     RolloutState,
     available_condition,
     count_replicas,
     evaluate_rollout,
-    group_size,
     ready_pods,
 )
 from quire_operator.controller.status.routes import route_conditions
@@ -72,11 +70,13 @@ def build_status(
         evaluated = _evaluate_unreadable_spec(planning, observed, previous)
     else:
         evaluated = _evaluate_spec(service, generation, planning, observed, previous, now)
-    existing, updated = count_replicas(observed)
     is_current = observed.applied_generation == generation
     role_statuses = roles.role_statuses(observed, is_current)
-    if role_statuses:
-        existing, updated = (sum(each[name] for each in role_statuses) for name in ("replicas", "updatedReplicas"))
+    existing, updated = (
+        (sum(each[name] for each in role_statuses) for name in ("replicas", "updatedReplicas"))
+        if role_statuses
+        else count_replicas(observed)
+    )
     ready = ready_pods(observed)
     differences = kv_layouts.find_differences(observed.pods, kv_layouts.differences_of(previous))
     return {
@@ -144,10 +144,10 @@ def _evaluate_spec(
     config, planned = _config_valid(planning, observed), _planned_condition(planning)
     cached_condition, cache = model_cache.evaluate_model_cache(service, planning, observed, previous, now)
     gpu_resource = spec.gpu.resourceName if spec.gpu else GPU_RESOURCE
-    groups = _groups_status(observed, spec.replicas, previous, now)
+    groups = roles.groups_status(service, observed, previous, now)
     history = groups.get("history") or ()
     if service.roles:
-        rollout_state = roles.evaluate_roles(service, observed, generation, now)
+        rollout_state = roles.evaluate_roles(service, observed, generation, now, history)
         available = roles.available_condition(service, observed)
     else:
         rollout_state = evaluate_rollout(
@@ -377,17 +377,6 @@ def _parsers(ready: tuple[PodState, ...]) -> dict[str, str]:
         "reasoningParser": {report.reasoning_parser for report in reports},
     }
     return {field: name for field, found in names.items() if len(found) == 1 and (name := next(iter(found)))}
-
-
-def _groups_status(observed: ObservedState, wanted: int, previous: Mapping[str, Any], now: datetime) -> dict[str, Any]:
-    """Return status.groups. It is empty if the pods are not in groups."""
-    size = group_size(observed.workload)
-    if size is None:
-        return {}
-    groups = groups_of((*observed.pods, *observed.worker_pods), size)
-    history = update_history((previous.get("groups") or {}).get("history") or (), groups, now)
-    ready = sum(group.is_alive and group.is_ready for group in groups)
-    return {"size": size, "wanted": wanted, "ready": ready, **({"history": history} if history else {})}
 
 
 def _addresses(service: LLMService, workload: Mapping[str, Any]) -> dict[str, dict[str, str]]:

@@ -130,6 +130,53 @@ def test_a_crash_loop_is_counted_in_the_status():
     assert status_of(*other, previous=status)["groups"]["history"][0]["recreated"] == 0
 
 
+def test_groups_with_roles_are_those_of_the_newest_revision():
+    """Each revision of a role has a LeaderWorkerSet, whose groups have the same indexes."""
+    service = desired_service(
+        "engine: {pipelineParallelSize: 2, kvCacheOffloading: {memory: 1Gi}}\n"
+        "disaggregation: {prefill: {replicas: 1}, decode: {replicas: 1}}\n"
+    )
+    group = SET["spec"]["leaderWorkerTemplate"] | {"workerTemplate": {}}
+    roles = [{"name": name, "spec": {"replicas": 1, "leaderWorkerTemplate": group}} for name in ("prefill", "decode")]
+    workload = {"kind": "DisaggregatedSet", "metadata": {"name": "s"}, "spec": {"roles": roles}}
+
+    def pod(role, revision, rank, **changes):
+        own = {"role": role, "group_set": f"s-0-{revision}-{role}", "template_hash": revision, "name": ""}
+        report = pod_report(service) if rank == 0 else None
+        return member(0, rank, report=report, **own | {"name": f"s-0-{revision}-{role}-0-{rank}"} | changes)
+
+    def status(*pods, previous=None):
+        servers, workers = ([p for p in pods if bool(p.rank) == is_worker] for is_worker in (False, True))
+        seen = healthy_state(service, workload=workload, pods=tuple(servers), worker_pods=tuple(workers))
+        return checked_status(seen, service=service, previous=previous)
+
+    new = [pod(role, "new", rank) for role in ("prefill", "decode") for rank in (0, 1)]
+    found = status(*new)
+    assert condition(found, "Ready")["status"] == "True", found["conditions"]
+    assert found["groups"] == {"size": 2, "wanted": 2, "ready": 2}
+    assert condition(found, "Available")["message"] == "1 of 1 prefill groups and 1 of 1 decode groups serve"
+    counts = {"desiredReplicas": 1, "replicas": 1, "readyReplicas": 1, "updatedReplicas": 1}
+    assert found["roles"] == [{"name": name, **counts} for name in ("prefill", "decode")]
+
+    old = [pod("decode", "old", rank) for rank in (0, 1)]
+    found = status(*new, *old)
+    assert condition(found, "Ready")["reason"] == "Updating" and found["groups"]["ready"] == 2
+    assert found["roles"][1] == {"name": "decode", **counts, "replicas": 2, "readyReplicas": 2}
+    assert problem(status(*new[:3], replace(new[3], ready=False), *old))[1].startswith("prefill: 1 of 1 groups have")
+    found = status(*new[:3], *old)
+    assert found["groups"]["ready"] == 1, "a worker of the old revision does not complete a group of the new one"
+
+    found = None
+    for i in range(4):
+        prefill = [pod("prefill", "new", rank, uid=f"u{i}{rank}", **NOT_READY) for rank in (0, 1)]
+        found = status(*prefill, *new[2:], previous=found)
+        (entry,) = found["groups"]["history"]
+        assert (entry["role"], entry["group"], entry["recreated"]) == ("prefill", 0, i)
+    reason, message = problem(found)
+    assert reason == "GroupCrashLooping" and "group 0 was created anew 3 times" in message
+    assert "decode: 1 of 1 groups have this generation and are ready" in message
+
+
 def test_a_rank_that_fails_in_its_pod_is_named():
     loses = member(1, 1, **NOT_READY, rank_error="weights of layer 3 are missing")
     reason, message = problem(status_of(loses))
